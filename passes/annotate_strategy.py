@@ -19,10 +19,10 @@ class AnnotateStrategy(Pass):
     """Turn the strategy and the preset into annotations, in rounds of falling priority.
 
     Requires nothing. Ensures `ctx.asked`: the annotations of the model and of the user, which must
-    agree and which the plan must keep. Ensures `ctx.annotations`: in the first rounds those of
-    `ctx.asked`, each with annotations of the nodes that a training step derives from its node; then
-    those that the search finds, or those of the preset, or data parallelism: the batch is split
-    over the axis `dp`, where the mesh has one. Presets whose ranks add up activations end with
+    agree, and which the plan keeps. Ensures `ctx.annotations`. The first rounds are `ctx.asked`;
+    a node's annotation extends to the nodes that a training step derives from that node. Later
+    rounds come from the search, or from the preset; without both, from data parallelism: the axis
+    `dp`, if the mesh has one, splits the batch. Presets whose ranks add up activations end with
     `SplitBehindSums`, unless the model is a training step.
 
     Example: shard(mesh="tp=2", strategy={"tensors": {"w": ["tp", None]}})

@@ -1,4 +1,4 @@
-"""compact-experts: each expert computes the rows of its own tokens alone."""
+"""compact-experts: each expert computes only the rows of its own tokens."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class CompactExperts(Pass):
     """Replace the rows of zeros of a mixture of experts by a Scan over the rank's experts.
 
     The loader writes a mixture so that every expert has a row for each token: zeros for the tokens
-    of other experts. The body of the Scan computes the rows that are not zeros. Where ranks
-    exchange the rows of all experts, they then send those that are not zeros alone: first their
-    numbers, then the rows, and the results back. If other nodes read values inside, as those of a
-    backward pass do, there is no Scan: both passes get the rows of all experts as one list.
-    Requires local nodes. A mixture stays as it is if the ranks communicate in any other way between
-    its nodes, or if a rank has no expert.
+    of other experts. The body of the Scan computes only the rows that are not zeros. Where ranks
+    exchange the rows of all experts, this pass makes them exchange only rows that are not zeros:
+    first the numbers of rows, then the rows, and the results back. If nodes outside the mixture
+    read values inside, as a backward pass does, there is no Scan: forward and backward pass compute
+    one list of the rows of all experts. Requires local nodes. A mixture stays as it is if ranks
+    communicate in another way between its nodes, or if a rank has no expert.
 
     Example: shard(mesh="ep=2", preset="expert-parallel")
 
@@ -123,63 +123,66 @@ class CompactExperts(Pass):
         changed = False
         shapes = {name: layout.shape for name, layout in ctx.layouts.items()}
         for scope in list(scopes(graph)):
-            for found in list(find_chosen_rows(scope, shapes)):
-                changed |= _compact(scope, found, shapes, ctx)
+            for mixture in list(find_chosen_rows(scope, shapes)):
+                changed |= _compact(scope, mixture, shapes, ctx)
             for trained in list(find_trained_rows(scope, shapes)):
                 changed |= _compact_trained(scope, trained, shapes, ctx)
         return changed
 
 
-def _compact(scope: gs.Graph, found: ChosenRows, shapes: Shapes, ctx: PassContext) -> bool:
-    """Makes a mixture compute and send its chosen rows alone; False if it stays as it is."""
+def _compact(scope: gs.Graph, mixture: ChosenRows, shapes: Shapes, ctx: PassContext) -> bool:
+    """Makes a mixture compute and send only its chosen rows; False if it stays as it is."""
     mesh, per_rank = ctx.sharding.mesh, ctx.lowered.per_rank
-    is_exchanged = any(node.op == EXCHANGE for node in found.inside)
-    moves = crossing(found) if is_exchanged else None
-    experts = ctx.layouts[(moves.there[0].outputs[0] if moves else found.chosen).name]
+    is_exchanged = any(node.op == EXCHANGE for node in mixture.inside)
+    moves = crossing(mixture) if is_exchanged else None
+    experts = ctx.layouts[(moves.there[0].outputs[0] if moves else mixture.chosen).name]
     has_experts = all(experts.local_shape(mesh, rank)[0] for rank in range(mesh.size))
     if not has_experts or (is_exchanged and moves is None):
         return False
-    columns = ctx.layouts[found.leave.outputs[0].name]
+    columns = ctx.layouts[mixture.leave.outputs[0].name]
 
     def width(rank: int) -> int:
         return columns.local_shape(mesh, rank)[2]
 
-    name = found.total.outputs[0].name.split("@")[0]
+    name = mixture.total.outputs[0].name.split("@")[0]
     if moves is None:
-        rows = ctx.layouts[found.enter[0].outputs[0].name]
-        compaction = Compaction(scope, found, shapes, width, per_rank)
+        rows = ctx.layouts[mixture.enter[0].outputs[0].name]
+        compaction = Compaction(scope, mixture, shapes, width, per_rank)
         ctx.lowered.mixtures.append((name, compaction.finder, rows))
         compaction.replace()
         return True
     inner = ctx.layouts[moves.back.inputs[0].name]
     tag = len(ctx.lowered.collectives) + 1
-    exchange = TokenExchange(scope, found, moves, shapes, width, per_rank, tag)
-    _list(exchange, moves, inner, ctx)
-    mixture = exchange.replace()
-    # The rows that arrive are of all ranks: no operand inside has a value for each of them.
-    known = {**shapes, mixture.chosen.name: (inner.shape[0], -1, 1)}
-    known |= {node.inputs[1].name: (-1, inner.shape[2]) for node in mixture.enter}
+    exchange = TokenExchange(scope, mixture, moves, shapes, width, per_rank, tag)
+    _update_plan(exchange, moves, inner, ctx)
+    received = exchange.replace()
+    # Received rows come from all ranks: no operand inside has a value for each of them.
+    local_shapes = {**shapes, received.chosen.name: (inner.shape[0], -1, 1)}
+    local_shapes |= {node.inputs[1].name: (-1, inner.shape[2]) for node in received.enter}
     compaction = Compaction(
-        scope, mixture, known, lambda rank: inner.local_shape(mesh, rank)[2], per_rank
+        scope, received, local_shapes, lambda rank: inner.local_shape(mesh, rank)[2], per_rank
     )
     ctx.lowered.mixtures.append((name, compaction.finder, inner))
     compaction.replace()
     return True
 
 
-def _compact_trained(scope: gs.Graph, found: TrainedRows, shapes: Shapes, ctx: PassContext) -> bool:
-    """Makes both passes of a mixture compute chosen rows alone; False if a rank has no expert."""
+def _compact_trained(
+    scope: gs.Graph, mixture: TrainedRows, shapes: Shapes, ctx: PassContext
+) -> bool:
+    """Makes the forward and the backward pass of a mixture compute only chosen rows; False if a
+    rank has no expert."""
     mesh = ctx.sharding.mesh
-    experts = ctx.layouts[found.chosen.name]
+    experts = ctx.layouts[mixture.chosen.name]
     if not all(experts.local_shape(mesh, rank)[0] for rank in range(mesh.size)):
         return False
-    PairProgram(scope, found, shapes, ctx.layouts, mesh, ctx.lowered.per_rank).replace()
+    PairProgram(scope, mixture, shapes, ctx.layouts, mesh, ctx.lowered.per_rank).replace()
     return True
 
 
-def _list(exchange: TokenExchange, moves: Crossing, inner: Layout, ctx: PassContext) -> None:
-    """Changes the collectives of the plan: those that exchange rows have sizes that data decide,
-    and one exchanges numbers of rows before."""
+def _update_plan(exchange: TokenExchange, moves: Crossing, inner: Layout, ctx: PassContext) -> None:
+    """Updates the collectives of the plan: exchanges of rows get data-dependent sizes; a new entry
+    before them exchanges the numbers of rows."""
     names = {node.name for node in (*moves.there, moves.back)}
     listed = ctx.lowered.collectives
     for i, entry in enumerate(listed):
@@ -188,8 +191,8 @@ def _list(exchange: TokenExchange, moves: Crossing, inner: Layout, ctx: PassCont
     first = next(i for i, e in enumerate(listed) if e.name == moves.there[0].name)
     size = _COUNT_BYTES * inner.shape[0]
     sent = int(bytes_sent("AllToAll", len(listed[first].group), size))
-    about = replace(
+    entry = replace(
         listed[first], kind="AllToAll", name=exchange.counts, bytes=sent, operand=size,
         tensor=f"rows per expert of {listed[first].tensor}", before="-", after="-",
     )  # fmt: skip
-    listed.insert(first, about)
+    listed.insert(first, entry)

@@ -35,16 +35,16 @@ _WIRE: dict[str, Any] = {"float16": np.dtype(np.float16), "bfloat16": TensorProt
 class CompressCollectives(Pass):
     """Send sums of gradients between ranks in fewer bits.
 
-    Requires a training step with reshard nodes (insert-collectives). Ensures the same for float16
-    and bfloat16: the pass puts casts around the reductions. The plugin adds up in float32 and
-    rounds once, so that only a result that is too large for the type overflows. With 2bit, the
-    pass replaces reductions by all-gathers of codes, and adds a state to the model for each
-    gradient: what its ranks have not sent yet, a sum that stays partial
-    (`lowering/threshold_codes.py`). Gradients of 16 bits stay as they are; 2bit refuses them.
+    Requires a training step with reshard nodes (insert-collectives). Ensures the same. For float16
+    and bfloat16, the pass puts casts around the reductions. The plugin adds up in float32 and
+    rounds once, so only a result that is too large for the type overflows. For 2bit, the pass
+    replaces reductions by all-gathers of codes, and adds a state to the model for each gradient:
+    the remainder that ranks have not sent yet, a partial sum (`lowering/threshold_codes.py`).
+    Gradients of 16 bits stay as they are; 2bit refuses them.
 
     to            none, float16, bfloat16, 2bit or 2bit:THRESHOLD
     least_bytes   gradients of fewer bytes per rank stay as they are: for them, latency dominates
-    bucket_bytes  bytes per rank of gradients whose 2bit codes are sent together
+    bucket_bytes  most bytes per rank of the gradients whose 2bit codes one collective sends
 
     Example: grad(loss="y", optimizer="none"),
             shard(mesh="dp=2", preset="data-parallel", compression="float16")
@@ -112,8 +112,8 @@ class CompressCollectives(Pass):
         Compression.parse(self.to)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        how = Compression.parse(self.to)
-        if how is None:
+        compression = Compression.parse(self.to)
+        if compression is None:
             return False
         step = ctx.model.step
         if step is None or ctx.model.sizes is not None:
@@ -126,24 +126,24 @@ class CompressCollectives(Pass):
                 "the training step does not name its gradients, which compression needs; write it "
                 "again with `onnxpar grad`"
             )
-        if how.kind == TWO_BIT:
+        if compression.kind == TWO_BIT:
             _check_steps(step)
         of = gradient_reductions(graph, step.gradients)
         large = [n for n in all_nodes(graph) if n.name in of and self._is_large(n, ctx)]
-        found = {n.name for n in large if numpy_dtype(n.inputs[0]) in (np.float32, np.float64)}
-        if len(found) < len(large) and how.kind == TWO_BIT:
+        chosen = {n.name for n in large if numpy_dtype(n.inputs[0]) in (np.float32, np.float64)}
+        if len(chosen) < len(large) and compression.kind == TWO_BIT:
             raise StrategyError(
                 f"compression {TWO_BIT}: the step's gradients have 16 bits already, because it was "
                 "written with --precision; write it without --precision, or leave --compression "
                 "out"
             )
-        if not found:
+        if not chosen:
             return False
-        if how.kind == TWO_BIT:
-            _check_outside(graph, found, of)
-            _Thresholds(graph, ctx, how.threshold, of).run(found, self.bucket_bytes)
+        if compression.kind == TWO_BIT:
+            _check_not_in_loops(graph, chosen, of)
+            _Thresholds(graph, ctx, compression.threshold, of).run(chosen, self.bucket_bytes)
         else:
-            _cast(graph, ctx, found, how.kind)
+            _cast(graph, ctx, chosen, compression.kind)
         step.compression = self.to
         schedule(graph)
         return True
@@ -153,8 +153,8 @@ class CompressCollectives(Pass):
 
 
 def _check_steps(step: Step) -> None:
-    """Errors: StrategyError if the scale of gradients changes from step to step: residuals of one
-    step could not be added to the next."""
+    """Errors: StrategyError if the scale of gradients changes from step to step: the remainder of
+    one step would then not fit the gradient of the next."""
     if any(slot.kind == SCALE for slot in step.slots):
         raise StrategyError(
             f"compression {TWO_BIT}: the step changes the scale of its gradients from step to "
@@ -162,9 +162,9 @@ def _check_steps(step: Step) -> None:
         )
 
 
-def _check_outside(graph: gs.Graph, chosen: set[str], of: Mapping[str, str]) -> None:
-    """Errors: StrategyError if a reduction is in the body of a loop: its residual would be a state
-    of each iteration."""
+def _check_not_in_loops(graph: gs.Graph, chosen: set[str], of: Mapping[str, str]) -> None:
+    """Errors: StrategyError if a reduction is in the body of a loop: each iteration would need a
+    remainder."""
     inside = chosen - {node.name for node in graph.nodes}
     if inside:
         first = of[min(inside)]
@@ -176,7 +176,8 @@ def _check_outside(graph: gs.Graph, chosen: set[str], of: Mapping[str, str]) -> 
 
 
 def _cast(graph: gs.Graph, ctx: PassContext, chosen: Collection[str], kind: str) -> None:
-    """Casts the operands of these reductions to 16 bits, and their results back, also in bodies."""
+    """Casts the operands of the `chosen` reductions to 16 bits, and the results back, also in
+    bodies."""
     placed: list[gs.Node] = []
     after: list[gs.Node] = []
     for node in graph.nodes:
@@ -207,7 +208,7 @@ class _Thresholds:
     of: Mapping[str, str]
 
     def run(self, chosen: Collection[str], bucket_bytes: int) -> None:
-        """Replaces the reductions of these names."""
+        """Replaces the `chosen` reductions, given by name."""
         groups = independent_groups(
             self.graph,
             lambda node: self._kind(node) if node.name in chosen else None,
@@ -217,18 +218,18 @@ class _Thresholds:
         instead: dict[int, list[gs.Node]] = {}
         for number, nodes in enumerate(groups, 1):
             instead |= {id(node): [] for node in nodes}
-            instead[id(nodes[-1])] = self._built(f"compressed.{number}", nodes)
+            instead[id(nodes[-1])] = self._replacement(f"compressed.{number}", nodes)
         self.graph.nodes = [
             new for node in self.graph.nodes for new in instead.get(id(node), [node])
         ]
 
     def _kind(self, node: gs.Node) -> Kind:
-        """Reductions with equal keys can send their codes in one collective."""
+        """The bucket key of a reduction: equal keys may share one collective of codes."""
         reshard = reshard_of(node)
         others = other_axes(reshard.before, _reduced(reshard))
         return reshard.axes, others, str(node.inputs[0].dtype)
 
-    def _built(self, name: str, nodes: Sequence[gs.Node]) -> list[gs.Node]:
+    def _replacement(self, name: str, nodes: Sequence[gs.Node]) -> list[gs.Node]:
         """The nodes that replace several reductions."""
         sums, cuts = [], []
         for node in nodes:
@@ -240,7 +241,7 @@ class _Thresholds:
                 cut = Reshard("LocalSlice", reshard.axes, ((rest, after),))
                 cuts.append((cut, whole, result))
                 result = whole
-            kept, keeps = self._state(node, before)
+            kept, keeps = self._add_state(node, before)
             node.inputs.clear()
             node.outputs.clear()
             sums.append(Sum(addend, kept, result, keeps, before, rest))
@@ -254,9 +255,9 @@ class _Thresholds:
             built.append(reshard_node(f"LocalSlice_{result.name}", cut, [whole], [result]))
         return built
 
-    def _state(self, node: gs.Node, layout: Layout) -> tuple[gs.Variable, gs.Variable]:
-        """A new state of the model for a reduction: the part of the sum that ranks have not sent
-        yet."""
+    def _add_state(self, node: gs.Node, layout: Layout) -> tuple[gs.Variable, gs.Variable]:
+        """Adds a state to the model, the remainder of a reduction that ranks have not sent yet;
+        returns its input and output."""
         model, addend, parameter = self.ctx.model, node.inputs[0], self.of[node.name]
         assert model.step is not None
         name, i = f"{parameter}.{RESIDUAL}", 1
@@ -287,13 +288,13 @@ def _size(node: gs.Node, ctx: PassContext) -> int:
 def _like(
     ctx: PassContext, tensor: gs.Tensor, origin: str, dtype: Any, layout: Layout | None = None
 ) -> gs.Variable:
-    """A new tensor with the shape of another one."""
-    made = gs.Variable(ctx.fresh(origin), dtype, list(tensor.shape))
-    _note(ctx, made, origin, layout or ctx.layouts[tensor.name])
-    return made
+    """A new tensor with the shape of `tensor`; `origin` gives its name and factors."""
+    new = gs.Variable(ctx.fresh(origin), dtype, list(tensor.shape))
+    _note(ctx, new, origin, layout or ctx.layouts[tensor.name])
+    return new
 
 
 def _note(ctx: PassContext, tensor: gs.Variable, origin: str, layout: Layout) -> None:
-    """Records the layout of a new tensor, and gives it the factors of the tensor `origin`."""
+    """Records the layout of a new tensor, and that its factors are those of `origin`."""
     ctx.sharding.factors.tensors[tensor.name] = ctx.sharding.factors.tensors[origin]
     ctx.layouts[tensor.name] = layout

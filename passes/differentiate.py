@@ -21,7 +21,7 @@ class Differentiate(Pass):
     graph has standard ONNX ops only, and that trained weights are inputs with default values.
 
     loss    as for `onnxpar grad`: softmax-cross-entropy, mse, and so on, or an output
-    output  what the loss is computed of, where the model has several outputs
+    output  the output from which the loss is computed, if the model has several outputs
     params  a glob: the weights to train
     frozen  a glob: the weights to leave out
 

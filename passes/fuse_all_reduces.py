@@ -32,35 +32,36 @@ from onnxpar.strategy.mindspore_keys import fusion_buckets
 
 FUSIONS = ("size", "cost", "none")
 INDEX = "index:"
-"""What `by` starts with if the indices of gradients follow: index:20,35."""
+"""The prefix of `by` before indices of gradients: index:20,35."""
 
 
 def indices_of(by: str) -> tuple[int, ...]:
-    """Returns the indices in `by`; none if that is another way. Errors: StrategyError."""
+    """Returns the indices in `by`; none if `by` has another form. Errors: StrategyError."""
     if not by.startswith(INDEX):
         return ()
     parts = by.removeprefix(INDEX).split(",")
-    found = tuple(int(part) for part in parts if part.strip().isdecimal())
-    if len(found) < len(parts) or not found[0] or list(found) != sorted(set(found)):
+    indices = tuple(int(part) for part in parts if part.strip().isdecimal())
+    if len(indices) < len(parts) or not indices[0] or list(indices) != sorted(set(indices)):
         raise StrategyError(f"--fusion {by}: give rising whole numbers from 1, as {INDEX}20,35")
-    return found
+    return indices
 
 
 @dataclass(frozen=True)
 class FuseAllReduces(Pass):
     """Join collectives of the same kind and ranks that do not wait for each other.
 
-    Joins all-reduces, reduce-scatters and all-gathers, and the all-to-alls of tensors of which each
-    is whole on one rank; while sizes are open, all-reduces and all-to-alls only.
+    Joins all-reduces, reduce-scatters, all-gathers, and all-to-alls if one rank holds each tensor
+    whole, before or after; with open sizes, only all-reduces and all-to-alls.
     Requires reshard nodes (insert-collectives); ensures the same, with fewer collectives. Runs
-    only once, as MindSpore's fusion does; `plan` says how many collectives it joined.
+    only once, as MindSpore's fusion does; `plan` says how many collectives the pass joined.
 
-    by            size: up to so many bytes together; cost: so that the last one ends first, where
-                  ranks compute meanwhile; none; index:20,35: the reductions of gradients before the
-                  20th, then those before the 35th, then the rest, in the order in which they run
+    by            size: up to the bytes below; cost: up to the bytes below, so that the last
+                  collective ends as early as possible beside compute; none; index:20,35: three
+                  buckets of reductions of gradients: the first 20, the next 15, and the others, in
+                  execution order
     bucket_bytes  most bytes per rank of all-reduces in a bucket
     shard_bytes   most bytes per rank of reduce-scatters and all-gathers in a bucket
-    exchanges     true to join the all-to-alls, whatever `by` is
+    exchanges     true to join all-to-alls, whatever `by` is
 
     Example: shard(mesh="tp=2", fusion="size", strategy={"tensors": {"x": [None, "tp"]}})
 
@@ -115,32 +116,32 @@ class FuseAllReduces(Pass):
         return changed
 
     def _fuse_by_hand(self, graph: gs.Graph, ctx: PassContext, buckets: Mapping[str, int]) -> bool:
-        """Joins the reductions of gradients whose parameters the strategy puts into one bucket;
-        those in bucket 0, and all others, stay apart."""
-        own = _wanted(graph, ctx)
-        found = {node.name: node.name for node in graph.nodes}
-        numbered = {name: (own.get(name), bucket) for name, bucket in buckets.items() if bucket}
+        """Joins the reductions of gradients whose parameters the strategy puts into one bucket.
+        Reductions in bucket 0 and all other collectives stay single."""
+        purposes = _purposes(graph, ctx)
+        single = {node.name: node.name for node in graph.nodes}
+        numbered = {name: (purposes.get(name), at) for name, at in buckets.items() if at}
         mesh, sizes = ctx.sharding.mesh, ctx.choices.bytes
-        return fuse_collectives(graph, mesh, sys.maxsize, sizes, {**found, **numbered})
+        return fuse_collectives(graph, mesh, sys.maxsize, sizes, {**single, **numbered})
 
     def _fuse(self, graph: gs.Graph, ctx: PassContext, apart: Collection[str]) -> bool:
         """Joins collectives as `by` says, except the nodes in `apart`."""
         costs, sizes = ctx.sharding.costs, ctx.choices.bytes
-        wanted: Mapping[str, object] = {**_wanted(graph, ctx), **{n: n for n in apart}}
+        purposes: Mapping[str, object] = {**_purposes(graph, ctx), **{n: n for n in apart}}
         first: set[str] = set()
         limit = self.bucket_bytes
         if self.by == "cost":
-            each = predict_nodes(graph.nodes, ctx.sharding)
-            seconds = {name: times.compute for name, times in each.items()}
-            first = first_of_buckets(graph, costs, seconds, self._limit, sizes, wanted)
+            times_by_node = predict_nodes(graph.nodes, ctx.sharding)
+            seconds = {name: times.compute for name, times in times_by_node.items()}
+            first = first_of_buckets(graph, costs, seconds, self._limit, sizes, purposes)
         indices = indices_of(self.by)
         if indices:
-            wanted = _by_index(graph, ctx, indices, wanted)
+            purposes = _by_index(graph, ctx, indices, purposes)
             limit = sys.maxsize
-        changed = fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first)
+        changed = fuse_collectives(graph, costs.mesh, limit, sizes, purposes, first)
         if ctx.model.sizes is None:  # shards of equal size may differ at other sizes
             limit = self.shard_bytes
-            changed |= fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first, PARTS)
+            changed |= fuse_collectives(graph, costs.mesh, limit, sizes, purposes, first, PARTS)
         return changed
 
     def _limit(self, op: str) -> int:
@@ -148,16 +149,16 @@ class FuseAllReduces(Pass):
         return self.bucket_bytes if op in REDUCTIONS else self.shard_bytes
 
     def _fuse_exchanges(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        """Joins the all-to-alls of tensors of which each is whole on one rank before or after it:
-        together they are one exchange between all ranks."""
-        wanted, atoms = _wanted(graph, ctx), _atoms_beside(graph, ctx)
-        alike = {name: (wanted.get(name), own) for name, own in atoms.items()}
+        """Joins all-to-alls if one rank holds each tensor whole, before or after: together they are
+        one exchange between all ranks."""
+        purposes, atoms = _purposes(graph, ctx), _atoms_beside(graph, ctx)
+        alike = {name: (purposes.get(name), own) for name, own in atoms.items()}
         mesh, sizes = ctx.sharding.mesh, ctx.choices.bytes
         return fuse_collectives(graph, mesh, self.bucket_bytes, sizes, alike, (), EXCHANGES)
 
 
 def _counts(graph: gs.Graph, ctx: PassContext) -> Counter[str]:
-    """Returns the number of collectives that may be fused, by kind, without those of a training
+    """Returns the number of fusable collectives by kind, without the collectives of a training
     step's evaluation."""
     step, kinds = ctx.model.step, (*REDUCTIONS, *EXCHANGES, *PARTS)
     nodes = nodes_of_run(graph, step.evaluation if step is not None else ())
@@ -165,62 +166,63 @@ def _counts(graph: gs.Graph, ctx: PassContext) -> Counter[str]:
 
 
 def _atoms_beside(graph: gs.Graph, ctx: PassContext) -> dict[str, object]:
-    """For each all-to-all that may be fused, the atoms of the dimensions other than the one that
-    ranks at one coordinate hold: tensors with the same atoms have the same sizes there in any
-    run."""
-    found: dict[str, object] = {}
+    """For each fusable all-to-all, the atoms of all dimensions except the dimension that ranks at
+    one coordinate hold. In every run, tensors with equal atoms have equal sizes there."""
+    atoms_by_node: dict[str, object] = {}
     for node in graph.nodes:
         if not is_reshard(node) or node.op not in EXCHANGES:
             continue
         held = held_dim(*reshard_of(node).members[0])
         names = [t.name for t in (*node.outputs, *node.inputs)]
-        known = ctx.sharding.factors.tensors
-        name = next((n for n in names if n in known), names[0].rpartition("@")[0])
-        factors = known.get(name)
+        tensors = ctx.sharding.factors.tensors
+        name = next((n for n in names if n in tensors), names[0].rpartition("@")[0])
+        factors = tensors.get(name)
         if held is None or factors is None:
-            found[node.name] = node.name
+            atoms_by_node[node.name] = node.name
             continue
         pairs = zip(factors.leaves, factors.dim_of_leaf, strict=True)
         atoms = tuple((dim, leaf.atom) for leaf, dim in pairs if dim != held[0])
-        found[node.name] = (len(factors.dims), atoms)
-    return found
+        atoms_by_node[node.name] = (len(factors.dims), atoms)
+    return atoms_by_node
 
 
 def _buckets(graph: gs.Graph, ctx: PassContext) -> dict[str, int]:
-    """Returns the bucket of each reduction of a gradient for which the strategy gives one, by node.
-    Errors: StrategyError."""
+    """Returns the buckets that the strategy gives to reductions of gradients, by node. Errors:
+    StrategyError."""
     shard = ctx.request.strategy.shard if ctx.request.strategy is not None else {}
     step = ctx.model.step
-    found = fusion_buckets(shard, list(step.gradients) if step is not None else [])
-    if step is None or not found:
+    by_parameter = fusion_buckets(shard, list(step.gradients) if step is not None else [])
+    if step is None or not by_parameter:
         return {}
     of = gradient_reductions(graph, step.gradients)
-    return {node: found[parameter] for node, parameter in of.items() if parameter in found}
+    return {
+        node: by_parameter[parameter] for node, parameter in of.items() if parameter in by_parameter
+    }
 
 
 def _by_index(
-    graph: gs.Graph, ctx: PassContext, indices: Sequence[int], wanted: Mapping[str, object]
+    graph: gs.Graph, ctx: PassContext, indices: Sequence[int], purposes: Mapping[str, object]
 ) -> Mapping[str, object]:
-    """Adds to the purposes of collectives the bucket of each reduction of a gradient; any other
-    reduction is alone. Errors: StrategyError if the model is no training step."""
+    """The purposes of collectives, with a bucket for each reduction of a gradient; any other
+    reduction gets a bucket of its own. Errors: StrategyError if the model is no training step."""
     step = ctx.model.step
     if step is None:
         raise StrategyError(f"fuse-all-reduces: {INDEX} is for the gradients of a training step")
     of = gradient_reductions(graph, step.gradients)
-    found = dict(wanted)
+    by_node = dict(purposes)
     number = 0
     for node in graph.nodes:
         if node.name in of:
-            found[node.name] = (wanted.get(node.name), bisect_right(indices, number))
+            by_node[node.name] = (purposes.get(node.name), bisect_right(indices, number))
             number += 1
         elif is_reshard(node) and KINDS[node.op].reduces:
-            found[node.name] = node.name
-    return found
+            by_node[node.name] = node.name
+    return by_node
 
 
-def _wanted(graph: gs.Graph, ctx: PassContext) -> dict[str, tuple[bool, bool]]:
-    """For each node, two flags: whether the training step needs it, and whether its evaluation, a
-    program of its own, needs it."""
+def _purposes(graph: gs.Graph, ctx: PassContext) -> dict[str, tuple[bool, bool]]:
+    """For each node, (True if the training step needs it, True if the evaluation, a separate
+    program, needs it)."""
     apart = set(ctx.model.step.evaluation) if ctx.model.step else set()
     if not apart:
         return {}

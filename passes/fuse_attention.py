@@ -21,7 +21,7 @@ from onnxpar.rules.cached_attention import CACHED, PAST, can_split_cache
 from onnxpar.rules.fused_attention import DOMAIN, GRADIENT, SCORED
 
 _READ = (0, 1, 2, MASK, LENGTHS)
-"""Indices of the operands that a fused Attention may have."""
+"""Indices of the operands of a fused Attention."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class FuseAttention(Pass):
 
     Requires nothing. An Attention under a mask, or with a gradient in the graph, becomes an
     Attention of the domain onnxpar.fused, which can also return the logarithm of the sum of
-    exponentials. The nodes of its gradient become one node, which reads that. A product, steps for
-    each score, a softmax and a product become a ScoredAttention, which has the steps as text. No
-    kernel runs these nodes: localize-ops lowers them. Runs by default for the preset
-    ring-attention.
+    exponentials. The nodes of its gradient become one node, which reads that logarithm. A product,
+    elementwise steps on scores, a softmax and a product become a ScoredAttention, which has the
+    steps as text. No kernel runs these nodes: localize-ops lowers them. Runs by default for the
+    preset ring-attention.
 
     A GroupQueryAttention over caches of fixed length becomes a CachedAttention, whose caches may
-    be split along positions. With `only_caches`, nothing else changes; so the pass runs for the
-    preset context-parallel.
+    be split along positions. With `only_caches`, nothing else changes; the preset context-parallel
+    runs the pass this way.
 
     Example: shard(mesh="cp=2", preset="ring-attention")
 
@@ -77,29 +77,29 @@ class FuseAttention(Pass):
 
 
 def _fuse_cached(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> bool:
-    """Turns GroupQueryAttention over states of fixed length into an op that can split them along
-    positions."""
+    """Turns GroupQueryAttention over states of fixed length into CachedAttention, which can split
+    the states along positions."""
     pairs = set(states)
-    found = [node for node in graph.nodes if can_split_cache(node, pairs)]
-    for node in found:
+    cached = [node for node in graph.nodes if can_split_cache(node, pairs)]
+    for node in cached:
         node.op, node.domain = CACHED, DOMAIN
         for i in (0, 1):
             node.outputs[1 + i].shape = list(node.inputs[PAST + i].shape)
-    return bool(found)
+    return bool(cached)
 
 
 class _Fusion:
-    """Fuses the attention of one graph, without those of its subgraphs."""
+    """Fuses the attention of one graph, not of its subgraphs."""
 
     def __init__(self, graph: gs.Graph) -> None:
         self.graph = graph
 
     def run(self) -> bool:
-        """Fuses all that can be fused; returns whether anything changed."""
+        """Fuses all attention of the graph; returns True if anything changed."""
         changed = False
         for node in [n for n in self.graph.nodes if _can_be_fused(n)]:
-            found = find_gradient(self.graph, node)
-            if found is not None and self._fuse_gradient(node, found):
+            gradient = find_gradient(self.graph, node)
+            if gradient is not None and self._fuse_gradient(node, gradient):
                 changed = True
             elif given(node, MASK) is not None and not node.domain:
                 node.domain, changed = DOMAIN, True
@@ -110,15 +110,15 @@ class _Fusion:
                 changed = True
         return changed
 
-    def _fuse_exported(self, softmax: gs.Node, found: ExportedAttention) -> None:
-        """Puts one node in the place of attention in basic ops."""
-        attrs = {"steps": found.steps, "guarded": int(found.is_guarded)}
-        at = self._index(found.nodes[-1])
-        for node in found.nodes:
+    def _fuse_exported(self, softmax: gs.Node, exported: ExportedAttention) -> None:
+        """Replaces attention in basic ops by one node."""
+        attrs = {"steps": exported.steps, "guarded": int(exported.is_guarded)}
+        at = self._index(exported.nodes[-1])
+        for node in exported.nodes:
             detach(node)
             node.outputs.clear()
-        gone = {id(node) for node in found.nodes}
-        fused = gs.Node(SCORED, softmax.name, attrs, found.operands, [found.result], DOMAIN)
+        gone = {id(node) for node in exported.nodes}
+        fused = gs.Node(SCORED, softmax.name, attrs, exported.operands, [exported.result], DOMAIN)
         self.graph.nodes.insert(at, fused)
         self.graph.nodes = [node for node in self.graph.nodes if id(node) not in gone]
         self._share_heads(fused)
@@ -127,19 +127,19 @@ class _Fusion:
         return next(i for i, other in enumerate(self.graph.nodes) if other is node)
 
     def _share_heads(self, fused: gs.Node) -> None:
-        """Makes attention read keys and values before they are repeated for query heads, so that
-        fewer bytes travel."""
+        """Makes attention read keys and values before the nodes that repeat them for query heads,
+        so that fewer bytes travel."""
         key, value = (find_unrepeated(fused.inputs[i], is_turned=i == 1) for i in (1, 2))
         if key is None or value is None or key.heads != value.heads:
             return
-        for i, each in ((1, key), (2, value)):
-            x = each.source
+        for i, repeated in ((1, key), (2, value)):
+            x = repeated.source
             if i == 1:
                 x = self._before(fused, "Transpose", [x], {"perm": [0, 1, 3, 2]}, turned=True)
-            for node, number in each.scales:
+            for node, number in repeated.scales:
                 x = self._before(fused, node.op, [x, number], {})
             fused.inputs[i] = x
-            self._drop(each.nodes)
+            self._drop(repeated.nodes)
 
     def _before(
         self,
@@ -159,40 +159,42 @@ class _Fusion:
         self.graph.nodes.insert(self._index(fused), node)
         return result
 
-    def _fuse_gradient(self, node: gs.Node, found: KnownGradient) -> bool:
-        """Puts one node in the place of those of a gradient; False if that is not possible."""
-        if any(x is not None and self._readers(x, found) for x in found.results[MASK:]):
+    def _fuse_gradient(self, node: gs.Node, gradient: KnownGradient) -> bool:
+        """Replaces the nodes of a gradient by one node; returns False if that is not possible."""
+        if any(x is not None and self._readers(x, gradient) for x in gradient.results[MASK:]):
             return False  # the gradient of a mask is a sum over all scores
-        pairs = list(zip(node.inputs, found.operands, strict=True))
+        pairs = list(zip(node.inputs, gradient.operands, strict=True))
         if any(x is None and t.name for t, x in pairs):
-            return False  # the gradient of values alone does not read them
+            return False  # the gradient of the values alone does not read all operands
         operands = [gs.Variable.empty() if x is None else x for _, x in pairs]
-        forward = self._same_as(node, operands)
-        place = self._place([*operands, found.dy, *(forward.outputs if forward else ())], found)
+        forward = self._attention_of(node, operands)
+        place = self._insertion_index(
+            [*operands, gradient.dy, *(forward.outputs if forward else ())], gradient
+        )
         if place is None:
             return False
         if forward is None:
-            forward = self._again(node, operands, place)
+            forward = self._add_copy(node, operands, place)
             place += 1
         forward.domain = DOMAIN
         missing = [gs.Variable.empty() for _ in range(LENGTHS + 1 - len(operands))]
-        inputs = [*operands, *missing, found.dy, forward.outputs[0], self._summary(forward)]
+        inputs = [*operands, *missing, gradient.dy, forward.outputs[0], self._summary(forward)]
         results = [
             gs.Variable(f"{x.name}::fused", dtype_of(x), x.shape) if x else gs.Variable.empty()
-            for x in found.results[:MASK]
+            for x in gradient.results[:MASK]
         ]
         name = f"{node.name}.grad/{GRADIENT}"
         fused = gs.Node(GRADIENT, name, dict(node.attrs), inputs, results, DOMAIN)
         self.graph.nodes.insert(place, fused)
-        for old, new in zip(found.results[:MASK], results, strict=True):
+        for old, new in zip(gradient.results[:MASK], results, strict=True):
             if old is not None:
                 self._replace(old, new)
-        self._drop(found.nodes)
+        self._drop(gradient.nodes)
         return True
 
-    def _same_as(self, node: gs.Node, operands: list[gs.Tensor]) -> gs.Node | None:
-        """The Attention of these operands: the node itself, or a copy that a step computes again;
-        None if there is none."""
+    def _attention_of(self, node: gs.Node, operands: list[gs.Tensor]) -> gs.Node | None:
+        """The Attention with these operands: `node` itself, or a copy from a recomputation; None if
+        there is none."""
         for other in self.graph.nodes:
             is_like = other.op == node.op and other.attrs == node.attrs and _can_be_fused(other)
             is_like = is_like and len(other.inputs) == len(operands)
@@ -200,7 +202,7 @@ class _Fusion:
                 return other
         return None
 
-    def _again(self, node: gs.Node, operands: list[gs.Tensor], place: int) -> gs.Node:
+    def _add_copy(self, node: gs.Node, operands: list[gs.Tensor], place: int) -> gs.Node:
         """Adds a copy of an Attention with other operands."""
         y = node.outputs[0]
         name = f"{node.name}.grad/Attention"
@@ -210,24 +212,25 @@ class _Fusion:
         self.graph.nodes.insert(place, copy)
         return copy
 
-    def _place(self, operands: list[gs.Tensor], found: KnownGradient) -> int | None:
-        """The index in the graph at which all operands are known and no result is read yet; None if
-        there is none."""
+    def _insertion_index(self, operands: list[gs.Tensor], gradient: KnownGradient) -> int | None:
+        """The graph index after the makers of all operands and before the readers of all results;
+        None if there is none."""
         at = {id(node): i for i, node in enumerate(self.graph.nodes)}
-        made = [at.get(id(node), -1) for t in operands for node in t.inputs]
-        results = [t for t in found.results[:MASK] if t is not None]
-        read = [at.get(id(n), len(at)) for t in results for n in self._readers(t, found)]
-        first = max(made, default=-1) + 1
+        makers = [at.get(id(node), -1) for t in operands for node in t.inputs]
+        results = [t for t in gradient.results[:MASK] if t is not None]
+        read = [at.get(id(n), len(at)) for t in results for n in self._readers(t, gradient)]
+        first = max(makers, default=-1) + 1
         return first if first <= min(read, default=first) else None
 
-    def _readers(self, tensor: gs.Tensor, found: KnownGradient) -> list[gs.Node | gs.Graph]:
-        """The nodes outside a gradient that read a tensor of it, and the graph if it returns it."""
-        own = {id(node) for node in found.nodes}
-        readers = [node for node in tensor.outputs if id(node) not in own]
+    def _readers(self, tensor: gs.Tensor, gradient: KnownGradient) -> list[gs.Node | gs.Graph]:
+        """The nodes outside a gradient that read one of its tensors, and the graph if the tensor is
+        an output."""
+        inside = {id(node) for node in gradient.nodes}
+        readers = [node for node in tensor.outputs if id(node) not in inside]
         return [*readers, *([self.graph] if any(t is tensor for t in self.graph.outputs) else [])]
 
     def _summary(self, forward: gs.Node) -> gs.Tensor:
-        """The second result of a fused Attention."""
+        """The second result of a fused Attention; added to the node if it is missing."""
         if len(forward.outputs) < 2:
             query, y = forward.inputs[0], forward.outputs[0]
             dims = attention_dims(forward)
@@ -249,7 +252,7 @@ class _Fusion:
                 self.graph.outputs[i] = new
 
     def _drop(self, nodes: list[gs.Node]) -> None:
-        """Removes nodes that nothing reads any more."""
+        """Removes unread nodes, until each of `nodes` that remains has a reader."""
         outputs = {id(t) for t in self.graph.outputs}
         while True:
             unread = [n for n in nodes if not any(t.outputs or id(t) in outputs for t in n.outputs)]
@@ -267,7 +270,7 @@ def _is(a: gs.Tensor, b: gs.Tensor) -> bool:
 
 
 def _can_be_fused(node: gs.Node) -> bool:
-    """True for an Attention without a cache and without other results, if its mask has a column for
+    """True for an Attention without cache and with one result, whose mask (if any) has a column for
     each key."""
     if node.op != "Attention" or node.domain not in (None, "", "ai.onnx", DOMAIN):
         return False

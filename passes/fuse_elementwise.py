@@ -21,9 +21,10 @@ class FuseElementwise(Pass):
     """Replace groups of elementwise nodes by one node, whose loop reads each operand once and
     writes only the results that others read.
 
-    onnxruntime runs a kernel for each node, which reads and writes all of its tensors; an update by
-    AdamW consists of 16. The bits of results stay the same. Nodes that onnxruntime itself fuses
-    with others, such as a Gelu's, stay. An update runs as soon as its gradient is there.
+    onnxruntime runs a kernel for each node, and each kernel reads and writes all tensors of its
+    node; an update by AdamW consists of 16 nodes. The bits of results stay the same. Nodes that
+    onnxruntime itself fuses, such as the nodes of a Gelu, stay. An update runs as soon as its
+    gradient is computed.
 
     Requires ordered collectives, after gate-recomputation. Ensures that the order of collectives
     stays the same.
@@ -66,10 +67,10 @@ class FuseElementwise(Pass):
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         programs = (graph, *ctx.lowered.programs.values())
-        every = [scope for each in programs for scope in scopes(each)]
+        every = [scope for program in programs for scope in scopes(program)]
         if ctx.choices.units is None:
-            found = (elementwise_units(scope, lambda t: _kind(t, ctx)) for scope in every)
-            ctx.choices.units = [[[n.name for n in unit] for unit in units] for units in found]
+            by_scope = (elementwise_units(scope, lambda t: _kind(t, ctx)) for scope in every)
+            ctx.choices.units = [[[n.name for n in unit] for unit in units] for units in by_scope]
         changed = [
             _fuse(scope, units, ctx) for scope, units in zip(every, ctx.choices.units, strict=True)
         ]
@@ -77,13 +78,13 @@ class FuseElementwise(Pass):
 
 
 def _kind(tensor: gs.Tensor, ctx: PassContext) -> Hashable | None:
-    """The layout of a tensor's dimensions, and the atoms of those that are open: what has the same
-    layout and atoms has the same shape on each rank, at all sizes."""
+    """The layout of a tensor's dimensions, and its atoms if it has open sizes. Tensors with equal
+    layout and atoms have equal shapes on each rank, at all sizes."""
     layout = ctx.layouts.get(tensor.name)
     if layout is None or tensor.dtype != np.float32:
         return None
-    known = ctx.sharding.factors.tensors
-    factors = known.get(tensor.name) or known.get(tensor.name.rpartition("@")[0])
+    tensors = ctx.sharding.factors.tensors
+    factors = tensors.get(tensor.name) or tensors.get(tensor.name.rpartition("@")[0])
     if factors is None and ctx.sharding.factors.open_atoms:
         return None
     atoms = tuple(x.atom for x in factors.leaves) if factors and factors.open else ()
@@ -91,9 +92,9 @@ def _kind(tensor: gs.Tensor, ctx: PassContext) -> Hashable | None:
 
 
 def _fuse(graph: gs.Graph, units: Sequence[Sequence[str]], ctx: PassContext) -> bool:
-    """Replaces the units of a graph that are groups; the nodes are then in the order of units."""
+    """Replaces large units of a graph by fused nodes, and orders the nodes by units."""
     by_name = {node.name: node for node in graph.nodes}
-    is_named = len(by_name) == len(graph.nodes)  # else it is not known which nodes are meant
+    is_named = len(by_name) == len(graph.nodes)  # else names are ambiguous
     if not is_named or all(len(unit) < FEWEST for unit in units):
         return False
     readers: dict[str, set[str]] = {t.name: {""} for t in graph.outputs}
@@ -107,16 +108,16 @@ def _fuse(graph: gs.Graph, units: Sequence[Sequence[str]], ctx: PassContext) -> 
             nodes += members
         else:
             fused = _fused(members, readers, ctx)
-            nodes += [fused] if fused.outputs else []  # else nobody reads a result
+            nodes += [fused] if fused.outputs else []  # else no node reads a result
     graph.nodes = _updates_early(nodes, readers)
     return True
 
 
 def _fused(members: Sequence[gs.Node], readers: dict[str, set[str]], ctx: PassContext) -> gs.Node:
-    """The node that computes a group; the nodes of the group lose their operands and results."""
+    """The node that computes a group; removes operands and results from the group's nodes."""
     inside = {node.name for node in members}
-    made = {t.name for node in members for t in node.outputs}
-    read = {t.name: t for node in members for t in node.inputs if t.name not in made}
+    computed = {t.name for node in members for t in node.outputs}
+    read = {t.name: t for node in members for t in node.inputs if t.name not in computed}
     ones = [name for name, tensor in read.items() if _kind(tensor, ctx) == ONE]
     tensors = [name for name in read if name not in ones]
     operand = {name: f"x{i}" for i, name in enumerate(tensors)}
@@ -145,8 +146,8 @@ def _fused(members: Sequence[gs.Node], readers: dict[str, set[str]], ctx: PassCo
 
 
 def _updates_early(nodes: Sequence[gs.Node], readers: dict[str, set[str]]) -> list[gs.Node]:
-    """The nodes in another order: a fused node whose results no node reads comes right after the
-    last node that it depends on."""
+    """The nodes, reordered: a fused node that computes only outputs of the graph comes right after
+    its last dependency."""
     place = {t.name: i for i, node in enumerate(nodes) for t in node.outputs}
     behind: dict[int, list[gs.Node]] = {}
     for i, node in enumerate(nodes):

@@ -18,10 +18,10 @@ from onnxpar.graph.subgraphs import scopes
 class GateRecomputation(Pass):
     """Turn the Identities around a recomputation into gates, which pass a token on.
 
-    A recomputed node equals the first one: if the gates were Identities, onnxruntime would drop
-    them, find equal nodes, and keep the first results in memory. Requires ordered collectives.
-    Ensures that the nodes after a gate start once the gate's gradient is there. A gate communicates
-    with no other rank.
+    onnxruntime would remove Identities, find that each recomputed node equals the first one, and
+    keep the first results in memory; it does not remove gates. Requires ordered collectives.
+    Ensures that the nodes after a gate start once the gate's gradient is computed. A gate does not
+    communicate with other ranks.
 
     Example: grad(loss="y", optimizer="none", recompute=True), shard(mesh="dp=1")
 
@@ -88,14 +88,15 @@ class GateRecomputation(Pass):
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         changed = False
-        for each in (graph, *ctx.lowered.programs.values()):
-            for scope in list(scopes(each)):
+        for program in (graph, *ctx.lowered.programs.values()):
+            for scope in list(scopes(program)):
                 changed |= _gate(scope)
         return changed
 
 
 def _gate(scope: gs.Graph) -> bool:
-    """The first node of a gate in graph order opens it; the others wait for its token."""
+    """Turns the Identities of a scope into Gates. The first Gate of a recomputation gives a token;
+    the other Gates wait for that token. Returns True if there was one."""
     tokens: dict[str, gs.Tensor] = {}
     for node in scope.nodes:
         gate = gate_of(node)

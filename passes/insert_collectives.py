@@ -70,8 +70,8 @@ class InsertCollectives(Pass):
 
 @dataclass
 class _Read:
-    """A place that reads a tensor: an operand of a node, or an output of a graph; and the sharding
-    that it needs."""
+    """A reader of a tensor (operand `index` of a node, or output `index` of a graph), and the
+    sharding that the reader needs."""
 
     node: gs.Node | gs.Graph
     index: int
@@ -88,7 +88,7 @@ class _Insertion:
         self.graph = graph
         self.ctx = ctx
         self.sharding = ctx.sharding
-        self.made: dict[str, FactorSharding] = {}
+        self.produced: dict[str, FactorSharding] = {}
         self.reads: dict[str, list[_Read]] = defaultdict(list)
         self.scopes: dict[str, gs.Graph] = {}
         self.changed = False
@@ -112,7 +112,7 @@ class _Insertion:
                     self.reads[tensor.name].append(_Read(op.node, i, pending.required(op, i)))
             for i, tensor in enumerate(op.node.outputs):
                 if tensor.name in self.sharding.factors.tensors:
-                    self.made[tensor.name] = pending.produced(op, i)
+                    self.produced[tensor.name] = pending.produced(op, i)
                     self.scopes[tensor.name] = op.graph
             for body in op.bodies:
                 self._note_body(op, body, pending)
@@ -122,10 +122,10 @@ class _Insertion:
             self._place_weight(tensor)
         for op in list(self.sharding.factors.ops):
             for tensor in list(op.node.outputs):
-                if tensor.name in self.made:
+                if tensor.name in self.produced:
                     self._place_result(op, tensor)
             for tensor in [t for body in op.bodies for t in body.graph.inputs]:
-                if tensor.name in self.made:
+                if tensor.name in self.produced:
                     self._place_body_input(tensor)
         schedule(self.graph)
         return self.changed
@@ -138,8 +138,8 @@ class _Insertion:
         return PartialSums(self.sharding, choices.results, choices.operands)
 
     def _check_random(self, node: gs.Node) -> None:
-        """Errors: StrategyError if ranks would draw random values that no collective can
-        broadcast."""
+        """Errors: StrategyError if ranks would draw different random values, because a collective
+        cannot broadcast a tensor of unknown rank."""
         unknown = [t.name for t in node.outputs if t.name and t.name not in self.sharding.tensors]
         if unknown and self.sharding.mesh.size > 1 and is_random(node):
             raise StrategyError(
@@ -149,11 +149,11 @@ class _Insertion:
             )
 
     def _note_body(self, op: OpFactors, body: BodyFactors, pending: PartialSums) -> None:
-        """Records the shardings of a body's inputs and outputs, which the node outside
-        determines."""
+        """Records the shardings of a body's inputs and outputs, as the node with the body
+        determines them."""
         for tensor, links in zip(body.graph.inputs, body.inputs, strict=True):
             if tensor.name in self.sharding.factors.tensors:
-                self.made[tensor.name] = pending.at_body(op, tensor, links)
+                self.produced[tensor.name] = pending.at_body(op, tensor, links)
                 self.scopes[tensor.name] = body.graph
         for i, (tensor, links) in enumerate(zip(body.graph.outputs, body.outputs, strict=True)):
             if tensor.name in self.sharding.factors.tensors:
@@ -161,7 +161,7 @@ class _Insertion:
                 self.reads[tensor.name].append(_Read(body.graph, i, need))
 
     def _read_captured(self, node: gs.Node) -> None:
-        """Records that the subgraphs of a node need the tensors that they capture whole."""
+        """Records that the subgraphs of a node need captured tensors whole."""
         for tensor, reader, index in captured(node):
             leaves = self.sharding.tensors.get(tensor.name)
             if leaves is not None:
@@ -169,7 +169,7 @@ class _Insertion:
                 self.reads[tensor.name].append(_Read(reader, index, whole))
 
     def _pin_states(self) -> None:
-        """Gives the output of each state pair the layout of its input; a dimension that grows stays
+        """Gives the output of each state pair the layout of the input; growing dimensions stay
         whole."""
         tensors = self.sharding.factors.tensors
         for source, result in self.ctx.model.states:
@@ -182,8 +182,8 @@ class _Insertion:
                 self.sharding.pinned.add(name)
 
     def _place_input(self, tensor: gs.Variable) -> None:
-        """Chooses the layout in which an input is fed: the one that its readers need; if they need
-        several, the one with the cheapest reshards to all of them, in most cases whole."""
+        """Chooses the layout in which an input is fed: the layout that its readers need; if they
+        need several layouts, the start of the cheapest reshards to all of them, usually whole."""
         name = tensor.name
         if name not in self.sharding.factors.tensors:
             return
@@ -194,10 +194,10 @@ class _Insertion:
         self._serve(tensor, factor_sharding, self.reads[name])
 
     def _fed(self, tensor: gs.Variable) -> FactorSharding:
-        """The sharding of an input without an annotation; at other sizes, that of the first run is
-        kept."""
-        known = self.ctx.choices.fed
-        if tensor.name not in known:
+        """The sharding of an input without an annotation; a run of the pass at other sizes keeps
+        the choice of the first run."""
+        fed = self.ctx.choices.fed
+        if tensor.name not in fed:
             needs = [read.need for read in self.reads[tensor.name]]
             whole = FactorSharding(tuple(() for _ in self.sharding.tensors[tensor.name]))
             starts = dict.fromkeys([whole, *(need for need in needs if not need.partial)])
@@ -206,21 +206,22 @@ class _Insertion:
             def seconds(start: FactorSharding) -> float:
                 return cost(self._steps(tensor, start, needs), size, self.sharding.costs)
 
-            known[tensor.name] = min(starts, key=seconds)
-        return known[tensor.name]
+            fed[tensor.name] = min(starts, key=seconds)
+        return fed[tensor.name]
 
     def _place_weight(self, weight: gs.Constant) -> None:
-        """Stores a weight once for each layout that its readers need; if an annotation gives the
-        weight a layout and allows collectives on it, stores it in that layout only."""
+        """Stores a weight once for each layout that its readers need. If an annotation gives the
+        weight a layout, collectives serve the readers from that layout, except readers that need
+        the weight stored."""
         name, asked = weight.name, self.ctx.asked
         if name not in self.sharding.factors.tensors:
             return
         stored = self.reads[name]
-        served = [read for read in stored if not self._packs(read)]
+        served = [read for read in stored if not self._needs_stored(read)]
         is_pinned = name in self.sharding.pinned and (bool(served) or not stored)
         if is_pinned:
             self._serve(weight, self.sharding.tensor_sharding(name), served)
-            stored = [read for read in stored if self._packs(read)]
+            stored = [read for read in stored if self._needs_stored(read)]
         by_need: dict[FactorSharding, list[_Read]] = defaultdict(list)
         for read in stored:
             by_need[read.need].append(read)
@@ -231,8 +232,8 @@ class _Insertion:
         for i, (need, reads) in enumerate(by_need.items(), int(is_pinned)):
             copy = weight
             if i:
-                own = self.ctx.fresh(name)
-                copy = gs.Constant(own, weight._values, export_dtype=weight.export_dtype)
+                copy_name = self.ctx.fresh(name)
+                copy = gs.Constant(copy_name, weight._values, export_dtype=weight.export_dtype)
                 self.sharding.factors.tensors[copy.name] = self.sharding.factors.tensors[name]
                 self.ctx.copies[copy.name] = name
                 self.changed = True
@@ -241,8 +242,8 @@ class _Insertion:
             self.ctx.layouts[copy.name] = self.sharding.layout(copy, need)
 
     def _check_stored(self, weight: gs.Constant, read: _Read) -> None:
-        """Errors: StrategyError if an annotation gives a weight another layout than that in which
-        its reader must find it stored."""
+        """Errors: StrategyError if an annotation gives a weight another layout than its reader
+        needs, and the reader needs the weight stored."""
         mesh, factor_sharding = self.sharding.mesh, self.sharding.tensor_sharding(weight.name)
         if read.need != factor_sharding:
             asked, need = (
@@ -254,8 +255,8 @@ class _Insertion:
                 "shard instead"
             )
 
-    def _packs(self, read: _Read) -> bool:
-        """True if the lowering of a node differs between a stored and a gathered weight."""
+    def _needs_stored(self, read: _Read) -> bool:
+        """True if a node must read its weight as stored, not as the result of a collective."""
         if not isinstance(read.node, gs.Node):
             return False
         op = self.sharding.factors.find(read.node.name)
@@ -266,37 +267,37 @@ class _Insertion:
     def _place_result(self, op: OpFactors, tensor: gs.Variable) -> None:
         if is_random(op.node) and self.sharding.mesh.size > 1:
             tensor = self._broadcast(tensor)
-        made = self.made[tensor.name]
+        produced = self.produced[tensor.name]
         reads = self.reads[tensor.name]
         is_output = any(t is tensor for t in self.graph.outputs)
         if tensor.name in self.sharding.pinned:
             asked = self.sharding.tensor_sharding(tensor.name)
         elif is_output:
-            asked = made.reduced()
+            asked = produced.reduced()
         else:
-            asked = made
-        if is_output and asked != made:
-            self._serve_output(tensor, made, asked, reads)
+            asked = produced
+        if is_output and asked != produced:
+            self._serve_output(tensor, produced, asked, reads)
         else:
-            self._serve(tensor, made, reads, via=asked)
+            self._serve(tensor, produced, reads, via=asked)
 
     def _place_body_input(self, tensor: gs.Variable) -> None:
-        """Gives an input of a body the sharding that the node outside determines."""
+        """Reshards an input of a body from the sharding that the node with the body determines."""
         name = tensor.name
-        made = asked = self.made[name]
+        produced = asked = self.produced[name]
         if name in self.sharding.pinned:
             asked = self.sharding.tensor_sharding(name)
-        self._serve(tensor, made, self.reads[name], via=asked)
+        self._serve(tensor, produced, self.reads[name], via=asked)
 
     def _broadcast(self, tensor: gs.Variable) -> gs.Variable:
-        """Broadcasts one rank's random values to all ranks, under the tensor's name; the node's own
-        result is renamed."""
+        """Broadcasts one rank's random values to all ranks. The broadcast result keeps the tensor's
+        name; the node's result gets a new name."""
         drawn = gs.Variable(self.ctx.fresh(tensor.name), tensor.dtype, tensor.shape)
         factors = self.sharding.factors.tensors
         factors[drawn.name] = factors[tensor.name]
         producer = tensor.inputs[0]
         producer.outputs[_position(producer.outputs, tensor)] = drawn
-        layout = self.sharding.layout(tensor, self.made[tensor.name])
+        layout = self.sharding.layout(tensor, self.produced[tensor.name])
         assert layout.is_whole, tensor.name
         axes = tuple(map(self.sharding.mesh.axis, self.sharding.mesh.sizes))
         reshard = Reshard("Broadcast", axes, ((layout, layout),))
@@ -308,61 +309,66 @@ class _Insertion:
         return tensor
 
     def _serve_output(
-        self, tensor: gs.Variable, made: FactorSharding, asked: FactorSharding, reads: list[_Read]
+        self,
+        tensor: gs.Variable,
+        produced: FactorSharding,
+        asked: FactorSharding,
+        reads: list[_Read],
     ) -> None:
-        """Renames a result that is an output of the graph; a reshard makes the output from it."""
+        """Renames a result that is an output of the graph; a reshard then computes the output."""
         inner = gs.Variable(self.ctx.fresh(tensor.name), tensor.dtype, tensor.shape)
         producer = tensor.inputs[0]
         producer.outputs[_position(producer.outputs, tensor)] = inner
         self.sharding.factors.tensors[inner.name] = self.sharding.factors.tensors[tensor.name]
         for read in reads:
             read.take(inner)
-        self._serve(inner, made, reads, via=asked, output=tensor)
+        self._serve(inner, produced, reads, via=asked, output=tensor)
 
     def _serve(
         self,
         tensor: gs.Tensor,
-        made: FactorSharding,
+        produced: FactorSharding,
         reads: list[_Read],
         via: FactorSharding | None = None,
         output: gs.Variable | None = None,
     ) -> None:
-        """Adds the reshards that give every reader the layout that it needs; plans them
-        together."""
-        self.ctx.layouts[tensor.name] = self.sharding.layout(tensor, made)
-        have: dict[FactorSharding, gs.Tensor] = {made: tensor}
+        """Adds the reshards from the layout `produced`, via the layout `via` if there is one, to
+        the layouts that all readers need, planned together."""
+        self.ctx.layouts[tensor.name] = self.sharding.layout(tensor, produced)
+        have: dict[FactorSharding, gs.Tensor] = {produced: tensor}
         goals = [r.need for r in reads]
 
-        if via is not None and via != made:
-            self._follow(self._steps(tensor, made, [via]), tensor, have, output, via)
-            made = via
-        self._follow(self._steps(tensor, made, goals), tensor, have)
+        if via is not None and via != produced:
+            self._add_reshards(self._steps(tensor, produced, [via]), tensor, have, output, via)
+            produced = via
+        self._add_reshards(self._steps(tensor, produced, goals), tensor, have)
         for read in reads:
             if read.need not in have:
                 raise AssertionError(f"{tensor.name}: {read.need} not among {list(have)}")
             read.take(have[read.need])
 
     def _steps(
-        self, tensor: gs.Tensor, made: FactorSharding, goals: list[FactorSharding]
+        self, tensor: gs.Tensor, produced: FactorSharding, goals: list[FactorSharding]
     ) -> list[ReshardStep]:
-        """The cheapest reshards to all goals; at other sizes, those of the first run are kept."""
-        key = (tensor.name, (made, *goals))
-        known = self.ctx.choices.steps
-        if key not in known:
+        """The cheapest reshards to all goals; a run of the pass at other sizes keeps the choice of
+        the first run."""
+        key = (tensor.name, (produced, *goals))
+        chosen = self.ctx.choices.steps
+        if key not in chosen:
             factors = self.sharding.factors.tensors[tensor.name]
             parts = partial(self.sharding.parts_of_leaf, tensor.name)
             costs, size = self.sharding.costs, element_bytes(tensor)
-            about = ReshardedTensor(factors, costs, size, parts)
-            direct = exchanges(made, goals, about) if tensor.name in self.shares else None
-            known[key] = direct or plan_tree(made, goals, self._bytes(tensor), about)
-        return known[key]
+            resharded = ReshardedTensor(factors, costs, size, parts)
+            direct = exchanges(produced, goals, resharded) if tensor.name in self.shares else None
+            chosen[key] = direct or plan_tree(produced, goals, self._bytes(tensor), resharded)
+        return chosen[key]
 
     def _bytes(self, tensor: gs.Tensor) -> Bytes:
         """A function from a sharding of the tensor to the bytes of a rank's shard."""
         sharding = self.sharding
         return lambda at: mean_bytes(tensor, at, sharding)
 
-    def _follow(
+    def _add_reshards(
         self,
         tree: list[ReshardStep],
         tensor: gs.Tensor,

@@ -24,12 +24,12 @@ from onnxpar.strategy.manual import REPLICAS, Manual
 class KeepCollectives(Pass):
     """Settle groups, tags and peers of collectives that are written by hand, and shard tensors.
 
-    Requires `ctx.request.manual`, and types of tensors as one rank has them. Ensures layouts of
-    inputs, outputs and weights, whose shapes become global; that collectives have no tokens,
-    that all ranks can run them in their order, and that what depends on the rank is in
+    Requires `ctx.request.manual`, and shapes of tensors as on one rank. Ensures layouts of inputs,
+    outputs and weights, whose shapes become global. Ensures that collectives have no tokens, that
+    all ranks can run them in graph order, and that values that differ by rank are in
     `ctx.lowered.per_rank`.
 
-    compare_replicas  each output gets a companion: the copies of all ranks, which should be equal
+    compare_replicas  adds an output for each output: the copies of all ranks, to compare them
 
     Example: shard(mesh="tp=2", preset="manual", strategy={"tensors": {"x": [None, "tp"]}})
 
@@ -90,11 +90,11 @@ def _set_layouts(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
     for weight in weights:
         ctx.layouts[weight.name] = manual.weight_layout(weight.name, weight.shape)
     for name, port in ports.items():
-        known = port.shape is not None and all(isinstance(s, int) for s in port.shape)
-        if known and name not in ctx.layouts:
+        is_known = port.shape is not None and all(isinstance(s, int) for s in port.shape)
+        if is_known and name not in ctx.layouts:
             ctx.layouts[name] = manual.input_layout(name, port.shape)
             port.shape = list(ctx.layouts[name].shape)
-        elif not known and manual.is_dealt(name):
+        elif not is_known and manual.is_dealt(name):
             raise StrategyError(
                 f"tensor '{name}' is split over the ranks, but its shape on one rank is not known "
                 f"({port.shape}); declare it in the model, or bind its symbols with --dim"
@@ -109,8 +109,8 @@ def _set_layouts(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
 
 
 def _gather_replicas(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
-    """Gives each output a companion `NAME@replicas`: its copies over the mesh axes that do not
-    split it, stacked along a new first dimension."""
+    """Adds an output `NAME@replicas` for each output: its copies along the mesh axes that do not
+    split the output, stacked along a new first dimension."""
     step = ctx.model.step
     left_out = {*(t.name for t in graph.inputs), *(step.evaluation if step else ())}
     for output in list(graph.outputs):
@@ -120,11 +120,11 @@ def _gather_replicas(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
         if layout is None or not axes or output.name in left_out:
             continue
         copies = math.prod(manual.mesh.sizes[name] for name in axes)
-        own = layout.local_shape(manual.mesh, 0)
+        local_shape = layout.local_shape(manual.mesh, 0)
         name = output.name + REPLICAS
-        row = gs.Variable(f"{name}::row", output.dtype, [1, *own])
+        row = gs.Variable(f"{name}::row", output.dtype, [1, *local_shape])
         rows = gs.Variable(name, output.dtype, [copies, *layout.shape])
-        shape = gs.Constant(f"{name}::shape", np.array([1, *own], np.int64))
+        shape = gs.Constant(f"{name}::shape", np.array([1, *local_shape], np.int64))
         graph.nodes.append(gs.Node("Reshape", f"{name}::row", {}, [output, shape], [row]))
         attrs = {"axes": axes, "axis": 0, "sizes": [1] * copies}
         graph.nodes.append(gs.Node("AllGather", name, attrs, [row], [rows], domain=DOMAIN))
@@ -133,14 +133,14 @@ def _gather_replicas(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
 
 
 def _entry(node: gs.Node, written: Handwritten, ctx: PassContext) -> Collective:
-    """The plan's entry for a hand-written collective; it names no layouts, which only the program's
-    author knows."""
+    """The plan's entry for a hand-written collective, without layouts: only the program's author
+    knows them."""
     x, mesh = node.inputs[0], written.mesh
     groups = {written.members(node, rank) for rank in range(mesh.size)}
     working = sorted((g for g in groups if len(g) > 1), key=lambda g: 0 not in g) or [*groups]
-    known = x.dtype is not None and x.shape and all(isinstance(s, int) for s in x.shape)
-    layout = ctx.layouts.get(x.name) or Layout.whole(x.shape if known else ())
-    size = largest_shard_bytes(x, layout) if known else 0
+    is_known = x.dtype is not None and x.shape and all(isinstance(s, int) for s in x.shape)
+    layout = ctx.layouts.get(x.name) or Layout.whole(x.shape if is_known else ())
+    size = largest_shard_bytes(x, layout) if is_known else 0
     sent = size if node.op == "Send" else int(bytes_sent(node.op, len(working[0]), size))
     return Collective(
         node.op, node.name, working[0], len(working), sent, x.name, "by hand", "by hand"

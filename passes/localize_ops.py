@@ -1,4 +1,4 @@
-"""localize-ops: turn the global program into the program that a rank runs on its shards."""
+"""localize-ops: turn the global program into a rank's program on shards."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class LocalizeOps(Pass):
         mesh = ctx.sharding.mesh
         factors = ctx.sharding.factors
         if len(ctx.sharding.costs.topology.levels) > 1 and ctx.choices.started is None:
-            each = predict_nodes(graph.nodes, ctx.sharding)
-            ctx.lowered.seconds = {name: times.compute for name, times in each.items()}
+            predicted = predict_nodes(graph.nodes, ctx.sharding)
+            ctx.lowered.seconds = {name: times.compute for name, times in predicted.items()}
         for op in factors.ops:
             localize_node(op.graph, op, ctx.layouts, mesh, ctx.lowered.per_rank, factors.open_atoms)
         inner = [body.graph for op in ctx.sharding.factors.ops for body in op.bodies]
@@ -84,8 +84,8 @@ class LocalizeOps(Pass):
 
 
 def _lower_reshards(graph: gs.Graph, ctx: PassContext, times: int = 1) -> None:
-    """Replaces the reshards of a graph and of its bodies in execution order; the graph runs `times`
-    times."""
+    """Replaces the reshards of a graph and of its bodies, in execution order. `times` is the number
+    of times that the graph runs."""
     mesh = ctx.sharding.mesh
     nodes: list[gs.Node] = []
     for node in list(graph.nodes):
@@ -108,7 +108,7 @@ def _lower_reshards(graph: gs.Graph, ctx: PassContext, times: int = 1) -> None:
 
 
 def _steps(node: gs.Node) -> int:
-    """How many times a Scan runs its body, where the shape of its sequence is known; else 1."""
+    """The number of iterations of a Scan; 1 if unknown, and for other nodes."""
     if node.op != "Scan":
         return 1
     axis = (node.attrs.get("scan_input_axes") or [0])[0]

@@ -13,19 +13,19 @@ from onnxpar.graph.collectives import COMPLETE, DOMAIN, RANK_CONSTANTS
 from onnxpar.graph.subgraphs import all_nodes, bodies
 
 _TELL = ("AllToAllV", COMPLETE)
-"""Ops whose tokens have more than one dimension."""
+"""Ops whose tokens have more than one dimension, as information for profiles."""
 
 
 @dataclass(frozen=True)
 class OrderCollectives(Pass):
     """Chain a token through the collectives in graph order, through bodies too.
 
-    onnxruntime runs independent nodes in an order of its own, which changes with the graph. Ranks
-    that enter overlapping groups in different orders wait for each other for ever. The token is
-    an empty tensor and costs nothing.
+    onnxruntime chooses the order of independent nodes, and the choice changes with the graph. Ranks
+    that enter overlapping groups in different orders deadlock. The token is an empty tensor and
+    costs nothing.
 
     Requires rank-local nodes (localize-ops, or keep-collectives). Ensures that each collective
-    reads the token of the one before it.
+    reads the token of the collective before it.
 
     Example: shard(mesh="tp=2", strategy={"tensors": {"x": [None, "tp"]}})
 
@@ -71,7 +71,7 @@ class OrderCollectives(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         token: gs.Tensor = gs.Constant(ctx.model.names.free("onnxpar.token"), np.zeros(0, np.bool_))
         ctx.lowered.ordered = True
-        last = [_thread(each, token) for each in (graph, *ctx.lowered.programs.values())]
+        last = [_thread(program, token) for program in (graph, *ctx.lowered.programs.values())]
         return any(end is not token for end in last)
 
 
@@ -80,7 +80,7 @@ def _thread(graph: gs.Graph, token: gs.Tensor) -> gs.Tensor:
     for node in graph.nodes:
         if node.domain == DOMAIN and node.op not in RANK_CONSTANTS:
             node.inputs.append(token)
-            token = _passed(node.name, node.op)
+            token = _token(node.name, node.op)
             node.outputs.append(token)
         elif any(n.domain == DOMAIN for body in bodies(node) for n in all_nodes(body)):
             token = _thread_branches(node, token) if node.op == "If" else _carry(node, token)
@@ -93,29 +93,28 @@ def _thread_branches(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
         branch = node.attrs[key]
         last = _thread(branch, token)
         if last is token:
-            last = _passed(f"{node.name}::{key}")
+            last = _token(f"{node.name}::{key}")
             branch.nodes.append(gs.Node("Identity", last.name, {}, [token], [last]))
         branch.outputs.append(last)
-    node.outputs.append(_passed(node.name))
+    node.outputs.append(_token(node.name))
     return node.outputs[-1]
 
 
 def _carry(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
-    """Makes a Loop or Scan carry the token through its iterations, after its other carried
-    values."""
+    """Adds the token to the carried values of a Loop or Scan, as the last one."""
     (body,) = bodies(node)
     first, back = (
         (2, 1) if node.op == "Loop" else (0, 0)
     )  # the body first gets a counter and a condition, and first returns a condition
     carried = len(body.inputs) - first - node.attrs.get("num_scan_inputs", 0)
-    given = _passed(f"{node.name}::carried")
+    inner = _token(f"{node.name}::carried")
     node.inputs.insert(first + carried, token)
-    body.inputs.insert(first + carried, given)
-    body.outputs.insert(back + carried, _thread(body, given))
-    node.outputs.insert(carried, _passed(node.name))
+    body.inputs.insert(first + carried, inner)
+    body.outputs.insert(back + carried, _thread(body, inner))
+    node.outputs.insert(carried, _token(node.name))
     return node.outputs[carried]
 
 
-def _passed(name: str, op: str = "") -> gs.Variable:
-    """A token; those of some ops have further dimensions, which tell profiles something."""
+def _token(name: str, op: str = "") -> gs.Variable:
+    """A token; tokens of some ops have further dimensions, as information for profiles."""
     return gs.Variable(f"{name}::token", np.bool_, None if op in _TELL else [0])

@@ -22,26 +22,26 @@ from onnxpar.sharding.planned_collectives import Collective
 
 OVERLAPS = ("auto", "on", "off")
 HANDED = 50e-6
-"""Seconds that it takes to hand a collective to the thread, and its result back."""
+"""Seconds to hand a collective to the thread and its result back."""
 
 
 @dataclass(frozen=True)
 class OverlapCollectives(Pass):
     """Replace collectives by a start and a completion, with independent nodes in between.
 
-    Threads of the plugin move the bytes meanwhile, one for each group of ranks that starts any: the
-    collectives of a group are a stream, and streams run at once. Reductions of gradients start
-    where they are and complete at the update. Gathers of parameters start while nodes before their
-    reader compute: for two nodes ahead, or up to 8 MiB. A Gate behind each start makes the next
-    node wait until the operand is there: onnxruntime might compute a gradient last. Where too
-    little runs between a collective and its first reader, between hosts, other nodes move there: a
-    shared expert computes while tokens travel to the experts.
+    Threads of the plugin move the bytes meanwhile, one thread for each group of ranks with started
+    collectives: the collectives of a group are a stream, and streams run at once. Reductions of
+    gradients start at their place and complete at the update. Gathers of parameters start while
+    nodes before their reader compute: for two nodes ahead, or up to 8 MiB. A Gate behind each start
+    makes the next node wait until the operand is computed; otherwise onnxruntime might compute a
+    gradient last. Where too little runs between a collective between hosts and its first reader,
+    other nodes move there: a shared expert computes while tokens travel to the experts.
 
     Requires rank-local nodes (localize-ops), and collectives that are not ordered yet. Ensures the
     same results, bit by bit.
 
-    when  auto: collectives between hosts that gain by it, by the cost model; on: all with something
-          in between; off: none
+    when  auto: collectives between hosts that get faster, by the cost model; on: all collectives
+          with compute in between; off: none
 
     Example: shard(mesh="tp=2", overlap="on", strategy={"tensors": {"x": [None, "tp"]}})
 
@@ -95,42 +95,42 @@ class OverlapCollectives(Pass):
             order = list(graph.nodes)
             ctx.choices.fillings = find_fillings(
                 graph, heavy, groups, ctx.lowered.seconds, idle,
-                lambda name: _own(planned[name], ctx.sharding.costs),
+                lambda name: _start_seconds(planned[name], ctx.sharding.costs),
             )  # fmt: skip
             if ctx.choices.fillings:
-                held = [peak_activations(graph, each, ctx) for each in (order, graph.nodes)]
-                ctx.lowered.held = max(held[1] - held[0], 0)
+                peaks = [peak_activations(graph, nodes, ctx) for nodes in (order, graph.nodes)]
+                ctx.lowered.held = max(peaks[1] - peaks[0], 0)
         else:
             fill(graph, heavy, groups, ctx.choices.fillings)
         fillings = ctx.choices.fillings
-        awaited = {each.collective: each.awaited for each in fillings}
-        moved = {name: each.collective for each in fillings for name in each.nodes}
+        awaited = {filling.collective: filling.awaited for filling in fillings}
+        moved = {name: filling.collective for filling in fillings for name in filling.nodes}
         windows = Windows(graph, heavy, groups, awaited)
         if ctx.choices.started is None:
-            ctx.choices.started = self._chosen(ctx, windows, planned, idle)
+            ctx.choices.started = self._choose(ctx, windows, planned, idle)
         chosen = windows.find(ctx.choices.started, PART_BYTES)
         split(graph, chosen)
-        own = sum(_own(planned[w.collective.name], ctx.sharding.costs) for w in chosen)
-        ctx.lowered.hidden = hidden_seconds(graph.nodes, ctx.lowered.seconds, idle, own)
+        starts = sum(_start_seconds(planned[w.collective.name], ctx.sharding.costs) for w in chosen)
+        ctx.lowered.hidden = hidden_seconds(graph.nodes, ctx.lowered.seconds, idle, starts)
         hold_back(graph, moved)
         ctx.lowered.streams = assign_streams(graph, groups)
         return bool(chosen)
 
-    def _chosen(
+    def _choose(
         self,
         ctx: PassContext,
         windows: Windows,
         planned: Mapping[str, Collective],
         idle: Mapping[str, float],
     ) -> dict[str, int]:
-        """The bytes of the tensors of the collectives to start, by name."""
+        """Chooses the collectives to start early; returns the bytes of their tensors, by name."""
         chosen = {}
         always = self.when == "on"
         sizes = {name: planned[name].operand for name in idle if always or idle[name] > 0.0}
         for window in windows.find(sizes, PART_BYTES):
             name = window.collective.name
             work = sum(ctx.lowered.seconds.get(node.name, 0.0) for node in window.between)
-            pays = min(idle[name], work) > _own(planned[name], ctx.sharding.costs)
+            pays = min(idle[name], work) > _start_seconds(planned[name], ctx.sharding.costs)
             if pays or (always and window.between):
                 chosen[name] = sizes[name]
         return chosen
@@ -138,7 +138,7 @@ class OverlapCollectives(Pass):
     def _idle(
         self, graph: gs.Graph, planned: Mapping[str, Collective], costs: Costs, groups: GroupsOf
     ) -> dict[str, float]:
-        """The seconds in which collectives leave the cores idle, by name."""
+        """The seconds in which each collective leaves the cores idle, by name."""
         if self.when == "auto" and len(costs.topology.levels) == 1:
             return {}
         return {
@@ -150,6 +150,6 @@ class OverlapCollectives(Pass):
         }
 
 
-def _own(entry: Collective, costs: Costs) -> float:
-    """Seconds that the start and the completion of a collective take."""
+def _start_seconds(entry: Collective, costs: Costs) -> float:
+    """Seconds of the start and the completion of a collective."""
     return HANDED + 2 * costs.local(COMPLETE, entry.operand)

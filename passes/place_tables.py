@@ -1,4 +1,4 @@
-"""place-tables: return the rows of a table that change instead of the table."""
+"""place-tables: return the changed rows of a table instead of the table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from onnxpar.graph.collectives import DOMAIN
 from onnxpar.graph.subgraphs import all_nodes
 
 _AROUND = ("Identity", "Slice")
-"""Ops between the rows that are written and the output: a rank writes rows of others to one more
-row, and slices that off."""
+"""Ops between the ScatterND of changed rows and the output: a rank writes rows of other ranks to an
+extra row, and a Slice removes this row."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class PlaceTables(Pass):
     """Replace each output that is a table on the host by two: the indices of the rows that change,
     and these rows. The session writes them to the table's file.
 
-    Requires a localized graph whose collectives are not ordered yet. Ensures that no node reads all
-    of such a table, and that `ctx.lowered.row_outputs` has the names of the outputs.
+    Requires a localized graph whose collectives are not ordered yet. Ensures that no node reads
+    such a table whole, and that `ctx.lowered.row_outputs` has the names of the new outputs.
 
     Example: grad(loss="y", optimizer="sgd", params=["w"], lazy=["w"]),
     shard(mesh="dp=1", place=["w=host"])
@@ -178,16 +178,16 @@ class PlaceTables(Pass):
         for name in tables:
             output = next(t for t in graph.outputs if t.name == states[name])
             scatter = _scatter(output, name)
-            found = [
-                _returned(graph, f"{output.name}.{part}", tensor, dtype)
+            row_outputs = [
+                _add_output(graph, f"{output.name}.{part}", tensor, dtype)
                 for part, tensor, dtype in (
                     ("indices", scatter.inputs[1], np.int64),
                     ("rows", scatter.inputs[2], output.dtype),
                 )
             ]
-            ctx.lowered.row_outputs[name] = (found[0].name, found[1].name)
+            ctx.lowered.row_outputs[name] = (row_outputs[0].name, row_outputs[1].name)
             at = next(i for i, t in enumerate(graph.outputs) if t is output)
-            graph.outputs[at : at + 1] = found
+            graph.outputs[at : at + 1] = row_outputs
         if tables:
             graph.nodes = needed(graph, [t.name for t in graph.outputs])
             named = {n.name for n in all_nodes(graph) if n.domain == DOMAIN}
@@ -196,8 +196,8 @@ class PlaceTables(Pass):
 
 
 def _scatter(output: gs.Variable, table: str) -> gs.Node:
-    """The node that writes the rows that change. Errors: StrategyError if ranks exchange the whole
-    table after it."""
+    """The ScatterND that writes the changed rows. Errors: StrategyError if ranks exchange the whole
+    table afterwards."""
     node = output.inputs[0]
     while node.op in _AROUND:
         node = node.inputs[0].inputs[0]
@@ -210,7 +210,7 @@ def _scatter(output: gs.Variable, table: str) -> gs.Node:
     return node
 
 
-def _returned(graph: gs.Graph, name: str, tensor: gs.Tensor, dtype: object) -> gs.Variable:
+def _add_output(graph: gs.Graph, name: str, tensor: gs.Tensor, dtype: object) -> gs.Variable:
     """Adds an output of the graph."""
     result = gs.Variable(name, dtype)
     graph.nodes.append(gs.Node("Identity", f"output/{name}", {}, [tensor], [result]))

@@ -22,9 +22,10 @@ class PropagateLayouts(Pass):
 
     Requires annotations (annotate-strategy): axes for dimensions of tensors and of nodes, in order
     of priority. Ensures that a dimension and its neighbours are split over the same axes, unless
-    the axes are taken there. The model is OpenXLA Shardy's propagation. Shardy can also split a
-    part of a dimension; here each such part is a dimension of its own, an atom. Where a node
-    broadcasts an operand, its larger operands decide first, because they cost more to reshard.
+    a neighbour's tensor already uses the axes. The model is OpenXLA Shardy's propagation. Shardy
+    can also split a part of a dimension; here each such part is a separate dimension, an atom.
+    Where a node broadcasts an operand, its larger operands decide first, because they cost more to
+    reshard.
 
     Example: shard(mesh="tp=2", strategy={"tensors": {"w": ["tp", None]}})
 
@@ -71,10 +72,10 @@ Readers = dict[str, list[OpFactors]]
 
 
 def propagate(sharding: ShardingState, start: Iterable[OpFactors], readers: Readers) -> bool:
-    """Propagates from the nodes in `start` until nothing changes; returns whether anything did.
+    """Propagates from the nodes in `start` until nothing changes; returns True if anything changed.
 
-    If a node broadcasts small operands to the size of a large one, the small ones come after all
-    others: the labels of a loss follow its scores, because it costs less to reshard labels.
+    If a node broadcasts small operands to the size of a large operand, propagation reads the small
+    ones last: the labels of a loss follow its scores, because labels cost less to reshard.
     """
     small = {op.node.name: _small_operands(op) for op in sharding.factors.ops}
     todo, later = deque(start), deque[OpFactors]()
@@ -98,14 +99,14 @@ def propagate(sharding: ShardingState, start: Iterable[OpFactors], readers: Read
 
 
 def _decided(sharding: ShardingState) -> dict[str, Decided]:
-    """The axes that are decided, by tensor name, and by `NAME()` for nodes."""
+    """The decided axes, by tensor name, and by `NAME()` for nodes."""
     tensors = {name: tuple(axes) for name, axes in sharding.tensors.items()}
     return tensors | {f"{name}()": tuple(axes) for name, axes in sharding.ops.items()}
 
 
 def _near(sharding: ShardingState, seen: dict[str, Decided]) -> Iterable[OpFactors]:
-    """The nodes next to what was decided since `seen`. Propagation is breadth-first from there, so
-    that the nearest annotation wins."""
+    """Yields the nodes with tensors or leaves decided since `seen`. Propagation is breadth-first
+    from these nodes, so the nearest annotation wins."""
     now = _decided(sharding)
     fresh = {name for name, axes in now.items() if any(axes) and seen.get(name) != axes}
     for op in sharding.factors.ops:
@@ -115,8 +116,8 @@ def _near(sharding: ShardingState, seen: dict[str, Decided]) -> Iterable[OpFacto
 
 
 def _spread(sharding: ShardingState, op: OpFactors, small: Collection[int]) -> set[str]:
-    """Copies axes from the operands to the node, except from those in `small`, and from the node to
-    its operands; returns the names of the changed tensors."""
+    """Copies axes from operands (except `small` ones) to the node, and from the node to operands
+    and results; returns the names of the changed tensors."""
     for number, (tensor, links) in enumerate(op.operands()):
         if number in small:
             continue
@@ -133,8 +134,8 @@ def _spread(sharding: ShardingState, op: OpFactors, small: Collection[int]) -> s
 
 
 def _small_operands(op: OpFactors) -> frozenset[int]:
-    """The operands and results, by number, that lack factors of a larger one, which has all factors
-    of the node."""
+    """The numbers of operands and results that lack a factor, if another operand or result has all
+    factors of the node; else none."""
     absent = [None] * (len(op.node.inputs) - len(op.rule.inputs))
     specs = [*op.rule.inputs, *absent, *op.rule.outputs]
     if op.bodies or op.rule.reduce or any(isinstance(e, Cat) for spec in specs for e in spec or ()):
@@ -143,7 +144,7 @@ def _small_operands(op: OpFactors) -> frozenset[int]:
     most = max(map(len, factors), default=0)
     if most < len(op.rule.sizes):
         return frozenset()
-    return frozenset(i for i, own in enumerate(factors) if 0 < len(own) < most)
+    return frozenset(i for i, names in enumerate(factors) if 0 < len(names) < most)
 
 
 def _ops_by_tensor(sharding: ShardingState) -> Readers:

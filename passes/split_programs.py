@@ -18,9 +18,9 @@ from onnxpar.graph.training_spec import EVALUATION
 class SplitPrograms(Pass):
     """Take the evaluation out of a training step, as a program over the same states.
 
-    Requires a localized graph whose collectives are not ordered yet. Ensures that the graph has the
-    outputs of the step alone and the nodes that they need, that `ctx.lowered.programs` has the
-    graph of the evaluation, and that both read their inputs in the same layouts.
+    Requires a localized graph whose collectives are not ordered yet. Ensures that the graph has
+    only the outputs of the step and the nodes that they need, that `ctx.lowered.programs` has the
+    graph of the evaluation, and that both graphs read their inputs in the same layouts.
 
     Example: grad(loss="y", optimizer="none"), shard(mesh="dp=2", preset="data-parallel")
 

@@ -34,11 +34,13 @@ class SplitRanks(Pass):
     """Instantiate the coordinates of every rank and write its files to `output`.
 
     Requires a localized and ordered graph. Ensures `rank_0000.onnx` and so on with their weights,
-    and `rank_0000.states.onnx` and so on with the first values of states, as far as `output` writes
-    files of all ranks.
-    `progress` is called with the number of bytes of weights as they are read. Of a `program` beside
-    that of another run of this pass, files have its name, states have their first values already,
-    and `names` are those of the files of weights.
+    and `rank_0000.states.onnx` and so on with the first values of states, for all ranks whose files
+    `output` writes.
+
+    progress  called with the number of bytes of each part of weights that is read
+    program   the name of a further program, after another run of this pass: file names contain
+              it, and first values of states are not written again
+    names     the names of weight files from that other run
 
     Example: shard(mesh="tp=2", strategy={"tensors": {"w": ["tp"]}})
 
@@ -78,8 +80,8 @@ class SplitRanks(Pass):
     names: dict[tuple[int, ...], str] = field(default_factory=dict)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        given = self.output, ctx.model.folder, ctx.sharding.mesh, self.progress, self.names
-        store = WeightStore(*given)
+        folder, mesh = ctx.model.folder, ctx.sharding.mesh
+        store = WeightStore(self.output, folder, mesh, self.progress, self.names)
         if ctx.model.original is not None and are_whole(ctx):
             write_whole_ranks(self.output, ctx.model.original, ctx, store, self.program)
         else:
@@ -96,9 +98,9 @@ class SplitRanks(Pass):
         defaults = _cut_defaults([t for t in graph.inputs if t.name not in states], ctx, store)
         weights |= defaults
         _add_defaults(template.graph, defaults)
-        # first values of states have files of their own: they are not needed after the first run
-        kept = [] if self.program else [t for t in graph.inputs if t.name in states]
-        first = _cut_defaults(kept, ctx, store).values()
+        # first values of states are in separate files: they are not needed after the first run
+        inputs = [] if self.program else [t for t in graph.inputs if t.name in states]
+        first = _cut_defaults(inputs, ctx, store).values()
         store.cut_inner(template.graph, weights)
         templates = {suffix_of(self.program): template}
         for name, program in ctx.lowered.programs.items():
@@ -106,12 +108,12 @@ class SplitRanks(Pass):
             templates[suffix] = _export(program, ctx.model)
             _drop_unread(templates[suffix].graph)
             _add_defaults(templates[suffix].graph, defaults)
-        _note_layouts([each.graph for each in templates.values()], ctx)
+        _note_layouts([model.graph for model in templates.values()], ctx)
         shapes = OpenShapes(opened) if opened else None
         for rank in range(mesh.size):
-            for suffix, each in templates.items():
+            for suffix, template in templates.items():
                 model = onnx.ModelProto()
-                model.CopyFrom(each)
+                model.CopyFrom(template)
                 _instantiate(model, ctx, weights, rank)
                 if opened and shapes:
                     _open(model.graph, ctx, opened, rank)
@@ -128,13 +130,13 @@ class SplitRanks(Pass):
 def _drop_unread(graph: onnx.GraphProto) -> None:
     """Removes the graph inputs that no node of a program reads."""
     read = {name for node in nodes_of(graph) for name in node.input}
-    kept = [port for port in graph.input if port.name in read]
+    ports = [port for port in graph.input if port.name in read]
     del graph.input[:]
-    graph.input.extend(kept)
+    graph.input.extend(ports)
 
 
 def open_constants(graph: gs.Graph, ctx: PassContext) -> OpenConstants | None:
-    """The constants of the lowered graph that depend on open sizes; None where no size is open."""
+    """The constants of the lowered graph that depend on open sizes; None if no size is open."""
     if ctx.model.sizes is None:
         return None
     others = [Lowered(g, c.lowered.per_rank, c.layouts) for g, c in ctx.lowered.replays]
@@ -143,7 +145,7 @@ def open_constants(graph: gs.Graph, ctx: PassContext) -> OpenConstants | None:
 
 
 def check_open(graph: gs.Graph, ctx: PassContext) -> None:
-    """Errors: OpenSizesError where a rank's shards cannot be computed from symbols."""
+    """Errors: OpenSizesError if a rank's shards are no function of the symbols."""
     opened = open_constants(graph, ctx)
     if opened is not None:
         check_size_names(ctx.model.names)
@@ -151,7 +153,7 @@ def check_open(graph: gs.Graph, ctx: PassContext) -> None:
 
 
 def _open(graph: onnx.GraphProto, ctx: PassContext, opened: OpenConstants, rank: int) -> None:
-    """Rewrites a rank's graph so that it runs at all sizes of open dimensions."""
+    """Rewrites a rank's graph so that it can run at all sizes of open dimensions."""
     operands = opened.operands(rank)
     parts = {name: part for _, extents in operands.values() for name, part in extents.items()}
     sizes = SizeGraph(graph, opened.sizes.symbols, {**opened.parts(rank), **parts})
@@ -162,10 +164,10 @@ def _open(graph: onnx.GraphProto, ctx: PassContext, opened: OpenConstants, rank:
         if node.name in operands:
             node.input.append(f"{node.name}::sizes")  # behind the token
             sizes.tensor(node.input[-1], operands[node.name][0])
-        kept = [a for a in node.attribute if (node.name, a.name) not in left_out]
-        if len(kept) < len(node.attribute):
+        attributes = [a for a in node.attribute if (node.name, a.name) not in left_out]
+        if len(attributes) < len(node.attribute):
             del node.attribute[:]
-            node.attribute.extend(kept)
+            node.attribute.extend(attributes)
     for port in [*graph.input, *graph.output]:
         for axis, dim in enumerate(port.type.tensor_type.shape.dim):
             if opened.is_open(port.name, axis):
@@ -183,8 +185,8 @@ def _add_defaults(graph: onnx.GraphProto, defaults: Mapping[str, list[TensorProt
 def _cut_constants(
     graphs: Iterable[gs.Graph], apart: Collection[str], ctx: PassContext, store: WeightStore
 ) -> dict[str, list[TensorProto]]:
-    """Cuts the constants with a layout, except those in `apart`, into shards, and drops their data
-    from the graphs; returns the shards of each constant, one for each rank."""
+    """Cuts constants with a layout into shards, except the constants in `apart`, and drops their
+    data from the graphs; returns the shards of each constant, one for each rank."""
     weights = {}
     for tensor in {t.name: t for graph in graphs for t in constants(graph)}.values():
         if tensor.name in ctx.layouts and tensor.name not in apart:
@@ -198,22 +200,22 @@ def _cut_constants(
 def _cut_defaults(
     inputs: Iterable[gs.Tensor], ctx: PassContext, store: WeightStore
 ) -> dict[str, list[TensorProto]]:
-    """Cuts the default values of inputs into shards; returns the shards of each, one for each
+    """Cuts the default values of inputs into shards; returns the shards of each input, one for each
     rank."""
-    found = {t.name: default for t in inputs if (default := default_of(t)) is not None}
+    defaults = {t.name: default for t in inputs if (default := default_of(t)) is not None}
     return {
         name: store.cut(name, default, ctx.layouts.get(name) or whole_layout(default))
-        for name, default in found.items()
+        for name, default in defaults.items()
     }
 
 
 def weight_proto(tensor: gs.Constant) -> TensorProto:
-    """The initializer of a constant; data in a file is not read."""
+    """The initializer of a constant; this does not read data from files."""
     return stored_proto(tensor) or numpy_helper.from_array(tensor.values, tensor.name)
 
 
 def _stub(proto: TensorProto, name: str = "") -> TensorProto:
-    """An initializer without data, in place of which `_instantiate` puts each rank's shard."""
+    """An initializer without data; `_instantiate` replaces it by each rank's shard."""
     return TensorProto(name=name, data_type=proto.data_type, dims=[0], raw_data=b"")
 
 
@@ -225,8 +227,8 @@ def _export(graph: gs.Graph, source: Model) -> onnx.ModelProto:
 
 
 def _note_layouts(graphs: Iterable[onnx.GraphProto], ctx: PassContext) -> None:
-    """Records the layouts of tensors that are not whole in the metadata of nodes and ports, for
-    people."""
+    """Records the layouts of split and partial tensors in the metadata of nodes and ports, for
+    human readers."""
     mesh = ctx.sharding.mesh
     split = {name: x.text(mesh) for name, x in ctx.layouts.items() if not x.is_whole}
     for graph in graphs:
@@ -248,10 +250,10 @@ def _instantiate(
         by_node.setdefault(name, {})[attribute] = function
     for node in nodes_of(model.graph):
         varying = by_node.get(node.name, {})
-        kept = [a for a in node.attribute if a.name not in varying]
+        attributes = [a for a in node.attribute if a.name not in varying]
         if varying:
             del node.attribute[:]
-            node.attribute.extend(kept)
+            node.attribute.extend(attributes)
             values = {key: function(rank) for key, function in varying.items()}
             node.attribute.extend(_attribute(k, v) for k, v in values.items() if v is not None)
     for port in _ports(model.graph, ctx):
@@ -273,7 +275,7 @@ def _attribute(name: str, value: Any) -> onnx.AttributeProto:
 
 
 def _ports(graph: onnx.GraphProto, ctx: PassContext) -> Iterator[onnx.ValueInfoProto]:
-    """The inputs and outputs of the graph and of the bodies that are split like it."""
+    """Yields the inputs and outputs of the graph and of split bodies."""
     yield from (*graph.input, *graph.output)
     split = [body.graph for op in ctx.sharding.factors.ops for body in op.bodies]
     names = {t.name for body in split for t in (*body.inputs, *body.outputs)}

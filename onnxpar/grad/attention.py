@@ -59,14 +59,14 @@ def _with_scores(v: Vjp, mode: int, gradient: Value, visible: Value | None = Non
 
 
 class _Sequence:
-    """Keys (operand 1) or values (operand 2) by head: those of the cache, then the new ones."""
+    """The keys (operand 1) or values (operand 2) by head: the cache, then the new rows."""
 
     def __init__(self, v: Vjp, operand: int) -> None:
         self.v = v
         self.operand = operand
-        own = v.operands[operand]
+        new_rows = v.operands[operand]
         past = v.operand(operand + 3)
-        self.whole = _heads(v, own, "kv")
+        self.whole = _heads(v, new_rows, "kv")
         self.past = 0
         if past is not None:
             self.past = past.shape[2]
@@ -79,8 +79,8 @@ class _Sequence:
         present = dys[self.operand] if len(dys) > self.operand else None
         if present is not None:
             whole = whole + present
-        own = _joined(self.v, whole.slice(self.past, whole.shape[2], 2))
-        return own, whole.slice(0, self.past, 2) if self.past else None
+        of_new = _joined(self.v, whole.slice(self.past, whole.shape[2], 2))
+        return of_new, whole.slice(0, self.past, 2) if self.past else None
 
 
 def _heads(v: Vjp, x: Value, role: str) -> Value:
@@ -102,9 +102,9 @@ def _joined(v: Vjp, x: Value) -> Value:
 
 
 def _probabilities(v: Vjp, scores: Value) -> tuple[Value, Value | None]:
-    """Returns the softmax of masked scores, with zeros in rows that see no key, and the mask (True:
-    visible), None if there is none. A mask of numbers hides a key by minus infinity, before opset
-    25 also by the least number: a row of which all keys have it sees none (onnxruntime)."""
+    """Returns the softmax of masked scores, and the mask (True: visible; None without a mask). The
+    softmax is zero in rows that see no key. In a mask of numbers, minus infinity hides a key;
+    before opset 25, so does the least number, as in onnxruntime."""
     dtype = scores.dtype
     precision = v.node.attrs.get("softmax_precision")
     scores = scores.cast(tensor_dtype_to_np_dtype(precision) if precision else dtype)
@@ -126,19 +126,19 @@ def _probabilities(v: Vjp, scores: Value) -> tuple[Value, Value | None]:
 
 
 def _positions(v: Vjp, scores: Value) -> Value | None:
-    """Returns a mask of the keys that each query may see because of their positions; None if all
-    are visible."""
+    """Returns a mask: True for each key that a query may see by its position. None if all queries
+    see all keys."""
     rows, seen = scores.shape[2:]
     lengths, past = v.operand(_LENGTHS), v.operand(4)
-    columns, own = np.arange(seen), np.arange(rows)[:, None]
+    keys, queries = np.arange(seen), np.arange(rows)[:, None]
     if lengths is None:
         ahead = past.shape[2] if past is not None else 0
-        near = _near(v, own + ahead - columns)
+        near = _near(v, queries + ahead - keys)
         return v.builder.constant(np.logical_and.reduce(near)) if near else None
     lengths = lengths.reshape([-1, 1, 1, 1])
-    visible: Value = v.builder.constant(columns) < lengths
-    for each in _near(v, lengths + (own - rows) - columns):
-        visible = visible.op("And", each)
+    visible: Value = v.builder.constant(keys) < lengths
+    for mask in _near(v, lengths + (queries - rows) - keys):
+        visible = visible.op("And", mask)
     return visible
 
 

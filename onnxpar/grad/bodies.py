@@ -35,12 +35,12 @@ class Replay:
         self.builder = Builder(self.graph, f"{name}/step")
         self._copies: dict[int, gs.Tensor] = {}
 
-    def compute(self, body: gs.Graph, given: Mapping[int, gs.Tensor], drawn: Handed) -> None:
-        """Adds copies of a body's nodes. Where a node reads a tensor whose `id` is a key of
-        `given`, such as an input of the body, the copy reads the given tensor. `drawn` provides
+    def compute(self, body: gs.Graph, provided: Mapping[int, gs.Tensor], drawn: Handed) -> None:
+        """Adds copies of a body's nodes. `provided` has tensors that the copies read instead of
+        tensors of the body, such as its inputs, by `id` of the body's tensor. `drawn` returns the
         random numbers of the forward pass. Errors: ModelError if a nested body draws random
         numbers."""
-        self._copies.update(given)
+        self._copies.update(provided)
         for node in body.nodes:
             for inner in (n for n in _within(node) if draws(n)):
                 raise ModelError(
@@ -60,22 +60,22 @@ class Replay:
     def differentiate(
         self, seeds: Mapping[int, gs.Tensor], wanted: Sequence[gs.Tensor]
     ) -> list[Value | None]:
-        """Appends the gradients with respect to `wanted`, tensors of the body or of outer graphs,
-        and returns them, None where there is none. `seeds` are the gradients of the body's outputs,
-        by `id` of the output."""
-        given = {self._copies[of].name: self.builder.value(t) for of, t in seeds.items()}
+        """Appends the gradients of `wanted`, tensors of the body or of outer graphs. Returns a
+        gradient per tensor, None for a tensor without. `seeds` are the gradients of the body's
+        outputs, by `id` of the output."""
+        dys = {self._copies[of].name: self.builder.value(t) for of, t in seeds.items()}
         copies = [self.copy(t) for t in wanted]
-        found = gradients(self.graph, given, copies, f"{self.name}/grad")
-        return [found[t.name] for t in copies]
+        by_name = gradients(self.graph, dys, copies, f"{self.name}/grad")
+        return [by_name[t.name] for t in copies]
 
     def close(self, results: Sequence[Value]) -> None:
-        """Sets the graph's outputs, adding Identities so that each is the result of its own node,
-        and drops unused nodes."""
-        made = {t.name for node in self.graph.nodes for t in node.outputs}
+        """Sets the graph's outputs, and drops unused nodes. Adds Identities, so that no two outputs
+        are one tensor and no output is a tensor without a node."""
+        computed = {t.name for node in self.graph.nodes for t in node.outputs}
         for value in results:
-            if value.tensor.name not in made:
+            if value.tensor.name not in computed:
                 value = value.op("Identity")
-            made.discard(value.tensor.name)
+            computed.discard(value.tensor.name)
             self.graph.outputs.append(value.tensor)
         drop_unread(self.graph)
 
@@ -94,9 +94,9 @@ class Replay:
         rest = (
             1.0 - ratio.cast(x.dtype) if ratio.tensor.name else self.builder.constant(0.5, x.dtype)
         )
-        kept = mask.where(x / training.where(rest, 1.0), 0.0)
+        y = mask.where(x / training.where(rest, 1.0), 0.0)
         self._copies[id(node.outputs[1])] = mask.tensor
-        self._copies[id(node.outputs[0])] = kept.tensor
+        self._copies[id(node.outputs[0])] = y.tensor
 
     def _value(self, tensor: gs.Tensor) -> Value:
         return self.builder.value(self.copy(tensor))
@@ -123,15 +123,15 @@ def read_around(v: Vjp) -> dict[int, gs.Tensor]:
     return {i: reads[i] for i in range(len(v.node.inputs), len(reads)) if v.wanted[i]}
 
 
-def at_positions(v: Vjp, found: Mapping[int, Value]) -> Grads:
+def at_positions(v: Vjp, by_position: Mapping[int, Value]) -> Grads:
     """Returns the list of gradients that a rule must return, given the gradients by position."""
-    return [found.get(i) for i in range(len(v.wanted))]
+    return [by_position.get(i) for i in range(len(v.wanted))]
 
 
 def zeros_like(builder: Builder, tensor: gs.Tensor) -> Value:
     """Returns zeros of the type and shape of a tensor."""
-    known = builder.value(tensor)
-    return builder.zeros(known.shape, known.dtype)
+    like = builder.value(tensor)
+    return builder.zeros(like.shape, like.dtype)
 
 
 def new_like(builder: Builder, tensor: gs.Tensor) -> gs.Tensor:

@@ -34,11 +34,11 @@ def all_reduce(v: Vjp) -> Grads:
 
 @vjp("ReduceScatter", domain=DOMAIN)
 def reduce_scatter(v: Vjp) -> Grads:
-    how = _attrs(v, "axis", "sizes")
-    of_all = _add(v, "AllGather", v.dy, v.x.tensor.shape, **how)
+    attrs = _attrs(v, "axis", "sizes")
+    of_all = _add(v, "AllGather", v.dy, v.x.tensor.shape, **attrs)
     if v.node.attrs.get("op", "sum") == "sum":
         return [of_all]
-    return [_of_reduced(v, _add(v, "AllGather", v.y, v.x.shape, **how), of_all)]
+    return [_of_reduced(v, _add(v, "AllGather", v.y, v.x.shape, **attrs), of_all)]
 
 
 def _of_reduced(v: Vjp, whole: Value, of_whole: Value) -> Value:
@@ -62,18 +62,18 @@ def _of_reduced(v: Vjp, whole: Value, of_whole: Value) -> Value:
 
 @vjp("AllGather", domain=DOMAIN)
 def all_gather(v: Vjp) -> Grads:
-    how = _attrs(v, "axis", "sizes")
-    shape = v.x.tensor.shape if how.get("sizes") else v.x.shape
-    return [_add(v, "ReduceScatter", v.dy, shape, **how)]
+    attrs = _attrs(v, "axis", "sizes")
+    shape = v.x.tensor.shape if attrs.get("sizes") else v.x.shape
+    return [_add(v, "ReduceScatter", v.dy, shape, **attrs)]
 
 
 @vjp("AllToAll", domain=DOMAIN)
 def all_to_all(v: Vjp) -> Grads:
     """Adds the AllToAll in the opposite direction. If it splits and joins the same axis, the table
     of sizes is transposed."""
-    given = v.node.attrs
-    split, concat = given["split_axis"], given["concat_axis"]
-    sizes, joined = given.get("split_sizes"), given.get("concat_sizes")
+    attrs = v.node.attrs
+    split, concat = attrs["split_axis"], attrs["concat_axis"]
+    sizes, joined = attrs.get("split_sizes"), attrs.get("concat_sizes")
     shape = v.x.tensor.shape
     if split == concat:
         count = math.isqrt(len(sizes))
@@ -100,7 +100,7 @@ def broadcast(v: Vjp) -> Grads:
 
 @vjp("CollectivePermute", domain=DOMAIN)
 def collective_permute(v: Vjp) -> Grads:
-    """The inverse permute; a rank whose operand nobody got gets zeros."""
+    """The inverse permute; a rank whose operand no rank received gets zeros."""
     sources = list(v.node.attrs["sources"])
     readers = [sources.index(i) if i in sources else -1 for i in range(len(sources))]
     return [_add(v, "CollectivePermute", v.dy, v.x.tensor.shape, sources=readers)]
@@ -108,8 +108,8 @@ def collective_permute(v: Vjp) -> Grads:
 
 @vjp("NeighborExchange", domain=DOMAIN)
 def neighbor_exchange(v: Vjp) -> Grads:
-    """Sends the gradient of each halo back to the neighbour that owns the elements, which adds it
-    at its edge."""
+    """Sends the gradient of each halo back to the neighbour that owns the elements; the neighbour
+    adds the gradient at its edge."""
     before, after = (list(v.node.attrs[key]) for key in ("before", "after"))
     axis, shape, count = v.node.attrs["axis"] % v.x.rank, v.x.shape, len(before)
     extent = shape[axis]
@@ -118,7 +118,7 @@ def neighbor_exchange(v: Vjp) -> Grads:
     sizes = [int(n) for n in table.reshape(-1)]
     moved = _add(v, "AllToAll", v.dy, wide, split_axis=axis, concat_axis=axis, split_sizes=sizes)
     rank = _rank(v)
-    if "group" in v.node.attrs:  # the last entries are those of a rank that is alone
+    if "group" in v.node.attrs:  # the last entries are for a rank alone in its group
         rank = _size(v).equal(1).where(count, rank)
 
     def by_rank(values: Any) -> Value:
@@ -129,16 +129,16 @@ def neighbor_exchange(v: Vjp) -> Grads:
     at = v.builder.constant([axis], np.int64)
 
     def piece(start: Any, length: Any, edge: int) -> Value:
-        """Returns `length` elements of `moved` from `start` on, both by rank, padded with zeros to
-        a rank's shard: after them (`edge` 0) or before them (`edge` 1)."""
+        """Returns `length` elements of `moved` from `start` on (both by rank), padded to the size
+        of a shard: with zeros at its end (`edge` 0) or at its start (`edge` 1)."""
         ends = by_rank(start[:, None]), by_rank((start + length)[:, None])
         cut = _node(v, "Slice", [moved, *ends, at], wide)
         rest = extent - length
         pads = by_rank(np.stack([rest, 0 * rest] if edge else [0 * rest, rest], axis=1))
         return _node(v, "Pad", [cut, pads, None, at], shape)
 
-    own = piece(low, np.full(count + 1, extent), 0)
-    return [own + piece(0 * low, low, 0) + piece(low + extent, high, 1)]
+    of_shard = piece(low, np.full(count + 1, extent), 0)
+    return [of_shard + piece(0 * low, low, 0) + piece(low + extent, high, 1)]
 
 
 @vjp("Send", domain=DOMAIN, message=True)
@@ -204,9 +204,8 @@ def _node(
     domain: str | None = None,
     **attrs: Any,
 ) -> Value:
-    """Adds a node whose result's shape is given, because shape inference cannot find it, and
-    returns the result. Sizes that differ between ranks are None. The dtype defaults to that of the
-    first operand."""
+    """Adds a node, and returns its result. Shape inference does not know the result's `shape`; a
+    size that differs between ranks is None. The dtype defaults to the first operand's dtype."""
     name = v.builder.fresh(op)
     tensors = [gs.Variable.empty() if x is None else x.tensor for x in operands]
     dtype = tensors[0].dtype if dtype is None else dtype

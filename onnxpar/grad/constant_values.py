@@ -31,27 +31,27 @@ def first_values(constant: gs.Constant, folder: Path) -> Array:
     """Returns the first rows of a stored tensor in float64, without dimensions of size 1."""
     proto = stored_proto(constant)
     if proto is None:
-        found = np.asarray(constant.values)
+        values = np.asarray(constant.values)
     elif not np.prod(proto.dims, dtype=np.int64):
         return np.zeros(0)
     else:
-        _, _, found = next(read_blocks(proto, folder))
-    found = found.squeeze()
-    if found.size > _MOST:
-        found = found[: max(_ROWS, _MOST * len(found) // found.size)]
-    return found.astype(np.float64)
+        _, _, values = next(read_blocks(proto, folder))
+    values = values.squeeze()
+    if values.size > _MOST:
+        values = values[: max(_ROWS, _MOST * len(values) // values.size)]
+    return values.astype(np.float64)
 
 
 def zero_rows(constant: gs.Constant, folder: Path) -> list[int]:
     """Returns the rows of a stored table that are all zeros."""
     proto = stored_proto(constant)
     blocks = [((), 0, constant.values)] if proto is None else read_blocks(proto, folder)
-    found = []
+    rows = []
     for lead, start, block in blocks:
         if not lead:
             counts = np.count_nonzero(block.reshape(len(block), -1), axis=1)
-            found += [start + int(row) for row in np.flatnonzero(counts == 0)]
-    return found
+            rows += [start + int(row) for row in np.flatnonzero(counts == 0)]
+    return rows
 
 
 def is_mask(values: Array) -> bool:
@@ -146,8 +146,8 @@ def is_scale_factor(value: float) -> bool:
 
 
 def repeats_rows(values: Array) -> bool:
-    """True if slices of at least four numbers, which are not all equal, are there several times: a
-    vector that was expanded, or rows of a table that were looked up."""
+    """True if the values are not all equal, and repeat slices of at least four numbers: an expanded
+    vector, or rows that a lookup took from a table."""
     axes = range(values.ndim)
     for count in range(1, values.ndim):
         for by in combinations(axes, count):

@@ -29,15 +29,15 @@ def if_(v: Vjp) -> Grads:
     around = read_around(v)
     keys = ("then_branch", "else_branch")
     branches = [_branch(v, keys[i], keys[1 - i], list(around.values())) for i in range(2)]
-    found = dict(zip(around, zip(*(grads for _, grads in branches), strict=True), strict=True))
-    used = [at for at in around if any(g is not None for g in found[at])]
+    pairs = dict(zip(around, zip(*(grads for _, grads in branches), strict=True), strict=True))
+    used = [at for at in around if any(g is not None for g in pairs[at])]
     if not used:
         return []
     for i, (replay, _) in enumerate(branches):
-        replay.close([found[at][i] or zeros_like(replay.builder, around[at]) for at in used])
+        replay.close([pairs[at][i] or zeros_like(replay.builder, around[at]) for at in used])
     attrs = {key: replay.graph for key, (replay, _) in zip(keys, branches, strict=True)}
-    made = add_with_bodies(v.builder, "If", [v.x.tensor], [around[at] for at in used], attrs)
-    return at_positions(v, dict(zip(used, made, strict=True)))
+    results = add_with_bodies(v.builder, "If", [v.x.tensor], [around[at] for at in used], attrs)
+    return at_positions(v, dict(zip(used, results, strict=True)))
 
 
 def _branch(
@@ -51,8 +51,8 @@ def _branch(
     seeds = {id(result): dy.tensor for result, dy in results if dy is not None}
 
     def drawn(tensor: gs.Tensor) -> gs.Tensor:
-        """Returns a new result of the node that has the value of a tensor of this branch; the other
-        branch returns zeros for it."""
+        """Returns a new result of the node: the value of a tensor of this branch, or zeros if the
+        other branch runs."""
         outer = gs.Variable(v.builder.fresh("drawn"), tensor.dtype, tensor.shape)
         hand_out(body, tensor)
         none.outputs.append(zeros_like(Builder(none, f"{outer.name}/none"), tensor).tensor)
@@ -64,14 +64,14 @@ def _branch(
 
 
 class _Scan(Steps):
-    """A Scan, whose gradient is a Scan in the opposite direction over its sequences and over stacks
-    of saved values."""
+    """A Scan. Its gradient is a Scan in the opposite direction, over the same sequences and over
+    stacks of saved values."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.node.inputs[self.count :]
-        self.axes: list[int] = self.node.attrs.get("scan_input_axes") or [0] * len(given)
-        self.reversed: list[int] = self.node.attrs.get("scan_input_directions") or [0] * len(given)
+        none = [0] * len(self.node.inputs[self.count :])
+        self.axes: list[int] = self.node.attrs.get("scan_input_axes") or none
+        self.reversed: list[int] = self.node.attrs.get("scan_input_directions") or none
         self.rows: list[tuple[gs.Tensor, gs.Tensor, int, int]] = []
 
     def length(self) -> int | None:
@@ -80,11 +80,11 @@ class _Scan(Steps):
 
     def given(self) -> dict[int, gs.Tensor]:
         elements = self.body.inputs[self.count :]
-        given = self.node.inputs[self.count :]
+        sequences = self.node.inputs[self.count :]
         return {
             id(element): self._read(sequence, element, axis, 1 - is_reversed)
             for element, sequence, axis, is_reversed in zip(
-                elements, given, self.axes, self.reversed, strict=True
+                elements, sequences, self.axes, self.reversed, strict=True
             )
         }
 
@@ -111,8 +111,8 @@ class _Scan(Steps):
         return [inner for _, inner, _, _ in self.rows]
 
     def stack_of(self, row: gs.Tensor) -> gs.Tensor | None:
-        found = [r for r in self.rows if r[1] is row and r[2:] == (0, 1)]
-        return found[0][0] if found else None
+        matches = [r for r in self.rows if r[1] is row and r[2:] == (0, 1)]
+        return matches[0][0] if matches else None
 
     def append(
         self, carried: Sequence[Carried], elements: Mapping[int, Value], rows: Sequence[Value]
@@ -157,9 +157,9 @@ class _Loop(Steps):
         self.iteration = add.value(self.iterations.tensor) - 1 - add.value(self.counter)
 
     def length(self) -> int | None:
-        known = [shape for t in self.node.outputs[self.count :] if (shape := tensor_shape(t))]
-        if known and known[0][0] is not None:
-            return known[0][0]
+        shapes = [shape for t in self.node.outputs[self.count :] if (shape := tensor_shape(t))]
+        if shapes and shapes[0][0] is not None:
+            return shapes[0][0]
         count, start = (constant(t) if t.name else None for t in self.node.inputs[:2])
         starts = not self.node.inputs[1].name or (start is not None and bool(start.all()))
         if count is None or not starts or not self._goes_on():
@@ -174,8 +174,8 @@ class _Loop(Steps):
         return tensor.name == self.body.inputs[1].name or is_true(tensor)
 
     def _iterations(self) -> Value:
-        """Returns the number of iterations of the forward pass; adds a stack to the forward Loop if
-        nothing else has that number of rows."""
+        """Returns the number of iterations of the forward pass: a constant, or the number of rows
+        of a stack. Adds a stack to the forward Loop if it has none."""
         add, length = self.v.builder, self.length()
         if length is not None:
             return add.constant(length, np.int64)

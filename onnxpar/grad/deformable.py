@@ -46,16 +46,16 @@ class _Deformed:
         self.kernel, self.out = v.operands[1].shape[2:], v.y.shape[2:]
         self.groups, self.shared = v.attr("group"), v.attr("offset_group")
         self.taps, self.places = math.prod(self.kernel), math.prod(self.out)
-        made, depth = v.operands[1].shape[0] // self.groups, self.channels // self.groups
-        self.weight = v.operands[1].reshape([self.groups, made, depth * self.taps])
+        width, depth = v.operands[1].shape[0] // self.groups, self.channels // self.groups
+        self.weight = v.operands[1].reshape([self.groups, width, depth * self.taps])
         mask = v.operand(4)
         points = [self.count * self.shared, 1, self.taps * self.places]
         self.mask = None if mask is None else mask.reshape(points)
 
     @cached_property
     def samples(self) -> Samples:
-        """The samples. Each group of channels that shares offsets is treated as an image: `(n s) c
-        (k p)`."""
+        """The samples, `(n s) c (k p)`: each group s of channels that share offsets counts as an
+        image."""
         count, points = self.count * self.shared, self.taps * self.places
         offset = self.v.operands[2].reshape([count, self.taps, len(self.space), self.places])
         taps = []
@@ -98,5 +98,5 @@ class _Deformed:
         """Returns the gradient of the weights: a matrix product that sums over all images and
         windows."""
         columns = self.sampled if self.mask is None else self.sampled * self.mask
-        found = rows.swap() @ self.by_row(columns, self.weight.shape[2])
-        return found.reshape(self.v.operands[1].shape)
+        product = rows.swap() @ self.by_row(columns, self.weight.shape[2])
+        return product.reshape(self.v.operands[1].shape)

@@ -26,7 +26,7 @@ class Direction:
         self.v, self.acts, self.index = v, acts, index
         self.backwards = index == 1 or v.attr("direction") == "reverse"
         self.x = v.x.swap(0, 1) if v.attr("layout") else v.x
-        self.w, self.r = self._own(v.operands[1]), self._own(v.operands[2])
+        self.w, self.r = self._slice(v.operands[1]), self._slice(v.operands[2])
         self.bias, self.peepholes = self._weight(3), self._weight(7)
         lengths = v.operand(4)
         shape = [1, self.x.shape[1], 1]
@@ -36,33 +36,33 @@ class Direction:
         self.dy = self.masked(self._sequence(v.gradient(0)))
         self.dh, self.dc = self._end(1), self._end(2)
 
-    def _own(self, tensor: Value, axis: int = 0) -> Value:
+    def _slice(self, tensor: Value, axis: int = 0) -> Value:
         """Returns this direction's slice of a tensor."""
         shape = [s for a, s in enumerate(tensor.shape) if a != axis]
         return tensor.slice(self.index, self.index + 1, axis).reshape(shape)
 
     def _weight(self, operand: int) -> Value | None:
-        found = self.v.operand(operand)
-        return None if found is None else self._own(found)
+        tensor = self.v.operand(operand)
+        return None if tensor is None else self._slice(tensor)
 
     def _state(self, tensor: Value | None) -> Value:
         """Returns a state or its gradient, zeros if it is None."""
         if tensor is None:
             return self.v.builder.zeros([self.x.shape[1], self.r.shape[1]], self.x.dtype)
-        return self._own(tensor, 1 if self.v.attr("layout") else 0)
+        return self._slice(tensor, 1 if self.v.attr("layout") else 0)
 
     def _sequence(self, y: Value) -> Value:
         """Returns this direction's hidden states of all steps, or their gradients."""
-        own = self._own(y, 2 if self.v.attr("layout") else 1)
-        return own.swap(0, 1) if self.v.attr("layout") else own
+        states = self._slice(y, 2 if self.v.attr("layout") else 1)
+        return states.swap(0, 1) if self.v.attr("layout") else states
 
     def _end(self, output: int) -> Value:
         """Returns the gradient of a last state. It is zero for sequences without steps, because
         their last state is zero and does not depend on the first state."""
-        given = self._state(self.v.dys[output] if output < len(self.v.dys) else None)
+        dy = self._state(self.v.dys[output] if output < len(self.v.dys) else None)
         if self.lengths is None:
-            return given
-        return (self.lengths.reshape([-1, 1]) > 0).where(given, 0.0)
+            return dy
+        return (self.lengths.reshape([-1, 1]) > 0).where(dy, 0.0)
 
     @cached_property
     def steps(self) -> Value:
@@ -111,19 +111,19 @@ class Direction:
         return x.builder.add_each("Split", [x], count, axis=-1, num_outputs=count)
 
     def back(
-        self, step: Callable[..., tuple[list[Value], Value]], states: list[Value], *given: Value
+        self, step: Callable[..., tuple[list[Value], Value]], states: list[Value], *sequences: Value
     ) -> tuple[Value, list[Value]]:
         """Appends a Scan from the last step to the first. `step` takes the gradients of the states
-        after a step and that step's elements of `given`; it returns the gradients of the states
+        after a step, and the step's elements of `sequences`; it returns the gradients of the states
         before the step, and of the gates' operands. Returns the gradients of the gates' operands
         for all steps, and of the initial states."""
 
-        def each(ends: list[Value], elements: list[Value]) -> tuple[list[Value], list[Value]]:
+        def scan_step(ends: list[Value], elements: list[Value]) -> tuple[list[Value], list[Value]]:
             before, gates = step(*ends, *elements)
             return before, [gates]
 
-        ends, made = self.v.builder.scan(each, states, given, not self.backwards)
-        return made[0], ends
+        ends, results = self.v.builder.scan(scan_step, states, sequences, not self.backwards)
+        return results[0], ends
 
 
 @dataclass
@@ -145,8 +145,8 @@ class Passed:
 
 def linear(x: Value, weight: Value, bias: Value | None) -> Value:
     """Returns the product of the elements of all steps with a weight, plus a bias."""
-    made = x @ weight.swap()
-    return made if bias is None else made + bias
+    y = x @ weight.swap()
+    return y if bias is None else y + bias
 
 
 def plus(x: Value, y: Value, factor: Value | None) -> Value:
@@ -166,6 +166,6 @@ def join(axis: int, *values: Value) -> Value:
 
 
 def frozen(dh: Value, before: Value, valid: Sequence[Value]) -> Value:
-    """Returns the gradient of the state before a step: `before`, but `dh`, the gradient of the
-    state after the step, for sequences that do not have the step."""
+    """Returns the gradient of the state before a step: `before`, or `dh`, the gradient of the state
+    after the step, for sequences that end before the step."""
     return valid[0].where(before, dh) if valid else before

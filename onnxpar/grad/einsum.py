@@ -25,9 +25,9 @@ class Term:
 
     def without(self, letters: set[str]) -> Term:
         """Returns the term without the dimensions of some letters, which must have size 1."""
-        kept = [i for i, a in enumerate(self.letters) if a not in letters]
-        shape = [self.value.shape[i] for i in kept]
-        return Term(self.value.reshape(shape), "".join(self.letters[i] for i in kept))
+        axes = [i for i, a in enumerate(self.letters) if a not in letters]
+        shape = [self.value.shape[i] for i in axes]
+        return Term(self.value.reshape(shape), "".join(self.letters[i] for i in axes))
 
 
 @vjp("Einsum", trained=(0, 1))
@@ -40,14 +40,14 @@ def einsum(v: Vjp) -> Grads:
     narrow = [{a for a, n in t.sizes.items() if n != sizes[a]} for t in terms]
     terms = [t.without(a) for t, a in zip(terms, narrow, strict=True)]
     dy = Term(v.dy, out)
-    found: list[Value | None] = []
+    gradients: list[Value | None] = []
     for i, (term, x) in enumerate(zip(terms, v.operands, strict=True)):
         if v.wanted[i]:
             others = [dy, *terms[:i], *terms[i + 1 :]]
-            found.append(_gradient(others, term.letters, sizes).reshape(x.shape))
+            gradients.append(_gradient(others, term.letters, sizes).reshape(x.shape))
         else:
-            found.append(None)
-    return found
+            gradients.append(None)
+    return gradients
 
 
 def _parse(v: Vjp) -> tuple[list[Term], str]:

@@ -211,10 +211,10 @@ def atanh(v: Vjp) -> Grads:
 def dropout(v: Vjp) -> Grads:
     """Applies the mask that the node drew; a Dropout that is switched off passes the gradient
     on."""
-    training, known = v.operand(2), v.constant(2)
-    if training is None or (known is not None and not known):
+    training, mode = v.operand(2), v.constant(2)
+    if training is None or (mode is not None and not mode):
         return [v.dy]
     mask = v.output(1, np.bool_, v.x.shape)
     ratio = v.operand(1)
-    kept = v.dy * 2.0 if ratio is None else v.dy / (1.0 - ratio.cast(v.dy.dtype))
-    return [mask.where(kept if known is not None else training.where(kept, v.dy), 0.0)]
+    through = v.dy * 2.0 if ratio is None else v.dy / (1.0 - ratio.cast(v.dy.dtype))
+    return [mask.where(through if mode is not None else training.where(through, v.dy), 0.0)]

@@ -11,8 +11,8 @@ from onnxpar.rules.cell_activations import Activation
 
 @dataclass(frozen=True)
 class Gate:
-    """An activation's operand `x` and result `y`, which a chain of nodes connects through their
-    first operands."""
+    """An activation: its operand `x`, and its result `y`. A chain of nodes computes y from x; the
+    first operand of each node is the result of the node before."""
 
     x: Value
     y: Value
@@ -32,7 +32,7 @@ class Gate:
             node = at.tensor.inputs[0]
             entry = entry_of(node)
             assert entry is not None, node.op
-            found = entry.function(Vjp(node, dy.builder, [dy], [True] + [False] * 2))[0]
-            assert found is not None, node.op
-            at, dy = dy.builder.value(node.inputs[0]), found
+            dx = entry.function(Vjp(node, dy.builder, [dy], [True] + [False] * 2))[0]
+            assert dx is not None, node.op
+            at, dy = dy.builder.value(node.inputs[0]), dx
         return dy

@@ -1,7 +1,7 @@
 """Finds the nodes that a gradient rule has added to a training step.
 
-The rule is applied to the node again, and its nodes are compared with those of the step. So nothing
-but a step's nodes says what they compute, and a changed step matches no longer.
+The rule is applied to the node again, and the step's nodes are compared with the rule's nodes. So
+a step needs no records of its gradients; a changed step does not match.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ _DY = "dy"
 class KnownGradient:
     """The gradient of a node with one result, in a training step.
 
-    operands  the operands from which it is computed: those of the node, or copies that are
-              computed again; None for those that it does not read
+    operands  operands of the node, or recomputed copies; None if no gradient reads the operand
     dy        the gradient of the result
-    results   the gradient of each operand; None if the step does not have it
-    nodes     the nodes that compute them
+    results   the gradient of each operand; None if the step does not compute it
+    nodes     the nodes that compute the gradients
     """
 
     operands: list[gs.Tensor | None]
@@ -37,20 +36,20 @@ class KnownGradient:
 
 
 def find_gradient(graph: gs.Graph, node: gs.Node) -> KnownGradient | None:
-    """The gradient of a node of a graph, in the same graph; None if there is none, or if its nodes
-    are not those of the rule."""
-    own = [n for n in graph.nodes if n.name.startswith(f"{node.name}.grad/")]
-    if not own or entry_of(node) is None:
+    """Finds the gradient of a node in the node's graph. None if the graph has no such gradient, or
+    if its nodes differ from the rule's nodes."""
+    added = [n for n in graph.nodes if n.name.startswith(f"{node.name}.grad/")]
+    if not added or entry_of(node) is None:
         return None
     reference = _reference(graph, node)
-    found = _Match()
+    match = _Match()
     results: list[gs.Tensor | None] = []
     for wanted in reference:
-        results.append(None if wanted is None else found.of_any(wanted.tensor, own))
-    if _DY not in found.bound:
+        results.append(None if wanted is None else match.of_any(wanted.tensor, added))
+    if _DY not in match.bound:
         return None
-    operands = [found.bound.get(_operand(i)) for i in range(len(node.inputs))]
-    return KnownGradient(operands, found.bound[_DY], results, list(found.nodes.values()))
+    operands = [match.bound.get(_operand(i)) for i in range(len(node.inputs))]
+    return KnownGradient(operands, match.bound[_DY], results, list(match.nodes.values()))
 
 
 def _operand(index: int) -> str:
@@ -58,14 +57,14 @@ def _operand(index: int) -> str:
 
 
 def _reference(graph: gs.Graph, node: gs.Node) -> list[Value | None]:
-    """The gradients of a node's operands by its rule, in a graph of their own. Its operands have
-    the names that `_operand` gives them."""
+    """Applies a node's gradient rule in a new graph, and returns the operands' gradients. The
+    graph's operands are named by `_operand`."""
     operands = [
         gs.Variable(_operand(i), t.dtype, t.shape) if t.name else gs.Variable.empty()
         for i, t in enumerate(node.inputs)
     ]
     y = node.outputs[0]
-    copy = gs.Node(node.op, node.name, _own(node), operands, [gs.Variable("y")], node.domain)
+    copy = gs.Node(node.op, node.name, _attrs(node), operands, [gs.Variable("y")], node.domain)
     copy.outputs[0].dtype, copy.outputs[0].shape = y.dtype, y.shape
     builder = Builder(gs.Graph(opset=graph.opset), "reference")
     dy = builder.value(gs.Variable(_DY, y.dtype, y.shape))
@@ -77,14 +76,17 @@ def _reference(graph: gs.Graph, node: gs.Node) -> list[Value | None]:
 
 @dataclass
 class _Match:
-    """Compares nodes of a rule with those of a step; `bound` are tensors of the step by the name of
-    the rule's operand, `nodes` the nodes of the step that match."""
+    """Compares a rule's nodes with a step's nodes.
+
+    bound  tensors of the step, by name of the rule's operand
+    nodes  nodes of the step that match, by `id`
+    """
 
     bound: dict[str, gs.Tensor] = field(default_factory=dict)
     nodes: dict[int, gs.Node] = field(default_factory=dict)
 
     def of_any(self, wanted: gs.Tensor, nodes: list[gs.Node]) -> gs.Tensor | None:
-        """The result of one of these nodes that is computed as `wanted` is."""
+        """The first result of `nodes` that is computed like `wanted`, a tensor of the rule."""
         for tensor in [t for node in nodes for t in node.outputs]:
             trial = _Match(dict(self.bound), dict(self.nodes))
             if trial._is(wanted, tensor):
@@ -93,7 +95,7 @@ class _Match:
         return None
 
     def _is(self, wanted: gs.Tensor, tensor: gs.Tensor) -> bool:
-        """True if a tensor is computed as `wanted` is."""
+        """True if a tensor of the step is computed like `wanted`, a tensor of the rule."""
         if isinstance(wanted, gs.Constant):
             return isinstance(tensor, gs.Constant) and _equal(wanted.values, tensor.values)
         if not wanted.name or not tensor.name:
@@ -106,7 +108,7 @@ class _Match:
         theirs = wanted.inputs[0]
         if ours is None or (ours.op, ours.domain or "") != (theirs.op, theirs.domain or ""):
             return False
-        if len(ours.inputs) != len(theirs.inputs) or not _same(ours, theirs):
+        if len(ours.inputs) != len(theirs.inputs) or not _same_attrs(ours, theirs):
             return False
         if not all(map(self._is, theirs.inputs, ours.inputs)):
             return False
@@ -115,14 +117,14 @@ class _Match:
         return at < len(ours.outputs) and ours.outputs[at] is tensor
 
 
-def _own(node: gs.Node) -> dict[str, Any]:
-    """The attributes of a node without those that the loader adds."""
+def _attrs(node: gs.Node) -> dict[str, Any]:
+    """The attributes of a node, without attributes that the loader has added."""
     return {key: value for key, value in node.attrs.items() if not key.startswith("onnxpar.")}
 
 
-def _same(ours: gs.Node, theirs: gs.Node) -> bool:
+def _same_attrs(ours: gs.Node, theirs: gs.Node) -> bool:
     """True if the attributes of two nodes are equal."""
-    mine, others = _own(ours), _own(theirs)
+    mine, others = _attrs(ours), _attrs(theirs)
     if mine.keys() != others.keys():
         return False
     return all(_equal(_value(mine[key]), _value(others[key])) for key in mine)

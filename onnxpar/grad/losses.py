@@ -51,8 +51,8 @@ class _ClassLoss:
     def weights(self) -> Value | None:
         """The weight of each label's class; None if the node has no weights."""
         of_class = self.v.operand(2)
-        known = self.labels if self.ignored is None else self.ignored.where(0, self.labels)
-        return None if of_class is None else of_class.op("Gather", known)
+        classes = self.labels if self.ignored is None else self.ignored.where(0, self.labels)
+        return None if of_class is None else of_class.op("Gather", classes)
 
     @cached_property
     def shares(self) -> Value:
@@ -69,8 +69,8 @@ class _ClassLoss:
             return dy * (1 / max(self.labels.size, 1))
         wide = np.promote_types(dy.dtype, np.float32)  # half precision counts to 65504
         one = self.v.builder.constant(1, wide)
-        each = one if self.weights is None else self.weights.cast(wide)
-        total = self._counted(each.expand(self.labels.shape)).sum()
+        weights = one if self.weights is None else self.weights.cast(wide)
+        total = self._counted(weights.expand(self.labels.shape)).sum()
         return total.equal(0.0).where(0.0, dy.cast(wide) / total).cast(dy.dtype)
 
     def _counted(self, values: Value) -> Value:

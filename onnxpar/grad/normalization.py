@@ -68,8 +68,8 @@ def layer_normalization(v: Vjp) -> Grads:
     through = _through(dy * v.operands[1].wide(), normal, inverse, axes)
     count = max(prod(x.shape[a] for a in axes), 1)
     for i, slope in ((1, 1.0), (2, -normal * inverse * inverse)):  # mean and deviation as results
-        if i < len(v.dys) and (given := v.dys[i]) is not None:
-            through = through + given.cast(x.dtype) * slope * (1 / count)
+        if i < len(v.dys) and (of_moment := v.dys[i]) is not None:
+            through = through + of_moment.cast(x.dtype) * slope * (1 / count)
     return _fitted(v, through, dy * normal, dy)
 
 
@@ -106,8 +106,8 @@ def skip_rms_normalization(v: Vjp) -> Grads:
 def _skipped(v: Vjp, bias: int) -> Value:
     """Returns the sum that is normalized: x, the skip connection and an optional bias."""
     x, around = (x.wide() for x in v.operands[:2])
-    total, given = x + around, v.operand(bias)
-    return total if given is None else total + given.wide()
+    total, offset = x + around, v.operand(bias)
+    return total if offset is None else total + offset.wide()
 
 
 def _with_sum(v: Vjp, through: Value) -> Value:

@@ -50,9 +50,9 @@ def _spread_evenly(dy: Value, by: Windows) -> Value:
 
 
 def _counts(v: Vjp, by: Windows, sizes: tuple[int, ...]) -> Array:
-    """Returns the divisor of each window: the number of its elements inside the image, plus those
-    in the padding if the node counts these; never the elements that `ceil_mode` adds after the
-    padding."""
+    """Returns the divisor of each window: the number of its elements inside the image and, if the
+    node counts padding, inside the padding. Elements that `ceil_mode` adds after the padding never
+    count."""
     rank = len(sizes)
     pads = [p for dim in windows(v.node, by.kernel).pads for p in dim]
     lines = []

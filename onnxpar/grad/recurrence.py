@@ -79,8 +79,8 @@ def _of_gru(direction: Direction) -> Passed:
         before = total * keep + (through if resets_after else through * r)
         return [before + join(-1, dz, dr) @ r_gates], join(-1, dz, dr, dn)
 
-    given = (direction.dy, direction.masked(z.y, 1.0), of_z, of_n, of_r, r.y)
-    gates, ends = direction.back(step, [direction.dh], *given)
+    sequences = (direction.dy, direction.masked(z.y, 1.0), of_z, of_n, of_r, r.y)
+    gates, ends = direction.back(step, [direction.dh], *sequences)
     dz, dr, dn = direction.gates(gates)
     recurrent = join(-1, dz, dr, dn * r.y) if resets_after else gates
     dn = dn * r.y if resets_after else dn
@@ -105,15 +105,15 @@ def _of_lstm(direction: Direction) -> Passed:
     )
     zi, zo, zf, zn = direction.gates(pre)
 
-    made = cell(cell.before(direction, zi, zf, zn), zi, zf, zn)
+    update = cell(cell.before(direction, zi, zf, zn), zi, zf, zn)
     peep_i, peep_o, peep_f = cell.peepholes
-    out = Gate.of(cell.f, plus(zo, made.after, peep_o))
-    shown = Gate.of(cell.h, made.after)
-    of_i, of_f, of_n = made.back()
+    out = Gate.of(cell.f, plus(zo, update.after, peep_o))
+    shown = Gate.of(cell.h, update.after)
+    of_i, of_f, of_n = update.back()
     of_o = out.back(shown.y)
     factors = direction.masked(join(-1, of_i, of_o, of_f, of_n))
     into = direction.masked(plus(shown.back(out.y), of_o, peep_o))
-    carry = direction.masked(plus(plus(made.keep, of_i, peep_i), of_f, peep_f), 1.0)
+    carry = direction.masked(plus(plus(update.keep, of_i, peep_i), of_f, peep_f), 1.0)
 
     def step(
         dh: Value, dc: Value, dy: Value, factors: Value, into: Value, carry: Value, *valid: Value
@@ -123,10 +123,10 @@ def _of_lstm(direction: Direction) -> Passed:
         dz = join(-1, dc, total, dc, dc) * factors
         return [frozen(total, dz @ direction.r, valid), dc * carry], dz
 
-    steps = (direction.dy, factors, into, carry, *direction.masks)
-    dz, (of_h0, of_c0) = direction.back(step, [direction.dh, direction.dc], *steps)
+    sequences = (direction.dy, factors, into, carry, *direction.masks)
+    dz, (of_h0, of_c0) = direction.back(step, [direction.dh, direction.dc], *sequences)
     di, do, df, _ = direction.gates(dz)
-    of_peepholes = join(-1, di * made.c, do * made.after, df * made.c).sum([0, 1])
+    of_peepholes = join(-1, di * update.c, do * update.after, df * update.c).sum([0, 1])
     return Passed(dz, dz, product(dz, direction.before), of_h0, of_c0, of_peepholes)
 
 
@@ -189,27 +189,27 @@ class _CellStep:
 
 
 def _gradients(v: Vjp, passed: Callable[[Direction], Passed]) -> Grads:
-    """Returns the gradients of the operands, from those of each direction."""
-    _give_y(v)
+    """Returns the gradients of the operands, joined from the gradients of each direction."""
+    _add_y(v)
     directions = [Direction(v, acts, i) for i, acts in enumerate(activations_of(v.node))]
-    found = [passed(direction) for direction in directions]
+    passes = [passed(direction) for direction in directions]
     dx = reduce(
-        add, [p.gates @ direction.w for p, direction in zip(found, directions, strict=True)]
+        add, [p.gates @ direction.w for p, direction in zip(passes, directions, strict=True)]
     )
     dw = _stacked(
-        [product(p.gates, direction.x) for p, direction in zip(found, directions, strict=True)]
+        [product(p.gates, direction.x) for p, direction in zip(passes, directions, strict=True)]
     )
-    db = _stacked([join(0, p.gates.sum([0, 1]), p.recurrent.sum([0, 1])) for p in found])
-    dr, dp = _stacked([p.of_r for p in found]), _stacked([p.of_peepholes for p in found])
-    dh, dc = _stacked([p.of_h0 for p in found]), _stacked([p.of_c0 for p in found])
+    db = _stacked([join(0, p.gates.sum([0, 1]), p.recurrent.sum([0, 1])) for p in passes])
+    dr, dp = _stacked([p.of_r for p in passes]), _stacked([p.of_peepholes for p in passes])
+    dh, dc = _stacked([p.of_h0 for p in passes]), _stacked([p.of_c0 for p in passes])
     if v.attr("layout"):
         dx = dx.swap(0, 1)
         dh, dc = (None if d is None else d.swap(0, 1) for d in (dh, dc))
     return dx, dw, dr, db, None, dh, dc, dp
 
 
-def _give_y(v: Vjp) -> None:
-    """Makes the node return Y, if it does not yet."""
+def _add_y(v: Vjp) -> None:
+    """Adds the result Y to the node, if the node does not return it yet."""
     count = v.operands[1].shape[0]
     shape = [*v.x.shape[:2], v.operands[2].shape[-1]]
     shape.insert(2 if v.attr("layout") else 1, count)
@@ -219,5 +219,5 @@ def _give_y(v: Vjp) -> None:
 def _stacked(values: Sequence[Value | None]) -> Value | None:
     """Stacks the directions' tensors along a new first dimension; returns None if there are
     none."""
-    given = [each.unsqueeze([0]) for each in values if each is not None]
-    return join(0, *given) if given else None
+    rows = [value.unsqueeze([0]) for value in values if value is not None]
+    return join(0, *rows) if rows else None

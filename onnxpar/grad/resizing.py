@@ -24,9 +24,9 @@ def resize(v: Vjp) -> Grads:
         )
     gradient = v.dy
     for axis, scaling in resized.items():
-        found = taps(scaling)
+        elements = taps(scaling)
         times, rest = divmod(scaling.out, scaling.size)
-        shares = _shares(found, scaling.size)
+        shares = _shares(elements, scaling.size)
         if not rest and np.array_equal(shares, np.eye(scaling.size).repeat(times, 0)):
             shape = [*gradient.shape[:axis], scaling.size, times, *gradient.shape[axis + 1 :]]
             gradient = gradient.reshape(shape).sum([axis + 1])
@@ -35,11 +35,11 @@ def resize(v: Vjp) -> Grads:
     return [gradient]
 
 
-def _shares(found: Taps, size: int) -> np.ndarray:
+def _shares(elements: Taps, size: int) -> np.ndarray:
     """Returns a matrix of weights: a row per result, a column per element."""
-    shares = np.zeros((len(found.index), size))
-    np.add.at(shares, (np.arange(len(shares))[:, None], found.index), found.weight)
-    shares[found.outside] = 0
+    shares = np.zeros((len(elements.index), size))
+    np.add.at(shares, (np.arange(len(shares))[:, None], elements.index), elements.weight)
+    shares[elements.outside] = 0
     return shares
 
 

@@ -29,7 +29,7 @@ def gradients(
     wanted: Iterable[gs.Tensor],
     prefix: str = "grad",
 ) -> dict[str, Value | None]:
-    """Appends gradients to a graph: of the sum of the seeded tensors, each times its seed.
+    """Appends to a graph the gradients of a sum: of the seeded tensors, each times its seed.
 
     seeds   the given gradients, by name of a tensor that a node of the graph computes
     wanted  tensors by which to differentiate, of the graph or of outer graphs
@@ -45,41 +45,41 @@ def gradients(
     forward = list(graph.nodes)
     reached = reached_from(forward, names)
     sent = _is_sent(forward, reached)
-    found: dict[str, list[Value]] = {name: [seed] for name, seed in seeds.items()}
+    terms: dict[str, list[Value]] = {name: [seed] for name, seed in seeds.items()}
     for node in reversed(forward):
         reads = operands_of(node)
-        flows = any(t.name in found and t.name in reached for t in node.outputs)
+        flows = any(t.name in terms and t.name in reached for t in node.outputs)
         flows = flows and any(t.name in reached for t in reads)
         if not flows and not (sent and is_message(node)):
             continue
         builder = Builder(graph, f"{node.name}.grad")
         dys = [
-            _total(builder, found[t.name]) if t.name in found and t.name in reached else None
+            _total(builder, terms[t.name]) if t.name in terms and t.name in reached else None
             for t in node.outputs
         ]
         for tensor, dy in zip(node.outputs, dys, strict=True):
             if dy is not None:
-                found[tensor.name] = [dy]
+                terms[tensor.name] = [dy]
         view = Vjp(node, builder, dys, [t.name in reached for t in reads])
-        for tensor, gradient in zip(reads, _of_rule(view), strict=False):
+        for tensor, gradient in zip(reads, _apply_rule(view), strict=False):
             if gradient is not None and tensor.name in reached:
                 if node.domain != DOMAIN:  # collectives do not broadcast; sizes may differ
                     gradient = _fitted(gradient, builder.value(tensor))
-                found.setdefault(tensor.name, []).append(gradient)
+                terms.setdefault(tensor.name, []).append(gradient)
     last = Builder(graph, prefix)
-    results = {name: _total(last, found[name]) if name in found else None for name in names}
-    kept = {v.tensor.name for v in results.values() if v is not None}
-    drop_unread(graph, len(forward), kept)
+    results = {name: _total(last, terms[name]) if name in terms else None for name in names}
+    read = {v.tensor.name for v in results.values() if v is not None}
+    drop_unread(graph, len(forward), read)
     return results
 
 
 def reached_from(nodes: Iterable[gs.Node], sources: Iterable[str]) -> set[str]:
-    """Returns the names of `sources`, and of the tensors that depend on them, not through a stop,
-    and may have a gradient: those with floating-point numbers, and others that carry such numbers,
-    such as sequences."""
-    nodes, reached, known = list(nodes), set(sources), -1
-    while len(reached) > known:
-        known = len(reached)
+    """Returns the names of `sources`, and of all tensors that depend on them by a path without a
+    stop, and may have a gradient: floating-point tensors, and tensors of other types that carry
+    such numbers, for example sequences."""
+    nodes, reached, count = list(nodes), set(sources), -1
+    while len(reached) > count:
+        count = len(reached)
         sent = _is_sent(nodes, reached)
         for node in nodes:
             if is_stop(node):
@@ -99,7 +99,7 @@ def _is_sent(nodes: Iterable[gs.Node], reached: set[str]) -> bool:
     return any(t.name in reached for node in nodes if is_message(node) for t in node.inputs)
 
 
-def _of_rule(view: Vjp) -> list[Value | None]:
+def _apply_rule(view: Vjp) -> list[Value | None]:
     """Applies the rule of a node; returns the gradients by operand. Errors: ModelError if the op
     has no rule."""
     node = view.node
@@ -122,7 +122,7 @@ def _fitted(gradient: Value, tensor: Value) -> Value:
 
 
 def _total(builder: Builder, terms: list[Value]) -> Value:
-    """Returns the sum; that of 16 bits is rounded once."""
+    """Returns the sum; 16-bit terms are added in float32, and the sum is rounded once."""
     total = builder.value(terms[0].tensor)
     if len(terms) == 1:
         return total
@@ -133,8 +133,8 @@ def _total(builder: Builder, terms: list[Value]) -> Value:
 
 
 def drop_unread(graph: gs.Graph, first: int = 0, kept: Collection[str] = ()) -> None:
-    """Removes nodes whose results nothing reads. Keeps the first `first` nodes, Sends and Recvs,
-    and nodes of graph outputs and of tensors named in `kept`."""
+    """Removes nodes whose results no node reads. Keeps the first `first` nodes, Sends and Recvs,
+    and nodes that compute graph outputs or tensors named in `kept`."""
     kept = {*kept, *(t.name for t in graph.outputs)}
     for i in reversed(range(first, len(graph.nodes))):
         node = graph.nodes[i]

@@ -116,17 +116,17 @@ class Samples:
     @cached_property
     def picked(self) -> Value:
         """The elements around each point, `n c p t`."""
-        found = self.x.reshape(self.flat).op("GatherElements", self.at, axis=2)
-        return found.reshape([self.images, self.channels, self.points, self.size])
+        elements = self.x.reshape(self.flat).op("GatherElements", self.at, axis=2)
+        return elements.reshape([self.images, self.channels, self.points, self.size])
 
     def of_x(self, dy: Value) -> Value:
-        """Returns the gradient of the images, given that of the samples, `n c p`."""
-        each = (dy.unsqueeze([3]) * self.shares).reshape(self.at.shape)
-        return scatter_each(each, self.at, 2, self.flat).reshape(self.x.shape)
+        """Returns the gradient of the images; `dy` is the gradient of the samples, `n c p`."""
+        terms = (dy.unsqueeze([3]) * self.shares).reshape(self.at.shape)
+        return scatter_each(terms, self.at, 2, self.flat).reshape(self.x.shape)
 
     def of_point(self, dy: Value, axis: int) -> Value:
-        """Returns the gradient of one coordinate of the points, `n p`, given that of the samples,
-        `n c p`."""
+        """Returns the gradient of one coordinate of the points, `n p`; `dy` is the gradient of the
+        samples, `n c p`."""
         slopes = [t.slope if a == axis else t.weight for a, t in enumerate(self.taps)]
         return ((dy.unsqueeze([3]) * self.picked).sum([1]) * _outer(slopes)).sum([2])
 
@@ -145,27 +145,27 @@ def _polynomial(coefficients: Array, at: Value) -> Value:
     """Returns the values of polynomials, one per column of coefficients; row i has the coefficients
     of power i."""
     rows = coefficients.astype(at.dtype)
-    found: Value = at * 0.0 + rows[-1]
+    value: Value = at * 0.0 + rows[-1]
     for row in rows[-2::-1]:
-        found = found * at + row
-    return found
+        value = value * at + row
+    return value
 
 
 def _outer(shares: Sequence[Value | None]) -> Value:
     """Returns the products of the weights of all dimensions, `n p t`."""
-    found, *rest = (s for s in shares if s is not None)
+    product, *rest = (s for s in shares if s is not None)
     for share in rest:
-        found = _paired(found.unsqueeze([3]) * share.unsqueeze([2]))
-    return found
+        product = _paired(product.unsqueeze([3]) * share.unsqueeze([2]))
+    return product
 
 
 def _joined(indices: Sequence[Value], space: Sequence[int]) -> Value:
     """Returns flat indices into an image, `n p t`, given indices by dimension."""
-    found, *rest = indices
+    flat, *rest = indices
     for index, size in zip(rest, space[1:], strict=True):
-        moved = (found * size).unsqueeze([3])
-        found = _paired(moved + index.unsqueeze([2]))
-    return found
+        moved = (flat * size).unsqueeze([3])
+        flat = _paired(moved + index.unsqueeze([2]))
+    return flat
 
 
 def _paired(x: Value) -> Value:
@@ -204,8 +204,8 @@ def roi_align(v: Vjp) -> Grads:
     owner = v.operands[2].cast(np.int64).reshape([regions, 1, 1, 1]).equal(numbers)
     owned = rows.unsqueeze([2]) * owner.cast(rows.dtype)
     owned = owned.reshape([regions * cells, images * height])
-    found = owned.swap() @ wide.reshape([regions * cells, channels * width])
-    return [found.reshape([images, height, channels, width]).transpose([0, 2, 1, 3])]
+    product = owned.swap() @ wide.reshape([regions * cells, channels * width])
+    return [product.reshape([images, height, channels, width]).transpose([0, 2, 1, 3])]
 
 
 def _region_shares(v: Vjp, axis: int, size: int) -> Value:
@@ -231,8 +231,8 @@ def _region_shares(v: Vjp, axis: int, size: int) -> Value:
 
 def _samples(v: Vjp, cell: Value) -> tuple[Value, int]:
     """Returns the number of samples per cell along a dimension, for each region, and an upper bound
-    of these numbers. `cell` is the size of a cell, by region. Errors: ModelError if it is
-    data-dependent."""
+    of these numbers. `cell` is the size of a cell, by region. Errors: ModelError if the numbers
+    are data-dependent."""
     ratio = v.attr("sampling_ratio")
     if ratio:
         return cell * 0.0 + float(ratio), int(ratio)
@@ -260,5 +260,5 @@ def col2im(v: Vjp) -> Grads:
     channels, places = v.y.shape[1], math.prod(block)
     kernel = np.eye(places, dtype=v.dy.dtype).reshape(places, 1, *block)
     kernel = np.tile(kernel, [channels] + [1] * (kernel.ndim - 1))
-    given = {k: v.attr(k) for k in ("dilations", "pads", "strides") if v.attr(k)}
-    return [v.dy.op("Conv", kernel, group=channels, **given).reshape(v.x.shape)]
+    attrs = {k: v.attr(k) for k in ("dilations", "pads", "strides") if v.attr(k)}
+    return [v.dy.op("Conv", kernel, group=channels, **attrs).reshape(v.x.shape)]

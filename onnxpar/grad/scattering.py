@@ -50,8 +50,8 @@ def tensor_scatter(v: Vjp) -> Grads:
     if mode == "circular":
         at = at.op("Mod", np.array(cache.shape[axis], np.int64))
     zeros = v.builder.zeros(update.shape, update.dtype)
-    kept = v.dy.op("TensorScatter", zeros, start, axis=axis, mode=mode)
-    return kept, v.dy.op("GatherElements", at.expand(update.shape), axis=axis)
+    of_cache = v.dy.op("TensorScatter", zeros, start, axis=axis, mode=mode)
+    return of_cache, v.dy.op("GatherElements", at.expand(update.shape), axis=axis)
 
 
 class _Scattered:
@@ -69,21 +69,21 @@ class _Scattered:
         if how in ("max", "min"):
             return self._of_extreme()
         zeros = self.dy.builder.zeros(self.updates.shape, self.dy.dtype)
-        kept = self.dy.op("ScatterElements", self.at, zeros, axis=self.axis)
-        return kept, None, self.pick(self.dy)
+        of_x = self.dy.op("ScatterElements", self.at, zeros, axis=self.axis)
+        return of_x, None, self.pick(self.dy)
 
     def pick(self, value: Value) -> Value:
         """Returns the elements of a tensor at the positions of the updates."""
         return value.op("GatherElements", self.at, axis=self.axis)
 
     def count(self, of_x: Value, of_updates: Value) -> Value:
-        """Returns sums, for each element of x: the number in `of_x`, plus those in `of_updates` of
+        """Returns a sum per element of x: its number in `of_x`, plus the numbers in `of_updates` of
         all updates that are written to the element."""
         return of_x + scatter_each(of_updates, self.at, self.axis, self.x.shape)
 
     def _of_product(self) -> Grads:
-        """The derivative by a factor is the product of the other factors; it is zero if one of
-        these is zero."""
+        """The derivative by a factor is the product of the other factors: zero if another factor is
+        zero."""
         both = (self.x, self.updates)
         is_zero = [t.equal(0.0) for t in both]
         safe = [z.where(1.0, t) for z, t in zip(is_zero, both, strict=True)]
@@ -104,5 +104,5 @@ class _Scattered:
             t.equal(y).cast(self.dy.dtype)
             for t, y in ((self.x, self.y), (self.updates, self.pick(self.y)))
         ]
-        each = self.dy / self.count(*holds)
-        return each * holds[0], None, self.pick(each) * holds[1]
+        share = self.dy / self.count(*holds)
+        return share * holds[0], None, self.pick(share) * holds[1]

@@ -30,7 +30,7 @@ def dft(v: Vjp) -> Grads:
         shape = [-1 if a == axis else 1 for a in range(dy.rank)]
         shares = (twice / size).reshape(shape).astype(dy.dtype)
         return [_transformed(dy, axis, onesided=1) * shares]
-    length = _known(v, 1)
+    length = _constant(v, 1)
     size = x.shape[axis] if length is None else int(length.reshape(()))
     gradient = _transformed(_fit(dy, axis, size), axis, inverse=1 - inverse)
     gradient = gradient * (1 / size if inverse else size)
@@ -40,7 +40,7 @@ def dft(v: Vjp) -> Grads:
 @vjp("STFT")
 def stft(v: Vjp) -> Grads:
     """In the gradient of the signal, overlapping frames add up."""
-    step, length = _known(v, 1), _known(v, 3)
+    step, length = _constant(v, 1), _constant(v, 3)
     window = v.operand(2)
     count, total, *rest = v.x.shape
     parts = rest[0] if rest else 1
@@ -65,20 +65,20 @@ def _axis(v: Vjp) -> int:
     """Returns the dimension that is transformed."""
     if v.builder.graph.opset < 20:
         return int(v.attr("axis")) % v.x.rank
-    given = _known(v, 2)
-    return (-2 if given is None else int(given.reshape(()))) % v.x.rank
+    axis = _constant(v, 2)
+    return (-2 if axis is None else int(axis.reshape(()))) % v.x.rank
 
 
-def _known(v: Vjp, index: int) -> Array | None:
+def _constant(v: Vjp, index: int) -> Array | None:
     """Returns the value of an operand, None if it is missing. Errors: ModelError if it is not
     constant."""
-    found = v.constant(index)
-    if found is None and v.operand(index) is not None:
+    value = v.constant(index)
+    if value is None and v.operand(index) is not None:
         raise ModelError(
             f"{v.node.op} '{v.node.name}' has no gradient, because its operand {index} is not "
             f"constant; make {v.node.inputs[index].name!r} an initializer of the model"
         )
-    return found
+    return value
 
 
 def _transformed(x: Value, axis: int, **attrs: Any) -> Value:

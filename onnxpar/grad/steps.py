@@ -30,9 +30,13 @@ from onnxpar.graph.tensors import tensor_shape
 
 @dataclass
 class Carried:
-    """A value that the gradient's loop carries. Its final value is the gradient of operand
-    `operand` of the node; `inner` and `result` are the value before and after an iteration, `start`
-    is the initial value."""
+    """A value that the gradient's loop carries.
+
+    operand  index of the node's operand whose gradient is the final value
+    inner    the value before an iteration, an input of the body
+    start    the initial value
+    result   the value after an iteration
+    """
 
     operand: int
     inner: gs.Tensor
@@ -42,8 +46,8 @@ class Carried:
 
 @dataclass
 class _Saved:
-    """A tensor of the forward body, the stack of its values, and the row of the stack that the
-    gradient's iteration reads."""
+    """A tensor of the forward body, the stack of its values, and the row of the stack that an
+    iteration of the gradient reads."""
 
     tensor: gs.Tensor
     stack: gs.Tensor
@@ -56,7 +60,7 @@ class Steps:
 
     count  number of carried values
     first  index of the first carried value among the node's operands, and among its body's inputs
-    back   index of the first carried value among the body's outputs; it is 0 in the node's results
+    back   index of the first carried value among the body's outputs; 0 among the node's results
     saved  tensors of the body that the gradient may read
     """
 
@@ -80,14 +84,14 @@ class Steps:
         raise NotImplementedError
 
     def given(self) -> dict[int, gs.Tensor]:
-        """Returns the inputs of the body's copy, except carried values, by `id` of the body's
-        input."""
+        """Returns tensors for the inputs of the body's copy, except carried values, by `id` of the
+        body's input."""
         raise NotImplementedError
 
     def row(self, stack: gs.Tensor, like: gs.Tensor, result: int | None = None) -> gs.Tensor:
-        """Returns the row that an iteration of the gradient reads from a stack; it has the type of
-        `like`. The stack has the forward iterations in order along dimension 0 or, with `result`,
-        is stacked like that result of the node."""
+        """Returns the row, a tensor of the type of `like`, that an iteration of the gradient reads
+        from a stack. The stack has the forward iterations in order along dimension 0, or is stacked
+        like result number `result` of the node."""
         raise NotImplementedError
 
     def elements(self) -> dict[int, gs.Tensor]:
@@ -116,8 +120,8 @@ class Steps:
         tensors that its body reads."""
         carry, around = self._carried(), read_around(self.v)
         entering = {i: new_like(self.replay.builder, self.states[i]) for i in carry}
-        given = self.given() | {id(t): self._save(t) for t in self.states}
-        self.replay.compute(self.body, given, self._save)
+        provided = self.given() | {id(t): self._save(t) for t in self.states}
+        self.replay.compute(self.body, provided, self._save)
         seeds = {id(self.returned[i]): t for i, t in entering.items()}
         for i, (result, dy) in enumerate(zip(self.stacked, self.dys[self.count :], strict=True)):
             if dy is not None:
@@ -125,28 +129,28 @@ class Steps:
         elements = self.elements()
         wanted = [*(self.states[i] for i in carry), *elements.values(), *around.values()]
         differentiated = self.replay.differentiate(seeds, wanted)
-        found = {t.name: g for t, g in zip(wanted, differentiated, strict=True)}
-        carried = [self._flow(i, t, found[self.states[i].name]) for i, t in entering.items()]
+        by_name = {t.name: g for t, g in zip(wanted, differentiated, strict=True)}
+        carried = [self._flow(i, t, by_name[self.states[i].name]) for i, t in entering.items()]
         sums: dict[int, Sum] = {}
         for at, tensor in around.items():
-            if (part := found[tensor.name]) is None:
+            if (part := by_name[tensor.name]) is None:
                 continue
             if (total := self._sum_after(part, entering)) is not None:
                 sums[at] = total
             else:
                 carried.append(self._sum(at, tensor, part))
-        by_element = {at: g for at, t in elements.items() if (g := found[t.name])}
+        by_element = {at: g for at, t in elements.items() if (g := by_name[t.name])}
         if not carried and not by_element and not sums:
             return []
         rows = {row.tensor.name: row for total in sums.values() for row in total.rows}
         stacks = {name: stack for name, row in rows.items() if (stack := self.stack_of(row.tensor))}
         new = [row for name, row in rows.items() if name not in stacks]
-        made = self.append(carried, by_element, new)
+        ends = self.append(carried, by_element, new)
         at_ends = [*(c.operand for c in carried), *by_element]
-        known = {name: self.v.builder.value(stack) for name, stack in stacks.items()}
-        known |= zip((row.tensor.name for row in new), made[len(at_ends) :], strict=True)
-        results = dict(zip(at_ends, made, strict=False))
-        results |= {at: total.total(known) for at, total in sums.items()}
+        values = {name: self.v.builder.value(stack) for name, stack in stacks.items()}
+        values |= zip((row.tensor.name for row in new), ends[len(at_ends) :], strict=True)
+        results = dict(zip(at_ends, ends, strict=False))
+        results |= {at: total.total(values) for at, total in sums.items()}
         self._hand_out()
         return at_positions(self.v, results)
 
@@ -155,11 +159,11 @@ class Steps:
         else None."""
         if not self.length():
             return None
-        made = [t for node in self.replay.graph.nodes for t in node.outputs]
-        return sum_after(part, {t.name for t in (*made, *entering.values(), *self.handed())})
+        computed = [t for node in self.replay.graph.nodes for t in node.outputs]
+        return sum_after(part, {t.name for t in (*computed, *entering.values(), *self.handed())})
 
     def _flow(self, state: int, inner: gs.Tensor, result: Value | None) -> Carried:
-        """Returns the gradient of a carried value, which the gradient's loop carries, too."""
+        """Returns the gradient of a carried value: the gradient's loop carries it, too."""
         start = self.dys[state] or zeros_like(self.v.builder, self.states[state])
         result = result or zeros_like(self.replay.builder, inner)
         return Carried(self.first + state, inner, start, result)
@@ -174,17 +178,17 @@ class Steps:
     def _carried(self) -> list[int]:
         """Returns the indices of the carried values through which gradients flow between
         iterations. Errors: ModelError if such a value changes its shape."""
-        nodes, given = self.body.nodes, range(self.count)
+        nodes, indices = self.body.nodes, range(self.count)
         ins, outs = [t.name for t in self.states], [t.name for t in self.returned]
         sources = {t.name for t in (*read_around(self.v).values(), *self.elements().values())}
-        moving = {i for i in given if self.v.wanted[self.first + i]}
-        relevant = {i for i in given if self.dys[i] is not None}
+        moving = {i for i in indices if self.v.wanted[self.first + i]}
+        relevant = {i for i in indices if self.dys[i] is not None}
         ends = {t.name for t, dy in zip(self.stacked, self.dys[self.count :], strict=True) if dy}
-        for _ in given:
+        for _ in indices:
             reached = reached_from(nodes, sources | {ins[i] for i in moving})
-            moving |= {i for i in given if outs[i] in reached}
+            moving |= {i for i in indices if outs[i] in reached}
             ends |= {outs[i] for i in relevant}
-            relevant |= {i for i in given if ends & reached_from(nodes, [ins[i]])}
+            relevant |= {i for i in indices if ends & reached_from(nodes, [ins[i]])}
         for i in moving & relevant:
             self._check(self.states[i])
         return sorted(moving & relevant)

@@ -1,6 +1,6 @@
 """Computes a sum over the iterations of a loop by one op after the loop, from stacked values.
 
-The gradient of a weight is such a sum, of products. A single product over all iterations is faster;
+The gradient of a weight is a sum of products, one per iteration. A single product is faster;
 and if the batch is sharded, the ranks communicate only once, after the loop.
 """
 
@@ -19,8 +19,8 @@ Stacks = Mapping[str, Value]
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over iterations. Each iteration returns `rows`; `total` computes the sum from the
-    stacks of the rows, by name of the row."""
+    """A sum over iterations. Each iteration returns `rows`; `total` computes the sum from their
+    stacks, by name of the row."""
 
     rows: list[Value]
     total: Callable[[Stacks], Value]
@@ -31,9 +31,9 @@ def sum_after(part: Value, inner: Container[str]) -> Sum | None:
     the loop's body, whose names are in `inner`. None if `part` does not consist of products and
     sums."""
     node = part.tensor.inputs[0] if part.tensor.inputs else None
-    how = None if node is None else _SUMMED_AFTER.get(node.op)
-    found = how(part, node, inner) if how is not None else None
-    return found if found and all(row.tensor.name in inner for row in found.rows) else None
+    rule = None if node is None else _SUMMED_AFTER.get(node.op)
+    total = rule(part, node, inner) if rule is not None else None
+    return total if total and all(row.tensor.name in inner for row in total.rows) else None
 
 
 def _add(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:

@@ -3,9 +3,9 @@
 PyTorch trains each parameter on which the loss depends. An ONNX file does not say which of its
 initializers are parameters, unless it has the signature of torch.export. So all floating-point
 initializers on which the loss depends are trained, except certain constants. An initializer counts
-as a constant because of the signature, because of the operand that it is (running statistics,
-scales of a Resize), or because of its values (masks, tables of sines and cosines, frequencies,
-grids, single numbers).
+as a constant because of the signature, because of the operand's role (running statistics, scales of
+a Resize), or because of its values (masks, tables of sines and cosines, frequencies, grids, single
+numbers).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Left:
     """An untrained floating-point constant, and the reason.
 
     in_role       True if a node reads it as an operand that is usually a weight
-    is_trainable  True if it would be trained, but for the user's choice
+    is_trainable  True if only the user's choice keeps it from being trained
     """
 
     tensor: gs.Constant
@@ -113,10 +113,10 @@ class Weights:
     asked: frozenset[str] = frozenset()
 
     def frozen(self, in_role: bool) -> list[gs.Constant]:
-        """The weights that are not trained because of the user's choice alone; with `in_role`, only
-        those that a node reads as an operand that is usually a weight."""
-        found = [left for left in self.left if left.is_trainable]
-        return [left.tensor for left in found if left.in_role or not in_role]
+        """The weights that only the user's choice keeps from being trained. With `in_role`, only
+        weights that are an operand which is usually a weight."""
+        frozen = [left for left in self.left if left.is_trainable]
+        return [left.tensor for left in frozen if left.in_role or not in_role]
 
 
 def find_trained(
@@ -137,7 +137,7 @@ def find_trained(
     asked = {n for glob in params for n in matching(glob, readers, "--params")}
     kept_out = {n for glob in frozen for n in matching(glob, readers, "--frozen")}
     judge = _Judge(model, outputs)
-    found = Weights([], [], frozenset(asked))
+    weights = Weights([], [], frozenset(asked))
     for name, (tensor, node, index) in readers.items():
         if name in kept_out:
             reason: str | None = FROZEN
@@ -146,20 +146,20 @@ def find_trained(
         else:
             reason = judge.reason(tensor)
         if reason is None:
-            found.trained.append(Trained(tensor, node, index))
+            weights.trained.append(Trained(tensor, node, index))
         else:
             in_role = any(is_role(n, i) for n, i in uses_of(tensor))
             by_choice = reason in (FROZEN, UNNAMED) and judge.reason(tensor) is None
-            found.left.append(Left(tensor, reason, in_role, by_choice))
-    if not found.trained:
-        why = "".join(f"; {left.tensor.name!r}: {left.reason}" for left in found.left[:5])
+            weights.left.append(Left(tensor, reason, in_role, by_choice))
+    if not weights.trained:
+        why = "".join(f"; {left.tensor.name!r}: {left.reason}" for left in weights.left[:5])
         raise StrategyError(f"no weight is left to train; name weights with --params{why}")
-    return found
+    return weights
 
 
 def matching(glob: str, names: Collection[str], option: str, kind: str = "weight") -> list[str]:
-    """Returns the names, of a `kind` of things, that a glob matches, which `option` gives. Errors:
-    StrategyError if there is none."""
+    """Returns the names that match `glob`. Errors: StrategyError without a match; its message names
+    the `option` that has the glob, and the `kind` of things."""
     matching = [n for n in names if n == glob or fnmatchcase(n, glob)]
     if not matching:
         raise StrategyError(f"{option} {glob} matches no {kind}{there_are(glob, names)}")
@@ -169,20 +169,20 @@ def matching(glob: str, names: Collection[str], option: str, kind: str = "weight
 def _readers(graph: gs.Graph) -> dict[str, tuple[gs.Constant, gs.Node, int]]:
     """Returns every floating-point constant by name, with the node and the operand index of its
     first use, as in `uses_of`."""
-    found: dict[str, tuple[gs.Constant, gs.Node, int]] = {}
+    readers: dict[str, tuple[gs.Constant, gs.Node, int]] = {}
     for node in all_nodes(graph):
         for i, tensor in enumerate(node.inputs):
             if not isinstance(tensor, gs.Constant) or not is_trainable_type(tensor):
                 continue
-            if tensor.name not in found:
-                found[tensor.name] = (tensor, *next(uses_of(tensor), (node, i)))
-    return found
+            if tensor.name not in readers:
+                readers[tensor.name] = (tensor, *next(uses_of(tensor), (node, i)))
+    return readers
 
 
 def uses_of(tensor: gs.Tensor) -> Iterator[tuple[gs.Node, int]]:
-    """Yields the nodes that use a tensor, each with the index of the operand. Looks through nodes
-    that only move its elements, join it with other constants, or scale or shift it by a number
-    (RMSNorm's 1 + weight)."""
+    """Yields the nodes that use a tensor, each with the index of the operand. If a node only moves
+    the tensor's elements, joins it with other constants, or scales or shifts it by a number
+    (RMSNorm's 1 + weight), yields the uses of the node's results."""
     for node in {id(n): n for n in tensor.outputs}.values():
         for i, operand in enumerate(node.inputs):
             if operand is not tensor:
@@ -265,8 +265,8 @@ class _Judge:
     def _reason_of_number(
         self, tensor: gs.Constant, uses: Sequence[tuple[gs.Node, int]], value: float
     ) -> str | None:
-        """Returns the reason for a constant with one element. It is a parameter if it is used like
-        one (the bias of a single class), or if PyTorch has named it."""
+        """Returns the reason for a constant with one element. The constant is a parameter if nodes
+        use it like a parameter (the bias of a single class), or if PyTorch has named it."""
         if any(is_role(n, i) or _is_bias_of_one(n, i) for n, i in uses):
             return None
         if not self.by_torch or self.model.exported or _GENERATED.match(tensor.name):
@@ -320,22 +320,23 @@ def leading(
     ends: Callable[[gs.Node], bool] = is_stop,
     of_any_type: bool = False,
 ) -> set[str]:
-    """Returns the names of the floating-point tensors, or of those of any type, on which the
-    outputs depend, not through nodes that `ends` accepts; `outputs` has names, None for all."""
+    """Returns the names of the tensors on which the outputs depend: floating-point tensors, or
+    tensors `of_any_type`. Nodes for which `ends` is true end a path. `outputs` has names of
+    outputs; None for all."""
     named = [t for t in graph.outputs if outputs is None or t.name in outputs]
-    found = {str(t.name) for t in named}
+    names = {str(t.name) for t in named}
     for node in reversed(graph.nodes):
-        if not is_message(node) and not any(t.name in found for t in node.outputs):
+        if not is_message(node) and not any(t.name in names for t in node.outputs):
             continue
         inner = [n for n in nodes_within([node]) if n is not node] if bodies(node) else []
-        for each in (node, *inner):
-            if ends(each):
+        for reader in (node, *inner):
+            if ends(reader):
                 continue
-            settings = _SETTINGS.get(each.op, {}) if not each.domain else {}
-            for i, tensor in enumerate(operands_of(each)):
+            settings = _SETTINGS.get(reader.op, {}) if not reader.domain else {}
+            for i, tensor in enumerate(operands_of(reader)):
                 if i not in settings and (of_any_type or _may_carry(tensor)):
-                    found.add(str(tensor.name))
-    return found
+                    names.add(str(tensor.name))
+    return names
 
 
 def _may_carry(tensor: gs.Tensor) -> bool:
@@ -370,8 +371,8 @@ def _is_of_groups(node: gs.Node, index: int, values: Array) -> bool:
     """True if an InstanceNormalization is an exported group normalization, and the operand is its
     trivial scale or bias: after a Reshape, with scale 1 and bias 0, because a later node scales by
     channel."""
-    made = _maker(node.inputs[0])
-    return made is not None and made.op == "Reshape" and bool((values == (index == 1)).all())
+    maker = _maker(node.inputs[0])
+    return maker is not None and maker.op == "Reshape" and bool((values == (index == 1)).all())
 
 
 def _is_of_samples(node: gs.Node, tensor: gs.Constant) -> bool:

@@ -32,8 +32,8 @@ def shape_error(tensor: gs.Tensor) -> ModelError:
 
 
 def _origin(tensor: gs.Tensor) -> tuple[gs.Tensor, gs.Node | None]:
-    """Returns the first tensor of unknown shape on a path to this one, and the node that computes
-    it, None for an input."""
+    """Returns the first tensor of unknown shape on a path to this tensor, and the node that
+    computes the first tensor; None for an input."""
     passed: set[str] = set()
     while tensor.inputs:
         maker = tensor.inputs[0]

@@ -70,8 +70,8 @@ class Builder:
         results = [gs.Variable(f"{name}:{i}" if count > 1 else name) for i in range(count)]
         node = gs.Node(op, name, attrs, tensors, results)
         shapes = [None if not t.name else t.shape for t in tensors]
-        found = infer_results(node, shapes, self.graph.opset)
-        for tensor, (dtype, shape) in zip(results, found, strict=True):
+        types = infer_results(node, shapes, self.graph.opset)
+        for tensor, (dtype, shape) in zip(results, types, strict=True):
             tensor.dtype, tensor.shape = dtype, shape
         self.graph.nodes.append(node)
         return [Value(self, t) for t in results]
@@ -93,8 +93,8 @@ class Builder:
         shapes = [*(s.shape for s in states), *(s.shape[1:] for s in sequences)]
         for value, shape in zip((*states, *sequences), shapes, strict=True):
             body.inputs.append(gs.Variable(inner.fresh("given"), value.dtype, list(shape)))
-        given = [inner.value(t) for t in body.inputs]
-        ends, elements = step(given[: len(states)], given[len(states) :])
+        arguments = [inner.value(t) for t in body.inputs]
+        ends, elements = step(arguments[: len(states)], arguments[len(states) :])
         body.outputs = [v.op("Identity").tensor for v in (*ends, *elements)]
         results = [gs.Variable(f"{name}:{i}") for i in range(len(body.outputs))]
         length = sequences[0].shape[0]
@@ -266,8 +266,10 @@ class Value:
             return self
         shape = self.shape
         if op == "ReduceSum" and all(shape[a] == 1 for a in axes):
-            kept = [1 if a in axes else s for a, s in enumerate(shape) if keepdims or a not in axes]
-            return self.reshape(kept)
+            sizes = [
+                1 if a in axes else s for a, s in enumerate(shape) if keepdims or a not in axes
+            ]
+            return self.reshape(sizes)
         return self.op(op, np.array(axes, np.int64), keepdims=int(keepdims))
 
     def reshape(self, shape: Sequence[int]) -> Value:
@@ -310,8 +312,8 @@ class Value:
         axis %= self.rank
         if (start, stop) == (0, self.shape[axis]):
             return self
-        given = [np.array([n], np.int64) for n in (start, stop, axis)]
-        return self.op("Slice", *given)
+        bounds = [np.array([n], np.int64) for n in (start, stop, axis)]
+        return self.op("Slice", *bounds)
 
     def pad(self, before: Sequence[int], after: Sequence[int]) -> Value:
         """Adds zeros before and after each dimension; negative numbers remove elements."""

@@ -51,8 +51,8 @@ class Vjp:
     def operand(self, index: int) -> Value | None:
         """Returns an operand, None if it is missing."""
         tensors = self.node.inputs
-        given = index < len(tensors) and bool(tensors[index].name)
-        return self.builder.value(tensors[index]) if given else None
+        exists = index < len(tensors) and bool(tensors[index].name)
+        return self.builder.value(tensors[index]) if exists else None
 
     @property
     def x(self) -> Value:
@@ -71,11 +71,11 @@ class Vjp:
 
     def gradient(self, output: int) -> Value:
         """Returns the gradient of a result; zeros if the loss does not depend on it."""
-        found = self.dys[output]
-        if found is None:
+        dy = self.dys[output]
+        if dy is None:
             y = self.builder.value(self.node.outputs[output])
             return self.builder.zeros(y.shape, y.dtype)
-        return found
+        return dy
 
     def output(self, index: int, dtype: Any, shape: Sequence[int]) -> Value:
         """Returns a result of the node. Adds it to the node, with this dtype and shape, if the node
@@ -90,8 +90,8 @@ class Vjp:
     def constant(self, index: int) -> Array | None:
         """Returns the value of a constant operand; None if the operand is not constant, or
         missing."""
-        given = index < len(self.node.inputs) and self.node.inputs[index].name
-        return constant(self.node.inputs[index]) if given else None
+        exists = index < len(self.node.inputs) and self.node.inputs[index].name
+        return constant(self.node.inputs[index]) if exists else None
 
     def attr(self, name: str) -> Any:
         """Returns an attribute of the node, or else the default; None if there is no default."""
@@ -153,9 +153,9 @@ def vjp(
 
 def no_gradient(ops: str, reason: str, domain: str = "", carries: bool = False) -> None:
     """Registers the reason why ops have no gradient: `no_gradient("Unique", "...")`. Such an op on
-    a path from a parameter to the loss is an error. `carries` means that results which are not
-    floating-point tensors still carry such numbers, rounded or in a sequence, and are part of such
-    a path."""
+    a path from a parameter to the loss is an error. With `carries`, results that are not
+    floating-point tensors are part of a path, too: they carry such numbers, rounded or in a
+    sequence."""
     for op in ops.split():
         assert (domain, op) not in _NONE, f"two reasons for {op}"
         _NONE[domain, op] = reason
@@ -185,7 +185,7 @@ def is_message(node: gs.Node) -> bool:
 
 
 def carries(node: gs.Node) -> bool:
-    """True if a node's results may carry numbers that need a gradient even if they are not
+    """True if a node's results may carry numbers that need a gradient, although the results are not
     floating-point tensors."""
     return (node.domain or "", node.op) in _CARRIERS
 

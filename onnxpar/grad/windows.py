@@ -92,7 +92,7 @@ def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
         image = wide.reshape([batch, group, channels, *wide.shape[2:]])
         image = image.transpose([2, 1, 0, *space])
         image = image.reshape([channels, group * batch, *wide.shape[2:]])
-    found = image.op(
+    weight = image.op(
         "Conv",
         narrow.swap(0, 1),
         strides=by.dilations,
@@ -101,8 +101,8 @@ def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
         group=group,
     )
     for axis, size in enumerate(by.kernel, 2):
-        found = found.slice(0, size, axis)
-    return found.swap(0, 1)
+        weight = weight.slice(0, size, axis)
+    return weight.swap(0, 1)
 
 
 def _pointwise(wide: Value, narrow: Value) -> Value:
@@ -110,5 +110,5 @@ def _pointwise(wide: Value, narrow: Value) -> Value:
     rank = wide.rank
     rows = narrow.swap(0, 1).reshape([narrow.shape[1], -1])
     columns = wide.transpose([0, *range(2, rank), 1]).reshape([-1, wide.shape[1]])
-    found = rows @ columns
-    return found.reshape([*found.shape, *[1] * (rank - 2)])
+    product = rows @ columns
+    return product.reshape([*product.shape, *[1] * (rank - 2)])

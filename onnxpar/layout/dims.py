@@ -1,9 +1,9 @@
 """Dimensions of layouts: trees of segments and factors that mesh axes split.
 
 A dimension is a concatenation of segments, each a product of factors, each factor split over an
-ordered list of mesh axes. `indices` defines the meaning of such a tree: the positions in the global
-dimension of the elements that a rank holds, in the rank's order. All other functions follow from
-this one, or compute the same faster.
+ordered list of mesh axes. `indices` defines the meaning of such a tree: the global positions of a
+rank's elements, in the rank's order. All other functions follow from `indices`, or compute the same
+faster.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from onnxpar.layout.shares import Proportion
 
 @lru_cache(maxsize=65536)
 def nested_parts(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Default sizes of shards: `size` elements are divided into as many parts as the first count,
-    then each part into as many as the next count. Where that leaves a remainder, the first parts
-    have one element more.
+    """Default sizes of shards: divides `size` elements into `counts[0]` parts, then each part into
+    `counts[1]` parts, and so on. If a division leaves a remainder, the first parts have one element
+    more.
 
     >>> nested_parts(5, (2, 2))
     (2, 1, 1, 1)
@@ -39,8 +39,8 @@ def nested_parts(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def default_parts(size: int, axes: Axes) -> tuple[int, ...]:
-    """Default sizes of the shards of `size` elements over axes, in the row-major order of the axes:
-    those of `nested_parts`, but an axis with `at` puts everything at that coordinate.
+    """Default sizes of the shards of `size` elements over axes, in row-major order of the axes: the
+    sizes of `nested_parts`, but an axis with `at` puts all elements at that coordinate.
 
     >>> default_parts(5, (Axis("dp", 2), Axis("tp", 2, at=1)))
     (0, 3, 0, 2)
@@ -58,11 +58,11 @@ def default_parts(size: int, axes: Axes) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Factor:
-    """An index variable with `size` elements, split over `axes` into shards of the sizes in `parts`
-    (by default those of `default_parts`), or in a proportion that holds for every size.
+    """An index variable with `size` elements, split over `axes`. `parts` are the sizes of the
+    shards (None: `default_parts`), or a proportion that holds for every size.
 
     A shard may be empty. With `filled`, a rank with an empty shard computes on one other element
-    instead (a stand-in), and then drops the result for that element; layouts of tensors are never
+    instead (a stand-in), and then drops the result of that element; layouts of tensors are never
     filled.
     """
 
@@ -73,7 +73,7 @@ class Factor:
 
     @property
     def is_leaf(self) -> bool:
-        """True if the factor has more than one element, so that it can be split."""
+        """True if the factor has more than one element, and so can be split."""
         return self.size > 1
 
     def part_sizes(self) -> tuple[int, ...]:
@@ -82,8 +82,8 @@ class Factor:
         return tuple(max(s, 1) for s in sizes) if self.filled and self.size else sizes
 
     def part(self, mesh: Mesh, rank: int) -> tuple[int, int]:
-        """Start and size of a rank's shard. If `filled`, an empty shard is replaced by its
-        stand-in, an element next to the shard."""
+        """Start and size of a rank's shard; with `filled`, of an empty shard's stand-in, an element
+        next to the shard."""
         if not self.axes:
             return 0, self.size
         sizes = self._sizes()
@@ -100,8 +100,8 @@ class Factor:
 
 
 class SizedFactor(Factor):
-    """A factor that counts as a leaf even with one element or none: the size for which the rule was
-    made had more, but a run may have another size."""
+    """A factor at another size than in the analysis. It counts as a leaf even with one element or
+    none, because it has more elements at the sizes of the analysis."""
 
     @property
     def is_leaf(self) -> bool:
@@ -148,8 +148,8 @@ def dim_axes(dim: Dim) -> tuple[Axis, ...]:
 
 
 def is_even(factor: Factor) -> bool:
-    """True if all ranks hold equally many elements of a factor: not in a proportion, which may give
-    equal shards of one size and other shards of another."""
+    """True if all shards of a factor have the same size. False for a proportion: its shards may be
+    equal at one size of the factor and unequal at another."""
     return not isinstance(factor.parts, Proportion) and len(set(factor.part_sizes())) == 1
 
 
@@ -171,34 +171,31 @@ def local_sizes(dim: Dim, mesh: Mesh, ranks: Array) -> Array:
 
 
 def estimated_size(dim: Dim, mesh: Mesh, rank: int) -> int:
-    """The result of `local_size`, except that a data-dependent size (stored as -1) counts as 1; for
-    costs."""
+    """`local_size` for costs: a data-dependent size (stored as -1) counts as 1."""
     return abs(local_size(dim, mesh, rank))
 
 
 def largest_size(dim: Dim) -> int:
-    """Number of elements of the dimension in the largest shard; a data-dependent size counts as
-    1. Of a product of factors with sizes by hand, no rank may hold the largest part of each. A
-    dimension that ranks at one coordinate hold counts as the mean over the coordinates, because
-    other tensors are at the others."""
+    """Number of elements of the dimension in the largest shard; a data-dependent size counts as 1.
+    An upper bound for a product of factors with sizes by hand: no rank may hold the largest part of
+    each factor. A dimension on ranks at one coordinate counts as the mean over all coordinates,
+    because other tensors are at the other coordinates."""
     if isinstance(dim, Factor):
         if any(axis.at is not None for axis in dim.axes):
             return largest_size(Factor(dim.size, plain(dim.axes)))
         sizes = dim.part_sizes()
         return abs(max(sizes) if dim.parts else sizes[0])
-    each = map(largest_size, dim.children)
-    return math.prod(each) if isinstance(dim, Product) else sum(each)
+    sizes_of_children = map(largest_size, dim.children)
+    return (math.prod if isinstance(dim, Product) else sum)(sizes_of_children)
 
 
 def is_data_dependent(dim: Dim) -> bool:
-    """True if the size of the dimension is data-dependent; it is then a single factor of size
-    -1."""
+    """True if the size of the dimension is data-dependent: a single factor of size -1."""
     return isinstance(dim, Factor) and dim.size < 0
 
 
 def indices(dim: Dim, mesh: Mesh, rank: int) -> Array:
-    """The positions in the global dimension of the elements that a rank holds, in the rank's order
-    (int64)."""
+    """The global positions of a rank's elements of the dimension, in the rank's order (int64)."""
     if isinstance(dim, Factor):
         start, size = dim.part(mesh, rank)
         return np.arange(start, start + size)
@@ -215,8 +212,7 @@ def indices(dim: Dim, mesh: Mesh, rank: int) -> Array:
 
 
 def first_index(dim: Dim, mesh: Mesh, rank: int) -> int:
-    """The first of the rank's `indices`; for an empty shard, the position where the shard would
-    begin."""
+    """The first index of the rank's `indices`; for an empty shard, the position of its start."""
     if isinstance(dim, Factor):
         return dim.part(mesh, rank)[0]
     at = 0
@@ -272,8 +268,8 @@ def _product(children: list[Dim]) -> Dim:
 
 
 def _join_factors(major: Dim, minor: Dim) -> Factor | None:
-    """One factor that means the same as two adjacent dimensions; None if one of them is not a
-    single factor, or if the minor one is split."""
+    """One factor with the meaning of two adjacent dimensions; None if one of the dimensions is not
+    a single factor, or if the minor one is split."""
     if not isinstance(major, Factor) or not isinstance(minor, Factor) or minor.axes:
         return None
     if not major.axes:
@@ -298,8 +294,8 @@ def _concat(children: list[Dim]) -> Dim:
 
 
 def dim_text(dim: Dim, mesh: Mesh, nested: bool = False) -> str:
-    """The text of a dimension in `Layout.text`: its axes, or `-` if it is whole; `nested` if the
-    dimension is a child of another, where a whole one is written as its size."""
+    """The text of a dimension in `Layout.text`: its axes, or `-` if it is whole. With `nested`, for
+    a child of another dimension: the size if the child is whole."""
     if isinstance(dim, Factor):
         if not dim.axes:
             return str(dim.size) if nested else "-"
@@ -317,7 +313,7 @@ def _parts_text(parts: tuple[int, ...] | Proportion) -> str:
 
 
 def axis_json(axis: Axis) -> list[Any]:
-    """An axis as name, size and `pre`, and `at` if it has that."""
+    """An axis as a list of name, size, `pre`, and `at` unless that is None."""
     return [axis.name, axis.size, axis.pre, *([] if axis.at is None else [axis.at])]
 
 

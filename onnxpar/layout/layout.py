@@ -93,11 +93,11 @@ class Layout:
         return tuple(local_size(d, mesh, rank) for d in self.dims)
 
     def estimated_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """The result of `local_shape`, except that a data-dependent size counts as 1; for costs."""
+        """`local_shape` for costs: a data-dependent size counts as 1."""
         return tuple(estimated_size(d, mesh, rank) for d in self.dims)
 
     def largest_shape(self) -> tuple[int, ...]:
-        """The shape of the largest shard, in which a data-dependent size counts as 1."""
+        """The shape of the largest shard; a data-dependent size counts as 1."""
         return tuple(map(largest_size, self.dims))
 
     def take(self, whole: Array, mesh: Mesh, rank: int) -> Array:
@@ -119,8 +119,8 @@ class Layout:
         return part
 
     def assemble(self, parts: Sequence[Array], mesh: Mesh) -> Array:
-        """The global array, from the shards of ranks 0, 1, ...; of equal shards, only the first is
-        copied."""
+        """The global array, from the shards of ranks 0, 1, ...; copies only the first of equal
+        shards."""
         whole = np.empty(self.shape, parts[0].dtype)
         split = tuple(dict.fromkeys(a for d in self.dims for a in dim_axes(d)))
         written: set[tuple[int, ...]] = set()
@@ -143,8 +143,7 @@ class Layout:
         return out
 
     def to_json(self, normalized: bool = True) -> dict[str, Any]:
-        """The layout as lists and dicts, which `from_json` reads; with the shortest trees if
-        `normalized`."""
+        """The layout as lists and dicts for `from_json`; if `normalized`, with shortest trees."""
         tidy = self.normalized() if normalized else self
         return {
             "dims": [dim_json(d) for d in tidy.dims],

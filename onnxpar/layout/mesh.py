@@ -13,7 +13,7 @@ from onnxpar.base.errors import StrategyError
 
 Rank = TypeVar("Rank", int, Array)
 MOST_RANKS = 1 << 20
-"""Most ranks, so that lists of all ranks fit into memory."""
+"""Most ranks of a mesh: lists of all ranks must fit into memory."""
 
 
 def check_ranks(count: int) -> None:
@@ -26,10 +26,10 @@ def check_ranks(count: int) -> None:
 class Axis:
     """A mesh axis or a sub-axis: `tp`, or `tp:(2)4`, the sub-axis of size 4 after one of size 2.
 
-    `pre` is the product of the sizes of the sub-axes before this one; an undivided axis has `pre` 1
-    and its full size. The notation is OpenXLA Shardy's. An axis with `at`, such as `tp@2`, does not
-    divide a dimension: the ranks at this coordinate of the axis hold all of it, and the others hold
-    nothing.
+    `pre` is the product of the sizes of the preceding sub-axes; an undivided axis has `pre` 1 and
+    its full size. The notation is OpenXLA Shardy's. An axis with `at`, such as `tp@2`, does not
+    divide a dimension: ranks at this coordinate of the axis hold the whole dimension, and all other
+    ranks hold nothing.
     """
 
     name: str
@@ -38,8 +38,7 @@ class Axis:
     at: int | None = None
 
     def overlaps(self, other: Axis) -> bool:
-        """True if both contain a common factor of the same mesh axis; then no tensor may use
-        both."""
+        """True if both contain a common factor of one mesh axis; then no tensor may use both."""
         if self.name != other.name:
             return False
         return max(self.pre, other.pre) < min(self.pre * self.size, other.pre * other.size)
@@ -112,10 +111,10 @@ class Mesh:
         return Axis(name, self.sizes[name])
 
     def flat(self, pre: int, size: int) -> Axes:
-        """The axes and sub-axes that are together the sub-axis `(pre)size` of all ranks, taken as
-        one row-major axis.
+        """The axes and sub-axes that together form the sub-axis `(pre)size` of one row-major axis
+        of all ranks.
 
-        For MindSpore's strategies, which give numbers of shards and do not name axes. Errors:
+        For MindSpore's strategies, which give numbers of shards instead of axes. Errors:
         StrategyError if `pre` and `size` do not fit the sizes of the axes.
         """
         out: list[Axis] = []
@@ -140,8 +139,7 @@ class Mesh:
         return tuple(out)
 
     def coordinate(self, axes: Sequence[Axis], rank: Rank) -> Rank:
-        """The row-major position of a rank, or of each rank in an array, in the grid of these axes
-        alone."""
+        """The row-major position of a rank, or of each rank in an array, along these axes."""
         at = 0 * rank
         for axis in axes:
             at = at * axis.size + (rank // self._stride(axis)) % axis.size
@@ -152,12 +150,12 @@ class Mesh:
         ranks = [rank]
         for axis in axes:
             stride = self._stride(axis)
-            own = (rank // stride) % axis.size
-            ranks = [r + (i - own) * stride for r in ranks for i in range(axis.size)]
+            here = (rank // stride) % axis.size
+            ranks = [r + (i - here) * stride for r in ranks for i in range(axis.size)]
         return tuple(ranks)
 
     def _stride(self, axis: Axis) -> int:
-        """The difference of ranks that are neighbours along an axis."""
+        """The difference between ranks that are neighbours along an axis."""
         return self._strides[axis.name] * (self.sizes[axis.name] // (axis.pre * axis.size))
 
     @cached_property
@@ -190,7 +188,7 @@ def in_mesh_order(axes: Axes) -> Axes:
 
 
 def plain(axes: Iterable[Axis]) -> Axes:
-    """The axes without `at`, as collectives name them."""
+    """The axes without `at`, as in collectives."""
     return tuple(axis if axis.at is None else replace(axis, at=None) for axis in axes)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of shards in proportion to the shares of their ranks, and in closed form for open sizes."""
+"""Sizes of shards in proportion to the ranks' shares; for open sizes, in closed form."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ class Shares:
     weights: tuple[float, ...]
 
     def sizes(self, size: int) -> tuple[int, ...]:
-        """The number of elements of each shard; at least one each if there are enough."""
+        """The number of elements of each shard: at least one, if there are enough elements."""
         return _sizes(self, size)
 
 
 @lru_cache(maxsize=65536)
 def _sizes(shares: Shares, size: int) -> tuple[int, ...]:
-    """Divides over one prime factor of the counts after the other. So the shards over an axis are
-    unions of those over the axis and further ones, and over parts of the axis."""
+    """Divides over the prime factors of the counts, one after the other. So shards over an axis are
+    unions of shards over the axis and further axes; shards over a sub-axis are unions of shards
+    over the axis."""
     parts, weights = [size], [list(shares.weights)]
     for count in [prime for n in shares.counts for prime in _primes(n)]:
         groups = [_cut(of, count) for of in weights]
         parts = [
             part
-            for whole, each in zip(parts, groups, strict=True)
-            for part in apportioned(whole, [sum(of) for of in each], len(each[0]))
+            for whole, group in zip(parts, groups, strict=True)
+            for part in apportioned(whole, [sum(of) for of in group], len(group[0]))
         ]
-        weights = [of for each in groups for of in each]
+        weights = [of for group in groups for of in group]
     return tuple(parts)
 
 
 @dataclass(frozen=True)
 class Proportion:
     """Divides an open size over the ranks along axes in proportion to integer `weights`, in the
-    row-major order of the axes. The bounds between shards are rounded, so they have a closed form,
-    and a shard may be empty where there are enough elements for all.
+    row-major order of the axes. The bounds between shards are rounded. So they have a closed form,
+    but a shard may be empty even if there are enough elements for all ranks.
 
     >>> Proportion((3, 1)).sizes(6)
     (5, 1)
@@ -55,7 +56,7 @@ class Proportion:
     weights: tuple[int, ...]
 
     def bound(self, size: int, at: int) -> int:
-        """The number of elements in all shards before the one at a place along the axes."""
+        """The number of elements in all shards before shard `at`."""
         total = sum(self.weights)
         return (2 * size * sum(self.weights[:at]) + total) // (2 * total)
 
@@ -71,8 +72,8 @@ class Proportion:
 
 
 def integer_weights(shares: Sequence[float]) -> tuple[int, ...]:
-    """Small integers in proportion to shares, at least 1 each: those of the smallest sum that are
-    exact to 1 percent, or else the most exact ones.
+    """Small integers in proportion to shares, each at least 1: the integers with the smallest sum
+    that are exact to 1 percent, else the most exact ones.
 
     >>> integer_weights([0.5, 0.1667, 0.3333])
     (3, 1, 2)
@@ -91,8 +92,8 @@ def integer_weights(shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def most_weight(ranks: int) -> int:
-    """The largest sum of the `integer_weights` of that many ranks. The sum is small because the
-    roundings of bounds repeat modulo it, and the compiler samples sizes with every remainder."""
+    """The largest sum of `integer_weights` for a number of ranks. The sum must be small: bounds are
+    rounded alike modulo the sum, and the compiler samples sizes with every remainder."""
     return max(4 * ranks, 16)
 
 
@@ -113,9 +114,9 @@ def _primes(number: int) -> list[int]:
 
 
 def apportioned(size: int, weights: Sequence[float], least: int = 1) -> list[int]:
-    """Divides `size` elements so that the largest quotient of a part by its weight is as small as
-    possible. Each part has at least `least` elements if there are enough for that, else at least
-    one if there are enough.
+    """Divides `size` elements into parts, and minimizes the largest quotient of a part and its
+    weight. Each part has at least `least` elements; at least one, if `size` is too small for that;
+    and maybe none, if `size` is less than the number of parts.
 
     >>> apportioned(10, [0.45, 0.1, 0.45])
     [5, 1, 4]

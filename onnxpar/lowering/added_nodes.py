@@ -1,4 +1,4 @@
-"""Adds nodes to a list, with names of their own."""
+"""Appends nodes with unique names to a list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxpar.graph.origin import note_origin
 
 
 class AddedNodes:
-    """Nodes in `nodes`, made for the global node `origin`; their names begin with `name`."""
+    """Appends nodes for the global node `origin` to `nodes`; `name` begins their names."""
 
     def __init__(self, name: str, origin: str, nodes: list[gs.Node]) -> None:
         self.name, self.origin, self.nodes = name, origin, nodes
@@ -41,16 +41,16 @@ class AddedNodes:
         return result
 
     def note(self, node: gs.Node) -> None:
-        """Adds a node that was made elsewhere."""
+        """Adds an existing node."""
         note_origin([node], self.origin)
         self.nodes.append(node)
 
     def copy(
         self, node: gs.Node, inputs: Sequence[gs.Tensor], outputs: Sequence[gs.Tensor]
     ) -> None:
-        """Adds a copy of a node, under its name, with other operands and results."""
-        made = gs.Node(
+        """Adds a copy of a node, with the same name but other operands and results."""
+        clone = gs.Node(
             node.op, node.name, dict(node.attrs), list(inputs), list(outputs), node.domain
         )
-        made.onnx_source = vars(node).get("onnx_source")
-        self.nodes.append(made)
+        clone.onnx_source = vars(node).get("onnx_source")
+        self.nodes.append(clone)

@@ -29,24 +29,24 @@ PART_BYTES = 8 << 20
 """Default size of a bucket of reduce-scatters or all-gathers, in bytes per rank. It is smaller,
 since tensors stay whole until the bucket is full."""
 SHARE = 1 / 8
-"""The largest part of all bytes that a bucket has where compute is to hide it. So most is hidden
-also where ranks compute faster than predicted."""
+"""The largest share of all bytes in one bucket, where compute is to hide collectives. So compute
+hides most of them even if ranks compute faster than predicted."""
 _FUSED = [kind for kind in KINDS.values() if kind.is_fused]
 REDUCTIONS = tuple(kind.name for kind in _FUSED if kind.change == (PARTIAL, WHOLE))
-"""Kinds of collectives that are fused and take whole tensors."""
+"""Kinds of collectives that may be fused; operand and result are whole tensors."""
 EXCHANGES = tuple(kind.name for kind in _FUSED if kind.change == (SPLIT, SPLIT))
-"""Kinds of collectives that are fused and take and give shards."""
+"""Kinds of collectives that may be fused; operand and result are shards."""
 PARTS = tuple(kind.name for kind in _FUSED if kind.name not in (*REDUCTIONS, *EXCHANGES))
-"""Kinds of collectives that are fused and take or give shards, but not both."""
-_ROUNDED = 1e-9
-"""Times that differ by a smaller share are equal but for rounding."""
+"""Kinds of collectives that may be fused; either the operand or the result is a shard."""
+_TOLERANCE = 1e-9
+"""Relative tolerance for equal times: smaller differences are rounding errors."""
 Wanted = Mapping[str, object]
 """The purpose of each collective, by name; only collectives with the same purpose are fused."""
 
 
 @dataclass
 class _Bucket:
-    """Collectives over the same axes, and every tensor that depends on one of them."""
+    """Collectives over the same axes; `dependent` are the tensors that depend on one of them."""
 
     nodes: list[gs.Node] = field(default_factory=list)
     size: int = 0
@@ -61,8 +61,8 @@ class _Bucket:
 
 
 def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Kind | None:
-    """The properties that collectives of one bucket have in common; None for a node that cannot be
-    fused, or is fused already."""
+    """The bucket key of a collective: collectives with equal keys may share a bucket. None if the
+    node cannot be fused, or is a fused node."""
     if not is_reshard(node) or node.op not in ops:
         return None
     reshard, dtype = reshard_of(node), str(node.inputs[0].dtype)
@@ -70,18 +70,17 @@ def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Ki
         return None
     if node.op in EXCHANGES:
         held = held_dim(*reshard.members[0])
-        others = wanted.get(node.name)
-        return None if held is None else (node.op, reshard.axes, dtype, *held, others)
+        purpose = wanted.get(node.name)
+        return None if held is None else (node.op, reshard.axes, dtype, *held, purpose)
     if any(map(is_data_dependent, reshard.before.dims)):
-        return None  # its part of the bucket has no known size
+        return None  # the tensor's part of the bucket has no known size
     reader = _first_reader(node) if node.op == "AllGather" else None
-    what = (node.op, reshard.axes, reshard.before.reduce, dtype)
-    return *what, wanted.get(node.name), reader
+    return node.op, reshard.axes, reshard.before.reduce, dtype, wanted.get(node.name), reader
 
 
 def held_dim(before: Layout, after: Layout) -> tuple[int, bool] | None:
-    """The dimension that ranks at one coordinate hold, either before or after an all-to-all between
-    contiguous shards, and True if before; None if there is none."""
+    """For an all-to-all of contiguous shards that moves a dimension to or from the ranks at one
+    coordinate: the dimension, and True if these ranks hold it before. Else None."""
     changed = changed_dims(before, after)
     pairs = [(i, before.dims[i], after.dims[i]) for i in changed]
     if len(pairs) != 2 or not all(is_run(b) and is_run(a) for _, b, a in pairs):
@@ -94,7 +93,7 @@ def held_dim(before: Layout, after: Layout) -> tuple[int, bool] | None:
 
 
 def _is_even(reshard: Reshard, mesh: Mesh) -> bool:
-    """True if the one dimension that is gathered or scattered has equal shards on all ranks."""
+    """True if the only gathered or scattered dimension has equal shards on all ranks."""
     before, after = reshard.before, reshard.after
     dims = changed_dims(before, after)
     if len(dims) != 1:
@@ -106,8 +105,8 @@ def _is_even(reshard: Reshard, mesh: Mesh) -> bool:
 
 
 def _first_reader(node: gs.Node) -> str | None:
-    """The node that reads a gathered tensor first; None if no node does. Gathers with different
-    first readers are not fused, so that no result lives longer than it is needed."""
+    """The first node that reads a gathered tensor; None if no node reads the tensor. Gathers with
+    different first readers are not fused: a fused gather would allocate results too early."""
     return next((str(reader.name) for t in node.outputs for reader in t.outputs), None)
 
 
@@ -127,26 +126,26 @@ def first_of_buckets(
     wanted: Wanted,
     share: float = SHARE,
 ) -> set[str]:
-    """The names of the first nodes of buckets that overlap with compute: those whose last bucket
-    ends first, if a bucket is sent when its last tensor is computed and the link is free. Of such
-    buckets, the last ones are as large as they may be.
+    """Divides collectives into buckets that overlap with compute; returns the first node's name of
+    each bucket. A bucket is sent when its last tensor is computed and the link is free. The choice
+    minimizes the end of the last bucket; among equal choices, the last buckets are the largest.
 
     seconds  the compute time of each node, by name
     limit    the most bytes per rank of a bucket, by kind of collective
-    share    the largest part of the bytes of all collectives of a kind that a bucket has
+    share    the most bytes of a bucket, as a share of the bytes of all collectives of its kind
 
     The graph must be sorted topologically. Collectives of different kinds count as if each kind had
     a link of its own.
     """
     clock = 0.0
-    found: dict[Kind, list[tuple[gs.Node, float]]] = defaultdict(list)
+    candidates: dict[Kind, list[tuple[gs.Node, float]]] = defaultdict(list)
     for node in graph.nodes:
         clock += seconds.get(node.name, 0.0)
         kind = _kind(node, wanted, costs.mesh, (*REDUCTIONS, *PARTS))
         if kind is not None:
-            found[kind].append((node, clock))
+            candidates[kind].append((node, clock))
     first: set[str] = set()
-    for members in found.values():
+    for members in candidates.values():
         nodes = [node for node, _ in members]
         ready: Array = np.array([time for _, time in members])
         ends: Array = np.cumsum([0.0, *(_size(node, costs.mesh, sizes) for node in nodes)])
@@ -162,12 +161,12 @@ def _starts(
 ) -> Iterator[int]:
     """Yields the index of the first tensor of each bucket, from the last bucket to the first one.
 
-    ready   when each tensor is computed
-    ends    the bytes of all tensors before each, and of all
-    taking  the seconds of collectives of so many bytes
+    ready   the time at which each tensor is computed
+    ends    cumulative bytes: of the tensors before each tensor, and of all tensors
+    taking  the seconds of collectives with these numbers of bytes
     """
     count = len(ready)
-    sent: Array = np.zeros(count + 1)  # when the first so many tensors have been sent
+    sent: Array = np.zeros(count + 1)  # sent[n]: the time at which the first n tensors are sent
     for end in range(1, count + 1):
         begin = _least(ends, end, limit)
         took = taking((ends[end] - ends[begin:end]).tolist())
@@ -176,7 +175,7 @@ def _starts(
     while end:
         begin = _least(ends, end, limit)
         latest = due - np.array(taking((ends[end] - ends[begin:end]).tolist()))
-        slack = _ROUNDED * due
+        slack = _TOLERANCE * due
         fits = np.maximum(sent[begin:end], ready[end - 1]) <= latest + slack
         at = int(np.argmax(fits))
         yield begin + at
@@ -184,8 +183,8 @@ def _starts(
 
 
 def _least(ends: Array, end: int, limit: float) -> int:
-    """The index of the first tensor of the largest bucket within the limit whose last tensor is the
-    one before the index `end`; each bucket has a tensor."""
+    """The first index of the largest bucket within the limit that ends before index `end`; a bucket
+    has at least one tensor."""
     return min(int(np.searchsorted(ends, ends[end] - limit)), end - 1)
 
 
@@ -198,15 +197,15 @@ def fuse_collectives(
     first: Collection[str] = (),
     ops: Collection[str] = REDUCTIONS,
 ) -> bool:
-    """Fuses collectives of one kind, up to `bucket_bytes` per rank, in graph order; True if
-    anything is fused.
+    """Fuses collectives of one kind, up to `bucket_bytes` per rank, in graph order; returns True if
+    a bucket was fused.
 
     `ops` are the kinds to fuse. All-gathers are fused if the same node reads their results first,
-    or if no node does; all-to-alls if each moves a dimension to or from ranks at one coordinate,
-    and if `wanted` says that the other dimensions have equal sizes. The graph must be sorted
-    topologically, and stays so. A fused node has `members`, the (before, after) layouts of its
-    operands. `sizes` caches bytes by node between calls; a new bucket begins at each node of
-    `first`.
+    or if no node reads them. All-to-alls are fused if each moves a dimension to or from ranks at
+    one coordinate, and if `wanted` says that the other dimensions have equal sizes. The graph must
+    be sorted topologically, and stays sorted. A fused node has `members`, the (before, after)
+    layouts of its operands. `sizes` caches bytes by node between calls; a new bucket begins at each
+    node of `first`.
     """
     fused = [
         nodes
@@ -242,19 +241,18 @@ def independent_groups(
     open_buckets: dict[Kind, _Bucket] = {}
     full: list[_Bucket] = []
     for node in graph.nodes:
-        of = kind(node)
-        if of is not None:
+        key = kind(node)
+        if key is not None:
             more = size(node)
-            bucket = open_buckets.setdefault(of, _Bucket())
+            bucket = open_buckets.setdefault(key, _Bucket())
             if node.name in first or not bucket.takes(node, more, limit):
                 full.append(bucket)
-                bucket = open_buckets[of] = _Bucket()
+                bucket = open_buckets[key] = _Bucket()
             bucket.nodes.append(node)
             bucket.size += more
             bucket.dependent |= {t.name for t in node.outputs}
-            for other in (
-                open_buckets.values()
-            ):  # a node that depends on one node of a bucket depends on all of it
+            # a node that depends on one node of a bucket depends on the whole bucket
+            for other in open_buckets.values():
                 if any(t.name in other.dependent for t in node.inputs):
                     other.dependent |= bucket.dependent
         for bucket in open_buckets.values():

@@ -1,4 +1,4 @@
-"""Compression of gradients: its kinds, and the reductions that it applies to."""
+"""Compression of gradients: the kinds, and which reductions are compressed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _MOVES = frozenset(
     )
 )
 _SCALES = ("Mul", "Div")
-"""Ops that scale by a constant. Between a reduction and its gradient, there may only be ops of
-these two lists."""
+"""Ops that scale by a constant. Only ops of `_MOVES` and `_SCALES` may stand between a reduction
+and its gradient."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Compression:
     @staticmethod
     def parse(text: str) -> Compression | None:
         """`float16`, `bfloat16`, `2bit` or `2bit:0.01`; None for `none`. Errors: StrategyError."""
-        kind, colon, rest = text.partition(":")
+        kind, colon, number = text.partition(":")
         if kind not in KINDS or (colon and kind != TWO_BIT):
             raise StrategyError(
                 f"compression {text!r} is unknown; choose {', '.join(KINDS)} or {TWO_BIT}:THRESHOLD"
@@ -52,7 +52,7 @@ class Compression:
         if not colon:
             return None if kind == NONE else Compression(kind)
         try:
-            threshold = float(rest)
+            threshold = float(number)
         except ValueError:
             threshold = math.nan
         if not 0 < threshold < math.inf:
@@ -61,35 +61,35 @@ class Compression:
 
 
 def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[str, str]:
-    """The reductions of gradients, with the parameter of each, by name of the reshard node.
+    """The parameter of each reduction of a gradient, by name of the reshard node.
 
-    `gradients` maps parameters to tensors. A reduction whose result the backward pass still needs
-    does not count. Between a reduction and the gradient there may be ops that only move, add and
-    scale elements: a Reshape, an Add over several uses of a parameter, the sum over the iterations
-    of a loop.
+    `gradients` maps parameters to tensors. A reduction does not count if the backward pass reads
+    its result further on. Only ops that move, add and scale elements may stand between a reduction
+    and the gradient: a Reshape, an Add over several uses of a parameter, a loop's sum over
+    iterations.
     """
     named = {tensor: parameter for parameter, tensor in gradients.items()}
     backward = {node.name for node in needed(graph, list(named))}
     parts = _parts(graph, named)
-    found: dict[str, str] = {}
+    reductions: dict[str, str] = {}
     for node in all_nodes(graph):
         if is_reshard(node) and COLLECTIVES[node.op].reduces:
             parameter = parts.get(node.outputs[0].name)
             if node.name not in backward:
                 parameter = parameter or named.get(source(node.inputs[0]).name)
             if parameter:
-                found[node.name] = parameter
-    return found
+                reductions[node.name] = parameter
+    return reductions
 
 
 def gradient_tensors(graph: gs.Graph, gradients: Mapping[str, str]) -> set[str]:
-    """The names of the gradients, and of tensors that are read only to compute them."""
+    """The names of the gradients, and of tensors that serve only to compute gradients."""
     named = {tensor: parameter for parameter, tensor in gradients.items()}
     return {*named, *_parts(graph, named)}
 
 
 def _parts(graph: gs.Graph, named: Mapping[str, str]) -> dict[str, str]:
-    """Parameters by the names of tensors that are read only to compute their gradients."""
+    """The parameter of each tensor that serves only to compute that parameter's gradient."""
     carried = {s.back.name: n.outputs[s.result] for n in graph.nodes for s in accumulators(n)}
     parts: dict[str, str] = {}
     for scope in scopes(graph):
@@ -97,10 +97,14 @@ def _parts(graph: gs.Graph, named: Mapping[str, str]) -> dict[str, str]:
             for tensor in node.outputs:
                 becomes = [t for reader in tensor.outputs for t in reader.outputs]
                 becomes += [carried[tensor.name]] if tensor.name in carried else []
-                of = [named.get(t.name) or parts.get(t.name) for t in becomes]
-                known = [parameter for parameter in of if parameter]
-                if known and len(known) == len(of) and all(map(_moves, tensor.outputs)):
-                    parts[tensor.name] = known[0]
+                owners = [named.get(t.name) or parts.get(t.name) for t in becomes]
+                parameters = [parameter for parameter in owners if parameter]
+                if (
+                    parameters
+                    and len(parameters) == len(owners)
+                    and all(map(_moves, tensor.outputs))
+                ):
+                    parts[tensor.name] = parameters[0]
     return parts
 
 

@@ -1,11 +1,11 @@
 """Adds stand-ins for empty shards around ops whose onnxruntime kernels do not accept empty tensors.
 
-Any shard may be empty: most kernels then compute nothing, and a sum over nothing is zero. An op
-whose rule names a factor in `nonempty` gets one element of zeros in place of an empty shard, and
-its result for that element is dropped. A dimension of a result is sliced; where the op reduces over
-the factor, the result becomes the neutral element of the reduction (but not if the op has a bias:
-for zeros it returns the bias, which may be counted on this rank). Nodes are added only where a
-shard may be empty.
+Any shard may be empty: most kernels then compute nothing, and a sum over nothing is zero. If the
+rule of an op names a factor in `nonempty`, the op gets one element of zeros, a stand-in, in place
+of an empty shard, and the result of the stand-in is dropped: a Slice removes it from a dimension of
+a result; where the op reduces over the factor, the result becomes the neutral element of the
+reduction (unless the op has a bias: zeros then give the bias, and this rank may be the one that
+adds it). Nodes are added only where a shard may be empty.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ Step = Callable[[gs.Tensor], tuple[str, list[Any], dict[str, Any]]]
 
 
 def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
-    """The factors whose shards may be empty although the node's kernel does not accept that.
+    """The factors whose shards may be empty although the node's kernel rejects empty tensors.
 
     They include the dimensions of a window op's result: each rank computes at least one element of
-    it, for which it fetches operands.
+    the result, and fetches the operands for that element.
     """
-    made = {f for spec in rule.outputs for expr in spec or () for f in expr_vars(expr)}
-    windows = {f for group in rule.co_sharded for f in group if f in made}
+    results = {f for spec in rule.outputs for expr in spec or () for f in expr_vars(expr)}
+    windows = {f for group in rule.co_sharded for f in group if f in results}
     return frozenset(f for f in rule.nonempty | windows if view.may_be_empty(f))
 
 
 class StandIns:
-    """Adds nodes that fill a node's operands with stand-ins, and nodes that drop the results for
-    them.
+    """Adds nodes that fill a node's operands with stand-ins, and nodes that drop the results of
+    stand-ins.
 
-    `filled` builds nodes with the view of the node with stand-ins, `true` with the view without
-    them; `layouts` are those of stored tensors, by name.
+    `filled` builds nodes from the node's view with stand-ins, `true` from the view without
+    stand-ins; `layouts` are the layouts of stored tensors, by name.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StandIns:
         self._filled, self._true, self._layouts = filled, true, layouts
 
     def surround(self) -> None:
-        """Adds the nodes before and after, before the node itself is lowered."""
+        """Adds the nodes before and after the node; call this before the node is lowered."""
         for i, tensor in enumerate(self._op.node.inputs):
             for axis in self._changed(tensor, self._true.view.inputs, self._filled.view.inputs, i):
                 self._fill(i, axis)
@@ -96,8 +96,9 @@ class StandIns:
         self._op.node.inputs[i] = self._sized(i, axis, fill(self._filled, x, axis, size))
 
     def _sized(self, i: int, axis: int, y: gs.Tensor) -> gs.Tensor:
-        """`y`, in place of operand i of an Attention, with a size that ONNX's shape inference sees,
-        where all runs have the same: of an unknown width, it would infer a width of 0."""
+        """`y`, the new operand i; for an Attention, reshaped to a constant size along `axis`, if
+        the size is the same in all runs. From an unknown width, ONNX's shape inference would infer
+        a width of 0."""
         build, spec = self._filled, self._op.rule.inputs[i]
         if self._op.node.op != "Attention" or spec is None:
             return y
@@ -111,8 +112,8 @@ class StandIns:
         return build.make("Reshape", [y, build.per_rank(shape)], (y.dtype, list(y.shape)))
 
     def _fill_stored(self, i: int) -> bool:
-        """Fills what a DequantizeLinear reads, if that is stored, so that onnxruntime still fuses
-        it with this node; returns False for any other operand."""
+        """Fills the stored operands of a DequantizeLinear before operand i, so that onnxruntime
+        still fuses the DequantizeLinear with this node; returns False for any other operand."""
         x = self._op.node.inputs[i]
         source = x.inputs[0] if x.inputs else None
         if source is None or source.op != "DequantizeLinear":
@@ -135,12 +136,13 @@ class StandIns:
     def _stored_part(
         self, i: int, tensor: gs.Constant, layout: Layout, of: list[tuple[int, int]], rank: int
     ) -> Array:
-        """A rank's shard of a stored tensor, with stand-ins. `of` has, for each of the tensor's
-        dimensions, that of operand i, and how many of its elements share one of the tensor's."""
+        """A rank's shard of a stored tensor, with stand-ins. `of` has a pair for each dimension of
+        the tensor: the matching dimension of operand i, and how many elements of operand i share
+        one element of the tensor."""
         view = self._filled.view
         part = layout.take(tensor.values, view.mesh, rank)
-        wanted = view.on(rank).input_shape(i)
-        shape = [size or wanted[a] // n for size, (a, n) in zip(part.shape, of, strict=False)]
+        operand = view.on(rank).input_shape(i)
+        shape = [size or operand[a] // n for size, (a, n) in zip(part.shape, of, strict=False)]
         return part if part.size or not shape else np.zeros(shape, part.dtype)
 
     def _fill_segments(self, i: int, axis: int) -> None:
@@ -148,16 +150,16 @@ class StandIns:
         build, x = self._filled, self._op.node.inputs[i]
 
         def places(rank: int) -> Any:
-            """The index of each element in the rank's shard; a stand-in has the index of the zero
-            that is appended to the shard."""
+            """The index of each element in the rank's shard; the index of a stand-in is the index
+            of the zero appended to the shard."""
             true, filled = self._positions("inputs", i, axis, rank)
             place = {p: k for k, p in enumerate(true)}
             return np.array([place.get(p, len(true)) for p in filled], np.int64)
 
         shape = [1 if a == axis else s for a, s in enumerate(x.shape)]
-        own = build.add("Shape", [x])
+        sizes = build.add("Shape", [x])
         one = (np.arange(len(shape)) == axis).astype(np.int64)
-        others = build.add("Where", [one.astype(bool), one, own])
+        others = build.add("Where", [one.astype(bool), one, sizes])
         zero = zeros(build, x, others, shape)
         joined = build.make("Concat", [x, zero], (x.dtype, list(x.shape)), axis=axis)
         self._op.node.inputs[i] = build.make(
@@ -166,8 +168,8 @@ class StandIns:
 
     def _drop(self, i: int, axes: Sequence[int], reductions: Collection[str | None]) -> None:
         result, build = self._op.node.outputs[i], self._true
-        made = gs.Variable(f"{result.name}::filled", result.dtype, result.shape)
-        self._op.node.outputs[i] = made
+        full = gs.Variable(f"{result.name}::filled", result.dtype, result.shape)
+        self._op.node.outputs[i] = full
         steps: list[Step] = []
         if reductions:
             (reduction,) = reductions
@@ -180,7 +182,7 @@ class StandIns:
             none: Any = neutral(reduction, dtype_of(result))  # type: ignore[arg-type]
             steps += self._emptied(is_empty, np.asarray(none))
         steps += [partial(self._cut, i, axis) for axis in axes]
-        x: gs.Tensor = made
+        x: gs.Tensor = full
         for step in steps[:-1]:
             op, operands, attrs = step(x)
             x = build.add(op, operands, **attrs)
@@ -188,7 +190,7 @@ class StandIns:
         build.finish(op, operands, i, **attrs)
 
     def _emptied(self, is_empty: gs.Tensor, none: Array) -> Iterator[Step]:
-        """The ops that replace a partial result by `none` on ranks without elements."""
+        """Yields the ops that replace a partial result by `none` on ranks without elements."""
         if str(none.dtype) in SELECTED:
             yield lambda x: ("Where", [is_empty, none, x], {})
             return
@@ -226,7 +228,7 @@ def _has_segments(dim: Dim) -> bool:
 
 
 def fill(build: LoweringBuilder, x: gs.Tensor, axis: int, size: Any, value: Any = 0) -> gs.Variable:
-    """`x`, or `size` elements of `value` along an axis if `x` has none there."""
+    """`x`; if `x` has no elements along the axis, `size` elements of `value` along the axis."""
     rank = len(x.shape)
     here = np.arange(rank) == axis
     shape = build.add("Shape", [x])
@@ -240,12 +242,12 @@ def fill(build: LoweringBuilder, x: gs.Tensor, axis: int, size: Any, value: Any 
 def zeros(
     build: LoweringBuilder, x: gs.Tensor, sizes: gs.Tensor, shape: Sequence[int], value: Any = 0
 ) -> gs.Variable:
-    """A tensor filled with `value`, of the dtype of `x`; its shape is `sizes` (rank 0: `shape`)."""
+    """A tensor of shape `sizes` (`shape` on rank 0) and the dtype of `x`, filled with `value`."""
     dtype = dtype_of(x)
-    kept = np.dtype(np.float32) if str(dtype) == "bfloat16" else np.dtype(dtype)
-    constant = gs.Constant("value", np.array([value], kept))
-    made = build.make("ConstantOfShape", [sizes], (kept, list(shape)), value=constant)
-    if kept == dtype:
-        return made
+    stored = np.dtype(np.float32) if str(dtype) == "bfloat16" else np.dtype(dtype)
+    constant = gs.Constant("value", np.array([value], stored))
+    filled = build.make("ConstantOfShape", [sizes], (stored, list(shape)), value=constant)
+    if stored == dtype:
+        return filled
     to = onnx.helper.np_dtype_to_tensor_dtype(dtype)
-    return build.make("Cast", [made], (dtype, list(shape)), to=to)
+    return build.make("Cast", [filled], (dtype, list(shape)), to=to)

@@ -1,4 +1,4 @@
-"""The starts and sizes of a rank's shards of open sizes, which a rank computes in each run."""
+"""Starts and sizes of a rank's shards of open sizes; a rank computes them in each run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from onnxpar.layout.symbols import Binding, Polynomial
 
 @dataclass(frozen=True)
 class Extent:
-    """The start, or the size, of a rank's shard of an open size that is split over several axes.
+    """The start or the size of a rank's shard of an open size that is split over several axes.
 
-    `at` are the rank's coordinates along the axes. Ranks share the size in the proportion `parts`,
-    or else equally. If `filled`, an empty shard is replaced by one element, as a stand-in.
+    `at` are the rank's coordinates along the axes. Ranks share the size in the proportion `parts`;
+    without `parts`, equally. If `is_filled`, an empty shard has one element, a stand-in.
     """
 
     size: Polynomial
@@ -31,23 +31,23 @@ class Extent:
 
     @property
     def place(self) -> int:
-        """The rank's place along the axes, in their row-major order."""
+        """The rank's index along the axes, in row-major order."""
         return int(np.ravel_multi_index(self.at, [axis.size for axis in self.axes]))
 
     def value(self, size: int) -> int:
         """The start or size of the shard if the whole has `size` elements."""
         sizes = self.parts.sizes(size) if self.parts else default_parts(size, self.axes)
         at = self.place
-        start, own = sum(sizes[:at]), sizes[at]
-        if self.is_filled and size and not own:
-            start, own = min(start, size - 1), 1
-        return start if self.is_start else own
+        start, length = sum(sizes[:at]), sizes[at]
+        if self.is_filled and size and not length:
+            start, length = min(start, size - 1), 1
+        return start if self.is_start else length
 
 
 @dataclass(frozen=True)
 class SplitSize:
-    """An open size that is split: its value at each binding, its polynomial, the axes, and the
-    proportion in which they share it."""
+    """A split open size: its value at each binding (`sizes`), its polynomial (`size`), the axes
+    that split it, and the proportion in which ranks share it (`parts`)."""
 
     sizes: tuple[int, ...]
     size: Polynomial

@@ -1,10 +1,10 @@
-"""Moves nodes to where a collective is under way, if too little runs there to hide it.
+"""Moves nodes beside a collective, if too little computes there to hide the communication.
 
     y = AllToAllV(x, n, m)           y = AllToAllV(x, n, m)
     z = Scan(y, w)             to    s = MatMul(x, v)
     s = MatMul(x, v)                 z = Scan(y, w)
 
-So a shared expert computes while tokens travel to the others.
+Here, a shared expert computes while tokens travel to the other experts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from onnxpar.lowering.overlap import VIEWS, Windows, is_collective
 from onnxpar.lowering.streams import GroupsOf
 
 _ALIKE = 8.0
-"""Collectives take alike long if none takes this many times as long as another: a short one must
-not take the only product that could hide a long one."""
+"""Collectives within this ratio of durations form one class. Longer collectives choose nodes first:
+a short one must not take the only product that could hide a long one."""
 
 
 @dataclass(frozen=True)
 class Filling:
-    """Nodes that run while a collective is under way, all by name: behind its start if they were
-    `earlier` than it, else before the first reader of its result. That reader also waits for the
-    tensor `awaited`, since onnxruntime would else run it first."""
+    """Nodes that move into the window of a collective.
+
+    nodes    the names of the nodes
+    awaited  the tensor for which the collective's first reader waits, too; otherwise onnxruntime
+             would run the reader first
+    earlier  True if the nodes move from before the collective to right after it; False if they
+             move from behind the first reader to right before it
+    """
 
     collective: str
     nodes: tuple[str, ...]
@@ -46,18 +51,18 @@ def find_fillings(
     wanted: Mapping[str, float],
     least: Callable[[str], float],
 ) -> list[Filling]:
-    """Moves nodes of a graph in topological order, which stays so; returns what it moved.
+    """Moves nodes of a topologically sorted graph, which stays sorted; returns the moves.
 
-    heavy, groups  those of `Windows`
-    seconds        in which each node computes, by name
+    heavy, groups  see `Windows`
+    seconds        the compute time of each node, by name
     wanted         seconds that nodes should compute while each collective is under way, by name
-    least          fewer seconds than this are not worth a start
+    least          seconds of compute below which starting a collective early does not pay
 
-    Of collectives that take alike long, the last is the first to get nodes that are earlier than
-    it, and the first one to get those behind it: what it leaves, others can still get."""
-    found: list[Filling] = []
+    Among collectives of similar duration, the last one takes earlier nodes first, and the first
+    one takes later nodes first: the other collectives can still use the nodes that remain."""
+    fillings: list[Filling] = []
     if len({node.name for node in graph.nodes}) < len(graph.nodes):
-        return found  # it is not known which nodes are meant
+        return fillings  # names are ambiguous
     windows = Windows(graph, heavy, groups)
     names = [
         node.name
@@ -74,21 +79,21 @@ def find_fillings(
     last_first = sorted(reversed(names), key=shortness)
     first_first = sorted(names, key=shortness)
     for earlier, name in [*((True, n) for n in last_first), *((False, n) for n in first_first)]:
-        taken = {each for filling in found for each in filling.nodes}
-        each = _Window(windows, name, seconds, taken).filling(wanted[name], least(name), earlier)
-        if each is not None:
-            found.append(each)
-            _move(graph, windows, each)
+        taken = {node for filling in fillings for node in filling.nodes}
+        new = _Window(windows, name, seconds, taken).filling(wanted[name], least(name), earlier)
+        if new is not None:
+            fillings.append(new)
+            _move(graph, windows, new)
             windows = Windows(graph, heavy, groups)
-    return found
+    return fillings
 
 
 def fill(
     graph: gs.Graph, heavy: Collection[str], groups: GroupsOf, fillings: Iterable[Filling]
 ) -> None:
-    """Moves the nodes again, one filling after the other, in a graph with the same names."""
-    for each in fillings:
-        _move(graph, Windows(graph, heavy, groups), each)
+    """Repeats the moves of `fillings`, in order, in a graph with the same node names."""
+    for filling in fillings:
+        _move(graph, Windows(graph, heavy, groups), filling)
 
 
 def _move(graph: gs.Graph, windows: Windows, filling: Filling) -> None:
@@ -96,14 +101,14 @@ def _move(graph: gs.Graph, windows: Windows, filling: Filling) -> None:
     node = by_name[filling.collective]
     beside = node if filling.earlier else windows.nodes[windows.reader(node)]
     moved = [by_name[name] for name in filling.nodes]
-    gone = {id(n) for n in moved}
-    nodes = [n for n in graph.nodes if id(n) not in gone]
+    moved_ids = {id(n) for n in moved}
+    nodes = [n for n in graph.nodes if id(n) not in moved_ids]
     at = next(i for i, n in enumerate(nodes) if n is beside) + filling.earlier
     graph.nodes = [*nodes[:at], *moved, *nodes[at:]]
 
 
 class _Window:
-    """What could run while a collective is under way, besides what does."""
+    """The window of a collective, and the nodes that could move into it."""
 
     def __init__(
         self, windows: Windows, name: str, seconds: Mapping[str, float], taken: Collection[str]
@@ -113,114 +118,116 @@ class _Window:
         self.at, self.end = windows.index[id(self.node)], windows.reader(self.node)
 
     def filling(self, wanted: float, least: float, earlier: bool) -> Filling | None:
-        """What to move so that nodes compute for `wanted` seconds, or as long as they can; None if
-        nothing is to be moved, or if they would compute for no more than `least`."""
+        """The nodes to move so that the window has `wanted` seconds of compute, or as much as
+        possible; None if no node is to move, or if the window would have `least` seconds or less.
+        """
         nodes = self.windows.nodes
         if self.end == len(nodes):
             return None
         lacking = wanted - self._work(nodes[self.at + 1 : self.end])
         if lacking <= 0.0:
             return None
-        found = self._earlier(lacking) if earlier else self._later(lacking)
-        ends = [node for node in found if self._may_be_awaited(node)]
-        if not ends or wanted - lacking + self._work(found) <= least:
+        nodes_to_move = self._earlier(lacking) if earlier else self._later(lacking)
+        ends = [node for node in nodes_to_move if self._may_be_awaited(node)]
+        if not ends or wanted - lacking + self._work(nodes_to_move) <= least:
             return None
-        names = tuple(node.name for node in found)
+        names = tuple(node.name for node in nodes_to_move)
         return Filling(self.node.name, names, ends[-1].outputs[0].name, earlier)
 
     def _work(self, nodes: Iterable[gs.Node]) -> float:
         return sum(self.seconds.get(node.name, 0.0) for node in nodes)
 
-    def _moves(self, node: gs.Node) -> bool:
+    def _is_movable(self, node: gs.Node) -> bool:
         return node.domain != DOMAIN and not bodies(node) and node.name not in self.taken
 
     def _earlier(self, lacking: float) -> list[gs.Node]:
-        """Nodes before the collective that it does not need, from the last one on, without those
-        that others before it read."""
+        """The last nodes before the collective on which no node up to the collective depends, in
+        graph order."""
         windows = self.windows
-        found: list[gs.Node] = []
+        chosen: list[gs.Node] = []
         moved: set[int] = set()
         needed = self._needed()
         for node in reversed(windows.nodes[: self.at]):
-            if lacking <= 0.0 and any(map(self._may_be_awaited, found)):
+            if lacking <= 0.0 and any(map(self._may_be_awaited, chosen)):
                 break
             readers = (r for t in node.outputs for r in windows.readers.get(id(t), ()))
             stays = any(windows.index[id(r)] < self.at and id(r) not in moved for r in readers)
-            if stays or id(node) in needed or not self._moves(node):
+            if stays or id(node) in needed or not self._is_movable(node):
                 continue
-            found.append(node)
+            chosen.append(node)
             moved.add(id(node))
             lacking -= self._work([node])
-        return found[::-1] if self._work(found) > 0.0 else []
+        return chosen[::-1] if self._work(chosen) > 0.0 else []
 
     def _needed(self) -> set[int]:
         """The nodes on which the operands of the collective depend."""
         windows = self.windows
-        found: set[int] = set()
+        needed: set[int] = set()
         ready = [self.at]
         while ready:
             for tensor in windows.reads[ready.pop()]:
                 maker = windows.makers.get(id(tensor))
-                if maker is not None and id(maker) not in found:
-                    found.add(id(maker))
+                if maker is not None and id(maker) not in needed:
+                    needed.add(id(maker))
                     ready.append(windows.index[id(maker)])
-        return found
+        return needed
 
     def _later(self, lacking: float) -> list[gs.Node]:
-        """Nodes behind the first reader that neither wait for it, nor for a collective, from the
-        first one on."""
+        """Nodes behind the first reader that depend neither on this reader nor on a pending
+        collective; the first such nodes, in graph order."""
         windows = self.windows
         pending = self._pending()
         possible: dict[int, gs.Node] = {}
-        found: dict[int, gs.Node] = {}
+        chosen: dict[int, gs.Node] = {}
         last: gs.Node | None = None
         for i in range(self.end, len(windows.nodes)):
             if lacking <= 0.0 and (last is None or self._may_be_awaited(last)):
                 break
             node = windows.nodes[i]
             makers = [windows.makers.get(id(t)) for t in windows.reads[i]]
-            known = all(
+            is_ready = all(
                 m is None
                 or id(m) in possible
                 or (windows.index[id(m)] < self.end and id(m) not in pending)
                 for m in makers
             )
-            if not known or not self._moves(node):
+            if not is_ready or not self._is_movable(node):
                 continue
             possible[id(node)] = node
             if self.seconds.get(node.name, 0.0) > 0.0:
-                lacking -= self._add(node, possible, found)
+                lacking -= self._add(node, possible, chosen)
                 last = node
-        order = [n for n in windows.nodes[self.end :] if id(n) in found]
+        order = [n for n in windows.nodes[self.end :] if id(n) in chosen]
         while order and not self._may_be_awaited(order[-1]):
             order.pop()
         return order
 
     def _add(
-        self, node: gs.Node, possible: Mapping[int, gs.Node], found: dict[int, gs.Node]
+        self, node: gs.Node, possible: Mapping[int, gs.Node], chosen: dict[int, gs.Node]
     ) -> float:
-        """Adds a node, and those on which it depends; returns the seconds that they compute."""
-        if id(node) in found or id(node) not in possible:
+        """Adds a node and its dependencies to `chosen`; returns the seconds that they compute."""
+        if id(node) in chosen or id(node) not in possible:
             return 0.0
-        found[id(node)] = node
+        chosen[id(node)] = node
         reads = self.windows.reads[self.windows.index[id(node)]]
         makers = [self.windows.makers.get(id(t)) for t in reads]
-        own = sum(self._add(m, possible, found) for m in makers if m is not None)
-        return own + self.seconds.get(node.name, 0.0)
+        before = sum(self._add(m, possible, chosen) for m in makers if m is not None)
+        return before + self.seconds.get(node.name, 0.0)
 
     def _pending(self) -> set[int]:
-        """The collectives before the first reader whose results nothing has read there, and the
-        nodes that only shape these results."""
-        found: set[int] = set()
+        """The ids of collectives that are still under way at the first reader, and of the nodes
+        that only shape the results of these collectives."""
+        pending: set[int] = set()
         for node in self.windows.nodes[: self.end]:
             if is_collective(node) and self.windows.reader(node) >= self.end:
-                found.add(id(node))
-                found |= {id(n) for n in self.windows.shaped(node)}
-        return found
+                pending.add(id(node))
+                pending |= {id(n) for n in self.windows.shaped(node)}
+        return pending
 
     def _may_be_awaited(self, node: gs.Node) -> bool:
-        """True for a product, with or without its bias, that onnxruntime does not fuse with a
-        reader: one more reader would keep it from that. A MatMul alone has no activation."""
+        """True for a product (with or without its bias) that onnxruntime does not fuse with a
+        reader: awaiting the result would prevent that fusion. onnxruntime fuses no activation with
+        a MatMul alone."""
         has_bias = node.op == "Add" and any(
             maker is not None and maker.op in PRODUCTS for maker in map(self._maker, node.inputs)
         )
@@ -232,7 +239,7 @@ class _Window:
         return not any(r.op in fused and not self._adds_up(r, y) for r in readers)
 
     def _adds_up(self, node: gs.Node, tensor: gs.Tensor) -> bool:
-        """True if a node adds a tensor to what another node computes, and no bias."""
+        """True if a node adds a tensor to another computed tensor, not to a bias."""
         others = [self._maker(t) for t in node.inputs if t is not tensor]
         return node.op == "Add" and all(
             m is not None and m.domain != DOMAIN and m.op not in VIEWS for m in others

@@ -1,4 +1,4 @@
-"""Adds rows to zeros in one dimension: onnxruntime's ScatterElements then takes half the time.
+"""Flattens a ScatterElements that adds rows to zeros: in one dimension it takes half the time.
 
     ScatterElements(zeros [v, d], Expand(at [n, 1]), rows [n, d])
     ScatterElements(zeros [v d], at * d + [0, 1, ... d - 1], rows [n d])
@@ -20,8 +20,8 @@ from onnxpar.graph.stored import reads_of
 
 
 def flatten_scatters(graph: GraphProto) -> None:
-    """Flattens each ScatterElements of a rank's graph that adds rows to a tensor of zeros, such as
-    the gradient of a table, in place. A negative index still counts from the end."""
+    """Flattens, in place, each ScatterElements of a rank's graph that adds rows to a tensor of
+    zeros, such as the gradient of a table. A negative index still counts from the end."""
     stored = {tensor.name: tensor for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     nodes: list[NodeProto] = []
@@ -33,9 +33,9 @@ def flatten_scatters(graph: GraphProto) -> None:
     read = {port.name for port in graph.output}.union(*map(reads_of, nodes))
     if replaced:
         unread = replaced - read
-        kept = [node for node in nodes if not unread.intersection(node.output)]
+        remaining = [node for node in nodes if not unread.intersection(node.output)]
         del graph.node[:]
-        graph.node.extend(kept)
+        graph.node.extend(remaining)
 
 
 def _shape(
@@ -66,7 +66,7 @@ def _shape(
 def _flat(
     graph: GraphProto, node: NodeProto, makers: Mapping[str, NodeProto], shape: Sequence[int]
 ) -> list[NodeProto]:
-    """Returns the nodes in place of such a node, after adding their constants to the graph."""
+    """Adds constants to the graph; returns the nodes that replace a ScatterElements of rows."""
     name, width = f"{node.name}::flat", math.prod(shape[1:])
     constants = {
         "size": [math.prod(shape)],
@@ -80,21 +80,21 @@ def _flat(
         numpy_helper.from_array(np.asarray(value, np.int64), f"{name}/{key}")
         for key, value in constants.items()
     )
-    made: list[NodeProto] = []
+    nodes: list[NodeProto] = []
 
     def add(op: str, *operands: str, **attributes: Any) -> str:
         """Adds a node, and returns its result."""
-        made.append(helper.make_node(op, operands, [f"{name}.{len(made)}"], **attributes))
-        made[-1].name = made[-1].output[0]
-        return str(made[-1].output[0])
+        nodes.append(helper.make_node(op, operands, [f"{name}.{len(nodes)}"], **attributes))
+        nodes[-1].name = nodes[-1].output[0]
+        return str(nodes[-1].output[0])
 
     zeros = add("ConstantOfShape", f"{name}/size")
-    made[-1].attribute.extend(makers[node.input[0]].attribute)
+    nodes[-1].attribute.extend(makers[node.input[0]].attribute)
     at = add("Cast", makers[node.input[1]].input[0], to=TensorProto.INT64)
     first = add("Mul", add("Reshape", at, f"{name}/one"), f"{name}/width")
     places = add("Reshape", add("Add", first, f"{name}/columns"), f"{name}/all")
     rows = add("Reshape", node.input[2], f"{name}/all")
     total = add("ScatterElements", zeros, places, rows, axis=0, reduction="add")
-    made.append(helper.make_node("Reshape", [total, f"{name}/shape"], node.output, node.name))
-    copy_origin(made, node)
-    return made
+    nodes.append(helper.make_node("Reshape", [total, f"{name}/shape"], node.output, node.name))
+    copy_origin(nodes, node)
+    return nodes

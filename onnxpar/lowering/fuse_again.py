@@ -1,9 +1,8 @@
-"""Puts the fused ops of a model's file into the ranks' graphs, where nothing came between their
-parts.
+"""Restores the fused ops of a model's file in the ranks' graphs, where no pass changed their parts.
 
-The loader takes such ops apart (`load/unfuse.py`), because a collective may have to come
-between. Whether one did, or whether a split replaced a part, is seen in the ranks' graph itself:
-tensors keep their names, and what a pass inserts or replaces reads and writes others.
+The loader decomposes fused ops (`load/unfuse.py`), because a pass may have to insert a collective
+between the parts. The names of tensors in a rank's graph show whether a pass did: model tensors
+keep their names, and inserted or replaced nodes read and write tensors with other names.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ _OUTPUT = ""
 
 @dataclass(frozen=True)
 class _Group:
-    """The parts of a fused op, by their first results, in a rank's graph.
+    """The parts of a fused op in a rank's graph.
 
-    node       the fused op, with the attributes and operands of a rank
+    node       the fused op, with the attributes and operands of the rank
+    parts      the first result of each part
     inner      tensors between parts
     constants  operands of parts that are attributes of the fused op
     """
@@ -36,15 +36,15 @@ class _Group:
 
 
 def fuse_again(graph: GraphProto, fused: Sequence[FusedNode]) -> None:
-    """Replaces the parts of fused nodes by these nodes, in place, also in subgraphs, where all
-    parts are joined as in the file, and nothing else reads a tensor between them."""
+    """Replaces the parts of fused nodes by the fused nodes, in place, also in subgraphs. All parts
+    must be connected as in the file, and no other node may read a tensor between them."""
     readers = _readers(graph)
     groups = [
         group
         for scope in (graphs_of(graph) if fused else ())
         for parts in [{n.output[0]: n for n in scope.node if n.output}]
-        for each in fused
-        if (group := _find(each, parts)) is not None
+        for node in fused
+        if (group := _find(node, parts)) is not None
     ]
     while groups != (closed := _closed(groups, readers)):
         groups = closed
@@ -53,7 +53,8 @@ def fuse_again(graph: GraphProto, fused: Sequence[FusedNode]) -> None:
 
 
 def _readers(graph: GraphProto) -> dict[str, set[str]]:
-    """By tensor, the first results of the nodes that read it, and _OUTPUT if it is a result."""
+    """The readers of each tensor: the first result of each reading node, and _OUTPUT for a result
+    of the graph."""
     readers: dict[str, set[str]] = {}
     for scope in graphs_of(graph):
         for node in scope.node:
@@ -64,32 +65,34 @@ def _readers(graph: GraphProto) -> dict[str, set[str]]:
     return readers
 
 
-def _find(fused: FusedNode, made: Mapping[str, NodeProto]) -> _Group | None:
-    """The group of a fused node in a graph whose nodes `made` has by their first results; None if a
-    part is missing or has changed."""
+def _find(fused: FusedNode, nodes: Mapping[str, NodeProto]) -> _Group | None:
+    """The group of a fused node among a graph's `nodes` (by first result); None if a part is
+    missing or has changed."""
     operands = {"": ""}
-    found = [made.get(part.output[0]) for part in fused.parts]
-    for number, (part, now) in enumerate(zip(fused.parts, found, strict=True)):
+    parts = [nodes.get(part.output[0]) for part in fused.parts]
+    for number, (part, now) in enumerate(zip(fused.parts, parts, strict=True)):
         if now is None or not _is_same(part, now, number == fused.main):
             return None
         pairs = zip(part.input, now.input, strict=True)
         if any(operands.setdefault(before, after) != after for before, after in pairs):
             return None
     results = {name for part in fused.parts for name in part.output}
-    own = operands.keys() - set(fused.node.input)
-    if any(operands[name] != name for name in own) or not operands.keys() >= set(fused.node.input):
+    inner = operands.keys() - set(fused.node.input)
+    if any(operands[name] != name for name in inner) or not operands.keys() >= set(
+        fused.node.input
+    ):
         return None
     return _Group(
-        _local(fused, found[fused.main], operands),
+        _local(fused, parts[fused.main], operands),
         frozenset(part.output[0] for part in fused.parts),
         frozenset(results - set(fused.node.output)),
-        frozenset(own - results),
+        frozenset(inner - results),
     )
 
 
 def _is_same(part: NodeProto, now: NodeProto, is_main: bool) -> bool:
-    """True if a node of a rank is this part of a fused node. The attributes of the main part may
-    differ, since the fused node has them too."""
+    """True if a rank's node `now` is this part of a fused node. The attributes of the main part may
+    differ: the fused node takes them over."""
     same = [part.op_type, part.domain, *part.output] == [now.op_type, now.domain, *now.output]
     return (
         same
@@ -103,10 +106,10 @@ def _attributes(node: NodeProto) -> dict[str, bytes]:
 
 
 def _local(fused: FusedNode, main: NodeProto | None, operands: Mapping[str, str]) -> NodeProto:
-    """The fused node with the attributes that its main part has on a rank, and these operands."""
+    """The fused node of a rank: with the attributes of the rank's main part, and these operands."""
     assert main is not None
     node = NodeProto()
-    node.CopyFrom(main)  # its name too, by which attributes that differ between ranks are found
+    node.CopyFrom(main)  # with its name: `PerRank` has attributes by node name
     node.op_type, node.domain = fused.node.op_type, fused.node.domain
     del node.input[:], node.output[:]
     node.input.extend(operands[name] for name in fused.node.input)
@@ -117,7 +120,7 @@ def _local(fused: FusedNode, main: NodeProto | None, operands: Mapping[str, str]
 
 
 def _closed(groups: Sequence[_Group], readers: Mapping[str, set[str]]) -> list[_Group]:
-    """The groups whose inner tensors are read only by parts of groups that have them inside."""
+    """The groups whose inner tensors are read only within groups that contain the same tensor."""
     inside: dict[str, set[str]] = {}
     for group in groups:
         for name in group.inner:
@@ -126,19 +129,19 @@ def _closed(groups: Sequence[_Group], readers: Mapping[str, set[str]]) -> list[_
 
 
 def _replace(graph: GraphProto, groups: Sequence[_Group]) -> None:
-    """Replaces the parts of the groups in a graph, each group where its last part was, and drops
-    their constants."""
+    """Replaces each group's parts by the fused node, in the place of the last part, and drops the
+    constants of the parts."""
     parts = {name for group in groups for name in group.parts}
     last = {group.node.output[0]: group.node for group in groups}
-    made: list[NodeProto] = []
+    nodes: list[NodeProto] = []
     for node in graph.node:
         first = node.output[0] if node.output else _OUTPUT
         if first in last:
-            made.append(last[first])
+            nodes.append(last[first])
         elif first not in parts:
-            made.append(NodeProto.FromString(node.SerializeToString()))
+            nodes.append(NodeProto.FromString(node.SerializeToString()))
     constants = {name for group in groups for name in group.constants}
-    kept = [tensor for tensor in graph.initializer if tensor.name not in constants]
+    remaining = [tensor for tensor in graph.initializer if tensor.name not in constants]
     del graph.node[:], graph.initializer[:]
-    graph.node.extend(made)
-    graph.initializer.extend(kept)
+    graph.node.extend(nodes)
+    graph.initializer.extend(remaining)

@@ -26,8 +26,8 @@ def fetch(
     axis: int,
     wanted: Callable[[Any], Interval],
 ) -> gs.Tensor:
-    """See `Lowering.fetch`. If every rank wants elements of its direct neighbours only, neighbours
-    exchange halos; otherwise an all-to-all sends each element to every rank that wants it."""
+    """See `Lowering.fetch`. If every rank needs elements of its direct neighbours only, neighbours
+    exchange halos; otherwise an all-to-all sends each element to all ranks that need it."""
     axes = dim_axes(view.factors[factor])
     members = view.mesh.group(axes, 0)
     held = [view.on(m).interval(factor) for m in members]
@@ -68,8 +68,7 @@ def _redistribute(
     held: list[Interval],
     want: list[Interval],
 ) -> gs.Tensor:
-    """Adds an all-to-all by which each member gets the elements that it wants from the shards of
-    all others."""
+    """Adds an all-to-all: each member gets the elements `want` from the shards of all members."""
     mesh = view.mesh
 
     def overlap(owner: int, reader: int) -> range:

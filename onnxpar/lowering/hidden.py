@@ -1,4 +1,4 @@
-"""Predicts how much communication a rank hides behind what it computes meanwhile."""
+"""Predicts how much communication a rank hides behind compute."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from onnxpar.graph.collectives import COMPLETE, START
 def hidden_seconds(
     nodes: Iterable[gs.Node], compute: Mapping[str, float], idle: Mapping[str, float], own: float
 ) -> float:
-    """Seconds of communication in which a rank computes, less what starts and completions take; 0
-    if these take longer.
+    """Seconds of communication that compute hides, less the time of starts and completions; 0 if
+    these take longer.
 
-    nodes    those of a rank, in order
-    compute  seconds in which each node computes, by name
-    idle     seconds in which the link of each collective works and no core does, by name
-    own      seconds that all starts and completions take together
+    nodes    the nodes of a rank, in order
+    compute  the compute time of each node in seconds, by name
+    idle     seconds in which a collective occupies the link but no core, by name of the collective
+    own      the time of all starts and completions together, in seconds
 
-    A rank has one link: what is started first is sent first."""
+    A rank has one link, which serves collectives in the order of their starts."""
     clock = free = saved = 0.0
     ends: dict[int, float] = {}
     for node in nodes:
@@ -32,7 +32,7 @@ def hidden_seconds(
             end = max(clock, ends[id(node.inputs[0])])
             saved -= end - clock
             clock = end
-        elif idle.get(node.name, 0.0) > 0.0:  # others run within hosts, in other streams
+        elif idle.get(node.name, 0.0) > 0.0:  # without idle time: within a host, in another stream
             saved -= max(free - clock, 0.0)
             clock = free = max(clock, free) + idle[node.name]
         else:

@@ -1,7 +1,7 @@
-"""Holds nodes back until the collectives before them in the graph have started.
+"""Delays nodes until the collectives before them in the graph have started.
 
-onnxruntime runs a node that it has fused after all others that are ready, so a gradient may be
-computed long after the next layer's, and its collective starts late.
+onnxruntime runs a fused node after all other ready nodes. So it may compute a gradient long after
+the next layer's gradient, and the collective of the first one would start late.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ from onnxpar.lowering.overlap import VIEWS
 
 PRODUCTS = frozenset(("MatMul", "Gemm", "Conv"))
 _INTO_PRODUCTS = frozenset(("Transpose", "Mul", "Div", "Cast"))
-"""Ops that onnxruntime fuses with a product behind them."""
+"""Ops that onnxruntime fuses into a product that reads their result."""
 AFTER_PRODUCTS = frozenset(("Add", "Relu", "Sigmoid", "Tanh", "LeakyRelu", "Clip", "HardSigmoid"))
-"""Ops that onnxruntime fuses with a product before them."""
+"""Ops that onnxruntime fuses into the product that computes their operand."""
 
 
 def hold_back(graph: gs.Graph, moved: Mapping[str, str]) -> None:
-    """Puts a Gate behind each start of a collective, on an operand of the next node that computes,
-    or of each of those that were `moved` there: by name, with the name of the collective.
+    """Adds a Gate after each start of a collective, on an operand of the next node that computes.
+    If nodes were `moved` behind the start (node name to name of the collective), each of them gets
+    a Gate instead.
 
-    The graph must be sorted topologically, and stays so. A Gate is never between nodes that
-    onnxruntime fuses: a fused node may compute other bits.
+    The graph must be sorted topologically, and stays sorted. A Gate is never between nodes that
+    onnxruntime fuses: without the fusion, results may differ in their last bits.
     """
     makers = {id(t): node for node in graph.nodes for t in node.outputs}
     nodes: list[gs.Node] = []
     is_due = False
     filled = set(moved.values())
-    waiting: dict[str, set[int]] = {}  # by collective, what waits for its start
+    waiting: dict[str, set[int]] = {}  # by collective, the tensors that wait for its start
     held: dict[int, gs.Tensor] = {}
     for node in graph.nodes:
         node.inputs = [held.get(id(t), t) for t in node.inputs]
         waits = waiting.get(moved.get(node.name, ""))
         is_free = is_due if waits is None else not waits & {id(t) for t in node.inputs}
-        found = _operand(node, makers) if is_free and _computes(node) else None
-        if found is not None:
-            passed = gs.Variable(f"{found.name}::held", found.dtype, found.shape)
-            gate = gs.Node("Gate", passed.name, {}, [found], [passed], domain=DOMAIN)
-            makers[id(passed)] = makers[id(found)]
-            node.inputs = [passed if t is found else t for t in node.inputs]
-            held = {key: passed if t is found else t for key, t in held.items()}
-            held[id(found)] = passed
+        operand = _operand(node, makers) if is_free and _computes(node) else None
+        if operand is not None:
+            passed = gs.Variable(f"{operand.name}::held", operand.dtype, operand.shape)
+            gate = gs.Node("Gate", passed.name, {}, [operand], [passed], domain=DOMAIN)
+            makers[id(passed)] = makers[id(operand)]
+            node.inputs = [passed if t is operand else t for t in node.inputs]
+            held = {key: passed if t is operand else t for key, t in held.items()}
+            held[id(operand)] = passed
             nodes.append(gate)
             if waits is None:
                 is_due = False
@@ -68,7 +69,7 @@ def _computes(node: gs.Node) -> bool:
 
 
 def _operand(node: gs.Node, makers: dict[int, gs.Node]) -> gs.Tensor | None:
-    """An operand that another node computes, and that may pass a gate before this one."""
+    """A computed operand of a node that a Gate may hold back; None if there is none."""
     for tensor in node.inputs:
         maker = makers.get(id(tensor))
         if maker is not None and _computes(maker) and not _are_fused(maker, node, tensor):

@@ -1,8 +1,8 @@
 """Rewrites a global node into the nodes that each rank runs.
 
-The node gets the attributes and constants of a shard; its rule may replace it by other nodes,
-collectives among them. Values that differ by rank stay functions of the rank (`PerRank`) until the
-ranks are split; values that all ranks share become ordinary constants and attributes at once.
+The node gets the attributes and constants of a shard; its rule may replace the node by other nodes,
+also by collectives. Values that differ by rank stay functions of the rank (`PerRank`) until
+split-ranks; values that all ranks share become ordinary constants and attributes at once.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def localize_node(
 ) -> None:
     """Rewrites a node of the graph so that each rank runs it on its shards.
 
-    `layouts` has the layouts of the node's operands and results, by tensor name; atoms in
-    `open_atoms` have other sizes in each run. A node without a split factor stays as it is, if a
-    kernel has its op.
+    `layouts` are the layouts of the node's operands and results, by tensor name; the sizes of atoms
+    in `open_atoms` differ between runs. A node without a split factor stays as it is, if its op
+    has a kernel.
     """
     view = NodeView.of(op, layouts, mesh, open_atoms)
     if op.rule.has_kernel and not any(map(view.is_split, view.factors)):
@@ -78,13 +78,13 @@ def _surround(
     layouts: Mapping[str, Layout],
     per_rank: PerRank,
 ) -> NodeView:
-    """Inserts, before a node, nodes that put stand-ins into empty shards of the factors `names`,
-    and after it, nodes that drop the results for the stand-ins. Returns the node's view with
-    stand-ins."""
+    """Surrounds a node: nodes before it put stand-ins into empty shards of the factors `names`, and
+    nodes after it drop the results of the stand-ins. Returns the node's view with stand-ins.
+    """
     filled = view.filled(op.rule, names)
     before, after = (
-        LoweringBuilder(graph, each, per_rank, kind)
-        for each, kind in ((filled, "fill"), (view, "drop"))
+        LoweringBuilder(graph, seen, per_rank, prefix)
+        for seen, prefix in ((filled, "fill"), (view, "drop"))
     )
     StandIns(op, names, before, after, layouts).surround()
     before.insert_before(op.node)

@@ -23,7 +23,7 @@ class BucketBuilder(ReshardBuilder):
     """
 
     def build(self) -> list[gs.Node]:
-        """The nodes, in order; the last computes the last result."""
+        """The nodes of a rank, in order; the last node computes the last result."""
         self.members = list(zip(self.inputs, self.outputs, self.reshard.members, strict=True))
         {
             "AllReduce": self._reduce,
@@ -44,7 +44,7 @@ class BucketBuilder(ReshardBuilder):
             self._reshape(piece, befores[i], self.outputs[i])
 
     def _scatter(self) -> None:
-        """One reduce-scatter; each row has the shards of all tensors that one rank receives."""
+        """One reduce-scatter; each row has all shards that one rank receives."""
         rows, count = [], parts_over(self.axes)
         for i, (x, _, (before, after)) in enumerate(self.members):
             (axis,) = changed_dims(before, after)
@@ -59,7 +59,7 @@ class BucketBuilder(ReshardBuilder):
             self._reshape(piece, afters[i], self.outputs[i])
 
     def _gather(self) -> None:
-        """One all-gather; each row has the shards of all tensors that one rank sends."""
+        """One all-gather; each row has all shards that one rank sends."""
         count = parts_over(self.axes)
         rows = [self._shaped(x, [1, -1], f"row{i}") for i, x in enumerate(self.inputs)]
         joined, gathered = self._fresh(rows[0], "joined"), self._fresh(rows[0], "gathered")
@@ -77,11 +77,11 @@ class BucketBuilder(ReshardBuilder):
                 self._order(whole, y, axis, held, after.dims[axis])
 
     def _exchange(self) -> None:
-        """One all-to-all of the tensors joined along the dimension that ranks at one coordinate
-        hold, in the order of these ranks; so each rank sends and receives contiguous shards."""
-        found = held_dim(*self.reshard.members[0])
-        assert found is not None
-        held, is_before = found
+        """One all-to-all of the tensors, concatenated along the dimension of `held_dim` in the
+        order of the ranks that hold it; so each rank sends and receives contiguous shards."""
+        held_and_side = held_dim(*self.reshard.members[0])
+        assert held_and_side is not None
+        held, is_before = held_and_side
         (other,) = (i for i in changed_dims(*self.reshard.members[0]) if i != held)
         group = self.mesh.group(self.axes, 0)
 
@@ -93,9 +93,9 @@ class BucketBuilder(ReshardBuilder):
         members = [self.reshard.members[i] for i in order]
 
         def together(rank: int) -> list[int]:
-            """The elements of the held dimension that each member has of all tensors."""
-            each = [self._sizes(layouts[0 if is_before else 1].dims[held]) for layouts in members]
-            return [sum(column) for column in zip(*(of(rank) for of in each), strict=True)]
+            """Each member's number of elements of the held dimension, summed over all tensors."""
+            sizes = [self._sizes(layouts[0 if is_before else 1].dims[held]) for layouts in members]
+            return [sum(column) for column in zip(*(of(rank) for of in sizes), strict=True)]
 
         before, after = members[0]
         joined, moved = (self._fresh(self.inputs[0], what) for what in ("joined", "moved"))
@@ -117,7 +117,8 @@ class BucketBuilder(ReshardBuilder):
         self._split(moved, sizes, [self.outputs[i] for i in order], held)
 
     def _rows(self, x: gs.Tensor, before: Layout, axis: int, count: int, what: str) -> gs.Variable:
-        """A matrix with a row for each shard of dimension `axis`: outer dimensions move inside."""
+        """`x` as a matrix with a row for each shard of dimension `axis`: the dimensions before
+        `axis` move into the columns."""
         if axis:
 
             def apart(rank: int) -> list[int]:
@@ -128,7 +129,7 @@ class BucketBuilder(ReshardBuilder):
         return self._shaped(x, [count, -1], what)
 
     def _swapped(self, x: gs.Tensor, sizes: Callable[[int], list[int]], what: str) -> gs.Variable:
-        """`x` reshaped to three dimensions of these sizes, with the two outer ones swapped."""
+        """`x` reshaped to three dimensions of these sizes, with the first two swapped."""
         apart, swapped = self._fresh(x, f"{what}.apart"), self._fresh(x, f"{what}.turned")
         self._resized(x, lambda rank: np.array(sizes(rank), np.int64), apart)
         self._add("Transpose", [apart], swapped, perm=[1, 0, 2])
@@ -137,13 +138,13 @@ class BucketBuilder(ReshardBuilder):
     def _whole(
         self, piece: gs.Tensor, before: Layout, axis: int, count: int, y: gs.Tensor, number: int
     ) -> None:
-        """Computes `y` from a matrix gathered from all members; undoes `_rows`, so that `y` has the
-        whole dimension `axis`."""
+        """Computes `y`, whole along `axis`, from a matrix gathered from all members: the inverse of
+        `_rows`."""
 
         def shape(rank: int) -> Array:
-            own = local_shape(before, self.mesh, rank)
-            own[axis] *= count
-            return own
+            sizes = local_shape(before, self.mesh, rank)
+            sizes[axis] *= count
+            return sizes
 
         def apart(rank: int) -> list[int]:
             outer, inner = self._around(before, rank, axis)
@@ -154,14 +155,12 @@ class BucketBuilder(ReshardBuilder):
         self._resized(piece, shape, y)
 
     def _around(self, layout: Layout, rank: int, axis: int) -> tuple[int, int]:
-        """The number of elements in the dimensions before `axis` on a rank, and in those from
-        `axis` on."""
+        """A shard's number of elements in the dimensions before `axis`, and in all other ones."""
         shape = local_shape(layout, self.mesh, rank)
         return int(np.prod(shape[:axis], dtype=int)), int(np.prod(shape[axis:], dtype=int))
 
     def _pieces(self, x: gs.Tensor, layouts: Sequence[Layout], axis: int) -> list[gs.Variable]:
-        """Splits `x` along an axis into one piece per layout, each as large as the rank's shard in
-        that layout."""
+        """Splits `x` along an axis into one piece per layout, with the size of the rank's shard."""
 
         def sizes(rank: int) -> Array:
             shapes = [layout.local_shape(self.mesh, rank) for layout in layouts]

@@ -1,9 +1,8 @@
-"""Lowers a reshard to the nodes that a rank runs, from the positions that the rank holds before and
-after.
+"""Lowers a reshard to the nodes of a rank, from the positions that the rank holds before and after.
 
 Collectives of the runtime split and join contiguous shards. Where a rank's positions in a dimension
-are not contiguous (an inner factor is split, or segments are), a Gather before or after the
-collective puts them in order.
+are not contiguous (an inner factor or a segment is split), a Gather before or after the collective
+puts the elements in order.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _WIDE = {
     ),
     "float8_e8m0fnu": np.float32,
 }
-"""For types that no collective sends and no kernel slices, a type that has all their values."""
+"""Wider types for types that no collective sends and no kernel slices, with all their values."""
 
 
 @dataclass
@@ -71,7 +70,7 @@ class ReshardBuilder:
         self.built: list[gs.Node] = []
 
     def build(self) -> list[gs.Node]:
-        """The nodes, in order; the last computes the reshard's result."""
+        """The nodes of a rank, in order; the last node computes the reshard's result."""
         wide = _WIDE.get(str(numpy_dtype(self.inputs[0])))
         if wide is None:
             self._lower(self.inputs[0], self.outputs[0])
@@ -83,7 +82,7 @@ class ReshardBuilder:
         return self.built
 
     def _cast(self, x: gs.Tensor, y: gs.Tensor) -> None:
-        """Casts values that the type of `y` has; infinities stay infinite."""
+        """Casts `x` to the type of `y`, which has all values of `x`; infinities stay infinite."""
         to = numpy_dtype(y)
         is_float8 = str(to).startswith("float8")
         attrs = {"saturate": 0} if is_float8 else {}
@@ -105,8 +104,8 @@ class ReshardBuilder:
         self._reshape(result, after, y, same)
 
     def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor, same: int = 0) -> None:
-        """Reshapes `x` to the rank's shard of a layout, of which the `same` first dimensions are
-        those of `x`."""
+        """Reshapes `x` to the rank's shard of a layout. The first `same` dimensions of the layout
+        are those of `x`."""
         unknown = [i for i, dim in enumerate(layout.dims) if dim.size < 0]
         if len(unknown) < 2:
             self._resized(x, partial(local_shape, layout, self.mesh), y)
@@ -119,10 +118,10 @@ class ReshardBuilder:
             )
 
         def sizes(rank: int) -> Array:
-            """The shape, with 0 for what Reshape is to copy."""
-            found = local_shape(layout, self.mesh, rank)
-            found[unknown[:-1]] = 0
-            return found
+            """The shape, with 0 for sizes that Reshape copies from its operand."""
+            shape = local_shape(layout, self.mesh, rank)
+            shape[unknown[:-1]] = 0
+            return shape
 
         self._add("Reshape", [x, self._varying(f"shape{len(self.built)}", sizes)], y)
 
@@ -180,8 +179,8 @@ class ReshardBuilder:
         self._collective("CollectivePermute", x, y, sources=sources, **shapes)
 
     def _member_shapes(self, rank: int) -> list[int]:
-        """The shapes of all members' shards, one after the other; -1 for a dimension that is
-        whole, which may have another size in each run."""
+        """The shapes of all members' shards, concatenated; -1 for a whole dimension, whose size may
+        differ between runs."""
         members = np.array(self.mesh.group(self.axes, rank))
         columns = [
             local_sizes(dim, self.mesh, members)
@@ -221,8 +220,7 @@ class ReshardBuilder:
     def _by_member(
         self, x: gs.Tensor, axis: int, before: Dim, after: Dim, what: str = "ordered"
     ) -> gs.Tensor:
-        """The operand, reordered so that the elements for each member of the group are
-        contiguous."""
+        """The operand, reordered so that each member's elements are contiguous."""
         if is_run(before) and is_run(after):
             return x
         ordered = self._fresh(x, what)
@@ -247,8 +245,8 @@ class ReshardBuilder:
         held: Callable[[int], Array],
         wanted: Callable[[int], Array],
     ) -> None:
-        """Gathers the global positions `wanted` from an operand whose elements have the global
-        positions `held`."""
+        """Gathers the elements at global positions `wanted` from an operand whose elements have
+        global positions `held`."""
 
         def index(rank: int) -> Array:
             have = held(rank)
@@ -299,15 +297,16 @@ class ReshardBuilder:
 
 
 def shard_sources(before: Layout, after: Layout, mesh: Mesh, axes: Axes) -> list[int]:
-    """For each member of a group along `axes`, the index of the member that holds its shard of
-    `after` under `before`. A member that holds it keeps it; no two have the same source."""
+    """For each member of a group along `axes`, the index of the member that sends the shard that
+    the layout `after` gives to the receiver, and `before` to the sender. A member that already has
+    its shard is its own sender. No member sends twice."""
 
     members = np.array(mesh.group(axes, 0))
 
     def held(layout: Layout) -> list[tuple[int, ...]]:
-        """The coordinates of each member's shard, and the number of its term of a sum."""
-        each = [leaf.axes for dim in layout.dims for leaf in leaves(dim)]
-        columns = [mesh.coordinate(over, members) for over in (*each, layout.partial)]
+        """The coordinates of each member's shard, and the index of its term of a partial sum."""
+        splits = [leaf.axes for dim in layout.dims for leaf in leaves(dim)]
+        columns = [mesh.coordinate(over, members) for over in (*splits, layout.partial)]
         return list(map(tuple, np.stack(columns, axis=1).tolist()))
 
     have, wanted = held(before), held(after)
@@ -320,8 +319,8 @@ def shard_sources(before: Layout, after: Layout, mesh: Mesh, axes: Axes) -> list
 
 
 def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
-    """Both layouts; if inner factors of a merged dimension change, the dimension becomes one per
-    factor, since along a factor's own dimension shards are contiguous."""
+    """Both layouts, with a dimension per factor in place of each merged dimension whose inner
+    factors change: shards are contiguous along the dimension of a single factor."""
     dims: list[tuple[Dim, Dim]] = []
     for b, a in zip(before.dims, after.dims, strict=True):
         changes = b != a and not (is_run(b) and is_run(a))
@@ -335,7 +334,7 @@ def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
 
 
 def _same_first(one: Layout, other: Layout) -> int:
-    """How many of the first dimensions two layouts have in common."""
+    """The number of leading dimensions in which two layouts agree."""
     pairs = zip(one.dims, other.dims, strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 

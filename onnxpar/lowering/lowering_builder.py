@@ -26,9 +26,9 @@ from onnxpar.rules.rule import Local, Step
 class LoweringBuilder:
     """Builds the nodes that a rank runs in place of one node; implements `rule.Lowering`.
 
-    `local` is rank 0's view: read from it only values that all ranks share. Values that differ by
-    rank go through `per_rank`; its functions run after the node is gone, and must not read
-    `local.node`.
+    `local` is rank 0's view: read only values from it that all ranks share. Values that differ by
+    rank go through `per_rank`. Functions given to `per_rank` run after the node is gone, and must
+    not read `local.node`.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class LoweringBuilder:
         return self._inputs[index]
 
     def per_rank(self, value: Callable[[Any], Any]) -> gs.Tensor:
-        """A constant that each rank computes from its own view of the node."""
+        """A constant whose value on a rank is `value` of the rank's view of the node."""
         first, by_rank = self.view.value(value)
         name = self._fresh("constant")
         note_stand_ins(name, self.view, self._per_rank)
         return rank_constant(name, first, by_rank, self._per_rank)
 
     def by_rank(self, value: Callable[[int], Any]) -> gs.Tensor:
-        """A constant that each rank computes from its number."""
+        """A constant whose value on a rank is `value` of the rank's number."""
         return rank_constant(self._fresh("constant"), value(0), value, self._per_rank)
 
     @property
@@ -93,8 +93,8 @@ class LoweringBuilder:
     def all_gather(
         self, x: gs.Tensor, factor: str, axis: int, extent: Callable[[Any], int]
     ) -> gs.Tensor:
-        """The `x` of all ranks that hold shards of the factor, concatenated along `axis` in the
-        order of the shards; `extent` is the size of a rank's `x` along that axis."""
+        """Concatenates `x` of all ranks that hold shards of the factor, along `axis` in the order
+        of the shards; `extent` gives the size of a rank's `x` along that axis."""
         axes = self._axes(factor)
         if not axes:
             return x
@@ -102,11 +102,11 @@ class LoweringBuilder:
         sizes = [extent(self.view.on(m)) for m in members]
         shape = self.shape(x)
         shape[axis] = sum(sizes)
-        known = {} if self.is_open(factor) else {"sizes": sizes}  # others are found in a run
-        return self.collective("AllGather", x, axes, shape, axis=axis, **known)
+        attrs = {} if self.is_open(factor) else {"sizes": sizes}  # open sizes: found in each run
+        return self.collective("AllGather", x, axes, shape, axis=axis, **attrs)
 
     def shares_axes(self, factor: str, other: str) -> bool:
-        """True if two factors are split, over the same axes."""
+        """True if two factors are split over the same axes."""
         return bool(self._axes(factor)) and self._axes(factor) == self._axes(other)
 
     def of_members(self, factor: str, value: Callable[[Any], Any]) -> list[Any]:
@@ -114,7 +114,7 @@ class LoweringBuilder:
         return [value(self.view.on(m)) for m in self.view.mesh.group(self._axes(factor), 0)]
 
     def shift(self, x: gs.Tensor, factor: str, axis: int, sizes: Sequence[int]) -> gs.Tensor:
-        """The `x` of the rank with the shard before, in a ring."""
+        """`x` of the rank with the previous shard, in a ring."""
         return shift(self, x, self._axes(factor), axis, sizes)
 
     def exchange(
@@ -147,10 +147,10 @@ class LoweringBuilder:
             self._shapes[body.inputs[-1].name] = shape
         around, self._built = self._built, body.nodes
         ends, elements = step(body.inputs[: len(states)], body.inputs[len(states) :])
-        made = [self.add("Identity", [x]) for x in (*ends, *elements)]
+        body_results = [self.add("Identity", [x]) for x in (*ends, *elements)]
         self._built = around
         results = []
-        for i, tensor in enumerate(made):
+        for i, tensor in enumerate(body_results):
             steps = [self.shape(sequences[0])[0]] if i >= len(ends) else []
             shape = [*steps, *self.shape(tensor)]
             results.append(gs.Variable(f"{name}:{i}", tensor.dtype, shape))
@@ -163,8 +163,8 @@ class LoweringBuilder:
     def filled(
         self, x: gs.Tensor, factor: str, axis: int, value: Any = 0, count: int = 1
     ) -> gs.Tensor:
-        """`x`, or `count` elements of `value` along `axis` where the rank's shard is empty;
-        dimension `axis` of `x` has `count` elements for each of the factor's."""
+        """`x`; where the rank's shard is empty, `count` elements of `value` along `axis`. Dimension
+        `axis` of `x` has `count` elements for each element of the factor."""
         if not self.view.may_be_empty(factor):
             return x
         y = fill(self, x, axis, np.array([count], np.int64), value)
@@ -176,7 +176,7 @@ class LoweringBuilder:
         self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Any], tuple[int, int]]
     ) -> gs.Tensor:
         """Elements `wanted[0]` up to (not including) `wanted[1]` of dimension `axis` of `x`, from
-        the ranks that hold them. The dimension is the factor, in contiguous shards."""
+        the ranks that hold them. The dimension is the factor; its shards are contiguous."""
         return fetch(self, self.view, x, factor, axis, wanted)
 
     def is_open(self, factor: str) -> bool:
@@ -220,7 +220,7 @@ class LoweringBuilder:
         types: Sequence[tuple[Any, Sequence[int]] | int],
         **attrs: Any,
     ) -> list[gs.Variable]:
-        """Adds a node with one result of each of these types; see `Lowering.make_each`."""
+        """Adds a node with a result for each type; see `Lowering.make_each`."""
         name = self._fresh(op)
         results = [
             self._outputs[type_] if isinstance(type_, int) else gs.Variable(f"{name}:{i}", *type_)
@@ -300,15 +300,15 @@ class LoweringBuilder:
     def _infer(self, node: gs.Node) -> None:
         """Infers the types of the results on rank 0."""
         shapes = [None if not t.name else self.shape(t) for t in node.inputs]
-        found = infer_results(node, shapes, self._graph.opset)
-        for tensor, (dtype, shape) in zip(node.outputs, found, strict=True):
+        types = infer_results(node, shapes, self._graph.opset)
+        for tensor, (dtype, shape) in zip(node.outputs, types, strict=True):
             tensor.dtype, tensor.shape = dtype, shape
 
     def _axes(self, factor: str) -> Axes:
         return dim_axes(self.view.factors[factor])
 
     def _sizes(self, value: Any) -> gs.Tensor:
-        """An int64 constant; if `value` is a function, each rank computes its own."""
+        """An int64 constant: `value`, or the result of the function `value` on each rank's view."""
         if callable(value):
             return self.per_rank(lambda local: np.array(value(local), np.int64))
         return self._operand(np.array(value, np.int64))

@@ -1,8 +1,8 @@
 """Expresses a rank's constants that depend on open sizes as polynomials of symbols.
 
-The lowered graphs of several bindings are compared. A constant that differs between them must be
-a polynomial of the symbols, and of the starts and sizes of the rank's shards; if it is not, the
-user has to give sizes.
+The lowered graphs of several bindings are compared. A constant that differs between bindings must
+be a polynomial of the symbols and of the starts and sizes of the rank's shards; otherwise the user
+has to fix sizes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Lowered:
     @cached_property
     def constants(self) -> dict[str, gs.Constant]:
         """The constants, by name."""
-        found = [*self.graph.tensors().values()]
-        found += [t for node in self.graph.nodes for t, _, _ in captured(node)]
-        return {t.name: t for t in found if isinstance(t, gs.Constant)}
+        tensors = [*self.graph.tensors().values()]
+        tensors += [t for node in self.graph.nodes for t, _, _ in captured(node)]
+        return {t.name: t for t in tensors if isinstance(t, gs.Constant)}
 
     @cached_property
     def nodes(self) -> dict[str, gs.Node]:
@@ -70,7 +70,7 @@ class Lowered:
 
 
 class OpenConstants:
-    """Compares the lowered graphs of all bindings; `base` is that of the first binding."""
+    """Compares the lowered graphs of all bindings; `base` is the graph of the first binding."""
 
     def __init__(
         self, base: Lowered, others: Sequence[Lowered], sizes: OpenSizes, mesh: Mesh
@@ -79,7 +79,7 @@ class OpenConstants:
         self.base = base
         self.sizes = sizes
         self.mesh = mesh
-        names = [[(n.name, n.op) for n in each.graph.nodes] for each in self.all]
+        names = [[(n.name, n.op) for n in lowered.graph.nodes] for lowered in self.all]
         for other in names[1:]:
             if other != names[0]:
                 odd = [a for a, b in zip(names[0], other, strict=False) if a != b][:1]
@@ -88,12 +88,13 @@ class OpenConstants:
             if any(name not in other.constants for other in others):
                 raise self.needs_sizes(name)
         self.varying = sorted(self._find_varying())
-        self._known = cache(self._values)
-        self._shards = cache(self._shard_sizes)
+        self._variables = cache(self._variable_values)
+        self._shard_forms = cache(self._sizes_of_shards)
 
     def needs_sizes(self, what: str) -> OpenSizesError:
         """The error for a constant or attribute without a closed form."""
-        # TorchScript's exporter calls constants onnx::Slice_48; passes continue names of nodes so
+        # "::" also occurs in names of TorchScript's exporter (onnx::Slice_48), not only after a
+        # node's name, where passes put it
         node = what if what in self.base.layouts else what.split("::")[0]
         return OpenSizesError(
             f"'{node}': the shard of a rank has no formula in the open sizes; fix them with "
@@ -102,25 +103,26 @@ class OpenConstants:
         )
 
     def check(self) -> None:
-        """Checks the constants and attributes of all nodes. Errors: OpenSizesError, with every node
-        whose values on some rank cannot be computed from the symbols."""
-        found: dict[str, OpenSizesError] = {}
+        """Checks the constants and attributes of all nodes. Errors: OpenSizesError, with all nodes
+        whose values on some rank are no function of the symbols."""
+        errors: dict[str, OpenSizesError] = {}
         for rank in _ranks_to_check(self.mesh.size):
             for name in self.varying:
-                with _noted(found):
+                with _collect_error(errors):
                     self._array(rank, name)
             for node in self.base.graph.nodes:
-                with _noted(found):
+                with _collect_error(errors):
                     self._attributes(rank, node)
-        if found:
-            raise OpenSizesError(str(next(iter(found.values()))), dict.fromkeys(found, frozenset()))
+        if errors:
+            first = next(iter(errors.values()))
+            raise OpenSizesError(str(first), dict.fromkeys(errors, frozenset()))
 
     def _find_varying(self) -> Iterator[str]:
         for name, tensor in self.base.constants.items():
             by_rank = self._is_per_rank(name)
             is_lazy = isinstance(tensor._values, gs.ir.tensor.LazyValues) and not by_rank
             if is_lazy and tensor.shape and np.prod(tensor.shape) > MOST:
-                if name in self.base.layouts:  # otherwise only bodies read it, whole
+                if name in self.base.layouts:  # otherwise only bodies read the weight, whole
                     self._check_stored(name)
                 continue  # checked as a weight
             whole = tensor.values
@@ -130,7 +132,7 @@ class OpenConstants:
 
     def _is_per_rank(self, name: str) -> bool:
         """True if ranks have different constants of this name at some binding."""
-        return any(name in each.per_rank.constants for each in self.all)
+        return any(name in lowered.per_rank.constants for lowered in self.all)
 
     def _check_stored(self, name: str) -> None:
         """Checks a weight, which is split once for all runs. Errors: OpenSizesError if its shards
@@ -139,57 +141,57 @@ class OpenConstants:
             raise self.needs_sizes(name)
 
     def _cut_varies(self, name: str) -> bool:
-        """True if a stored tensor is split otherwise at other sizes, as `table[:N]` into parts of N
-        rows and of those behind them."""
-        known = [name in each.layouts for each in self.all]
-        if not all(known):
-            return any(known)
-        for dims in zip(*(each.layouts[name].dims for each in self.all), strict=True):
-            found = [[(f.size, f.axes) for f in leaves(dim)] for dim in dims]
-            if any(axes for _, axes in found[0]) and any(f != found[0] for f in found):
+        """True if the split of a stored tensor depends on open sizes: `table[:N]` divides the table
+        into a segment of N rows and a segment of the other rows."""
+        has_layout = [name in lowered.layouts for lowered in self.all]
+        if not all(has_layout):
+            return any(has_layout)
+        for dims in zip(*(lowered.layouts[name].dims for lowered in self.all), strict=True):
+            splits = [[(f.size, f.axes) for f in leaves(dim)] for dim in dims]
+            if any(axes for _, axes in splits[0]) and any(s != splits[0] for s in splits):
                 return True
         return False
 
     def arrays(self, rank: int) -> dict[str, OpenArray]:
         """The constants of a rank that depend on open sizes, by name."""
-        found = {name: self._array(rank, name) for name in self.varying}
-        return {name: array for name, array in found.items() if array is not None}
+        all_arrays = {name: self._array(rank, name) for name in self.varying}
+        return {name: array for name, array in all_arrays.items() if array is not None}
 
     def _array(self, rank: int, name: str) -> OpenArray | None:
-        """A constant of a rank as polynomials; None if the rank has the constant of all, which does
-        not depend on open sizes."""
-        values = [each.value(name, rank, self.mesh) for each in self.all]
+        """A constant of a rank as polynomials; None if the constant is the same on all ranks and
+        does not depend on open sizes."""
+        values = [lowered.value(name, rank, self.mesh) for lowered in self.all]
         if all(_equal(values[0], v) for v in values[1:]) and name not in self.base.layouts:
             return None
         return self._fitted(name, values, rank, self._filled(name))
 
     def _filled(self, name: str) -> frozenset[int]:
-        """The indices of those split sizes for whose empty shards a constant counts a stand-in."""
+        """The indices of the split sizes whose empty shards have a stand-in, for a constant."""
         stand_ins = self.base.per_rank.stand_ins.get(name, frozenset())
         keys = [(split.sizes[0], split.axes) for split in self._split_sizes]
         return frozenset(i for i, key in enumerate(keys) if key in stand_ins)
 
-    def _values(
+    def _variable_values(
         self, rank: int, filled: frozenset[int]
     ) -> tuple[dict[Variable, Sequence[int]], list[dict[str, int]]]:
-        """Values of all variables on which a constant may depend: at the bindings, by variable; and
-        at random sizes, one mapping per probe."""
-        own = self._parts(rank, filled)
+        """Values of all variables of a constant: at the bindings, by variable; and at random sizes,
+        one mapping per probe."""
+        extents = self._parts(rank, filled)
         variables: dict[Variable, Sequence[int]] = {}
         variables.update(self.sizes.variables())
-        variables.update(part_values(own, self.sizes.bindings))
-        parts = part_values(own, self._probes)
+        variables.update(part_values(extents, self.sizes.bindings))
+        parts = part_values(extents, self._probes)
         probes = [
             {**probe, **{name: column[i] for name, column in parts.items()}}
             for i, probe in enumerate(self._probes)
         ]
         return variables, probes
 
-    def _shard_sizes(
+    def _sizes_of_shards(
         self, rank: int, filled: frozenset[int]
     ) -> dict[tuple[int, ...], list[Polynomial]]:
-        """The sizes of a rank's shards of all dimensions of tensors, as their layouts have them, by
-        their values at the bindings."""
+        """Polynomials for the sizes of a rank's shards of all split dimensions, by their values at
+        the bindings."""
         names = {
             (split.sizes, split.axes, split.parts): self._extent_name("part", i, filled)
             for i, split in enumerate(self._split_sizes)
@@ -201,36 +203,40 @@ class OpenConstants:
                 key = (tuple(d.size for d in dims), first.axes, first.parts)
                 if key in names:
                     return Polynomial.variable(names[key])
-                own = {d.part(self.mesh, rank)[1] for d in dims if isinstance(d, Factor)}
-                return Polynomial.constant(*own) if len(own) == 1 else self.sizes.formula(key[0])
+                constants = {d.part(self.mesh, rank)[1] for d in dims if isinstance(d, Factor)}
+                return (
+                    Polynomial.constant(*constants)
+                    if len(constants) == 1
+                    else self.sizes.formula(key[0])
+                )
             children = [() if isinstance(d, Factor) else d.children for d in dims]
             if len({(type(d), len(c)) for d, c in zip(dims, children, strict=True)}) > 1:
                 return None
-            parts = [size(each) for each in zip(*children, strict=True)]
-            known = [part for part in parts if part is not None]
-            if len(known) < len(parts):
+            parts = [size(child_dims) for child_dims in zip(*children, strict=True)]
+            polynomials = [part for part in parts if part is not None]
+            if len(polynomials) < len(parts):
                 return None
-            return reduce(add if isinstance(first, Concat) else mul, known)
+            return reduce(add if isinstance(first, Concat) else mul, polynomials)
 
-        variables, _ = self._known(rank, filled)
+        variables, _ = self._variables(rank, filled)
         texts = [v for v in variables if isinstance(v, str)]
         at = [{v: variables[v][i] for v in texts} for i, _ in enumerate(self.all)]
-        found: dict[tuple[int, ...], list[Polynomial]] = {}
+        forms: dict[tuple[int, ...], list[Polynomial]] = {}
         for dims in self._split_dims:
             form = size(dims)
             if form is not None:
-                found.setdefault(tuple(form.at(values) for values in at), []).append(form)
-        return found
+                forms.setdefault(tuple(form.at(values) for values in at), []).append(form)
+        return forms
 
     @cached_property
     def _split_dims(self) -> list[tuple[Dim, ...]]:
-        """The split dimensions of open sizes, at each binding, each once."""
-        found: dict[tuple[Dim, ...], None] = {}
+        """The distinct split dimensions of open sizes, each with its layout at all bindings."""
+        split_dims: dict[tuple[Dim, ...], None] = {}
         for name in self.base.layouts:
-            for dims in zip(*(each.layouts[name].dims for each in self.all), strict=True):
+            for dims in zip(*(lowered.layouts[name].dims for lowered in self.all), strict=True):
                 if len({dim.size for dim in dims}) > 1 and dim_axes(dims[0]):
-                    found[dims] = None
-        return list(found)
+                    split_dims[dims] = None
+        return list(split_dims)
 
     def _fitted(
         self,
@@ -239,18 +245,18 @@ class OpenConstants:
         rank: int,
         filled: frozenset[int],
     ) -> OpenArray:
-        """The constant as polynomials with these values. Errors: OpenSizesError if none fits, or if
-        two fit that differ at a probe."""
-        variables, probes = self._known(rank, filled)
-        shards = self._shards(rank, filled)
+        """The constant as polynomials with these values. Errors: OpenSizesError if no polynomial
+        fits, or if two fitting polynomials differ at a probe."""
+        variables, probes = self._variables(rank, filled)
+        shards = self._shard_forms(rank, filled)
         first = values[0]
         same = all(v.shape == first.shape and v.dtype == first.dtype for v in values)
         if not same or not np.issubdtype(first.dtype, np.integer):
             raise self.needs_sizes(name)
         columns = np.stack([v.reshape(-1) for v in values], 1).tolist()
-        own = self.sizes.values.get(name)
-        if own is not None and own.shape == first.shape and self._has(own, columns):
-            return OpenArray(tuple(own.reshape(-1)), first.shape, first.dtype)
+        forms = self.sizes.values.get(name)
+        if forms is not None and forms.shape == first.shape and self._has(forms, columns):
+            return OpenArray(tuple(forms.reshape(-1)), first.shape, first.dtype)
         elements = []
         for column in columns:
             fitting = [*self.sizes.known(column), *self.sizes.fitting(column, variables)]
@@ -268,63 +274,62 @@ class OpenConstants:
         return all([form.at(b) for b in self.sizes.bindings] == column for form, column in pairs)
 
     def parts(self, rank: int) -> dict[str, Extent]:
-        """The extents of a rank's shards of open sizes, with and without stand-ins, by name of the
-        variable."""
+        """The extents of a rank's shards of open sizes, with and without stand-ins, by variable."""
         every = frozenset(range(len(self._split_sizes)))
         return {**self._parts(rank, every), **self._parts(rank, frozenset())}
 
     @cached_property
     def _prefix(self) -> str:
-        """More colons than any symbol of the model begins with: extents have names of their own."""
+        """The prefix of extents' names: more colons than any symbol of the model begins with."""
         return ":" * (1 + max((len(s) - len(s.lstrip(":")) for s in self.sizes.symbols), default=0))
 
     def _parts(self, rank: int, filled: frozenset[int]) -> dict[str, Extent]:
-        found = {}
+        extents = {}
         for i, split in enumerate(self._split_sizes):
             at = tuple(self.mesh.coordinate((a,), rank) for a in split.axes)
             for what in ("start", "part"):
-                found[self._extent_name(what, i, filled)] = Extent(
+                extents[self._extent_name(what, i, filled)] = Extent(
                     split.size, split.axes, at, what == "start", i in filled, split.parts
                 )
-        return found
+        return extents
 
     def _extent_name(self, what: str, i: int, filled: frozenset[int]) -> str:
         return f"{self._prefix}{'filled_' if i in filled else ''}{what}{i}"
 
     @cached_property
     def _probes(self) -> list[Binding]:
-        """Random sizes within the limits of runs, to distinguish polynomials that agree at the
-        bindings: small ones, at which ranks have empty shards, and larger ones."""
+        """Random sizes within the limits of runs, which distinguish polynomials that agree at the
+        bindings: small sizes, at which ranks have empty shards, and larger sizes."""
         source = random.Random(0)
         bindings = self.sizes.bindings
         least = {symbol: min(b[symbol] for b in bindings) for symbol in self.sizes.symbols}
         starts = [(dict.fromkeys(least, 1), 4), (least, 3), (least, 30), (least, 999)]
-        found = [
+        candidates = [
             {symbol: low + source.randint(0, most) for symbol, low in start.items()}
             for start, most in starts
             for _ in range(_PROBES)
         ]
         return [
             probe
-            for probe in found
+            for probe in candidates
             if all(a.at(probe) <= b.at(probe) for a, b in self.sizes.limits)
         ]
 
     @cached_property
     def _split_sizes(self) -> list[SplitSize]:
-        """Open sizes that are split over some axes, each once."""
-        found: dict[tuple[tuple[int, ...], Axes, object], SplitSize] = {}
+        """The distinct open sizes that are split over mesh axes."""
+        split_sizes: dict[tuple[tuple[int, ...], Axes, object], SplitSize] = {}
         for name in self.base.layouts:
-            trees = zip(*(each.layouts[name].dims for each in self.all), strict=True)
+            trees = zip(*(lowered.layouts[name].dims for lowered in self.all), strict=True)
             for dims in trees:
                 split = [[f for f in leaves(dim) if f.axes] for dim in dims]
-                if len({len(each) for each in split}) > 1:
+                if len({len(factors) for factors in split}) > 1:
                     raise self.needs_sizes(name)
                 for column in zip(*split, strict=True):
                     key = (tuple(f.size for f in column), column[0].axes, column[0].parts)
-                    if len(set(key[0])) > 1 and key not in found:
-                        found[key] = self._split_size(name, column)
-        return list(found.values())
+                    if len(set(key[0])) > 1 and key not in split_sizes:
+                        split_sizes[key] = self._split_size(name, column)
+        return list(split_sizes.values())
 
     def _split_size(self, name: str, column: Sequence[Factor]) -> SplitSize:
         sizes = tuple(f.size for f in column)
@@ -335,46 +340,46 @@ class OpenConstants:
 
     def is_open(self, name: str, axis: int) -> bool:
         """True if a dimension of an input or output differs between the bindings."""
-        found = [each.layouts.get(name) for each in self.all]
-        return len({layout.shape[axis] for layout in found if layout is not None}) > 1
+        layouts = [lowered.layouts.get(name) for lowered in self.all]
+        return len({layout.shape[axis] for layout in layouts if layout is not None}) > 1
 
     def attributes(self, rank: int) -> Iterator[tuple[str, str]]:
-        """Yields (node, attribute) of collectives to remove, because the collective finds these
-        sizes when it runs. Errors: OpenSizesError for any other attribute that depends on open
-        sizes."""
+        """Yields (node, attribute) for each attribute to remove: sizes that the collective takes as
+        an operand or finds when it runs. Errors: OpenSizesError for any other attribute that
+        depends on open sizes."""
         for node in self.base.graph.nodes:
             yield from self._attributes(rank, node)
 
     def _attributes(self, rank: int, node: gs.Node) -> list[tuple[str, str]]:
         if self._reaches_over(node):
             raise self.needs_sizes(node.name)
-        found = []
-        keys = {k for each in self.all for k in each.nodes[node.name].attrs}
+        removed = []
+        keys = {k for lowered in self.all for k in lowered.nodes[node.name].attrs}
         for key in sorted(k for k in keys if not k.startswith("onnxpar.")):
-            values = [each.attribute(node.name, key, rank) for each in self.all]
+            values = [lowered.attribute(node.name, key, rank) for lowered in self.all]
             if all(_equal(values[0], v) for v in values[1:]):
                 continue
             if node.domain != DOMAIN or not _is_found_in_a_run(node, key, values):
                 self._member_sizes(rank, node, key, values)
-            found.append((node.name, key))
-        return found
+            removed.append((node.name, key))
+        return removed
 
     def operands(self, rank: int) -> dict[str, tuple[OpenArray, dict[str, Extent]]]:
-        """The sizes of shards that a collective of a rank takes as an operand, by its node, with
-        the extents on which they depend, by name of the variable. Errors: OpenSizesError."""
-        found = {}
+        """The shard sizes that a rank's collective takes as an operand, by node, with the extents
+        on which they depend, by variable. Errors: OpenSizesError."""
+        operands = {}
         for node in self.base.graph.nodes:
             for name, key in self._attributes(rank, node):
-                values = [each.attribute(name, key, rank) for each in self.all]
+                values = [lowered.attribute(name, key, rank) for lowered in self.all]
                 if not _is_found_in_a_run(node, key, values):
-                    found[name] = self._member_sizes(rank, node, key, values)
-        return found
+                    operands[name] = self._member_sizes(rank, node, key, values)
+        return operands
 
     def _member_sizes(
         self, rank: int, node: gs.Node, key: str, values: Sequence[Any]
     ) -> tuple[OpenArray, dict[str, Extent]]:
-        """The sizes of the shards into which a collective cuts its operand: each depends on the
-        place of another member. Errors: OpenSizesError for any other attribute."""
+        """The shard sizes into which a collective cuts its operand, one for each member of the
+        group. Errors: OpenSizesError for any other attribute."""
         kind = KINDS.get(node.op) if node.domain == DOMAIN else None
         if kind is None or not kind.cuts or key != kind.cuts.sizes or _moved_axis(node) is not None:
             raise self.needs_sizes(node.name)
@@ -393,24 +398,22 @@ class OpenConstants:
         return OpenArray(tuple(elements), (len(elements),), np.dtype(np.int64)), extents
 
     def _reaches_over(self, node: gs.Node) -> bool:
-        """True if lowering made the node to move elements between neighbouring shards of an open
+        """True if lowering added the node to move elements between neighbouring shards of an open
         size.
 
-        The numbers of elements may be equal at all bindings, but they are wrong in a run in which a
-        shard is smaller than the halo that its neighbours want.
+        The numbers of moved elements may be equal at all bindings, but they are wrong in a run in
+        which a shard is smaller than the halo of its neighbours.
         """
         axis = _moved_axis(node)
-        if (
-            axis is None or vars(node).get("onnx_source") is None
-        ):  # hand-written: sizes are the author's
+        if axis is None or vars(node).get("onnx_source") is None:  # None: a node of the author
             return False
-        results = [_result(each.nodes[node.name]) for each in self.all]
+        results = [_result(lowered.nodes[node.name]) for lowered in self.all]
         return len({tuple(y.shape)[axis] for y in results}) > 1
 
 
 def _ends(column: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> list[Polynomial]:
-    """Ends of shards with these values. That an end is a start and a size is no coincidence, also
-    where shards have too few different sizes to show it."""
+    """The polynomials start + size that have these values at the bindings: the ends of shards.
+    They fit by meaning, even if too few bindings differ to exclude other polynomials."""
     texts = [v for v in variables if isinstance(v, str) and "start" in v]
     pairs = [
         (start, part) for start in texts if (part := start.replace("start", "part")) in variables
@@ -423,7 +426,7 @@ def _ends(column: Sequence[int], variables: Mapping[Variable, Sequence[int]]) ->
 
 
 def _result(node: gs.Node) -> gs.Tensor:
-    """The result of a collective, also if another node completes it."""
+    """The result of a collective; if another node completes the collective, that node's result."""
     (y, *_) = node.outputs
     return y.outputs[0].outputs[0] if node.op.startswith(START) else y
 
@@ -441,8 +444,8 @@ def _moved_axis(node: gs.Node) -> int | None:
 
 
 def _ranks_to_check(count: int) -> list[int]:
-    """All ranks of a small mesh; a sample of a large one (both ends, the middle, a third). The
-    others are checked when ranks are written."""
+    """All ranks of a small mesh; a sample of a large mesh (both ends, the middle, a third). The
+    other ranks are checked when ranks are written."""
     some = {0, 1, 2, count // 3, count // 2, count - 3, count - 2, count - 1}
     return list(range(count)) if count <= _FEW else sorted(some)
 
@@ -451,18 +454,18 @@ _FEW = 16
 
 
 @contextmanager
-def _noted(found: dict[str, OpenSizesError]) -> Iterator[None]:
-    """Keeps the first error of each node."""
+def _collect_error(errors: dict[str, OpenSizesError]) -> Iterator[None]:
+    """Stores the first error of each node in `errors`."""
     try:
         yield
     except OpenSizesError as error:
         for node in error.nodes:
-            found.setdefault(node, error)
+            errors.setdefault(node, error)
 
 
 def _is_found_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
-    """True if a collective finds these sizes itself when it runs: those of its members' tensors,
-    or those of shards that are as equal as possible."""
+    """True if a collective finds these sizes itself when it runs: the sizes of its members'
+    tensors, or of shards that are as equal as possible."""
     if _moved_axis(node) is not None:
         return False
     kind = KINDS.get(kind_of(node.op))

@@ -1,5 +1,5 @@
-"""Declares the shapes of a rank's tensors where sizes are open: onnxruntime fuses ops only if it
-knows that their shapes are equal."""
+"""Declares the shapes of a rank's tensors where sizes are open: onnxruntime fuses some ops only
+if it knows that shapes are equal."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from onnxpar.layout.layout import Dim, leaves, local_size
 from onnxpar.lowering.open_constants import OpenConstants
 
 Bound = tuple[Dim, ...]
-"""A dimension of a tensor at each binding."""
+"""The layouts of one tensor dimension, one for each binding."""
 
 
 class OpenShapes:
-    """The shapes of the tensors of a lowered graph. Dimensions that are the same at all bindings
-    have the same name, if their sizes have a closed form.
+    """The shapes of the tensors of a lowered graph. Dimensions with equal layouts at all bindings
+    share a name, if their sizes have a closed form.
 
-    There are none if inputs may have other sizes than the symbols say.
+    No shapes are declared if inputs may have other sizes than the symbols say.
     """
 
     def __init__(self, opened: OpenConstants) -> None:
@@ -28,15 +28,15 @@ class OpenShapes:
         nodes = [] if opened.sizes.free else opened.base.graph.nodes
         outputs = {t.name for t in opened.base.graph.outputs}
         for tensor in (t for node in nodes for t in node.outputs if t.name not in outputs):
-            found = [each.layouts.get(tensor.name) for each in opened.all]
-            layouts = [layout for layout in found if layout is not None]
-            if len(layouts) == len(found) and tensor.dtype not in (None, object):
+            every = [lowered.layouts.get(tensor.name) for lowered in opened.all]
+            layouts = [layout for layout in every if layout is not None]
+            if len(layouts) == len(every) and tensor.dtype not in (None, object):
                 element = gs.exporters.onnx_exporter.dtype_to_onnx(tensor.dtype)
                 dims = list(zip(*(layout.dims for layout in layouts), strict=True))
                 self._dims[tensor.name] = element, dims
 
     def declare(self, graph: GraphProto, rank: int) -> None:
-        """Adds the shapes on a rank to its graph."""
+        """Adds the shapes of a rank's tensors to the rank's graph."""
         for name in (name for node in graph.node for name in node.output if name in self._dims):
             element, dims = self._dims[name]
             shape = [self._size(bound, rank) for bound in dims]
@@ -49,8 +49,8 @@ class OpenShapes:
             size = local_size(bound[0], self._mesh, rank)
             return size if size >= 0 else None
         if bound not in self._names:
-            each = [[leaf.size for leaf in leaves(dim)] for dim in bound]
-            columns = zip(*each, strict=True) if len({*map(len, each)}) == 1 else [(-1,)]
+            sizes = [[leaf.size for leaf in leaves(dim)] for dim in bound]
+            columns = zip(*sizes, strict=True) if len({*map(len, sizes)}) == 1 else [(-1,)]
             is_known = all(min(s) >= 0 and self._formula(s) is not None for s in columns)
             self._names[bound] = f"onnxpar.{len(self._names)}" if is_known else None
         return self._names[bound]

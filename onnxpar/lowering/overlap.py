@@ -1,5 +1,4 @@
-"""Starts collectives early and completes them late, so that what does not depend on them hides
-them."""
+"""Starts collectives early and completes them late, so that independent compute hides them."""
 
 from __future__ import annotations
 
@@ -13,24 +12,25 @@ from onnxpar.graph.subgraphs import bodies, read_by
 from onnxpar.lowering.streams import GroupsOf, collectives_in
 
 VIEWS = frozenset(("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))
-"""Ops that wait with their operand at no cost."""
+"""Ops that cost nothing, and may wait together with their operand."""
 AHEAD = 2
-"""How many nodes' parameters are gathered ahead at least: one that waits, and one for which the
-link works meanwhile."""
+"""Parameters are gathered ahead for at least this many nodes: for the node that waits, and for the
+next one, whose parameters the link moves meanwhile."""
 _ARRANGING = VIEWS | {"Transpose", "Cast", "Slice", "Concat", "Split"}
-"""Ops that may be moved with a gather, where they arrange parameters."""
+"""Ops that may move together with a gather, where they rearrange parameters."""
 Place = tuple[float, ...]
-"""Where a node stands in the graph: places are compared item by item."""
+"""The position of a node in the graph; positions are compared item by item."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a rank can do while a collective is under way.
+    """The nodes that a rank can run while a collective is under way.
 
-    start, end      the collective may start at the place `start`, and must be complete at `end`
-    before, behind  the nodes that only prepare its operand, and that only shape its result
-    between         the nodes that run in between, up to the next collective that waits for this one
-    after           what the last of them computes, if the first reader of the result waits for it
+    start, end  the collective may start at the place `start`, and must be complete at `end`
+    before      nodes that only prepare the operand of the collective
+    behind      nodes that only shape the result of the collective
+    between     nodes that compute meanwhile, up to the next collective that waits for this one
+    after       a result of a node in `between`; the first reader of the collective waits for it
     """
 
     collective: gs.Node
@@ -48,10 +48,10 @@ def is_collective(node: gs.Node) -> bool:
 
 
 class Windows:
-    """Finds the windows of the collectives of a graph in topological order. Nodes in `heavy`
-    compute; the others may be moved together with a collective. A collective in one op waits for
-    those that were started in the same `groups`, and for no others. The first reader of a
-    collective's result also waits for the tensor `awaited` of that collective, if it has one."""
+    """Finds the windows of collectives in a topologically sorted graph. Nodes in `heavy` compute;
+    other nodes may move together with a collective. A collective that is not split into start and
+    completion waits only for started collectives of the same `groups`. `awaited` names tensors by
+    collective: the first reader of the collective's result waits for that tensor, too."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Windows:
         self.nodes = list(graph.nodes)
         self.groups = groups
         self.awaited = awaited or {}
-        self.within = [{groups(each) for each in collectives_in(node)} for node in self.nodes]
+        self.within = [{groups(inner) for inner in collectives_in(node)} for node in self.nodes]
         self.index = {id(node): i for i, node in enumerate(self.nodes)}
         self.reads = [read_by(node) for node in self.nodes]
         self.makers = {id(t): node for node in self.nodes for t in node.outputs}
@@ -75,8 +75,8 @@ class Windows:
         self.arranging: set[int] = set()
         for i, node in enumerate(self.nodes):
             makers = [self.makers.get(id(t)) for t in self.reads[i]]
-            known = all(m is None or self.index[id(m)] in self.arranging for m in makers)
-            if known and node.op in _ARRANGING and node.domain != DOMAIN:
+            arranges = all(m is None or self.index[id(m)] in self.arranging for m in makers)
+            if arranges and node.op in _ARRANGING and node.domain != DOMAIN:
                 self.arranging.add(i)
 
     def _is_heavy(self, node: gs.Node, heavy: Collection[str]) -> bool:
@@ -84,15 +84,14 @@ class Windows:
         return computes or node.domain == DOMAIN or bool(bodies(node))
 
     def find(self, sizes: Mapping[str, int], most: int) -> list[Window]:
-        """The windows of the collectives in `sizes`, which has the bytes of their tensors, in graph
-        order.
+        """The windows of the collectives in `sizes` (name to bytes), in graph order.
 
-        A gather ends where it is, and starts so early that ranks hold at most `most` bytes of
-        gathered tensors, or those of AHEAD nodes. Others start where they are, and end at the first
-        node that reads the result."""
+        A gather ends at its place in the graph. It starts as early as possible while ranks hold at
+        most `most` bytes of gathered tensors, or the tensors of AHEAD nodes. Any other collective
+        starts at its place, and ends at the first node that reads its result."""
         waits = [(i, w) for i, w in enumerate(self.within) if w and self.nodes[i].name not in sizes]
         cuts = {of: [i for i, w in waits if of in w] for of in set().union(*self.within)}
-        found: list[Window] = []
+        windows: list[Window] = []
         batch: list[int] = []
         batches: list[tuple[int, int]] = []
         for i, node in enumerate(self.nodes):
@@ -102,20 +101,20 @@ class Windows:
                     batch.append(i)
                 else:
                     between = self._between(i, end, cuts[self.groups(node)])
-                    found.append(self._window(i, (i,), (end - 0.5, i), (), behind, between))
+                    windows.append(self._window(i, (i,), (end - 0.5, i), (), behind, between))
             elif self.heavy[i] and batch:
                 batches.append((batch[-1], sum(sizes[self.nodes[b].name] for b in batch)))
                 fetched = _fetched(batches, most)
-                for each in batch:
-                    own = cuts[self.groups(self.nodes[each])]
-                    found.append(self._early(each, fetched, own))
+                for gather in batch:
+                    group_cuts = cuts[self.groups(self.nodes[gather])]
+                    windows.append(self._early(gather, fetched, group_cuts))
                 batch = []
         assert not batch, "a gather that no node reads"
-        return sorted(found, key=lambda w: self.index[id(w.collective)])
+        return sorted(windows, key=lambda w: self.index[id(w.collective)])
 
     def _early(self, at: int, fetched: int, cuts: Sequence[int]) -> Window:
-        """The window of a gather that ends where it is, and starts after the index `fetched`, and
-        after what would wait for it."""
+        """The window of a gather: the gather ends at its place, and starts after the index
+        `fetched`, after its dependencies, and after any collective that would wait for it."""
         before, first = self._before(at)
         start = max(first, fetched, *(c for c in cuts if c < at))
         between = self._between(start, at, cuts)
@@ -132,7 +131,7 @@ class Windows:
         between: Sequence[int],
     ) -> Window:
         nodes = [self.nodes[i] for i in between]
-        computed = {id(n) for n in nodes if not is_collective(n)}  # tokens order the others
+        computed = {id(n) for n in nodes if not is_collective(n)}  # tokens order collectives
         after = self._after(at, [*behind], computed)
         name = self.awaited.get(self.nodes[at].name)
         after = next((t for n in nodes for t in n.outputs if t.name == name), after)
@@ -148,8 +147,8 @@ class Windows:
         return self._behind(self.index[id(node)])[0]
 
     def _behind(self, at: int) -> tuple[list[gs.Node], int]:
-        """The nodes that only shape the result of a collective, and the index of the first other
-        node that reads it."""
+        """The nodes that only shape the result of a collective, and the index of the first node
+        that computes with the result."""
         shaped: dict[int, gs.Node] = {}
         end, ready = len(self.nodes), [self.nodes[at]]
         while ready:
@@ -165,7 +164,7 @@ class Windows:
 
     def _before(self, at: int) -> tuple[list[gs.Node], int]:
         """The nodes that only prepare the operand of a collective, and the index of the last other
-        node that it depends on; -1 if there is none."""
+        node on which the operand depends; -1 if there is none."""
         shaped: dict[int, gs.Node] = {}
         first, ready = -1, [at]
         while ready:
@@ -182,13 +181,13 @@ class Windows:
         return [shaped[i] for i in sorted(shaped)], first
 
     def _between(self, start: int, end: int, cuts: Sequence[int]) -> list[int]:
-        """The nodes that compute from after `start` to before `end`, up to one of `cuts`."""
+        """The indices of computing nodes between `start` and `end`, up to the first of `cuts`."""
         stop = min((c for c in cuts if start < c < end), default=end)
         return [i for i in range(start + 1, stop) if self.heavy[i]]
 
     def _after(self, at: int, behind: list[gs.Node], between: Collection[int]) -> gs.Tensor | None:
-        """Of the other operands of those that read the result first, the one that is computed
-        last, if that is in the window."""
+        """The operand of the result's first reader that is computed last in the window; None if no
+        operand is computed in the window."""
         readers = [
             reader
             for node in [self.nodes[at], *behind]
@@ -199,15 +198,15 @@ class Windows:
         if not readers:
             return None
         first = min(readers, key=lambda reader: self.index[id(reader)])
-        found = [t for t in map(self._source, first.inputs) if id(self._maker(t)) in between]
-        found = [t for t in found if t.name]
-        return max(found, key=lambda t: self.index[id(self.makers[id(t)])], default=None)
+        sources = [t for t in map(self._source, first.inputs) if id(self._maker(t)) in between]
+        sources = [t for t in sources if t.name]
+        return max(sources, key=lambda t: self.index[id(self.makers[id(t)])], default=None)
 
     def _maker(self, tensor: gs.Tensor) -> gs.Node | None:
         return self.makers.get(id(tensor))
 
     def _source(self, tensor: gs.Tensor) -> gs.Tensor:
-        """The tensor of which this one is a view."""
+        """The tensor that this tensor is a view of; the tensor itself if it is no view."""
         maker = self._maker(tensor)
         while maker is not None and maker.op in VIEWS:
             tensor = maker.inputs[0]
@@ -216,8 +215,8 @@ class Windows:
 
 
 def _fetched(batches: Sequence[tuple[int, int]], most: int) -> int:
-    """The index of the gather that must be complete before the last of these batches starts; -1 if
-    there is none. Each batch is the index of its last gather, and its bytes."""
+    """The index of the gather that must be complete before the last batch of gathers starts; -1 if
+    there is none. A batch is (index of its last gather, bytes)."""
     held = batches[-1][1]
     for number, (at, size) in enumerate(reversed(batches[:-1]), 1):
         held += size
@@ -228,7 +227,7 @@ def _fetched(batches: Sequence[tuple[int, int]], most: int) -> int:
 
 def split(graph: gs.Graph, windows: Iterable[Window]) -> None:
     """Replaces the collective of each window by a start and a completion, at both ends of the
-    window. The graph must be sorted topologically, and stays so."""
+    window. The graph must be sorted topologically, and stays sorted."""
     places: dict[int, Place] = {id(node): (i,) for i, node in enumerate(graph.nodes)}
     nodes = list(graph.nodes)
     for window in windows:
@@ -244,13 +243,14 @@ def split(graph: gs.Graph, windows: Iterable[Window]) -> None:
             nodes.append(after)
         nodes.append(complete)
         places[id(complete)] = (*window.end, 1)
-        for i, each in enumerate(window.before):  # one node may prepare several gathers
-            places[id(each)] = min(places[id(each)], (*window.start, 0, i))
+        for i, moved in enumerate(window.before):  # one node may prepare several gathers
+            places[id(moved)] = min(places[id(moved)], (*window.start, 0, i))
         places[id(node)] = (*window.start, 1)
-        for i, each in enumerate(window.behind):
-            places[id(each)] = max(places[id(each)], (*window.end, 2, i))
+        for i, moved in enumerate(window.behind):
+            places[id(moved)] = max(places[id(moved)], (*window.end, 2, i))
     graph.nodes = sorted(nodes, key=lambda node: places[id(node)])
-    made = {id(t) for node in graph.nodes for t in node.outputs}
+    pending_results = {id(t) for node in graph.nodes for t in node.outputs}
     for node in graph.nodes:
-        assert not any(id(t) in made for t in read_by(node)), f"'{node.name}' is out of order"
-        made -= {id(t) for t in node.outputs}
+        is_early = any(id(t) in pending_results for t in read_by(node))
+        assert not is_early, f"'{node.name}' is out of order"
+        pending_results -= {id(t) for t in node.outputs}

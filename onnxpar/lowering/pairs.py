@@ -1,4 +1,4 @@
-"""The pairs of an expert and a row that a router chose, sorted by expert, then by row."""
+"""The chosen pairs of a router, each an expert and a row, sorted by expert, then by row."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from onnxpar.sharding.chosen_rows import RANK, Shapes
 class Pairs:
     """Adds nodes that work on the pairs for which `chosen` [expert, row, 1] is true.
 
-    picks   [expert, row]: 1 for each pair
-    expert  [pair], and `row`: their numbers; `places` [pair, 2] has both
+    picks        [expert, row]: 1 for each pair
+    expert, row  [pair]: the index of the pair's expert, and of its row
+    places       [pair, 2]: both indices
     """
 
     def __init__(self, nodes: AddedNodes, chosen: gs.Tensor, shapes: Shapes) -> None:
@@ -22,39 +23,39 @@ class Pairs:
         self.experts, self.rows, _ = shapes[chosen.name]
         mask = self.add("Squeeze", [chosen], bool, axes=[2])
         self.picks = self.add("Cast", [mask], np.int64, to=7)
-        found = self.add("NonZero", [mask], np.int64)
-        self.expert = self.add("Gather", [found, 0], np.int64, axis=0)
-        self.row = self.add("Gather", [found, 1], np.int64, axis=0)
-        self.places = self.add("Transpose", [found], np.int64, perm=[1, 0])
+        indices = self.add("NonZero", [mask], np.int64)
+        self.expert = self.add("Gather", [indices, 0], np.int64, axis=0)
+        self.row = self.add("Gather", [indices, 1], np.int64, axis=0)
+        self.places = self.add("Transpose", [indices], np.int64, perm=[1, 0])
 
     def of_tokens(self, tokens: gs.Tensor) -> gs.Tensor:
         """The row of each pair, [pair, column]."""
-        found = self.beside(tokens)
+        rows = self.beside(tokens)
         is_flat = len(self.shapes[tokens.name]) < RANK
-        return found if is_flat else self.add("Squeeze", [found], tokens.dtype, axes=[0])
+        return rows if is_flat else self.add("Squeeze", [rows], tokens.dtype, axes=[0])
 
     def as_rows(self, x: gs.Tensor) -> gs.Tensor:
-        """[pair, column] as [1, pair, column]: as the rows of one expert."""
+        """Reshapes [pair, column] to [1, pair, column], like the rows of one expert."""
         return self.add("Unsqueeze", [x], x.dtype, axes=[0])
 
     def beside(self, tensor: gs.Tensor) -> gs.Tensor:
-        """What an operand of [expert, row, column] has for each pair, as [1, pair, column], or
-        [pair, column] if it has no dimension of experts."""
+        """The part of an operand that belongs to each pair. [expert, row, column] becomes [1, pair,
+        column]; [row, column] becomes [pair, column]; other operands stay as they are."""
         shape = self.shapes.get(tensor.name, ())
         if not tensor.name or len(shape) < RANK - 1:
             return tensor
         if len(shape) == RANK and shape[0] == self.experts:
             if shape[1] == self.rows:
                 return self.as_rows(self.add("GatherND", [tensor, self.places], tensor.dtype))
-            found = self.add("Gather", [tensor, self.expert], tensor.dtype, axis=0)
-            return self.add("Transpose", [found], tensor.dtype, perm=[1, 0, 2])
+            parts = self.add("Gather", [tensor, self.expert], tensor.dtype, axis=0)
+            return self.add("Transpose", [parts], tensor.dtype, perm=[1, 0, 2])
         at = len(shape) - 2
         if shape[at] != self.rows:
             return tensor
         return self.add("Gather", [tensor, self.row], tensor.dtype, axis=at)
 
     def sum(self, y: gs.Tensor, total: gs.Tensor, zeros: gs.Tensor, keeps: bool = False) -> None:
-        """Adds up the pairs of each row of `y` [1, pair, column], to [row, column], or [1, row,
+        """Sums `y` [1, pair, column] over the pairs of each row, to [row, column], or [1, row,
         column] with `keeps`; `zeros` are [1, column]."""
         flat = self.add("Squeeze", [y], y.dtype, axes=[0])
         padded = self.add("Concat", [zeros, flat], y.dtype, axis=0)
@@ -64,8 +65,8 @@ class Pairs:
         self.add("ReduceSum", [picked], y.dtype, total, axes=[0], keepdims=int(keeps))
 
     def _table(self, name: str) -> gs.Tensor:
-        """The places of each row's pairs, counted from 1, one below the other, and 0 where a row
-        has fewer pairs than others; at place 0 are zeros. So no element is written twice."""
+        """A table [slot, row] of the row's pairs, counted from 1; 0, the place of the zeros, fills
+        the column of a row with fewer pairs. So no element is written twice."""
         add = self.add
         of_row = add("ReduceSum", [self.picks], np.int64, axes=[0], keepdims=0)
         one = add("Concat", [of_row, [1]], np.int64, axis=0)

@@ -33,7 +33,7 @@ from onnxpar.sharding.factors import OpFactors
 @dataclass(frozen=True, eq=False)
 class NodeView:
     """The layouts of a node's operands and results, and the sharding of each factor of its rule;
-    `open` factors have other sizes in each run."""
+    the sizes of `open` factors differ between runs."""
 
     node: gs.Node
     inputs: tuple[Layout, ...]
@@ -49,7 +49,7 @@ class NodeView:
         mesh: Mesh,
         open_atoms: Collection[int] = (),
     ) -> NodeView:
-        """The view of a node whose operands and results have these layouts, by tensor name."""
+        """The view of a node, from the layouts of its operands and results, by tensor name."""
 
         def layout(tensor: gs.Tensor) -> Layout:
             shape = tensor_shape(tensor) if tensor.name else ()
@@ -85,12 +85,11 @@ class NodeView:
     @property
     def stand_ins(self) -> frozenset[tuple[int, Axes]]:
         """The size and the mesh axes of each factor that has stand-ins."""
-        found = (leaf for dim in self.factors.values() for leaf in leaves(dim))
-        return frozenset((leaf.size, leaf.axes) for leaf in found if leaf.filled and leaf.axes)
+        all_leaves = (leaf for dim in self.factors.values() for leaf in leaves(dim))
+        return frozenset((leaf.size, leaf.axes) for leaf in all_leaves if leaf.filled and leaf.axes)
 
     def may_be_empty(self, factor: str) -> bool:
-        """True if a rank's shard of the factor may be empty: its size is open, or smaller than the
-        number of shards."""
+        """True if a shard of the factor may be empty: its size is open, or a shard has size 0."""
         split = [f for f in leaves(self.factors[factor]) if f.axes and not f.filled]
         return bool(split) and (factor in self.open or any(0 in f.part_sizes() for f in split))
 
@@ -121,8 +120,8 @@ class NodeView:
         return RankView(self, rank)
 
     def value(self, function: Callable[[RankView], Any]) -> tuple[Any, Callable[[int], Any] | None]:
-        """The function's value on rank 0; and, if values may differ between ranks, the value as a
-        function of the rank."""
+        """The function's value on rank 0; and the value as a function of the rank if values may
+        differ between ranks, else None."""
         first = self.on(0)
         value = function(first)
         return value, (lambda rank: function(self.on(rank))) if first.varies else None
@@ -172,7 +171,7 @@ class RankView:
         return start, start + self._size(tree)
 
     def member(self, factor: str) -> int:
-        """The rank's index among those that hold the shards of a factor."""
+        """The rank's index among the ranks that hold the shards of a factor."""
         self.varies = True
         return self._view.mesh.coordinate(dim_axes(self._view.factors[factor]), self._rank)
 
@@ -181,8 +180,8 @@ class RankView:
         return self._view.is_split(factor)
 
     def may_be_empty(self, factor: str) -> bool:
-        """True if the factor is split and a rank's shard of it may be empty: its size is open, or
-        one of its shards has no elements. A shard that is filled with stand-ins is not empty."""
+        """True if the factor is split and a shard may be empty: its size is open, or one of its
+        shards has no elements. A shard with a stand-in is not empty."""
         return self._view.may_be_empty(factor)
 
     def _size(self, dim: Dim) -> int:
@@ -200,28 +199,28 @@ def _segments_agree(dim: Dim) -> bool:
 
 
 def _match(
-    spec: Spec, dims: Sequence[Dim], sizes: Mapping[str, Size], found: dict[str, Dim]
+    spec: Spec, dims: Sequence[Dim], sizes: Mapping[str, Size], factors: dict[str, Dim]
 ) -> None:
-    """Finds the sharding of each factor of an operand in the layout of its dimensions."""
+    """Stores the sharding of each factor of an operand in `factors`, from the operand's layout."""
     for expr, dim in zip(spec, dims, strict=True):
-        _match_dim(expr, dim, sizes, found)
+        _match_dim(expr, dim, sizes, factors)
 
 
-def _match_dim(expr: Expr, dim: Dim, sizes: Mapping[str, Size], found: dict[str, Dim]) -> None:
+def _match_dim(expr: Expr, dim: Dim, sizes: Mapping[str, Size], factors: dict[str, Dim]) -> None:
     if isinstance(expr, Var):
-        if expr.name not in found or not dim_axes(found[expr.name]):
-            found[expr.name] = dim
+        if expr.name not in factors or not dim_axes(factors[expr.name]):
+            factors[expr.name] = dim
         return
     for child, piece in _pieces(expr, dim, sizes) or ():
-        _match_dim(child, piece, sizes, found)
+        _match_dim(child, piece, sizes, factors)
 
 
 def _pieces(expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]) -> list[tuple[Expr, Dim]] | None:
     """Each child of an expression with its part of the dimension's layout; None if expression and
-    layout divide the dimension differently (then it is whole)."""
+    layout divide the dimension differently (then the dimension is whole)."""
     kind = Product if isinstance(expr, Prod) else Concat
     rest = list(dim.children if isinstance(dim, kind) else (dim,))
-    found: list[tuple[Expr, Dim]] = []
+    pieces: list[tuple[Expr, Dim]] = []
     for child in expr.children:
         size = kind(_unsplit(child, sizes)).size
         taken = 0
@@ -230,9 +229,9 @@ def _pieces(expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]) -> list[tuple
                 return None
             taken += 1
         piece = tuple(rest[:taken])
-        found.append((child, piece[0] if taken == 1 else kind(piece)))
+        pieces.append((child, piece[0] if taken == 1 else kind(piece)))
         rest = rest[taken:]
-    return found
+    return pieces
 
 
 def _unsplit(expr: Expr, sizes: Mapping[str, Size]) -> tuple[Dim, ...]:

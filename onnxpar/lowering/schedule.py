@@ -1,5 +1,5 @@
-"""Orders nodes and reshards: a reshard that shrinks a tensor runs as early as possible, one that
-enlarges it as late as possible."""
+"""Orders nodes and reshards: a reshard that shrinks a tensor runs as early as possible; a reshard
+that enlarges a tensor runs as late as possible."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LATE = tuple(kind.name for kind in KINDS.values() if kind.is_late)
 def schedule(graph: gs.Graph) -> None:
     """Sorts the nodes of a graph and of its bodies topologically, in place.
 
-    Nodes of the model keep their order. A reshard moves right after the node that makes its
-    operand; a gather moves right before its first reader. So a gathered parameter lives no longer
-    than it is needed, and reductions start long before the end of the graph.
+    Nodes of the model keep their order. A reshard moves right after the node that computes its
+    operand; a gather moves right before its first reader. So gathered parameters are allocated
+    late, and reductions start long before the end of the graph.
     """
     for scope in list(scopes(graph)):
         _Schedule(scope).run()
@@ -39,7 +39,7 @@ class _Schedule:
         self.keys: dict[int, tuple[float, int]] = {}
 
     def run(self) -> None:
-        """Sorts the nodes; of those that are ready, the one with the lowest key comes first."""
+        """Sorts the nodes; among ready nodes, the node with the lowest key comes first."""
         missing = {
             id(node): {id(m) for t in self.reads[id(node)] if (m := self.makers.get(id(t)))}
             for node in self.nodes
@@ -68,9 +68,9 @@ class _Schedule:
         return [n for t in node.outputs for n in self.readers.get(id(t), ())]
 
     def _key(self, node: gs.Node) -> tuple[float, int]:
-        """The sort key of a node: the position of a model's node among these; for a reshard, a
-        position right after the last node that it depends on; for a gather, right before its first
-        reader."""
+        """The sort key of a node. Model nodes: their position among model nodes. Gathers: right
+        before the first reader. Other reshards: right after the last model node that they depend
+        on."""
         if id(node) in self.index:
             return self.index[id(node)], 1
         if id(node) not in self.keys:
@@ -81,12 +81,12 @@ class _Schedule:
         return self.keys[id(node)]
 
     def _earliest(self, node: gs.Node) -> float:
-        """The position of a model's node; for a reshard, that of the last model's node that it
-        depends on."""
+        """The position of a model node; for a reshard, the position of the last model node that the
+        reshard depends on."""
         if id(node) in self.index:
             return self.index[id(node)]
         return max((self._earliest(maker) for maker in self._makers(node)), default=-1.0)
 
     def _makers(self, node: gs.Node) -> list[gs.Node]:
-        found = [self.makers.get(id(t)) for t in self.reads[id(node)]]
-        return [maker for maker in found if maker is not None]
+        makers = [self.makers.get(id(t)) for t in self.reads[id(node)]]
+        return [maker for maker in makers if maker is not None]

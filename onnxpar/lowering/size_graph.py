@@ -20,7 +20,7 @@ SIZES = "onnxpar.sizes"
 
 
 def check_size_names(names: Names) -> None:
-    """Errors: ModelError if the model has a tensor of a name that the added nodes get."""
+    """Errors: ModelError if a tensor of the model has a name that is reserved for added nodes."""
     if names.free(SIZES) != SIZES or names.root(SIZES, ".") != SIZES:
         raise ModelError(
             f"the model has a tensor whose name begins with {SIZES!r}, as those that compute sizes "
@@ -34,8 +34,8 @@ def add_size_input(graph: GraphProto, symbols: Sequence[str]) -> None:
 
 
 class SizeGraph:
-    """Builds int64 tensors of one element each; equal ones are built only once. `nodes` are in
-    topological order."""
+    """Builds int64 tensors of one element each; equal expressions are built only once. `nodes` are
+    in topological order."""
 
     def __init__(
         self, graph: GraphProto, symbols: Sequence[str], parts: Mapping[str, Extent]
@@ -44,14 +44,14 @@ class SizeGraph:
         self.symbols = list(symbols)
         self.parts = parts
         self.nodes: list[NodeProto] = []
-        self._made: dict[tuple[Any, ...], str] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
 
     def tensor(self, name: str, array: OpenArray) -> None:
         """Adds nodes that compute the tensor `name`, and removes its initializer."""
-        kept = [t for t in self.graph.initializer if t.name != name]
+        others = [t for t in self.graph.initializer if t.name != name]
         del self.graph.initializer[:]
-        self.graph.initializer.extend(kept)
-        if not array.elements:  # a rank has none of the sizes
+        self.graph.initializer.extend(others)
+        if not array.elements:  # the rank's shard of the sizes is empty
             empty = numpy_helper.from_array(np.zeros(array.shape, array.dtype), name)
             self.graph.initializer.append(empty)
             return
@@ -64,9 +64,9 @@ class SizeGraph:
 
     def finish(self) -> None:
         """Puts the new nodes before the nodes of the graph."""
-        own = list(self.graph.node)
+        old = list(self.graph.node)
         del self.graph.node[:]
-        self.graph.node.extend([*self.nodes, *own])
+        self.graph.node.extend([*self.nodes, *old])
 
     def _polynomial(self, polynomial: Polynomial) -> str:
         below = polynomial.denominator
@@ -134,8 +134,8 @@ class SizeGraph:
         return self._add("Div", [rounded, self._constant([2 * total])])
 
     def _filled(self, size: str, start: str, whole: str) -> tuple[str, str]:
-        """The size and start of a shard; an empty one is replaced by one element, unless the whole
-        is empty, too."""
+        """The size and start of a shard, with one element in place of an empty shard, unless the
+        whole is empty, too."""
         zero, one = self._constant([0]), self._constant([1])
         exists = self._add("Where", [self._add("Less", [zero, whole]), one, zero])
         last = self._add("Sub", [whole, exists])
@@ -158,15 +158,15 @@ class SizeGraph:
 
     def _add(self, op: str, inputs: Sequence[str], **attrs: Any) -> str:
         key = (op, *inputs, *attrs.items())
-        if key not in self._made:
-            name = self._made[key] = f"{SIZES}.{op}{len(self._made)}"
+        if key not in self._names:
+            name = self._names[key] = f"{SIZES}.{op}{len(self._names)}"
             self.nodes.append(helper.make_node(op, list(inputs), [name], name, **attrs))
-        return self._made[key]
+        return self._names[key]
 
     def _constant(self, value: Sequence[int]) -> str:
         key = ("", *value, "of", len(value))
-        if key not in self._made:
-            name = self._made[key] = f"{SIZES}.constant{len(self._made)}"
+        if key not in self._names:
+            name = self._names[key] = f"{SIZES}.constant{len(self._names)}"
             array = np.array(value, np.int64)
             self.graph.initializer.append(numpy_helper.from_array(array, name))
-        return self._made[key]
+        return self._names[key]

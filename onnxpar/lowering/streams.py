@@ -12,15 +12,15 @@ from onnxpar.graph.per_rank import PerRank
 from onnxpar.graph.subgraphs import all_nodes, bodies
 
 MOST = 4
-"""The most streams of a rank: each has connections to all ranks, and a thread."""
+"""The most streams of a rank: each stream has connections to all ranks, and a thread."""
 STREAM = "stream"
-"""The attribute of a collective for the number of its stream; 0 unless given."""
+"""The attribute of a collective that has the number of its stream; 0 by default."""
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """The groups of all ranks in a collective, each once. Equal groups are one object, since
-    comparing those of thousands of ranks takes long."""
+    """The distinct groups of a collective. Equal `Groups` are one object: comparing the groups of
+    thousands of ranks is slow."""
 
     each: tuple[tuple[int, ...], ...]
 
@@ -29,19 +29,19 @@ GroupsOf = Callable[[gs.Node], Groups]
 
 
 def groups_of(per_rank: PerRank, ranks: int) -> GroupsOf:
-    """Returns a function that gives the groups of a collective; none for a message between two
-    ranks."""
-    known: dict[Hashable, Groups] = {}
+    """Returns a function from a collective to its groups; a message between two ranks has no
+    groups."""
+    cache: dict[Hashable, Groups] = {}
     distinct: dict[tuple[tuple[int, ...], ...], Groups] = {}
 
     def find(node: gs.Node) -> Groups:
-        own = tuple(node.attrs.get("group", ()))
+        group = tuple(node.attrs.get("group", ()))
         by_rank = per_rank.attributes.get((node.name, "group"))
-        key = by_rank or own
-        if key not in known:
-            each = tuple(_distinct(by_rank, ranks)) if by_rank else (own,)
-            known[key] = distinct.setdefault(each, Groups(each))
-        return known[key]
+        key = by_rank or group
+        if key not in cache:
+            groups = tuple(_distinct(by_rank, ranks)) if by_rank else (group,)
+            cache[key] = distinct.setdefault(groups, Groups(groups))
+        return cache[key]
 
     return find
 
@@ -50,28 +50,28 @@ def _distinct(group: Callable[[int], Sequence[int]], ranks: int) -> Iterator[tup
     seen: set[int] = set()
     for rank in range(ranks):
         if rank not in seen:
-            own = tuple(group(rank))
-            seen.update(own)  # members agree on their group
-            yield own
+            members = tuple(group(rank))
+            seen.update(members)  # members agree on their group
+            yield members
 
 
 def collectives_in(node: gs.Node) -> list[gs.Node]:
     """The node, if it communicates, and the collectives in its bodies."""
-    inner = (each for body in bodies(node) for each in all_nodes(body))
+    inner = (nested for body in bodies(node) for nested in all_nodes(body))
     return [n for n in (node, *inner) if n.domain == DOMAIN and kind_of(n.op) in KINDS]
 
 
 def assign_streams(graph: gs.Graph, groups: GroupsOf) -> int:
-    """Gives the groups of each started collective a stream of their own, as far as there are
-    enough; all other collectives share stream 0. Returns the number of streams.
+    """Assigns a stream to the groups of each started collective; if there are not enough streams,
+    groups share them. All other collectives share stream 0. Returns the number of streams.
 
-    The number is the same on all ranks, as they share the graph: members must agree on it."""
-    found = [each for node in graph.nodes for each in collectives_in(node)]
-    started = dict.fromkeys(groups(node) for node in found if node.op.startswith(START))
-    shared = any(groups(node) not in started for node in found)
-    own = MOST - shared
-    number = {of: shared + i % own for i, of in enumerate(started)}
-    for node in found:
+    Members of a group must agree on its stream; they do, because all ranks share the graph."""
+    collectives = [inner for node in graph.nodes for inner in collectives_in(node)]
+    started = dict.fromkeys(groups(node) for node in collectives if node.op.startswith(START))
+    shared = any(groups(node) not in started for node in collectives)
+    available = MOST - shared
+    number = {of: shared + i % available for i, of in enumerate(started)}
+    for node in collectives:
         stream = number.get(groups(node), 0)
         if stream:
             node.attrs[STREAM] = stream

@@ -1,10 +1,10 @@
-"""Sums over ranks in which each rank sends two bits per element and keeps the remainder.
+"""Sums over ranks, each rank sending two bits per element and keeping the remainder.
 
-A rank adds the remainder of the previous step to its addend. Of each element it sends t if the
-total is at least t, -t if it is at most -t, else 0; the difference is the new remainder. The codes
-0, 1 and 2 stand for -t, 0 and t, four to a byte; all ranks gather all bytes and add up the codes.
-A further code reports elements that are not finite: then the sums are NaN on all ranks, and the
-ranks keep their old remainders. This is the 2bit compression of MXNet's key-value store.
+A rank adds the remainder of the previous step to its addend. For each element, the rank sends t if
+the total is at least t, -t if the total is at most -t, else 0; the difference is the new remainder.
+The codes 0, 1 and 2 stand for -t, 0 and t, four to a byte; all ranks gather all bytes and add up
+the codes. One more code, a flag, reports elements that are not finite: then the sums are NaN on all
+ranks, and the ranks keep their old remainders. MXNet's key-value store has this compression, 2bit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PER_BYTE = 4
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over ranks: `addend` is partial, `result` is the sum; `kept` is the remainder of the
-    last step, `keeps` that of this step. `layout` is the layout of the addend, `rest` that of the
-    result."""
+    """A sum over ranks: the partial sum `addend` gives `result`. `kept` is the remainder of the
+    last step, `keeps` the remainder of this step. `layout` is the layout of the addend, `rest` the
+    layout of the result."""
 
     addend: gs.Tensor
     kept: gs.Tensor
@@ -42,15 +42,15 @@ class Sum:
 
 
 def other_axes(layout: Layout, rest: Layout) -> Axes:
-    """The axes that split elements: along them, ranks send codes of different elements."""
+    """The axes along which ranks send codes of different elements."""
     axes = {a for d in layout.dims for a in dim_axes(d)} | set(rest.partial)
     return merge_axes(in_mesh_order(tuple(axes)))
 
 
 @dataclass
 class ThresholdBuilder:
-    """Builds the nodes of several sums with the same axes, dtype, and other axes that split them.
-    Only the gather is lowered later; the other nodes already have the sizes of a rank."""
+    """Builds the nodes of several sums with the same axes, dtype and `other_axes`. Only the gather
+    is lowered later; the other nodes have the sizes of a rank."""
 
     name: str
     sums: Sequence[Sum]
@@ -68,9 +68,9 @@ class ThresholdBuilder:
 
     def build(self) -> list[gs.Node]:
         """The nodes, in order."""
-        given = self._row("gradient", [s.addend for s in self.sums])
+        gradient = self._row("gradient", [s.addend for s in self.sums])
         kept = self._row("kept", [s.kept for s in self.sums])
-        total = self._add("Add", [given, kept])
+        total = self._add("Add", [gradient, kept])
         sign = self._sign(total)
         rest = self._add("Sub", [total, self._add("Mul", [sign, self.unit])])
         count, spoils = self._count(self._gather(self._pack(sign, rest)))
@@ -89,7 +89,7 @@ class ThresholdBuilder:
         return self._add("Sub", signs)
 
     def _pack(self, sign: gs.Tensor, rest: gs.Tensor) -> gs.Tensor:
-        """A row of bytes, each with four codes, one from each quarter of the elements; the code
+        """A row of bytes. Each byte has four codes, one from each quarter of the elements; the code
         from quarter i is in bits 2 i and 2 i + 1."""
         shifted = self._add("Add", [sign, self._number("one", 1)])
         codes = self._add("Cast", [shifted], to=TensorProto.UINT8)
@@ -107,7 +107,7 @@ class ThresholdBuilder:
         return self._add("Cast", [packed], to=TensorProto.UINT8)
 
     def _gather(self, packed: gs.Tensor) -> gs.Tensor:
-        """The rows of all ranks, gathered by a reshard like any other."""
+        """The rows of all ranks, gathered by an ordinary reshard."""
         others = other_axes(self.sums[0].layout, self.sums[0].rest)
         parts = {self.mesh.coordinate(others, r): self._bytes(r) for r in range(self.mesh.size)}
         sizes = tuple(parts[i] for i in range(parts_over(others)))
@@ -123,8 +123,8 @@ class ThresholdBuilder:
         return rows
 
     def _count(self, rows: gs.Tensor) -> tuple[gs.Tensor, gs.Tensor]:
-        """Two tensors: for each element, the number of ranks that send t minus the number that send
-        -t; and True if any rank has an element that is not finite."""
+        """Two tensors: for each element, the number of ranks that send t, less the number of ranks
+        that send -t; and True if any rank has an element that is not finite."""
         apart = self._constant("apart", np.array([self.ranks, 1, -1]))
         shifts = self._constant("shifts", np.array([[[0], [2], [4], [6]]], np.uint8))
         moved = self._add(
@@ -165,8 +165,8 @@ class ThresholdBuilder:
             )
             name = f"{self.name}::{results[0].name}"
             self.built.append(gs.Node("Split", name, {"axis": 0}, [row, sizes], pieces))
-        for piece, result, each in zip(pieces, results, self.sums, strict=True):
-            shape = self._varying(f"{result.name} shape", _shape(each.layout, self.mesh))
+        for piece, result, one in zip(pieces, results, self.sums, strict=True):
+            shape = self._varying(f"{result.name} shape", _shape(one.layout, self.mesh))
             name = f"{self.name}::Reshape {result.name}"
             self.built.append(gs.Node("Reshape", name, {}, [piece, shape], [result]))
 

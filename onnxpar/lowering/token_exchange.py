@@ -1,9 +1,9 @@
-"""Exchanges the rows of a mixture that experts compute, and no others, between ranks.
+"""Exchanges only the chosen rows of a mixture between ranks.
 
-A rank sorts its rows by the experts that were chosen for them, and sends each rank those of its
-experts: first their numbers, then the rows. The results come back in the same order. Sizes are
-data-dependent, no row is dropped (Gale et al., "MegaBlocks", 2022), and a rank adds up the results
-of its own rows.
+A rank sorts its rows by chosen expert, and sends the rows to the ranks that have these experts:
+first the numbers of rows, then the rows. The results come back in the same order, and the rank adds
+up the results of each row. Sizes are data-dependent, and no row is dropped (Gale et al.,
+"MegaBlocks", 2022).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from onnxpar.sharding.chosen_rows import ChosenRows, Crossing, Shapes
 
 
 class TokenExchange:
-    """Replaces the exchanges of a mixture by those of chosen rows.
+    """Replaces the exchanges of a mixture, which move all rows, by exchanges of chosen rows.
 
     width     the number of columns of a rank's result
     tag       the tag of the collective that exchanges numbers of rows
     """
 
     def __init__(
-        self, graph: gs.Graph, found: ChosenRows, moves: Crossing, shapes: Shapes,
+        self, graph: gs.Graph, mixture: ChosenRows, moves: Crossing, shapes: Shapes,
         width: Callable[[int], int], per_rank: PerRank, tag: int,
     ) -> None:  # fmt: skip
-        self.graph, self.found, self.moves, self.shapes = graph, found, moves, shapes
+        self.graph, self.mixture, self.moves, self.shapes = graph, mixture, moves, shapes
         self.width, self.per_rank, self.tag = width, per_rank, tag
-        self.name = f"{found.total.name}::exchange"
-        self.made = AddedNodes(self.name, found.total.name, [])
-        self.add = self.made.add
+        self.name = f"{mixture.total.name}::exchange"
+        self.added = AddedNodes(self.name, mixture.total.name, [])
+        self.add = self.added.add
         self.group = self._attribute(moves.there[0], "group")
         self.sizes = self._attribute(moves.there[0], "split_sizes")
         """The number of experts of each member of the group."""
@@ -50,40 +50,39 @@ class TokenExchange:
         return f"{self.name}/counts"
 
     def replace(self) -> ChosenRows:
-        """Replaces the nodes; returns the mixture of the rows that a rank gets, in which it
-        computes with its own experts."""
-        found, moves = self.found, self.moves
-        pairs = Pairs(self.made, found.chosen, self.shapes)
+        """Replaces the nodes; returns the mixture of a rank's own experts and received rows."""
+        mixture, moves = self.mixture, self.moves
+        pairs = Pairs(self.added, mixture.chosen, self.shapes)
         counts = self.add("ReduceSum", [pairs.picks], np.int64, axes=[1], keepdims=0)
         sends, receives, arrived = self._amounts(counts)
         rows = [
             self._travel(there, pairs.of_tokens(enter.inputs[1]), sends, receives)
             for enter, there in zip(self._enters(), moves.there, strict=True)
         ]
-        mixture = self._mixture(rows, self._owners(arrived))
-        back = self._travel(moves.back, mixture.total.outputs[0], receives, sends)
+        local_mixture = self._mixture(rows, self._owners(arrived))
+        back = self._travel(moves.back, local_mixture.total.outputs[0], receives, sends)
         mapped: dict[int, gs.Tensor] = {id(moves.back.outputs[0]): pairs.as_rows(back)}
         for node in moves.after:
             inputs = [mapped.get(id(t)) or pairs.beside(t) for t in node.inputs]
             outputs = [gs.Variable(f"{self.name}/{t.name}", t.dtype) for t in node.outputs]
             mapped |= {id(t): o for t, o in zip(node.outputs, outputs, strict=True)}
-            self.made.copy(node, inputs, outputs)
-        self._finish(pairs, mapped[id(found.leave.inputs[1])])
-        return mixture
+            self.added.copy(node, inputs, outputs)
+        self._finish(pairs, mapped[id(mixture.leave.inputs[1])])
+        return local_mixture
 
     def _enters(self) -> list[gs.Node]:
-        """The node that makes the operand of each exchange there."""
+        """The node that computes the operand of each exchange on the way to the experts."""
         return [node.inputs[0].inputs[0] for node in self.moves.there]
 
     def _attribute(self, node: gs.Node, key: str) -> Callable[[int], list[int]]:
         """An attribute of a collective as a function of the rank."""
         value = node.attrs[key]
-        found: Callable[[int], list[int]] = self.per_rank.attributes.get(
+        function: Callable[[int], list[int]] = self.per_rank.attributes.get(
             (node.name, key), lambda rank: list(value)
         )
-        return found
+        return function
 
-    def _own(self, rank: int) -> int:
+    def _expert_count(self, rank: int) -> int:
         """The number of experts of a rank."""
         return self.sizes(rank)[self.group(rank).index(rank)]
 
@@ -94,8 +93,8 @@ class TokenExchange:
         return rank_constant(f"{self.name}/{name}", by_rank(0), by_rank, self.per_rank)
 
     def _amounts(self, counts: gs.Tensor) -> tuple[gs.Tensor, gs.Tensor, gs.Tensor]:
-        """The numbers of rows that this rank sends to and gets from each member; and of each of its
-        experts, from each member in turn."""
+        """The numbers of rows that this rank sends to each member; receives from each member; and
+        receives from each member for each of its experts."""
 
         def members(rank: int) -> Any:
             sizes = self.sizes(rank)
@@ -106,7 +105,7 @@ class TokenExchange:
         attrs: dict[str, Callable[[int], Any]] = {
             "group": self.group,
             "split_sizes": self.sizes,
-            "concat_sizes": lambda rank: [self._own(rank)] * len(self.group(rank)),
+            "concat_sizes": lambda rank: [self._expert_count(rank)] * len(self.group(rank)),
         }
         for key, value in attrs.items():
             self.per_rank.attributes[self.counts, key] = value
@@ -116,35 +115,35 @@ class TokenExchange:
             "AllToAll", self.counts, {"split_axis": 0, "concat_axis": 0, "tag": self.tag} | now,
             [counts], [arrived], DOMAIN,
         )  # fmt: skip
-        self.made.note(node)
-        own = self._constant("own", lambda rank: [-1, self._own(rank)])
-        each = self.add("Reshape", [arrived, own], np.int64)
-        receives = self.add("ReduceSum", [each], np.int64, axes=[1], keepdims=0)
+        self.added.note(node)
+        shape = self._constant("own", lambda rank: [-1, self._expert_count(rank)])
+        by_expert = self.add("Reshape", [arrived, shape], np.int64)
+        receives = self.add("ReduceSum", [by_expert], np.int64, axes=[1], keepdims=0)
         return sends, receives, arrived
 
     def _travel(
         self, node: gs.Node, x: gs.Tensor, sends: gs.Tensor, receives: gs.Tensor
     ) -> gs.Tensor:
-        """Sends rows, by a collective with the name, tag and group of an exchange."""
+        """Sends rows by an AllToAllV with the name, tag and group of the exchange `node`."""
         y = gs.Variable(f"{self.name}/{node.name}", x.dtype)
         attrs = {"axis": 0, "tag": node.attrs["tag"], "group": node.attrs["group"]}
-        made = gs.Node("AllToAllV", node.name, attrs, [x, sends, receives], [y], DOMAIN)
+        exchange = gs.Node("AllToAllV", node.name, attrs, [x, sends, receives], [y], DOMAIN)
         for key in ("split_sizes", "concat_sizes"):
             self.per_rank.attributes.pop((node.name, key), None)
-        self.made.note(made)
+        self.added.note(exchange)
         return y
 
     def _owners(self, arrived: gs.Tensor) -> gs.Tensor:
-        """Which of this rank's experts computes each row that it gets. Rows are sorted by the rank
-        that sends them, then by expert."""
+        """[expert, row, 1]: True if this rank's expert computes the received row. Received rows are
+        sorted by sender, then by expert."""
         count = self.add("ReduceSum", [arrived], np.int64, keepdims=0)
         number = self.add("Range", [0, count, 1], np.int64)
         row = self.add("Unsqueeze", [number], np.int64, axes=[1])
-        own = self._constant("shape", lambda rank: [-1, self._own(rank)])
-        last = self._constant("last", lambda rank: self._own(rank) - 1)
+        shape = self._constant("shape", lambda rank: [-1, self._expert_count(rank)])
+        last = self._constant("last", lambda rank: self._expert_count(rank) - 1)
         ends = self.add("CumSum", [arrived, 0], np.int64)
         begins = self.add("Sub", [ends, arrived], np.int64)
-        ends, begins = (self.add("Reshape", [t, own], np.int64) for t in (ends, begins))
+        ends, begins = (self.add("Reshape", [t, shape], np.int64) for t in (ends, begins))
         of_rank = self.add("Gather", [ends, last], np.int64, axis=1)
         passed = self.add("Cast", [self.add("LessOrEqual", [of_rank, row], bool)], np.int64, to=7)
         source = self.add("ReduceSum", [passed], np.int64, axes=[1], keepdims=0)
@@ -155,31 +154,31 @@ class TokenExchange:
         return self.add("Unsqueeze", [turned], bool, axes=[2])
 
     def _mixture(self, arrived: list[gs.Tensor], chosen: gs.Tensor) -> ChosenRows:
-        """The mixture of the rows that arrived: what experts compute, between masks of its own.
-        `chosen` [expert, row, 1] says which of this rank's experts computes a row."""
+        """The mixture of the received rows: the experts' nodes, between new masks. `chosen`
+        [expert, row, 1] is True if this rank's expert computes the row."""
         enter = []
         for node, there, rows in zip(self._enters(), self.moves.there, arrived, strict=True):
-            made = gs.Node("Where", f"{self.name}/{node.name}", {}, [chosen, rows, node.inputs[2]])
-            made.outputs = [there.outputs[0]]
+            mask = gs.Node("Where", f"{self.name}/{node.name}", {}, [chosen, rows, node.inputs[2]])
+            mask.outputs = [there.outputs[0]]
             there.outputs.clear()
-            enter.append(made)
+            enter.append(mask)
         result = self.moves.back.inputs[0]
         zero = gs.Constant(f"{self.name}/zero", np.zeros((), numpy_dtype(result)))
         left = gs.Variable(f"{self.name}/leave", result.dtype)
         leave = gs.Node("Where", left.name, {}, [chosen, result, zero], [left])
         results = gs.Variable(f"{self.name}/results", result.dtype)
         axes = gs.Constant(f"{self.name}/axes", np.array([0], np.int64))
-        total = gs.Node("ReduceSum", self.found.total.name, {"keepdims": 0}, [left, axes])
+        total = gs.Node("ReduceSum", self.mixture.total.name, {"keepdims": 0}, [left, axes])
         total.outputs = [results]
-        self.made.nodes += [*enter, *self.moves.inside, leave, total]
+        self.added.nodes += [*enter, *self.moves.inside, leave, total]
         return ChosenRows(chosen, leave, total, enter, list(self.moves.inside))
 
     def _finish(self, pairs: Pairs, y: gs.Tensor) -> None:
         """Adds the sum over experts, and puts the nodes in the place of the mixture's."""
-        found, moves = self.found, self.moves
-        result = found.total.outputs[0]
-        at = next(i for i, node in enumerate(self.graph.nodes) if node is found.total)
-        old = [*found.enter, *moves.there, moves.back, *moves.after, found.leave, found.total]
+        mixture, moves = self.mixture, self.moves
+        result = mixture.total.outputs[0]
+        at = next(i for i, node in enumerate(self.graph.nodes) if node is mixture.total)
+        old = [*mixture.enter, *moves.there, moves.back, *moves.after, mixture.leave, mixture.total]
         for node in old:
             node.inputs.clear()
             node.outputs.clear()
@@ -193,6 +192,6 @@ class TokenExchange:
         before, after = self.graph.nodes[:at], self.graph.nodes[at + 1 :]
         self.graph.nodes[:] = [
             *(node for node in before if id(node) not in gone),
-            *self.made.nodes,
+            *self.added.nodes,
             *(node for node in after if id(node) not in gone),
         ]

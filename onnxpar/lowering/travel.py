@@ -1,4 +1,4 @@
-"""Moves shards inside an op: around a ring, and to ranks that want other positions."""
+"""Moves shards inside an op: around a ring, or to the ranks that need the elements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def exchange(
     held: Sequence[Array],
     wanted: Sequence[Array],
 ) -> gs.Tensor:
-    """See `Lowering.exchange`. One all-to-all sends each element to the rank that wants it."""
+    """See `Lowering.exchange`. One all-to-all sends each element to the ranks that need it."""
     count = len(held)
     sent = [[np.isin(wanted[d], held[s]) for d in range(count)] for s in range(count)]
 

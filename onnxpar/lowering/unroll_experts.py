@@ -1,8 +1,8 @@
-"""Writes the experts of a rank one after the other, in place of a Scan over them.
+"""Unrolls a Scan over a rank's experts.
 
 onnxruntime packs the weight of a product when it loads a model, if the weight is a stored matrix.
-In the body of a Scan, the weight of each step is a part of a stack, so it would be packed in each
-run. How many experts there are may differ by rank, so that each rank's file is rewritten by itself.
+In the body of a Scan, the weight of a step is a slice of a stack, and would be packed in each run.
+The number of experts may differ by rank, so each rank's file is rewritten separately.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from onnxpar.graph.stored import element_bits, external_location, nodes_of, subg
 EXPERTS = "::experts"
 """The end of the name of a Scan over experts."""
 MOST = 64
-"""The most experts of a mixture that are unrolled: with more, it takes longer to load and to run
-so many nodes than to pack weights."""
+"""The most experts that are unrolled: beyond this number, loading and running so many nodes takes
+longer than packing weights."""
 _MATRIX = 3
 """The dimensions of a stack of matrices."""
 
@@ -28,8 +28,8 @@ Stored = Mapping[str, TensorProto]
 
 
 def unroll_experts(graph: GraphProto, outer: Stored | None = None) -> None:
-    """Replaces each Scan over stored weights of experts by the nodes of each of its steps, in
-    place, also in subgraphs. `outer` has the initializers of the graphs around it."""
+    """Replaces each Scan over stored weights of experts by the nodes of all its steps, in place,
+    also in subgraphs. `outer` are the initializers of the enclosing graphs."""
     stored = {**(outer or {}), **{t.name: t for t in graph.initializer}}
     for node in graph.node:
         for body in subgraphs_of(node):
@@ -39,18 +39,20 @@ def unroll_experts(graph: GraphProto, outer: Stored | None = None) -> None:
         return
     names = {node.name for node in scans}
     before = {name for node in scans for name in (*node.input, *_read_inside(node))}
-    made: list[NodeProto] = []
+    nodes: list[NodeProto] = []
     cut = {tensor.name for tensor in graph.initializer}
     for node in graph.node:
-        made += _Unrolled(graph, node, stored, cut).nodes() if node.name in names else [_copy(node)]
+        nodes += (
+            _Unrolled(graph, node, stored, cut).nodes() if node.name in names else [_copy(node)]
+        )
     del graph.node[:]
-    graph.node.extend(made)
+    graph.node.extend(nodes)
     _drop_unread(graph, before)
 
 
 def _is_over_experts(node: NodeProto, stored: Stored) -> bool:
-    """True for a Scan over experts, with one sum as its result, and with a stored stack of matrices
-    of which each begins at a byte."""
+    """True for a Scan over experts with one result, a sum, and with a stored stack of matrices in
+    which each matrix begins at a byte boundary."""
     if node.op_type != "Scan" or not node.name.endswith(EXPERTS) or len(node.output) != 1:
         return False
     stacks = [stored[name] for name in node.input[1:] if name in stored]
@@ -65,25 +67,25 @@ def _read_inside(node: NodeProto) -> Iterator[str]:
 
 
 def _drop_unread(graph: GraphProto, names: set[str]) -> None:
-    """Removes those of these initializers that no node reads any more."""
+    """Removes the initializers in `names` that no node reads any more."""
     read = {name for node in nodes_of(graph) for name in node.input}
     read |= {port.name for port in graph.output}
-    kept = [t for t in graph.initializer if t.name not in names or t.name in read]
-    if len(kept) < len(graph.initializer):
+    remaining = [t for t in graph.initializer if t.name not in names or t.name in read]
+    if len(remaining) < len(graph.initializer):
         del graph.initializer[:]
-        graph.initializer.extend(kept)
+        graph.initializer.extend(remaining)
 
 
 @dataclass
 class _Unrolled:
-    """The nodes that replace a Scan of a graph; `stored` are all initializers that it can read, and
-    `names` those of the graph's own ones, which grow."""
+    """Builds the nodes that replace a Scan of a graph. `stored` are all initializers that the Scan
+    can read; `names` are the names of the graph's initializers, to which steps add more."""
 
     graph: GraphProto
     scan: NodeProto
     stored: Stored
     names: set[str]
-    made: list[NodeProto] = field(default_factory=list)
+    added: list[NodeProto] = field(default_factory=list)
 
     def nodes(self) -> list[NodeProto]:
         """The nodes of each step; their names end with its number."""
@@ -96,11 +98,11 @@ class _Unrolled:
         for step in range(count):
             result = self.scan.output[0] if step == count - 1 else ""
             total = self._step(body, step, total, result)
-        return self.made
+        return self.added
 
     def _matrices(self, body: GraphProto) -> Iterator[str]:
-        """The names in the body of an expert's matrices with a first dimension of one element, if
-        products alone read them; without that dimension, onnxruntime packs them."""
+        """Names of the body's tensors [1, row, column] that are an expert's matrix, if only
+        products read them. Without the first dimension, onnxruntime packs such a matrix."""
         elements = zip(body.input[1:], self.scan.input[1:], strict=True)
         stacks = {port.name for port, name in elements if name in self.stored}
         flips = {n.input[0]: n for n in body.node if n.op_type == "Transpose"}
@@ -115,8 +117,8 @@ class _Unrolled:
                 yield from read
 
     def _step(self, body: GraphProto, step: int, total: str, result: str) -> str:
-        """Adds the nodes of one expert; returns the name of the sum up to it: `result`, if it has
-        a name."""
+        """Adds the nodes of one expert; returns the name of the sum up to this expert: `result`,
+        unless that is empty."""
         names = {body.input[0].name: total}
         for port, name in zip(body.input[1:], self.scan.input[1:], strict=True):
             names[port.name] = self._element(name, step)
@@ -134,12 +136,11 @@ class _Unrolled:
             if result and body.output[0].name in node.output:
                 names[body.output[0].name] = result
             copy.output[:] = [names[name] for name in node.output]
-            self.made.append(copy)
+            self.added.append(copy)
         return names[body.output[0].name]
 
     def _element(self, stack: str, step: int) -> str:
-        """The name of one expert's part of a stack, which becomes an initializer, or the result of
-        a node."""
+        """The name of one expert's part of a stack: a new initializer or the result of a Gather."""
         if stack in self.stored:
             name = f"{stack}@{step}"
             if name not in self.names:
@@ -150,12 +151,12 @@ class _Unrolled:
         index = numpy_helper.from_array(np.array(step, np.int64), f"{name}/index")
         self.graph.initializer.append(index)
         operands = [stack, index.name]
-        self.made.append(helper.make_node("Gather", operands, [name], f"{name}/Gather", axis=0))
+        self.added.append(helper.make_node("Gather", operands, [name], f"{name}/Gather", axis=0))
         return name
 
 
 def _part(stack: TensorProto, name: str, step: int) -> TensorProto:
-    """One of the tensors of a stack; it refers to the same file."""
+    """One tensor of a stack; the part of a stack in a file refers to that file."""
     part = TensorProto(name=name, data_type=stack.data_type, dims=stack.dims[1:])
     size = prod(part.dims) * element_bits(stack.data_type) // 8
     if stack.data_location == TensorProto.EXTERNAL:

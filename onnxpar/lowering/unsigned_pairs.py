@@ -2,8 +2,9 @@
 tensor.
 
 On x86, onnxruntime computes with uint8: it changes the type between a QuantizeLinear and its only
-reader, a DequantizeLinear, and then fuses only nodes whose types agree. A collective in between
-prevents that. So this module changes the type in the same places; dequantized values stay the same.
+reader, a DequantizeLinear, and fuses only nodes of equal types. A collective between the two nodes
+prevents that change. So this module changes the type of such pairs; dequantized values stay the
+same.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ def exchange_unsigned(graph: gs.Graph) -> None:
     exchange a tensor between them. Outputs of the graph and tensors with other readers stay int8.
     """
     results = {id(tensor) for tensor in graph.outputs}
-    found = [list(_between(n)) for n in graph.nodes if n.op == _QUANTIZE and _is_signed(n, 0)]
-    found = [f for f in found if _is_restated(f, results)]
-    if any(_exchanges(node) for f in found for _, node in f):
-        for each in found:
-            _restate(each)
+    paths = [list(_between(n)) for n in graph.nodes if n.op == _QUANTIZE and _is_signed(n, 0)]
+    paths = [path for path in paths if _may_change(path, results)]
+    if any(_exchanges(node) for path in paths for _, node in path):
+        for path in paths:
+            _change_type(path)
 
 
 def _between(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node]]:
-    """Yields the result of a QuantizeLinear, and the results of reshards after it, each with all
-    its readers."""
+    """Yields (tensor, reader) for each reader of the result of a QuantizeLinear, and of the results
+    of reshards after it."""
     for tensor in node.outputs:
         for reader in tensor.outputs:
             yield tensor, reader
@@ -48,28 +49,28 @@ def _exchanges(node: gs.Node) -> bool:
     return is_reshard(node) or node.domain == DOMAIN
 
 
-def _is_restated(found: list[tuple[gs.Tensor, gs.Node]], results: set[int]) -> bool:
-    ends = [node for _, node in found if not _exchanges(node)]
+def _may_change(path: list[tuple[gs.Tensor, gs.Node]], results: set[int]) -> bool:
+    ends = [node for _, node in path if not _exchanges(node)]
     is_pair = len(ends) == 1 and ends[0].op == _DEQUANTIZE and _is_signed(ends[0], 1)
-    return is_pair and not any(id(tensor) in results for tensor, _ in found)
+    return is_pair and not any(id(tensor) in results for tensor, _ in path)
 
 
 def _is_signed(node: gs.Node, index: int) -> bool:
     """True if a node's result (index 0) or operand (1) is int8 with one stored zero point."""
     tensor = (node.outputs, node.inputs)[index][0]
     point = given(node, 2)
-    known = None if point is None else constant(point)
-    return known is not None and known.size == 1 and dtype_of(tensor) == np.int8
+    value = None if point is None else constant(point)
+    return value is not None and value.size == 1 and dtype_of(tensor) == np.int8
 
 
-def _restate(found: list[tuple[gs.Tensor, gs.Node]]) -> None:
-    maker = found[0][0].inputs[0]
-    for node in (maker, *(n for _, n in found if not _exchanges(n))):
+def _change_type(path: list[tuple[gs.Tensor, gs.Node]]) -> None:
+    maker = path[0][0].inputs[0]
+    for node in (maker, *(n for _, n in path if not _exchanges(n))):
         point = constant(node.inputs[2])
         assert point is not None
         shifted = np.asarray(point.astype(np.int16) + _SHIFT, np.uint8)
         node.inputs[2] = gs.Constant(f"{node.name}::unsigned_zero_point", shifted)
-    for tensor, reader in found:
+    for tensor, reader in path:
         tensor.dtype = np.dtype(np.uint8)
         if _exchanges(reader):
             reader.outputs[0].dtype = np.dtype(np.uint8)  # also one that no node reads

@@ -1,9 +1,9 @@
 """Splits weights into the ranks' shards block by block, so that no weight is ever whole in memory.
 
-Every distinct shard is written once, to a file with those that the same ranks hold: all ranks
-(`shared.weights`), several (`shared_0001.weights` and so on) or one (`rank_0000.weights`). So a
-rank needs no file of which it reads only a part. The ranks' graphs refer to shards by file, offset
-and length.
+Every distinct shard is written once. Shards with the same holders share a file: all ranks
+(`shared.weights`), several ranks (`shared_0001.weights` and so on) or one rank
+(`rank_0000.weights`). So a rank reads its files completely. The ranks' graphs refer to shards by
+file, offset and length.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Shard:
 @dataclass
 class WeightStore:
     """The weight files of a sharded model in `folder`; `source` is the folder of the original
-    model. `names` are those of files that several ranks read, by these ranks."""
+    model. `names` are the names of files that several ranks read, by reading ranks."""
 
     folder: DigestedFolder
     source: Path
@@ -74,8 +74,8 @@ class WeightStore:
     def cut(
         self, name: str, weight: TensorProto, layout: Layout, parts: Sequence[TensorProto] = ()
     ) -> list[TensorProto]:
-        """Writes every shard of a weight; returns each rank's initializer, in rank order. `parts`
-        are the stored weights of which it is the stack; none if it is stored itself."""
+        """Writes every shard of a weight; returns each rank's initializer, in rank order. If the
+        weight is a stack of stored weights, `parts` are these weights."""
         if weight.data_type == TensorProto.STRING:
             return self._cut_strings(name, weight, layout)
         holder = self._first_holders(layout)
@@ -107,8 +107,8 @@ class WeightStore:
         return [shards[r].proto(name, weight) for r in holder]
 
     def cut_inner(self, graph: GraphProto, others: Collection[str] = ()) -> None:
-        """Stores external tensors that subgraphs and attributes of a graph have, whole on every
-        rank; `others` are names of weights that are stored already."""
+        """Stores the external tensors of subgraphs and attributes of a graph, whole on every rank;
+        `others` are names of weights that other calls store."""
         for i, tensor in enumerate(stored_tensors(graph)):
             if tensor.data_location == TensorProto.EXTERNAL and tensor.name not in others:
                 name = tensor.name or f"attribute.{i}"
@@ -132,7 +132,8 @@ class WeightStore:
     def _place(
         self, rank: int, weight: TensorProto, layout: Layout, holder: list[int]
     ) -> tuple[Shard, DigestedFile | None]:
-        """Returns where the shard that this rank holds first is to be, and the file, if any."""
+        """Places the shard whose first holder is this rank; returns the shard, and its file if it
+        has one."""
         shape = layout.local_shape(self.mesh, rank)
         bits = element_bits(weight.data_type)
         length = -(-int(np.prod(shape, dtype=np.int64)) * bits // 8)
@@ -146,7 +147,7 @@ class WeightStore:
         return Shard(shape, location, file.size, length), file
 
     def _name(self, holders: tuple[int, ...]) -> str:
-        """The name of the file with what these ranks hold."""
+        """The name of the file with the shards of exactly these ranks."""
         if len(holders) == 1:
             return rank_name(holders[0], "weights")
         if len(holders) == self.mesh.size:
@@ -178,7 +179,8 @@ class _Writer:
         self.rest = np.empty(0, np.uint8)
 
     def copy_run(self, weight: TensorProto, folder: Path) -> bool:
-        """Lets the kernel copy a shard that is contiguous in the file; False if it is not."""
+        """Copies a shard that is contiguous in the file, within the operating system's kernel;
+        returns False if the shard is not contiguous."""
         if self.fill or self.file is None or not all(self.whole[1:]) or not self.held:
             return False
         rows = self.held[0]
@@ -195,8 +197,8 @@ class _Writer:
     def write(self, lead: tuple[int, ...], start: int, block: Array) -> None:
         """Writes the rank's elements of a block of `read_blocks`."""
         for at, held in zip(lead, self.held, strict=False):
-            found = np.searchsorted(held, at)
-            if found == len(held) or held[found] != at:
+            place = np.searchsorted(held, at)
+            if place == len(held) or held[place] != at:
                 return
         rest = self.held[len(lead) :]
         for i, held in enumerate(rest):
@@ -251,7 +253,7 @@ def read_blocks(
     weight: TensorProto, folder: Path, parts: Sequence[TensorProto] = ()
 ) -> Iterator[tuple[tuple[int, ...], int, Array]]:
     """Yields a weight in blocks of at most CHUNK bytes: (leading indices, index of the first row,
-    rows). `parts` are the weights that it stacks."""
+    rows). If the weight is a stack, `parts` are the stacked weights."""
     for i, part in enumerate(parts):
         for lead, start, block in read_blocks(part, folder):
             yield (i, *lead), start, block
@@ -269,7 +271,7 @@ def read_blocks(
 
 
 class _Reader:
-    """Reads a file in blocks, which are views of one buffer: each block is valid until the next one
+    """Reads a file in blocks. Blocks are views of one buffer: a block is valid until the next one
     is read."""
 
     def __init__(self, source: FileIO, bits: int, dtype: np.dtype[Any]) -> None:

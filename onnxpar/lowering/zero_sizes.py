@@ -1,4 +1,4 @@
-"""Protects sizes of 0 in a rank's Reshape or Expand, which the runtime could misread.
+"""Protects sizes of 0 in a rank's Reshape or Expand, which onnxruntime could misread.
 
 A Reshape reads a 0 as "copy the operand's size" unless it has `allowzero`.
 """
@@ -16,12 +16,12 @@ def expanded_zeros(op: OpFactors, view: NodeView) -> frozenset[str]:
     if op.node.op != "Expand" or op.node.domain:
         return frozenset()
     kept = {f for expr in op.rule.inputs[0] or () for f in expr_vars(expr)}
-    made = {f for expr in op.rule.outputs[0] or () for f in expr_vars(expr)} - kept
-    return frozenset(f for f in made - set(view.open) if view.may_be_empty(f))
+    expanded = {f for expr in op.rule.outputs[0] or () for f in expr_vars(expr)} - kept
+    return frozenset(f for f in expanded - set(view.open) if view.may_be_empty(f))
 
 
 def keep_zeros(op: OpFactors, view: NodeView) -> None:
-    """Makes a Reshape to a rank's own shape read a size of 0 as 0, not as a size to copy."""
+    """Makes a Reshape to a rank's shape read a size of 0 as 0, not as a size to copy."""
 
     def may_be_empty(factor: str) -> bool:
         return view.may_be_empty(factor) or (factor in view.open and not view.is_split(factor))

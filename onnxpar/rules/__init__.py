@@ -1,5 +1,5 @@
-"""Sharding rules by op family; importing the package registers them all. The docstring of a rule
-function begins with its rule, in the notation of `notation.py`."""
+"""Sharding rules by op family; importing the package registers all rules. The docstring of a rule
+function begins with the rule, in the notation of `notation.py`."""
 
 from onnxpar.rules import attention as attention
 from onnxpar.rules import cached_attention as cached_attention

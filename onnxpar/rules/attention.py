@@ -20,8 +20,8 @@ _CACHED = "queries attend to the whole cache"
 
 
 class AttentionDims(NamedTuple):
-    """The dimensions of an Attention as rule text, and the sizes of their factors; `flat` if heads
-    and width are one dimension."""
+    """The dimensions of an Attention as rule text, and the sizes of their factors. `flat` is True
+    if heads and width are one dimension."""
 
     flat: bool
     sizes: dict[str, Size]
@@ -52,8 +52,8 @@ def attention_dims(node: gs.Node) -> AttentionDims | None:
 def attention_products(
     sizes: Mapping[str, Size], seen: str = "t", by_key: int = 1, by_value: int = 1
 ) -> int:
-    """Multiplications of products of queries with keys, and of scores with values, if there are so
-    many of each; `seen` is the factor of the keys."""
+    """Multiplications of `by_key` products with keys and `by_value` products with values; `seen` is
+    the factor of the keys."""
     width = by_key * (sizes["d"] or 1) + by_value * (sizes["e"] or 1)
     return width * math.prod(
         1 if sizes[v] is None else sizes[v] or 0 for v in (*"bkgs", seen) if v in sizes
@@ -71,14 +71,14 @@ LOCAL_HEADS: dict[str | int, Callable[[Local], int]] = {
 def attention(node: gs.Node) -> Rule:
     """`b (k g) s d, b k t d, b k t e -> b (k g) s e`; with three dimensions `b s (k g d), ...`.
 
-    k are the heads of keys and values; g are the query heads that share one of these. Caches and
+    k are the heads of keys and values; g are the query heads that share a key head. Caches and
     masks have the same factors. If the same axes split s and t, shards of keys travel in a ring,
-    except under a mask, and if scores are a result.
+    unless the node has a mask or returns scores.
     """
-    found = attention_dims(node)
-    if found is None:
+    attended = attention_dims(node)
+    if attended is None:
         return whole_rule(node, "a data-dependent number of heads")
-    flat, sizes, query, key, value, result = found
+    flat, sizes, query, key, value, result = attended
     operands = [query, key, value]
     past = given(node, 4)
     sizes["p"] = 0 if past is None else (tensor_shape(past) or ())[2]
@@ -113,9 +113,9 @@ def attention(node: gs.Node) -> Rule:
 
 
 def _mask(node: gs.Node, sizes: dict[str, Size], seen: str) -> str:
-    """The mask's dimensions as rule text, aligned at the last one; `_` without a mask. The last one
-    is the factor `seen` of the keys or, if the mask is shorter and the op pads it, a factor `m` of
-    its own. Adds `m` to `sizes`."""
+    """The mask's dimensions as rule text, aligned at the last dimension; `_` without a mask. The
+    last dimension is the factor `seen` of the keys or, if the op pads a shorter mask, a separate
+    factor `m`. Adds `m` to `sizes`."""
     mask = given(node, 3)
     if mask is None:
         return "_"

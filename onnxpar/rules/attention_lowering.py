@@ -1,7 +1,7 @@
 """Attention in primitive ops, for shards of the query and of the key sequence.
 
-If keys are split, each rank attends to its own keys. To combine the results, the ranks exchange the
-largest score and the sum of exponentials of each row (log-sum-exp), but no scores.
+If keys are split, each rank attends to its own keys. To combine the results, ranks exchange the
+largest score and the sum of exponentials of each row (log-sum-exp), but no other scores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FAR = 2**62
 @dataclass(frozen=True)
 class AttentionLowering:
     """Lowers an Attention node; `queries` and `past` are the global lengths of queries and cache.
-    `flat` if heads and width are one dimension.
+    `flat` is True if heads and width are one dimension.
 
     As in onnxruntime, a masked score is the least number of its type, and the result is zero for a
     query that sees no key.
@@ -59,7 +59,7 @@ class AttentionLowering:
             self._attend_under_mask(build)
 
     def _attend_under_mask(self, build: Lowering) -> None:
-        """Keeps the op, but with an explicit mask in place of its causal and window attributes."""
+        """Keeps the op, with an explicit mask in place of its causal and window attributes."""
         node = build.local.node
         mask, visible = self._mask(build), self._visible(build)
         if mask is not None:
@@ -74,14 +74,13 @@ class AttentionLowering:
         build.finish_each("Attention", operands, **attrs)
 
     def _mask(self, build: Lowering) -> gs.Tensor | None:
-        """The operand that is added to scores as a mask; None if there is none, or if it is
-        boolean."""
+        """The mask operand if it is added to scores; None for a boolean mask, or without a mask."""
         mask = given(build.local.node, MASK)
         return None if mask is None or dtype_of(mask) == np.bool_ else build.input(MASK)
 
     def _visible(self, build: Lowering) -> gs.Tensor | None:
         """A boolean mask of the keys (last dimension) that each query sees; None if every query
-        sees all."""
+        sees all keys."""
         node = build.local.node
         by_place = sees_by_place(self.attrs)
         rows = held_positions(build, "s", 0, 2) if by_place else None
@@ -97,44 +96,45 @@ class AttentionLowering:
         columns: gs.Tensor | None,
         mask: gs.Tensor | None,
     ) -> gs.Tensor | None:
-        """A boolean mask of the keys at the positions `columns` that queries at the positions
-        `rows` (a column) see, where positions matter, and that the boolean `mask` shows."""
-        found: list[gs.Tensor] = []
+        """A boolean mask [query, key]: True if the query at its position in `rows` (a column) sees
+        the key at its position in `columns`, and the boolean `mask` shows the key. None if there is
+        no restriction."""
+        masks: list[gs.Tensor] = []
         lengths = None
         if columns is not None and given(build.local.node, LENGTHS) is not None:
             lengths = build.add("Unsqueeze", [build.input(LENGTHS)], axes=[1, 2, 3])
-            found.append(build.add("Less", [columns, lengths]))
+            masks.append(build.add("Less", [columns, lengths]))
         if columns is not None and rows is not None and sees_by_place(self.attrs):
             ahead: Any = np.array(self.past, np.int64)
             if lengths is not None:
                 ahead = build.add("Sub", [lengths, np.array(self.queries, np.int64)])
-            found += self._near(build, columns, build.add("Add", [rows, ahead]))
+            masks += self._near(build, columns, build.add("Add", [rows, ahead]))
         if mask is not None:
-            found.append(mask)
-        while len(found) > 1:
-            found[-2:] = [build.add("And", found[-2:])]
-        return found[0] if found else None
+            masks.append(mask)
+        while len(masks) > 1:
+            masks[-2:] = [build.add("And", masks[-2:])]
+        return masks[0] if masks else None
 
-    def _near(self, build: Lowering, columns: gs.Tensor, own: gs.Tensor) -> list[gs.Tensor]:
-        """Masks of the keys that are no later than a query, and within its window; `own` are the
-        positions of the queries among the keys."""
+    def _near(self, build: Lowering, columns: gs.Tensor, rows: gs.Tensor) -> list[gs.Tensor]:
+        """Masks of the keys that are not later than a query, and of the keys in its window; `rows`
+        are the positions of the queries among the keys."""
         left, right = (self.attrs.get(key, -1) for key in WINDOW)
-        found = []
+        masks = []
         if self.attrs.get("is_causal"):
-            last = own
+            last = rows
             if self.past:  # onnxruntime shows all keys to a single query behind a cache
                 is_single = build.add("Equal", [np.array([self.queries]), np.array([1])])
                 is_behind = build.add("Greater", [np.array([self.past]), np.array([0])])
                 is_all = build.add("And", [is_single, is_behind])
-                last = build.add("Where", [is_all, np.array(_FAR), own])
-            found.append(build.add("LessOrEqual", [columns, last]))
+                last = build.add("Where", [is_all, np.array(_FAR), rows])
+            masks.append(build.add("LessOrEqual", [columns, last]))
         if left >= 0:
-            first = build.add("Sub", [own, np.array(left, np.int64)])
-            found.append(build.add("GreaterOrEqual", [columns, first]))
+            first = build.add("Sub", [rows, np.array(left, np.int64)])
+            masks.append(build.add("GreaterOrEqual", [columns, first]))
         if right >= 0:
-            last = build.add("Add", [own, np.array(right, np.int64)])
-            found.append(build.add("LessOrEqual", [columns, last]))
-        return found
+            last = build.add("Add", [rows, np.array(right, np.int64)])
+            masks.append(build.add("LessOrEqual", [columns, last]))
+        return masks
 
     def _columns(self, build: Lowering) -> gs.Tensor:
         """The global positions of the keys for which the rank computes scores."""
@@ -152,8 +152,8 @@ class AttentionLowering:
         powers = powers_of(build, scores, build.add("Max", [largest, least]), least)
         part = build.add("ReduceSum", [powers], axes=[3], keepdims=1)
         value = self.by_head(build, 2)
-        own = build.add("MatMul", [self._by_group(build, powers, _keys), value])
-        both = build.add("Concat", [own, self._by_group(build, part, _one)], axis=3)
+        product = build.add("MatMul", [self._by_group(build, powers, _keys), value])
+        both = build.add("Concat", [product, self._by_group(build, part, _one)], axis=3)
         both = build.all_reduce(both, ["t"])
         ends = [np.array([v], np.int64) for v in (0, -1, np.iinfo(np.int64).max, 3)]
         total = build.add("Slice", [both, ends[1], ends[2], ends[3]])
@@ -168,23 +168,23 @@ class AttentionLowering:
                 build.finish("Identity", [self.cut_heads(build, i)], i)
 
     def _scores(self, build: Lowering) -> gs.Tensor:
-        """Scores of the rank's keys, (batch, heads, queries, keys), capped and masked."""
+        """The capped and masked scores of the rank's keys, (batch, heads, queries, keys)."""
         mode = self.attrs.get("qk_matmul_output_mode", 0) if has_output(build, 3) else None
         query = self._by_group(build, self.by_head(build, 0), lambda local: local.size("d"))
         query = build.add("Mul", [query, like(query, self.scale)])
         key = build.add("Transpose", [self.by_head(build, 1)], perm=[0, 1, 3, 2])
         scores = build.add("MatMul", [query, key])
         scores = self._by_row(build, scores, _keys)
-        self._give(build, scores, mode == 0)
+        self._return_scores(build, scores, mode == 0)
         scores = self.capped(build, scores)
-        self._give(build, scores, mode == 1)
+        self._return_scores(build, scores, mode == 1)
         mask, visible = self._mask(build), self._visible(build)
         if mask is not None:
             scores = masked(build, scores, mask)
         if visible is not None:
             least = least_of(build.local.node.inputs[0])
             scores = build.add("Where", [visible, scores, like(scores, hidden(build, least))])
-        self._give(build, scores, mode == 2)
+        self._return_scores(build, scores, mode == 2)
         return scores
 
     def capped(self, build: Lowering, scores: gs.Tensor) -> gs.Tensor:
@@ -195,7 +195,7 @@ class AttentionLowering:
         bent = build.add("Tanh", [build.add("Div", [scores, like(scores, cap)])])
         return build.add("Mul", [bent, like(scores, cap)])
 
-    def _give(self, build: Lowering, scores: gs.Tensor, is_wanted: bool) -> None:
+    def _return_scores(self, build: Lowering, scores: gs.Tensor, is_wanted: bool) -> None:
         if is_wanted:
             finish(build, "Identity", [scores], 3)
 
@@ -204,7 +204,7 @@ class AttentionLowering:
         return self._cut(build, operand, operand == 0, "e" if operand == 2 else "d")
 
     def cut_results(self, build: Lowering, operand: int) -> gs.Tensor:
-        """An operand in the form of the node's results as (batch, heads, sequence, width)."""
+        """An operand with the shape of the node's result as (batch, heads, sequence, width)."""
         return self._cut(build, operand, True, "e")
 
     def _cut(self, build: Lowering, operand: int, is_query: bool, width: str) -> gs.Tensor:
@@ -225,8 +225,8 @@ class AttentionLowering:
         return widen(build, self.cut_heads(build, operand))
 
     def _by_group(self, build: Lowering, x: gs.Tensor, width: Width) -> gs.Tensor:
-        """`x` with the rows of all query heads that share a key head concatenated: (batch, key
-        heads, rows, width)."""
+        """`x` as (batch, key heads, rows, width): concatenates the rows of all query heads that
+        share a key head."""
 
         def shape(local: Local) -> Any:
             rows = local.size("g") * local.size("s")
@@ -248,8 +248,8 @@ class AttentionLowering:
         finish(build, "Identity", [self.joined_heads(build, result, "kge")])
 
     def joined_heads(self, build: Lowering, x: gs.Tensor, factors: str) -> gs.Tensor:
-        """A tensor (batch, heads, sequence, width) in the form of the node's operands; `factors`
-        are those of heads and width."""
+        """A tensor (batch, heads, sequence, width) in the layout of the node's operands; `factors`
+        are the factors of heads and width."""
         if not self.flat:
             return x
 
@@ -261,8 +261,8 @@ class AttentionLowering:
 
 
 _EVEN = 25
-"""The opset from which a query of which the mask gives all keys the least number attends to these
-evenly; before, to none, in onnxruntime."""
+"""From this opset on, if a mask gives all keys of a query the least number, the query attends to
+all keys evenly; before, it attends to no key in onnxruntime."""
 
 
 def hidden(build: Lowering, least: float) -> float:
@@ -271,8 +271,8 @@ def hidden(build: Lowering, least: float) -> float:
 
 
 def masked(build: Lowering, scores: gs.Tensor, mask: gs.Tensor) -> gs.Tensor:
-    """The scores, in 32 bits, with a mask of numbers added. In 16 bits, as onnxruntime adds it, the
-    least number stays what it is."""
+    """The scores in 32 bits plus a mask of numbers. Where a 16-bit mask has the least number, so
+    has the result, as in onnxruntime, which adds in 16 bits."""
     added = build.add("Add", [scores, widen(build, mask)])
     if dtype_of(mask) != np.float16 or build.opset >= _EVEN:
         return added
@@ -282,8 +282,7 @@ def masked(build: Lowering, scores: gs.Tensor, mask: gs.Tensor) -> gs.Tensor:
 
 
 def powers_of(build: Lowering, scores: gs.Tensor, largest: gs.Tensor, least: Any) -> gs.Tensor:
-    """The exponentials of the scores less the largest ones, which are at least the least number;
-    zero for queries that see no key."""
+    """exp(scores - largest); zero for queries that see no key, where `largest` is `least`."""
     powers = build.add("Exp", [build.add("Sub", [scores, largest])])
     if build.opset >= _EVEN:
         return powers
@@ -297,7 +296,7 @@ def sees_by_place(attrs: Mapping[str, Any]) -> bool:
 
 
 def default_scale(width: int) -> float:
-    """The factor that multiplies scores if the node gives none, for keys of this width."""
+    """The factor of scores for a node without `scale`, for keys of this width."""
     return 1 / math.sqrt(width)
 
 

@@ -1,8 +1,8 @@
 """GroupQueryAttention over caches of fixed length that are split along positions.
 
-Each rank holds the keys and values of some positions. It writes those of new tokens that have its
-positions, and attends to what it holds; ranks combine the results by the largest score and the sum
-of exponentials of each query (log-sum-exp).
+Each rank holds the keys and values of some positions. A rank writes the new tokens at its positions
+and attends to its positions; ranks combine the results by the largest score and the sum of
+exponentials of each query (log-sum-exp).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DEFAULTS = {
     "k_quant_type": "NONE",
     "v_quant_type": "NONE",
 }
-"""Other attributes that a node may have, but only with these values."""
+"""Further attributes, with the only values that are supported."""
 _ZERO, _ONE = np.array(0, np.int64), np.array(1, np.int64)
 _ROTATED = "its elements are rotated in pairs"
 
@@ -43,7 +43,7 @@ _ROTATED = "its elements are rotated in pairs"
 @rule(CACHED, domain=DOMAIN)
 def cached_attention(node: gs.Node) -> Rule:
     """`b s (k g d), b s (k d), b s (k d), b k p d, b k p d, b, () -> b s (k g d); b k p d; ...`:
-    com.microsoft's GroupQueryAttention whose caches have the same length before and after a run.
+    com.microsoft's GroupQueryAttention with caches of equal length before and after a run.
     Keys and values may be packed into the query."""
     heads, shared = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     cache = tensor_shape(node.inputs[PAST]) or ()
@@ -77,8 +77,8 @@ def cached_attention(node: gs.Node) -> Rule:
 
 
 def can_split_cache(node: gs.Node, states: Collection[tuple[str, str]]) -> bool:
-    """True for a GroupQueryAttention whose caches are `states`, (input, output) pairs, and have the
-    same fixed length before and after a run, as the model declares it."""
+    """True for a GroupQueryAttention whose caches are among `states`, (input, output) pairs, and
+    have the same declared fixed length before and after a run."""
     if node.op != "GroupQueryAttention" or node.domain != CONTRIB:
         return False
     others = {k: v for k, v in node.attrs.items() if k not in _ATTRIBUTES}
@@ -139,7 +139,7 @@ class _Lowering:
         self._attend(query, keys, values, self._seen(rows, columns, lengths))
 
     def _seen(self, rows: gs.Tensor, columns: gs.Tensor, lengths: gs.Tensor) -> gs.Tensor:
-        """The positions that each query sees: those up to its own, and within its sample."""
+        """A mask of the positions that each query sees: up to its own position, in its sample."""
         build = self.build
         seen = build.add("LessOrEqual", [columns, rows])
         return build.add("And", [seen, build.add("Less", [columns, lengths])])
@@ -162,19 +162,19 @@ class _Lowering:
                     split=lambda local: [heads(local, i) * width for i in range(3)],
                 )
             ]
-        found: list[gs.Tensor] = []
+        heads_of: list[gs.Tensor] = []
         for i, part in enumerate(parts):
 
             def shape(local: Local, role: int = i) -> Any:
                 return np.array([0, 0, heads(local, role), width], np.int64)
 
             part = build.add("Reshape", [part, build.per_rank(shape)])
-            found.append(build.add("Transpose", [part], perm=[0, 2, 1, 3]))
-        return found
+            heads_of.append(build.add("Transpose", [part], perm=[0, 2, 1, 3]))
+        return heads_of
 
     def _lengths(self) -> gs.Tensor:
-        """The number of tokens of each sample, (batch, 1). A Gather fails if some would be outside
-        of the cache."""
+        """The number of tokens of each sample, (batch, 1). A Gather fails if a token would be
+        outside the cache."""
         build = self.build
         lengths = build.add("Reshape", [build.input(LENGTHS), np.array([-1, 1], np.int64)])
         lengths = build.add("Add", [build.add("Cast", [lengths], to=onnx.TensorProto.INT64), _ONE])
@@ -201,11 +201,11 @@ class _Lowering:
     def _written(
         self, operand: int, new: gs.Tensor, rows: gs.Tensor, columns: gs.Tensor
     ) -> gs.Tensor:
-        """The rank's shard of a cache, with the new tokens that have its positions: each position
-        is a product of a row with at most a single one, and the new tokens."""
+        """The rank's shard of a cache after writing the new tokens at its positions. A MatMul
+        places them: its left operand has at most one 1 in the row of each position."""
         build = self.build
-        own = build.add("Equal", [rows, columns])  # batch, 1, queries, positions
-        chosen = build.add("Cast", [own], to=onnx.helper.np_dtype_to_tensor_dtype(new.dtype))
+        is_place = build.add("Equal", [rows, columns])  # batch, 1, queries, positions
+        chosen = build.add("Cast", [is_place], to=onnx.helper.np_dtype_to_tensor_dtype(new.dtype))
         chosen = build.add("Transpose", [chosen], perm=[0, 1, 3, 2])
         placed = build.add("MatMul", [chosen, new])
         is_new = build.add("ReduceMax", [chosen], axes=[3], keepdims=1)
@@ -246,7 +246,7 @@ class _Lowering:
         finish(build, "Reshape", [result, build.per_rank(shape)])
 
     def _grouped(self, x: gs.Tensor) -> gs.Tensor:
-        """The rows of all query heads that share a key head concatenated."""
+        """`x` with the concatenated rows of all query heads that share a key head."""
 
         def shape(local: Local) -> Any:
             rows = local.size("g") * local.size("s")

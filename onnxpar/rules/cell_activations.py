@@ -29,16 +29,15 @@ _WITH_BETA = {"affine", "scaledtanh", "hardsigmoid"}
 _WITH_ALPHA = {*_WITH_BETA, "leakyrelu", "thresholdedrelu", "elu"}
 
 Step = tuple[str, tuple[float, ...], dict[str, float]]
-"""An op whose first operand is the result of the previous step, its other operands, and its
-attributes."""
+"""(op, further operands, attributes); the op's first operand is the result of the step before."""
 
 
 @dataclass(frozen=True)
 class Activation:
     """An activation by its name in lower case. Its operand is clipped to [-clip, clip] first.
 
-    As in onnxruntime, alpha and beta default to those of the ONNX op with that name; for
-    ThresholdedRelu and for functions that are not ONNX ops, they default to 0.
+    As in onnxruntime, alpha and beta have the defaults of the ONNX op with that name; the defaults
+    of ThresholdedRelu, and of functions that are not ONNX ops, are 0.
     """
 
     name: str
@@ -61,8 +60,8 @@ class Activation:
             return [("Mul", (beta,), {}), ("Tanh", (), {}), ("Mul", (alpha,), {})]
         if self.name == "thresholdedrelu":
             return [("ThresholdedRelu", (), {"alpha": alpha})]
-        given = {"alpha": self.alpha, "beta": self.beta}
-        return [(_OPS[self.name], (), {k: g for k, g in given.items() if g is not None})]
+        options = {"alpha": self.alpha, "beta": self.beta}
+        return [(_OPS[self.name], (), {k: g for k, g in options.items() if g is not None})]
 
 
 def activations_of(node: gs.Node) -> list[list[Activation]]:
@@ -74,9 +73,9 @@ def activations_of(node: gs.Node) -> list[list[Activation]]:
     alphas = iter(node.attrs.get("activation_alpha", []))
     betas = iter(node.attrs.get("activation_beta", []))
     clip: Any = node.attrs.get("clip")
-    found = []
+    activations = []
     for name in names:
         alpha = next(alphas, None) if name in _WITH_ALPHA else None
         beta = next(betas, None) if name in _WITH_BETA else None
-        found.append(Activation(name, alpha, beta, clip))
-    return [found[i : i + len(default)] for i in range(0, len(found), len(default))]
+        activations.append(Activation(name, alpha, beta, clip))
+    return [activations[i : i + len(default)] for i in range(0, len(activations), len(default))]

@@ -68,10 +68,10 @@ def _lower_training(
         for i, statistic in ((1, middle), (2, variance)):
             if has_output(build, i):
                 now = build.add("Squeeze", [statistic], axes=axes)
-                moved = build.add("Mul", [now, like(now, 1 - momentum)])
+                new = build.add("Mul", [now, like(now, 1 - momentum)])
                 before = widen(build, build.input(i + 2))
-                kept = build.add("Mul", [before, like(before, momentum)])
-                finish(build, "Add", [kept, moved], i)
+                old = build.add("Mul", [before, like(before, momentum)])
+                finish(build, "Add", [old, new], i)
 
     return lower
 
@@ -146,8 +146,8 @@ def group_normalization(node: gs.Node) -> Rule:
 
 @rule("LRN")
 def local_response_normalization(node: gs.Node) -> Rule:
-    """`n c h w -> n c h w`; if c is split, each rank fetches the neighbouring channels in its
-    windows."""
+    """`n c h w -> n c h w`; if c is split, each rank fetches the neighbouring channels that its
+    windows read."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)

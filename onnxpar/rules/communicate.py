@@ -27,8 +27,8 @@ def communicating(
     sizes: Sequence[Size],
     lower: Callable[[Lowering], None],
 ) -> dict[str, Any]:
-    """The fields of a rule for factors that may be split because the ranks then communicate inside
-    the op, as `lower` implements it.
+    """The fields of a rule for factors whose split makes ranks communicate inside the op; `lower`
+    implements the op then.
 
     The factors stay whole if one of their `sizes` is unknown.
     """
@@ -39,12 +39,12 @@ def communicating(
 
 
 def is_short_float(tensor: gs.Tensor) -> int:
-    """ONNX's number of the tensor's element type if that is a 16-bit float, else 0."""
+    """ONNX's number of the tensor's element type if it is a 16-bit float type, else 0."""
     return _SHORT.get(str(dtype_of(tensor)), 0)
 
 
 def widen(build: Lowering, x: gs.Tensor) -> gs.Tensor:
-    """16-bit floats cast to float32; any other tensor itself."""
+    """A tensor of 16-bit floats cast to float32; any other tensor unchanged."""
     return build.add("Cast", [x], to=FLOAT) if is_short_float(x) else x
 
 
@@ -60,7 +60,7 @@ def has_output(build: Lowering, output: int) -> bool:
 
 
 def finish(build: Lowering, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
-    """Adds the node that computes a result, and a Cast if the result's type is not that of
+    """Adds the node that computes a result, and a Cast if the result has another type than
     `inputs[0]`."""
     dtype = dtype_of(build.local.node.outputs[output])
     if dtype == dtype_of(inputs[0]):
@@ -71,15 +71,15 @@ def finish(build: Lowering, op: str, inputs: Sequence[Any], output: int = 0, **a
 
 
 def finish_chain(build: Lowering, x: gs.Tensor, steps: Sequence[tuple[str, Any]]) -> None:
-    """Computes result 0 from `x` by a chain of binary ops, each given with its second operand."""
+    """Computes result 0 from `x` by a chain of binary ops, `steps` of (op, second operand)."""
     for op, operand in steps[:-1]:
         x = build.add(op, [x, operand])
     finish(build, steps[-1][0], [x, steps[-1][1]])
 
 
 def total(build: Lowering, x: gs.Tensor, axes: Sequence[int], factors: Sequence[str]) -> gs.Tensor:
-    """The sum of `x` over axes, which are these factors, across all shards; each axis keeps one
-    element."""
+    """The sum of `x` over axes, the dimensions of these factors, across all shards; each axis keeps
+    one element."""
     return build.all_reduce(build.add("ReduceSum", [x], axes=[*axes], keepdims=1), factors)
 
 
@@ -90,15 +90,15 @@ def mean(
     factors: Sequence[str],
     sizes: Sequence[Size],
 ) -> gs.Tensor:
-    """The mean of `x` over axes, which are these factors with these global sizes, across all
+    """The mean of `x` over axes, the dimensions of these factors (of global `sizes`), across all
     shards."""
     count = number(build, math.prod(s or 0 for s in sizes), dtype_of(x))
     return build.add("Div", [total(build, x, axes, factors), count])
 
 
 def where_held(build: Lowering, x: gs.Tensor, factor: str) -> gs.Tensor:
-    """`x`, but zeros on ranks whose shard of a factor is empty: for kernels whose sum over nothing
-    is not zero."""
+    """`x`; zeros on ranks with an empty shard of the factor, for kernels whose sum over nothing is
+    not zero."""
     if not build.local.may_be_empty(factor):
         return x
     size = build.per_rank(lambda local: np.array(local.size(factor), np.int64))
@@ -106,8 +106,7 @@ def where_held(build: Lowering, x: gs.Tensor, factor: str) -> gs.Tensor:
 
 
 def number(build: Lowering, size: int | Callable[[Local], int], dtype: Any) -> gs.Tensor:
-    """A size as a scalar of a dtype: an int64 constant, because open sizes must be int64, and a
-    Cast."""
+    """A size as a scalar of a dtype: a Cast of an int64 constant (open sizes must be int64)."""
 
     def whole(local: Local) -> Any:
         return np.array(size(local) if callable(size) else size, np.int64)
@@ -123,7 +122,7 @@ def moments(
     factors: Sequence[str],
     sizes: Sequence[Size],
 ) -> tuple[gs.Tensor, gs.Tensor, gs.Tensor]:
-    """The mean over axes across all shards, `x` minus that mean, and the variance (of the
+    """The mean over axes across all shards, `x` minus the mean, and the variance (of the
     population, in two passes)."""
     middle = mean(build, x, axes, factors, sizes)
     centred = build.add("Sub", [x, middle])
@@ -149,15 +148,17 @@ def global_positions(build: Lowering, index: gs.Tensor, factor: str) -> gs.Tenso
         return build.add("Add", [index, build.per_rank(start)])
 
     def held(local: Local) -> Any:
-        found = local.positions(factor).astype(np.int64)
-        return found if len(found) else np.zeros(1, np.int64)  # a stand-in needs a position, too
+        positions = local.positions(factor).astype(np.int64)
+        return (
+            positions if len(positions) else np.zeros(1, np.int64)
+        )  # a stand-in needs a position, too
 
     return build.add("Gather", [build.per_rank(held), index], axis=0)
 
 
 def local_places(local: Local, factor: str, size: int) -> np.ndarray[Any, Any]:
     """For each global position along a factor of this size, the position in the rank's shard; -1
-    for those of other ranks."""
+    for positions of other ranks."""
     held = local.positions(factor)
     table = np.full(size, -1, np.int64)
     table[held] = np.arange(len(held))
@@ -165,8 +166,8 @@ def local_places(local: Local, factor: str, size: int) -> np.ndarray[Any, Any]:
 
 
 def held_positions(build: Lowering, factor: str, axis: int = 0, rank: int = 1) -> gs.Tensor:
-    """The global positions of the rank's shard of a factor (int64): dimension `axis` of a tensor
-    with `rank` dimensions, the others of size 1.
+    """The global positions of the rank's shard of a factor (int64), along dimension `axis` of a
+    tensor with `rank` dimensions; all other dimensions have size 1.
 
     The positions of a contiguous shard are a Range, so that the factor's size may be open.
     """

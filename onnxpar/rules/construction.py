@@ -89,8 +89,8 @@ def one_hot(node: gs.Node) -> Rule:
 @rule("Range")
 @rule("Range", domain="com.microsoft")
 def range_(node: gs.Node) -> Rule:
-    """`_, _, _ -> n`: every rank computes the values at its own positions. The step is 1 if it is
-    left out, as it may be in onnxruntime's own op."""
+    """`_, _, _ -> n`: every rank computes the values at its own positions. A missing step, which
+    onnxruntime's own op allows, is 1."""
 
     def lower(build: Lowering) -> None:
         dtype = dtype_of(build.local.node.outputs[0])

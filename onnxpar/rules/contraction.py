@@ -53,9 +53,9 @@ def matmul(node: gs.Node) -> Rule:
 
 
 def _fused_factors(node: gs.Node, right: str) -> frozenset[str]:
-    """The factors of the right operand, `right`, of which a product must have elements, because
-    onnxruntime fuses it with the DequantizeLinear of an operand. It then returns uninitialized
-    memory for a sum over nothing, and does not load a weight without elements."""
+    """The factors of the right operand, `right`, whose shards must not be empty, because
+    onnxruntime fuses the product with the DequantizeLinear of an operand. A fused product returns
+    uninitialized memory for a sum over nothing, and does not load a weight without elements."""
     sources = [dequantized(t) for t in node.inputs[:2]]
     is_stored = any(isinstance(source, gs.Constant) for source in sources)
     fused = "kn" if is_stored else "k" if any(sources) else ""
@@ -63,7 +63,7 @@ def _fused_factors(node: gs.Node, right: str) -> frozenset[str]:
 
 
 def dequantized(tensor: gs.Tensor) -> gs.Tensor | None:
-    """The quantized tensor from which an operand is computed, perhaps by way of a Transpose."""
+    """The quantized tensor behind an operand, through DequantizeLinear and Transpose; else None."""
     while tensor.inputs and tensor.inputs[0].op in ("Transpose", "DequantizeLinear"):
         node = tensor.inputs[0]
         tensor = node.inputs[0]

@@ -1,5 +1,5 @@
 """onnxruntime's own attention ops: batch and heads may be split; the sequence of keys and values
-must stay whole, except where the ops are lowered."""
+must stay whole, except in ops with a lowering."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def _stated(
     whole: Mapping[str, str],
     **fields: Any,
 ) -> Rule:
-    """The rule with these operands and results, given as rule text by index. Dimensions of one
-    element are broadcast, except in texts with products or segments. The node stays whole if a
-    tensor's number of dimensions differs from its text."""
+    """The rule with these operands and results (index to rule text). Dimensions of one element are
+    broadcast, except in texts with products or segments. The node stays whole if a tensor's number
+    of dimensions differs from its text."""
 
     def text(tensor: gs.Tensor, dims: str | None) -> str:
         if not tensor.name or dims is None:
@@ -48,28 +48,28 @@ def _stated(
 
     for tensors, texts in ((node.inputs, operands), (node.outputs, results)):
         for i, tensor in enumerate(tensors):
-            have, said = len(tensor_shape(tensor) or ()), texts.get(i)
+            rank, said = len(tensor_shape(tensor) or ()), texts.get(i)
             spec = parse_spec(said) if tensor.name and said is not None else None
-            if spec is not None and len(spec) != have:
-                return whole_rule(node, f"'{tensor.name}' has {have} dimensions, not {len(spec)}")
+            if spec is not None and len(spec) != rank:
+                return whole_rule(node, f"'{tensor.name}' has {rank} dimensions, not {len(spec)}")
     left = ", ".join(text(t, operands.get(i)) for i, t in enumerate(node.inputs))
     right = "; ".join(text(t, results.get(i)) for i, t in enumerate(node.outputs))
     used = {c for c in left + right if c.isalpha()}
-    kept = {f: why for f, why in whole.items() if f in used}
-    return einsum(node, f"{left} -> {right}", whole=kept, reduce={}, **fields)
+    reasons = {f: why for f, why in whole.items() if f in used}
+    return einsum(node, f"{left} -> {right}", whole=reasons, reduce={}, **fields)
 
 
 def _bias(node: gs.Node, index: int, heads: str) -> str:
-    """The dimensions of an operand that is added to scores, as rule text; those of size 1 are
-    broadcast over batch or heads."""
+    """The dimensions of an operand that is added to scores, as rule text; dimensions of size 1 are
+    broadcast."""
     shape = _shape(node, index)
     names = ["b", heads, "s", "t"][4 - len(shape) :]
     return dims_text("1" if s == 1 else d for d, s in zip(names, shape, strict=True))
 
 
 def _key_mask(shape: tuple[Size, ...], batch: Size) -> str | None:
-    """The dimensions of a padding mask, as rule text; None if it is one vector of positions in the
-    whole batch."""
+    """The dimensions of a padding mask, as rule text; None for a vector of positions in the whole
+    batch."""
     if len(shape) == 1:
         return "b" if shape[0] == batch else None
     return {2: "b t", 3: "b s t", 4: "b 1 m w"}[len(shape)]
@@ -164,7 +164,7 @@ def decoder_masked_attention(node: gs.Node) -> Rule:
     """`b 1 (n d), b 1 (n d), b 1 (n e), b u, b n 1 u, b n p d, b n p e -> b 1 (n e)`, for one
     token.
 
-    Keys may be those of an encoder, `b n t d`. In beam search, b must stay whole, because beams
+    Keys may come from an encoder, `b n t d`. In beam search, b must stay whole, because beams
     refer to rows of the whole batch.
     """
     query, key, value = (_shape(node, i) for i in range(3))
@@ -191,7 +191,7 @@ def decoder_masked_attention(node: gs.Node) -> Rule:
 def group_query_attention(node: gs.Node) -> Rule:
     """`b s (k g d), b t (k d), b t (k d), b k p d, b k p d, b -> b s (k g d) ; b k u d ; b k u d`.
 
-    k are the heads of keys and values; g are the query heads that share one of these. Keys and
+    k are the heads of keys and values; g are the query heads that share a key head. Keys and
     values may be packed into the query.
     """
     heads, shared = node.attrs["num_heads"], node.attrs["kv_num_heads"]
@@ -219,8 +219,8 @@ def group_query_attention(node: gs.Node) -> Rule:
 
 @rule("RotaryEmbedding", domain=DOMAIN)
 def rotary_embedding(node: gs.Node) -> Rule:
-    """`b s (h d), b s, m r, m r -> b s (h d)`, or with `b h s d`. A single position id belongs to
-    the first token; later tokens count up from it, so s must stay whole."""
+    """`b s (h d), b s, m r, m r -> b s (h d)`, or with `b h s d`. A single position id is the
+    position of the first token, from which the kernel counts on, so s must stay whole."""
     shape, cache = _shape(node, 0), _shape(node, 2)
     flat = len(shape) == 3
     if shape[-1] is None or cache[-1] is None or node.attrs.get("is_packed_batching"):

@@ -1,5 +1,5 @@
-"""MultiHeadAttention of onnxruntime in primitive ops, for shards of its keys, and of its queries
-where these see only earlier keys."""
+"""MultiHeadAttention of onnxruntime in primitive ops, for shards of its keys, and in causal
+attention, of its queries."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ _BIAS, _MASK, _ADDED = 3, 4, 5
 
 @dataclass(frozen=True)
 class HeadsLowering:
-    """Lowers a MultiHeadAttention without a cache. `scale` multiplies its scores, and `filter` is
-    added to those of masked keys. If `is_causal`, a query sees only earlier keys, but the last of
-    the `queries` sees all, as in onnxruntime's kernel, also where there are more keys."""
+    """Lowers a MultiHeadAttention without a cache.
+
+    scale      factor of the scores
+    filter     number that is added to the scores of masked keys
+    is_causal  True if a query sees no later keys; as in onnxruntime's kernel, the last query sees
+               all keys, even if there are more keys than queries
+    queries    the global number of queries
+    """
 
     scale: float
     filter: float
@@ -54,7 +59,7 @@ class HeadsLowering:
         """The query, the keys and the values, with their biases, as (batch, heads, sequence,
         width)."""
         node = build.local.node
-        found = [widen(build, build.input(i)) for i in range(3)]
+        parts = [widen(build, build.input(i)) for i in range(3)]
         if given(node, _BIAS) is not None:
             biases = build.add_each(
                 "Split",
@@ -63,19 +68,19 @@ class HeadsLowering:
                 axis=0,
                 split=lambda local: [local.size("n") * local.size(f) for f in "dde"],
             )
-            found = [build.add("Add", pair) for pair in zip(found, biases, strict=True)]
+            parts = [build.add("Add", pair) for pair in zip(parts, biases, strict=True)]
         return [
             self._apart(build, x, f) if len(tensor_shape(node.inputs[i]) or ()) == 3 else x
-            for i, (x, f) in enumerate(zip(found, "dde", strict=True))
+            for i, (x, f) in enumerate(zip(parts, "dde", strict=True))
         ]
 
     def _apart(self, build: Lowering, x: gs.Tensor, width: str) -> gs.Tensor:
-        """(batch, sequence, heads x width) as (batch, heads, sequence, width)."""
+        """Turns (batch, sequence, heads x width) into (batch, heads, sequence, width)."""
         shape = build.per_rank(lambda local: int64([0, 0, local.size("n"), local.size(width)]))
         return build.add("Transpose", [build.add("Reshape", [x, shape])], perm=[0, 2, 1, 3])
 
     def _scores(self, build: Lowering, query: gs.Tensor, key: gs.Tensor) -> gs.Tensor:
-        """Scores of the rank's keys, (batch, heads, queries, keys), masked."""
+        """The masked scores of the rank's keys, (batch, heads, queries, keys)."""
         node = build.local.node
         query = build.add("Mul", [query, like(query, self.scale)])
         key = build.add("Transpose", [key], perm=[0, 1, 3, 2])
@@ -96,7 +101,7 @@ class HeadsLowering:
         return scores
 
     def _shown(self, build: Lowering) -> gs.Tensor:
-        """A mask of the keys that the mask operand shows, which broadcasts to the scores."""
+        """A boolean mask of the keys that the mask operand shows; broadcasts to the scores."""
         mask = build.input(_MASK)
         rank = len(tensor_shape(build.local.node.inputs[_MASK]) or ())
         zero = like(mask, 0)
@@ -108,9 +113,9 @@ class HeadsLowering:
 
 
 def split_keys(node: gs.Node, width: int) -> dict[str, Any]:
-    """The fields of a rule of MultiHeadAttention that allow to split the keys t; empty if the op
-    has a cache, or returns or masks scores in a form that primitive ops do not have. `width` is
-    that of a query's head."""
+    """The fields of a rule of MultiHeadAttention that allow to split the keys t; empty if the node
+    has a cache, returns scores, or has a mask or bias without a lowering. `width` is the width of a
+    query head."""
     mask = tensor_shape(node.inputs[_MASK]) if given(node, _MASK) is not None else ()
     packed = len(tensor_shape(node.inputs[1]) or ()) != 3 and given(node, _BIAS) is not None
     if any(given(node, i) is not None for i in (6, 7)) or len(mask or ()) == 4 or packed:

@@ -1,5 +1,5 @@
-"""onnxruntime's ops of hyper-connections and multimodal rotary positions, and products with
-weights in blocks that run on across rows: split where their elements do not meet."""
+"""onnxruntime's ops of hyper-connections and of multimodal rotary positions, and products with
+weights whose blocks continue across rows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _rank(tensor: gs.Tensor) -> int:
 
 @rule("MatMulBnb4", domain=DOMAIN)
 def packed_product(node: gs.Node) -> Rule:
-    """`m0 k, (n w), (n z) -> m0 n`: the weight is a vector of w bytes and z scales for each column
-    n. Where its blocks run on from one column to the next, it stays whole."""
+    """`m0 k, (n w), (n z) -> m0 n`: the weight is a vector with w bytes for each column n, which
+    has z scales. A weight whose blocks continue from one column to the next stays whole."""
     rank = _rank(node.inputs[0])
     if rank < 2 or node.attrs.get("training_mode"):
         return whole_rule(node, "a single row")
@@ -81,8 +81,8 @@ def post_mix(node: gs.Node) -> Rule:
 
 
 def _branches(node: gs.Node, x: gs.Tensor, rank: int) -> dict[str, int] | None:
-    """The numbers of branches c and of features h; None if they are not known. `rank` is that of a
-    tensor without branches."""
+    """The numbers of branches c and of features h; None if they are unknown. `rank` is the number
+    of dimensions of a tensor without branches."""
     shape = tensor_shape(x) or ()
     if len(shape) == rank + 1 and None not in shape[-2:]:
         return {"c": int(shape[-2] or 0), "h": int(shape[-1] or 0)}
@@ -93,12 +93,12 @@ def _branches(node: gs.Node, x: gs.Tensor, rank: int) -> dict[str, int] | None:
 
 
 def _own_branches(node: gs.Node) -> dict[str | int, Callable[[Local], Any]]:
-    """The attribute that counts branches, if the node has it, for the rank's shard."""
+    """The number of branches of the rank's shard, if the node has that attribute."""
     return {"num_branches": lambda local: local.size("c")} if "num_branches" in node.attrs else {}
 
 
 def _gates(gates: gs.Tensor, rank: int, sizes: dict[str, int]) -> str:
-    """The dimensions of the gates after the leading ones."""
+    """The dimensions of the gates after the leading dimensions, as rule text."""
     shape = tensor_shape(gates) or ()
     if len(shape) == rank + 1:
         return "c 1" if shape[-1] == 1 else "c h"

@@ -1,5 +1,4 @@
-"""onnxruntime's own elementwise ops, also quantized ones, and ops that compute each row by
-itself."""
+"""onnxruntime's own elementwise ops, also quantized ones, and ops that compute rows separately."""
 
 from __future__ import annotations
 
@@ -46,9 +45,9 @@ def quantized_concat(node: gs.Node) -> Rule:
 
 @rule("QLinearSoftmax", domain=DOMAIN)
 def quantized_softmax(node: gs.Node) -> Rule:
-    """`d0 d1, _ -> d0 d1`; the op's axis must stay whole (before opset 13: all dimensions from
-    there on), because the kernel rounds shares of a sum of floats to integers: another order of the
-    sum may round a tie otherwise. To gather its bytes sends little."""
+    """`d0 d1, _ -> d0 d1`; the op's axis (before opset 13: all dimensions from the axis on) must
+    stay whole, because the kernel rounds shares of a sum of floats to integers: another order of
+    the sum may round a tie differently. Gathering the bytes of the operand is cheap."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     axis = node.attrs.get("axis", -1) % len(dims)
     normalised = dims[axis : axis + 1] if node.attrs["opset"] >= 13 else dims[axis:]
@@ -56,7 +55,7 @@ def quantized_softmax(node: gs.Node) -> Rule:
 
 
 def _over(node: gs.Node, dims: list[str], whole: list[str], why: str = _ROW) -> Rule:
-    """The rule of an op that may split operand 0 along all dimensions but those in `whole`."""
+    """The rule of an op that may split operand 0 along all dimensions except `whole`."""
     rest = ", _" * (len(node.inputs) - 1)
     text = dims_text(dims)
     return einsum(node, f"{text}{rest} -> {text}", whole=dict.fromkeys(whole, why))
@@ -74,7 +73,7 @@ rule("GatherND", domain=DOMAIN)(gather_nd)
 
 @rule("CDist", domain=DOMAIN)
 def distances(node: gs.Node) -> Rule:
-    """`m k, n k -> m n`: a sum of squares over k; before a square root, the ranks add theirs."""
+    """`m k, n k -> m n`: a sum of squares over k; ranks add their sums before a square root."""
 
     def lower(build: Lowering) -> None:
         result, shape = node.outputs[0], build.local.output_shape(0)

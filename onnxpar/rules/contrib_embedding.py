@@ -1,5 +1,4 @@
-"""onnxruntime's own embeddings, which look up words, positions and segments, add them and normalize
-the sum."""
+"""onnxruntime's own embeddings: look up words, positions and segments, and normalize their sum."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ _LEAST_EPSILON = 1e-12
 
 @dataclass(frozen=True)
 class _Operands:
-    """The indices of operands that differ between the two ops. `scales` and `points` are those of
-    the words, positions, segments, gamma and beta; empty if they are not quantized."""
+    """The indices of operands that differ between the two ops. `scales` and `points` are the scales
+    and zero points of words, positions, segments, gamma and beta; empty for the float op."""
 
     places: int = 0
     scales: tuple[int, ...] = ()
@@ -49,8 +48,8 @@ _TABLES = {"v": 2, "p": 3, "t": 4}
 @rule("EmbedLayerNormalization QEmbedLayerNormalization", domain=DOMAIN)
 def embedding(node: gs.Node) -> Rule:
     """`b s, b s, v h, p h, t h, h, h, b s, b s -> b s h ; b ; b s h`. If rows of a table are split,
-    each rank looks up those that it holds, and the ranks add them; if h is split, they add the sums
-    of the normalization."""
+    each rank looks up its rows, and an all-reduce adds the results; if h is split, ranks add the
+    sums of the normalization."""
     form = _FORMS[node.op]
     specs = ["b s", "b s", "v h", "p h", "t h", "h", "h", "b s"]
     if form.places:
@@ -59,9 +58,9 @@ def embedding(node: gs.Node) -> Rule:
         specs.append("1 s" if rows == (1,) else "b s")
     specs += ["_"] * (len(node.inputs) - len(specs))
     used = given_specs(specs, node.inputs)
-    made = given_specs(["b s h", "b", "b s h"], node.outputs)
-    found = {c for text in used for c in text}
-    over = [f for f in "svpth" if f in found]
+    results = given_specs(["b s h", "b", "b s h"], node.outputs)
+    factors = {c for text in used for c in text}
+    over = [f for f in "svpth" if f in factors]
     sizes = [(tensor_shape(node.inputs[0]) or ())[1]]
     sizes += [size for at in _TABLES.values() for size in _shape(node, at)]
 
@@ -69,8 +68,8 @@ def embedding(node: gs.Node) -> Rule:
         _Embedding(build, form).lower()
 
     fields = communicating(node, over, sizes, lower)
-    fields["contiguous"] = frozenset(_TABLES) & found
-    return einsum(node, f"{', '.join(used)} -> {'; '.join(made)}", reduce={}, **fields)
+    fields["contiguous"] = frozenset(_TABLES) & factors
+    return einsum(node, f"{', '.join(used)} -> {'; '.join(results)}", reduce={}, **fields)
 
 
 def _shape(node: gs.Node, index: int) -> tuple[Any, ...]:
@@ -79,7 +78,7 @@ def _shape(node: gs.Node, index: int) -> tuple[Any, ...]:
 
 
 class _Embedding:
-    """Builds the ops of an embedding of which a rank holds a part."""
+    """Builds a rank's nodes of an embedding."""
 
     def __init__(self, build: Lowering, form: _Operands) -> None:
         self.build, self.form, self.node = build, form, build.local.node
@@ -104,25 +103,26 @@ class _Embedding:
             self._count_words()
 
     def _number(self, index: int, at: int, x: gs.Tensor | None = None) -> gs.Tensor:
-        """An operand, or `x` of its type, as float32. `at` is its place among the scales."""
+        """Operand `index` (or `x`, with the same scale) as float32; `at` is the index of its scale
+        in `scales`."""
         build, form = self.build, self.form
         x = build.input(index) if x is None else x
         if not form.scales:
             return widen(build, x)
         x, point = (
-            build.add("Cast", [each], to=TensorProto.FLOAT)
-            for each in (x, build.input(form.points[at]))
+            build.add("Cast", [integers], to=TensorProto.FLOAT)
+            for integers in (x, build.input(form.points[at]))
         )
         return build.add("Mul", [build.add("Sub", [x, point]), build.input(form.scales[at])])
 
     def _rows(self, factor: str, ids: gs.Tensor) -> gs.Tensor:
-        """The rows of a table whose rows are this factor, from the ranks that hold them. An id
-        outside the table stays outside of the rank's shard, so that the kernel refuses it."""
+        """Looks up `ids` in the table whose rows are this factor; ranks exchange rows if the table
+        is split. The kernel refuses an id outside the table: the id stays outside the shard."""
         build, index = self.build, _TABLES[factor]
         at = list(_TABLES).index(factor)
         if not build.local.is_split(factor):
-            found = build.add("Gather", [build.input(index), ids], axis=0)
-            return self._number(index, at, found)
+            rows_found = build.add("Gather", [build.input(index), ids], axis=0)
+            return self._number(index, at, rows_found)
         dtype = dtype_of(ids)
         start, count = (
             build.per_rank(lambda local: np.array(local.interval(factor)[0], dtype)),
@@ -130,14 +130,16 @@ class _Embedding:
         )
         size = _shape(self.node, index)[0]
         rows = build.per_rank(lambda _: np.array(size, dtype))
-        own = build.add("Sub", [ids, start])
-        held = self._between(own, count)
+        local_ids = build.add("Sub", [ids, start])
+        held = self._between(local_ids, count)
         other = build.add("Where", [self._between(ids, rows), like(ids, 0), rows])
-        own = build.add("Where", [held, own, other])
+        local_ids = build.add("Where", [held, local_ids, other])
         table = build.filled(build.input(index), factor, 0)
-        found = self._number(index, at, build.add("Gather", [table, own], axis=0))
+        rows_found = self._number(index, at, build.add("Gather", [table, local_ids], axis=0))
         held = build.add("Unsqueeze", [held], axes=[-1])
-        return build.all_reduce(build.add("Where", [held, found, like(found, 0)]), [factor])
+        return build.all_reduce(
+            build.add("Where", [held, rows_found, like(rows_found, 0)]), [factor]
+        )
 
     def _between(self, ids: gs.Tensor, end: gs.Tensor) -> gs.Tensor:
         """A mask that is True for ids in [0, end)."""
@@ -146,13 +148,12 @@ class _Embedding:
         return build.add("And", [above, build.add("Less", [ids, end])])
 
     def _count_words(self) -> None:
-        """Computes result 1: how many elements of each row of the mask are 1; zeros without a
-        mask."""
+        """Computes result 1: the number of ones in each row of the mask; zeros without a mask."""
         build = self.build
         mask = given(self.node, _MASK)
         ids = build.input(_MASK if mask is not None else 0)
         one = like(ids, 1)
         seen = build.add("Equal", [ids, one]) if mask is not None else build.add("Less", [ids, ids])
-        each = build.add("Cast", [seen], to=TensorProto.INT64)
-        total = build.all_reduce(build.add("ReduceSum", [each], axes=[1], keepdims=0), ["s"])
+        counted = build.add("Cast", [seen], to=TensorProto.INT64)
+        total = build.all_reduce(build.add("ReduceSum", [counted], axes=[1], keepdims=0), ["s"])
         finish(build, "Identity", [total], 1)

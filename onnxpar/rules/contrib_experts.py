@@ -1,5 +1,5 @@
-"""onnxruntime's own mixtures of experts, MoE and QMoE. Such an op chooses among its experts; on a
-rank that has some of the experts alone, nodes before the op choose."""
+"""onnxruntime's own mixtures of experts, MoE and QMoE. The op chooses among its experts; on a rank
+with some of the experts, nodes before the op make the choice among all experts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ROUTER_WEIGHTS = 14
 EXPERT_WEIGHTS = {"MoE": (2, 4, 6), "QMoE": (2, 5, 8)}
 """The operands with the experts' matrices."""
 _SECOND_BIAS = {"MoE": 5, "QMoE": 7}
-"""The operand that experts add after their second product."""
+"""The operand with the bias of the experts' second product."""
 _FUSED = {0: "f", 1: "(f z)", 2: "(z f)"}
-"""Rows of the first weight by `swiglu_fusion`; z is a gate and its value."""
+"""Rows of the first weight, by `swiglu_fusion`; z is the pair of a gate and its value."""
 _CHOSEN = "experts are chosen by all scores"
 _GATED = "it holds a gate and its value"
 _PACKED = "its elements share scales, or bytes of weights or of zero points"
@@ -82,8 +82,8 @@ def _bits(node: gs.Node) -> list[int]:
 
 
 def _unit(node: gs.Node, block: int, bits: Sequence[int]) -> int:
-    """The number of an expert's inner columns that stay together. With zero points, that is more
-    than one block: the kernel reads those of a single block in another layout."""
+    """The number of an expert's inner columns that stay together. With zero points, these are two
+    blocks or more: the kernel reads the zero points of a single block in another layout."""
     shared = max(2, 8 // bits[1]) if given(node, 12) is not None else 1
     if block:
         return block * shared
@@ -98,7 +98,7 @@ def _hidden(node: gs.Node) -> Size:
 def _stacks(
     node: gs.Node, indices: Sequence[int], reason: str
 ) -> tuple[list[str], dict[str, Size], dict[str, str]]:
-    """Dimensions of weights that may be split by expert alone."""
+    """Dimensions of weights that may be split only by expert, with their sizes and reasons."""
     dims: list[str] = []
     for i in indices:
         tensor = given(node, i)
@@ -137,13 +137,13 @@ def _rule(
 def _elements(node: gs.Node) -> int:
     """The number of elements of an expert's matrices."""
     bits = [8] * 3 if node.op == "MoE" else _bits(node)
-    each = zip(EXPERT_WEIGHTS[node.op], bits, strict=True)
-    held = [(tensor_shape(t), b) for i, b in each if (t := given(node, i)) is not None]
-    return sum(math.prod(s or 1 for s in (shape or ())[1:]) * 8 // b for shape, b in held)
+    weights = zip(EXPERT_WEIGHTS[node.op], bits, strict=True)
+    shapes = [(tensor_shape(t), b) for i, b in weights if (t := given(node, i)) is not None]
+    return sum(math.prod(s or 1 for s in (shape or ())[1:]) * 8 // b for shape, b in shapes)
 
 
 def _products(elements: int, best: int, columns: Size, sizes: Mapping[str, Size]) -> int:
-    """Multiplications of a rank with shards of these sizes, if each expert gets as many tokens."""
+    """Multiplications of a rank with shards of these sizes; experts get equally many tokens."""
     tokens = math.prod(sizes[f] or 1 for f in "tbs" if f in sizes)
     experts, of = (sizes.get(f) or 1 for f in "er")
     inner, all_inner = (sizes.get("f") or 1, columns or 1) if "f" in sizes else (1, 1)
@@ -151,20 +151,19 @@ def _products(elements: int, best: int, columns: Size, sizes: Mapping[str, Size]
 
 
 def _columns(rule: Rule) -> dict[int, tuple[int, int]]:
-    """For each operand that has the experts' columns, their dimension and how many of its elements
-    belong to one of them."""
-    found = {}
+    """For each operand with experts' columns, (dimension of the columns, elements per column)."""
+    columns = {}
     for i, spec in enumerate(rule.inputs):
         for axis, expr in enumerate(spec or ()):
             names = list(expr_vars(expr))
             if "f" in names:
-                found[i] = axis, math.prod(rule.sizes[n] or 1 for n in names if n != "f")
-    return found
+                columns[i] = axis, math.prod(rule.sizes[n] or 1 for n in names if n != "f")
+    return columns
 
 
 def _lower(columns: Mapping[int, tuple[int, int]], low: Lowering) -> None:
-    """Adds the mixture of the rank's experts and columns. Only one of the ranks that share the
-    columns of an expert adds its bias."""
+    """Adds the mixture of the rank's experts and columns. If ranks share the columns of an expert,
+    only one of them adds the bias."""
     node = low.local.node
     inputs = [low.input(i) for i in range(len(node.inputs))]
     for i, (axis, count) in columns.items():
@@ -202,10 +201,10 @@ def _lower(columns: Mapping[int, tuple[int, int]], low: Lowering) -> None:
 
 
 def _shares(low: Lowering) -> gs.Tensor:
-    """The weight with which a token's result of each of the rank's experts counts, [token, expert]
-    in float32; zero if the token's experts do not include it.
+    """The weight of each token's result from each of the rank's experts, [token, expert] in
+    float32; zero if the token did not choose the expert.
 
-    Like the kernels: among equal scores, the expert with the higher number comes first.
+    As in the kernels, among equal scores, the expert with the higher index comes first.
     """
     node = low.local.node
     scores = _cast(low, low.input(1), onnx.TensorProto.FLOAT)
@@ -228,11 +227,11 @@ def _shares(low: Lowering) -> gs.Tensor:
     else:
         everyone = low.add("Softmax", [scores], axis=1)
         shares = low.add("GatherElements", [everyone, chosen], axis=1)
-    own = low.per_rank(lambda local: local.positions("e").reshape(1, -1, 1))
-    is_own = low.add("Equal", [low.add("Unsqueeze", [chosen], axes=[1]), own])
+    indices = low.per_rank(lambda local: local.positions("e").reshape(1, -1, 1))
+    is_chosen = low.add("Equal", [low.add("Unsqueeze", [chosen], axes=[1]), indices])
     spread = low.add("Unsqueeze", [shares], axes=[1])
-    kept = low.add("Where", [is_own, spread, np.zeros((), np.float32)])
-    return low.add("ReduceSum", [kept], axes=[2], keepdims=0)
+    weights = low.add("Where", [is_chosen, spread, np.zeros((), np.float32)])
+    return low.add("ReduceSum", [weights], axes=[2], keepdims=0)
 
 
 def _where(low: Lowering, condition: gs.Tensor, x: gs.Tensor) -> gs.Tensor:
@@ -241,8 +240,8 @@ def _where(low: Lowering, condition: gs.Tensor, x: gs.Tensor) -> gs.Tensor:
     if str(dtype) in SELECTED:
         return low.add("Where", [condition, x, np.zeros((), dtype)])
     wide = _cast(low, x, onnx.TensorProto.FLOAT)
-    found = low.add("Where", [condition, wide, np.zeros((), np.float32)])
-    return _cast(low, found, onnx.helper.np_dtype_to_tensor_dtype(dtype))
+    selected = low.add("Where", [condition, wide, np.zeros((), np.float32)])
+    return _cast(low, selected, onnx.helper.np_dtype_to_tensor_dtype(dtype))
 
 
 def _cast(low: Lowering, x: gs.Tensor, to: int) -> gs.Tensor:

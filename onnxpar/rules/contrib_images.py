@@ -47,8 +47,8 @@ def pool(node: gs.Node) -> Rule:
 
 @rule("MaxpoolWithMask", domain=DOMAIN)
 def masked_pool(node: gs.Node) -> Rule:
-    """`n c h, 1 1 h -> n c y`: a rank fetches the elements that its windows read of the image and
-    of the mask. With two or more dimensions of space, these must stay whole."""
+    """`n c h, 1 1 h -> n c y`: a rank fetches the elements of image and mask that its windows read.
+    Two or more spatial dimensions must stay whole."""
     if any(s != 1 for s in (tensor_shape(node.inputs[1]) or ())[:2]):
         return whole_rule(node, "the kernel counts through a mask with several channels")
     space = windows(node, node.attrs["kernel_shape"])
@@ -68,8 +68,8 @@ def masked_pool(node: gs.Node) -> Rule:
 
 @rule("QLinearGlobalAveragePool", domain=DOMAIN)
 def global_pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c 1 1` or `n h w c -> n 1 1 c`; if h or w is split, the ranks add their sums of
-    integers before they scale them."""
+    """`n c h w -> n c 1 1` or `n h w c -> n 1 1 c`; if h or w is split, ranks add sums of integers,
+    and scale the total."""
     shape = tensor_shape(node.inputs[0]) or ()
     last = bool(node.attrs.get("channels_last"))
     space = names("h", len(shape) - 2)
@@ -149,14 +149,16 @@ def unfold(node: gs.Node) -> Rule:
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     at = node.attrs.get("dim", -1) % len(dims)
-    made = (tensor_shape(node.outputs[0]) or ())[at]
-    space = one_window(shape[at], made, node.attrs["size"], node.attrs.get("step", 1))
+    count = (tensor_shape(node.outputs[0]) or ())[at]
+    space = one_window(shape[at], count, node.attrs["size"], node.attrs.get("step", 1))
 
     def lower(build: Lowering) -> None:
         x, _ = space.read(build, build.input(0), None, at)
         build.finish(node.op, [x], domain=DOMAIN, **node.attrs)
 
-    before, after = ([*dims[:at], *own, *dims[at + 1 :]] for own in (space.before, space.after))
+    before, after = (
+        [*dims[:at], *window_dims, *dims[at + 1 :]] for window_dims in (space.before, space.after)
+    )
     return einsum(
         node,
         f"{dims_text(before)} -> {dims_text([*after, 'z'])}",

@@ -17,9 +17,9 @@ _PACKED = "its elements are packed in blocks"
 
 @rule("GatherBlockQuantized", domain="com.microsoft")
 def gather_blocks(node: gs.Node) -> Rule:
-    """`v (k z w), i, v (k z), v k -> i (k z i)`: a block of the table has w bytes, and z blocks
-    share a byte of zero points. If v is split, each rank gives the rows that it holds, and zeros
-    for others."""
+    """`v (k z w), i, v (k z), v k -> i (k z e)`: a block of the table has e elements in w bytes,
+    and z blocks share a byte of zero points. If v is split, each rank gives the rows that it holds,
+    and zeros for all other rows."""
     shape, index = (tensor_shape(t) or () for t in node.inputs[:2])
     rank = len(shape)
     axis, along = (
@@ -35,9 +35,9 @@ def gather_blocks(node: gs.Node) -> Rule:
         spec[along] = columns
     for spec in specs:
         spec[axis] = "v"
-    table, _, scales, points, made = specs
-    out = [*made[:axis], *at, *made[axis + 1 :]]
-    operands = [dims_text(each) for each in (table, at, scales, points)][: len(node.inputs)]
+    table, _, scales, points, result = specs
+    out = [*result[:axis], *at, *result[axis + 1 :]]
+    operands = list(map(dims_text, (table, at, scales, points)))[: len(node.inputs)]
     return einsum(
         node,
         f"{', '.join(operands)} -> {dims_text(out)}",
@@ -52,8 +52,8 @@ def gather_blocks(node: gs.Node) -> Rule:
 def _blocks(
     node: gs.Node, shape: tuple[Size, ...], along: int
 ) -> tuple[dict[str, Size], dict[str, Any]] | None:
-    """The sizes of the factors of the quantized dimension, and the factors of it that stay whole;
-    None if blocks do not fill it, or the shape of the table is unknown."""
+    """The sizes of the quantized dimension's factors, and the factors that stay whole; None if
+    blocks do not fill the dimension, or the shape of the table is unknown."""
     block, bits = node.attrs.get("block_size", 128), node.attrs.get("bits", 4)
     is_bytes = str(dtype_of(node.inputs[0])) == "uint8"
     packed = 8 // bits if is_bytes else 1
@@ -72,28 +72,28 @@ def _blocks(
 def _by_index(node: gs.Node, data: list[str], at: list[str], axis: int) -> Rule:
     """The rule of a table that stays whole: only the dimensions of the indices may be split."""
     out = names("o", len(data))
-    made = [*out[:axis], *at, *out[axis + 1 :]]
+    result = [*out[:axis], *at, *out[axis + 1 :]]
     text = f"{dims_text(data)}, {dims_text(at)}" + ", _" * (len(node.inputs) - 2)
-    kept = sorted({*data, *(d for d in made if d in out)})
+    whole = sorted({*data, *(d for d in result if d in out)})
     why = "it is looked up by index, or packed in blocks"
-    return einsum(node, f"{text} -> {dims_text(made)}", whole=dict.fromkeys(kept, why))
+    return einsum(node, f"{text} -> {dims_text(result)}", whole=dict.fromkeys(whole, why))
 
 
 def _lower(rows: Size, axis: int, trailing: int) -> Callable[[Lowering], None]:
-    """A lowering that looks up the rows that the rank holds, and gives zeros for others."""
+    """A lowering that looks up the rows that the rank holds, and gives zeros for other rows."""
 
     def lower(build: Lowering) -> None:
         node = build.local.node
         assert rows is not None
-        found, held = local_rows(build, rows)
+        local_index, held = local_rows(build, rows)
         if trailing:
             held = build.add("Unsqueeze", [held], axes=[-1 - i for i in range(trailing)])
         others = range(2, len(node.inputs))
         table, *more = (build.filled(build.input(i), "v", axis) for i in (0, *others))
         dtype = dtype_of(node.outputs[0])
-        operands = [table, found, *more]
+        operands = [table, local_index, *more]
         shape = build.local.output_shape(0)
-        made = build.make(node.op, operands, (dtype, shape), domain=node.domain, **node.attrs)
-        finish_held(build, held, made)
+        looked_up = build.make(node.op, operands, (dtype, shape), domain=node.domain, **node.attrs)
+        finish_held(build, held, looked_up)
 
     return lower

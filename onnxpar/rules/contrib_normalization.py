@@ -1,5 +1,5 @@
-"""onnxruntime's own normalizations, alone or fused with an addition or a gate; where the normalized
-dimension is split, the ranks exchange sums."""
+"""onnxruntime's own normalizations, alone or fused with an addition or a gate; if the normalized
+dimension is split, ranks exchange sums."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def _normalize(
     steps: list[tuple[str, Any]],
     is_simple: bool,
 ) -> None:
-    """Computes result 0: `x` normalized along `axis`, which is this factor, then changed by
-    `steps`. `is_simple` if the mean is not subtracted."""
+    """Computes result 0: `x` normalized along `axis`, the dimension of `factor`, then the chain
+    `steps`. If `is_simple`, the mean is not subtracted."""
     centred = x
     if is_simple:
         variance = mean(build, build.add("Mul", [x, x]), [axis], [factor], [size])
@@ -84,7 +84,7 @@ def _normalize(
 @rule("GatedRMSNorm", domain=DOMAIN)
 def gated_normalization(node: gs.Node) -> Rule:
     """`b s (n c), c, b s (n c) -> b s (n c) {communicating: c}`: n groups of c elements are
-    normalized, each by itself."""
+    normalized separately."""
     shape, (width,) = _shape(node, 0), _shape(node, 1)
     if not width or shape[-1] is None:
         return whole_rule(node, _UNKNOWN)
@@ -110,8 +110,8 @@ def gated_normalization(node: gs.Node) -> Rule:
 
 
 def _apart(build: Lowering, index: int, lead: int, group: str, within: str) -> gs.Tensor:
-    """Operand `index` in float32, whose dimensions after the first `lead` ones become two: a factor
-    of groups (without a name: one group), and the elements of a group."""
+    """Operand `index` in float32, with two dimensions after the first `lead` dimensions: `group`
+    (empty: one group) and `within`, the elements of a group."""
 
     def shape(local: Local) -> Any:
         return int64([*[0] * lead, local.size(group) if group else 1, local.size(within)])
@@ -120,7 +120,7 @@ def _apart(build: Lowering, index: int, lead: int, group: str, within: str) -> g
 
 
 def _finish_joined(build: Lowering, x: gs.Tensor, lead: int, group: str, within: str) -> None:
-    """Finishes with `x`, whose last two dimensions become one."""
+    """Computes result 0 from `x`, whose last two dimensions become one."""
 
     def shape(local: Local) -> Any:
         return int64([*[0] * lead, (local.size(group) if group else 1) * local.size(within)])
@@ -130,8 +130,8 @@ def _finish_joined(build: Lowering, x: gs.Tensor, lead: int, group: str, within:
 
 @rule("BranchwiseRMSNorm", domain=DOMAIN)
 def branchwise_normalization(node: gs.Node) -> Rule:
-    """`b s c h, c h -> b s c h {communicating: h}`, or flat, `b s (c h)`: each branch c is
-    normalized by itself."""
+    """`b s c h, c h -> b s c h {communicating: h}`, or flat, `b s (c h)`: branches c are normalized
+    separately."""
     shape, branches = _shape(node, 0), int(node.attrs.get("num_branches", 0))
     lead = names("d", len(shape) - (1 if branches else 2))
     count, width = shape[-2:] if not branches else (branches, shape[-1])
@@ -151,8 +151,8 @@ def branchwise_normalization(node: gs.Node) -> Rule:
         x = build.add("Mul", [x, root])
         if given(node, 1) is not None:
             is_flat = specs[1] == "(c h)"
-            own = _apart(build, 1, 0, "c", "h") if is_flat else widen(build, build.input(1))
-            x = build.add("Mul", [x, own])
+            weight = _apart(build, 1, 0, "c", "h") if is_flat else widen(build, build.input(1))
+            x = build.add("Mul", [x, weight])
         if branches:
             _finish_joined(build, x, len(lead), "c", "h")
         else:
@@ -167,7 +167,7 @@ def branchwise_normalization(node: gs.Node) -> Rule:
 
 @rule("EngramGate", domain=DOMAIN)
 def engram_gate(node: gs.Node) -> Rule:
-    """`b s c h, b s c h, b s h, c h, c h -> b s c h {communicating: h}`: one all-reduce of the sums
+    """`b s c h, b s c h, b s h, c h, c h -> b s c h {communicating: h}`: one all-reduce adds sums
     of squares and of products."""
     specs = ["b s c h", "b s c h", "b s h", "c h", "c h", "c h"]
     operands = ", ".join(given_specs(specs, node.inputs))
@@ -181,7 +181,7 @@ def engram_gate(node: gs.Node) -> Rule:
 
 
 class _EngramGate:
-    """Builds an EngramGate of which a rank has a part of the features h."""
+    """Builds a rank's nodes of an EngramGate, for a shard of the features h."""
 
     def __init__(self, build: Lowering, width: Size) -> None:
         self.build = build
@@ -211,6 +211,6 @@ class _EngramGate:
         return self.build.add("ReduceSum", [self.build.add("Mul", [a, b])], axes=[3], keepdims=1)
 
     def _inverse(self, squares: gs.Tensor) -> gs.Tensor:
-        """The inverse root of a mean, of which `squares` is the sum."""
+        """The inverse square root of a mean, from the sum `squares`."""
         epsilon = float_attr(self.build.local.node, "epsilon", 1e-5)
         return inverse_root(self.build, self.build.add("Div", [squares, self.width]), epsilon)

@@ -45,9 +45,9 @@ def matmul_bits(node: gs.Node) -> Rule:
     byte of zero points.
 
     Older files store scales and zero points as vectors `(n k z)`. At accuracy level 4, the kernel
-    also quantizes each block of the first operand, but only if the second is a stored weight. So at
-    that level, the op is not linear in the first operand; and its weights are never gathered,
-    because they would no longer be stored.
+    also quantizes each block of the first operand, but only if the second operand is a stored
+    weight. So at that level, the op is not linear in the first operand; and weights are never
+    gathered, because a gathered weight is not stored.
     """
     if given(node, 4) is not None:
         return whole_rule(node, "its groups are given by index")
@@ -89,8 +89,7 @@ def matmul_bits(node: gs.Node) -> Rule:
 
 
 def _rows(node: gs.Node, index: int, blocks: str) -> str:
-    """The dimensions of scales or zero points: `n k`, or `(n k)` if the file stores them as a
-    vector."""
+    """The dimensions of scales or zero points as rule text: `n k`, or `(n k)` for a vector."""
     tensor = given(node, index)
     rank = 0 if tensor is None else len(tensor_shape(tensor) or ())
     return f"n {blocks}" if rank > 1 else f"(n {blocks.strip('()')})"
@@ -98,8 +97,8 @@ def _rows(node: gs.Node, index: int, blocks: str) -> str:
 
 @rule("QGemm", domain=DOMAIN)
 def quantized_gemm(node: gs.Node) -> Rule:
-    """`m k, (), (), k n, n, n, n, _, _ -> m n`; if k is split, the ranks add their 32-bit sums
-    before they scale them."""
+    """`m k, (), (), k n, n, n, n, _, _ -> m n`; if k is split, ranks add 32-bit sums, and scale the
+    total."""
     a = "k m" if node.attrs.get("transA") else "m k"
     b = "n k" if node.attrs.get("transB") else "k n"
     shapes = [() if given(node, i) is None else tensor_shape(node.inputs[i]) for i in range(9)]

@@ -1,5 +1,5 @@
-"""onnxruntime's own ops of which rows, samples, heads or channels do not meet: recurrences with a
-carried state, lookups and products with packed weights, and routers."""
+"""onnxruntime's own ops that compute rows, samples, heads or channels separately: recurrences with
+a carried state, lookups in and products with packed weights, and routers."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ def _shape(node: gs.Node, index: int) -> tuple[Size, ...]:
 def _stated(
     node: gs.Node, operands: list[str], results: list[str], whole: dict[str, str], **fields: Any
 ) -> Rule:
-    """The rule with these operands and results, of which the node may leave some out. A factor
-    stays whole for the reason in `whole`."""
+    """The rule with these operands and results, as far as the node has them. A factor stays whole
+    for the reason in `whole`."""
     left = given_specs(operands, node.inputs) + ["_"] * (len(node.inputs) - len(operands))
     right = given_specs(results, node.outputs)
     used = {c for text in left + right for c in text if c.isalpha()}
-    kept = {f: why for f, why in whole.items() if f in used}
-    return einsum(node, f"{', '.join(left)} -> {'; '.join(right)}", whole=kept, reduce={}, **fields)
+    reasons = {f: why for f, why in whole.items() if f in used}
+    return einsum(
+        node, f"{', '.join(left)} -> {'; '.join(right)}", whole=reasons, reduce={}, **fields
+    )
 
 
 @rule("GatedDeltaNet", domain=DOMAIN)
 def gated_delta_net(node: gs.Node) -> Rule:
     """`b s k d, b s k d, b s (k g) e, _, b s (k g), b s (k g), b (k g) e d -> b s (k g) e ;
-    b (k g) e d`; where sequences follow each other in one row, `(b s)` or t for `b s`.
+    b (k g) e d`; `(b s)` or t instead of `b s` if sequences follow each other in one row.
 
-    g value heads share a key head k. With packed operands, or where updates are recorded, only the
-    batch b may be split."""
+    g value heads share a key head k. With packed operands or recorded updates, only the batch b may
+    be split."""
     query, key, state = (_shape(node, i) for i in (0, 1, 6))
     value = _shape(node, 2)
     is_flat = len(query) in (2, 3) and not (len(query) == 3 and not key)
@@ -65,13 +67,20 @@ def gated_delta_net(node: gs.Node) -> Rule:
         return _stated(node, operands, [f"{tokens} n e", "b n e d", "b u"], whole, sizes=sizes)
     heads, of_values = int(key[-2] or 1), int(value[-2] or 1)
     sizes |= {"k": heads, "g": of_values // heads, "d": query[-1], "e": value[-1]}
-    own = "(k g)"
+    value_heads = "(k g)"
     bias = _shape(node, 8)
-    wide = "(k g d)" if bias[:1] != (of_values,) else own
-    operands = [f"{tokens} k d", f"{tokens} k d", f"{tokens} {own} e", "_"]
-    operands += [f"{tokens} {own}" + " d" * _has_width(node, tokens), f"{tokens} {own}"]
-    operands += [f"b {own} e d", own, f"{own} d" if len(bias) == 2 else wide]
-    results = [f"{tokens} {own} e", f"b {own} e d"]
+    wide = "(k g d)" if bias[:1] != (of_values,) else value_heads
+    operands = [f"{tokens} k d", f"{tokens} k d", f"{tokens} {value_heads} e", "_"]
+    operands += [
+        f"{tokens} {value_heads}" + " d" * _has_width(node, tokens),
+        f"{tokens} {value_heads}",
+    ]
+    operands += [
+        f"b {value_heads} e d",
+        value_heads,
+        f"{value_heads} d" if len(bias) == 2 else wide,
+    ]
+    results = [f"{tokens} {value_heads} e", f"b {value_heads} e d"]
     return _stated(node, operands, results, whole, sizes=sizes)
 
 
@@ -144,8 +153,8 @@ def group_router(node: gs.Node) -> Rule:
 
 @rule("GatherPacked", domain=DOMAIN)
 def packed_lookup(node: gs.Node) -> Rule:
-    """`v w, i -> i k`: if rows v are split, each rank looks up those that it holds, and gives zeros
-    for others. As in the kernel, an index outside the table chooses row 0."""
+    """`v w, i -> i k`: if rows v are split, each rank looks up the rows that it holds, and gives
+    zeros for other rows. As in the kernel, an index outside the table chooses row 0."""
     index = dims_text(names("i", len(_shape(node, 1))))
     rows = _shape(node, 0)[0]
     whole = dict.fromkeys("wk", _PACKED)
@@ -159,13 +168,13 @@ def packed_lookup(node: gs.Node) -> Rule:
             build.per_rank(lambda _: np.array(rows, dtype)),
         )
         exists = _between(build, build.input(1), size)
-        own = build.add("Sub", [build.add("Where", [exists, build.input(1), zero]), start])
-        held = _between(build, own, count)
-        at = build.add("Where", [held, own, zero])
+        local_index = build.add("Sub", [build.add("Where", [exists, build.input(1), zero]), start])
+        held = _between(build, local_index, count)
+        at = build.add("Where", [held, local_index, zero])
         table = build.filled(build.input(0), "v", 0)
         type_ = (dtype_of(node.outputs[0]), build.local.output_shape(0))
-        made = build.make(node.op, [table, at], type_, domain=DOMAIN, **node.attrs)
-        finish_held(build, build.add("Unsqueeze", [held], axes=[-1]), made)
+        looked_up = build.make(node.op, [table, at], type_, domain=DOMAIN, **node.attrs)
+        finish_held(build, build.add("Unsqueeze", [held], axes=[-1]), looked_up)
 
     text = f"v w, {index} -> {index} k"
     fields: dict[str, Any] = {"reduce": {"v": "sum"}, "lowered": frozenset("v"), "lower": lower}

@@ -1,4 +1,4 @@
-"""If, Loop and Scan: a tensor has the same layout outside and inside of their bodies."""
+"""If, Loop and Scan: a value has the same layout outside and inside the bodies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STEPS = "its steps run one after the other"
 
 @rule("If Loop Scan", ranks_known=False)
 def control_flow(node: gs.Node) -> Rule:
-    """A rule for all `ports` of the node: its tensors and those of its bodies."""
+    """A rule for all `ports` of the node: operands and results of the node and of its bodies."""
     paths = _Paths(node)
     inner = bodies(node)
     if node.op == "If":
@@ -40,15 +40,15 @@ def control_flow(node: gs.Node) -> Rule:
 
 
 def ports(node: gs.Node, inner: Sequence[gs.Graph]) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
-    """The tensors that a node reads (its operands, the results of its bodies) and those that it
-    makes (its results, the operands of its bodies)."""
+    """The tensors that a node reads (its operands, the results of its bodies) and the tensors that
+    it produces (its results, the operands of its bodies)."""
     operands = [*node.inputs, *(t for body in inner for t in body.outputs)]
     return operands, [*node.outputs, *(t for body in inner for t in body.inputs)]
 
 
 class _Paths:
-    """The rule of a node with bodies. A path is a group of ports through which one value passes;
-    each port is given by its index among `ports`."""
+    """Builds the rule of a node with bodies. A path is a group of ports through which one value
+    passes; a port is an index into `ports`."""
 
     def __init__(self, node: gs.Node) -> None:
         operands, results = ports(node, bodies(node))
@@ -61,24 +61,24 @@ class _Paths:
         self.whole: dict[str, str] = {}
 
     def join(self, *path: tuple[int, int | None]) -> None:
-        """Gives the tensors of a path, pairs of port and scan axis, the same factors in all
-        dimensions but the scan axis (None: no scan axis). Does nothing if a tensor's number of
-        dimensions is unknown, or changes on the path."""
+        """Gives the tensors of a path the same factors in all dimensions except the scan axis. A
+        path is a list of (port, scan axis); None: no scan axis. Does nothing if a tensor's number
+        of dimensions is unknown, or changes on the path."""
         used = [(slot, axis) for slot, axis in path if self.ports[slot].name]
         shapes = [list(tensor_shape(self.ports[slot]) or ()) for slot, _ in used]
-        known = all(tensor_shape(self.ports[slot]) is not None for slot, _ in used)
+        is_known = all(tensor_shape(self.ports[slot]) is not None for slot, _ in used)
         ranks = {len(s) - (a is not None) for s, (_, a) in zip(shapes, used, strict=True)}
-        if not known or len(ranks) != 1:
+        if not is_known or len(ranks) != 1:
             return
         dims = names(f"p{used[0][0]}_", ranks.pop())
         for (slot, axis), shape in zip(used, shapes, strict=True):
-            own = list(dims)
+            port_dims = list(dims)
             if axis is not None:
-                own.insert(axis % len(shape), f"s{slot}")
+                port_dims.insert(axis % len(shape), f"s{slot}")
                 self.whole[f"s{slot}"] = _STEPS
-            for dim, size in zip(own, shape, strict=True):
+            for dim, size in zip(port_dims, shape, strict=True):
                 self.sizes[dim] = None if size is None else self.sizes.get(dim, size)
-            self.specs[slot] = tuple(map(Var, own))
+            self.specs[slot] = tuple(map(Var, port_dims))
 
     def rule(self) -> Rule:
         """The rule for all ports."""

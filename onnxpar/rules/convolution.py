@@ -23,7 +23,7 @@ UNKNOWN = "a data-dependent number of channels"
 @dataclass(frozen=True)
 class Parts:
     """The operands and the result of a convolution as rule text, and the fields of its rule.
-    `channels` are the output channels; `covered` are spatial dimensions that a single window
+    `channels` are the output channels; `covered` are the spatial dimensions that a single window
     covers."""
 
     image: str
@@ -36,18 +36,18 @@ class Parts:
 
 def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
     """The parts of the rule `n (g c) h w, (g o) c _ _ -> n (g o) y x`, or with channels last,
-    `n h w (g c)`; None if the number of channels is data-dependent. `weight` is the index of that
-    operand.
+    `n h w (g c)`; None if the number of channels is data-dependent. `weight` is the index of the
+    weight operand.
 
-    If h or w is split, the fields lower the node to the same op with the same other operands, on
-    the elements that the rank's windows read.
+    If h or w is split, the fields lower the node to the same op, on the elements of the image that
+    the rank's windows read.
     """
     image, kernel = (tensor_shape(node.inputs[i]) or () for i in (0, weight))
     out = tensor_shape(node.outputs[0]) or ()
     group = node.attrs.get("group", 1)
     first, at = _places(node)
-    channels, made = image[at], out[at]
-    if channels is None or made is None:
+    channels, results = image[at], out[at]
+    if channels is None or results is None:
         return None
     space = windows(node, kernel[2:], first)
     c, o = ("(g c)", "(g o)") if group > 1 else ("c", "o")
@@ -65,7 +65,7 @@ def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
         o,
         dims_text(["n", *after]),
         {
-            "sizes": {"g": group, "c": channels // group, "o": made // group},
+            "sizes": {"g": group, "c": channels // group, "o": results // group},
             "whole": {**{w: KERNEL for w in window if w[0] == "w"}, **space.whole},
             "local": local,
             "lower": lower_windows(space, first=first, blank=_blank(node), **groups),
@@ -81,8 +81,8 @@ def _places(node: gs.Node) -> tuple[int, int]:
 
 
 def _blank(node: gs.Node) -> Any:
-    """A value that has the effect of padding in a window: 0, or for a quantized image the index of
-    the operand with its zero point; None if there is none."""
+    """A value with the effect of padding in a window: 0, or for a quantized image the index of its
+    zero point operand; None if there is no such value."""
     point = {"QLinearConv": 2, "ConvInteger": 2}.get(node.op)
     dtype = dtype_of(node.inputs[0])
     if point is None or (node.op == "ConvInteger" and given(node, point) is None):
@@ -97,7 +97,7 @@ def convolution(node: gs.Node) -> Rule:
     parts = convolution_parts(node, 1)
     if parts is None:
         return whole_rule(node, UNKNOWN)
-    # onnxruntime fuses them to a QLinearConv, which reads the scale of the first channel
+    # onnxruntime fuses Conv and DequantizeLinear to QLinearConv, which reads the first scale
     fields = parts.fields | ({"nonempty": frozenset("o")} if dequantized(node.inputs[1]) else {})
     if given(node, 2) is None:
         rest = ", _" * (len(node.inputs) - 2)
@@ -126,7 +126,7 @@ def convolution_integer(node: gs.Node) -> Rule:
 @rule("QLinearConv")
 @rule("QLinearConv", domain="com.microsoft")
 def qlinear_convolution(node: gs.Node) -> Rule:
-    """The rule of Conv; if c is split, the ranks add their 32-bit sums before they scale them."""
+    """The rule of Conv; if c is split, ranks add 32-bit sums, and scale the total."""
     parts = convolution_parts(node, 3)
     if parts is None:
         return whole_rule(node, UNKNOWN)
@@ -146,8 +146,7 @@ def qlinear_convolution(node: gs.Node) -> Rule:
 def _lower_quantized(
     node: gs.Node, by_windows: Callable[[Lowering], None]
 ) -> Callable[[Lowering], None]:
-    """A lowering to a sum of integers over the ranks if channels are split, else by
-    `by_windows`."""
+    """A lowering to a sum of integers over the ranks if channels are split, else `by_windows`."""
     first, at = _places(node)
     space = windows(node, (tensor_shape(node.inputs[3]) or ())[2:], first)
 

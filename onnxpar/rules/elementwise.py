@@ -1,5 +1,5 @@
-"""Elementwise ops with NumPy broadcasting, `d0 d1, d1 -> d0 d1`. Docstrings say in which operands
-an op is linear or non-decreasing: there, operands may be partial."""
+"""Elementwise ops with NumPy broadcasting, `d0 d1, d1 -> d0 d1`. Docstrings name the operands in
+which an op is linear or non-decreasing: these operands may be partial."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def broadcast(node: gs.Node, **fields: Any) -> Rule:
     return Rule(tuple(map(spec, shapes)), outputs, sizes, **fields)
 
 
-def each(node: gs.Node) -> frozenset[int]:
+def every_operand(node: gs.Node) -> frozenset[int]:
     """The indices of all operands."""
     return frozenset(range(len(node.inputs)))
 
@@ -42,21 +42,21 @@ def each(node: gs.Node) -> frozenset[int]:
 @rule("Add", "Sum")
 def add(node: gs.Node) -> Rule:
     """`d0 d1, d1 -> d0 d1`: linear in all operands together; for floats, non-decreasing in each."""
-    increasing = each(node) if is_float(node.outputs[0]) else frozenset[int]()
-    return broadcast(node, linear=(each(node),), monotone=increasing)
+    increasing = every_operand(node) if is_float(node.outputs[0]) else frozenset[int]()
+    return broadcast(node, linear=(every_operand(node),), monotone=increasing)
 
 
 @rule("Sub")
 def sub(node: gs.Node) -> Rule:
     """The rule of Add, but decreasing in the second operand."""
     increasing = FIRST if is_float(node.outputs[0]) else frozenset[int]()
-    return broadcast(node, linear=(each(node),), monotone=increasing)
+    return broadcast(node, linear=(every_operand(node),), monotone=increasing)
 
 
 @rule("Mean")
 def mean(node: gs.Node) -> Rule:
     """Linear in all operands together, for floating-point types."""
-    return broadcast(node, linear=(each(node),) if is_float(node.outputs[0]) else ())
+    return broadcast(node, linear=(every_operand(node),) if is_float(node.outputs[0]) else ())
 
 
 @rule("Mul")
@@ -74,7 +74,7 @@ def div(node: gs.Node) -> Rule:
 @rule("Max", "Min")
 def extremum(node: gs.Node) -> Rule:
     """Non-decreasing in every operand."""
-    return broadcast(node, monotone=each(node))
+    return broadcast(node, monotone=every_operand(node))
 
 
 @rule("Where")
@@ -122,8 +122,8 @@ def cast_like(node: gs.Node) -> Rule:
 
 @rule("Dropout")
 def dropout(node: gs.Node) -> Rule:
-    """The rule of Identity without training, and no partial values if there is a mask; else that of
-    `training_dropout`."""
+    """Without training, the rule of Identity (with a mask as result, no partial operand passes); in
+    training, the rule of `training_dropout`."""
     training = given(node, 2)
     if training is not None:
         value = constant(training)

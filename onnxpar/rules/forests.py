@@ -1,4 +1,4 @@
-"""Forests: cuts the attributes of tree ensembles to the trees that a rank holds."""
+"""Forests: reduces the attributes of tree ensembles to the trees that a rank holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NODE_LISTS = (
     "nodes_falsenodeids",
     "nodes_missing_value_tracks_true",
 )
-"""Attributes with one element per node, before TreeEnsemble."""
+"""Attributes of TreeEnsembleRegressor and TreeEnsembleClassifier with one element per node."""
 BRANCH_LISTS = (
     "nodes_featureids",
     "nodes_splits",
@@ -39,24 +39,24 @@ BRANCH_LISTS = (
 )
 """Attributes of TreeEnsemble with one element per node that is not a leaf."""
 _MEMBER = 6
-"""The mode of a node of TreeEnsemble that asks whether a value is in a set."""
+"""The mode of a TreeEnsemble's node that tests whether a value is in a set."""
 
 
 class Trees:
     """The trees of a node, whose leaves give weights to `width` targets or classes.
 
-    `stand_in` is the weight that makes no difference to an extreme; None where weights are added.
+    `stand_in` is the neutral weight of a minimum or maximum; None if weights are added.
     """
 
     def __init__(self, node: gs.Node, count: int, width: int, stand_in: float | None) -> None:
-        self.attrs: Mapping[str, Any] = dict(node.attrs)  # the node gets those of a rank
+        self.attrs: Mapping[str, Any] = dict(node.attrs)  # a copy: lowering changes node.attrs
         self.count, self.width, self.stand_in = count, width, stand_in
         self._last: tuple[bytes, dict[str, Any]] | None = None
 
     def cut(self, trees: Array, reaches_all: bool = False) -> dict[str, Any]:
-        """The attributes of a node with these trees. With `stand_in`, it also has leaves that give
-        this weight to each target. Where weights are added, such leaves give 0: without trees,
-        because a node must have a tree, and if it must reach all targets."""
+        """The attributes of a node with these trees. With `stand_in`, extra leaves give this weight
+        to each target. If weights are added, extra leaves give 0, but only if there is no tree (a
+        node must have one) or with `reaches_all` (each target must get a weight)."""
         key = bytes([reaches_all]) + trees.tobytes()
         if self._last is None or self._last[0] != key:
             of_sums = None if len(trees) and not reaches_all else 0.0
@@ -78,8 +78,8 @@ class Trees:
         return np.isin(np.arange(self.width), self.targets)
 
     def always(self) -> Array:
-        """For each target, True if every row gets a weight for it: there is a tree all
-        of whose leaves give one."""
+        """For each target, True if every row gets a weight for it: all leaves of some tree give the
+        target a weight."""
         raise NotImplementedError
 
     def _taken(self, trees: Array, stand_in: float | None) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Trees:
 
 class Forest(Trees):
     """The trees of a TreeEnsembleRegressor or TreeEnsembleClassifier; `side` is "target" or
-    "class". A cut has the attributes of a TreeEnsembleRegressor."""
+    "class". `cut` returns attributes of a TreeEnsembleRegressor."""
 
     def __init__(self, node: gs.Node, width: int, stand_in: float | None = None) -> None:
         self.side = "class" if node.op == "TreeEnsembleClassifier" else "target"
@@ -110,55 +110,55 @@ class Forest(Trees):
     def weights(self) -> Array:
         """The weights of all leaves."""
         names = (f"{self.side}_weights", f"{self.side}_weights_as_tensor")
-        found = [numbers(self.attrs[name]) for name in names if name in self.attrs]
-        return max(found, key=len)
+        candidates = [numbers(self.attrs[name]) for name in names if name in self.attrs]
+        return max(candidates, key=len)
 
     def always(self) -> Array:
         leaves = np.array([mode in ("LEAF", b"LEAF") for mode in self.attrs["nodes_modes"]])
         per_tree = np.bincount(self._tree_of_node[leaves], minlength=self.count)
-        given = np.zeros((self.count, self.width), np.int64)
+        counts = np.zeros((self.count, self.width), np.int64)
         nodes = numbers(self.attrs[f"{self.side}_nodeids"])
-        each = np.stack([self._tree_of_weight, nodes, self.targets], axis=1)
-        unique = np.unique(each, axis=0)
-        np.add.at(given, (unique[:, 0], unique[:, 2]), 1)
-        found: Array = (given == per_tree[:, None]).any(axis=0)
-        return found
+        leaf_targets = np.stack([self._tree_of_weight, nodes, self.targets], axis=1)
+        unique = np.unique(leaf_targets, axis=0)
+        np.add.at(counts, (unique[:, 0], unique[:, 2]), 1)
+        result: Array = (counts == per_tree[:, None]).any(axis=0)
+        return result
 
     def _taken(self, trees: Array, stand_in: float | None) -> dict[str, Any]:
-        held = np.zeros(self.count, bool)
-        held[trees] = True
-        nodes = np.flatnonzero(held[self._tree_of_node])
-        weights = np.flatnonzero(held[self._tree_of_weight])
-        made = {
+        is_held = np.zeros(self.count, bool)
+        is_held[trees] = True
+        nodes = np.flatnonzero(is_held[self._tree_of_node])
+        weights = np.flatnonzero(is_held[self._tree_of_weight])
+        attrs = {
             key: _pick(self.attrs[key], nodes)
             for key in NODE_LISTS
             if key in self.attrs and len(numbers(self.attrs[key])) == len(self._tree_of_node)
         }
         for name in ("treeids", "nodeids", "ids", "weights", "weights_as_tensor"):
             if len(numbers(self.attrs.get(f"{self.side}_{name}", ()))):
-                made[f"target_{name}"] = _pick(self.attrs[f"{self.side}_{name}"], weights)
+                attrs[f"target_{name}"] = _pick(self.attrs[f"{self.side}_{name}"], weights)
         if stand_in is not None:
-            _add_leaf(made, stand_in, self.width, int(max(self.attrs["nodes_treeids"])) + 1)
-        return made
+            _add_leaf(attrs, stand_in, self.width, int(max(self.attrs["nodes_treeids"])) + 1)
+        return attrs
 
 
-def _add_leaf(made: dict[str, Any], weight: float, count: int, tree: int) -> None:
+def _add_leaf(attrs: dict[str, Any], weight: float, count: int, tree: int) -> None:
     """Adds a tree that is a single leaf, with one weight for each target."""
     values = {"nodes_treeids": tree, "nodes_modes": "LEAF", "target_treeids": tree}
-    for name, value in made.items():
-        own: list[Any] = [values.get(name, 0)]
+    for name, value in attrs.items():
+        added: list[Any] = [values.get(name, 0)]
         if name.startswith("target"):
-            own = [values.get(name, 0)] * count
+            added = [values.get(name, 0)] * count
         if name == "target_ids":
-            own = list(range(count))
+            added = list(range(count))
         if name.startswith("target_weights"):
-            own = [float(weight)] * count
+            added = [float(weight)] * count
         if isinstance(value, gs.Tensor):
-            joined = np.concatenate([value.values, np.array(own, value.values.dtype)])
-            made[name] = gs.Constant("", joined)
+            joined = np.concatenate([value.values, np.array(added, value.values.dtype)])
+            attrs[name] = gs.Constant("", joined)
         else:
             is_float = name in ("nodes_values", "nodes_hitrates")
-            made[name] = [*value, *(map(float, own) if is_float else own)]
+            attrs[name] = [*value, *(map(float, added) if is_float else added)]
 
 
 def _pick(value: Any, at: Array) -> Any:
@@ -169,7 +169,7 @@ def _pick(value: Any, at: Array) -> Any:
 
 
 class Ensemble(Trees):
-    """The trees of a TreeEnsemble (version 5), as are those of a cut."""
+    """The trees of a TreeEnsemble (version 5); `cut` returns attributes of a TreeEnsemble."""
 
     def __init__(self, node: gs.Node, width: int, stand_in: float | None = None) -> None:
         super().__init__(node, len(node.attrs["tree_roots"]), width, stand_in)
@@ -183,12 +183,12 @@ class Ensemble(Trees):
         return numbers(self.attrs["leaf_targetids"]).astype(np.int64)
 
     def always(self) -> Array:
-        found = np.zeros(self.width, bool)
+        result = np.zeros(self.width, bool)
         for root in self.attrs["tree_roots"]:
-            given = np.unique(self.targets[self._reached([root])[1]])
-            if len(given) == 1:
-                found[given] = True
-        return found
+            targets = np.unique(self.targets[self._reached([root])[1]])
+            if len(targets) == 1:
+                result[targets] = True
+        return result
 
     def _reached(self, roots: Any) -> tuple[Array, Array]:
         """The nodes and leaves of the trees with these roots, in order."""
@@ -211,7 +211,7 @@ class Ensemble(Trees):
         nodes, leaves = self._reached(roots)
         place, leaf_place = (np.zeros(n, np.int64) for n in (len(self._true[0]), len(self.targets)))
         place[nodes], leaf_place[leaves] = np.arange(len(nodes)), np.arange(len(leaves))
-        made = {
+        attrs = {
             key: _pick(self.attrs[key], nodes)
             for key in BRANCH_LISTS
             if key in self.attrs and len(numbers(self.attrs[key])) == len(self._true[0])
@@ -220,30 +220,30 @@ class Ensemble(Trees):
             to_leaf, new = is_leaf[nodes].astype(bool), ids[nodes]
             new[to_leaf] = leaf_place[new[to_leaf]]
             new[~to_leaf] = place[new[~to_leaf]]
-            made[f"nodes_{side}nodeids"] = new.tolist()
-        made["tree_roots"] = place[roots].tolist()
+            attrs[f"nodes_{side}nodeids"] = new.tolist()
+        attrs["tree_roots"] = place[roots].tolist()
         for name in ("leaf_targetids", "leaf_weights"):
-            made[name] = _pick(self.attrs[name], leaves)
+            attrs[name] = _pick(self.attrs[name], leaves)
         if len(numbers(self.attrs.get("membership_values", ()))):
-            made["membership_values"] = self._members(nodes)
+            attrs["membership_values"] = self._members(nodes)
         if stand_in is not None:
             for target in range(self.width):
-                _add_stump(made, stand_in, target)
-        return made
+                _add_stump(attrs, stand_in, target)
+        return attrs
 
     def _members(self, nodes: Array) -> Any:
-        """The sets of the nodes that ask for membership; each set ends with NaN."""
+        """The sets of the nodes that test membership; each set ends with NaN."""
         values = numbers(self.attrs["membership_values"])
         ends = np.flatnonzero(np.isnan(values))
         asks = np.flatnonzero(numbers(self.attrs["nodes_modes"]) == _MEMBER)
         sets = dict(zip(asks.tolist(), np.split(values, ends + 1), strict=False))
-        own = [sets[n] for n in nodes.tolist() if n in sets]
-        return gs.Constant("", np.concatenate([*own, values[:0]]))
+        kept_sets = [sets[n] for n in nodes.tolist() if n in sets]
+        return gs.Constant("", np.concatenate([*kept_sets, values[:0]]))
 
 
-def _add_stump(made: dict[str, Any], weight: float, target: int) -> None:
-    """Adds a tree of one node, both of whose leaves are one leaf with this weight."""
-    at, leaf = len(made["nodes_featureids"]), len(made["leaf_targetids"])
+def _add_stump(attrs: dict[str, Any], weight: float, target: int) -> None:
+    """Adds a tree of one node, whose both branches lead to one leaf with this weight."""
+    at, leaf = len(attrs["nodes_featureids"]), len(attrs["leaf_targetids"])
     values: dict[str, Any] = {
         "nodes_truenodeids": leaf,
         "nodes_falsenodeids": leaf,
@@ -253,11 +253,11 @@ def _add_stump(made: dict[str, Any], weight: float, target: int) -> None:
         "leaf_targetids": target,
         "leaf_weights": weight,
     }
-    for name, value in made.items():
+    for name, value in attrs.items():
         if name == "membership_values":
             continue
-        own = values.get(name, 0)
+        added = values.get(name, 0)
         if isinstance(value, gs.Tensor):
-            made[name] = gs.Constant("", np.append(value.values, value.values.dtype.type(own)))
+            attrs[name] = gs.Constant("", np.append(value.values, value.values.dtype.type(added)))
         else:
-            made[name] = [*value, own]
+            attrs[name] = [*value, added]

@@ -1,5 +1,5 @@
-"""Attention and its gradient as ops of the compiler, which a pass puts in the place of the nodes of
-a model. No kernel runs them: they are always lowered."""
+"""Attention and its gradient as ops of the compiler. The pass fuse-attention replaces nodes of a
+model by these ops. No kernel runs them: they are always lowered."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PAIR = "it has two numbers for each query"
 @rule("Attention", domain=DOMAIN)
 def attention(node: gs.Node) -> Rule:
     """`b (k g) s d, b k t d, b k t e, b (k g) s m -> b (k g) s e; b (k g) s p`: ONNX's Attention,
-    and for each query the largest score beside the sum of exponentials of scores less the largest.
+    and for each query two numbers p: the largest score, and the sum of exp(score - largest).
 
     The last dimension of a mask is whole, so that keys can travel in a ring.
     """
@@ -49,7 +49,7 @@ def attention_gradient(node: gs.Node) -> Rule:
 @rule(SCORED, domain=DOMAIN)
 def scored_attention(node: gs.Node) -> Rule:
     """`b (k g) s d, b k d t, b k t e, b (k g) s m -> b (k g) s e`: attention in basic ops, with
-    steps for each score (`load/exported_attention.py`); `(k g) s d, ...` with three
+    elementwise steps on scores (`load/exported_attention.py`); `(k g) s d, ...` with three
     dimensions."""
     query, key, value = (tensor_shape(t) or () for t in node.inputs[:3])
     batch = "b " if len(query) == 4 else ""
@@ -68,9 +68,9 @@ def scored_attention(node: gs.Node) -> Rule:
 
 
 def _dims(node: gs.Node) -> AttentionDims:
-    found = attention_dims(node)
-    assert found is not None, f"{node.name}: only an Attention with known heads is fused"
-    return found
+    dims = attention_dims(node)
+    assert dims is not None, f"{node.name}: only an Attention with known heads is fused"
+    return dims
 
 
 def _of_attention(
@@ -80,7 +80,7 @@ def _of_attention(
     results: list[str],
     ring: type[SummarizedRing] | type[GradientRing],
 ) -> Rule:
-    """The rule of a node that has the operands of ONNX's Attention, and `more`."""
+    """The rule of a node with the operands of ONNX's Attention, followed by `more`."""
     sizes, mask = dims.sizes, given(node, MASK)
     of_mask = "_" if mask is None else _aligned(mask)
     operands = [dims.query, dims.key, dims.value, of_mask, "_", "_", "b", *more]
@@ -120,8 +120,7 @@ def _rule(
 
 
 def _aligned(mask: gs.Tensor) -> str:
-    """The dimensions of what is added to scores or hides them as rule text, aligned at the last
-    one."""
+    """The dimensions of a mask as rule text, aligned at the last dimension."""
     shape = tensor_shape(mask) or ()
     dims = ["b", "(k g)", "s", "m"][4 - len(shape) :]
     return dims_text("1" if s == 1 else d for d, s in zip(dims, shape, strict=True))

@@ -1,6 +1,6 @@
-"""Dimensions of results whose elements are copied from chosen positions of an operand's dimension:
-strided slices, mirrored padding, nearest neighbours. The two dimensions are co-sharded; a rank
-fetches the range from the first to the last element that its results need."""
+"""Maps from a result's dimension to the positions of an operand's dimension that it copies: strided
+slices, mirrored padding, nearest neighbours. The two dimensions are co-sharded; a rank fetches the
+range from the first to the last element that its results need."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from onnxpar.rules.rule import Local, Lowering
 
 @dataclass(frozen=True, eq=False)
 class IndexMap:
-    """The indices of factor `before` (of the operand) that each index of factor `after` (of the
-    result) needs: an element or row of `index` for each index of `after`."""
+    """A map from each index of the result's factor `after` to the indices of the operand's factor
+    `before` that the result needs: an element or a row of `index`."""
 
     before: str
     after: str
@@ -28,15 +28,14 @@ class IndexMap:
         return local.is_split(self.before)
 
     def fetch(self, builder: Lowering, x: gs.Tensor, axis: int) -> gs.Tensor:
-        """The elements of `x` that the rank's results need, along dimension `axis`, from the ranks
-        that hold them; `x` itself if the dimension is not split."""
+        """Fetches the elements of `x` that the rank's results need along dimension `axis`, from the
+        ranks that hold them; returns `x` itself if the dimension is not split."""
         if not self.is_split(builder.local):
             return x
         return builder.fetch(x, self.before, axis, self.held)
 
     def held(self, local: Local) -> tuple[int, int]:
-        """The range of elements that the rank's results need: (first, last + 1), as global
-        indices."""
+        """The range of elements that the rank's results need, (first, last + 1), global indices."""
         needed = self.index[local.positions(self.after)]
         return int(needed.min()), int(needed.max()) + 1
 
@@ -47,8 +46,8 @@ class IndexMap:
         return np.asarray(needed - origin, np.int64)
 
     def take(self, builder: Lowering, x: gs.Tensor, axis: int) -> gs.Tensor:
-        """The elements of `x` that are the rank's results, along dimension `axis`. The map must
-        have only one index for each."""
+        """The rank's results along dimension `axis`, taken from `x`. The map must have one index
+        for each result."""
         x = self.fetch(builder, x, axis)
         if self.is_split(builder.local) and (np.diff(self.index) == 1).all():
             return x

@@ -28,10 +28,10 @@ _PICKED = "the indices into it are not consecutive"
 
 @dataclass(frozen=True)
 class Run:
-    """A column of indices that counts up by one: `count` values from `start` on, along dimension
-    `along`.
+    """A column of indices that counts up by one along dimension `along`: `count` values from
+    `start` on.
 
-    A column that repeats a single index has a `count` of 1, and None for `along`.
+    For a column that repeats one index, `count` is 1 and `along` is None.
     """
 
     start: int
@@ -49,8 +49,8 @@ def find_runs(indices: gs.Tensor, data: Sequence[Size]) -> list[Run | None]:
     runs: list[Run | None] = []
     for column, size in zip(range(width), data, strict=False):
         run = None if size is None else _find_run(values[..., column] % size)
-        taken = {r.along for r in runs if r}
-        runs.append(None if run and run.along is not None and run.along in taken else run)
+        used = {r.along for r in runs if r}
+        runs.append(None if run and run.along is not None and run.along in used else run)
     return runs
 
 
@@ -66,8 +66,8 @@ def _find_run(values: Array) -> Run | None:
 
 
 class Columns:
-    """The dimensions from which the columns of indices select, as rule text in `dims`. `data` are
-    their sizes, and `at` the dimensions of the indices."""
+    """The dimensions of the data that columns of indices select from. `dims` are these dimensions
+    as rule text, `data` their sizes; `at` are the dimensions of the indices."""
 
     def __init__(self, indices: gs.Tensor, data: Sequence[Size], at: Sequence[str]) -> None:
         self.runs = find_runs(indices, data)
@@ -82,17 +82,17 @@ class Columns:
                 self.sizes[f"t{i}"] = size
                 self.picked[f"t{i}"] = _PICKED
                 continue
-            kept = self._kept(i, run)
+            selected = self._selected(i, run)
             rest = (size or 0) - run.start - run.count
-            self.dims.append(f"(p{i} + {kept} + q{i})" if run.count != size else kept)
-            self.sizes |= {f"p{i}": run.start, kept: run.count, f"q{i}": rest}
+            self.dims.append(f"(p{i} + {selected} + q{i})" if run.count != size else selected)
+            self.sizes |= {f"p{i}": run.start, selected: run.count, f"q{i}": rest}
 
-    def _kept(self, column: int, run: Run) -> str:
+    def _selected(self, column: int, run: Run) -> str:
         return f"k{column}" if run.along is None else self._at[run.along]
 
     @property
     def local(self) -> dict[str | int, Callable[[Local], Any]]:
-        """The field `local` of a rule: constant indices into the rank's shard, if any column counts
+        """The field `local` of a rule: constant indices into the rank's shard, if a column counts
         up."""
         return {1: self._local_indices} if any(self.runs) else {}
 
@@ -101,7 +101,7 @@ class Columns:
         part = self._values[np.ix_(*map(local.positions, self._at))].copy()
         for i, run in enumerate(self.runs):
             if run is not None:
-                steps = np.arange(local.size(self._kept(i, run)))
+                steps = np.arange(local.size(self._selected(i, run)))
                 shape = [-1 if j == run.along else 1 for j in range(part.ndim - 1)]
                 part[..., i] = steps.reshape(shape) + (local.size(f"p{i}") if run.start else 0)
         return np.asarray(part)
@@ -156,11 +156,12 @@ def gather_nd(node: gs.Node) -> Rule:
 
 def _lower_gather(dims: Sequence[str], first: int, trailing: int) -> Callable[[Lowering], None]:
     """A lowering that gathers the elements that the rank holds, and gives zeros for others. `dims`
-    are dimensions of the data from `first` on; the result has `trailing` more."""
+    are the data's dimensions from `first` on that tuples index; the result has `trailing` further
+    dimensions of the data."""
 
     def lower(build: Lowering) -> None:
         node = build.local.node
-        found, held = local_tuples(build, dims, lambda _: np.zeros(len(dims)))
+        tuples, held = local_tuples(build, dims, lambda _: np.zeros(len(dims)))
         whole = build.add("Cast", [held], to=onnx.TensorProto.INT32)
         whole = build.add("ReduceMin", [whole], axes=[-1], keepdims=0)
         held = build.add("Cast", [whole], to=onnx.TensorProto.BOOL)
@@ -169,7 +170,7 @@ def _lower_gather(dims: Sequence[str], first: int, trailing: int) -> Callable[[L
         table = build.input(0)
         for axis, dim in enumerate(dims, first):
             table = build.filled(table, dim, axis)
-        finish_held(build, held, build.add(node.op, [table, found], **node.attrs))
+        finish_held(build, held, build.add(node.op, [table, tuples], **node.attrs))
 
     return lower
 
@@ -195,12 +196,12 @@ def local_tuples(
     from_end = build.add("Add", [index, sizes])
     row = build.add("Where", [build.add("Less", [index, zero]), from_end, index])
     exists = build.add("And", [build.add("Greater", [row, minus]), build.add("Less", [row, sizes])])
-    found = build.add("Sub", [row, build.per_rank(starts)])
-    inside = build.add("Less", [found, build.per_rank(counts)])
-    held = build.add("And", [build.add("Greater", [found, minus]), inside])
+    local_index = build.add("Sub", [row, build.per_rank(starts)])
+    inside = build.add("Less", [local_index, build.per_rank(counts)])
+    held = build.add("And", [build.add("Greater", [local_index, minus]), inside])
     other = build.per_rank(lambda local: int64(elsewhere(local)))
     other = build.add("Where", [exists, other, sizes + 1])
-    return build.add("Where", [held, found, other]), held
+    return build.add("Where", [held, local_index, other]), held
 
 
 @rule("ScatterND")
@@ -244,7 +245,7 @@ def _lower_scatter(dims: Sequence[str]) -> Callable[[Lowering], None]:
 
     def lower(build: Lowering) -> None:
         split = [i for i, dim in enumerate(dims) if build.local.is_split(dim)]
-        found, _ = local_tuples(build, dims, lambda local: [local.size(d) for d in dims])
-        scatter_padded(build, found, split, lambda local: [local.size(dims[i]) for i in split])
+        tuples, _ = local_tuples(build, dims, lambda local: [local.size(d) for d in dims])
+        scatter_padded(build, tuples, split, lambda local: [local.size(dims[i]) for i in split])
 
     return lower

@@ -21,13 +21,13 @@ SELECTED = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", 
 """Types that Where supports."""
 _PICKED = "the choice of elements is data-dependent"
 _CAST = ("int16", "uint16", "uint64", "bfloat16")
-"""Types that are cast before a Where, to a type that holds all their values."""
+"""Types that need a Cast before a Where, to a type that has all their values."""
 
 
 @rule("Gather")
 def gather(node: gs.Node) -> Rule:
     """`v d, i -> i d`: if v is split, each rank gives the elements that it holds, and zeros for
-    others.
+    other elements.
 
     With constant indices that count up by one, the op is a slice: `(before + (i j) + after) d, _ ->
     i j d`.
@@ -47,7 +47,7 @@ def gather(node: gs.Node) -> Rule:
 
 
 def run_start(index: gs.Tensor, size: Size) -> int | None:
-    """The first index, if the indices are constant and count up by one, row by row; else None."""
+    """The first of constant indices that count up by one in row-major order; else None."""
     values = constant(index)
     if values is None or size is None or not values.size:
         return None
@@ -58,22 +58,22 @@ def run_start(index: gs.Tensor, size: Size) -> int | None:
 def run_segments(
     at: Sequence[str], index: Sequence[Size], rows: int, start: int
 ) -> tuple[str, dict[str, Any]]:
-    """The dimension of size `rows` from which constant indices slice a range that begins at
-    `start`, as rule text, and the fields of the rule.
+    """The rule text of a dimension of size `rows`, from which constant indices slice a range from
+    `start` on, and the fields of the rule.
 
-    The segment that is kept is the product of the dimensions `at` of the indices.
+    The sliced segment is the product of the dimensions `at` of the indices.
     """
-    kept = [dim for dim, size in zip(at, index, strict=True) if size != 1] or ["one"]
+    sliced = [dim for dim, size in zip(at, index, strict=True) if size != 1] or ["one"]
 
     def local_index(local: Local) -> Array:
-        found = np.arange(math.prod(map(local.size, kept)))
-        found += local.size("before") if start else 0
-        return found.reshape([local.size(dim) if dim in kept else 1 for dim in at])
+        positions = np.arange(math.prod(map(local.size, sliced)))
+        positions += local.size("before") if start else 0
+        return positions.reshape([local.size(dim) if dim in sliced else 1 for dim in at])
 
     count = numel(index)
     sizes = {"one": 1, **dict(zip(at, index, strict=True))}
     sizes |= {"before": start, "after": rows - start - count}
-    text = f"({' '.join(kept)})"
+    text = f"({' '.join(sliced)})"
     return text if count == rows else f"(before + {text} + after)", {
         "sizes": sizes,
         "reduce": {},
@@ -98,8 +98,8 @@ def gather_elements(node: gs.Node) -> Rule:
 def uncovered(
     dims: list[str], axis: int, data: Sequence[Size], index: Sequence[Size]
 ) -> dict[str, Size]:
-    """Replaces each dimension d in `dims` that indices cover only in part by `(d + r)`; returns the
-    sizes of the new factors. `index` has the shape of the indices."""
+    """Replaces each dimension d in `dims` that indices cover only partly by `(d + r)`; returns the
+    sizes of the new factors. `index` is the shape of the indices."""
     sizes: dict[str, Size] = {}
     for i, (size, covered) in enumerate(zip(data, index, strict=True)):
         if i != axis and size != covered:
@@ -110,10 +110,10 @@ def uncovered(
 
 
 def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[str, Any]:
-    """The fields of a rule for a lookup in factor `v`, which is dimension `axis` of operand 0; `at`
-    are the dimensions of the indices.
+    """The fields of a rule for a lookup in factor `v`, dimension `axis` of operand 0; `at` are the
+    dimensions of the indices.
 
-    The result has `trailing` more dimensions after those of the indices.
+    The result has `trailing` further dimensions after the dimensions of the indices.
     """
     rows = (tensor_shape(node.inputs[0]) or ())[axis]
     if rows is None or not is_summable(node.inputs[0]):
@@ -123,27 +123,25 @@ def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[s
 
 
 def is_summable(data: gs.Tensor) -> bool:
-    """True if ranks can select elements of this type, and sum them exactly where all ranks but one
+    """True if ranks can select elements of this type, and add them exactly if all ranks except one
     give zero."""
     return str(dtype_of(data)) in (*SELECTED, *_CAST, "bool")
 
 
 def joined_by(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
-    """The field `reduce` of a rule in which each rank gives zeros for elements that it does not
-    hold."""
+    """The field `reduce` of a rule in which each rank gives zeros for elements of other ranks."""
     op = "max" if dtype_of(node.inputs[0]) == np.bool_ else "sum"
     return {"reduce": dict.fromkeys(factors, op)}
 
 
 def wide_type(dtype: np.dtype[Any]) -> int:
-    """ONNX's number of a type that Where supports, and that has all values of one that it does not
-    support."""
+    """ONNX's number of a type with all values of `dtype`, for types that Where does not support."""
     return onnx.TensorProto.FLOAT if str(dtype) == "bfloat16" else onnx.TensorProto.INT64
 
 
 def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
     """Adds the nodes that compute the result: `rows` where the mask `held` is True, elsewhere the
-    neutral element of a sum, so that the sum over ranks has the very bits of the rows."""
+    neutral element of a sum, so that the sum over ranks is bit-identical to the rows."""
     dtype = dtype_of(build.local.node.outputs[0])
     if dtype == np.bool_:
         build.finish("And", [held, rows])
@@ -168,22 +166,22 @@ def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
 def lower_lookup(
     rows: int, axis: int, at: Sequence[str], trailing: int
 ) -> Callable[[Lowering], None]:
-    """A lowering that looks up the elements that the rank holds, and gives zeros for others; the
-    arguments are those of `lookup`, and the global size `rows`."""
+    """A lowering that looks up the elements that the rank holds, and gives zeros for others. `rows`
+    is the global size of `v`; for the other arguments, see `lookup`."""
 
     def lower(build: Lowering) -> None:
         node = build.local.node
         index = constant(node.inputs[1])
         if index is None:
-            found, held = local_rows(build, rows)
+            local_index, held = local_rows(build, rows)
             if trailing > 0:
                 held = build.add("Unsqueeze", [held], axes=[-1 - i for i in range(trailing)])
             elif trailing < 0:
                 held = build.add("Squeeze", [held], axes=[-1])
         else:
-            found, held = _constant_rows(build, rows, index, at, trailing)
+            local_index, held = _constant_rows(build, rows, index, at, trailing)
         table = build.filled(build.input(0), "v", axis)
-        finish_held(build, held, build.add(node.op, [table, found], **node.attrs))
+        finish_held(build, held, build.add(node.op, [table, local_index], **node.attrs))
 
     return lower
 
@@ -202,8 +200,8 @@ def _constant_rows(
         held = row(local) >= 0
         return held[..., 0] if trailing < 0 else held.reshape(held.shape + (1,) * trailing)
 
-    found = build.per_rank(lambda local: np.maximum(row(local), 0).astype(index.dtype))
-    return found, build.per_rank(mask)
+    local_index = build.per_rank(lambda local: np.maximum(row(local), 0).astype(index.dtype))
+    return local_index, build.per_rank(mask)
 
 
 def _positions(local: Local, dim: str) -> Array:
@@ -227,15 +225,15 @@ def local_rows(
         from_end = build.add("Add", [build.input(1), np.array(rows, dtype)])
         is_negative = build.add("Less", [build.input(1), np.array(0, dtype)])
         row = build.add("Where", [is_negative, from_end, build.input(1)])
-        found = build.add("Sub", [row, start])
+        local_index = build.add("Sub", [row, start])
         exists = _between(build, row, np.array(rows, dtype))
         other = build.add("Where", [exists, other, np.array(rows + 1, dtype)])
     else:
         table = build.per_rank(lambda at: local_places(at, "v", rows).astype(dtype))
-        found = build.add("Gather", [table, build.input(1)], axis=0)
+        local_index = build.add("Gather", [table, build.input(1)], axis=0)
     count = build.per_rank(lambda at: np.array(at.size("v"), dtype))
-    held = _between(build, found, count)
-    return build.add("Where", [held, found, other]), held
+    held = _between(build, local_index, count)
+    return build.add("Where", [held, local_index, other]), held
 
 
 def _between(build: Lowering, row: gs.Tensor, count: Any) -> gs.Tensor:

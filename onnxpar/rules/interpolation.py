@@ -1,7 +1,6 @@
-"""Computes from which elements, with which weights, a Resize interpolates each element of a
-dimension.
+"""Computes the elements and weights from which a Resize interpolates each element of a dimension.
 
-The arithmetic is float32 in the same order as in onnxruntime, so that it chooses the same one of
+The arithmetic is float32 in the same order as in onnxruntime, so that both choose the same one of
 two equally near neighbours.
 """
 
@@ -19,7 +18,7 @@ from onnxpar.base.arrays import Array
 F = np.float32
 HALF = F(0.5)
 _TIE = 1e-6
-"""How far from a half a coordinate is still one for onnxruntime."""
+"""Tolerance of onnxruntime for a coordinate halfway between two elements."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,14 @@ class Scaling:
 
     @property
     def transformation(self) -> str:
-        """The name of the function that maps coordinates of the result to those of the operand."""
+        """The name of the function from coordinates of the result to coordinates of the operand."""
         return str(self.attrs.get("coordinate_transformation_mode", "half_pixel"))
 
 
 @dataclass(frozen=True, eq=False)
 class Taps:
-    """The indices and weights of the operand's elements that make each element of the result, in
-    rows, and a mask of those elements of the result that lie outside of the operand."""
+    """The indices and weights of operand elements, one row for each element of the result, and a
+    mask of result elements that lie outside the operand."""
 
     index: Array
     weight: Array
@@ -62,7 +61,7 @@ def taps(scaling: Scaling) -> Taps:
 
 
 def coordinates(scaling: Scaling) -> Array:
-    """The coordinate of each element of the result, among those of the operand (float32)."""
+    """The coordinate in the operand of each element of the result (float32)."""
     at, scale = np.arange(scaling.out, dtype=F), F(scaling.scale)
     size, out = F(scaling.size), F(scaling.out)
     how = scaling.transformation
@@ -90,7 +89,7 @@ def _nearest(scaling: Scaling, at: Array) -> tuple[Array, Array]:
 
 
 def _rounded(at: Array, up: bool) -> Array:
-    """The nearest integers; of two that are about equally near, the upper ones if `up`."""
+    """The nearest integers; of two about equally near ones, the upper one if `up`."""
     low = np.floor(at)
     share = (at - low).astype(np.float64)
     return low + np.where(np.abs(share - 0.5) < _TIE, up, share > 0.5)

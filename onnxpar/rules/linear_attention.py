@@ -23,9 +23,10 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, given_specs, rule,
 
 def linear_attention(node: gs.Node) -> Rule:
     """`b s (k g d), b s (k d), b s (k e), b k d e, b s (k d), b s k -> b s (k g e); b k d e`. The
-    columns e of a state do not meet, so they may be split, too, and without a delta rule the rows
-    d, over which the ranks add. If steps s are split, each rank finds the map that its steps apply
-    to a state; the ranks exchange these maps, and each starts from the state of those before it."""
+    columns e of a state are independent and may be split, too; without a delta rule, also the rows
+    d, over which ranks add. If steps s are split, each rank computes the map that its steps apply
+    to a state; ranks exchange these maps, and each starts from the state after all earlier steps.
+    """
     heads, groups = int(node.attrs["kv_num_heads"]), int(node.attrs["q_num_heads"])
     if node.attrs.get("state_window"):
         return whole_rule(node, "it keeps the states of several steps")
@@ -71,8 +72,8 @@ def linear_attention(node: gs.Node) -> Rule:
 class _LinearAttention:
     """Lowers a LinearAttention with these attributes; `width` is the global size of d.
 
-    Steps map a state S to M S + N. The kernel finds both at once, as M is what it makes of the
-    identity if all values are zero: from a state [0 | I], with values [v | 0], it goes to [N | M].
+    Steps map a state S to M S + N. One run of the kernel computes both: with values of zero, steps
+    map the identity to M. So from the state [0 | I] and values [v | 0], they lead to [N | M].
     """
 
     attrs: dict[str, Any]
@@ -84,19 +85,19 @@ class _LinearAttention:
         operands = [build.input(i) if t.name else t for i, t in enumerate(node.inputs)]
         operands += [gs.Variable.empty()] * (4 - len(operands))
         past = given(node, 3) is not None
-        made: gs.Tensor | None = None
+        last_state: gs.Tensor | None = None
         if is_split:  # a step of zeros leaves the state as it is
             for i, x in enumerate(operands):
                 operands[i] = build.filled(x, "s", 1) if x.name and i != 3 else x
             start = build.input(3) if past else self._state(build, operands[0], _zeros, _columns)
-            operands[3], made = self._states(build, operands, start)
+            operands[3], last_state = self._states(build, operands, start)
         out, state = self._run(build, operands, _columns)
         if is_split:
             end = build.per_rank(lambda local: int64([local.size("s")]))
             out = build.add("Slice", [out, int64([0]), end, int64([1])])
         build.finish("Identity", [build.all_reduce(out, ["d"])])
         if has_output(build, 1):
-            build.finish("Identity", [state if made is None else made], 1)
+            build.finish("Identity", [state if last_state is None else last_state], 1)
 
     def _states(
         self, build: Lowering, operands: Sequence[gs.Tensor], start: gs.Tensor
@@ -105,10 +106,10 @@ class _LinearAttention:
         wide = list(operands)
         wide[2] = self._widened(build, operands[2])
         wide[3] = self._state(build, operands[0], _identity, _wide_columns)
-        _, own = self._run(build, wide, _wide_columns)
-        own = build.add("Unsqueeze", [own], axes=[0])
+        _, end_state = self._run(build, wide, _wide_columns)
+        end_state = build.add("Unsqueeze", [end_state], axes=[0])
         count = len(build.of_members("s", lambda local: 0))
-        maps = build.all_gather(own, "s", 0, lambda local: 1)
+        maps = build.all_gather(end_state, "s", 0, lambda local: 1)
         ends = build.per_rank(lambda local: int64([_columns(local)]))
         limit, last = int64([np.iinfo(np.int64).max]), int64([4])
         added = build.add("Slice", [maps, int64([0]), ends, last])
@@ -117,15 +118,15 @@ class _LinearAttention:
         for member in range(count):
             before.append(build.add("Unsqueeze", [state], axes=[0]))
             one = np.array(member, np.int64)
-            kept = build.add("MatMul", [build.add("Gather", [factors, one], axis=0), state])
-            state = build.add("Add", [kept, build.add("Gather", [added, one], axis=0)])
+            moved = build.add("MatMul", [build.add("Gather", [factors, one], axis=0), state])
+            state = build.add("Add", [moved, build.add("Gather", [added, one], axis=0)])
         place = build.per_rank(lambda local: np.array(local.member("s"), np.int64))
         return build.add("Gather", [build.add("Concat", before, axis=0), place], axis=0), state
 
     def _run(
         self, build: Lowering, operands: Sequence[gs.Tensor], columns: Columns
     ) -> tuple[gs.Tensor, gs.Tensor]:
-        """The results of the op for states with this number of columns."""
+        """Runs the op on states with this number of columns; returns its two results."""
         node, local = build.local.node, build.local
         batch, steps = build.shape(operands[0])[:2]
         heads, width = local.size("k"), columns(local)
@@ -149,7 +150,7 @@ class _LinearAttention:
         value: Callable[[Local], Any],
         columns: Columns,
     ) -> gs.Tensor:
-        """A state with the same rows and columns for each sample and head."""
+        """A state that is `value` for each sample and head."""
         local, dtype = build.local, self._dtype(build.local.node)
         one = build.per_rank(lambda local: np.asarray(value(local), dtype))
         rest = build.per_rank(
@@ -176,8 +177,8 @@ class _LinearAttention:
     @staticmethod
     def _dtype(node: gs.Node) -> Any:
         """The type of states."""
-        kept = [t for t in (*node.inputs[3:4], *node.outputs[1:2], node.inputs[0]) if t.name]
-        return dtype_of(kept[0])
+        tensors = [t for t in (*node.inputs[3:4], *node.outputs[1:2], node.inputs[0]) if t.name]
+        return dtype_of(tensors[0])
 
 
 Columns = Callable[[Local], int]
@@ -200,15 +201,15 @@ def _identity(local: Local) -> Any:
 
 
 def _width(node: gs.Node, index: int) -> Size:
-    """The last size of an operand; None if it is unknown or the operand is left out."""
+    """The last size of an operand; None if the size is unknown or the operand is missing."""
     tensor = given(node, index)
     return None if tensor is None else (tensor_shape(tensor) or (None,))[-1]
 
 
 def causal_convolution(node: gs.Node) -> Rule:
-    """`b c h, c 1 w, c, b c p -> b c s; b c p`. The positions s are co-sharded with those of the
-    operand, h: a rank fetches the p positions before its shard, and all ranks fetch the last p for
-    the new state."""
+    """`b c h, c 1 w, c, b c p -> b c s; b c p`. The positions s are co-sharded with the operand's
+    positions h: a rank fetches the p positions before its shard, and all ranks fetch the last p
+    positions for the new state."""
     plain = {"activation", "ndim"}
     odd = [k for k, v in node.attrs.items() if k not in plain and v and not k.startswith("onnxpar")]
     if odd or node.attrs.get("ndim", 1) != 1 or len(node.outputs) > 2:
@@ -238,7 +239,7 @@ def causal_convolution(node: gs.Node) -> Rule:
 
 
 def _lower(build: Lowering, back: int, length: int) -> None:
-    """Gives the kernel the `back` positions before the rank's shard as its past state."""
+    """Runs the kernel on the rank's shard, with the `back` positions before it as past state."""
     node, x = build.local.node, build.input(0)
 
     def stretch(local: Local) -> tuple[int, int]:
@@ -250,7 +251,7 @@ def _lower(build: Lowering, back: int, length: int) -> None:
 
     held = build.fetch(x, "h", 2, stretch)
     cut = build.per_rank(lambda local: int64([before(local)]))
-    own = _part(build, held, cut, int64([length]))
+    shard = _part(build, held, cut, int64([length]))
     past = _past(build, x, back)
     if back:
         first = build.per_rank(lambda local: int64([min(local.interval("s")[0], back)]))
@@ -258,10 +259,10 @@ def _lower(build: Lowering, back: int, length: int) -> None:
         past = build.add("Concat", [older, _part(build, held, int64([0]), cut)], axis=2)
     bias = build.input(2) if given(node, 2) is not None else gs.Variable.empty()
     types = [(dtype_of(t), build.local.output_shape(i)) for i, t in enumerate(node.outputs)]
-    operands = [own, build.input(1), bias, past]
-    made = build.make_each(node.op, operands, types, domain=node.domain, **node.attrs)
-    build.finish("Identity", [made[0]])
-    if len(made) > 1 and node.outputs[1].name:
+    operands = [shard, build.input(1), bias, past]
+    results = build.make_each(node.op, operands, types, domain=node.domain, **node.attrs)
+    build.finish("Identity", [results[0]])
+    if len(results) > 1 and node.outputs[1].name:
         last = build.fetch(x, "h", 2, lambda local: (max(length - back, 0), length))
         older = _part(build, _past(build, x, back), int64([min(length, back)]), int64([back]))
         build.finish("Concat", [older, last], 1, axis=2)

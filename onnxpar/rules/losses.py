@@ -59,8 +59,8 @@ class _Loss:
     rows: list[str]
 
     def lower(self, build: Lowering) -> None:
-        """Computes the weighted losses of labels whose class the rank holds, with zeros for other
-        labels, and sums over the ranks."""
+        """Computes the weighted losses of labels whose class the rank holds (zeros for other
+        labels), and adds them over the ranks."""
         node = build.local.node
         scores = widen(build, build.input(0))
         if self.op == "SoftmaxCrossEntropyLoss":
@@ -69,19 +69,19 @@ class _Loss:
                 finish(build, "Identity", [scores], 1)
         label, held = self._local_labels(build)
         at = build.add("Unsqueeze", [label], axes=[1])
-        own = build.add("GatherElements", [build.filled(scores, "c", 1), at], axis=1)
-        own = build.add("Neg", [build.add("Squeeze", [own], axes=[1])])
+        losses = build.add("GatherElements", [build.filled(scores, "c", 1), at], axis=1)
+        losses = build.add("Neg", [build.add("Squeeze", [losses], axes=[1])])
         weight: Any = like(scores, 1)
         if given(node, 2) is not None:
             weights = build.filled(widen(build, build.input(2)), "c", 0)
             weight = build.add("Gather", [weights, label], axis=0)
-            own = build.add("Mul", [own, weight])
+            losses = build.add("Mul", [losses, weight])
         zero = like(scores, 0)
-        own = build.add("Where", [held, own, zero])
+        losses = build.add("Where", [held, losses, zero])
         if self.reduction == "none":
-            finish(build, "Identity", [build.all_reduce(own, ["c"])])
+            finish(build, "Identity", [build.all_reduce(losses, ["c"])])
             return
-        loss = self._sum(build, own)
+        loss = self._sum(build, losses)
         if self.reduction == "sum":
             finish(build, "Identity", [loss])
         elif given(node, 2) is None and self.ignored is None:
@@ -97,8 +97,8 @@ class _Loss:
 
     def _local_labels(self, build: Lowering) -> tuple[gs.Tensor, gs.Tensor]:
         """Labels as positions among the rank's classes (0 for classes of other ranks), and a mask
-        that is True for labels that the rank counts. A label beyond all classes stays so, and the
-        kernel refuses it."""
+        that is True for labels that the rank counts. A label beyond all classes stays beyond the
+        rank's classes, and the kernel refuses it."""
         label = build.input(1)
         classes = build.local.node.inputs[0].shape[1]
         dtype = dtype_of(label)
@@ -109,20 +109,20 @@ class _Loss:
         exists = _within(build, label, np.array(classes, dtype))
         if build.local.is_split("c") and not build.local.is_run("c"):
             places = build.per_rank(lambda local: local_places(local, "c", classes).astype(dtype))
-            known = build.add("Where", [exists, label, np.array(0, dtype)])
-            found = build.add("Gather", [places, known], axis=0)
-            held = build.add("And", [exists, build.add("Greater", [found, np.array(-1, dtype)])])
+            valid = build.add("Where", [exists, label, np.array(0, dtype)])
+            position = build.add("Gather", [places, valid], axis=0)
+            held = build.add("And", [exists, build.add("Greater", [position, np.array(-1, dtype)])])
         else:
             start = number(lambda local: local.interval("c")[0] if local.is_split("c") else 0)
-            found = build.add("Sub", [label, start])
-            held = _within(build, found, number(lambda local: local.size("c")))
+            position = build.add("Sub", [label, start])
+            held = _within(build, position, number(lambda local: local.size("c")))
         if self.ignored is not None:
             is_ignored = build.add("Equal", [label, np.array(self.ignored, dtype)])
             held = build.add("And", [held, build.add("Not", [is_ignored])])
             exists = build.add("Or", [exists, is_ignored])
         beyond = np.array(classes, dtype)
         elsewhere = build.add("Where", [exists, np.array(0, dtype), beyond])
-        return build.add("Where", [held, found, elsewhere]), held
+        return build.add("Where", [held, position, elsewhere]), held
 
 
 def _log_softmax(build: Lowering, scores: gs.Tensor) -> gs.Tensor:

@@ -51,23 +51,23 @@ class Local(Protocol):
         ...
 
     def may_be_empty(self, factor: str) -> bool:
-        """True if the factor is split and a rank's shard of it may be empty: its size is open, or
-        one of its shards has no elements. A shard that is filled with stand-ins is not empty."""
+        """True if the factor is split and a shard may be empty: its size is open, or one of its
+        shards has no elements. A shard with a stand-in is not empty."""
         ...
 
 
 Step = Callable[[list[gs.Tensor], list[gs.Tensor]], tuple[Sequence[gs.Tensor], Sequence[gs.Tensor]]]
-"""Adds the nodes of a Scan's body: takes states and elements, returns new states and result
-elements."""
+"""Adds the nodes of a Scan's body: a function from (states, elements) to (new states, elements of
+results)."""
 
 
 class Lowering(Protocol):
     """Builds the nodes that a rank runs in place of one node; see `lowering/lowering_builder.py`.
 
-    Operands may be tensors or arrays, which become constants. `axes=` of Unsqueeze, Squeeze,
-    ReduceSum and the like, and `split=` of Split, become operands. An op of another domain is given
-    with `domain=`. Functions given to `per_rank` run after the node is gone: they must not read
-    `local.node`.
+    Operands may be tensors or arrays; arrays become constants. `axes=` of Unsqueeze, Squeeze,
+    ReduceSum and the like, and `split=` of Split, become operands. `domain=` names the domain of an
+    op that is not ONNX's. Functions given to `per_rank` run after the node is gone: they must not
+    read `local.node`.
     """
 
     local: Local
@@ -82,18 +82,18 @@ class Lowering(Protocol):
         ...
 
     def per_rank(self, value: Callable[[Local], Any]) -> gs.Tensor:
-        """A constant that each rank computes from its own view."""
+        """A constant whose value on a rank is `value` of the rank's view."""
         ...
 
     def add(self, op: str, inputs: Sequence[Any], **attrs: Any) -> gs.Variable:
-        """Adds a node with one result, and returns that; an attribute may be a function of the
+        """Adds a node with one result; returns the result. An attribute may be a function of the
         rank's view."""
         ...
 
     def add_each(
         self, op: str, inputs: Sequence[Any], count: int, **attrs: Any
     ) -> list[gs.Variable]:
-        """Adds a node with `count` results, and returns these."""
+        """Adds a node with `count` results; returns the results."""
         ...
 
     def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
@@ -104,22 +104,22 @@ class Lowering(Protocol):
     def all_gather(
         self, x: gs.Tensor, factor: str, axis: int, extent: Callable[[Local], int]
     ) -> gs.Tensor:
-        """The `x` of all ranks that hold shards of the factor, concatenated along `axis` in the
-        order of the shards; `extent` is the size of a rank's `x` along that axis."""
+        """Concatenates `x` of all ranks that hold shards of the factor, along `axis` in the order
+        of the shards; `extent` gives the size of a rank's `x` along that axis."""
         ...
 
     def shares_axes(self, factor: str, other: str) -> bool:
-        """True if two factors are split, over the same axes."""
+        """True if two factors are split over the same axes."""
         ...
 
     def of_members(self, factor: str, value: Callable[[Local], Any]) -> list[Any]:
-        """The function's value on each rank that holds a shard of the factor, in their order. It
-        must not depend on other factors that are split."""
+        """The function's value on each rank that holds a shard of the factor, in the order of
+        shards. The value must not depend on other split factors."""
         ...
 
     def shift(self, x: gs.Tensor, factor: str, axis: int, sizes: Sequence[int]) -> gs.Tensor:
-        """The `x` of the rank with the shard before; the first rank gets that of the last one.
-        `sizes` are those of each rank's `x` along `axis`."""
+        """`x` of the rank with the previous shard; the first rank gets `x` of the last rank.
+        `sizes` are the sizes of all ranks' `x` along `axis`."""
         ...
 
     def exchange(
@@ -130,8 +130,8 @@ class Lowering(Protocol):
         held: Sequence[np.ndarray[Any, Any]],
         wanted: Sequence[np.ndarray[Any, Any]],
     ) -> gs.Tensor:
-        """The elements of `x` at the positions `wanted` along `axis`, of which each rank has those
-        at `held`; both are listed for each rank that holds a shard of the factor."""
+        """The elements of `x` at positions `wanted` along `axis`; before, a rank has the positions
+        `held`. Both have an array for each rank that holds a shard of the factor."""
         ...
 
     def gathered(self, factor: str) -> np.ndarray[Any, Any]:
@@ -148,28 +148,28 @@ class Lowering(Protocol):
     def filled(
         self, x: gs.Tensor, factor: str, axis: int, value: Any = 0, count: int = 1
     ) -> gs.Tensor:
-        """`x` itself; on ranks with an empty shard of the factor, a tensor with `count` elements
-        `value` along dimension `axis`, which has so many for each element of the factor."""
+        """`x`; where the rank's shard is empty, `count` elements of `value` along `axis`. Dimension
+        `axis` of `x` has `count` elements for each element of the factor."""
         ...
 
     def fetch(
         self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Local], tuple[int, int]]
     ) -> gs.Tensor:
         """The elements of `x` from position `wanted[0]` up to (not including) `wanted[1]` of
-        dimension `axis`, fetched from the ranks that hold them. This dimension is the factor, in
-        contiguous shards; positions are global."""
+        dimension `axis`, fetched from the ranks that hold them. The dimension is the factor; its
+        shards are contiguous, and positions are global."""
         ...
 
     def is_open(self, factor: str) -> bool:
-        """True if the factor's size may differ between runs; then nodes, not constants, must give
-        all values that depend on it."""
+        """True if the factor's size may differ between runs; then nodes, not constants, must
+        compute all values that depend on the size."""
         ...
 
     def fetch_between(
         self, x: gs.Tensor, factor: str, axis: int, bounds: gs.Tensor, extent: int
     ) -> gs.Tensor:
-        """The result of `fetch`, with bounds that nodes compute: an int64 tensor [start, end]
-        within the dimension. `extent` is the number of fetched elements on rank 0."""
+        """Like `fetch`, with `bounds` that nodes compute: an int64 tensor [start, end] within the
+        dimension. `extent` is the number of fetched elements on rank 0."""
         ...
 
     def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
@@ -179,8 +179,8 @@ class Lowering(Protocol):
     def make(
         self, op: str, inputs: Sequence[Any], type_: tuple[Any, Sequence[int]], **attrs: Any
     ) -> gs.Variable:
-        """Adds a node whose result has the given type, (dtype, shape on rank 0), and returns the
-        result; for ops whose types cannot be inferred."""
+        """Adds a node whose result has the type `type_`, (dtype, shape on rank 0); returns the
+        result. For ops whose types cannot be inferred."""
         ...
 
     def make_each(
@@ -190,8 +190,8 @@ class Lowering(Protocol):
         types: Sequence[tuple[Any, Sequence[int]] | int],
         **attrs: Any,
     ) -> list[gs.Variable]:
-        """Adds a node with one result of each of these types (see `make`); a number stands for the
-        result of the replaced node with that index."""
+        """Adds a node with a result for each type (see `make`); a number instead of a type is the
+        index of a result of the replaced node."""
         ...
 
     def shape(self, x: gs.Tensor) -> list[int]:

@@ -1,7 +1,7 @@
 """Ops of ai.onnx.ml that prepare features, most of them element by element.
 
 Strings are whole on every rank. An op that turns strings into numbers computes only the rank's
-elements of its result, of the strings of these elements.
+shard of its result.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def _dims(tensor: gs.Tensor, prefix: str = "d") -> list[str] | None:
 
 
 def _own_text(build: Lowering, dims: Sequence[str]) -> gs.Tensor:
-    """The strings of the rank's shard, whose dimensions are these factors, of operand 0.
+    """Slices the strings of the rank's shard out of operand 0; `dims` are its factors.
 
-    They are cut by Slice: a Gather of rows of strings returns only the first string of each row in
-    onnxruntime 1.32.
+    This needs a Slice: in onnxruntime 1.32, a Gather of rows of strings returns only the first
+    string of each row.
     """
     x, shape = build.input(0), list(build.local.output_shape())[: len(dims)]
     for axis, factor in enumerate(dims):
@@ -61,7 +61,7 @@ def binarizer(node: gs.Node) -> Rule:
 
 @rule("Imputer Scaler", domain=ML)
 def per_feature(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`; a rank has the attributes of its features."""
+    """`d0 d1 -> d0 d1`; a rank gets the attribute elements of its features."""
     dims = _dims(node.inputs[0]) or []
     text = dims_text(dims)
     at = dims[-1:] if len(dims) < 2 else dims[1:2]
@@ -87,8 +87,8 @@ def normalizer(node: gs.Node) -> Rule:
     def lower(build: Lowering) -> None:
         x = build.add("Cast", [build.input(0)], to=FLOAT)
         if norm == "MAX":
-            found = build.add("ReduceMax", [x], axes=[1], keepdims=1)
-            size: gs.Tensor = build.all_reduce(found, factor, "max")
+            largest = build.add("ReduceMax", [x], axes=[1], keepdims=1)
+            size: gs.Tensor = build.all_reduce(largest, factor, "max")
         else:
             sizes = build.add("Abs", [x]) if norm == "L1" else build.add("Mul", [x, x])
             size = build.all_reduce(build.add("ReduceSum", [sizes], axes=[1], keepdims=1), factor)
@@ -101,7 +101,7 @@ def normalizer(node: gs.Node) -> Rule:
 
 @rule("LabelEncoder CategoryMapper", domain=ML, ranks_known=False)
 def encoder(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`; `_ -> d0 d1` of strings, which are whole; a result of strings is whole."""
+    """`d0 d1 -> d0 d1`; from strings, `_ -> d0 d1`; with a result of strings, all stays whole."""
     (x,), (y,) = node.inputs, node.outputs
     if _is_text(y) or tensor_shape(y) is None:
         return whole_rule(node, STRINGS)
@@ -113,7 +113,7 @@ def encoder(node: gs.Node) -> Rule:
 
 
 def _of_own_text(node: gs.Node, dims: list[str]) -> dict[str, Any]:
-    """The fields of a rule if the only operand has strings: the rank takes those of its shard."""
+    """The fields of a rule whose operand has strings: a rank takes the strings of its shard."""
     op, attrs = node.op, dict(node.attrs)
 
     def lower(build: Lowering) -> None:
@@ -124,7 +124,7 @@ def _of_own_text(node: gs.Node, dims: list[str]) -> dict[str, Any]:
 
 @rule("OneHotEncoder", domain=ML, ranks_known=False)
 def one_hot(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1 c`; `_ -> d0 d1 c` of strings, which are whole."""
+    """`d0 d1 -> d0 d1 c`; from strings, `_ -> d0 d1 c`."""
     (x,), shape = node.inputs, tensor_shape(node.outputs[0])
     if shape is None:
         return whole_rule(node, "an operand of unknown rank")
@@ -132,7 +132,7 @@ def one_hot(node: gs.Node) -> Rule:
     text = dims_text(dims)
     key = "cats_strings" if _is_text(x) else "cats_int64s"
     categories = list(node.attrs.get(key, ()))
-    # without zeros, the op reports a value that is in no category, which a shard of them cannot
+    # without `zeros`, the op refuses unknown values; a shard of the categories cannot detect them
     is_lenient = bool(node.attrs.get("zeros", 1))
     whole = (
         {} if is_lenient and categories else {"c": "every value must be in one of all categories"}
@@ -145,8 +145,8 @@ def one_hot(node: gs.Node) -> Rule:
     attrs = dict(node.attrs)
 
     def lower(build: Lowering) -> None:
-        own = {**attrs, **({} if whole else local)}
-        build.finish("OneHotEncoder", [_own_text(build, dims)], domain=ML, **own)
+        new = {**attrs, **({} if whole else local)}
+        build.finish("OneHotEncoder", [_own_text(build, dims)], domain=ML, **new)
 
     lowered = frozenset({*dims, *([] if whole else ["c"])})
     return einsum(
@@ -161,13 +161,13 @@ def one_hot(node: gs.Node) -> Rule:
 
 @rule("FeatureVectorizer", domain=ML)
 def feature_vectorizer(node: gs.Node) -> Rule:
-    """`n s0, n s1 -> n s0 + s1`: ranks cast and join, as onnxruntime's kernel aborts the process if
-    it gets an empty tensor."""
+    """`n s0, n s1 -> n s0 + s1`: lowered to Cast and Concat; onnxruntime's kernel aborts the
+    process on an empty tensor."""
     if not all(map(matrix, node.inputs)):
         return whole_rule(node, "it joins single values")
     parts = names("s", len(node.inputs))
-    taken = list(node.attrs.get("inputdimensions", ()))
-    if taken and taken != [(tensor_shape(t) or (0, 0))[1] for t in node.inputs]:
+    dimensions = list(node.attrs.get("inputdimensions", ()))
+    if dimensions and dimensions != [(tensor_shape(t) or (0, 0))[1] for t in node.inputs]:
         return whole_rule(node, "it takes only some of the features")
 
     def lower(build: Lowering) -> None:
@@ -181,7 +181,7 @@ def feature_vectorizer(node: gs.Node) -> Rule:
 
 @rule("ArrayFeatureExtractor", domain=ML)
 def array_feature_extractor(node: gs.Node) -> Rule:
-    """`n f, 1 m -> n m`; f must stay whole, or each column is taken from the rank that has it."""
+    """`n f, 1 m -> n m`; f must stay whole."""
     x, index = (_dims(t) or [] for t in node.inputs)
     if not x or not index:
         return whole_rule(node, "a single value")
@@ -198,7 +198,7 @@ def _size(factor: str, local: Local) -> int:
 
 @rule("ZipMap", domain=ML, ranks_known=False)
 def zip_map(node: gs.Node) -> Rule:
-    """`n c -> _ {communicating: n c}`: every rank makes the maps of all rows."""
+    """`n c -> _ {communicating: n c}`: every rank computes the maps of all rows."""
     dims = _dims(node.inputs[0])
     if dims is None:
         return whole_rule(node, "an operand of unknown rank")

@@ -1,4 +1,4 @@
-"""Classifiers of ai.onnx.ml: labels that are strings, which every rank gets for all rows."""
+"""Labels of classifiers of ai.onnx.ml; every rank gets labels that are strings for all rows."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def labels_of(node: gs.Node) -> np.ndarray[Any, Any]:
 
 
 def finish_labels(build: Lowering, chosen: gs.Tensor, labels: np.ndarray[Any, Any]) -> None:
-    """Computes result 0, the labels, from the classes [n] that the rank's rows have. Ranks exchange
-    classes, not strings."""
+    """Computes result 0, the labels, from the class [n] of each of the rank's rows. Ranks exchange
+    class numbers, not strings."""
     if labels.dtype == object:
         chosen = build.all_gather(chosen, "n", 0, lambda local: local.size("n"))
         chosen = in_order(build, chosen, "n", 0)
@@ -45,8 +45,7 @@ def finish_labels(build: Lowering, chosen: gs.Tensor, labels: np.ndarray[Any, An
 
 
 def in_order(build: Lowering, x: gs.Tensor, factor: str, axis: int) -> gs.Tensor:
-    """The result of `all_gather` along a factor, in the order of the unsplit dimension; shards that
-    are contiguous are in order already."""
+    """Puts `x`, a result of `all_gather` along a factor, into the unsplit dimension's order."""
     if not build.local.is_split(factor) or build.local.is_run(factor):
         return x
     order = np.argsort(build.gathered(factor), kind="stable").astype(np.int64)
@@ -54,8 +53,8 @@ def in_order(build: Lowering, x: gs.Tensor, factor: str, axis: int) -> gs.Tensor
 
 
 def row_fields(node: gs.Node) -> dict[str, Any]:
-    """The fields of a classifier's rule if rows are split and labels are strings: the rank's node
-    gives classes by number, which the ranks gather."""
+    """The fields that allow a classifier with string labels to split rows: the rank's node returns
+    class numbers, which the ranks gather. No fields for other labels."""
     if not has_text_labels(node):
         return {}
     return {
@@ -73,8 +72,8 @@ def _by_rows(op: str, attrs: Mapping[str, Any]) -> Callable[[Lowering], None]:
 
 
 def classify(build: Lowering, op: str, x: gs.Tensor, attrs: Mapping[str, Any]) -> None:
-    """Computes both results of a classifier from the rank's rows `x`; `attrs` are those of the
-    unsplit node, or others with the same labels."""
+    """Computes both results of a classifier from the rank's rows `x`; `attrs` are the attributes of
+    the unsplit node, or other attributes with the same labels."""
     if not attrs.get(_TEXTS):
         build.finish_each(op, [x], domain=ML, **attrs)
         return
@@ -83,6 +82,6 @@ def classify(build: Lowering, op: str, x: gs.Tensor, attrs: Mapping[str, Any]) -
     numbered[_INTEGERS["Tree" not in op]] = list(range(len(labels)))
     rows, width = build.shape(x)[0], (tensor_shape(build.local.node.outputs[1]) or (0, 0))[1]
     kinds = ((np.dtype(np.int64), [rows]), (np.dtype(np.float32), [rows, width or 0]))
-    chosen, made = build.make_each(op, [x], kinds, domain=ML, **numbered)
-    build.finish("Identity", [made], 1)
+    chosen, scores = build.make_each(op, [x], kinds, domain=ML, **numbered)
+    build.finish("Identity", [scores], 1)
     finish_labels(build, chosen, labels)

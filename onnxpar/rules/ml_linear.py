@@ -19,14 +19,14 @@ _MIXED = "the post-transform mixes all targets"
 
 
 def _coefficients(node: gs.Node) -> np.ndarray[Any, Any]:
-    """The matrix [targets, features]."""
+    """The matrix of coefficients, [targets, features]."""
     features = (tensor_shape(node.inputs[0]) or ())[1]
     return numbers(node.attrs["coefficients"]).reshape(-1, features or 1)
 
 
 @rule("LinearRegressor", domain=ML)
 def linear_regressor(node: gs.Node) -> Rule:
-    """`n f -> n c {sum: f}`; with a post-transform, the ranks communicate before it."""
+    """`n f -> n c {sum: f}`; ranks communicate before a post-transform."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     if (tensor_shape(node.inputs[0]) or ())[1] is None:
@@ -59,8 +59,8 @@ def linear_regressor(node: gs.Node) -> Rule:
     def lower(build: Lowering) -> None:
         x = build.all_reduce(_product(build, matrix_), ["f"])
         unit = np.eye(count).reshape(-1).tolist()
-        kept = {"coefficients": unit, "targets": count, "domain": ML}
-        build.finish("LinearRegressor", [x], **{**attrs, **kept})
+        identity = {"coefficients": unit, "targets": count, "domain": ML}
+        build.finish("LinearRegressor", [x], **{**attrs, **identity})
 
     over = frozenset({"f"})
     return einsum(
@@ -69,12 +69,12 @@ def linear_regressor(node: gs.Node) -> Rule:
 
 
 def _product(build: Lowering, matrix_: np.ndarray[Any, Any]) -> gs.Tensor:
-    """The product of the rank's features with their columns of the matrix, as float32."""
+    """The product of the rank's features with its columns of the matrix, in float32."""
     x = build.add("Cast", [build.input(0)], to=FLOAT)
-    own = build.per_rank(
+    columns = build.per_rank(
         lambda local: np.ascontiguousarray(matrix_[:, local.positions("f")].T.astype(np.float32))
     )
-    return build.add("MatMul", [x, own])
+    return build.add("MatMul", [x, columns])
 
 
 @rule("LinearClassifier", domain=ML, ranks_known=False)

@@ -27,8 +27,8 @@ def _vectors(attrs: Mapping[str, Any], count: int) -> Array:
 
 @rule("SVMRegressor", domain=ML)
 def svm_regressor(node: gs.Node) -> Rule:
-    """`n f, s _ -> n 1 {sum: s}`: partial sums over the ranks' support vectors; for an outlier test
-    (one class), the ranks communicate before it."""
+    """`n f, s _ -> n 1 {sum: s}`: partial sums over the ranks' support vectors; ranks communicate
+    before an outlier test (one class)."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     whole = {"f": _FEATURES}
@@ -40,10 +40,10 @@ def svm_regressor(node: gs.Node) -> Rule:
     vectors, factors = _vectors(attrs, count), numbers(attrs["coefficients"])
 
     def held(local: Local) -> Array:
-        """The rank's vectors; one with the coefficient 0 if it has none: without vectors, the op
-        would compute another function."""
-        own = local.positions("s")
-        return own if len(own) else np.zeros(1, np.int64)
+        """The indices of the rank's vectors. A rank without vectors gets vector 0, with coefficient
+        0: without any vector, the op would compute another function."""
+        indices = local.positions("s")
+        return indices if len(indices) else np.zeros(1, np.int64)
 
     def rho(local: Local) -> list[float]:
         adds = not local.is_split("s") or local.member("s") == 0
@@ -61,10 +61,10 @@ def svm_regressor(node: gs.Node) -> Rule:
         return einsum(node, text, constants=STORED, whole=whole, local=local)
 
     def lower(build: Lowering) -> None:
-        own = {**{k: v for k, v in attrs.items() if k != "one_class"}, **local}
+        new = {**{k: v for k, v in attrs.items() if k != "one_class"}, **local}
         rows = build.shape(build.input(0))[0]
         type_ = (np.dtype(np.float32), [rows, 1])
-        part = build.make("SVMRegressor", [build.input(0)], type_, domain=ML, **own)
+        part = build.make("SVMRegressor", [build.input(0)], type_, domain=ML, **new)
         inside = build.add("Greater", [build.all_reduce(part, ["s"]), np.float32(0)])
         build.finish("Where", [inside, np.float32(1), np.float32(-1)])
 
@@ -123,8 +123,8 @@ def _margins(build: Lowering, attrs: Mapping[str, Any]) -> gs.Tensor:
         return np.ascontiguousarray(vectors[local.positions("s")].T)
 
     values = _kernel(build, attrs, x, columns)
-    own = build.per_rank(lambda local: weights[local.positions("s")])
-    return build.add("Cast", [build.add("MatMul", [values, own])], to=onnx.TensorProto.FLOAT)
+    shard = build.per_rank(lambda local: weights[local.positions("s")])
+    return build.add("Cast", [build.add("MatMul", [values, shard])], to=onnx.TensorProto.FLOAT)
 
 
 def _kernel(
@@ -139,10 +139,10 @@ def _kernel(
     if kind == "LINEAR":
         return product
     if kind == "RBF":
-        own = build.add("ReduceSum", [build.add("Mul", [x, x])], axes=[1], keepdims=1)
+        squares = build.add("ReduceSum", [build.add("Mul", [x, x])], axes=[1], keepdims=1)
         others = build.per_rank(lambda local: (columns(local) ** 2).sum(axis=0))
         twice = build.add("Mul", [product, np.float64(2)])
-        distance = build.add("Sub", [build.add("Add", [own, others]), twice])
+        distance = build.add("Sub", [build.add("Add", [squares, others]), twice])
         return build.add("Exp", [build.add("Mul", [distance, np.float64(-gamma)])])
     scaled = build.add("Add", [build.add("Mul", [product, np.float64(gamma)]), np.float64(shift)])
     if kind == "POLY":
@@ -171,11 +171,11 @@ def _of_margins(attrs: Mapping[str, Any]) -> dict[str, Any]:
     for at, (_, j) in enumerate(pairs):
         table[j - 1, at] = 1
     of_class = [sum(i == c for i, _ in pairs) for c in range(count)]
-    made = {
+    unit_vectors = {
         "kernel_type": "LINEAR",
         "kernel_params": [0.0, 0.0, 0.0],
         "support_vectors": _floats(np.eye(len(pairs))),
         "coefficients": _floats(table),
         "vectors_per_class": of_class,
     }
-    return {**attrs, **made}
+    return {**attrs, **unit_vectors}

@@ -33,8 +33,8 @@ def _text(value: Any) -> Any:
 
 @rule("TreeEnsembleRegressor TreeEnsemble", domain=ML)
 def tree_regressor(node: gs.Node) -> Rule:
-    """`n f, t _ -> n c {sum: t}`: partial sums of the ranks' trees (partial minima or maxima where
-    these are aggregated); the ranks communicate before a post-transform or an average."""
+    """`n f, t _ -> n c {sum: t}`: partial sums (or minima, maxima) over the ranks' trees; ranks
+    communicate before a post-transform or an average."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     whole = {"f": ANY_FEATURE, "c": "a tree gives weights to any target"}
@@ -69,7 +69,7 @@ def tree_regressor(node: gs.Node) -> Rule:
 
 
 def _depends_on_rows(forest: Trees) -> bool:
-    """True if only some rows get a base value, because it is added where a leaf gives a weight."""
+    """True if only some rows get a base value: the op adds it only where a leaf gives a weight."""
     base = base_of(forest.attrs)
     if base is None or forest.width == 1:
         return False
@@ -77,7 +77,7 @@ def _depends_on_rows(forest: Trees) -> bool:
 
 
 def _given_base(forest: Trees) -> np.ndarray[Any, Any] | None:
-    """The base values, 0 for a target that no leaf gives a weight to; None if there are none."""
+    """The base values, with 0 for targets without any leaf's weight; None without base values."""
     base = base_of(forest.attrs)
     if base is None or forest.width == 1:
         return base
@@ -92,8 +92,8 @@ def _reduction(forest: Trees) -> str:
 
 
 def _local(forest: Trees) -> dict[str | int, Callable[[Local], Any]]:
-    """The attributes of a rank's trees. Only the first rank that holds trees adds the base values
-    to its sums; every rank adds them to its extremes."""
+    """The attributes of a rank's trees. Base values are added to sums only on the first rank along
+    the trees, and to minima and maxima on every rank."""
     local: dict[str | int, Callable[[Local], Any]] = {}
     base = _given_base(forest) if forest.stand_in is None else None
     for key in forest.names():
@@ -106,8 +106,9 @@ def _local(forest: Trees) -> dict[str | int, Callable[[Local], Any]]:
 
 
 def _own_trees(forest: Trees, key: str, adds_base: bool = False) -> Callable[[Local], Any]:
-    """An attribute of the rank's trees; as it is if trees are not split. With `adds_base`, the
-    first rank reaches all targets, as it adds a base value only where a leaf gives a weight."""
+    """An attribute of the rank's trees; unchanged if trees are not split. With `adds_base`, the
+    first rank's trees reach all targets: the op adds base values only where a leaf gives a weight.
+    """
 
     def taken(local: Local) -> Any:
         if not local.is_split("t"):
@@ -118,7 +119,7 @@ def _own_trees(forest: Trees, key: str, adds_base: bool = False) -> Callable[[Lo
 
 
 def _base(own: Any, base: np.ndarray[Any, Any]) -> Callable[[Local], Any]:
-    """The base values on the first rank along t, zeros on the others; in the form of `own`."""
+    """The base values on the first rank along t, zeros on the others; of the type of `own`."""
 
     def value(local: Local) -> Any:
         if not local.is_split("t"):
@@ -132,8 +133,7 @@ def _base(own: Any, base: np.ndarray[Any, Any]) -> Callable[[Local], Any]:
 
 
 def _lower_regressor(forest: Trees, op: str) -> Callable[[Lowering], None]:
-    """A lowering to the rank's trees, an all-reduce, the average, the base values and the
-    post-transform."""
+    """A lowering to a rank's trees, all-reduce, average, base values and post-transform."""
     attrs = forest.attrs
     how = _text(attrs.get("aggregate_function", _SUM[op == "TreeEnsemble"]))
     post = _text(attrs.get("post_transform"))
@@ -157,12 +157,12 @@ _POSTS = {3: "SOFTMAX_ZERO", 4: "PROBIT", 0: "NONE", None: "NONE"}
 
 def node_output(build: Lowering, index: int) -> gs.Tensor:
     """A result of the node."""
-    found: gs.Tensor = build.local.node.outputs[index]
-    return found
+    result: gs.Tensor = build.local.node.outputs[index]
+    return result
 
 
 def base_of(attrs: Mapping[str, Any]) -> np.ndarray[Any, Any] | None:
-    """The base values; None if there are none."""
+    """The base values among attributes; None if there are none."""
     for key in ("base_values", "base_values_as_tensor"):
         if key in attrs and len(numbers(attrs[key])):
             return numbers(attrs[key])
@@ -215,7 +215,7 @@ def tree_classifier(node: gs.Node) -> Rule:
     text = f"n f, t b -> {labels}; n c"
     forest = Forest(node, len(labels_of(node)))
     always = forest.always()
-    reason = _unknown(node, forest, always)
+    reason = _refusal(node, forest, always)
     if reason:
         return einsum(
             node, text, constants=STORED, whole={**whole, "t": reason}, **row_fields(node)
@@ -234,15 +234,15 @@ def tree_classifier(node: gs.Node) -> Rule:
     )
 
 
-def _unknown(node: gs.Node, forest: Forest, always: Any) -> str:
-    """Why the trees cannot be split; empty if they can. A label is chosen among the classes that
-    got a weight, so these must be the same for each row."""
+def _refusal(node: gs.Node, forest: Forest, always: Any) -> str:
+    """The reason why trees cannot be split; empty if they can. The op chooses a label among the
+    classes that got a weight, so these classes must be the same for each row."""
     count = forest.width
-    given = forest.given()
+    weighted = forest.given()
     base = base_of(node.attrs)
-    if count < 2 or (always != given).any():
+    if count < 2 or (always != weighted).any():
         return FEW_TARGETS
-    if count == 2 and (given[1] or (base is not None and len(base) == 2)):
+    if count == 2 and (weighted[1] or (base is not None and len(base) == 2)):
         return "it has two classes, both with weights"
     if count == 2 and _text(node.attrs.get("post_transform")) == "PROBIT":
         return "two classes share one score"
@@ -252,7 +252,7 @@ def _unknown(node: gs.Node, forest: Forest, always: Any) -> str:
 def _lower_classifier(
     forest: Forest, node: gs.Node, always: Any, by_rows: Any
 ) -> Callable[[Lowering], None]:
-    """A lowering to a regressor of the rank's trees, an all-reduce of the scores, and the choice of
+    """A lowering to a regressor with the rank's trees, an all-reduce of scores, and the choice of
     labels as in onnxruntime's kernel. `by_rows` is the lowering if only rows are split."""
     count, base = forest.width, base_of(forest.attrs)
     weights, post = forest.weights, _text(node.attrs.get("post_transform", "NONE"))
@@ -281,8 +281,8 @@ def _lower_classifier(
 
 
 def _two_classes(build: Lowering, x: gs.Tensor, positive: bool, post: str) -> gs.Tensor:
-    """Computes the scores of two classes from the only score in column 0; returns which class each
-    row has. If no weight is negative, the score is a probability, else a margin around 0."""
+    """Computes the scores of two classes from the only score, in column 0; returns the class of
+    each row. If no weight is negative, the score is a probability, else a margin around 0."""
     score = build.add("Slice", [x, np.array([0]), np.array([1]), np.array([1])])
     limit = np.array(0.5 if positive else 0, np.float32)
     above = build.add("Greater", [score, limit])

@@ -26,7 +26,7 @@ from onnxpar.rules.rule import (
 )
 
 PERMUTES: dict[str, Any] = {"linear": (FIRST,), "monotone": FIRST}
-"""Fields of rules for ops that only move elements of operand 0: it may be partial in any way."""
+"""Fields of rules for ops that only move elements of operand 0, which may be partial in any way."""
 
 
 def int64(values: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -42,11 +42,10 @@ def output_shape(local: Local) -> np.ndarray[Any, Any]:
 def regroup(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[Spec, Spec, dict[str, Size], list[str]]:
-    """The common factors of two shapes with the same number of elements, both row-major.
+    """The common factors of two row-major shapes with the same number of elements.
 
-    Returns both shapes in these factors, the sizes of all factors, and the factors that only one
-    shape has, which must stay whole: the shapes 4, 6 and 6, 4 share a leading factor of 2 and no
-    other.
+    Returns both shapes in terms of factors, the sizes of the factors, and the factors of only one
+    shape, which must stay whole: the shapes (4, 6) and (6, 4) share only a leading factor of 2.
     """
     sizes: dict[str, Size] = {}
     sides: tuple[list[list[Expr]], list[list[Expr]]] = ([[] for _ in before], [[] for _ in after])
@@ -102,8 +101,8 @@ def reshape(node: gs.Node) -> Rule:
 
 @rule("Squeeze")
 def squeeze(node: gs.Node) -> Rule:
-    """The rule of Reshape. If the node names no axes, ranks name them: a Squeeze would also drop a
-    dimension of which the rank's shard has one element."""
+    """The rule of Reshape. If the node names no axes, ranks name them: otherwise a Squeeze would
+    also drop a dimension with one element in the rank's shard."""
     same = reshape(node)
     if given(node, 1) is not None:
         return same
@@ -155,7 +154,7 @@ def expand(node: gs.Node) -> Rule:
 
 @rule("Tile")
 def tile(node: gs.Node) -> Rule:
-    """`d -> (r d)`: r counts the repeats of a dimension, and is the major factor."""
+    """`d -> (r d)`: r, the number of repeats of a dimension, is the major factor."""
     repeats = constant(node.inputs[1])
     if repeats is None:
         return whole_rule(node, "data-dependent repeats")

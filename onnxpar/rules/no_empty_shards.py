@@ -1,8 +1,8 @@
 """Registers the ops whose kernels in onnxruntime do not accept empty tensors: they fail, crash, or
-return uninitialized memory. Found by running each op of onnxruntime 1.32 on empty shards, as
-`onnxpar/testing` does.
+return uninitialized memory. `onnxpar/testing` finds them: it runs each op of onnxruntime 1.32 on
+empty shards.
 
-Factors whose lowering communicates are not listed: it handles empty shards itself.
+Factors with a communicating lowering are not listed: the lowering handles empty shards.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def softmax(node: gs.Node) -> Rule:
 @rule("LayerNormalization RMSNormalization SimplifiedLayerNormalization")
 def layer_normalization(node: gs.Node) -> Rule:
     """`b s h, h, h -> b s h ; b s 1 ; b s 1`; the ranks communicate if a dimension from the op's
-    axis on is split. SimplifiedLayerNormalization, of onnxruntime, is an RMSNormalization that also
-    returns the factor by which it scales."""
+    axis on is split. onnxruntime's SimplifiedLayerNormalization is an RMSNormalization that also
+    returns its scaling factor."""
     dims = _dims(node)
     axis = node.attrs.get("axis", -1) % len(dims)
     operands = [dims_text(dims), *(aligned(dims, t) for t in node.inputs[1:])]
@@ -88,7 +88,7 @@ def layer_normalization(node: gs.Node) -> Rule:
 
 
 def aligned(dims: list[str], tensor: gs.Tensor) -> str:
-    """The dimensions of an operand that is broadcast to the normalised tensor, as rule text."""
+    """The dimensions of an operand that broadcasts to the normalised tensor, as rule text."""
     if not tensor.name:
         return "_"
     shape = tensor_shape(tensor) or ()

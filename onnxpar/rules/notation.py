@@ -42,7 +42,7 @@ Spec = tuple[Expr, ...]
 
 
 def spec_text(spec: Spec | None) -> str:
-    """The text form of an operand's dimensions; a scalar prints as `()`."""
+    """The text form of an operand's dimensions; `()` for a scalar."""
     return "_" if spec is None else " ".join(map(expr_text, spec)) or "()"
 
 
@@ -61,7 +61,7 @@ def expr_text(expr: Expr, nested: bool = False) -> str:
 
 
 def expr_vars(expr: Expr) -> Iterator[str]:
-    """The factors of a dimension, in order."""
+    """Yields the factors of a dimension, in order."""
     if isinstance(expr, Var):
         yield expr.name
     else:
@@ -78,8 +78,8 @@ class RuleTextError(ValueError):
 
 @cache
 def parse_rule(text: str) -> tuple[Specs, Specs]:
-    """Parses the dimensions of all operands, and those of all results; None for `_`. Errors:
-    RuleTextError, which shows the place."""
+    """Parses a rule into the dimensions of all operands, and of all results; None for `_`. Errors:
+    RuleTextError, which shows the place of the error."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise RuleTextError(f"{text!r} has no ->, which separates operands and results")
@@ -89,14 +89,14 @@ def parse_rule(text: str) -> tuple[Specs, Specs]:
         if wrong in side:
             start = 0 if side is left else len(left) + len(arrow)
             raise _at(text, text.index(wrong, start), f"{own!r} separates {what}")
-    found = []
+    sides = []
     for side, start, separator in ((left, 0, ","), (right, len(left) + len(arrow), ";")):
         specs: list[Spec | None] = []
         for part in side.split(separator):
             specs.append(_parse_spec(text, part, start))
             start += len(part) + 1
-        found.append(tuple(specs))
-    return found[0], found[1]
+        sides.append(tuple(specs))
+    return sides[0], sides[1]
 
 
 def _at(text: str, place: int, reason: str) -> RuleTextError:
@@ -110,7 +110,7 @@ def parse_spec(text: str) -> Spec | None:
 
 
 def _parse_spec(text: str, part: str, start: int) -> Spec | None:
-    """Parses the dimensions of one operand, which is a part of the text that begins there."""
+    """Parses the dimensions of one operand: `part`, which begins at index `start` of `text`."""
     tokens = list(re.finditer(r"[A-Za-z_]\w*|[()+]|1|\S", part))
     depth = 0
     for token in tokens:

@@ -32,15 +32,15 @@ class _Constant:
     pads: Pads
 
     def held(self, local: Local) -> Pads:
-        """The range of operand elements in the rank's shard of the result; one element if there is
-        none."""
+        """The range of operand elements in the rank's shard of the result; one element in place of
+        an empty range."""
         start, end = self._wanted(local)
         first = min(max(start, 0), self.size - 1)
         return first, min(max(end, first + 1), self.size)
 
     def padding(self, local: Local) -> Pads:
-        """The padding before and after the `held` elements on a rank; negative to drop the one
-        element that stands for an empty range."""
+        """The padding before and after the `held` elements on a rank; negative to drop the element
+        that replaces an empty range."""
         start, end = self._wanted(local)
         if end <= 0:
             return end - start, -1
@@ -57,26 +57,28 @@ class _Constant:
 def pad(node: gs.Node) -> Rule:
     """`a h -> a y`: a padded dimension h is co-sharded with y, the dimension after padding. The op
     is linear if the padding is zeros or copies."""
-    found = _padding(node)
-    if found is None:
+    padding = _padding(node)
+    if padding is None:
         return whole_rule(node, "data-dependent padding")
-    pads, is_zero = found
+    pads, is_zero = padding
     mode = node.attrs.get("mode", "constant")
     shape = tensor_shape(node.inputs[0]) or ()
     before, after = names("d", len(shape)), names("d", len(shape))
     constants: dict[int, _Constant] = {}
     copies: dict[int, IndexMap] = {}
-    for i, (size, own) in enumerate(zip(shape, pads, strict=True)):
-        if own != (0, 0):
+    for i, (size, amounts) in enumerate(zip(shape, pads, strict=True)):
+        if amounts != (0, 0):
             after[i] = f"y{i}"
-            if not size or size + min(own[0], 0) + min(own[1], 0) < 1:
+            if not size or size + min(amounts[0], 0) + min(amounts[1], 0) < 1:
                 continue
             if mode == "constant":
-                constants[i] = _Constant(before[i], after[i], size, own)
+                constants[i] = _Constant(before[i], after[i], size, amounts)
             else:
-                copies[i] = IndexMap(before[i], after[i], _copied(size, own, mode))
+                copies[i] = IndexMap(before[i], after[i], _copied(size, amounts, mode))
     maps: Any = {**constants, **copies}
-    whole = [d for i, own in enumerate(pads) if any(own) and i not in maps for d in _pair(i)]
+    whole = [
+        d for i, amounts in enumerate(pads) if any(amounts) and i not in maps for d in _pair(i)
+    ]
     return einsum(
         node,
         f"{dims_text(before)}{', _' * (len(node.inputs) - 1)} -> {dims_text(after)}",
@@ -90,7 +92,7 @@ def pad(node: gs.Node) -> Rule:
 
 @rule("CenterCropPad")
 def center_crop_pad(node: gs.Node) -> Rule:
-    """`a h, _ -> a y`: a cropped or padded dimension h is co-sharded with y, its new form."""
+    """`a h, _ -> a y`: a cropped or padded dimension h is co-sharded with its result y."""
     shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
     axes = [a % len(shape) for a in node.attrs.get("axes", range(len(shape)))]
     is_known = constant(node.inputs[1]) is not None
@@ -122,8 +124,8 @@ def center_crop_pad(node: gs.Node) -> Rule:
 
 
 def _around(more: int) -> Pads:
-    """The padding at the start and the end that adds so many elements, or with a negative number
-    removes them; the start has the smaller half."""
+    """The padding at the start and at the end that together adds `more` elements (negative: removes
+    elements); the start gets the smaller half."""
     start = abs(more) // 2
     return (start, more - start) if more > 0 else (-start, more + start)
 
@@ -133,8 +135,8 @@ def _pair(i: int) -> tuple[str, str]:
 
 
 def _padding(node: gs.Node) -> tuple[list[Pads], bool] | None:
-    """The padding of every dimension, and True if the value of the padding is zero; None if the
-    amounts are data-dependent."""
+    """The padding of every dimension, and True if the padding value is zero; None if the amounts
+    are data-dependent."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     amounts, axes = given(node, 1), given(node, 3)
     values = None if amounts is None else constant(amounts)
@@ -150,7 +152,7 @@ def _padding(node: gs.Node) -> tuple[list[Pads], bool] | None:
 
 
 def _copied(size: int, pads: Pads, mode: str) -> Array:
-    """The index of the element that each position of the padded dimension copies."""
+    """For each position of the padded dimension, the index of the element that it copies."""
     begin, end = pads
     kept = np.arange(size)[max(-begin, 0) : size - max(-end, 0)]
     how: Any = _MODES[mode]
@@ -168,22 +170,22 @@ def _lower(
     cut = {i: c for i, c in constants.items() if builder.local.is_split(c.before)}
     for i in done:
         x = copies[i].take(builder, x, i)
-    for i, each in cut.items():
-        x = builder.fetch(x, each.before, i, each.held)
+    for i, dim in cut.items():
+        x = builder.fetch(x, dim.before, i, dim.held)
 
-    def own(local: Local) -> list[int]:
+    def local_pads(local: Local) -> list[int]:
         mine = [(0, 0) if i in done else p for i, p in enumerate(pads)]
-        for i, each in cut.items():
-            mine[i] = each.padding(local)
+        for i, dim in cut.items():
+            mine[i] = dim.padding(local)
         return [p[0] for p in mine] + [p[1] for p in mine]
 
     attrs = {key: node.attrs[key] for key in ("mode", "value") if key in node.attrs}
     if not any(any(p) for i, p in enumerate(pads) if i not in done):
         builder.finish("Identity", [x])
     elif "pads" in node.attrs:
-        builder.finish("Pad", [x], pads=own, domain=node.domain, **attrs)
+        builder.finish("Pad", [x], pads=local_pads, domain=node.domain, **attrs)
     else:
-        amounts = builder.per_rank(lambda local: np.array(own(local), np.int64))
+        amounts = builder.per_rank(lambda local: np.array(local_pads(local), np.int64))
         fill = [node.inputs[2]] if given(node, 2) is not None else []
         builder.finish("Pad", [x, amounts, *fill], domain=node.domain, **attrs)
 

@@ -1,6 +1,6 @@
 """PagedAttention: heads are split, as in GroupQueryAttention, or the positions of each page.
 
-A rank that holds some positions attends to these; ranks combine their results by log-sum-exp.
+A rank with some positions attends to these positions; ranks combine their results by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def _products(sizes: Mapping[str, Size]) -> int:
 
 
 def _attend_to_parts(build: Lowering) -> None:
-    """Attends to the positions that the rank holds. Ranks then agree on the largest log-sum of a
-    token and a head, and add their results, and 1, with the weight e^(log-sum - largest)."""
+    """Attends to the positions that the rank holds. For each token and head, ranks then find the
+    largest log-sum, weight their results by e^(log-sum - largest), add them, and divide by the sum
+    of weights."""
     node, local = build.local.node, build.local
     (_, tokens, _), heads = build.shape(build.input(0)), _heads(local)
     width, page = local.size("d"), local.node.inputs[KEYS].shape[2]

@@ -1,4 +1,4 @@
-"""Pools: over windows in space, and global ones over all of space."""
+"""Pools over windows in space, and global pools."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def pool(node: gs.Node) -> Rule:
 
 
 def _lower(space: Windows, covered: Mapping[str, Size], blank: Any) -> Callable[[Lowering], None]:
-    """A lowering to the pool of what a rank's windows read. Of a mean over dimensions of these
-    sizes that a single window covers, it is the part of the rank's elements."""
+    """A lowering to the same pool of the elements that a rank's windows read. If a single window
+    covers split dimensions (`covered`, with global sizes), a mean becomes the rank's share of it.
+    """
 
     def lower(builder: Lowering) -> None:
         node = builder.local.node
@@ -74,7 +75,7 @@ def _pool_with_indices(node: gs.Node, space: Windows) -> Rule:
 
 
 def _blank(node: gs.Node) -> Any:
-    """A value that has the effect of padding in a window; None if there is none."""
+    """A value with the effect of padding in a window; None if there is no such value."""
     dtype = dtype_of(node.inputs[0]) or np.dtype(np.float32)
     if node.op == "MaxPool":
         return np.array(-np.inf if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
@@ -83,7 +84,7 @@ def _blank(node: gs.Node) -> Any:
 
 
 def _lower_indices(space: Windows, is_column_major: bool) -> Callable[[Lowering], None]:
-    """The lowering of a pool that also returns indices: runs the pool on the elements that the rank
+    """A lowering of a pool that also returns indices: runs the pool on the elements that the rank
     reads, then turns each local index into the index in the global tensor."""
 
     def lower(builder: Lowering) -> None:
@@ -92,25 +93,25 @@ def _lower_indices(space: Windows, is_column_major: bool) -> Callable[[Lowering]
         order = range(len(space.before))
         x = space.fetch(builder, builder.input(0))
         best, index = builder.add_each(node.op, [x], 2, **space.attributes(node))
-        own = builder.per_rank(lambda local: _first_indices(space, local))
-        rest = builder.add("Sub", [index, own])
-        found = builder.per_rank(lambda local: _first_indices(space, local, shape))
+        first = builder.per_rank(lambda local: _first_indices(space, local))
+        rest = builder.add("Sub", [index, first])
+        result = builder.per_rank(lambda local: _first_indices(space, local, shape))
         step = 1
         for i in order if is_column_major else order[::-1]:
             start, extent = (builder.per_rank(_span_of(space, i, size)) for size in (False, True))
             at = builder.add("Add", [builder.add("Mod", [rest, extent]), start])
-            found = builder.add("Add", [found, builder.add("Mul", [at, np.array(step)])])
+            result = builder.add("Add", [result, builder.add("Mul", [at, np.array(step)])])
             rest = builder.add("Div", [rest, extent])
             step *= shape[2 + i]
         builder.finish("Identity", [best])
-        builder.finish("Identity", [found], 1)
+        builder.finish("Identity", [result], 1)
 
     return lower
 
 
 def _first_indices(space: Windows, local: Local, shape: Sequence[int] | None = None) -> Array:
-    """The index of the first element of each image (of a batch element and channel) of the rank: in
-    a global tensor of this shape, or, if `shape` is None, in the elements that the rank reads."""
+    """The flat index of the first element of each of the rank's images (batch element and channel):
+    in a global tensor of this shape; if `shape` is None, in the elements that the rank reads."""
     n, c = (local.positions(f) for f in "nc")
     if shape is None:
         spans = [_span(space, local, i) for i in range(len(space.before))]
@@ -121,7 +122,7 @@ def _first_indices(space: Windows, local: Local, shape: Sequence[int] | None = N
 
 
 def _span_of(space: Windows, i: int, size: bool) -> Callable[[Local], Array]:
-    """A function that returns the start, or the size if `size`, of the range that a rank reads in
+    """A function that returns the start (with `size`: the size) of the range that a rank reads in
     spatial dimension `i`."""
 
     def value(local: Local) -> Array:
@@ -140,8 +141,8 @@ def _span(space: Windows, local: Local, i: int) -> tuple[int, int]:
 
 @rule("GlobalAveragePool GlobalMaxPool GlobalLpPool")
 def global_pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c 1 1`. If h or w is split, a mean is the sum of the shards' means weighted by
-    their sizes, and a norm is the norm of the shards' norms."""
+    """`n c h w -> n c 1 1`. If h or w is split, a mean is the sum of the shards' means, weighted by
+    size, and a norm is the norm of the shards' norms."""
     shape = tensor_shape(node.inputs[0]) or ()
     space = names("h", len(shape) - 2)
     text = f"{dims_text(['n', 'c', *space])} -> {dims_text(['n', 'c', *['1'] * len(space)])}"

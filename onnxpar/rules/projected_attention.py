@@ -1,8 +1,8 @@
-"""Attention and QAttention of onnxruntime, which project their input, as a product and a
+"""Lowers Attention and QAttention of onnxruntime, which project their input, to a product and a
 MultiHeadAttention, for shards of the input's width and of its sequence.
 
-If the width is split, the ranks add their products. If the sequence is split, they gather keys and
-values, and each attends with its own queries.
+If the width is split, ranks add their products. If the sequence is split, ranks gather keys and
+values, and each rank attends with its own queries.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class ProjectedAttention:
         bias = None if given(node, 2) is None else build.input(2)
         mask = self._rows(build, self.at.mask)
         operands = [build.filled(query, "s", 1), key, value, bias, mask, added, *past]
-        found = [gs.Variable.empty() if x is None else x for x in operands]
-        self._finish(build, found)
+        present = [gs.Variable.empty() if x is None else x for x in operands]
+        self._finish(build, present)
 
     def _projected(self, build: Lowering) -> gs.Tensor:
         """The product of input and weight, [batch, sequence, columns]."""
@@ -85,7 +85,7 @@ class ProjectedAttention:
         return build.add("Mul", [number, scale])
 
     def _rows(self, build: Lowering, operand: int | None) -> gs.Tensor | None:
-        """An operand that may have a row for each query; ranks without queries have a stand-in."""
+        """An operand that may have a row for each query; a stand-in on ranks without queries."""
         tensor = None if operand is None else given(build.local.node, operand)
         if tensor is None or operand is None:
             return None
@@ -102,7 +102,7 @@ class ProjectedAttention:
         return [build.add("Gather", [both, np.array(i, np.int64)], axis=0) for i in (0, 1)]
 
     def _earlier(self, build: Lowering, key: gs.Tensor, past: list[gs.Tensor | None]) -> gs.Tensor:
-        """What is added to scores so that a query sees only itself and what is before it."""
+        """The causal mask that is added to scores: a query sees only itself and earlier keys."""
         rows, total = build.filled(held_positions(build, "s", 0, 2), "s", 0), _extent(build, key, 1)
         count = build.shape(key)[1]
         if past[0] is not None:
@@ -116,22 +116,21 @@ class ProjectedAttention:
         return build.add("Unsqueeze", [hidden], axes=[0, 1])
 
     def _finish(self, build: Lowering, operands: list[gs.Tensor]) -> None:
-        """Adds the MultiHeadAttention, and the nodes that give its results the form of the
-        op's."""
+        """Adds the MultiHeadAttention, and nodes that turn its results into the op's results."""
         local, dtype = build.local, operands[0].dtype
         batch, rows = build.shape(operands[0])[:2]
         heads, width = local.size("n"), local.size("d")
         has_cache = has_output(build, 1)
-        kept = []
+        caches = []
         if has_cache:
-            kept = [(dtype, [batch, heads, local.output_shape(1)[3], width])] * 2
+            caches = [(dtype, [batch, heads, local.output_shape(1)[3], width])] * 2
         attrs = {name: self.attrs[name] for name in _KEPT if name in self.attrs}
         if self.attrs.get("unidirectional") and not local.is_split("s"):
             attrs["unidirectional"] = 1
         out, *cache = build.make_each(
             "MultiHeadAttention",
             operands,
-            [(dtype, [batch, rows, heads * local.size("e")]), *kept],
+            [(dtype, [batch, rows, heads * local.size("e")]), *caches],
             domain="com.microsoft",
             num_heads=lambda at: at.size("n"),
             **attrs,
@@ -146,12 +145,12 @@ class ProjectedAttention:
 
 
 def _keys(local: Local) -> int:
-    """The columns of queries, and of keys."""
+    """The number of columns of the keys; the queries have as many."""
     return local.size("n") * local.size("d")
 
 
 def _rest(local: Local) -> int:
-    """The columns of keys and values."""
+    """The number of columns of keys and values together."""
     return local.size("n") * (local.size("d") + local.size("e"))
 
 

@@ -1,7 +1,7 @@
 """Quantization with scales per tensor, per element of an axis, or per block of elements.
 
-Ranks add their sums of products as integers, and scale and round the total. So results equal those
-of the unsplit op bit for bit.
+Ranks add their sums of products as integers, and scale and round the total. So results are
+bit-identical to the results of the unsplit op.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def quantize(node: gs.Node) -> Rule:
     blocks of b.
 
     onnxruntime fuses a product with the DequantizeLinear of a stored weight, and may then round the
-    product's first operand. So that ranks compute the same, stored integers are never gathered.
+    product's first operand. Stored integers are never gathered, so that ranks round, too.
     """
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
@@ -56,8 +56,8 @@ def quantize(node: gs.Node) -> Rule:
 
 
 def _per_axis(tensor: gs.Tensor, dim: str) -> str:
-    """The dimensions of a scale or zero point as rule text: one for all, or one per element of
-    `dim`."""
+    """The dimensions of a scale or zero point as rule text: one value for all elements, or one for
+    each element of `dim`."""
     if not tensor.name:
         return "_"
     return dims_text("1" if s == 1 else dim for s in tensor_shape(tensor) or ())
@@ -80,7 +80,7 @@ def dynamic_quantize(node: gs.Node) -> Rule:
 
 
 def lower_dynamic_quantize(factors: list[str]) -> Callable[[Lowering], None]:
-    """A lowering to the op's definition in ONNX, with the range of the elements of all ranks."""
+    """A lowering to the op's definition in ONNX, with the range of all ranks' elements."""
 
     def lower(build: Lowering) -> None:
         zero, one = np.float32(0), np.float32(1)
@@ -107,7 +107,7 @@ def lower_dynamic_quantize(factors: list[str]) -> Callable[[Lowering], None]:
 
 
 def integer_product(contracted: str) -> dict[str, Any]:
-    """The fields that allow to split the contracted factor, in a rule of QLinearMatMul or QGemm."""
+    """The fields of a rule of QLinearMatMul or QGemm that allow to split the contracted factor."""
     across = frozenset({contracted})
 
     def lower(build: Lowering) -> None:
@@ -181,10 +181,10 @@ def is_one_point(tensor: gs.Tensor) -> bool:
 def lower_quantized_convolution(
     contracted: str, image: gs.Tensor, channels_last: bool = False, **attrs: Any
 ) -> Callable[[Lowering], None]:
-    """A lowering of QLinearConv to a convolution of integers, whose results the ranks add and then
-    scale.
+    """A lowering of QLinearConv to a convolution of integers; ranks add the results, and scale the
+    total.
 
-    `image` has the elements that the rank's windows read; `attrs` are those of the rank's
+    `image` has the elements that the rank's windows read; `attrs` are the attributes of the rank's
     convolution, which has channels first.
     """
 

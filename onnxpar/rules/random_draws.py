@@ -1,6 +1,6 @@
 """Random ops: a split model draws the same numbers as the unsplit one.
 
-With a seed, the n-th run draws the same numbers in every session of onnxruntime: so each rank draws
+With a seed, the n-th run draws the same numbers in every session of onnxruntime. So each rank draws
 the whole tensor and keeps its shard, without communication. Without a seed, the op stays whole: one
 rank draws and broadcasts.
 """
@@ -43,7 +43,7 @@ def training_dropout(node: gs.Node) -> Rule:
     ones, and keeps its shard.
 
     onnxruntime removes a Dropout, even in training, unless its mask has a reader or its result is
-    an output of the graph; this lowering has the same effect.
+    an output of the graph; this lowering drops nothing in the same case.
     """
     shape = tensor_shape(node.inputs[0]) or ()
     if "seed" not in node.attrs or None in shape:

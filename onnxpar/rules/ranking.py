@@ -21,8 +21,8 @@ _COMPARABLE = ("float32", "float64", "int32", "int64")
 def extreme_position(
     build: Lowering, axis: int, factor: str, extent: int, largest: bool = True, last: bool = False
 ) -> gs.Tensor:
-    """The global position of operand 0's largest element (the smallest unless `largest`) along a
-    factor; of equal ones, the first (or the `last`).
+    """The global position along a factor of operand 0's largest element (without `largest`: its
+    smallest one). Of equal elements, the first counts (with `last`: the last).
 
     `axis` is the factor's dimension, which keeps one element; `extent` is the factor's global size.
     As in onnxruntime, a NaN counts only if it is the first element.
@@ -39,8 +39,8 @@ def extreme_position(
     if build.local.may_be_empty(factor):
         is_best = build.add("And", [is_best, _holds(build, factor)])
     none = np.array(-1 if last else extent, np.int64)
-    found = build.add("Where", [is_best, global_positions(build, index, factor), none])
-    return build.all_reduce(found, [factor], "max" if last else "min")
+    position = build.add("Where", [is_best, global_positions(build, index, factor), none])
+    return build.all_reduce(position, [factor], "max" if last else "min")
 
 
 def _holds(build: Lowering, factor: str) -> gs.Tensor:
@@ -50,8 +50,8 @@ def _holds(build: Lowering, factor: str) -> gs.Tensor:
 
 
 def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest: bool) -> gs.Tensor:
-    """`x` with each NaN replaced: a NaN that is the first element by the infinity that wins every
-    comparison, other NaNs by the infinity that wins none."""
+    """`x` without NaNs: a NaN in the first element becomes the infinity that wins every comparison,
+    any other NaN the infinity that wins none."""
     if not is_float(x):
         return x
     greatest = np.inf if largest else -np.inf
@@ -68,18 +68,18 @@ def arg_extremum(node: gs.Node) -> Rule:
     dims = names("d", len(shape))
     axis = node.attrs.get("axis", 0) % len(dims)
     keeps = bool(node.attrs.get("keepdims", 1))
-    kept = [*dims[:axis], *(["1"] if keeps else []), *dims[axis + 1 :]]
+    out = [*dims[:axis], *(["1"] if keeps else []), *dims[axis + 1 :]]
     largest, last = node.op == "ArgMax", bool(node.attrs.get("select_last_index", 0))
 
     def lower(build: Lowering) -> None:
-        found = extreme_position(build, axis, dims[axis], shape[axis] or 0, largest, last)
+        position = extreme_position(build, axis, dims[axis], shape[axis] or 0, largest, last)
         if keeps:
-            build.finish("Identity", [found])
+            build.finish("Identity", [position])
         else:
-            build.finish("Squeeze", [found], axes=[axis])
+            build.finish("Squeeze", [position], axes=[axis])
 
     fields = communicating(node, [dims[axis]], [shape[axis]], lower)
-    return einsum(node, f"{dims_text(dims)} -> {dims_text(kept)}", **fields)
+    return einsum(node, f"{dims_text(dims)} -> {dims_text(out)}", **fields)
 
 
 @rule("Hardmax")
@@ -92,9 +92,9 @@ def hardmax(node: gs.Node) -> Rule:
 
     def lower(build: Lowering) -> None:
         dtype = onnx.helper.np_dtype_to_tensor_dtype(dtype_of(build.local.node.outputs[0]))
-        found = extreme_position(build, axis, dims[axis], shape[axis] or 0)
+        position = extreme_position(build, axis, dims[axis], shape[axis] or 0)
         at = held_positions(build, dims[axis], axis, len(dims))
-        build.finish("Cast", [build.add("Equal", [at, found])], to=dtype)
+        build.finish("Cast", [build.add("Equal", [at, position])], to=dtype)
 
     return einsum(
         node,

@@ -1,5 +1,5 @@
-"""Recurrent networks, split by batch, by direction, or by hidden units; the last gathers the state
-in every step."""
+"""Recurrent networks, split by batch, direction or hidden units; split hidden units need an
+all-gather of the state in every step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _segments(count: int) -> str:
 
 
 def _local_direction(node: gs.Node) -> dict[str | int, Callable[[Local], Any]]:
-    """The attributes of the node of a rank that runs only one of two directions."""
+    """The attributes for a rank that runs only one of two directions."""
     activations = node.attrs.get("activations")
     one_way = ("forward", "reverse")
 
@@ -64,9 +64,9 @@ def _local_direction(node: gs.Node) -> dict[str | int, Callable[[Local], Any]]:
 
     def chosen(local: Local) -> list[str]:
         assert activations is not None
-        each = len(activations) // 2
+        half = len(activations) // 2
         return [
-            activations[i] for d in local.positions("d") for i in range(d * each, (d + 1) * each)
+            activations[i] for d in local.positions("d") for i in range(d * half, (d + 1) * half)
         ]
 
     if node.attrs.get("direction", "forward") != "bidirectional":

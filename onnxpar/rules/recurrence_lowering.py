@@ -1,9 +1,9 @@
-"""Lowers recurrent networks whose hidden units are split: in every step, the ranks gather the state
-of all units, which the gates read.
+"""Lowers recurrent networks with split hidden units: in every step, ranks gather the state of all
+units, which the gates read.
 
 The contribution of X to the gates (X W) is computed for all steps at once, before a Scan. In the
-Scan's body, the first dimension of each tensor is the direction: one Scan runs both directions, so
-that one collective serves both.
+Scan's body, the first dimension of each tensor is the direction: one Scan, with one collective per
+step, serves both directions.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class _Network:
         self.recurrent_bias = self._recurrent_bias()
         lengths = self._lengths()
         sequences = self._sequences(lengths)
-        each = len(sequences) // self.directions
+        per_direction = len(sequences) // self.directions
         ends, ys = build.scan(
             self._step,
             states,
             sequences,
-            scan_input_directions=lambda local: self._directions(local, each),
+            scan_input_directions=lambda local: self._directions(local, per_direction),
             scan_output_directions=lambda local: self._directions(local, 1),
         )
         if has_output(build, 0):
@@ -70,13 +70,12 @@ class _Network:
             if has_output(build, output):
                 self._finish_end(end, lengths, output)
 
-    def _directions(self, local: Local, each: int) -> list[int]:
-        """The scan direction of each of a rank's sequences: 0 forward, 1 reverse."""
-        return [self.flags[d] for d in local.positions("d").tolist() for _ in range(each)]
+    def _directions(self, local: Local, count: int) -> list[int]:
+        """The scan direction of a rank's sequences, `count` per direction: 0 forward, 1 reverse."""
+        return [self.flags[d] for d in local.positions("d").tolist() for _ in range(count)]
 
     def _state(self, operand: int) -> gs.Tensor:
-        """The initial state that is this operand, [directions, batch, units]; zeros if the node
-        does not have it."""
+        """The initial state `operand`, [directions, batch, units]; zeros without the operand."""
         if given(self.node, operand) is not None:
             return self._transposed(self.build.input(operand))
 
@@ -87,13 +86,12 @@ class _Network:
         return self.build.add("Expand", [zero, self.build.per_rank(shape)])
 
     def _transposed(self, x: gs.Tensor) -> gs.Tensor:
-        """A state with batch and direction swapped if the node's attribute `layout` puts the batch
-        first."""
+        """Swaps a state's batch and direction if the attribute `layout` puts the batch first."""
         return self.build.add("Transpose", [x], perm=[1, 0, 2]) if self.by_batch else x
 
     def _recurrent_weight(self) -> list[gs.Tensor]:
-        """R transposed, to multiply a gathered state by it: [directions, all units, rows of gates];
-        two tensors if the last gate reads another state than the gates before."""
+        """R transposed, the right operand of products with a gathered state: [directions, all
+        units, rows of gates]; two tensors if the last gate reads another state."""
         build, weight = self.build, self.build.input(2)
         order = build.gathered("h")
         if not np.array_equal(order, np.arange(len(order))):
@@ -108,8 +106,7 @@ class _Network:
         return [*build.add_each("Split", [transposed], 2, axis=2, split=sizes)]
 
     def _recurrent_bias(self) -> gs.Tensor | None:
-        """The bias of R, if a gate scales it, so that it cannot be added before the Scan; else
-        None."""
+        """The bias of R if a gate scales it, and it must be added in the Scan; else None."""
         if self.node.op != "GRU" or not self.resets_product or given(self.node, 3) is None:
             return None
         return self.build.add("Unsqueeze", [self._biases()[1]], axes=[1])
@@ -131,8 +128,8 @@ class _Network:
         return self.build.add("Unsqueeze", [lengths], axes=[0, 2])
 
     def _sequences(self, lengths: gs.Tensor | None) -> list[gs.Tensor]:
-        """The sequences that the Scan reads. For each direction: X W plus bias; and if lengths are
-        given, a mask that is True for the steps that a sequence has."""
+        """The sequences that the Scan reads. For each direction: X W plus bias, and with lengths, a
+        mask that is True for the steps of a sequence."""
         build, x = self.build, self.build.input(0)
         if self.by_batch:
             x = build.add("Transpose", [x], perm=[1, 0, 2])
@@ -144,14 +141,14 @@ class _Network:
         masks: list[gs.Tensor] = []
         if lengths is not None:
             masks = [build.add("Less", [held_positions(build, "s", 0, 3), lengths])]
-        found: list[gs.Tensor] = []
+        sequences: list[gs.Tensor] = []
         for i in range(self.directions):
             weight = build.add("Transpose", [self._of_direction(build.input(1), i)], perm=[1, 0])
-            made: gs.Tensor = build.add("MatMul", [x, weight])
+            product: gs.Tensor = build.add("MatMul", [x, weight])
             if bias is not None:
-                made = build.add("Add", [made, self._of_direction(bias, i)])
-            found += [made, *masks]
-        return found
+                product = build.add("Add", [product, self._of_direction(bias, i)])
+            sequences += [product, *masks]
+        return sequences
 
     def _of_direction(self, x: gs.Tensor, i: int) -> gs.Tensor:
         return self.build.add("Gather", [x, np.array(i, np.int64)], axis=0)
@@ -166,15 +163,15 @@ class _Network:
     def _step(
         self, states: list[gs.Tensor], elements: list[gs.Tensor]
     ) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
-        """The body of the Scan for one step; returns the new states, and the element of Y for each
+        """Adds the body of the Scan; returns the new states, and the element of Y for each
         direction."""
-        each = len(elements) // self.directions
+        count = len(elements) // self.directions
         cells: dict[str, Callable[..., list[gs.Tensor]]]
         cells = {"RNN": self._rnn, "GRU": self._gru, "LSTM": self._lstm}
-        ends = cells[self.node.op](self._stacked(elements[::each]), *states)
+        ends = cells[self.node.op](self._stacked(elements[::count]), *states)
         y = ends[0]
-        if each > 1:
-            valid = self._stacked(elements[1::each])
+        if count > 1:
+            valid = self._stacked(elements[1::count])
             ends = [self._op("Where", valid, *pair) for pair in zip(ends, states, strict=True)]
             y = self._op("Where", valid, y, like(y, 0))
         return ends, [self._of_direction(y, i) for i in range(self.directions)]
@@ -187,10 +184,10 @@ class _Network:
         whole = self._whole(h)
         xz, xr, xn = self._split(x, 3)
         if self.resets_product:
-            made = self._product(whole)
+            product = self._product(whole)
             if self.recurrent_bias is not None:
-                made = self._op("Add", made, self.recurrent_bias)
-            hz, hr, hn = self._split(made, 3)
+                product = self._op("Add", product, self.recurrent_bias)
+            hz, hr, hn = self._split(product, 3)
             r = self._activated(0, self._op("Add", xr, hr))
             hn = self._op("Mul", r, hn)
         else:
@@ -202,8 +199,8 @@ class _Network:
         return [self._op("Add", n, self._op("Mul", z, self._op("Sub", h, n)))]
 
     def _lstm(self, x: gs.Tensor, h: gs.Tensor, c: gs.Tensor) -> list[gs.Tensor]:
-        """C = f c + i n and H = o h(C), where h is an activation; with peepholes, i and f also read
-        the old c, and o the new C."""
+        """C = f c + i n and H = o h(C), where h is an activation. With peepholes, i and f also read
+        the old c, and o reads the new C."""
         gates = self._split(self._op("Add", x, self._product(self._whole(h))), 4)
         i = self._activated(0, self._seeing(gates[0], c, 0))
         if self.node.attrs.get("input_forget"):
@@ -220,8 +217,7 @@ class _Network:
         return self.build.all_gather(h, "h", 2, lambda local: local.size("h"))
 
     def _product(self, whole: gs.Tensor, part: int = 0) -> gs.Variable:
-        """The product of the state of all units with R (or with the `part` of it), for the gates of
-        the rank's units."""
+        """The product of the state of all units with tensor `part` of R, for the rank's gates."""
         return self._op("MatMul", whole, self.recurrent[part])
 
     def _split(self, x: gs.Tensor, count: int) -> list[gs.Variable]:
@@ -238,18 +234,17 @@ class _Network:
         return self._op("Add", gate, self._op("Mul", c, self.peepholes[peephole]))
 
     def _activated(self, which: int, x: gs.Tensor, is_bound: bool = True) -> gs.Tensor:
-        """Applies the activation with this number to `x`. If the directions have different ones,
-        both are computed and each direction selects its own, because ranks with different
-        directions run the same nodes."""
-        kinds = dict.fromkeys(each[which] for each in self.activations)
-        made = [self._function(k if is_bound else replace(k, clip=None), x) for k in kinds]
-        if len(made) == 1:
-            return made[0]
+        """Applies activation `which` to `x`. If the directions have different activations, each
+        rank computes both and selects one: ranks with different directions run the same nodes."""
+        kinds = dict.fromkeys(of_direction[which] for of_direction in self.activations)
+        results = [self._function(k if is_bound else replace(k, clip=None), x) for k in kinds]
+        if len(results) == 1:
+            return results[0]
 
         def is_second(local: Local) -> Any:
             return (local.positions("d") == 1).reshape(-1, 1, 1)
 
-        return self._op("Where", self.build.per_rank(is_second), made[1], made[0])
+        return self._op("Where", self.build.per_rank(is_second), results[1], results[0])
 
     def _function(self, activation: Activation, x: gs.Tensor) -> gs.Tensor:
         for op, operands, attrs in activation.steps():
@@ -260,8 +255,8 @@ class _Network:
         return self.build.add(op, operands)
 
     def _finish_end(self, end: gs.Tensor, lengths: gs.Tensor | None, output: int) -> None:
-        """Makes result `output` from a last state. It is zero for sequences without steps, even if
-        their initial state is not."""
+        """Computes result `output` from a last state. The result is zero for sequences without
+        steps, even if their initial state is not zero."""
         build = self.build
         if lengths is not None:
             has_any = build.add("Less", [np.array(0, np.int64), lengths])

@@ -33,8 +33,8 @@ _REDUCTIONS = {
     "ReduceMin": "min",
     "ReduceProd": "prod",
 }
-"""The reduction that combines the results of shards, by op. Ops that are not listed apply a
-function after their reduction."""
+"""The reduction that combines the results of shards, by op. All other ops apply a function after
+their reduction."""
 _ROUNDED = "onnxruntime reduces integers as floats, and rounds or saturates the result"
 _TOTALS = "the totals of shards would be reduced as floats, which round integers"
 
@@ -44,10 +44,10 @@ def reduced_axes(node: gs.Node) -> list[int] | None:
     rank = len(tensor_shape(node.inputs[0]) or ())
     operand, values = given(node, 1), None
     if operand is not None:
-        found = constant(operand)
-        if found is None:
+        stored = constant(operand)
+        if stored is None:
             return None
-        values = found.reshape(-1).tolist()
+        values = stored.reshape(-1).tolist()
     if not values:
         return [] if node.attrs.get("noop_with_empty_axes") else list(range(rank))
     return sorted({axis % rank for axis in values})
@@ -56,15 +56,15 @@ def reduced_axes(node: gs.Node) -> list[int] | None:
 @rule(*_REDUCTIONS, "ReduceL2 ReduceLogSum ReduceLogSumExp")
 def reduce_(node: gs.Node) -> Rule:
     """`a b c -> a 1 c`; if b is split, the result is partial, or the ranks communicate. A mean is
-    the sum of the shards' means weighted by their sizes."""
+    the sum of the shards' means, weighted by size."""
     axes = reduced_axes(node)
     if axes is None:
         return whole_rule(node, "data-dependent axes")
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     gone = [dims[a] for a in axes]
     one = ["1"] if node.attrs.get("keepdims", 1) else []
-    kept = [d for i, dim in enumerate(dims) for d in (one if i in axes else [dim])]
-    text = f"{dims_text(dims)}{', _' * (len(node.inputs) - 1)} -> {dims_text(kept)}"
+    out = [d for i, dim in enumerate(dims) for d in (one if i in axes else [dim])]
+    text = f"{dims_text(dims)}{', _' * (len(node.inputs) - 1)} -> {dims_text(out)}"
     is_exact = is_float(node.inputs[0]) or node.op in ("ReduceMax", "ReduceMin")
     linear = (FIRST,) if is_exact and node.op in ("ReduceSum", "ReduceMean") else ()
     if not axes:
@@ -94,14 +94,14 @@ def reduce_(node: gs.Node) -> Rule:
 
 def _lower_booleans(operands: Sequence[Any]) -> Callable[[Lowering], None]:
     """A lowering that computes a min or max of booleans as integers: onnxruntime's kernel for
-    booleans does not accept empty tensors, its kernel for integers does. `operands` are those after
-    the first."""
+    booleans does not accept empty tensors, its kernel for integers does. `operands` are all
+    operands except the first."""
 
     def lower(build: Lowering) -> None:
         node = build.local.node
         numbers = build.add("Cast", [build.input(0)], to=onnx.TensorProto.UINT8)
-        found = build.add(node.op, [numbers, *operands], **node.attrs)
-        build.finish("Cast", [found], to=onnx.TensorProto.BOOL)
+        reduced = build.add(node.op, [numbers, *operands], **node.attrs)
+        build.finish("Cast", [reduced], to=onnx.TensorProto.BOOL)
 
     return lower
 
@@ -137,8 +137,8 @@ def _lower_log(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowerin
 
 
 def _lower_log_exp(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """A lowering to the logarithm of the sum of exponentials across all shards. The largest element
-    is subtracted before, and added after, if it is finite."""
+    """A lowering to the logarithm of the sum of exponentials across all shards. If the largest
+    element is finite, it is subtracted before, and added after."""
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
@@ -164,11 +164,11 @@ _LOWERINGS = {
 def weighted_mean(
     sizes: Mapping[str, Size], operands: Sequence[Any] = ()
 ) -> Callable[[Lowering], None]:
-    """A lowering of a mean over factors with these global sizes to the rank's own mean times its
-    share of the elements. A factor of data-dependent size must be whole. `operands` are those after
-    the first.
+    """A lowering of a mean over factors with these global sizes to the rank's mean times the rank's
+    share of the elements. A factor of data-dependent size must be whole. `operands` are all
+    operands except the first.
 
-    The sum of the results over ranks is the mean; unlike a sum of elements, it does not overflow
+    The sum of the results over ranks is the mean. Unlike a sum of elements, it does not overflow in
     half precision.
     """
 
@@ -180,14 +180,14 @@ def weighted_mean(
 
 
 def finish_share(build: Lowering, mean: gs.Tensor, sizes: Mapping[str, Size]) -> None:
-    """Finishes with the rank's `mean` over factors of these global sizes, times the rank's share of
-    the elements. The sum over ranks is the mean of all."""
+    """Computes the result: the rank's `mean` over factors of these global sizes, times the rank's
+    share of the elements. The sum over ranks is the global mean."""
     dtype = np.float64 if dtype_of(build.local.node.outputs[0]) == np.float64 else np.float32
-    known = {f: s for f, s in sizes.items() if s is not None}
-    own = number(build, lambda local: math.prod(map(local.size, known)), dtype)
-    all_ = number(build, math.prod(known.values()), dtype)
+    totals = {f: s for f, s in sizes.items() if s is not None}
+    count = number(build, lambda local: math.prod(map(local.size, totals)), dtype)
+    total_count = number(build, math.prod(totals.values()), dtype)
     # onnxruntime's mean of nothing is 0
-    share = build.add("Div", [own, build.add("Max", [all_, np.ones((), dtype)])])
+    share = build.add("Div", [count, build.add("Max", [total_count, np.ones((), dtype)])])
     if is_short_float(mean):
         share = build.add("Cast", [share], to=is_short_float(mean))
     build.finish("Mul", [mean, share])
@@ -195,8 +195,8 @@ def finish_share(build: Lowering, mean: gs.Tensor, sizes: Mapping[str, Size]) ->
 
 @rule("CumSum CumProd")
 def cumulate(node: gs.Node) -> Rule:
-    """`a b, _ -> a b`; if b is split, the ranks communicate, and each continues from the total of
-    the shards before its own."""
+    """`a b, _ -> a b`; if b is split, the ranks communicate, and each rank continues from the total
+    of all earlier shards."""
     operand = constant(node.inputs[1])
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     if operand is None and len(dims) == 1:
@@ -219,13 +219,13 @@ def cumulate(node: gs.Node) -> Rule:
 
     def lower(build: Lowering) -> None:
         x = build.input(0)
-        own = build.add(node.op, [x, np.array(axis, np.int64)], **attrs)
+        within = build.add(node.op, [x, np.array(axis, np.int64)], **attrs)
         part = build.add(reduce, [x], axes=[axis], keepdims=1)
         totals = build.all_gather(part, factor, axis, lambda _: 1)
         bounds = [build.per_rank(before), build.per_rank(after)]
         preceding = build.add("Slice", [totals, *bounds, np.array([axis], np.int64)])
         start = build.add(reduce, [preceding], axes=[axis], keepdims=1)
-        build.finish(join, [own, start])
+        build.finish(join, [within, start])
 
     return einsum(
         node,

@@ -25,10 +25,10 @@ _MODES = {"nearest": "nearest", "linear": "linear", "bilinear": "linear", "cubic
 
 @rule("Resize")
 def resize(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x`: a dimension h that is interpolated is co-sharded with y, the dimension
-    after it; dimensions of scale 1 stay the same factor.
+    """`n c h w -> n c y x`: an interpolated dimension h is co-sharded with its result y; scale 1
+    gives one factor.
 
-    If the nearest neighbours only repeat each element r times, the rule is `n c h -> n c (h r)`.
+    If nearest neighbours only repeat each element r times, the rule is `n c h -> n c (h r)`.
     """
     shape = tensor_shape(node.inputs[0]) or ()
     axes = _axes(node)
@@ -39,15 +39,15 @@ def resize(node: gs.Node) -> Rule:
     before, after = names("d", len(shape)), names("d", len(shape))
     sizes: dict[str, Size] = {}
     whole: dict[str, str] = {}
-    made: dict[int, Taps] = {}
+    taps_of: dict[int, Taps] = {}
     reason = _refusal(node, changed.values())
     for i, scaling in changed.items():
         after[i] = f"y{i}"
         if reason:
             whole |= dict.fromkeys((before[i], after[i]), reason)
             continue
-        made[i] = taps(scaling)
-        if _policy(node) == "stretch" and _repeats(made[i], scaling.size):
+        taps_of[i] = taps(scaling)
+        if _policy(node) == "stretch" and _repeats(taps_of[i], scaling.size):
             times = scaling.out // scaling.size
             after[i], sizes[f"r{i}"] = f"(d{i} r{i})", times
             whole[f"r{i}"] = _SCALED
@@ -55,9 +55,11 @@ def resize(node: gs.Node) -> Rule:
     def local_sizes(local: Local) -> Array:
         return int64([local.output_shape(0)[a] for a in axes])
 
-    maps = {i: IndexMap(f"d{i}", f"y{i}", t.index) for i, t in made.items() if after[i] == f"y{i}"}
+    maps = {
+        i: IndexMap(f"d{i}", f"y{i}", t.index) for i, t in taps_of.items() if after[i] == f"y{i}"
+    }
     rest = ", _" * (len(node.inputs) - 1)
-    extrapolates = any(t.outside.any() for t in made.values())
+    extrapolates = any(t.outside.any() for t in taps_of.values())
     follows = by_size and (not changed or _policy(node) == "stretch")
     return einsum(
         node,
@@ -66,7 +68,7 @@ def resize(node: gs.Node) -> Rule:
         whole=whole,
         linear=(FIRST,) if is_float(node.outputs[0]) and not extrapolates else (),
         local={3: local_sizes} if follows else {},
-        lower=lambda builder: _lower(builder, made, maps),
+        lower=lambda builder: _lower(builder, taps_of, maps),
         **tied_fields(maps),
     )
 
@@ -76,8 +78,8 @@ def _policy(node: gs.Node) -> str:
 
 
 def scalings(node: gs.Node) -> dict[int, Scaling] | None:
-    """The scaling of each dimension that changes, by dimension; None if any is data-dependent. The
-    kernel copies an operand that has the size of the result."""
+    """The scaling of each changed dimension, by dimension; None if one is data-dependent. Empty if
+    operand and result have the same shape: the kernel then copies the operand."""
     shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
     if shape == out and None not in shape:
         return {}
@@ -116,45 +118,45 @@ def _scaling(node: gs.Node, size: int, out: int, scale: float, region: Region) -
     return Scaling(size, out, scale, mode, node.attrs, region)
 
 
-def _repeats(found: Taps, size: int) -> bool:
-    """True if the taps only repeat each of the `size` elements."""
-    out = len(found.index)
-    if found.index.shape[1] > 1 or out % size or found.outside.any():
+def _repeats(source: Taps, size: int) -> bool:
+    """True if the taps only repeat each of the dimension's `size` elements."""
+    out = len(source.index)
+    if source.index.shape[1] > 1 or out % size or source.outside.any():
         return False
-    return np.array_equal(found.index[:, 0], np.arange(size).repeat(out // size))
+    return np.array_equal(source.index[:, 0], np.arange(size).repeat(out // size))
 
 
-def _lower(builder: Lowering, made: Mapping[int, Taps], maps: Mapping[int, IndexMap]) -> None:
+def _lower(builder: Lowering, taps_of: Mapping[int, Taps], maps: Mapping[int, IndexMap]) -> None:
     """Adds the nodes that interpolate one dimension after the other."""
     node, x = builder.local.node, builder.input(0)
-    if any(t.index.shape[1] > 1 for t in made.values()):
+    if any(t.index.shape[1] > 1 for t in taps_of.values()):
         x = widen(builder, x)
     rank = len(tensor_shape(node.outputs[0]) or ())
-    for i, found in made.items():
+    for i, source in taps_of.items():
         inner = (1,) * (rank - 1 - i)
         if i in maps:
-            x = _add_taps(builder, x, i, found, maps[i], inner)
+            x = _add_taps(builder, x, i, source, maps[i], inner)
         else:
-            times = len(found.index)
+            times = len(source.index)
             times //= (tensor_shape(node.inputs[0]) or ())[i] or 1
             rows = _repeated(f"d{i}", times)
             x = builder.add("Gather", [x, builder.per_rank(rows)], axis=i)
-        if found.outside.any():
-            mask = _of_rank(f"y{i}", found.outside, inner)
+        if source.outside.any():
+            mask = _of_rank(f"y{i}", source.outside, inner)
             value = like(x, node.attrs.get("extrapolation_value", 0.0))
             x = builder.add("Where", [builder.per_rank(mask), value, x])
     finish(builder, "Identity", [x])
 
 
 def _add_taps(
-    builder: Lowering, x: gs.Tensor, axis: int, found: Taps, source: IndexMap, inner: Shape
+    builder: Lowering, x: gs.Tensor, axis: int, weighted: Taps, source: IndexMap, inner: Shape
 ) -> gs.Tensor:
     x = source.fetch(builder, x, axis)
     terms: list[gs.Tensor] = []
-    for k in range(found.index.shape[1]):
+    for k in range(weighted.index.shape[1]):
         term = builder.add("Gather", [x, builder.per_rank(_column(source, k))], axis=axis)
-        if found.index.shape[1] > 1:
-            weight = _of_rank(source.after, found.weight[:, k].astype(dtype_of(x)), inner)
+        if weighted.index.shape[1] > 1:
+            weight = _of_rank(source.after, weighted.weight[:, k].astype(dtype_of(x)), inner)
             term = builder.add("Mul", [term, builder.per_rank(weight)])
         terms.append(term)
     total = terms[0]
@@ -176,8 +178,8 @@ def _of_rank(factor: str, values: Array, inner: Shape) -> Callable[[Local], Arra
 
 
 def _scales_of_sizes(node: gs.Node, axes: Sequence[int], out: Sequence[Size]) -> list[float] | None:
-    """The scale of every dimension, from the sizes that the node gives; the same for all `axes` if
-    the aspect ratio is kept. None if it is data-dependent."""
+    """The scale of every dimension, from the node's operand of sizes; equal for all `axes` if the
+    aspect ratio is kept. None if a scale is data-dependent."""
     shape = tensor_shape(node.inputs[0]) or ()
     if None in shape or None in out or 0 in shape:
         return None
@@ -197,30 +199,30 @@ def _has_values(tensor: gs.Tensor | None) -> bool:
 
 
 def _scales(node: gs.Node, axes: Sequence[int]) -> list[float] | None:
-    """The scale of every dimension as the node gives it, 1 for those not in `axes`; None if it is
-    data-dependent."""
+    """The scale of every dimension, from the node's operand of scales; 1 for dimensions that are
+    not in `axes`. None if scales are data-dependent."""
     operand = given(node, 2)
     values = None if operand is None else constant(operand)
     if values is None:
         return None
-    found = [1.0] * len(tensor_shape(node.inputs[0]) or ())
+    scales = [1.0] * len(tensor_shape(node.inputs[0]) or ())
     for axis, scale in zip(axes, values, strict=True):
-        found[axis] = float(scale)
-    return found
+        scales[axis] = float(scale)
+    return scales
 
 
 def _regions(node: gs.Node, axes: Sequence[int]) -> list[Region] | None:
     """The start and end of the cropped region of each dimension, as fractions of its size; None if
-    they are data-dependent."""
-    found: list[Region] = [(0, 1)] * len(tensor_shape(node.inputs[0]) or ())
+    regions are data-dependent."""
+    regions: list[Region] = [(0, 1)] * len(tensor_shape(node.inputs[0]) or ())
     if node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         operand = given(node, 1)
         values = None if operand is None else constant(operand)
         if values is None:
             return None
         for i, axis in enumerate(axes):
-            found[axis] = (float(values[i]), float(values[len(axes) + i]))
-    return found
+            regions[axis] = (float(values[i]), float(values[len(axes) + i]))
+    return regions
 
 
 @rule("DepthToSpace")

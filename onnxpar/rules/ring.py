@@ -1,7 +1,7 @@
 """Rings: each rank keeps its queries, and the shards of keys and values travel from rank to rank.
 
-Without a ring, because queries and keys are not split over the same axes, there is one step, in
-which a rank computes with the keys that it has.
+If queries and keys are not split over the same axes, there is no ring: in a single step, a rank
+computes with the keys that it has.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ from onnxpar.rules.rule import Local, Lowering
 
 Array = np.ndarray[Any, Any]
 _KEYS_AXIS = {"columns": 0}
-"""The dimension of the keys of what travels, by name, if it is not 2."""
+"""The dimension of keys in travelling tensors, by name, if it is not dimension 2."""
 
 
 class Ring:
-    """Builds the nodes of one node with queries and keys; `queries` and `keys` are the positions
-    that each rank of the ring has, None if the length is open or there is no ring; `held` those
-    that ranks had before the sequence was placed in zigzag. `reads_lengths` if it has the operands
-    of ONNX's Attention, and thus may have the number of keys of each sample."""
+    """Builds the nodes that replace one node with queries and keys.
+
+    queries, keys  the positions of each rank of the ring; None if the length is open or there is
+                   no ring
+    held           the positions of each rank before the sequence was placed in zigzag
+    reads_lengths  True if the node has the operands of ONNX's Attention, among them the number of
+                   keys of each sample
+    """
 
     reads_lengths = True
 
@@ -59,7 +63,7 @@ class Ring:
         self.has_lengths = self.reads_lengths and given(node, LENGTHS) is not None
 
     def mask_operands(self) -> list[int]:
-        """The operands with a row for each query, or a column for each key, or both."""
+        """The indices of operands with a row for each query, a column for each key, or both."""
         return [MASK]
 
     @property
@@ -80,14 +84,14 @@ class Ring:
         if any(not np.array_equal(np.sort(np.concatenate(x)), every) for x in (before, keys)):
             return False
         if any(len(shape) > 1 and shape[-2] != 1 for shape in self.mask_shapes.values()):
-            return False  # the rows of a mask are many: they stay where they are
+            return False  # a mask has too many rows to move
         self.held = before, keys
         self.queries = self.keys = zigzag(size, self.count)
         return True
 
     def placed(self, x: gs.Tensor, factor: str) -> gs.Tensor:
-        """A tensor of queries (factor `s`) or keys (`t`), its dimension 2, in zigzag if the
-        sequence is."""
+        """A tensor of queries (factor `s`) or keys (`t`), along dimension 2, moved to zigzag order
+        if the sequence is in zigzag order."""
         if self.held is None or self.queries is None:
             return x
         return self.build.exchange(x, factor, 2, self.held["st".index(factor)], self.queries)
@@ -99,8 +103,8 @@ class Ring:
         return self.build.exchange(x, factor, 2, self.queries, self.held["st".index(factor)])
 
     def blocks(self, travels: dict[str, gs.Tensor]) -> Iterator[Block]:
-        """The blocks of queries and keys that ranks compute, one for each step. Between steps, all
-        that `travels`, by name, goes to the next rank."""
+        """Yields the blocks of queries and keys that ranks compute, one for each step. Between
+        steps, the tensors `travels` (by name) go to the next rank."""
         if self.is_ring and self.keys is None and (self.needs_places or self.masks_of):
             travels["columns"] = held_positions(self.build, "t")
         for step in range(self.count):
@@ -110,7 +114,7 @@ class Ring:
                     travels[name] = self.shift(x, step, _KEYS_AXIS.get(name, 2))
 
     def shift(self, x: gs.Tensor, step: int, axis: int = 2) -> gs.Tensor:
-        """What a rank has of the keys at a step, sent to the next rank."""
+        """Sends `x`, which belongs to the keys that a rank has at a step, to the next rank."""
         if self.keys is None:
             sizes = self.build.of_members("t", lambda local: local.size("t"))
         else:
@@ -119,7 +123,8 @@ class Ring:
         return self.build.shift(x, "t", axis, held)
 
     def _ranges(self, step: int) -> list[Range] | None:
-        """What each rank computes at a step; None if that depends on the run."""
+        """The range of queries and keys that each rank computes at a step; None if the range
+        depends on the run."""
         if self.queries is None or self.keys is None or self.has_lengths:
             return None
         return [
@@ -130,17 +135,17 @@ class Ring:
         ]
 
     def fresh(self, step: int) -> list[Array] | None:
-        """The indices of the keys at a step that a rank has not had before, for each rank; None if
-        all are new on all ranks."""
+        """For each rank, the indices of the keys at a step that the rank has not had before; None
+        if all keys are new on all ranks."""
         keys, n = self.keys, self.count
         if keys is None or sum(map(len, keys)) == len(np.unique(np.concatenate(keys))):
             return None
-        found = []
+        indices = []
         for i in range(n):
             before = [keys[(i - earlier) % n] for earlier in range(step)]
             is_new = ~np.isin(keys[(i - step) % n], np.concatenate([*before, keys[i][:0]]))
-            found.append(np.flatnonzero(is_new))
-        return found
+            indices.append(np.flatnonzero(is_new))
+        return indices
 
     def of_rank(self, values: list[Array]) -> gs.Tensor:
         """A constant with another value for each rank of the ring."""
@@ -153,9 +158,9 @@ class Ring:
 
 @dataclass
 class Block:
-    """The queries of a rank and the keys that it has at a step. `ranges` are those of them that
-    take part, by rank, None if that depends on the run; `places` are the positions of the keys,
-    None if they are known."""
+    """The queries of a rank and its keys at a step. `ranges` has the queries and keys that take
+    part, by rank (None if they depend on the run); `places` is a tensor of the keys' positions
+    (None if the compiler knows them)."""
 
     ring: Ring
     step: int
@@ -164,7 +169,7 @@ class Block:
 
     @cached_property
     def rows(self) -> list[Bounds] | None:
-        """The bounds of the queries that take part, for each rank; None if all do on all ranks."""
+        """The bounds of the queries that take part, by rank; None if all do on all ranks."""
         queries = self.ring.queries
         if self.ranges is None or queries is None or not self.ring.needs_places:
             return None
@@ -174,7 +179,7 @@ class Block:
 
     @cached_property
     def columns(self) -> list[Bounds] | None:
-        """The bounds of the keys that take part, for each rank; None if all do on all ranks."""
+        """The bounds of the keys that take part, by rank; None if all keys do on all ranks."""
         keys = self.ring.keys
         if self.ranges is None or keys is None or not self.ring.needs_places:
             return None
@@ -195,7 +200,8 @@ class Block:
 
     @cached_property
     def fresh(self) -> list[Array] | None:
-        """The indices of the keys that a rank has not had before; None if it had none of them."""
+        """For each rank, the indices of keys that the rank has not had before; None if all keys are
+        new."""
         fresh = self.ring.fresh(self.step)
         assert fresh is None or self.columns is None, "keys that overlap are not cut by position"
         return fresh
@@ -208,12 +214,12 @@ class Block:
         return self.ring.build.add("Slice", [x, *ends, np.array([axis], np.int64)])
 
     def joined_rows(self, old: gs.Tensor, new: gs.Tensor) -> gs.Tensor:
-        """`new` for the queries that took part, and `old` for the others."""
+        """`new` for the queries that took part, and `old` for all other queries."""
         queries = self.ring.queries
         return self._joined(old, new, self.rows, [len(q) for q in queries or ()])
 
     def joined_columns(self, old: gs.Tensor, new: gs.Tensor) -> gs.Tensor:
-        """`new` for the keys that took part, and `old` for the others."""
+        """`new` for the keys that took part, and `old` for all other keys."""
         keys, count = self.ring.keys or [], self.ring.count
         sizes = [len(keys[(i - self.step) % count]) for i in range(len(keys))]
         return self._joined(old, new, self.columns, sizes)
@@ -259,7 +265,7 @@ class Block:
         return lambda local: len(queries[local.member("s")])
 
     def masked(self, scores: gs.Tensor) -> gs.Tensor:
-        """The scores with the mask added, and those of keys that a query does not see."""
+        """The scores plus the mask, with the least number for keys that a query does not see."""
         ring, build = self.ring, self.ring.build
         mask = self.mask(MASK) if MASK in ring.masks_of else None
         is_bool = mask is not None and dtype_of(mask) == np.bool_
@@ -275,7 +281,7 @@ class Block:
         return build.add("Where", [visible, scores, like(scores, hidden(build, ring.least))])
 
     def mask(self, operand: int) -> gs.Tensor:
-        """What an operand says about the queries and keys that take part."""
+        """The part of a mask operand for the queries and keys that take part."""
         ring, shape = self.ring, self.ring.mask_shapes[operand]
         x = ring.build.input(operand)
         if len(shape) > 1 and shape[-2] != 1:
@@ -290,20 +296,20 @@ class Block:
         if queries is None:
             return held_positions(self.ring.build, "s", 0, 2)
         bounds = self.rows or [(0, len(q)) for q in queries]
-        found = [q[slice(*b)] for q, b in zip(queries, bounds, strict=True)]
-        return self.ring.of_rank([q[:, None].astype(np.int64) for q in found])
+        positions = [q[slice(*b)] for q, b in zip(queries, bounds, strict=True)]
+        return self.ring.of_rank([q[:, None].astype(np.int64) for q in positions])
 
     def _column_positions(self) -> gs.Tensor:
         """The positions of the keys that take part."""
         keys, count = self.ring.keys, self.ring.count
         if keys is None:
             return self.places if self.places is not None else held_positions(self.ring.build, "t")
-        found = [keys[(i - self.step) % count] for i in range(count)]
+        positions = [keys[(i - self.step) % count] for i in range(count)]
         if self.fresh is not None:
-            found = [k[index] for k, index in zip(found, self.fresh, strict=True)]
+            positions = [k[index] for k, index in zip(positions, self.fresh, strict=True)]
         if self.columns is not None:
-            found = [k[slice(*b)] for k, b in zip(found, self.columns, strict=True)]
-        return self.ring.of_rank([k.astype(np.int64) for k in found])
+            positions = [k[slice(*b)] for k, b in zip(positions, self.columns, strict=True)]
+        return self.ring.of_rank([k.astype(np.int64) for k in positions])
 
 
 def like_head(build: Lowering, value: float) -> Array:

@@ -1,10 +1,10 @@
-"""Attention over shards of the queries, to which the shards of keys and values travel in a ring.
+"""Attention over shards of the queries; the shards of keys and values travel in a ring.
 
 Each rank attends with its own queries to one shard of keys after the other, and keeps for each
 query the largest score, the sum of exponentials, and the weighted sum of values so far (Liu et
 al., "Ring Attention with Blockwise Transformers", 2023). So no rank holds all keys, or all scores
 of a query. Keys that no query of a rank sees are skipped. In causal attention, each rank computes
-for an early and a late part of the sequence, so that all have the same work (zigzag).
+an early and a late part of the sequence, so that all ranks have equal work (zigzag).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onnxpar.rules.rule import Lowering
 
 
 class RingAttention(AttentionLowering):
-    """Lowers an Attention node, by a ring if queries and keys are split over the same axes."""
+    """Lowers an Attention node; to a ring if queries and keys are split over the same axes."""
 
     def lower(self, build: Lowering) -> None:
         """Replaces the node on a rank that holds shards of the queries, the keys or both."""
@@ -61,7 +61,7 @@ class AttentionRing(Ring):
         return self.build.add("Mul", [query, like_head(self.build, self.op.scale)])
 
     def pair(self) -> gs.Tensor:
-        """Keys and values beside each other, (batch, key heads, sequence, width)."""
+        """Keys and values, concatenated along the width: (batch, key heads, sequence, width)."""
         build, op = self.build, self.op
         return build.add("Concat", [op.cut_heads(build, 1), op.cut_heads(build, 2)], axis=3)
 
@@ -70,8 +70,7 @@ class AttentionRing(Ring):
         return block.masked(self.op.capped(self.build, products))
 
     def powers(self, scores: gs.Tensor, largest: gs.Tensor) -> gs.Tensor:
-        """The exponentials of the scores less the largest ones; zero for queries that see no
-        key."""
+        """exp(scores - largest); zero for queries that see no key."""
         return powers_of(self.build, scores, largest, like(scores, self.least))
 
     def _attend(
@@ -109,7 +108,7 @@ class AttentionRing(Ring):
         return State(*(block.cut_rows(x) for x in (state.largest, state.total, state.values)))
 
     def _combined(self, state: State) -> State:
-        """The state over all keys, if ranks that are no ring hold shards of them."""
+        """The state over all keys: without a ring, combines the states of ranks with other keys."""
         build = self.build
         if self.is_ring or not build.local.is_split("t"):
             return state
@@ -141,8 +140,8 @@ class AttentionRing(Ring):
 
 class SummarizedRing(AttentionRing):
     """Builds the nodes of an Attention that also returns, for each query, the largest score and the
-    sum of the exponentials of the scores less the largest; infinity as the sum for a query that
-    sees no key. (Their logarithm would lose the sum beside a large score, as of masked keys.)"""
+    sum of exp(score - largest); the sum is infinity for a query that sees no key. (A single
+    log-sum-exp would lose the sum in rounding beside a large score, such as of masked keys.)"""
 
     def finish(self, state: State) -> None:
         """Adds the nodes that compute the results."""

@@ -1,11 +1,11 @@
-"""The gradient of Attention over shards of the queries, to which the shards of keys and values
-travel in a ring.
+"""The gradient of Attention over shards of the queries; the shards of keys and values travel in a
+ring.
 
 Each rank keeps its queries, the gradient of their results, and three numbers for each query: the
 largest score and the sum of exponentials from the forward pass, and the sum of the gradient times
-the result. From these it computes the probabilities of a block again (Dao et al., "FlashAttention",
-2022). Gradients of keys and values travel with their keys, and grow on the way; after one more
-step they are where their keys are.
+the result. From these numbers, the rank recomputes the probabilities of a block (Dao et al.,
+"FlashAttention", 2022). Gradients of keys and values travel with the keys and accumulate; after one
+more step, they arrive at the owners of the keys.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from onnxpar.rules.ring import Block, Ring, like_head
 from onnxpar.rules.rule import Lowering
 
 DY, Y, SUMMARY = 7, 8, 9
-"""Indices of the operands after those of Attention: the gradient of its result, the result, and for
-each query the largest score and the sum of exponentials."""
+"""Indices of the operands after the operands of Attention: the gradient of the result, the result,
+and for each query the largest score and the sum of exponentials."""
 
 
 class GradientRing(Ring):
@@ -55,14 +55,17 @@ class GradientRing(Ring):
             of_query = build.all_reduce(of_query, ["t"])
             sums = build.all_reduce(sums, ["s"])
         of_query = build.add("Mul", [of_query, like_head(build, op.scale)])
-        found = [self.restored(of_query, "s"), *self.split(self.restored(sums, "t"), self.widths)]
-        for i, (gradient, factors) in enumerate(zip(found, ("kgd", "kd", "ke"), strict=True)):
+        gradients = [
+            self.restored(of_query, "s"),
+            *self.split(self.restored(sums, "t"), self.widths),
+        ]
+        for i, (gradient, factors) in enumerate(zip(gradients, ("kgd", "kd", "ke"), strict=True)):
             if has_output(build, i):
                 finish(build, "Identity", [op.joined_heads(build, gradient, factors)], i)
 
     def _rows(self) -> gs.Tensor:
-        """All that a rank keeps for each query: the scaled query, the gradient of its result, the
-        sum of this gradient times the result, the largest score and the sum of exponentials."""
+        """The row that a rank keeps for each query: the scaled query, the gradient of its result,
+        the sum of this gradient times the result, the largest score and the sum of exponentials."""
         build, op = self.build, self.op
         query = build.add("Mul", [op.by_head(build, 0), like_head(build, op.scale)])
         dy, y = (widen(build, op.cut_results(build, i)) for i in (DY, Y))
@@ -72,8 +75,8 @@ class GradientRing(Ring):
     def _gradients(
         self, block: Block, rows: gs.Tensor, pair: gs.Tensor
     ) -> tuple[gs.Tensor, gs.Tensor]:
-        """The gradients of the queries of a block, and of its keys beside those of its values, from
-        this block alone."""
+        """The gradients of a block's queries, and of its keys and values (concatenated), from this
+        block alone."""
         build = self.build
         widths = [*self.widths, 1, 1, 1]
         query, dy, delta, largest, total = self.split(block.cut_rows(rows), widths)

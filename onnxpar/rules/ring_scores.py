@@ -17,8 +17,8 @@ from onnxpar.rules.rule import Lowering
 class ScoreRing(AttentionRing):
     """Builds the nodes of attention whose `steps` compute each score (`ExportedAttention`).
 
-    Unlike in ONNX's Attention, a query whose scores are all the least number attends to all keys
-    alike; one whose scores are all minus infinity gets NaN or, if `is_guarded`, zeros.
+    Unlike in ONNX's Attention, if all scores of a query are the least number, the query attends to
+    all keys equally; if all scores are minus infinity, its result is NaN or, if `is_guarded`, zero.
     """
 
     reads_lengths = False
@@ -32,7 +32,7 @@ class ScoreRing(AttentionRing):
         self.is_long = len(build.shape(build.input(0))) == 4
 
     def mask_operands(self) -> list[int]:
-        """The operands with a row for each query, or a column for each key, or both."""
+        """The indices of operands with a row for each query, a column for each key, or both."""
         return list(range(3, len(self.build.local.node.inputs)))
 
     def query(self) -> gs.Tensor:
@@ -40,7 +40,7 @@ class ScoreRing(AttentionRing):
         return self._operand(0)
 
     def pair(self) -> gs.Tensor:
-        """Keys and values beside each other, (batch, key heads, sequence, width)."""
+        """Keys and values, concatenated along the width: (batch, key heads, sequence, width)."""
         key = self.build.add("Transpose", [self._operand(1)], perm=[0, 1, 3, 2])
         return self.build.add("Concat", [key, self._operand(2)], axis=3)
 
@@ -59,7 +59,7 @@ class ScoreRing(AttentionRing):
         return score
 
     def powers(self, scores: gs.Tensor, largest: gs.Tensor) -> gs.Tensor:
-        """The exponentials of the scores less the largest ones."""
+        """exp(scores - largest)."""
         return self.build.add("Exp", [self.build.add("Sub", [scores, largest])])
 
     def mean(self, state: State) -> gs.Tensor:

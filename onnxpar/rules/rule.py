@@ -35,34 +35,34 @@ FIRST = frozenset({0})
 class Rule:
     """The factors that the dimensions of a node's operands and results share, for any mesh.
 
-    reduce         factors that leave partial results if they are split, with the reduction to apply
+    reduce         factors that give partial results if they are split, with the reduction to apply
     whole          factors that must not be split, with the reason
     linear         groups of operands in which the results are jointly linear: Add {0,1}, Mul {0}
                    and {1}
     monotone       operands through which a partial max or min passes
-    additive       operands added after the reduction (a bias), which must be counted once
+    additive       operands added after the reduction (a bias); only one rank may add them
     local          attributes (by name) and constant operands (by index) that the rank's node gets
                    instead of the node's own; computed from the rank's view of the node
-    lower          replaces the node if one of the `lowered` factors is split, or if no kernel has
-                   the op
-    has_kernel     False for an op that only the compiler has
-    steps          number of ops that then replace it and read and write as many bytes as the node
-                   returns, by the cost model
+    lower          replaces the node if one of the `lowered` factors is split, or if the op has no
+                   kernel
+    has_kernel     False for an op of the compiler, which no runtime implements
+    steps          for the cost model of a lowered node: the number of ops that each read and write
+                   as many bytes as the node returns
     communicating  lowered factors over whose shards the ranks communicate inside the op, so that
                    the results are not partial
     contiguous     factors whose shards must be contiguous
-    co_sharded     factors that are split over the same axes or not at all, each into shards of its
-                   own: the rows before and after a window
-    rings          pairs of factors that the same axes may split: each rank then has the shards of
-                   the second factor one after the other, as they travel in a ring
+    co_sharded     groups of factors that are split over the same axes or stay whole, with shards of
+                   different sizes: the rows before and after a window
+    rings          pairs of factors that the same axes may split: the shards of the second factor
+                   travel in a ring, so each rank has them one after the other
     balanced       True if ranks of a ring exchange their shards before and after it, so that all
-                   have the same work
-    overlapping    second factors of rings of which ranks may hold some elements twice, because only
-                   some segments are split; the ring counts each once
-    nonempty       factors of which the kernel does not accept empty shards: these get one element
-                   as a stand-in (`Factor.filled`)
-    constants      operands that must be stored weights, never results of collectives: the kernel
-                   computes differently if they are results of nodes
+                   ranks have equal work
+    overlapping    second factors of rings with elements that several ranks may hold, because only
+                   some segments are split; the ring counts each element once
+    nonempty       factors with empty shards that the kernel does not accept: such a shard gets one
+                   element, a stand-in (`Factor.filled`)
+    constants      operands that must be stored weights, never results of collectives: for results
+                   of nodes, the kernel computes differently
     products       the multiplications of a contraction, given the sizes of its factors; by default
                    one for each element of both operands and of the result
     """
@@ -91,7 +91,7 @@ class Rule:
     has_kernel: bool = True
 
     def may_overlap(self, factor: str, axes: Callable[[str], Sequence[object]]) -> bool:
-        """True if ranks may hold some elements of a factor twice; `axes` are those of a factor."""
+        """True if several ranks may hold an element of a factor; `axes` maps factors to axes."""
         first = [a for a, b in self.rings if b == factor and factor in self.overlapping]
         return any(any(axes(a)) and axes(a) == axes(factor) for a in first)
 
@@ -114,8 +114,8 @@ def invalid(node: gs.Node, what: str) -> ModelError:
 
 
 class Misfit(Exception):
-    """A rule's text does not fit the node's tensors: runtimes take numbers of dimensions that the
-    op's definition does not have."""
+    """A rule's text does not fit the node's tensors: runtimes accept numbers of dimensions outside
+    the op's definition."""
 
 
 def einsum(
@@ -128,11 +128,11 @@ def einsum(
 ) -> Rule:
     """The rule that `text` states for the node; factor sizes come from the node's shapes.
 
-    Factors that no result has are summed, unless `reduce`, `communicating` or `whole` names them.
+    Factors without a result are summed, unless `reduce`, `communicating` or `whole` names them.
     Errors: Misfit if an operand or a result has another number of dimensions than in `text`.
     """
     inputs, outputs = parse_rule(text)
-    found: dict[str, Size] = dict(sizes or {})
+    known_sizes: dict[str, Size] = dict(sizes or {})
     for spec, tensor in zip(inputs + outputs, [*node.inputs, *node.outputs], strict=False):
         shape = tensor_shape(tensor)
         if spec is not None and shape is not None and len(spec) != len(shape):
@@ -141,19 +141,19 @@ def einsum(
             )
         for expr, size in zip(spec or (), shape or (), strict=False):
             if isinstance(expr, Var):
-                found.setdefault(expr.name, size)
+                known_sizes.setdefault(expr.name, size)
     names = {v for s in inputs + outputs for e in s or () for v in expr_vars(e)}
-    kept = {v for s in outputs for e in s or () for v in expr_vars(e)}
+    in_results = {v for s in outputs for e in s or () for v in expr_vars(e)}
     met = {*fields.get("whole", {}), *fields.get("communicating", ())}
-    gone = {v: "sum" for v in sorted(names - kept - met)}
-    reduced = gone if reduce is None else dict(reduce)
-    missing = names - found.keys()
+    summed = {v: "sum" for v in sorted(names - in_results - met)}
+    reduced = summed if reduce is None else dict(reduce)
+    missing = names - known_sizes.keys()
     if missing:
         raise RuleTextError(
             f"{text!r}: no dimension of {node.op}, which has {len(node.inputs)} operands and "
             f"{len(node.outputs)} results, gives the size of {', '.join(sorted(missing))}"
         )
-    return Rule(inputs, outputs, {v: found[v] for v in sorted(names)}, reduced, **fields)
+    return Rule(inputs, outputs, {v: known_sizes[v] for v in sorted(names)}, reduced, **fields)
 
 
 def names(prefix: str, count: int) -> list[str]:
@@ -162,7 +162,7 @@ def names(prefix: str, count: int) -> list[str]:
 
 
 def given_specs(specs: Sequence[str], tensors: Sequence[gs.Tensor]) -> list[str]:
-    """The texts of operands or results, with `_` for those that are left out."""
+    """The texts of operands or results, with `_` for missing tensors."""
     return [spec if tensor.name else "_" for spec, tensor in zip(specs, tensors, strict=False)]
 
 
@@ -185,10 +185,10 @@ def rule(
     With `ranks_known`, the rule function is called only for nodes whose tensors all have a known
     number of dimensions. Errors: StrategyError if an op already has a rule and `replace` is False.
 
-    If neither onnxruntime nor the model says which shapes the results of a custom op have, the
-    text of a plugin's rule does: `b f -> b f`. If it cannot, as in `b f -> b g`, give `shapes`, a
-    function from the node, whose operands have shapes of numbers, to the shape of each result. Both
-    are called at several sizes if sizes are open.
+    If neither onnxruntime nor the model declares the shapes of a custom op's results, they follow
+    from the text of a plugin's rule: `b f -> b f`. If they do not, as in `b f -> b g`, give
+    `shapes`, a function from the node, whose operands have known shapes, to the shapes of its
+    results. If sizes are open, both functions are called at several sizes.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -222,13 +222,13 @@ def whole_op(ops: str, reason: str, domain: str = "") -> None:
 
 
 def whole_ops() -> Mapping[tuple[str, str], str]:
-    """The reasons why ops have no rule, by (domain, op)."""
+    """The registered reasons why ops have no rule, by (domain, op)."""
     return _WHOLE
 
 
 def no_empty_parts(ops: str, factors: str = "", domain: str = "") -> None:
-    """Registers ops whose kernels do not accept empty shards of factors with names that begin with
-    these letters (without letters: of any factor)."""
+    """Registers ops whose kernels do not accept empty shards of some factors: names that begin with
+    one of these prefixes (empty: any factor)."""
     for op in ops.split():
         assert (domain, op) not in _NO_EMPTY_PARTS, f"twice {op}"
         _NO_EMPTY_PARTS[domain, op] = tuple(factors.split()) or ("",)
@@ -246,8 +246,8 @@ def _with_kernel(rule: Rule, domain: str, op: str) -> Rule:
 
 
 def whole_rule(node: gs.Node, reason: str) -> Rule:
-    """The rule of a node whose operands and results must all stay whole, with the reason that plans
-    print."""
+    """The rule of a node that must stay whole with all operands and results; plans print the
+    reason."""
     sizes: dict[str, Size] = {}
 
     def spec(tensor: gs.Tensor, prefix: str) -> Spec | None:
@@ -267,13 +267,13 @@ _NO_RULE = "no rule"
 
 
 def is_lack(reason: str) -> bool:
-    """True if the reason why a node stays whole is only that its op has no rule yet."""
+    """True if a node stays whole only because its op has no rule yet."""
     return reason.startswith(_NO_RULE)
 
 
 def rule_of(node: gs.Node) -> Rule:
-    """The registered rule for a node; if there is none, a rule by which the node stays whole, with
-    the reason."""
+    """The rule for a node; without a registered rule, a rule that keeps the node whole, with the
+    reason."""
     domain = "" if node.domain in (None, "ai.onnx") else node.domain
     function = _RULES.get((domain, node.op))
     if function is None:
@@ -296,34 +296,34 @@ def _is_own(function: RuleFunction) -> bool:
 def _result_shapes(
     function: RuleFunction, shapes: ShapeFunction | None, node: gs.Node
 ) -> Sequence[Shape]:
-    """The shapes of a custom op's results: those of `shapes`, else those that the text of the rule
-    gives. Errors: StrategyError."""
+    """The shapes of a custom op's results, from `shapes`, else from the text of the rule. Errors:
+    StrategyError."""
     try:
         if shapes is not None:
-            given = list(shapes(node))
-            if len(given) != len(node.outputs):
-                raise ValueError(f"{len(given)} shapes for {len(node.outputs)} results")
-            return given
-        found = function(node)
+            results = list(shapes(node))
+            if len(results) != len(node.outputs):
+                raise ValueError(f"{len(results)} shapes for {len(node.outputs)} results")
+            return results
+        rule = function(node)
     except OnnxparError:
         raise
     except Exception as error:
         raise _failed(function, node, error, ", or give @rule(..., shapes=function)") from error
     return [
-        None if spec is None else [_size(expr, found.sizes) for expr in spec]
-        for spec in found.outputs
+        None if spec is None else [_size(expr, rule.sizes) for expr in spec]
+        for spec in rule.outputs
     ]
 
 
 def _size(expr: Expr, sizes: Mapping[str, Size]) -> Size:
-    """The size of a dimension, from the sizes of factors; None if one is unknown."""
+    """The size of a dimension, from the sizes of its factors; None if one of them is unknown."""
     if isinstance(expr, Var):
         return sizes[expr.name]
     parts = [_size(child, sizes) for child in expr.children]
     if None in parts:
         return None
-    known = [part for part in parts if part is not None]
-    return math.prod(known) if isinstance(expr, Prod) else sum(known)
+    counts = [part for part in parts if part is not None]
+    return math.prod(counts) if isinstance(expr, Prod) else sum(counts)
 
 
 def _called(function: RuleFunction, node: gs.Node) -> Rule:
@@ -335,14 +335,14 @@ def _called(function: RuleFunction, node: gs.Node) -> Rule:
         except Misfit as error:
             return whole_rule(node, str(error))
     try:
-        found = function(node)
+        result = function(node)
     except OnnxparError:
         raise
     except Exception as error:
         raise _failed(function, node, error) from error
-    if not isinstance(found, Rule):
-        raise _failed(function, node, TypeError(f"it returned {type(found).__name__}, not a Rule"))
-    return found
+    if not isinstance(result, Rule):
+        raise _failed(function, node, TypeError(f"it returned {type(result).__name__}, not a Rule"))
+    return result
 
 
 def _failed(

@@ -35,8 +35,7 @@ def grid_sample(node: gs.Node) -> Rule:
 
 @rule("AffineGrid")
 def affine_grid(node: gs.Node) -> Rule:
-    """`n _ _, _ -> n y x _`: only n may be split; a rank's operand of sizes has the n of its
-    shard."""
+    """`n _ _, _ -> n y x _`: only n may be split; a rank's operand of sizes has its shard's n."""
     size = constant(node.inputs[1])
     if size is None:
         return whole_rule(node, "a data-dependent size")
@@ -88,7 +87,7 @@ def deform_conv(node: gs.Node) -> Rule:
         operand if tensor.name else "_"
         for operand, tensor in zip(operands, node.inputs, strict=False)
     )
-    own: dict[str, str] = (
+    reasons: dict[str, str] = (
         {} if shared else dict.fromkeys("gc", "channels have offsets of their own")
     )
     return einsum(
@@ -100,7 +99,7 @@ def deform_conv(node: gs.Node) -> Rule:
             **dict.fromkeys("yx", "window positions are counted from its start"),
             **dict.fromkeys("uv", "the weights of one window"),
             **dict.fromkeys("e" + "f" * (given(node, 4) is not None), "offsets of one window"),
-            **own,
+            **reasons,
         },
         linear=(frozenset({0, 3}), frozenset({1, 3})) if has_bias else (FIRST, frozenset({1})),
         additive=frozenset({3}) if has_bias else frozenset(),
@@ -111,8 +110,8 @@ def deform_conv(node: gs.Node) -> Rule:
 @rule("MaxUnpool")
 def max_unpool(node: gs.Node) -> Rule:
     """`n c h w, n c h w, _ -> n c y x`. If h or w is split, each rank fills other elements of the
-    same image, so that the result is a partial sum. The indices, which are positions in the global
-    result, become positions in the rank's."""
+    same image, so the result is a partial sum. The indices, positions in the global result, become
+    positions in the rank's result."""
     shape = tensor_shape(node.outputs[0]) or ()
     if None in shape[1:] or (len(node.inputs) > 2 and constant(node.inputs[2]) is None):
         return whole_rule(node, "a data-dependent size")
@@ -147,15 +146,15 @@ def max_unpool(node: gs.Node) -> Rule:
 
 
 def _images_before(local: Local) -> int:
-    """The number of images before the first image of the rank's shard, if every batch element had
-    only as many channels as the shard."""
+    """The number of images before the first image of the rank's shard, where every batch element
+    counts only as many channels as the shard."""
     return local.interval("n")[0] * local.size("c") + local.interval("c")[0]
 
 
 @rule("Col2Im")
 def col2im(node: gs.Node) -> Rule:
-    """`n (c k) l, _, _ -> n c y x`: if the blocks l are split, a rank adds up its own, among zeros
-    for those of others; k and the image stay whole."""
+    """`n (c k) l, _, _ -> n c y x`: if l is split, a rank adds up its blocks, with zeros for all
+    other blocks; k and the image stay whole."""
     shape, out = tensor_shape(node.inputs[0]) or (), tensor_shape(node.outputs[0]) or ()
     rows, length = shape[1:]
     if rows is None or length is None or not out[1]:

@@ -24,9 +24,9 @@ _PADDED = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64", "
 
 
 def meeting_updates(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
-    """The fields of a rule for factors of the updates, where several updates may hit the same
-    element. If the op adds them or takes their max or min, the result is partial (and in a sum, the
-    data counts on one rank only); else the factors stay whole."""
+    """The fields of a rule for factors of the updates: several updates may hit one element. If the
+    op reduces updates by sum, max or min, the result is partial (in a sum, only one rank adds the
+    data); else the factors stay whole."""
     reduction = node.attrs.get("reduction", "none")
     if reduction not in _JOINS:
         reason = (
@@ -50,9 +50,9 @@ def scatter_padded(
     axes: Sequence[int],
     counts: Callable[[Local], Sequence[int]],
 ) -> None:
-    """Scatters into operand 0 with one more element along the axes, and slices that element off.
-    Updates that belong to other ranks go there: their `indices` equal the rank's `counts`, the
-    sizes of its shard along the axes."""
+    """Scatters into operand 0, padded by one element along the axes, and slices the padding off.
+    The padding takes updates of other ranks: their `indices` equal the rank's `counts`, the sizes
+    of its shard along the axes."""
     node = build.local.node
     rank = len(tensor_shape(node.inputs[0]) or ())
     pads = np.array([*[0] * rank, *(int(i in axes) for i in range(rank))], np.int64)
@@ -85,8 +85,8 @@ def scatter_elements(node: gs.Node) -> Rule:
         }
 
     def lower(build: Lowering) -> None:
-        found, _ = local_rows(build, rows or 0, lambda local: local.size("v"))
-        scatter_padded(build, found, [axis], lambda local: [local.size("v")])
+        indices, _ = local_rows(build, rows or 0, lambda local: local.size("v"))
+        scatter_padded(build, indices, [axis], lambda local: [local.size("v")])
 
     table, part = dims_text(dims), dims_text(at)
     adds = node.attrs.get("reduction", "none") in ("none", "add")
@@ -104,7 +104,7 @@ def scatter_elements(node: gs.Node) -> Rule:
 @rule("TensorScatter")
 def tensor_scatter(node: gs.Node) -> Rule:
     """`b h s d, b h u d, b -> b h s d`: writes updates into a cache from an index on; u must stay
-    whole. If s is split, each rank takes the updates that fall into its shard."""
+    whole. If s is split, each rank writes the updates that fall into its shard."""
     shape, updates = (tensor_shape(t) or () for t in node.inputs[:2])
     axis = node.attrs.get("axis", -2) % len(shape)
     cache, update = names("d", len(shape)), names("d", len(shape))
@@ -133,8 +133,8 @@ class _Writes:
     """Writes the updates of a TensorScatter that fall into the rank's shard of a cache.
 
     Each update becomes one write: to its own place or, if that is on another rank, to the nearest
-    place of this rank. Written is the update that belongs to that place or, if none does, the old
-    value. So writes that meet write the same.
+    place of this rank. A write stores the update that belongs to its place or, if there is none,
+    the old value. So several writes to one place store the same value.
     """
 
     factor: str
@@ -146,7 +146,7 @@ class _Writes:
 
     def lower(self, build: Lowering) -> None:
         """Replaces the node."""
-        first, last, rows = (build.per_rank(each) for each in (self._first, self._last, self._rows))
+        first, last, rows = map(build.per_rank, (self._first, self._last, self._rows))
         place = self._beside(build, build.add("Range", [_ZERO, rows, _ONE]), self.axis)
         begin = None
         if given(build.local.node, 2) is not None:
@@ -167,8 +167,8 @@ class _Writes:
         build.finish("ScatterElements", [build.input(0), place, written], axis=self.axis)
 
     def _begin(self, build: Lowering) -> gs.Tensor:
-        """The places of the first updates. A Gather fails if some would be outside of the cache, as
-        onnxruntime's kernel does."""
+        """The places of the first updates. Like onnxruntime's kernel, a Gather fails if an update
+        would be outside the cache."""
         begin = build.input(2)
         if self.is_circular:
             return begin
@@ -181,12 +181,12 @@ class _Writes:
         return build.add("Add", [begin, build.add("Gather", [_ZERO.reshape(1), at])])
 
     def _beside(self, build: Lowering, vector: gs.Tensor, axis: int) -> gs.Tensor:
-        """A vector as dimension `axis` of a tensor, the others of size 1."""
+        """A vector as dimension `axis` of a tensor; all other dimensions have size 1."""
         others = [i for i in range(self.rank) if i != axis]
         return build.add("Unsqueeze", [vector], axes=others)
 
     def _around(self, build: Lowering, at: gs.Tensor) -> gs.Tensor:
-        """Places beyond the end of a circular cache, counted from its start."""
+        """Places, where a circular cache continues from its end to its start."""
         if not self.is_circular:
             return at
         return build.add("Mod", [at, np.array(self.length, np.int64)])

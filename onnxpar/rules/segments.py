@@ -1,4 +1,4 @@
-"""Ops that join segments to a dimension, or divide it into segments: Concat, Split, Slice."""
+"""Ops that join segments to a dimension, or divide one into segments: Concat, Split, Slice."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def concat(node: gs.Node) -> Rule:
     out = tensor_shape(node.outputs[0]) or ()
     axis = node.attrs["axis"] % len(out)
     if _stacks(node, node.inputs, axis):
-        specs, stacked, each, whole = _stack(node.outputs[0], node.inputs, axis)
-        return Rule(specs, (stacked,), each, linear=(frozenset(range(len(specs))),), whole=whole)
+        specs, stacked, stack_sizes, whole = _stack(node.outputs[0], node.inputs, axis)
+        return Rule(
+            specs, (stacked,), stack_sizes, linear=(frozenset(range(len(specs))),), whole=whole
+        )
     dims: list[Expr] = [Var(f"d{i}") for i in range(len(out))]
     sizes: dict[str, Size] = {f"d{i}": s for i, s in enumerate(out) if i != axis}
     inputs: list[Spec] = []
@@ -43,15 +45,15 @@ def concat(node: gs.Node) -> Rule:
 
 
 def _stacks(node: gs.Node, parts: Sequence[gs.Tensor], axis: int) -> bool:
-    """True for a node that stacks the weights of experts, or takes their gradients apart."""
+    """True for a node that stacks experts' weights, or splits the stack of their gradients."""
     return IN_NODES in node.name and all((tensor_shape(t) or ())[axis] == 1 for t in parts)
 
 
 def _stack(
     stacked: gs.Tensor, parts: Sequence[gs.Tensor], axis: int
 ) -> tuple[tuple[Spec, ...], Spec, dict[str, Size], dict[str, str]]:
-    """`1 d, 1 d -> e d {whole: e}`: the specs of the parts and of the stack. Unlike the places in
-    `(a + b)`, the experts of the stack can be split by nodes that read it."""
+    """`1 d, 1 d -> e d {whole: e}`: the specs of the parts and of the stack. Unlike `(a + b)`, e is
+    one factor, so nodes that read the stack can split the experts."""
     shape = tensor_shape(stacked) or ()
     sizes: dict[str, Size] = {f"d{i}": s for i, s in enumerate(shape)}
     sizes |= {f"s{i}": 1 for i in range(len(parts))}
@@ -77,9 +79,9 @@ def split(node: gs.Node) -> Rule:
         return int64([local.output_shape(i)[axis] for i in range(len(segments))])
 
     if _stacks(node, node.outputs, axis):
-        specs, stacked, each, whole = _stack(node.inputs[0], node.outputs, axis)
+        specs, stacked, stack_sizes, whole = _stack(node.inputs[0], node.outputs, axis)
         inputs = (stacked, *[None] * (len(node.inputs) - 1))
-        return Rule(inputs, specs, each, whole=whole, **PERMUTES)
+        return Rule(inputs, specs, stack_sizes, whole=whole, **PERMUTES)
 
     return Rule(
         ((*dims[:axis], joined, *dims[axis + 1 :]), *[None] * (len(node.inputs) - 1)),
@@ -95,13 +97,13 @@ def _drop(local: Local) -> None:
 
 
 def slice_bounds(node: gs.Node) -> dict[int, tuple[int, int, int]] | None:
-    """(start, stop, step) of a Slice by axis, clamped to the global sizes as in ONNX; None if they
-    are not constant, or if the size of an axis is data-dependent."""
+    """(start, stop, step) of a Slice by axis, clamped to the global sizes as in ONNX; None if the
+    bounds are not constant, or if the size of an axis is data-dependent."""
     shape = tensor_shape(node.inputs[0]) or ()
     operands = [*node.inputs[1:], *[None] * (5 - len(node.inputs))]
     parts: list[Any] = [constant(t) if t is not None and t.name else None for t in operands]
-    given = [t is not None and t.name for t in operands]
-    if any(g and p is None for g, p in zip(given, parts, strict=True)):
+    is_given = [t is not None and t.name for t in operands]
+    if any(g and p is None for g, p in zip(is_given, parts, strict=True)):
         return None
     starts, ends = (np.atleast_1d(p).tolist() for p in parts[:2])
     axes = range(len(starts)) if parts[2] is None else np.atleast_1d(parts[2]).tolist()
@@ -141,11 +143,11 @@ def slice_(node: gs.Node) -> Rule:
 
 @dataclass(eq=False)
 class _Kept:
-    """The rule of a Slice: its dimensions before (`left`) and after (`right`), and the bounds for a
-    rank's shard.
+    """The rule of a Slice: the dimensions of its operand (`left`) and result (`right`), and the
+    bounds for a rank's shard.
 
-    `bounds` are (start, stop, step) by axis; `strided` has the elements that are kept along each
-    axis with a step other than 1.
+    `bounds` are (start, stop, step) by axis; `strided` has the kept elements along each axis with a
+    step other than 1.
     """
 
     bounds: dict[int, tuple[int, int, int]]
@@ -156,7 +158,7 @@ class _Kept:
     strided: dict[int, IndexMap] = field(default_factory=dict)
 
     def add_dimension(self, i: int, size: Size, count: Size) -> None:
-        """Adds dimension i, of which the Slice keeps `count` of `size` elements."""
+        """Adds dimension i; the Slice keeps `count` of its `size` elements."""
         start, _, step = self.bounds.get(i, (0, 0, 1))
         if count == 1 and step != 1:
             self.bounds[i], step = (start, start + 1, 1), 1
@@ -185,8 +187,8 @@ class _Kept:
         }
 
     def lower(self, builder: Lowering) -> None:
-        """Adds the rank's nodes: they fetch the elements along strided dimensions that are split,
-        and slice all others."""
+        """Adds the rank's nodes, which fetch the elements along split strided dimensions, and slice
+        all other dimensions."""
         x = builder.input(0)
         at = {i for i, m in self.strided.items() if m.is_split(builder.local)}
         for i in sorted(at):

@@ -79,8 +79,8 @@ def _frames(node: gs.Node) -> tuple[int, int] | None:
     step = constant(node.inputs[1])
     size: Size = None
     if length is not None:
-        found = constant(length)
-        size = None if found is None else int(found.reshape(-1)[0])
+        stored = constant(length)
+        size = None if stored is None else int(stored.reshape(-1)[0])
     elif window is not None:
         size = (tensor_shape(window) or (None,))[0]
     if step is None or size is None:

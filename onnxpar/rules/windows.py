@@ -1,5 +1,5 @@
-"""Windows over space, of convolutions and pools: which spatial dimensions may be split, and which
-elements a rank reads for its shard of the result."""
+"""Windows of convolutions and pools over space: the spatial dimensions that may be split, and the
+elements that a rank reads for its shard of the result."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SINGLE = "a single window covers it"
 class Windows:
     """The spatial dimensions of an op with windows, before and after it, as rule text.
 
-    With windows of one element, a dimension has the same factor before and after. With a single
-    window that covers it, a dimension is `h` before and `1` after, and is listed in `covered`: the
-    op is a product of elements and weights there. Any other dimension is `h` before and `y` after,
-    and the two are co-sharded (`tied`): a rank fetches the elements that the windows of its results
-    read. That costs nothing if windows lie side by side and the shards of both dimensions match.
+    A dimension with windows of one element has the same factor before and after. A dimension that a
+    single window covers is `h` before and `1` after, and is listed in `covered`: the op is a
+    contraction there. Any other dimension is `h` before and `y` after; h and y are co-sharded
+    (`tied`): a rank fetches the elements that the windows of its results read. Nothing is fetched
+    if windows lie side by side and the shards of both dimensions match.
     """
 
     before: list[str]
@@ -78,9 +78,9 @@ class Windows:
     def fetch(
         self, builder: Lowering, x: gs.Tensor, first: int = 2, but: Collection[int] = ()
     ) -> gs.Tensor:
-        """The elements of `x` that the windows of the rank's results read, fetched from other
-        ranks. `first` is the first spatial dimension of `x`; nothing is fetched along the spatial
-        dimensions in `but`, counted from 0."""
+        """Fetches the elements of `x` that the windows of the rank's results read. `first` is the
+        first spatial dimension of `x`; nothing is fetched along the spatial dimensions in `but`,
+        counted from 0."""
         for i in self.split(builder.local):
             if i not in but:
                 x = builder.fetch(x, f"h{i}", first + i, self._held(i))
@@ -90,9 +90,9 @@ class Windows:
         self, builder: Lowering, x: gs.Tensor, blank: Any, first: int = 2
     ) -> tuple[gs.Tensor, list[int]]:
         """The elements of `x` that the windows of the rank's results read, and the spatial
-        dimensions along which they already include the padding. These are the dimensions of open
-        size; the padding has the value `blank` (an array, or the index of an operand; None if no
-        value can stand for padding)."""
+        dimensions along which these elements include padding: dimensions of open size. The padding
+        has the value `blank`: an array, the index of an operand, or None if no value can stand for
+        padding."""
         value = builder.input(blank) if isinstance(blank, int) else blank
         padded = self._computed_in_a_run(builder, value)
         x = self.fetch(builder, x, first, padded)
@@ -101,9 +101,8 @@ class Windows:
         return x, padded
 
     def _computed_in_a_run(self, builder: Lowering, blank: Any) -> list[int]:
-        """The split dimensions of open size for which nodes can compute in each run which elements
-        a rank reads: those without padding, or where elements of value `blank` can stand for
-        padding."""
+        """The split dimensions of open size for which nodes can compute, in each run, the elements
+        that a rank reads: dimensions without padding, or all if `blank` can stand for padding."""
         split = [i for i in self.split(builder.local) if builder.is_open(f"h{i}")]
         can_pad = blank is not None
         return [i for i in split if self.tied[i].follows_size(can_pad)]
@@ -141,8 +140,8 @@ class Windows:
         return lambda local: self.tied[i].held(local.interval(f"y{i}"))
 
     def attributes(self, node: gs.Node, padded: Collection[int] = ()) -> dict[str, Any]:
-        """The attributes of a rank's node that reads the result of `fetch` or `read`: with explicit
-        pads, which are 0 along dimensions that are `padded` already, if a dimension is tied."""
+        """The attributes of a rank's node that reads the result of `fetch` or `read`. If a
+        dimension is tied, pads are explicit, and 0 along dimensions that are `padded` already."""
         gone = {"auto_pad", "output_shape", "output_padding", "pads"} if self.tied else ()
         attrs: dict[str, Any] = {k: v for k, v in node.attrs.items() if k not in gone}
         if self.covered:
@@ -159,8 +158,8 @@ class Windows:
         return attrs
 
     def kernel(self, kernel: Sequence[int], local: Local) -> list[int]:
-        """The sizes of a rank's window, of which `kernel` are those of the whole op. It covers at
-        least a stand-in."""
+        """The sizes of a rank's window; `kernel` are the sizes of the unsplit op's window. A
+        covered dimension has at least size 1, for a stand-in."""
         covered = {i: max(local.size(f"h{i}"), 1) for i in self.covered}
         return [covered.get(i, width) for i, width in enumerate(kernel)]
 
@@ -172,8 +171,8 @@ class Windows:
         return [p[0] for p in pads] + [p[1] for p in pads]
 
     def _rounds_up(self, padded: Collection[int], local: Local) -> int:
-        """1 if a rank's windows reach beyond the padding; else 0: rounding up, there could be
-        another window where ONNX's shape inference counts it."""
+        """The attribute `ceil_mode`: 1 if a rank's windows reach beyond the padding. Else 0:
+        rounding up could add a window in ONNX's shape inference."""
         rounds_up = False
         for i in self.tied:
             window = self.tied[i]
@@ -196,7 +195,7 @@ class Windows:
 def lower_windows(
     windows: Windows, image: int = 0, first: int = 2, blank: Any = None, **attrs: Any
 ) -> Callable[[Lowering], None]:
-    """A lowering to the same op, on the elements that the windows of the rank's results read.
+    """A lowering to the same op on the elements that the windows of the rank's results read.
 
     The spatial dimensions of operand `image` begin at dimension `first`. `blank` is a value that
     can stand for padding (`Windows.read`).
@@ -206,8 +205,8 @@ def lower_windows(
         node = builder.local.node
         inputs = [builder.input(i) for i in range(len(node.inputs))]
         inputs[image], padded = windows.read(builder, inputs[image], blank, first)
-        own = {**windows.attributes(node, padded), **attrs}
-        builder.finish(node.op, inputs, domain=node.domain, **own)
+        node_attrs = {**windows.attributes(node, padded), **attrs}
+        builder.finish(node.op, inputs, domain=node.domain, **node_attrs)
 
     return lower
 
@@ -224,26 +223,26 @@ def _within(builder: Lowering, at: gs.Tensor, size: gs.Tensor) -> gs.Tensor:
 
 
 def windows(node: gs.Node, kernel: Sequence[Size], first: int = 2, image: int = 0) -> Windows:
-    """The windows of a convolution or pool, over the dimensions of operand `image` from `first` on;
-    `kernel` has the size of a window in each."""
-    found = Windows([], [], {}, {})
+    """The windows of a convolution or pool over the dimensions of operand `image` from `first` on;
+    `kernel` has the size of a window in each dimension."""
+    result = Windows([], [], {}, {})
     shapes = [tensor_shape(t) or () for t in (node.inputs[image], node.outputs[0])]
     for i, width in enumerate(kernel):
         size, out = (shape[first + i] for shape in shapes)
-        _add_dimension(found, node.op, i, width, size, out, _Geometry(node, i, len(kernel)))
+        _add_dimension(result, node.op, i, width, size, out, _Geometry(node, i, len(kernel)))
     if None in [*shapes[0][first:], *shapes[1][first:]]:
-        found.give_up(WINDOW)  # padding cannot be made explicit
-    if any(p < 0 for pads in found.pads for p in pads):
-        found.give_up(NEGATIVE)
-    return found
+        result.give_up(WINDOW)  # padding cannot be made explicit
+    if any(p < 0 for pads in result.pads for p in pads):
+        result.give_up(NEGATIVE)
+    return result
 
 
 def one_window(size: Size, out: Size, width: int, stride: int) -> Windows:
-    """The windows of an op over one dimension of `size` elements, without padding, which give `out`
-    results."""
-    found = Windows([], [], {}, {})
-    _place(found, 0, Window(size or 0, width, stride, 1, (0, 0)), out)
-    return found
+    """The windows of an op with `out` results over one dimension of `size` elements, without
+    padding."""
+    result = Windows([], [], {}, {})
+    _place(result, 0, Window(size or 0, width, stride, 1, (0, 0)), out)
+    return result
 
 
 class _Geometry:
@@ -281,9 +280,9 @@ class _Geometry:
 
 
 def _add_dimension(
-    found: Windows, op: str, i: int, width: Size, size: Size, out: Size, geometry: _Geometry
+    result: Windows, op: str, i: int, width: Size, size: Size, out: Size, geometry: _Geometry
 ) -> None:
-    """Adds spatial dimension `i`, with its padding."""
+    """Adds spatial dimension `i`, with its padding, to `result`."""
     stride, pads, growth = geometry.stride, geometry.pads, geometry.grown
     window = None
     if size and out and width is not None:
@@ -293,35 +292,34 @@ def _add_dimension(
         window = kind(size, width, stride, geometry.dilation, pads, *flags)
         if isinstance(window, Spread):  # an output_shape may lie beyond what the windows reach
             growth = max(growth, out + sum(pads) - (size - 1) * stride - window.span)
-    _place(found, i, window, out, op in _SUMMED)
-    found.pads.append(pads)
-    found.growth.append(growth)
+    _place(result, i, window, out, op in _SUMMED)
+    result.pads.append(pads)
+    result.growth.append(growth)
 
 
 def _place(
-    found: Windows, i: int, window: Window | None, out: Size, is_summed: bool = False
+    result: Windows, i: int, window: Window | None, out: Size, is_summed: bool = False
 ) -> None:
-    """Adds spatial dimension `i` with these windows (None if its size is not known) and `out`
-    results; `is_summed` if the rule of the op reduces a dimension that a single window covers."""
+    """Adds spatial dimension `i` with these windows (None if its size is unknown) and `out` results
+    to `result`. `is_summed` is True if the op's rule reduces a dimension that one window covers."""
     before, after = f"h{i}", f"y{i}"
     if window is None or not window.size or not out:
-        found.whole.update(dict.fromkeys((before, after), WINDOW))
+        result.whole.update(dict.fromkeys((before, after), WINDOW))
     elif window.width == window.stride == 1 and not any(window.pads) and window.size == out:
         after = before
     elif is_summed and window.covers(out):
-        found.covered.append(i)
+        result.covered.append(i)
         after = "1"
     elif reason := _refusal(window, out):
-        found.whole.update(dict.fromkeys((before, after), reason))
+        result.whole.update(dict.fromkeys((before, after), reason))
     else:
-        found.tied[i] = window
-    found.before.append(before)
-    found.after.append(after)
+        result.tied[i] = window
+    result.before.append(before)
+    result.after.append(after)
 
 
 def _refusal(window: Window, out: int) -> str | None:
-    """The reason why the dimension cannot be split; None if it can. `out` is the number of
-    results."""
+    """The reason why a dimension with `out` results cannot be split; None if it can."""
     if 1 in (window.size, out):
         return SINGLE
     if isinstance(window, Spread):

@@ -1,2 +1,2 @@
-"""Factors of a whole graph, the state of their sharding while it is decided, and the shortest path
-of collectives from one layout to another."""
+"""Factors of a whole graph, the state of their sharding during the decision, and the cheapest
+collectives from one layout to another."""

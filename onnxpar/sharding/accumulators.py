@@ -1,6 +1,5 @@
-"""Finds sums that a loop carries: each iteration adds a term, and nothing else reads the sum before
-the loop ends. A loop may carry such a sum while it is partial, because an Add passes partial sums
-on."""
+"""Finds sums that a loop carries: each iteration adds a term, and no other node reads the sum
+before the loop ends. A loop may carry such a sum as a partial sum, because Add is linear."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class Accumulator:
     operand, result  indices of the sum among the loop's operands and results
     given, back      the sum as input and as output of the loop's body
     add              the Add in the body that computes `back` from `given`
-    term             index of the Add's other operand, which an iteration adds
+    term             index of the Add's other operand, the term of an iteration
     """
 
     operand: int
@@ -37,7 +36,7 @@ class Accumulator:
 
 
 def accumulators(node: gs.Node) -> Iterator[Accumulator]:
-    """The carried sums of a Scan or a Loop; other nodes have none."""
+    """Yields the carried sums of a Scan or a Loop; none for other nodes."""
     if node.op not in ("Scan", "Loop"):
         return
     inner = bodies(node)
@@ -60,7 +59,7 @@ def accumulators(node: gs.Node) -> Iterator[Accumulator]:
 
 
 def source(tensor: gs.Tensor) -> gs.Tensor:
-    """The tensor from which reshards make this one; the tensor itself if no reshard makes it."""
+    """The tensor before the chain of reshards that ends in `tensor`; else `tensor` itself."""
     while tensor.inputs and is_reshard(tensor.inputs[0]):
         tensor = tensor.inputs[0].inputs[0]
     return tensor

@@ -43,14 +43,15 @@ def analyse(
     """Refines every dimension of the graph to atoms; with `in_bodies`, also the dimensions in
     bodies of control flow.
 
-    `pairs` are tensors whose dimensions correspond although no op connects them (state pairs);
-    dimensions whose sizes differ (a cache that grows) stay separate, and so do those in `growing`,
-    by input and axis, whose sizes differ at other open sizes. `whole` maps the first result
-    of a node to the factors that the node must not split. `on_host` and `in_file` are for the
-    result.
+    pairs             state pairs: tensors with corresponding dimensions that no op connects;
+                      dimensions of different sizes (a cache that grows) stay separate
+    growing           (input, axis) of dimensions of state pairs that stay separate, too, because
+                      their sizes differ at other open sizes
+    whole             for the first result of a node, the factors that the node must not split
+    on_host, in_file  fields of the returned factors
     """
-    found = _Analysis(graph, pairs, in_bodies, whole or {}, growing).run()
-    return replace(found, on_host=frozenset(on_host), in_file=in_file or {})
+    factors = _Analysis(graph, pairs, in_bodies, whole or {}, growing).run()
+    return replace(factors, on_host=frozenset(on_host), in_file=in_file or {})
 
 
 class _Analysis:
@@ -92,9 +93,9 @@ class _Analysis:
     def _ops(self, tensors: Mapping[str, TensorFactors], fused: frozenset[str]) -> list[OpFactors]:
         """The factors of all nodes.
 
-        A leaf stays whole if the nodes on both sides of a fused tensor cannot split it the same
-        way. Partial sums do not pass nodes that read a fused tensor, because such a node may round
-        its other operands.
+        A leaf stays whole if the producer and a reader of a fused tensor cannot split the leaf the
+        same way. Partial sums do not pass nodes that read a fused tensor, because such a node may
+        round its other operands.
         """
         for n, joined in enumerate(self.joined):
             if not fused.isdisjoint(t.name for t in joined.node.inputs):
@@ -153,24 +154,23 @@ class _Analysis:
         trees = tuple(unsplit_tree(d) for d in dims)
         return TensorFactors(
             trees,
-            tuple(leaf for found in per_dim for leaf in found),
-            tuple(i for i, found in enumerate(per_dim) for _ in found),
-            apart_in_dims(trees, [len(found) for found in per_dim]),
+            tuple(leaf for leaves in per_dim for leaf in leaves),
+            tuple(i for i, leaves in enumerate(per_dim) for _ in leaves),
+            apart_in_dims(trees, list(map(len, per_dim))),
         )
 
 
 def _with_chosen(
     graph: gs.Graph, ops: Sequence[OpFactors], tensors: Mapping[str, TensorFactors]
 ) -> list[OpFactors]:
-    """The factors of the nodes; those of mixtures of experts know which part of their rows is
-    computed."""
+    """The factors of the nodes, with `chosen` set for nodes of mixtures of experts."""
     chosen: dict[int, Chosen] = {}
-    for found, share in computed_shares(graph):
-        leaves = tensors[found.chosen.name].leaves if found.chosen.name in tensors else ()
+    for mixture, share in computed_shares(graph):
+        leaves = tensors[mixture.chosen.name].leaves if mixture.chosen.name in tensors else ()
         if leaves:
             rows = frozenset[int]()
-            if isinstance(found, TrainedRows):
+            if isinstance(mixture, TrainedRows):
                 rows = frozenset(leaf.atom for leaf in leaves[1:])
-            about = Chosen(share, leaves[0].atom, rows)
-            chosen.update((id(node), about) for node in found.nodes)
+            choice = Chosen(share, leaves[0].atom, rows)
+            chosen.update((id(node), choice) for node in mixture.nodes)
     return [replace(op, chosen=chosen[id(op.node)]) if id(op.node) in chosen else op for op in ops]

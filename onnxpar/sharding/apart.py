@@ -1,5 +1,5 @@
-"""Finds leaves that may be split over the same mesh axis: they are in different segments of a
-concatenation, or no tensor has both."""
+"""Finds pairs of leaves that may be split over the same mesh axis: leaves in different segments of
+a concatenation, or leaves that no tensor has in common."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from onnxpar.sharding.factors import Links, Pairs, TensorFactors
 
 
 def apart_in_dims(dims: Sequence[Dim], counts: Sequence[int]) -> Pairs:
-    """Pairs of a tensor's leaves in different segments of a dimension; `counts` are the numbers of
-    leaves of the dimensions."""
+    """Pairs of a tensor's leaves in different segments of a dimension; `counts` has the number of
+    leaves of each dimension."""
     apart: set[tuple[int, int]] = set()
     at = 0
     for dim, count in zip(dims, counts, strict=True):
@@ -41,8 +41,7 @@ def _apart(dim: Dim, at: int) -> set[tuple[int, int]]:
 def apart_in_op(
     operands: Iterable[tuple[str, Links]], tensors: Mapping[str, TensorFactors]
 ) -> Pairs:
-    """Pairs of a node's leaves that are in different segments in every tensor that has both
-    leaves."""
+    """Pairs of a node's leaves; every tensor with both leaves has them in different segments."""
     operands = list(operands)
     if not any(name in tensors and tensors[name].apart for name, _ in operands):
         return frozenset()
@@ -58,7 +57,7 @@ def apart_in_op(
 
 
 def never_together(count: int, operands: Iterable[tuple[str, Links]]) -> Pairs:
-    """Pairs of a node's `count` leaves such that no tensor has both: values on different paths
+    """Pairs of a node's `count` leaves that no tensor has in common: values on different paths
     through a body."""
     pairs = {(i, j) for i in range(count) for j in range(count) if i != j}
     return frozenset(pairs.difference(*(product(links, links) for _, links in operands)))

@@ -10,7 +10,7 @@ from onnxpar.sharding.unify import IndexVar, flat
 
 
 class Atoms:
-    """The atoms of a graph, numbered in the order in which they are first met."""
+    """The atoms of a graph, numbered in the order of first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -26,7 +26,7 @@ class Atoms:
 
 
 def unsplit_tree(variable: IndexVar) -> Dim:
-    """A resolved variable as a dimension that is split nowhere."""
+    """A resolved variable as an unsplit dimension."""
     variable = variable.root()
     if not variable.kind or variable.size <= 1:
         return Factor(variable.size)
@@ -36,6 +36,6 @@ def unsplit_tree(variable: IndexVar) -> Dim:
 
 
 def has_major(variable: IndexVar) -> bool:
-    """True if the first leaf can be split so that each shard is contiguous."""
+    """True if a split of the first leaf gives contiguous shards."""
     variable = variable.root()
     return variable.size > 1 and variable.kind != "concat"

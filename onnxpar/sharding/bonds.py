@@ -1,5 +1,5 @@
-"""Finds leaves of different nodes that must be split over the same axes or not at all, because
-onnxruntime fuses these nodes."""
+"""Finds bonded leaves: leaves of different nodes that must be split over the same axes or stay
+whole, because onnxruntime fuses the nodes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from onnxpar.sharding.factors import OpFactors
 
 Member = tuple[int, int]
-"""A leaf of a node: the indices of the node, and of the leaf in it."""
+"""A leaf of a node: (index of the node, index of the leaf in the node)."""
 Edge = tuple[Member, Member]
-"""Producer and reader of a tensor, as (node, result) and (node, operand), by index."""
+"""Producer and reader of a tensor: (node, result) and (node, operand), all indices."""
 
 
 def edges_of(ops: Sequence[OpFactors], fused: Collection[str]) -> list[Edge]:
@@ -32,18 +32,18 @@ def edges_of(ops: Sequence[OpFactors], fused: Collection[str]) -> list[Edge]:
 
 def groups(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> list[frozenset[Member]]:
     """Groups of leaves that are connected by chains of edges."""
-    found: dict[Member, set[Member]] = {}
+    group_of: dict[Member, set[Member]] = {}
     for (m, o), (r, i) in edges:
         for a, b in zip(ops[m].outputs[o], ops[r].inputs[i], strict=True):
             if a is not None and b is not None:
-                joined = found.get((m, a), {(m, a)}) | found.get((r, b), {(r, b)})
-                found.update(dict.fromkeys(joined, joined))
-    return [frozenset(g) for g in {id(g): g for g in found.values()}.values()]
+                joined = group_of.get((m, a), {(m, a)}) | group_of.get((r, b), {(r, b)})
+                group_of.update(dict.fromkeys(joined, joined))
+    return [frozenset(g) for g in {id(g): g for g in group_of.values()}.values()]
 
 
 def not_alike(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> Mapping[int, set[int]]:
-    """Leaves that must stay whole, by the index of the node: those that the node at the other end
-    of an edge cannot split, and those that would make the tensor between them partial."""
+    """Leaves that must stay whole, by index of the node: the node at the other end of an edge
+    cannot split the leaf, or a split would make the tensor between the nodes partial."""
     held: dict[int, set[int]] = defaultdict(set)
     for (m, o), (r, i) in edges:
         for a, b in zip(ops[m].outputs[o], ops[r].inputs[i], strict=True):
@@ -62,7 +62,7 @@ def not_alike(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> Mapping[int, s
 
 
 def _communicating(op: OpFactors) -> Iterator[int]:
-    """Leaves whose split needs communication within the node, or after it."""
+    """Yields leaves whose split needs communication within or after the node."""
     exchanged = {*op.rule.communicating, *(f for group in op.rule.co_sharded for f in group)}
     for i, leaf in enumerate(op.leaves):
         if op.reduction(i) or leaf.factor in exchanged:

@@ -1,10 +1,10 @@
-"""Finds mixtures of experts: nodes that compute rows of which a mask chooses some.
+"""Finds mixtures of experts: nodes that compute rows between masks; a mask chooses some rows.
 
     x: [expert, row, column] = Where(chosen, tokens, 0)
     ...    row-wise nodes
     y: [row, column] = ReduceSum(Where(chosen, z, 0), axis 0)
 
-Rows that are not chosen add zeros to y, so that they need not be computed or sent.
+Rows that are not chosen add zeros to y, so ranks need not compute or send them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 RANK = 3
 """The number of dimensions: expert, row, column."""
 EXCHANGE = "AllToAll"
-"""The collective by which rows reach the ranks of their experts, and come back."""
+"""The collective that takes rows to the ranks of their experts, and back."""
 _ELEMENTWISE = UNARY | BINARY
 _ALONG_COLUMNS = frozenset(["Slice", "Split", "Softmax", "ReduceMean", "ReduceSum", "ReduceMax"])
 
@@ -33,10 +33,11 @@ _ALONG_COLUMNS = frozenset(["Slice", "Split", "Softmax", "ReduceMean", "ReduceSu
 class ChosenRows:
     """A mixture in a rank's graph.
 
-    chosen  [expert, row, 1]: which rows an expert computes
+    chosen  [expert, row, 1]: true if the expert computes the row
     enter   the Where nodes that give experts their rows
     inside  the row-wise nodes, in graph order
-    leave   the Where after them, and `total`, the ReduceSum that reads it
+    leave   the Where after the row-wise nodes
+    total   the ReduceSum that reads `leave`
     """
 
     chosen: gs.Tensor
@@ -47,24 +48,24 @@ class ChosenRows:
 
     @property
     def nodes(self) -> list[gs.Node]:
-        """All nodes that the Scan replaces."""
+        """All nodes of the mixture."""
         return [*self.enter, *self.inside, self.leave, self.total]
 
 
 def known_shapes(graph: gs.Graph) -> Shapes:
-    """The shapes of a graph's tensors without open sizes."""
+    """The shapes of all tensors of a graph that have no open sizes."""
     shapes = {}
     for node in all_nodes(graph):
         for tensor in (*node.inputs, *node.outputs):
             shape = tensor_shape(tensor) if tensor.name else None
-            known = tuple(size for size in shape or () if isinstance(size, int))
-            if shape is not None and len(known) == len(shape):
-                shapes[tensor.name] = known
+            sizes = tuple(size for size in shape or () if isinstance(size, int))
+            if shape is not None and len(sizes) == len(shape):
+                shapes[tensor.name] = sizes
     return shapes
 
 
 def find_chosen_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[ChosenRows]:
-    """The mixtures of a graph in which all nodes between the masks are row-wise, or exchange rows
+    """Yields the mixtures of a graph: all nodes between the masks are row-wise, or exchange rows
     between ranks."""
     outputs = {id(t) for t in graph.outputs}
     order = {id(node): i for i, node in enumerate(graph.nodes)}
@@ -74,9 +75,9 @@ def find_chosen_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[ChosenRows]:
         (total,) = node.outputs[0].outputs
         if not _sums_experts(total) or id(node.outputs[0]) in outputs or id(total) not in order:
             continue
-        found = ChosenRows(node.inputs[0], node, total)
-        if _fill(found, shapes, outputs, order):
-            yield found
+        mixture = ChosenRows(node.inputs[0], node, total)
+        if _fill(mixture, shapes, outputs, order):
+            yield mixture
 
 
 def is_mask(node: gs.Node, shapes: Shapes) -> bool:
@@ -99,42 +100,42 @@ def _sums_experts(node: gs.Node) -> bool:
 
 
 def _fill(
-    found: ChosenRows, shapes: Shapes, outputs: Collection[int],
+    mixture: ChosenRows, shapes: Shapes, outputs: Collection[int],
     order: Mapping[int, int],
 ) -> bool:  # fmt: skip
-    """Collects the nodes between the masks; False if one of them is not row-wise, or if anything
-    else reads its results."""
+    """Collects the nodes between the masks; False if a node is not row-wise, or if a node outside
+    the mixture reads its results."""
     inside: dict[int, gs.Node] = {}
     enter: dict[int, gs.Node] = {}
-    todo = [found.leave.inputs[1]]
+    todo = [mixture.leave.inputs[1]]
     while todo:
         tensor = todo.pop()
         node = tensor.inputs[0] if tensor.inputs else None
         if node is None or id(node) in inside or id(node) in enter:
             continue
-        if is_mask(node, shapes) and node.inputs[0] is found.chosen:
+        if is_mask(node, shapes) and node.inputs[0] is mixture.chosen:
             enter[id(node)] = node
-        elif id(node) in order and _computes_rows(node, found.chosen, shapes):
+        elif id(node) in order and _computes_rows(node, mixture.chosen, shapes):
             inside[id(node)] = node
             todo += [t for t in node.inputs if t.name and not isinstance(t, gs.Constant)]
     _shrink(inside, enter)
-    kept = {*inside, *enter, id(found.leave)}
+    members = {*inside, *enter, id(mixture.leave)}
     for node in (*inside.values(), *enter.values()):
         for tensor in node.outputs:
-            if id(tensor) in outputs or any(id(r) not in kept for r in tensor.outputs):
+            if id(tensor) in outputs or any(id(r) not in members for r in tensor.outputs):
                 return False
-    found.inside = sorted(inside.values(), key=lambda n: order[id(n)])
-    found.enter = sorted(enter.values(), key=lambda n: order[id(n)])
-    start = found.leave.inputs[1]
+    mixture.inside = sorted(inside.values(), key=lambda n: order[id(n)])
+    mixture.enter = sorted(enter.values(), key=lambda n: order[id(n)])
+    start = mixture.leave.inputs[1]
     if not enter or not start.inputs or id(start.inputs[0]) not in inside:
         return False
-    return all(_is_row_wise(n, kept, shapes) for n in found.inside) and all(
-        n.inputs[1].name in shapes for n in found.enter
+    return all(_is_row_wise(n, members, shapes) for n in mixture.inside) and all(
+        n.inputs[1].name in shapes for n in mixture.enter
     )
 
 
 def _computes_rows(node: gs.Node, chosen: gs.Tensor, shapes: Shapes) -> bool:
-    """True if results have the experts and rows of the mask as their first dimensions, or if the
+    """True if all results are [expert, row, column] with the mask's experts and rows, or if the
     node transposes the experts' matrices."""
     experts, rows, _ = shapes[chosen.name]
     for tensor in node.outputs:
@@ -152,8 +153,7 @@ def flips(node: gs.Node) -> bool:
 
 
 def _shrink(inside: dict[int, gs.Node], enter: Mapping[int, gs.Node]) -> None:
-    """Leaves out nodes that do not depend on the rows that enter, except those that transpose
-    matrices of products."""
+    """Removes nodes that do not depend on the entering rows, except transpositions of matrices."""
     depends: dict[int, bool] = {}
 
     def reads_rows(node: gs.Node) -> bool:
@@ -173,7 +173,7 @@ def _shrink(inside: dict[int, gs.Node], enter: Mapping[int, gs.Node]) -> None:
         del inside[i]
 
 
-def _is_row_wise(node: gs.Node, kept: Collection[int], shapes: Shapes) -> bool:
+def _is_row_wise(node: gs.Node, members: Collection[int], shapes: Shapes) -> bool:
     """True if each row of the results depends on the same row of the operands alone."""
     if node.op == EXCHANGE:
         return len(node.inputs) == 1
@@ -183,11 +183,13 @@ def _is_row_wise(node: gs.Node, kept: Collection[int], shapes: Shapes) -> bool:
         return node.inputs[0].name in shapes
     if node.op == "MatMul":
         weight = node.inputs[1]
-        made = weight.inputs[0] if weight.inputs else None
-        is_matrix = made is None or id(made) not in kept or flips(made)
+        maker = weight.inputs[0] if weight.inputs else None
+        is_matrix = maker is None or id(maker) not in members or flips(maker)
         return is_matrix and weight.name in shapes
     if node.op in _ELEMENTWISE:
-        others = [t for t in node.inputs if t.name and not (t.inputs and id(t.inputs[0]) in kept)]
+        others = [
+            t for t in node.inputs if t.name and not (t.inputs and id(t.inputs[0]) in members)
+        ]
         return all(
             (isinstance(t, gs.Constant) and set(tensor_shape(t) or ()) <= {1})
             or (t.name in shapes and len(shapes[t.name]) <= RANK)
@@ -197,8 +199,8 @@ def _is_row_wise(node: gs.Node, kept: Collection[int], shapes: Shapes) -> bool:
 
 
 def axes_of(node: gs.Node, keeps: bool = True) -> list[int] | None:
-    """The dimensions along which a node works; None if they are unknown, or, with `keeps`, if it
-    removes them."""
+    """The dimensions along which a node works; None if they are unknown, or, with `keeps`, if the
+    node removes them."""
     if node.op not in _ALONG_COLUMNS:
         return None
     if node.op in ("Split", "Softmax"):
@@ -215,9 +217,9 @@ class Crossing:
     """The nodes of a mixture whose rows cross between ranks.
 
     there   the exchanges that take rows to the ranks of experts
-    inside  what experts compute
+    inside  the nodes between the exchanges, which run at the ranks of experts
     back    the exchange that takes results to the ranks of the rows
-    after   what is computed there before the sum over experts
+    after   the nodes after `back`, before the sum over experts
     """
 
     there: tuple[gs.Node, ...]
@@ -226,24 +228,24 @@ class Crossing:
     after: tuple[gs.Node, ...]
 
 
-def crossing(found: ChosenRows) -> Crossing | None:
-    """How the rows of a mixture cross between ranks; None if ranks exchange anything else."""
-    entered = {id(node) for node in found.enter}
-    exchanges = [node for node in found.inside if node.op == EXCHANGE]
+def crossing(mixture: ChosenRows) -> Crossing | None:
+    """The exchanges of a mixture's rows between ranks; None if ranks exchange other tensors."""
+    entered = {id(node) for node in mixture.enter}
+    exchanges = [node for node in mixture.inside if node.op == EXCHANGE]
     there = [n for n in exchanges if n.inputs[0].inputs and id(n.inputs[0].inputs[0]) in entered]
     backs = [node for node in exchanges if not any(node is n for n in there)]
     if len(backs) != 1 or len(there) != len(entered) or not all(map(_goes, there)):
         return None
     (back,) = backs
     late: set[int] = {id(back)}
-    for node in found.inside:
+    for node in mixture.inside:
         if any(id(maker) in late for t in node.inputs for maker in t.inputs):
             late.add(id(node))
     moved = {id(node) for node in exchanges}
-    after = tuple(n for n in found.inside if id(n) in late and id(n) not in moved)
-    inside = tuple(n for n in found.inside if id(n) not in late and id(n) not in moved)
+    after = tuple(n for n in mixture.inside if id(n) in late and id(n) not in moved)
+    inside = tuple(n for n in mixture.inside if id(n) not in late and id(n) not in moved)
     apart = {id(node) for node in inside}
-    readers = [*after, found.leave]
+    readers = [*after, mixture.leave]
     leaks = any(id(m) in apart | entered for n in readers for t in n.inputs for m in t.inputs)
     turns = (back.attrs.get("split_axis"), back.attrs.get("concat_axis")) == (1, 0)
     reads = [m for n in inside for t in n.inputs for m in t.inputs]

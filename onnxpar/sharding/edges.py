@@ -17,18 +17,18 @@ from onnxpar.sharding.steps import StepKinds
 from onnxpar.sharding.sub_axes import Location, Locations, leaves_at
 
 _WORD = 62
-"""Leaves that a number has a bit for."""
+"""Bits of a word in a bit set of leaves."""
 
 
 @dataclass(frozen=True)
 class Edges:
-    """Steps that move the same sub-axes.
+    """Steps that move the same sub-axes, `axes`.
 
-    kinds    the kinds of steps that there are
-    kind     for each step, the index of its kind
-    start    the states before the steps
-    end      the states after them
-    changed  for each step and dimension of the tensor, True if the step cuts or joins its shards
+    kinds    the distinct kinds of the steps
+    kind     for each step, the index of its kind in `kinds`
+    start    for each step, the state before it
+    end      for each step, the state after it
+    changed  [step, dimension]: True if the step cuts or joins shards of the tensor's dimension
     """
 
     axes: Axes
@@ -41,8 +41,8 @@ class Edges:
 
 @dataclass(frozen=True)
 class Moves:
-    """Finds the steps that move sub-axes from one common location to another. Each state has a
-    location of each sub-axis; only steps between `valid` states count."""
+    """Finds the steps that move sub-axes from one common location to another. A state is a location
+    for each sub-axis; only steps between `valid` states count."""
 
     sub_axes: Sequence[Axis]
     locations: Locations
@@ -51,15 +51,15 @@ class Moves:
     factors: TensorFactors
 
     def edges(self) -> Iterator[Edges]:
-        """Yields the steps, by the sub-axes that they move."""
+        """Yields the steps, one `Edges` for each set of moved sub-axes."""
         kinds = StepKinds(self.factors)
         for n in range(1, len(self.sub_axes) + 1):
             for run in combinations(range(len(self.sub_axes)), n):
                 yield self._of_run(run, kinds)
 
     def _of_run(self, run: Sequence[int], kinds: StepKinds) -> Edges:
-        """The steps that move these sub-axes. On the leaves that they leave or reach, no other
-        sub-axis may come after them."""
+        """The steps that move the sub-axes `run`. No other sub-axis may come after them on the
+        leaves that they leave or reach."""
         common = [w for w in self.locations[run[0]] if all(w in self.locations[i] for i in run)]
         axes = tuple(self.sub_axes[i] for i in run)
         names, table = kinds.table(axes, common)
@@ -89,45 +89,45 @@ class Moves:
 
     def _places(self, sub_axis: int, common: Sequence[Location]) -> Array:
         """For each state, the index of a sub-axis's location in `common`, or -1."""
-        found = [common.index(w) if w in common else -1 for w in self.locations[sub_axis]]
-        return np.array(found)[self.states.places[:, sub_axis]]
+        indices = [common.index(w) if w in common else -1 for w in self.locations[sub_axis]]
+        return np.array(indices)[self.states.places[:, sub_axis]]
 
     def _touched(self, common: Sequence[Location]) -> Array:
-        """The bits of the leaves that a step touches, by its locations before and after it."""
+        """Bit sets of the leaves that a step touches, by [location before, location after]."""
         bits = np.stack([self._bits_of(location) for location in common])
-        found: Array = bits[:, None] ^ bits[None, :]
-        return found
+        touched: Array = bits[:, None] ^ bits[None, :]
+        return touched
 
     def _changed(self, touched: Array) -> Array:
-        """For each entry of `touched`, by dimension, True if it has one of its leaves."""
+        """[..., dimension]: True if the bit set in `touched` has a leaf of the dimension."""
         return np.asarray((touched[..., None, :] & self._dims).any(-1))
 
     @cached_property
     def _valid(self) -> Array:
-        """The index of each valid state by its number; -1 for other numbers."""
+        """The index of each valid state, by number; -1 for all other numbers."""
         index = self.states.index
         return np.where((index >= 0) & self.valid[index], index, -1)
 
     @cached_property
     def _dims(self) -> Array:
-        """The bits of the leaves of each dimension."""
+        """The bit set of each dimension's leaves."""
         of, count = self.factors.dim_of_leaf, len(self.factors.dims)
-        each = [tuple(i for i, at in enumerate(of) if at == dim) for dim in range(count)]
-        return np.stack([np.zeros_like(self._bits_of(None)), *map(self._bits_of, each)])[1:]
+        by_dim = [tuple(i for i, at in enumerate(of) if at == dim) for dim in range(count)]
+        return np.stack([np.zeros_like(self._bits_of(None)), *map(self._bits_of, by_dim)])[1:]
 
     @cached_property
     def _bits(self) -> list[Array]:
-        """For each sub-axis, the bits of the leaves of each of its locations."""
+        """For each sub-axis and each of its locations, the bit set of the location's leaves."""
         return [np.stack([self._bits_of(w) for w in places]) for places in self.locations]
 
     def _bits_of(self, location: Location) -> Array:
         leaves = leaves_at(location)
-        if leaves not in self._known:
-            self._known[leaves] = self._words(leaves)
-        return self._known[leaves]
+        if leaves not in self._bits_cache:
+            self._bits_cache[leaves] = self._words(leaves)
+        return self._bits_cache[leaves]
 
     @cached_property
-    def _known(self) -> dict[frozenset[int], Array]:
+    def _bits_cache(self) -> dict[frozenset[int], Array]:
         return {}
 
     def _words(self, leaves: frozenset[int]) -> Array:

@@ -1,4 +1,4 @@
-"""The part of a mixture of experts that experts themselves compute, and how many rows they get.
+"""The part of a mixture that runs at the ranks of its experts, and the share of chosen rows.
 
 x = Where(chosen, tokens, 0)                  at the rank of the tokens
 ...    nodes with weights of experts          at the rank of the expert
@@ -27,7 +27,7 @@ from onnxpar.sharding.chosen_rows import (
 from onnxpar.sharding.trained_rows import TrainedRows, find_trained_rows
 
 _MATCHES = ("Equal", "OneHot")
-"""Ops that compare the numbers of a router's choices with the numbers of experts."""
+"""Ops that compare the expert indices that a router chose with the indices of all experts."""
 
 _PREPARES = frozenset(
     [
@@ -41,27 +41,26 @@ _PREPARES = frozenset(
         "Unsqueeze",
     ]
 )
-"""Ops that bring stored values into the form in which nodes read them."""
+"""Ops that prepare stored values for the nodes that read them."""
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """What experts compute of a mixture: `nodes` in graph order, and the `result` that they
-    leave."""
+    """The nodes of a mixture that experts compute, in graph order, and their only `result`."""
 
     nodes: tuple[gs.Node, ...]
     result: gs.Tensor
 
 
-def expert_part(found: ChosenRows, shapes: Shapes) -> ExpertPart | None:
-    """The nodes up to the last one with a weight of experts; None if they read rows other than
-    those that enter, or leave several results."""
+def expert_part(mixture: ChosenRows, shapes: Shapes) -> ExpertPart | None:
+    """The nodes up to the last node with a weight of experts; None if they read other rows than the
+    entering rows, or have several results."""
     stored: dict[int, bool] = {}
     owners = [
-        n for n in found.inside if n.op == "MatMul" or _reads_weight(n, found, shapes, stored)
+        n for n in mixture.inside if n.op == "MatMul" or _reads_weight(n, mixture, shapes, stored)
     ]
-    nodes = _upstream(owners, found.inside)
-    kept = {id(t) for node in (*nodes, *found.enter) for t in node.outputs}
+    nodes = _upstream(owners, mixture.inside)
+    rows = {id(t) for node in (*nodes, *mixture.enter) for t in node.outputs}
     members = {id(node) for node in nodes}
     leaving = {
         id(t): t for node in nodes for t in node.outputs
@@ -69,22 +68,22 @@ def expert_part(found: ChosenRows, shapes: Shapes) -> ExpertPart | None:
     }  # fmt: skip
     if len(leaving) != 1:
         return None
-    for node in found.inside:
+    for node in mixture.inside:
         for tensor in node.inputs:
             if id(node) in members:
-                is_known = id(tensor) in kept or is_stored(tensor, stored)
+                is_known = id(tensor) in rows or is_stored(tensor, stored)
             else:
-                is_known = id(tensor) not in kept or id(tensor) in leaving
+                is_known = id(tensor) not in rows or id(tensor) in leaving
             if tensor.name and not is_known:
                 return None
     return ExpertPart(tuple(nodes), next(iter(leaving.values())))
 
 
-def chosen_share(found: ChosenRows | TrainedRows, shapes: Shapes) -> float | None:
-    """The part of the rows of all experts that a router chooses; None if it is unknown. The router
-    numbers its choices, each of which is at most one row of one expert."""
-    experts, rows, _ = shapes[found.chosen.name]
-    todo, seen = deque([found.chosen]), {id(found.chosen)}
+def chosen_share(mixture: ChosenRows | TrainedRows, shapes: Shapes) -> float | None:
+    """The share of pairs of an expert and a row that the router chooses; None if unknown. The
+    router gives its choices as expert indices; a choice is at most one row of one expert."""
+    experts, rows, _ = shapes[mixture.chosen.name]
+    todo, seen = deque([mixture.chosen]), {id(mixture.chosen)}
     while todo:
         for node in todo.popleft().inputs:
             if node.op in _MATCHES:
@@ -102,37 +101,35 @@ def chosen_share(found: ChosenRows | TrainedRows, shapes: Shapes) -> float | Non
 
 
 def chosen_shares(graph: gs.Graph, shapes: Shapes) -> dict[str, float]:
-    """For each tensor by which rows enter or leave the experts of a mixture, by name, the part of
-    its rows that are not zeros."""
-    found = {}
+    """The share of chosen rows of each tensor that enters or leaves the experts, by name."""
+    shares = {}
     for scope in scopes(graph):
         for mixture in find_chosen_rows(scope, shapes):
             part, share = expert_part(mixture, shapes), chosen_share(mixture, shapes)
             if part is not None and share is not None:
                 moved = [node.outputs[0] for node in mixture.enter] + [part.result]
-                found.update({tensor.name: share for tensor in moved})
-    return found
+                shares.update({tensor.name: share for tensor in moved})
+    return shares
 
 
 def computed_shares(graph: gs.Graph) -> Iterator[tuple[ChosenRows | TrainedRows, float]]:
-    """The mixtures of a graph and its bodies, each with the part of its rows that a router
-    chooses."""
+    """Yields the mixtures of a graph and its bodies, each with the share of chosen rows."""
     shapes = known_shapes(graph)
     for scope in scopes(graph):
         mixtures: Iterator[ChosenRows | TrainedRows] = chain(
             find_chosen_rows(scope, shapes), find_trained_rows(scope, shapes)
         )
-        for found in mixtures:
-            share = chosen_share(found, shapes)
+        for mixture in mixtures:
+            share = chosen_share(mixture, shapes)
             if share is not None:
-                yield found, share
+                yield mixture, share
 
 
 def _reads_weight(
-    node: gs.Node, found: ChosenRows, shapes: Shapes, stored: dict[int, bool]
+    node: gs.Node, mixture: ChosenRows, shapes: Shapes, stored: dict[int, bool]
 ) -> bool:
-    """True if a node has an operand with values for each expert that is stored with the model."""
-    experts = shapes[found.chosen.name][0]
+    """True if a node reads a stored operand with a matrix for each expert."""
+    experts = shapes[mixture.chosen.name][0]
     return any(
         t.name in shapes
         and len(shapes[t.name]) == RANK
@@ -143,20 +140,20 @@ def _reads_weight(
 
 
 def _upstream(owners: Collection[gs.Node], inside: Collection[gs.Node]) -> list[gs.Node]:
-    """The nodes from which owners follow, and the owners, in graph order."""
+    """The nodes of `inside` on which owners depend, and the owners, in graph order."""
     within = {id(node) for node in inside}
-    wanted: set[int] = set()
+    needed: set[int] = set()
     todo = list(owners)
     while todo:
         node = todo.pop()
-        if id(node) in within and id(node) not in wanted:
-            wanted.add(id(node))
+        if id(node) in within and id(node) not in needed:
+            needed.add(id(node))
             todo += [maker for t in node.inputs for maker in t.inputs]
-    return [node for node in inside if id(node) in wanted]
+    return [node for node in inside if id(node) in needed]
 
 
 def is_stored(tensor: gs.Tensor, known: dict[int, bool]) -> bool:
-    """True if a tensor is stored with the model, or follows from such tensors alone."""
+    """True if a tensor is stored with the model, or is computed from stored tensors alone."""
     if id(tensor) not in known:
         known[id(tensor)] = False
         maker = tensor.inputs[0] if tensor.inputs else None

@@ -2,7 +2,7 @@
 
 An *atom* is an index variable that no op cuts further: the 192 columns of a fused QKV weight are
 `h d + h d + h d`, because a Reshape far downstream separates heads. A sharding assigns mesh axes to
-atoms, so that no split cuts what some op treats as one unit. `analysis.py` finds the atoms.
+atoms, so no split cuts a unit of any op. `analysis.py` finds the atoms.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from onnxpar.sharding.lifetimes import lifetimes
 
 @dataclass(frozen=True)
 class Leaf:
-    """An occurrence of an atom in a tensor; it can be split if it has at least two elements."""
+    """An occurrence of an atom in a tensor; a leaf of two or more elements can be split."""
 
     atom: int
     size: int
@@ -43,8 +43,8 @@ class TensorFactors:
 
     apart   pairs of leaves that may be split over the same axis
     open    leaves of the dimensions whose size is data-dependent
-    priced  the dimensions at the sizes for which costs are computed, with weights that add up to
-            1; empty: at the sizes of `dims`
+    priced  (weight, dimensions) at the sizes for which costs are computed; weights add up to 1.
+            Empty: costs are computed at the sizes of `dims`
     """
 
     dims: tuple[Dim, ...]
@@ -56,8 +56,7 @@ class TensorFactors:
 
     @property
     def costed(self) -> tuple[tuple[float, tuple[Dim, ...]], ...]:
-        """The dimensions at each of the sizes for which costs are computed, with the weight of
-        these sizes."""
+        """(weight, dimensions) at each of the sizes for which costs are computed."""
         return self.priced or ((1.0, self.dims),)
 
 
@@ -71,14 +70,13 @@ class OpLeaf:
 
 
 Links = tuple[int | None, ...]
-"""For each leaf of a tensor, the index of the node's leaf with which it is split; None if it stays
-whole."""
+"""For each leaf of a tensor, the index of the node's leaf that has the same axes; None for a leaf
+that stays whole."""
 
 
 @dataclass(frozen=True, eq=False)
 class BodyFactors:
-    """A subgraph whose nodes are split like those around it, with the links of its inputs and
-    outputs."""
+    """A subgraph that is split together with its node, with the links of its inputs and outputs."""
 
     graph: gs.Graph
     inputs: tuple[Links, ...]
@@ -87,9 +85,13 @@ class BodyFactors:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a router chooses: the part of all pairs of an expert and a row, if it chooses each
-    expert equally often; `atom` numbers the experts. The atoms `rows`, if there are any, tell
-    tensors of rows from gradients of weights."""
+    """The choice of a mixture's router.
+
+    share  the share of pairs of an expert and a row that the router chooses, on average
+    atom   the atom of experts
+    rows   the atoms of rows, which distinguish tensors of rows from gradients of weights; may be
+           empty
+    """
 
     share: float
     atom: int
@@ -107,7 +109,7 @@ class OpFactors:
     trees      the rule's factors, unsplit
     atoms      the atoms of each factor's leaves
     co_sharded leaves that are split over the same axes, or not at all
-    rings      pairs of leaves of the rule's rings, in their order; these are also among `apart`
+    rings      pairs of leaves of the rule's rings, in order; `apart` has these pairs, too
     bodies     subgraphs that are split together with the node
     result     name of the first result before passes replace it
     priced     the node at the sizes for which costs are computed, as in `TensorFactors`
@@ -133,12 +135,11 @@ class OpFactors:
 
     @property
     def costed(self) -> tuple[tuple[float, OpFactors], ...]:
-        """The node at each of the sizes for which costs are computed, with the weight of these
-        sizes."""
+        """(weight, node) at each of the sizes for which costs are computed."""
         return self.priced or ((1.0, self),)
 
     def operands(self) -> Iterator[tuple[gs.Tensor, Links]]:
-        """Every operand and result with its links, then those of the bodies."""
+        """The operands and results of the node, then of its bodies, each with its links."""
         yield from zip(self.node.inputs, self.inputs, strict=True)
         yield from zip(self.node.outputs, self.outputs, strict=True)
         for body in self.bodies:
@@ -146,24 +147,23 @@ class OpFactors:
             yield from zip(body.graph.inputs, body.inputs, strict=True)
 
     def computed(self, axes: Sequence[Axes]) -> float:
-        """The part of the node's rows that a rank computes, if its leaves are split over these
-        axes: all of them, unless the pass compact-experts leaves some out."""
+        """The share of its rows that a rank computes if the node's leaves are split over these
+        axes: 1, unless the pass compact-experts leaves rows out."""
         if self.chosen is None:
             return 1.0
-        each = zip(self.leaves, axes, strict=True)
-        experts = [(leaf.size, over) for leaf, over in each if leaf.atom == self.chosen.atom]
+        split = zip(self.leaves, axes, strict=True)
+        experts = [(leaf.size, over) for leaf, over in split if leaf.atom == self.chosen.atom]
         fits = all(parts_over(over) <= size for size, over in experts)
         return self.chosen.share if fits else 1.0
 
     def extent(self, leaf: int) -> int:
-        """The number of elements of a leaf in the node's trees, whose sizes may differ from that of
-        the leaf."""
-        own = self.leaves[leaf]
-        found = (f.size for f in leaves_of(self.trees[own.factor]) if f.is_leaf)
-        return dict(zip(self.atoms[own.factor], found, strict=True))[own.atom]
+        """The number of a leaf's elements in the node's trees; may differ from the leaf's size."""
+        op_leaf = self.leaves[leaf]
+        sizes = (f.size for f in leaves_of(self.trees[op_leaf.factor]) if f.is_leaf)
+        return dict(zip(self.atoms[op_leaf.factor], sizes, strict=True))[op_leaf.atom]
 
     def reduction(self, leaf: int) -> str | None:
-        """The reduction that results need if this leaf is split; None if they need none."""
+        """The reduction that results need if this leaf is split; None if no reduction is needed."""
         return self.rule.reduce.get(self.leaves[leaf].factor)
 
 
@@ -178,8 +178,8 @@ class GraphFactors:
     on_host     tables that stay in files, and the results that replace them
     in_file     the names in the file of tensors that the loader has renamed
 
-    `in_convolutions` has the names of nodes that onnxruntime runs inside convolutions, `lifetimes`
-    the bytes written while a tensor lives, by its name.
+    `in_convolutions` has the names of nodes that onnxruntime runs inside convolutions; `lifetimes`
+    has the bytes that are written while a tensor lives, by name of the tensor.
     """
 
     tensors: dict[str, TensorFactors]
@@ -195,8 +195,7 @@ class GraphFactors:
 
     @property
     def file_names(self) -> dict[str, str]:
-        """The names of tensors by the names that these have in the file, where no tensor has such a
-        name now."""
+        """Current names of renamed tensors, by name in the file; without names that are in use."""
         renamed = ((old, new) for new, old in self.in_file.items() if new in self.tensors)
         return {old: new for old, new in renamed if old not in self.tensors}
 
@@ -222,17 +221,17 @@ class GraphFactors:
 
     @cached_property
     def in_loops(self) -> Mapping[str, InLoop]:
-        """The nodes that ranks run in one loop with others, by name."""
+        """The nodes that ranks run in a loop of several elementwise nodes, by name."""
         return in_loops(self.ops, self.tensors)
 
     def bonded(self, op: OpFactors, leaf: int) -> Sequence[tuple[OpFactors, int]]:
-        """All leaves that must be split over the same axes as this one, itself included, each with
-        its node."""
+        """All leaves that must be split over the same axes as this leaf, including this leaf, as
+        (node, leaf)."""
         return self._bonded.get((op.node.name, leaf)) or [(op, leaf)]
 
     def share(self, name: str, layout: Layout) -> float:
-        """The part of a tensor that ranks compute: less than 1 for the rows of experts, if each
-        rank has an expert; `name` may be that of its copy in another layout."""
+        """The share of a tensor that ranks compute: less than 1 for rows of experts, if each rank
+        has an expert. `name` may be the name of the tensor's copy in another layout."""
         share = self._shares.get(name) or self._shares.get(name.rpartition("@")[0]) or 1.0
         return share if share < 1 and all(map(min, _parts(layout.dims[0]))) else 1.0
 
@@ -243,8 +242,8 @@ class GraphFactors:
         return share if fits else 1.0
 
     def is_of_experts(self, tensor: gs.Tensor, chosen: Chosen) -> bool:
-        """True if the first dimension of a tensor is that of the experts, of which the rows are
-        chosen; not if it is a weight."""
+        """True if a tensor's first dimension is the dimension of experts, and the tensor is neither
+        a weight nor the gradient of a weight."""
         factors = self.tensors.get(tensor.name)
         if factors is None or is_weight(tensor) or not factors.leaves:
             return False
@@ -253,7 +252,7 @@ class GraphFactors:
         return factors.leaves[0].atom == chosen.atom and factors.dim_of_leaf[0] == 0
 
     def opened(self, other: GraphFactors) -> GraphFactors:
-        """The same factors; atoms that have another size in `other` are marked as open."""
+        """These factors; atoms that have another size in `other` become open."""
         sizes = {leaf.atom: leaf.size for op in other.ops for leaf in op.leaves}
         leaves = [leaf for op in self.ops for leaf in op.leaves]
         atoms = frozenset(x.atom for x in leaves if sizes.get(x.atom, x.size) != x.size)
@@ -267,18 +266,17 @@ def _parts(dim: Dim) -> list[tuple[int, ...]]:
 
 def _open(tensor: TensorFactors, atoms: frozenset[int]) -> frozenset[int]:
     """The leaves of dimensions that contain an open atom."""
-    each = list(zip(tensor.leaves, tensor.dim_of_leaf, strict=True))
-    dims = {dim for leaf, dim in each if leaf.atom in atoms}
-    return frozenset(i for i, (_, dim) in enumerate(each) if dim in dims)
+    pairs = list(zip(tensor.leaves, tensor.dim_of_leaf, strict=True))
+    dims = {dim for leaf, dim in pairs if leaf.atom in atoms}
+    return frozenset(i for i, (_, dim) in enumerate(pairs) if dim in dims)
 
 
 Parts = tuple[int, ...] | Shares | Proportion
-"""Sizes of the shards of a leaf, or the shares from which they follow."""
+"""Sizes of the shards of a leaf, or the ranks' shares, which determine the sizes."""
 
 
 def sizes_of(parts: Parts | None, size: int, axes: Axes) -> tuple[int, ...]:
-    """Sizes of the shards of a leaf of this size that is split over axes; without `parts`, the
-    default ones."""
+    """Sizes of the shards of a leaf that is split over axes; without `parts`, default sizes."""
     if size > 0 and isinstance(parts, (Shares, Proportion)):
         return parts.sizes(size)
     return parts if isinstance(parts, tuple) else default_parts(size, axes)
@@ -295,9 +293,7 @@ def with_axes(dim: Dim, axes: Iterator[tuple[Axes, Parts | None]]) -> Dim:
             parts = parts.sizes(dim.size) if over and dim.size > 0 else None
         elif isinstance(parts, Proportion):
             parts = parts if over and dim.size >= 0 else None
-        elif isinstance(
-            dim, SizedFactor
-        ):  # sizes by hand hold only for the dimension's size for which they were given
+        elif isinstance(dim, SizedFactor):  # sizes by hand hold for one size of the dimension
             parts = parts if parts and sum(parts) == dim.size else None
         return type(dim)(dim.size, over, parts)
     return type(dim)(tuple(with_axes(c, axes) for c in dim.children))

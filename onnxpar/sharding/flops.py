@@ -15,39 +15,41 @@ from onnxpar.sharding.state import ShardingState
 
 
 def flops(op: OpFactors, sharding: ShardingState | None = None) -> int:
-    """Multiplications and additions of a contraction: of the unsplit op, or of the rank with the
-    largest shards if `sharding` is given."""
+    """Multiplications and additions of a contraction: of the unsplit op, or with `sharding`, of the
+    rank with the largest shards."""
     if sharding is None:
         whole: Axes = ()
-        return _counted(op, op.rule.sizes, [whole] * len(op.leaves))
+        return _count(op, op.rule.sizes, [whole] * len(op.leaves))
     return flops_over(op, sharding.op_axes(op), sharding)
 
 
 def flops_of_ranks(op: OpFactors, sharding: ShardingState, ranks: Sequence[int]) -> list[int]:
     """Multiplications and additions of each of these ranks."""
     axes = without_rings(op, sharding.op_axes(op))
-    held: dict[str, list[int]] = {}
+    sizes_by_factor: dict[str, list[int]] = {}
     for name in op.rule.sizes.keys() - op.whole.keys():
         at = [(i, leaf) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
         over = [(axes[i], sharding.parts_of(leaf.atom, axes[i])) for i, leaf in at]
         if any(split for split, _ in over):
             tree = with_axes(op.trees[name], iter(over))
-            held[name] = [estimated_size(tree, sharding.mesh, rank) for rank in ranks]
-    known: dict[tuple[int, ...], int] = {}
-    found = []
-    for sizes in zip(*held.values(), strict=True) if held else [()] * len(ranks):
-        if sizes not in known:
-            local = {**op.rule.sizes, **dict(zip(held, sizes, strict=True))}
-            known[sizes] = _counted(op, local, axes)
-        found.append(known[sizes])
-    return found
+            sizes_by_factor[name] = [estimated_size(tree, sharding.mesh, rank) for rank in ranks]
+    counts: dict[tuple[int, ...], int] = {}
+    flops_by_rank = []
+    for sizes in (
+        zip(*sizes_by_factor.values(), strict=True) if sizes_by_factor else [()] * len(ranks)
+    ):
+        if sizes not in counts:
+            local = {**op.rule.sizes, **dict(zip(sizes_by_factor, sizes, strict=True))}
+            counts[sizes] = _count(op, local, axes)
+        flops_by_rank.append(counts[sizes])
+    return flops_by_rank
 
 
 def flops_over(
     op: OpFactors, axes: Sequence[Axes], sharding: ShardingState, rank: int | None = None
 ) -> int:
-    """Multiplications and additions of a rank, or of the rank with the largest shards, if the
-    node's leaves are split over these axes."""
+    """Multiplications and additions of a rank (without `rank`, of the rank with the largest shards)
+    if the node's leaves are split over these axes."""
     sizes = dict(op.rule.sizes)
     axes = without_rings(op, axes)
     for name in sizes.keys() - op.whole.keys():
@@ -61,22 +63,22 @@ def flops_over(
             sizes[name] = largest_size(tree)
         else:
             sizes[name] = estimated_size(tree, sharding.mesh, rank)
-    return _counted(op, sizes, axes)
+    return _count(op, sizes, axes)
 
 
-def _counted(op: OpFactors, sizes: Mapping[str, Size], axes: Sequence[Axes]) -> int:
-    """Multiplications and additions for shards of these sizes, of the rows that are computed."""
+def _count(op: OpFactors, sizes: Mapping[str, Size], axes: Sequence[Axes]) -> int:
+    """Multiplications and additions for shards of these sizes, counting computed rows only."""
     return round(2 * _products(op.rule, sizes) * op.computed(axes))
 
 
 def without_rings(op: OpFactors, axes: Sequence[Axes]) -> list[Axes]:
-    """The axes of a node's leaves, except of those whose shards travel in a ring: a rank computes
-    with all of them."""
-    found = list(axes)
+    """The axes of a node's leaves; no axes for a leaf whose shards travel in a ring, because a rank
+    computes with all these shards."""
+    remaining = list(axes)
     for i, j in op.rings:
         if axes[i] == axes[j]:
-            found[j] = ()
-    return found
+            remaining[j] = ()
+    return remaining
 
 
 def _products(rule: Rule, sizes: Mapping[str, Size]) -> int:
@@ -87,4 +89,7 @@ def _products(rule: Rule, sizes: Mapping[str, Size]) -> int:
     operands = [{v for expr in spec or () for v in expr_vars(expr)} for spec in rule.inputs[:2]]
     result = {v for expr in rule.outputs[0] or () for v in expr_vars(expr)}
     counts = (operands[0] | operands[-1], result | operands[-1] | rule.reduce.keys())
-    return min(math.prod(1 if sizes[v] is None else sizes[v] or 0 for v in each) for each in counts)
+    return min(
+        math.prod(1 if sizes[v] is None else sizes[v] or 0 for v in variables)
+        for variables in counts
+    )

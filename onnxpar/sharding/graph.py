@@ -1,9 +1,9 @@
-"""The graph of all factor shardings of a tensor, whose edges are single collectives and local cuts.
-The cheapest reshard is a shortest path in it.
+"""The graph of all factor shardings of a tensor. Its edges are single collectives and local cuts;
+the cheapest reshard is a shortest path.
 
 A state of the graph has a location for each sub-axis of the mesh: unused, on a slot of leaves, or
-in a partial reduction. The sub-axes on a leaf are in mesh order, so that only the last one can
-leave, and only a later one can be added.
+in a partial reduction. The sub-axes on a leaf are in mesh order: only the last one can leave, and
+only a later one can join.
 """
 
 from __future__ import annotations
@@ -42,24 +42,25 @@ from onnxpar.sharding.sub_axes import (
 )
 
 STEP = 1e-16
-"""Seconds added to each step, so that of two paths with the same cost the shorter one wins."""
+"""Seconds added to each step, so that the shorter of two paths with equal cost wins."""
 
 MOST_DETOURS = 1 << 12
 """Largest number of states if sub-axes may be on any leaf. In a larger graph, a sub-axis may only
-be where some wanted sharding has it."""
+be at its locations in wanted shardings."""
 
 MOST_STATES = 1 << 15
-"""Largest number of states if a path may pass where any wanted sharding has a sub-axis. In a larger
-graph, a sub-axis is where the path's start or one other wanted sharding has it, or unused."""
+"""Largest number of states if a sub-axis may be at its location in any wanted sharding. In a larger
+graph, a path has each sub-axis unused, or at its location in the start or in one other wanted
+sharding."""
 
 
 class ReshardGraph:
-    """All factor shardings of a tensor that a path between the `wanted` ones may visit: each
-    sub-axis is where a wanted one has it, or on any other leaf.
+    """All factor shardings of a tensor that a path between `wanted` shardings may visit: each
+    sub-axis is at its location in a wanted sharding, or (a detour) on any leaf.
 
-    `itemsize` is the number of bytes of an element; `has_detours` is False if there were too many
-    states for any other leaf. Errors: Unordered if the sub-axes on leaves are
-    in contradicting orders, or overlap.
+    `itemsize` is the number of bytes of an element; `has_detours` is False if detours would give
+    too many states. Errors: Unordered if the sub-axes on leaves are in contradicting orders, or
+    overlap.
     """
 
     def __init__(
@@ -75,14 +76,14 @@ class ReshardGraph:
         }
         self.factors = factors
         self.costs = costs
-        found = self._cut_axes()
-        self.locations = self._locations(found, detours=True)
+        by_sharding = self._cut_axes()
+        self.locations = self._locations(by_sharding, detours=True)
         self.has_detours = math.prod(map(len, self.locations)) <= MOST_DETOURS
         if not self.has_detours:
-            self.locations = self._locations(found, detours=False)
+            self.locations = self._locations(by_sharding, detours=False)
         counts = [len(locations) for locations in self.locations]
         self.numbering = Numbering(counts)
-        at = [self._number(locations) for locations in found]
+        at = [self._number(locations) for locations in by_sharding]
         self.near: Array | None = None
         if self.numbering.most > MOST_STATES:
             near = self._between(at)
@@ -100,50 +101,49 @@ class ReshardGraph:
         mesh = self.costs.mesh
         idle = [(mesh.axis(name),) for name, size in mesh.shape if size > 1]
         cuts = cuts_of([*(a for p in self.wanted for a in (*p.leaves, p.partial)), *idle])
-        found = [locations_in(p, cuts, self.factors) for p in self.wanted]
+        by_sharding = [locations_in(p, cuts, self.factors) for p in self.wanted]
         others = [dict.fromkeys(cut(axes, cuts)) for axes in idle]
         chains = [cut(axes, cuts) for p in self.wanted for axes in p.leaves]
-        self.sub_axes = ordered(chains, [*found, *others])
-        return found
+        self.sub_axes = ordered(chains, [*by_sharding, *others])
+        return by_sharding
 
     def _locations(
-        self, found: Sequence[Mapping[Axis, Location]], detours: bool
+        self, by_sharding: Sequence[Mapping[Axis, Location]], detours: bool
     ) -> list[list[Location]]:
-        """The possible locations of each sub-axis: those in wanted shardings and, with `detours`,
-        any leaf."""
+        """The possible locations of each sub-axis: its locations in wanted shardings and, with
+        `detours`, any leaf."""
         leaves = set(range(len(self.factors.leaves) if detours else 0)) - self.factors.open
         locations: list[list[Location]] = []
         for sub_axis in self.sub_axes:
-            wanted = [places.get(sub_axis) for places in found]
+            wanted = [places.get(sub_axis) for places in by_sharding]
             between = [(i,) for i in sorted(leaves) if self.factors.leaves[i].size >= sub_axis.size]
             locations.append(list(dict.fromkeys([None, *wanted, *between])))
         return locations
 
     def _number(self, places: Mapping[Axis, Location]) -> int:
         """The number of the state in which sub-axes are at these locations."""
-        each = zip(self.numbering.strides, self.locations, self.sub_axes, strict=True)
-        return sum(s * locations.index(places.get(axis)) for s, locations, axis in each)
+        rows = zip(self.numbering.strides, self.locations, self.sub_axes, strict=True)
+        return sum(s * locations.index(places.get(axis)) for s, locations, axis in rows)
 
     def _between(self, numbers: Sequence[int]) -> Array:
-        """For each of these states (rows), the numbers of states (columns) in which each sub-axis
-        is unused, where this state has it, or where one other of them has it, the same other one
-        for all sub-axes."""
-        found: Array = np.zeros((len(numbers), self.numbering.most), bool)
+        """[given state, any state by number]: True if the second state lies between the first and
+        some other given state: each sub-axis is unused, or at its location in one of these two."""
+        is_between: Array = np.zeros((len(numbers), self.numbering.most), bool)
         strides, states = self.numbering.strides, self.numbering.places_of(np.array(numbers))
         for (i, one), (j, other) in combinations(enumerate(states), 2):
             between = np.zeros(1, int)
             for stride, places in zip(strides, zip(one, other, strict=True), strict=True):
                 between = np.add.outer(between, stride * np.array(sorted({0, *places}))).reshape(-1)
-            found[i, between] = found[j, between] = True
-        return found
+            is_between[i, between] = is_between[j, between] = True
+        return is_between
 
     def seconds(self) -> Array:
-        """Seconds from each wanted sharding (rows) to each (columns), by the cheapest path."""
+        """[start, goal]: seconds of the cheapest path between two wanted shardings."""
         return self._paths()[0][:, self.at]
 
     def seconds_apart(self) -> Array:
-        """Seconds between the wanted shardings as two matrices: of local cuts, and of
-        collectives."""
+        """Seconds of the cheapest paths between wanted shardings as two matrices: of local cuts,
+        and of collectives."""
         local: Array = np.zeros((len(self.at), len(self.at)))
         seconds, before = self._paths()
         now = np.broadcast_to(self.at, local.shape).copy()
@@ -157,24 +157,23 @@ class ReshardGraph:
             now[rows, columns] = steps[0]
 
     def _paths(self) -> tuple[Array, Array]:
-        """Seconds of the cheapest path from each wanted sharding (rows) to each state, and the
-        state before it; negative if there is none."""
+        """Two matrices [wanted sharding, state]: seconds of the cheapest path to the state, and the
+        state before the last step (negative if there is none)."""
         seconds: Array
         if self.near is None:
             seconds, before = dijkstra(self.graph, indices=self.at, return_predecessors=True)
             return seconds, before
         seconds, before = np.full(self.near.shape, np.inf), np.full(self.near.shape, -1)
         for i, near in enumerate(self.near):
-            own = np.flatnonzero(near & self.valid)
-            start = np.searchsorted(own, self.at[i])
-            part = self.graph[own][:, own]
-            seconds[i, own], last = dijkstra(part, indices=start, return_predecessors=True)
-            before[i, own] = np.append(own, -1)[np.maximum(last, -1)]
+            states = np.flatnonzero(near & self.valid)
+            start = np.searchsorted(states, self.at[i])
+            part = self.graph[states][:, states]
+            seconds[i, states], last = dijkstra(part, indices=start, return_predecessors=True)
+            before[i, states] = np.append(states, -1)[np.maximum(last, -1)]
         return seconds, before
 
     def steps(self, start: FactorSharding, goal: FactorSharding) -> list[ReshardStep]:
-        """The cheapest path from one wanted sharding to another. Errors: Unordered if there is
-        none."""
+        """The cheapest path between two wanted shardings. Errors: Unordered if there is none."""
         first, last = self.at[self.wanted[start]], self.at[self.wanted[goal]]
         _, before = dijkstra(self.graph, indices=first, return_predecessors=True)
         steps: list[ReshardStep] = []
@@ -216,24 +215,24 @@ class ReshardGraph:
         for at in self.sizes:
             larger = np.maximum(at.which[start], at.which[end])
             ends = np.cumsum([len(edges.start) for edges in every])[:-1]
-            each = zip(every, np.split(larger, ends) if every else [], strict=True)
-            took = [self._took(edges, own, at) for edges, own in each]
+            pairs = zip(every, np.split(larger, ends) if every else [], strict=True)
+            took = [self._step_seconds(edges, own, at) for edges, own in pairs]
             seconds += at.weight * np.concatenate([none, *took])
             seconds += at.weight * self.costs.rows(1) * at.rows_moved(changed, start, end)
         # before SciPy 1.15, csgraph takes 32-bit indices only
         ends_of = start.astype(np.int32), end.astype(np.int32)
         return csr_array((seconds, ends_of), shape=(len(self.states), len(self.states)))
 
-    def _took(self, edges: Edges, larger: Array, at: StateSizes) -> Array:
-        """Seconds of each step without its rows; `larger` is the index of the bytes of its larger
-        shard."""
+    def _step_seconds(self, edges: Edges, larger: Array, at: StateSizes) -> Array:
+        """Seconds of each step, without the time for rows; `larger` is the index of the larger
+        shard's bytes."""
         count = len(at.bytes)
         codes = edges.kind * count + larger
         seconds = np.zeros(len(edges.kinds) * count)
         for number, kind in enumerate(edges.kinds):
             used = np.flatnonzero(np.bincount(larger[edges.kind == number]))
-            found = self.costs.steps(kind, edges.axes, at.bytes[used].tolist())
-            seconds[number * count + used] = found
+            seconds_of_kind = self.costs.steps(kind, edges.axes, at.bytes[used].tolist())
+            seconds[number * count + used] = seconds_of_kind
         return np.asarray(seconds[codes])
 
     def _step(self, start: int, end: int) -> ReshardStep:
@@ -282,6 +281,6 @@ class ReshardGraph:
 
 def _only(kinds: Collection[str], edges: Edges) -> Edges:
     """The steps of these kinds."""
-    wanted = np.array([kind in kinds for kind in edges.kinds], bool)[edges.kind]
-    own = (each[wanted] for each in (edges.kind, edges.start, edges.end, edges.changed))
-    return Edges(edges.axes, edges.kinds, *own)
+    chosen = np.array([kind in kinds for kind in edges.kinds], bool)[edges.kind]
+    columns = (edges.kind, edges.start, edges.end, edges.changed)
+    return Edges(edges.axes, edges.kinds, *(column[chosen] for column in columns))

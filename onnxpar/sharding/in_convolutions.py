@@ -1,5 +1,5 @@
-"""Finds nodes that onnxruntime runs inside the convolution before them: they take no time of their
-own, unless the ranks must communicate in between."""
+"""Finds nodes that onnxruntime runs inside the preceding convolution: they take no extra time,
+unless ranks communicate between the convolution and the node."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ ACTIVATIONS = frozenset(("Relu", "Clip", "Sigmoid", "Tanh", "LeakyRelu", "HardSi
 
 
 def in_convolutions(nodes: Iterable[gs.Node]) -> frozenset[str]:
-    """The names of the nodes, given in graph order, that onnxruntime runs inside a convolution: the
-    sum of its result and another tensor, and an activation. None whose operand others read too."""
-    found: set[str] = set()
-    made: set[str] = set()
+    """The names of nodes that onnxruntime runs inside a convolution: an Add of its result and
+    another tensor, and an activation. The node must be the only reader of the result. `nodes` are
+    in graph order."""
+    inside: set[str] = set()
+    fusable: set[str] = set()
     for node in nodes:
         if node.op == "Conv":
             ends = True
         elif (node.op in ACTIVATIONS or node.op == "Add") and any(
-            t.name in made for t in node.inputs
+            t.name in fusable for t in node.inputs
         ):
-            found.add(node.name)
+            inside.add(node.name)
             ends = node.op == "Add"
         else:
             continue
         if ends and len(node.outputs[0].outputs) == 1:
-            made.add(node.outputs[0].name)
-    return frozenset(found)
+            fusable.add(node.outputs[0].name)
+    return frozenset(inside)

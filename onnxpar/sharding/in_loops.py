@@ -1,5 +1,5 @@
-"""Finds nodes that ranks run in one loop with others: only what comes from outside the loop is
-read, and only what others need is written."""
+"""Finds elementwise nodes that ranks run together in one loop. A loop reads only tensors from
+outside the loop, and writes only tensors that nodes outside read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InLoop:
-    """The operands of a node that its loop reads in memory and no earlier node of the loop has
-    read, and the results that the loop writes; `is_first` if the node is the loop's first one."""
+    """The memory accesses of a node in a loop.
+
+    operands  indices of operands that the loop reads from memory, first for this node
+    results   indices of results that the loop writes to memory
+    is_first  True for the first node of the loop
+    """
 
     operands: frozenset[int]
     results: frozenset[int]
@@ -27,8 +31,7 @@ class InLoop:
 
 
 def in_loops(ops: Sequence[OpFactors], tensors: Mapping[str, TensorFactors]) -> dict[str, InLoop]:
-    """The nodes that ranks run in loops, by name, if no layout changes between the nodes of a
-    loop."""
+    """The nodes that ranks run in loops, by name, if no reshard separates the nodes of a loop."""
 
     def kind(tensor: gs.Tensor) -> Hashable | None:
         factors = tensors.get(tensor.name)
@@ -36,26 +39,26 @@ def in_loops(ops: Sequence[OpFactors], tensors: Mapping[str, TensorFactors]) -> 
             return None
         return (factors.dims, factors.leaves) if factors.leaves else ONE
 
-    found: dict[str, InLoop] = {}
+    nodes: dict[str, InLoop] = {}
     for graph in {id(op.graph): op.graph for op in ops}.values():
         outputs = {t.name for t in graph.outputs}
         for unit in elementwise_units(graph, kind):
             if len(unit) >= FEWEST:
-                found |= _of_loop(unit, outputs)
-    return found
+                nodes |= _nodes_of_loop(unit, outputs)
+    return nodes
 
 
-def _of_loop(unit: Sequence[gs.Node], outputs: set[str]) -> dict[str, InLoop]:
+def _nodes_of_loop(unit: Sequence[gs.Node], outputs: set[str]) -> dict[str, InLoop]:
     names = {node.name for node in unit}
-    known = set()
-    found = {}
+    in_registers = set()
+    nodes = {}
     for node in unit:
-        operands = frozenset(i for i, t in enumerate(node.inputs) if t.name not in known)
+        operands = frozenset(i for i, t in enumerate(node.inputs) if t.name not in in_registers)
         results = frozenset(
             i
             for i, t in enumerate(node.outputs)
             if t.name in outputs or any(reader.name not in names for reader in t.outputs)
         )
-        known |= {t.name for t in (*node.inputs, *node.outputs)}
-        found[node.name] = InLoop(operands, results, node is unit[0])
-    return found
+        in_registers |= {t.name for t in (*node.inputs, *node.outputs)}
+        nodes[node.name] = InLoop(operands, results, node is unit[0])
+    return nodes

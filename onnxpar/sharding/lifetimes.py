@@ -1,4 +1,4 @@
-"""How long tensors live in a run, which tells whether a core's cache still holds them."""
+"""Lifetimes of tensors in a run, in bytes written: is a tensor still in cache at its last use?"""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ VIEWS = frozenset(
 
 
 def lifetimes(nodes: Iterable[gs.Node], tensors: Mapping[str, TensorFactors]) -> dict[str, float]:
-    """For each tensor that a node computes, the bytes that nodes write from then on until its last
-    use, itself included. The nodes are in graph order, and not split. What is read through a view
-    counts as read by the view alone. Bytes are means over the sizes for which costs are computed.
+    """The lifetime of each computed tensor: the bytes that nodes write from its computation
+    (included) to its last use. `nodes` are unsplit, in graph order. A view counts as the only
+    reader of its operand. Bytes are means over the sizes for which costs are computed.
     """
     written = 0.0
     start: dict[str, float] = {}
-    found: dict[str, float] = {}
+    lifetime: dict[str, float] = {}
     for node in nodes:
         for tensor in node.inputs:
             if tensor.name in start:
-                found[tensor.name] = written - start[tensor.name]
+                lifetime[tensor.name] = written - start[tensor.name]
         for tensor in node.outputs:
             start[tensor.name] = written
             if node.op not in VIEWS and tensor.name in tensors:
                 written += _bytes(tensor, tensors[tensor.name])
-            found[tensor.name] = written - start[tensor.name]
-    return found
+            lifetime[tensor.name] = written - start[tensor.name]
+    return lifetime
 
 
 def _bytes(tensor: gs.Tensor, factors: TensorFactors) -> float:
-    each = ((weight, Layout(dims).shape) for weight, dims in factors.costed)
-    return sum(weight * shape_bytes(tensor, shape) for weight, shape in each)
+    shapes = ((weight, Layout(dims).shape) for weight, dims in factors.costed)
+    return sum(weight * shape_bytes(tensor, shape) for weight, shape in shapes)

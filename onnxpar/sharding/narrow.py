@@ -1,5 +1,4 @@
-"""Restricts rules so that they split less than their op allows: with open sizes, some shards have
-no closed form."""
+"""Restricts rules to splits whose shards have a closed form in the open sizes."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ OPEN = "its shards are unknown, because the model has open sizes; fix them with 
 
 
 def narrowed(node: gs.Node, rule: Rule, factors: Collection[str] | None) -> Rule:
-    """The rule in which these factors stay whole: each dimension that has one becomes a factor of
-    its own. None: every factor stays whole."""
+    """The rule with these factors whole: each dimension that contains one of them becomes a
+    separate whole factor. None: every factor stays whole."""
     if factors is None:
         return whole_rule(node, OPEN)
     sizes: dict[str, Size] = dict(rule.sizes)
@@ -60,9 +59,9 @@ def _pairs(
 
 
 def delicate(rule: Rule, factors: Collection[str]) -> frozenset[str]:
-    """Those of these factors (and of factors co-sharded with them) whose shards depend on more than
-    the factor's own size: ranks exchange their elements, or a dimension combines them with other
-    factors."""
+    """Of these factors and the factors co-sharded with them, the factors whose shards depend not
+    only on the factor's size: ranks exchange elements of the factor, or a dimension combines the
+    factor with other factors."""
     exchanged = {
         *rule.lowered,
         *rule.communicating,

@@ -1,4 +1,4 @@
-"""Numbers of states in which each of several things has one of a few places."""
+"""Numbers states. A state has a place for each item; in a reshard graph, items are sub-axes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from onnxpar.base.arrays import Array
 
 
 class Numbering:
-    """All states in which thing `i` has one of `counts[i]` places, or those of them that are kept.
+    """All states, or the kept states; item `i` has `counts[i]` possible places.
 
-    A state's number is the sum of `strides` times places, below `most`; `numbers` has those of the
-    states that are kept, in rising order. The position in it is a state's index.
+    A state's number is the sum of `strides` times places, below `most`. `numbers` are the numbers
+    of kept states, in rising order; a state's index is its position in `numbers`.
     """
 
     def __init__(self, counts: Sequence[int], kept: Array | None = None) -> None:
-        """`kept` is true for the numbers of states that are kept; by default, all are."""
+        """`kept`, by number, is true for states to keep; None keeps all states."""
         self.counts = counts
         self.strides = [math.prod(counts[i + 1 :]) for i in range(len(counts))]
         self.most = math.prod(counts)
@@ -27,32 +27,32 @@ class Numbering:
 
     @cached_property
     def places(self) -> Array:
-        """For each state that is kept (rows), the place of each thing (columns)."""
+        """[kept state, item]: the place of the item in the state."""
         return self.places_of(self.numbers)
 
     def places_of(self, numbers: Array) -> Array:
-        """The place of each thing (columns) in states with these numbers (rows)."""
-        each = zip(self.strides, self.counts, strict=True)
-        columns = [numbers // stride % count for stride, count in each]
+        """[number, item]: the place of the item in the state with this number."""
+        pairs = zip(self.strides, self.counts, strict=True)
+        columns = [numbers // stride % count for stride, count in pairs]
         return np.array(columns, int).reshape(len(self.counts), len(numbers)).T
 
     @cached_property
     def index(self) -> Array:
-        """The index of each state by its number, or -1 if it is not kept."""
-        found: Array = np.full(self.most, -1)
-        found[self.numbers] = np.arange(len(self.numbers))
-        return found
+        """The index of each state, by number; -1 if the state is not kept."""
+        index_of: Array = np.full(self.most, -1)
+        index_of[self.numbers] = np.arange(len(self.numbers))
+        return index_of
 
 
 def distinct(columns: Iterable[Array], counts: Sequence[int]) -> tuple[Array, Array]:
-    """The distinct rows of columns of integers, each from 0 to below its count: the index of a row
-    that has each, and for each row the position of its own among them."""
+    """Finds the distinct rows of integer columns; values of a column are 0 to count - 1. Returns an
+    example's index for each distinct row, and each row's position among the distinct rows."""
     codes: Array = np.zeros(1, int)
     for column, count in zip(columns, counts, strict=True):
         codes = codes * count + column
     if math.prod(counts) > 4 * len(codes):
-        _, found, which = np.unique(codes, return_index=True, return_inverse=True)
-        return found, which.reshape(-1)
+        _, example_rows, which = np.unique(codes, return_index=True, return_inverse=True)
+        return example_rows, which.reshape(-1)
     example: Array = np.full(math.prod(counts), -1)
     example[codes] = np.arange(len(codes))
     is_there = example >= 0

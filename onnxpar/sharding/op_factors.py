@@ -33,8 +33,8 @@ Held = Collection[tuple[str, int]]
 
 
 class Joined(NamedTuple):
-    """A node, the index variables of its rule's factors, and the bodies that are split with the
-    node, with theirs."""
+    """A node, its graph and rule, the index variables of the rule's factors, and the bodies that
+    are split together with the node."""
 
     node: gs.Node
     graph: gs.Graph
@@ -43,8 +43,8 @@ class Joined(NamedTuple):
     bodies: list[gs.Graph]
 
     def operands(self) -> Iterator[tuple[gs.Tensor, Spec | None]]:
-        """Every operand and result of the node and of its bodies, with the rule's text for its
-        dimensions (None: no layout)."""
+        """Yields every operand and result of the node and of its bodies, each with the rule's spec
+        of its dimensions (None: no layout)."""
         operands, results = ports(self.node, self.bodies)
         for tensors, specs in ((operands, self.rule.inputs), (results, self.rule.outputs)):
             yield from zip(tensors, [*specs, *[None] * (len(tensors) - len(specs))], strict=True)
@@ -57,12 +57,12 @@ def op_factors(
     atoms: Atoms,
     held: Held = (),
 ) -> OpFactors:
-    """The factors of a node in terms of atoms, after unification of all index variables; leaves in
-    `held` stay whole."""
+    """A node's factors over atoms, after unification of all index variables; leaves in `held` stay
+    whole."""
     node, bodies = joined.node, joined.bodies
     whole = _whole_factors(joined, dims, held)
-    found = {name: list(atoms.leaves(factor)) for name, factor in joined.factors.items()}
-    leaves, index = _op_leaves(joined.rule, found, whole, held)
+    by_factor = {name: list(atoms.leaves(factor)) for name, factor in joined.factors.items()}
+    leaves, index = _op_leaves(joined.rule, by_factor, whole, held)
     co_sharded = tuple(
         tuple(i for f in group for i in index[f][:1] if i is not None)
         for group in joined.rule.co_sharded
@@ -97,7 +97,10 @@ def op_factors(
         rings=rings,
         bodies=tuple(map(BodyFactors, bodies, body_inputs, body_outputs)),
         result=node.outputs[0].name if node.outputs else "",
-        atoms={name: tuple(leaf.atom for leaf in own) for name, own in found.items()},
+        atoms={
+            name: tuple(leaf.atom for leaf in leaves_of_factor)
+            for name, leaves_of_factor in by_factor.items()
+        },
     )
 
 
@@ -123,16 +126,16 @@ def _whole_factors(
 
 
 def _op_leaves(
-    rule: Rule, found: Mapping[str, Sequence[Leaf]], whole: dict[str, str], held: Held
+    rule: Rule, by_factor: Mapping[str, Sequence[Leaf]], whole: dict[str, str], held: Held
 ) -> tuple[tuple[OpLeaf, ...], dict[str, list[int | None]]]:
     """The node's splittable leaves, and for each factor the indices of its leaves (None for a leaf
-    that stays whole). Adds factors of which `held` leaves nothing to `whole`."""
+    that stays whole). A factor with all leaves in `held` is added to `whole`."""
     co_sharded = {f for group in rule.co_sharded for f in group}
     leaves: list[OpLeaf] = []
     index: dict[str, list[int | None]] = {}
-    for name, own in found.items():
+    for name, leaves_of_factor in by_factor.items():
         index[name] = []
-        for leaf in own:
+        for leaf in leaves_of_factor:
             is_minor = name in co_sharded and bool(index[name])  # its shards are not contiguous
             is_held = is_minor or (name, leaf.atom) in held
             index[name].append(None if name in whole or is_held else len(leaves))
@@ -152,8 +155,8 @@ def _links(
     links: list[int | None] = []
     for i, expr in enumerate(spec):
         count = tensor.dim_of_leaf.count(i)
-        found = [j for v in expr_vars(expr) for j in index[v]]
-        links += found if len(found) == count else [None] * count
+        indices = [j for v in expr_vars(expr) for j in index[v]]
+        links += indices if len(indices) == count else [None] * count
     return tuple(links)
 
 

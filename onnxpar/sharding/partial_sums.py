@@ -1,9 +1,9 @@
 """Decides where to reduce partial results: at once, or after the linear ops that pass them on.
 
-A partial sum may pass an op if exactly one of the op's jointly linear groups of operands carries
-it. That is cheaper where two sums meet (attention and MLP joined by an Add need one all-reduce, not
-two) or where the tensor gets smaller. Chains of single readers form trees, on which the cheapest
-set of reductions is found exactly.
+A partial sum may pass an op if exactly one of the op's jointly linear groups of operands has the
+partial sum. Passing is cheaper where two sums meet (attention and MLP joined by an Add need one
+all-reduce, not two) or where the tensor gets smaller. Chains of single readers form trees; on a
+tree, the cheapest set of reductions is found exactly.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class _Candidate:
     """A result that can stay partial over `axes`.
 
     graph    the scope of its node: partial values do not enter or leave a body
-    keep     seconds of all nodes up to this result if it stays partial
-    reduce   seconds of all nodes up to this result if it is reduced
-    through  True if, to reduce it, this result is reduced and not its operands
-    group    the node's operands that are partial then, or are masked to count once
-    carried  those operands in `group` that are partial already
-    passed   the axes over which they are; the others are the node's own
+    keep     seconds of all nodes up to this result, if the result stays partial
+    reduce   seconds of all nodes up to this result, if the result is reduced
+    through  True if it is cheaper to reduce this result than the operands
+    group    operands that are partial, or are masked to count once, if the result stays partial
+    carried  operands in `group` that are partial already
+    passed   the axes over which `carried` are partial; the node itself adds the other axes
     """
 
     graph: gs.Graph
@@ -47,10 +47,10 @@ class _Candidate:
 
 @dataclass
 class PartialSums:
-    """The decision which values stay partial.
+    """The values that stay partial, each with its axes and reduction.
 
-    results   by tensor, the axes over which it is partial beside the node's own; and by
-              `node::tensor`, those of the inputs and outputs of a node's bodies
+    results   by tensor, without the axes of the node's own partial sum; by `node::tensor` for
+              inputs and outputs of a node's bodies
     operands  by node and operand index
     """
 
@@ -117,8 +117,8 @@ class _Chooser:
         if best is None:
             if own:
                 seconds = self._reduction(op, own, reduce)
-                found = _Candidate(op.graph, own, reduce, 0.0, seconds, through=False)
-                self.candidates[result.name] = found
+                candidate = _Candidate(op.graph, own, reduce, 0.0, seconds, through=False)
+                self.candidates[result.name] = candidate
             return
         before = sum(c.reduce for i in range(len(op.node.inputs)) if (c := self._operand(op, i)))
         reduced_first = before + (self._reduction(op, own, reduce) if own else 0.0)
@@ -131,8 +131,9 @@ class _Chooser:
         self.candidates[result.name] = best
 
     def _passing(self, op: OpFactors, own: Axes, reduce: ReduceOp) -> _Candidate | None:
-        """The best candidate for a result whose operands pass the node as partial values. Beside
-        sums of its own, only sums may, and no operand may count once for these."""
+        """The best candidate for a result whose operands pass the node as partial values; None if
+        no operand may pass. If the node itself sums partially, only sums may pass, and only if the
+        rule has no additive operand."""
         once = any(i < len(op.node.inputs) and op.node.inputs[i].name for i in op.rule.additive)
         if own and (reduce != "sum" or once):
             return None
@@ -172,7 +173,7 @@ class _Chooser:
 
     def _through(self, op: OpFactors, entry: tuple[frozenset[int], bool]) -> _Candidate | None:
         """The candidate for a result if the operands of `entry` pass the node as partial values;
-        None if they may not."""
+        None if they cannot."""
         group, is_sum = entry
         offered = {i: c for i in group if (c := self._operand(op, i))}
         fitting = ("sum",) if is_sum else ("max", "min")
@@ -201,8 +202,8 @@ class _Chooser:
         )
 
     def _operand(self, op: OpFactors, index: int) -> _Candidate | None:
-        """The candidate of an operand; None if other nodes read the operand, or its layout is
-        requested."""
+        """The candidate of an operand; None if other nodes read the operand, too, or if its layout
+        is requested."""
         tensor = op.node.inputs[index]
         candidate = self.candidates.get(tensor.name)
         if candidate is None or tensor.name in self.outputs or tensor.name in self.sharding.pinned:
@@ -228,7 +229,7 @@ class _Chooser:
         return self.sharding.costs.collective("AllReduce", axes, size)
 
     def _keep(self, op: OpFactors, candidate: _Candidate) -> None:
-        """Records that a result stays partial, and which of its operands stay partial for that."""
+        """Records that a result stays partial, and the operands that must stay partial, too."""
         if not candidate.group:
             return
         self.decided.results[op.node.outputs[0].name] = (candidate.passed, candidate.op)

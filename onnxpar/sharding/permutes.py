@@ -1,8 +1,8 @@
-"""Finds the layout changes that only move whole shards between ranks: a collective permute makes
-them with one message per rank.
+"""Finds layout changes that only move whole shards between ranks: a collective permute, with one
+message per rank.
 
-Such a change cuts the tensor into the same grid of shards before and after it: the same shards, and
-as many ranks hold each.
+Such a change keeps the grid of shards: the shards before and after are the same, and as many ranks
+hold each shard.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from onnxpar.sharding.state import FactorSharding
 from onnxpar.sharding.sub_axes import Location, Locations, leaves_at, located
 
 MOST_PAIRS = 1 << 16
-"""Most pairs of states with equal grids. If there are more, only those with a wanted state
-count."""
+"""Most pairs of states with equal grids. If there are more, only pairs with a wanted state count.
+"""
 
 Held = Sequence[tuple[Axis, Location]]
-"""The sub-axes at some place, in order, each with its location."""
+"""(sub-axis, location) pairs at one leaf or reduction, in order."""
 Key = tuple[object, ...]
 
 
@@ -44,48 +44,47 @@ def permuted(
     """True if the change from one sharding to another only moves whole shards."""
 
     def cut(sharding: FactorSharding) -> list[Key]:
-        """How each leaf is cut, and what the tensor is a sum of."""
+        """The shard sizes of each leaf, and the reduction with its number of terms."""
         sizes = [_sizes(i, axes, factors, parts) for i, axes in enumerate(sharding.leaves)]
         return [*sizes, (parts_over(sharding.partial), sharding.reduce)]
 
     def held(sharding: FactorSharding) -> Array:
         """The shards of all ranks, each as the coordinates along the leaves, in sorted order."""
         ranks: Any = np.arange(mesh.size)
-        each = (*sharding.leaves, sharding.partial)
-        at = [np.broadcast_to(mesh.coordinate(axes, ranks), ranks.shape) for axes in each]
+        splits = (*sharding.leaves, sharding.partial)
+        at = [np.broadcast_to(mesh.coordinate(axes, ranks), ranks.shape) for axes in splits]
         return np.stack(at)[:, np.lexsort(at)]
 
     return cut(before) == cut(after) and np.array_equal(held(before), held(after))
 
 
 def _sizes(leaf: int, axes: Axes, factors: TensorFactors, parts: PartSizes | None) -> Key:
-    """The sizes of the shards of a leaf that is split over axes; if its size is open, those of the
-    axes, and the proportion of the shards."""
+    """The sizes of the shards of a leaf that is split over axes; if the leaf's size is open, the
+    proportion of the shards and the sizes of the axes."""
     axes = merge_axes(axes)
-    given = parts(leaf, axes) if parts is not None and axes else None
+    part_sizes = parts(leaf, axes) if parts is not None and axes else None
     if leaf in factors.open:
-        return (given, *((axis.size, axis.at) for axis in axes))
-    return sizes_of(given, factors.leaves[leaf].size, axes)
+        return (part_sizes, *((axis.size, axis.at) for axis in axes))
+    return sizes_of(part_sizes, factors.leaves[leaf].size, axes)
 
 
 def _of_leaf(leaf: int, held: Held, factors: TensorFactors, parts: PartSizes | None) -> Key:
-    """The shards into which the sub-axes on a leaf cut it, and the leaves that are cut together
-    with it."""
-    runs = groupby(held, lambda each: each[1])
+    """The sizes of the shards of a leaf, and the slots of leaves that sub-axes split together."""
+    runs = groupby(held, lambda pair: pair[1])
     together = [(slot, parts_over(axis for axis, _ in run)) for slot, run in runs]
-    sizes = _sizes(leaf, tuple(located(*each) for each in held), factors, parts)
+    sizes = _sizes(leaf, tuple(located(*pair) for pair in held), factors, parts)
     return (sizes, tuple(together))
 
 
 def _of_partial(held: Held) -> Key:
-    """The reduction that a tensor needs, and the number of its terms."""
+    """The number of terms of a partial tensor, and its reduction."""
     return (parts_over(axis for axis, _ in held), held[0][1]) if held else ()
 
 
 @dataclass(frozen=True)
 class Permutes:
-    """Finds the collective permutes in a reshard graph. Each row of `states` has a location of each
-    sub-axis, by number."""
+    """Finds the collective permutes in a reshard graph. `states` [state, sub-axis] are indices of
+    locations."""
 
     sub_axes: Sequence[Axis]
     locations: Locations
@@ -94,24 +93,25 @@ class Permutes:
     parts: PartSizes | None
 
     def edges(self, valid: Array, wanted: Array) -> Iterator[tuple[Axes, Array, Array]]:
-        """Yields the permutes between valid states, by their sub-axes: the states before and after
-        each. If there are too many, only those from or to a wanted state."""
+        """Yields the permutes between valid states as (sub-axes, states before, states after). If
+        there are too many, only permutes from or to a wanted state."""
         return self.by_axes(*_pairs(self._grids, valid, wanted))
 
     def by_axes(self, start: Array, end: Array) -> Iterator[tuple[Axes, Array, Array]]:
-        """Groups steps between states by the sub-axes that have another place after the step: their
-        location, or their position among the sub-axes there."""
+        """Groups steps between states by the moved sub-axes: their location changes, or their
+        position among the sub-axes at a location. Yields (sub-axes, states before, states after).
+        """
         moved: Array = np.zeros((len(start), len(self.sub_axes)), bool)
         for at in self._positions:
             moved |= at[start] != at[end]
         number = moved @ (1 << np.arange(len(self.sub_axes)))
-        for each in np.unique(number):
-            axes = tuple(axis for i, axis in enumerate(self.sub_axes) if each >> i & 1)
-            yield axes, start[number == each], end[number == each]
+        for bits in np.unique(number):
+            axes = tuple(axis for i, axis in enumerate(self.sub_axes) if bits >> i & 1)
+            yield axes, start[number == bits], end[number == bits]
 
     @cached_property
     def _grids(self) -> Array:
-        """A number for each state; states with the same number have equal grids of shards."""
+        """A number for each state; states with equal numbers have equal grids of shards."""
 
         def of_leaf(leaf: int) -> Array:
             return self._numbers(
@@ -121,36 +121,35 @@ class Permutes:
 
         columns = [of_leaf(leaf) for leaf in range(len(self.factors.leaves))]
         columns.append(self._numbers(lambda place: isinstance(place, str), _of_partial))
-        found = columns[0]
+        grids = columns[0]
         for column in columns[1:]:
-            _, found = distinct(
-                (found, column), [int(c.max(initial=0)) + 1 for c in (found, column)]
-            )
-        return found
+            both = grids, column
+            _, grids = distinct(both, [int(c.max(initial=0)) + 1 for c in both])
+        return grids
 
     def _numbers(self, at: Callable[[Location], bool], key: Callable[[Held], Key]) -> Array:
-        """A number for each state; states with the same number have sub-axes with the same key at
-        these locations."""
+        """A number for each state; states with equal numbers have equal keys of the sub-axes at
+        the locations where `at` is True."""
         here = [np.array([at(place) for place in places]) for places in self.locations]
         codes = (np.where(h, np.cumsum(h), 0)[self.states[:, i]] for i, h in enumerate(here))
         examples, which = distinct(codes, [int(h.sum()) + 1 for h in here])
-        known: dict[Key, int] = {}
-        found = []
+        number_of: dict[Key, int] = {}
+        numbers = []
         for state in self.states[examples]:
-            each = zip(self.sub_axes, self.locations, state, strict=True)
-            held = [(axis, places[n]) for axis, places, n in each if at(places[n])]
-            found.append(known.setdefault(key(held), len(known)))
-        return np.array(found)[which]
+            columns = zip(self.sub_axes, self.locations, state, strict=True)
+            held = [(axis, places[n]) for axis, places, n in columns if at(places[n])]
+            numbers.append(number_of.setdefault(key(held), len(number_of)))
+        return np.array(numbers)[which]
 
     @cached_property
     def _positions(self) -> list[Array]:
-        """For each leaf and reduction, by state and sub-axis: the number of parts into which the
-        sub-axes before this one divide it; 0 for a sub-axis that is not there."""
+        """For each leaf and reduction, [state, sub-axis]: the number of parts into which earlier
+        sub-axes divide the leaf; 0 if the sub-axis is elsewhere."""
         sizes = np.array([axis.size for axis in self.sub_axes], int)
         in_order = np.arange(len(sizes))
         names = [(axis.name, axis.pre) for axis in self.sub_axes]
         by_mesh = np.array(sorted(range(len(names)), key=names.__getitem__), int)
-        found = []
+        positions = []
         for key in {key for places in self.locations for place in places for key in _at(place)}:
             there = np.zeros(self.states.shape, bool)
             for i, places in enumerate(self.locations):
@@ -159,8 +158,8 @@ class Permutes:
             counts = np.where(there, sizes, 1)[:, order].cumprod(1)
             before = np.ones_like(counts)
             before[:, order[1:]] = counts[:, :-1]
-            found.append(np.where(there, before, 0))
-        return found
+            positions.append(np.where(there, before, 0))
+        return positions
 
 
 def _at(location: Location) -> Iterable[int | ReduceOp]:
@@ -170,7 +169,7 @@ def _at(location: Location) -> Iterable[int | ReduceOp]:
 
 def _pairs(grid: Array, valid: Array, wanted: Array) -> tuple[Array, Array]:
     """All ordered pairs of different valid states with equal grids, as two arrays; if there are too
-    many, those with a wanted state."""
+    many, only pairs with a wanted state."""
     states = np.flatnonzero(valid)
     ones = np.ones(len(states), np.int32)
     shape = (len(grid), int(grid.max()) + 1)
@@ -178,8 +177,8 @@ def _pairs(grid: Array, valid: Array, wanted: Array) -> tuple[Array, Array]:
     first = states
     if (np.bincount(grid[states]) ** 2).sum() > MOST_PAIRS:
         first = np.intersect1d(states, wanted)
-    found = (members[first] @ members.T).tocoo()
-    start, end = first[found.row], np.asarray(found.col)
+    matches = (members[first] @ members.T).tocoo()
+    start, end = first[matches.row], np.asarray(matches.col)
     if len(first) < len(states):
         both = np.concatenate((start, end)), np.concatenate((end, start))
         start, end = np.unique(np.stack(both), axis=1)

@@ -17,10 +17,13 @@ from onnxpar.sharding.shard_bytes import reshard_bytes
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a plan. `group` is the group of rank 0, or another one if rank 0 takes no
-    part; there are `groups` groups. `bytes` is what each of their ranks sends, or the rank with the
-    largest shard, over all iterations of a Scan, and `operand` the bytes of their operands, on the
-    rank where these are largest."""
+    """One collective of a plan.
+
+    group    the group of rank 0; another group if rank 0 takes no part
+    groups   the number of groups
+    bytes    bytes that the rank with the largest shard sends, over all iterations of a Scan
+    operand  bytes of the operands on the rank with the largest shards
+    """
 
     kind: str
     name: str

@@ -37,9 +37,9 @@ def plan_steps(
 ) -> list[ReshardStep]:
     """The cheapest steps from one factor sharding of a tensor to another.
 
-    Where both split a dimension over the same axes in different orders, a collective permute comes
-    first. If shards do not compose (sub-axes that do not divide each other, 14 elements over 4 and
-    over 2, sizes by hand), the steps gather the whole tensor and cut it again.
+    If both shardings split a dimension over the same axes in different orders, a collective permute
+    comes first. If shards do not compose (sub-axes that do not divide each other, 14 elements over
+    4 and over 2, sizes by hand), the steps gather the whole tensor and cut it again.
     """
     if before == after:
         return []
@@ -61,8 +61,8 @@ def plan_steps(
 
 
 def _reordered(before: FactorSharding, after: FactorSharding) -> FactorSharding:
-    """The sharding `before` with the order of axes that `after` has, on the leaves that both split
-    over the same axes."""
+    """The sharding `before`, with the axes in the order of `after` on leaves that both shardings
+    split over the same axes."""
 
     def order(have: Axes, wanted: Axes) -> Axes:
         same = merge_axes(in_mesh_order(have)) == merge_axes(in_mesh_order(wanted))
@@ -99,18 +99,17 @@ def _from_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iter
 def _slots(
     factor_sharding: FactorSharding, factors: TensorFactors
 ) -> Iterator[tuple[list[int], Axes]]:
-    """The leaves of a dimension that are split over the same axes, with these axes."""
-    found: dict[tuple[int, Axes], list[int]] = defaultdict(list)
+    """Yields (leaves of one dimension that are split over the same axes, these axes)."""
+    slots: dict[tuple[int, Axes], list[int]] = defaultdict(list)
     for leaf, axes in enumerate(factor_sharding.leaves):
         if axes:
-            found[factors.dim_of_leaf[leaf], axes].append(leaf)
-    for (_, axes), slot in found.items():
+            slots[factors.dim_of_leaf[leaf], axes].append(leaf)
+    for (_, axes), slot in slots.items():
         yield slot, axes
 
 
 def _composes(step: ReshardStep, factors: TensorFactors, parts: PartSizes | None) -> bool:
-    """True if, on each leaf that the step changes, the larger shards are unions of the smaller
-    ones."""
+    """True if on each changed leaf, the larger shards are unions of smaller shards."""
     for i, (a, b) in enumerate(zip(step.before.leaves, step.after.leaves, strict=True)):
         if a == b:
             continue
@@ -138,10 +137,10 @@ def cost(steps: Sequence[ReshardStep], size: Bytes, costs: Costs) -> float:
 def plan_tree(
     start: FactorSharding, wanted: Sequence[FactorSharding], size: Bytes, tensor: ReshardedTensor
 ) -> list[ReshardStep]:
-    """The cheapest steps that produce every wanted sharding, each from `start` or from one that
-    earlier steps produced.
+    """The cheapest steps that produce every wanted sharding, each from `start` or from the result
+    of an earlier step.
 
-    Planning for all readers of a tensor together reduces a sum that three nodes read only once.
+    Planning for all readers of a tensor together reduces a partial sum once, not once per reader.
     """
     goals = list(dict.fromkeys(w for w in wanted if w != start))
     orders = permutations(goals) if len(goals) <= 3 else [goals]
@@ -152,18 +151,17 @@ def plan_tree(
 def exchanges(
     start: FactorSharding, wanted: Sequence[FactorSharding], tensor: ReshardedTensor
 ) -> list[ReshardStep] | None:
-    """One all-to-all from `start` to each wanted sharding; None if one of them needs other
-    steps."""
+    """One all-to-all from `start` to each wanted sharding; None if a sharding needs other steps."""
     steps = []
     for goal in dict.fromkeys(w for w in wanted if w != start):
         pairs = [(plain(a), plain(b)) for a, b in zip(start.leaves, goal.leaves, strict=True)]
-        given = [tuple(x for x in a if x not in b) for a, b in pairs if a[: len(b)] == b != a]
-        taken = [tuple(x for x in b if x not in a) for a, b in pairs if b[: len(a)] == a != b]
+        removed = [tuple(x for x in a if x not in b) for a, b in pairs if a[: len(b)] == b != a]
+        added = [tuple(x for x in b if x not in a) for a, b in pairs if b[: len(a)] == a != b]
         same = sum(a == b for a, b in pairs)
-        is_one = len(given) == len(taken) == 1 and given == taken and same == len(pairs) - 2
+        is_one = len(removed) == len(added) == 1 and removed == added and same == len(pairs) - 2
         if not is_one or (start.partial, start.reduce) != (goal.partial, goal.reduce):
             return None
-        step = ReshardStep("AllToAll", in_mesh_order(given[0]), start, goal)
+        step = ReshardStep("AllToAll", in_mesh_order(removed[0]), start, goal)
         if not _composes(step, tensor.factors, tensor.parts):
             return None
         steps.append(step)

@@ -22,8 +22,8 @@ def largest_shard_bytes(tensor: gs.Tensor, layout: Layout) -> int:
 
 
 def reshard_bytes(node: gs.Node) -> int:
-    """Bytes of the largest shards of a reshard node's operands, each before or after it, as is
-    larger; of rows for experts, only the share that is sent."""
+    """Bytes of a reshard node's operands: for each operand, the larger of its largest shards before
+    and after the reshard; of rows for experts, only the share that is sent."""
     whole = sum(
         max(largest_shard_bytes(tensor, layout) for layout in layouts)
         for tensor, *layouts in operands_of(node)
@@ -35,5 +35,5 @@ def mean_bytes(
     tensor: gs.Tensor, factor_sharding: FactorSharding, sharding: ShardingState
 ) -> float:
     """Bytes of a tensor's largest shard, on average over the sizes for which costs are computed."""
-    each = sharding.costed_shapes(tensor.name, factor_sharding)
-    return sum(weight * shape_bytes(tensor, shape) for weight, shape in each)
+    shapes = sharding.costed_shapes(tensor.name, factor_sharding)
+    return sum(weight * shape_bytes(tensor, shape) for weight, shape in shapes)

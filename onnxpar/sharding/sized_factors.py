@@ -1,8 +1,8 @@
-"""Recomputes the factors of a graph for other sizes than those at which it was analysed.
+"""Recomputes the factors of a graph for other sizes than the sizes of its analysis.
 
 The compiler analyses a graph at distinct sizes, so that no two dimensions are equal by chance. It
-computes costs at the sizes of real runs, where a batch may be 1: a dimension that can be split then
-has one element, or none.
+computes costs at the sizes of real runs, where a batch may be 1: there, a dimension that can be
+split may have one element or none.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from onnxpar.rules.rule import Rule
 from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
 
 Sizes = Mapping[int, int]
-"""The number of elements of atoms, by number of the atom."""
+"""The number of elements of each atom."""
 Sample = tuple[Mapping[Variable, int], GraphFactors]
-"""The values of symbols and quotients at one binding, and the graph's factors there."""
+"""The values of symbols and quotients at one binding, and the graph's factors at that binding."""
 
 
-def atom_sizes(found: Sequence[Sample], wanted: Binding) -> Sizes:
+def atom_sizes(samples: Sequence[Sample], wanted: Binding) -> Sizes:
     """The number of elements of each open atom at the binding `wanted`, interpolated from several
     samples. An atom that no polynomial fits keeps its size in the first sample."""
-    each = [
+    sizes_by_sample = [
         {leaf.atom: leaf.size for op in factors.ops for leaf in op.leaves}
         | {leaf.atom: leaf.size for t in factors.tensors.values() for leaf in t.leaves}
-        for _, factors in found
+        for _, factors in samples
     ]
-    variables = {name: [values[name] for values, _ in found] for name in found[0][0]}
+    variables = {name: [values[name] for values, _ in samples] for name in samples[0][0]}
     sizes: dict[int, int] = {}
-    for atom, size in each[0].items():
-        values = [at.get(atom, size) for at in each]
+    for atom, size in sizes_by_sample[0].items():
+        values = [at.get(atom, size) for at in sizes_by_sample]
         if len(set(values)) > 1:
             polynomial = fit(values, variables)
             sizes[atom] = size if polynomial is None else max(polynomial.at(wanted), 0)
@@ -43,15 +43,15 @@ def atom_sizes(found: Sequence[Sample], wanted: Binding) -> Sizes:
 
 
 def at_sizes(factors: GraphFactors, sizes: Sizes) -> GraphFactors:
-    """The factors with these sizes of atoms in their trees. Leaves keep their old sizes, so that
-    the same leaves can be split."""
+    """The factors with these sizes of atoms in their trees. Leaves keep their old sizes, so the
+    same leaves can be split."""
     tensors = {name: _tensor(tensor, sizes) for name, tensor in factors.tensors.items()}
     return replace(factors, tensors=tensors, ops=[_op(op, sizes) for op in factors.ops])
 
 
 def is_hidden(rule: Rule, other: OpFactors) -> bool:
-    """True if a binding tells nothing about a node, which has no elements there: the rule does not
-    even name the same dimensions."""
+    """True if the node `other` tells nothing about its dimensions: its tensors are empty at its
+    binding, so its rule names other dimensions than `rule`."""
     tensors = (*other.node.inputs, *other.node.outputs)
     return not is_alike(rule, other.rule) and any(0 in (tensor_shape(t) or ()) for t in tensors)
 
@@ -63,12 +63,12 @@ def is_alike(one: Rule, other: Rule) -> bool:
 
 
 def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
-    """The factors `other` of a graph with the leaves that it has at the sizes of `base`: in
-    `other`, a dimension may have one element, or none, and count as no leaf. None if the sizes of
-    some leaves do not follow from those of dimensions, or contradict them."""
+    """The factors `other` with the leaves of `base`, the same graph at other sizes: in `other`, a
+    dimension of one element or none is no leaf. None if the sizes of dimensions do not determine
+    the sizes of all leaves, or contradict each other."""
     sizes: dict[int, int] = {}
-    common = {name: base.tensors[name] for name in other.tensors}  # passes add others
-    given = [
+    common = {name: base.tensors[name] for name in other.tensors}  # passes add tensors to `base`
+    equations = [
         (op.trees[name], op.atoms[name], size)
         for op, own in zip(base.ops, other.ops, strict=True)
         for name, size in own.rule.sizes.items()
@@ -78,11 +78,11 @@ def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
         pairs = list(zip(tensor.leaves, tensor.dim_of_leaf, strict=True))
         for axis, dim in enumerate(other.tensors[name].dims):
             atoms = tuple(leaf.atom for leaf, at in pairs if at == axis)
-            given.append((tensor.dims[axis], atoms, dim.size))
-    wanted = {atom for _, atoms, _ in given for atom in atoms}
-    while wanted - sizes.keys():
+            equations.append((tensor.dims[axis], atoms, dim.size))
+    unknown = {atom for _, atoms, _ in equations for atom in atoms}
+    while unknown - sizes.keys():
         before = len(sizes)
-        for tree, atoms, size in given:
+        for tree, atoms, size in equations:
             if not _solve(tree, list(atoms), size, sizes):
                 return None
         if len(sizes) == before:
@@ -105,12 +105,12 @@ def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
         own_sizes = [dim.size for dim in other.tensors[name].dims]
         if [dim.size for dim in tensor.dims] != own_sizes:
             return None  # a segment of one element, which is no leaf, has none in `other`
-    ops = [_at(op, own, sizes) for op, own in zip(base.ops, other.ops, strict=True)]
+    ops = [_resize_op(op, own, sizes) for op, own in zip(base.ops, other.ops, strict=True)]
     return replace(other, tensors=tensors, ops=ops, open_atoms=base.open_atoms)
 
 
-def _at(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
-    """The factors of `op` for the node of `own`, at these sizes of atoms."""
+def _resize_op(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
+    """The factors of `op` at other sizes of atoms; `own` is the same node's factors there."""
     resized = _op(op, sizes).trees
     own_leaves = tuple(replace(leaf, size=sizes[leaf.atom]) for leaf in op.leaves)
     rule, trees = own.rule, resized
@@ -126,14 +126,14 @@ def _at(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
 
 
 def _sized_as(dim: Dim, size: int | None, resized: Dim) -> Dim:
-    """A dimension at other sizes: as resized by its leaves, or of this size if it has none."""
+    """A dimension at other sizes: `resized`; without leaves, a factor of this size."""
     is_one = isinstance(dim, Factor) and not dim.is_leaf and size is not None
     return Factor(size) if is_one and size is not None else resized
 
 
 def _solve(tree: Dim, atoms: list[int], size: int, sizes: dict[int, int]) -> bool:
-    """Adds the sizes of atoms that follow from the size of a dimension and from known sizes. False
-    if they contradict each other."""
+    """Adds sizes of atoms that the size of a dimension and known sizes determine. False if sizes
+    contradict each other."""
     if isinstance(tree, Factor):
         return not tree.is_leaf or sizes.setdefault(atoms[0], size) == size
     parts: list[list[int]] = []
@@ -144,23 +144,23 @@ def _solve(tree: Dim, atoms: list[int], size: int, sizes: dict[int, int]) -> boo
     unknown = [i for i, own in enumerate(parts) if any(atom not in sizes for atom in own)]
     if len(unknown) != 1:
         return True
-    known = [
+    known_sizes = [
         _resized(child, iter([sizes[atom] for atom in own])).size
         for i, (child, own) in enumerate(zip(tree.children, parts, strict=True))
         if i != unknown[0]
     ]
     if isinstance(tree, Concat):
-        rest = size - sum(known)
-    elif math.prod(known):
-        rest = size // math.prod(known)
+        rest = size - sum(known_sizes)
+    elif math.prod(known_sizes):
+        rest = size // math.prod(known_sizes)
     else:
         return True
     return _solve(tree.children[unknown[0]], parts[unknown[0]], rest, sizes)
 
 
-def priced(factors: GraphFactors, each: Iterable[tuple[Sizes, float]]) -> GraphFactors:
-    """The same factors, for which costs are computed at these sizes, with weights."""
-    sized = [(weight, at_sizes(factors, sizes)) for sizes, weight in each]
+def priced(factors: GraphFactors, samples: Iterable[tuple[Sizes, float]]) -> GraphFactors:
+    """The factors with costs computed at these (sizes, weight) samples."""
+    sized = [(weight, at_sizes(factors, sizes)) for sizes, weight in samples]
     tensors = {
         name: replace(tensor, priced=tuple((w, at.tensors[name].dims) for w, at in sized))
         for name, tensor in factors.tensors.items()
@@ -173,8 +173,8 @@ def priced(factors: GraphFactors, each: Iterable[tuple[Sizes, float]]) -> GraphF
 
 
 def _tensor(tensor: TensorFactors, sizes: Sizes) -> TensorFactors:
-    given = iter([sizes.get(leaf.atom) for leaf in tensor.leaves])
-    return replace(tensor, dims=tuple(_resized(dim, given) for dim in tensor.dims))
+    leaf_sizes = iter([sizes.get(leaf.atom) for leaf in tensor.leaves])
+    return replace(tensor, dims=tuple(_resized(dim, leaf_sizes) for dim in tensor.dims))
 
 
 def _op(op: OpFactors, sizes: Sizes) -> OpFactors:
@@ -188,7 +188,7 @@ def _op(op: OpFactors, sizes: Sizes) -> OpFactors:
 
 
 def _resized(dim: Dim, sizes: Iterator[int | None]) -> Dim:
-    """The tree with these sizes of its leaves, in order; None keeps a size."""
+    """The tree with these sizes of its leaves, in order; None keeps the leaf's size."""
     if isinstance(dim, Factor):
         size = next(sizes) if dim.is_leaf else None
         return dim if size is None else SizedFactor(size)

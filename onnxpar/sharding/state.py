@@ -1,7 +1,7 @@
-"""The sharding of a graph while it is being decided: mesh axes for the leaves of tensors and nodes.
+"""The sharding of a graph during the decision: mesh axes for the leaves of tensors and nodes.
 
-Each leaf of a tensor or node has its axes, or None while they are open. A `FactorSharding` is the
-decided assignment of one tensor; put back into its dimensions, it becomes a `Layout`.
+Each leaf of a tensor or node has axes, or None while it is open (undecided). A `FactorSharding` is
+the decided assignment of one tensor; applied to the tensor's dimensions, it becomes a `Layout`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FactorSharding:
         return not self.partial and not any(self.leaves)
 
     def reduced(self) -> FactorSharding:
-        """The same axes, with nothing partial."""
+        """The same axes, without partial axes."""
         return FactorSharding(self.leaves) if self.partial else self
 
 
@@ -77,9 +77,8 @@ class ShardingState:
     """Axes of every tensor's leaves (by tensor) and of every node's leaves (by node).
 
     costs    cost model for communication and compute on the mesh
-    pinned   tensors with a requested layout, which they keep whatever their producer and readers
-             require
-    parts    sizes by hand of the shards of an atom, by the atom and the axes that split it
+    pinned   tensors with a requested layout; producer and readers do not change the layout
+    parts    shard sizes of an atom that the user gave, by atom and axes
     """
 
     mesh: Mesh
@@ -95,7 +94,7 @@ class ShardingState:
 
     @staticmethod
     def open(mesh: Mesh, factors: GraphFactors, topology: Topology | None = None) -> ShardingState:
-        """A state with all leaves open; without a topology, costs are those of the default one.
+        """A state with all leaves open; costs are those of the topology (None: the default one).
         Errors: StrategyError if the topology has fewer ranks than the mesh."""
         return ShardingState(
             mesh,
@@ -106,8 +105,7 @@ class ShardingState:
         )
 
     def assign_tensor(self, name: str, leaf: int, axes: Axes) -> bool:
-        """Splits an open leaf of a tensor; False if the leaf is decided already, or the axes are in
-        use."""
+        """Splits an open leaf of a tensor; False if the leaf is decided, or the axes are in use."""
         have = self.tensors[name]
         if have[leaf] is not None or not _fits(self.factors.tensors[name], have, leaf, axes):
             return False
@@ -115,9 +113,9 @@ class ShardingState:
         return True
 
     def assign_op(self, op: OpFactors, leaf: int, axes: Axes) -> bool:
-        """Splits an open leaf of a node, and the leaves bonded to it; False if one of them is
-        decided already, or the axes are in use."""
-        together = self._together(op, leaf)
+        """Splits an open leaf of a node, and all leaves tied to it; False if one of these leaves is
+        decided, or the axes are in use."""
+        together = self._tied_leaves(op, leaf)
         for other, i in together:
             have = self.ops[other.node.name]
             if have[i] is not None or not _fits(other, have, i, axes):
@@ -127,8 +125,8 @@ class ShardingState:
         return True
 
     def fix(self, op: OpFactors, leaf: int, axes: Axes) -> None:
-        """Splits a leaf of a node even if it is decided already, and the leaves bonded to it,
-        except where another leaf uses the axes."""
+        """Splits a leaf of a node over `axes`, and the leaves bonded to it, even decided leaves. A
+        bonded leaf stays as it is if another leaf uses the axes."""
         self.ops[op.node.name][leaf] = axes
         for other, i in self.factors.bonded(op, leaf):
             have = self.ops[other.node.name]
@@ -136,27 +134,27 @@ class ShardingState:
                 have[i] = axes
 
     def close(self, op: OpFactors, leaf: int) -> None:
-        """Makes a leaf of a node, and the leaves bonded to it, whole if they are still open."""
+        """Makes a leaf of a node and the leaves bonded to it whole, as far as they are open."""
         for other, i in self.factors.bonded(op, leaf):
             have = self.ops[other.node.name]
             have[i] = () if have[i] is None else have[i]
 
     def close_tensor(self, name: str) -> None:
-        """Makes all leaves of a tensor that are still open whole."""
+        """Makes all open leaves of a tensor whole."""
         self.tensors[name] = [() if axes is None else axes for axes in self.tensors[name]]
 
-    def _together(self, op: OpFactors, leaf: int) -> list[tuple[OpFactors, int]]:
-        """The leaves that must be split like this one, which comes first."""
-        found = [(op, leaf)]
-        for other, i in found:
+    def _tied_leaves(self, op: OpFactors, leaf: int) -> list[tuple[OpFactors, int]]:
+        """This leaf, followed by all leaves that must have the same axes: bonded or co-sharded."""
+        leaves = [(op, leaf)]
+        for other, i in leaves:
             tied = [(other, j) for group in other.co_sharded if i in group for j in group]
-            for each in [*self.factors.bonded(other, i), *tied]:
-                if each not in found:
-                    found.append(each)
-        return found
+            for new in [*self.factors.bonded(other, i), *tied]:
+                if new not in leaves:
+                    leaves.append(new)
+        return leaves
 
     def settle(self) -> None:
-        """Legalizes every node; if bonded leaves then have different axes, all become whole."""
+        """Legalizes every node; bonded leaves whose axes differ then become whole."""
         todo = list(self.factors.ops)
         while todo:
             op = todo.pop()
@@ -170,10 +168,13 @@ class ShardingState:
                     todo.append(other)
 
     def legalize(self, op: OpFactors) -> None:
-        """Makes factors whole that cannot be split as decided: a reduced factor of which only some
-        segments are split (the others would count once per rank), a factor whose shards would not
-        be contiguous but must be, co-sharded leaves whose axes differ, and the second leaf of a
-        ring whose axes are neither those of the first nor others."""
+        """Makes factors whole that cannot be split as decided:
+
+        - a reduced factor with some segments split (each rank would count the whole segments)
+        - a factor whose shards must be contiguous, but would not be
+        - co-sharded leaves with different axes
+        - the second leaf of a ring, if its axes overlap with the first leaf's axes, but differ
+        """
         axes = self.ops[op.node.name]
         for name in {*op.rule.reduce, *op.rule.communicating, *op.rule.contiguous}:
             at = [i for i, leaf in enumerate(op.leaves) if leaf.factor == name]
@@ -194,8 +195,8 @@ class ShardingState:
                 axes[j] = ()
 
     def _may_overlap(self, op: OpFactors, factor: str, axes: Sequence[Axes | None]) -> bool:
-        """True if ranks of a ring may hold some elements of a factor twice. If its size is open,
-        they could not tell which."""
+        """True if ranks of a ring may hold some elements of a factor twice. Not if its size is
+        open: ranks could not tell which elements are double."""
 
         def of(name: str) -> list[Axes]:
             return [axes[i] or () for i, leaf in enumerate(op.leaves) if leaf.factor == name]
@@ -217,26 +218,26 @@ class ShardingState:
         return FactorSharding(tuple(axes or () for axes in self.tensors.get(name, [])))
 
     def operand_sharding(self, op: OpFactors, links: Sequence[int | None]) -> FactorSharding:
-        """The sharding in which a node requires an operand, or produces a result, without partial
-        axes."""
+        """The sharding that a node requires of an operand, or produces for a result, without
+        partial axes."""
         axes = self.op_axes(op)
         return FactorSharding(tuple(() if link is None else axes[link] for link in links))
 
     def state_leaves(
         self, leaves: Sequence[Axes], source: str, result: str, name: str
     ) -> tuple[Axes, ...]:
-        """Axes for the leaves of `name`, one tensor of a state pair, if the leaves of the pair's
-        input `source` have the axes `leaves`; dimensions that grow are whole."""
+        """Axes for the leaves of `name`, the `source` or `result` of a state pair, if the leaves of
+        `source` have the axes `leaves`; dimensions that grow are whole."""
         tensors = self.factors.tensors
         by_dim: dict[int, list[Axes]] = defaultdict(list)
         for axes, dim in zip(leaves, tensors[source].dim_of_leaf, strict=True):
             by_dim[dim].append(axes)
-        found: list[Axes] = []
+        axes_of_leaves: list[Axes] = []
         for dim in dict.fromkeys(tensors[name].dim_of_leaf):
             grows = tensors[source].dims[dim] != tensors[result].dims[dim]
             count = tensors[name].dim_of_leaf.count(dim)
-            found += [()] * count if grows else by_dim[dim]
-        return tuple(found)
+            axes_of_leaves += [()] * count if grows else by_dim[dim]
+        return tuple(axes_of_leaves)
 
     def own_partial(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
         """The axes over which the node produces partial results, and the reduction."""
@@ -253,9 +254,8 @@ class ShardingState:
         return self.parts_of(self.factors.tensors[name].leaves[leaf].atom, axes)
 
     def parts_of(self, atom: int, axes: Axes) -> Parts | None:
-        """Sizes by hand of the shards of an atom, or the shares of the ranks along the axes; None
-        if its shards have the default sizes. An open size has a proportion that holds for all
-        sizes."""
+        """Sizes of an atom's shards that the user gave, else the shares of the ranks along the
+        axes; None for default sizes. An open size has a proportion that holds for all sizes."""
         if not axes or any(axis.at is not None for axis in axes):
             return None
         if self.parts and (by_hand := self.parts.get((atom, axes))):
@@ -264,7 +264,7 @@ class ShardingState:
         return self.costs.proportion(axes) if is_open else self.costs.shares(axes)
 
     def sizes_by_rank(self, atom: int, axes: Axes, size: int) -> Sequence[int]:
-        """The number of elements of an atom of this size that each rank holds if axes split it."""
+        """Each rank's number of elements of an atom that is split over axes."""
         sizes = sizes_of(self.parts_of(atom, axes), size, axes)
         return [sizes[at] for at in self.costs.places(axes)]
 
@@ -276,8 +276,8 @@ class ShardingState:
     def costed_shapes(
         self, name: str, factor_sharding: FactorSharding, rank: int | None = None
     ) -> Shapes:
-        """The shape of the largest shard, or of that of a rank, at each of the sizes for which
-        costs are computed, with the weight of these sizes."""
+        """(weight, shape of the largest shard, or of the shard of `rank`) at each of the sizes for
+        which costs are computed."""
         if self.parts or rank is not None:
             return self._costed_shapes(name, factor_sharding, rank)
         key = name, factor_sharding
@@ -289,38 +289,37 @@ class ShardingState:
         self, name: str, factor_sharding: FactorSharding, rank: int | None = None
     ) -> Shapes:
         factors = self.factors.tensors[name]
-        given: dict[int, Given] = defaultdict(tuple)
+        splits: dict[int, DimSplit] = defaultdict(tuple)
         for axes, dim, leaf in zip(
             factor_sharding.leaves, factors.dim_of_leaf, factors.leaves, strict=True
         ):
-            given[dim] += ((axes, self.parts_of(leaf.atom, axes)),)
+            splits[dim] += ((axes, self.parts_of(leaf.atom, axes)),)
         at = None if rank is None else (self.mesh, rank)
         return [
-            (weight, tuple(_part(d, given[i], at) for i, d in enumerate(dims)))
+            (weight, tuple(_part(d, splits[i], at) for i, d in enumerate(dims)))
             for weight, dims in factors.costed
         ]
 
     def _layout(self, name: str, factor_sharding: FactorSharding, of: tuple[Dim, ...]) -> Layout:
         factors = self.factors.tensors[name]
-        given = iter(
+        splits = iter(
             (axes, self.parts_of(leaf.atom, axes))
             for leaf, axes in zip(factors.leaves, factor_sharding.leaves, strict=True)
         )
-        dims = tuple(with_axes(dim, given) for dim in of)
+        dims = tuple(with_axes(dim, splits) for dim in of)
         return Layout(dims, factor_sharding.partial, factor_sharding.reduce)
 
 
-Given = tuple[tuple[Axes, Parts | None], ...]
-"""Axes of each leaf of a dimension, with the sizes of its shards if these are not the default
-ones."""
+DimSplit = tuple[tuple[Axes, Parts | None], ...]
+"""Axes of each leaf of a dimension, and the sizes of its shards (None: default sizes)."""
 
 
 @lru_cache(maxsize=1 << 16)
-def _part(dim: Dim, given: Given, at: tuple[Mesh, int] | None) -> int:
-    """The number of elements of a dimension in the largest shard, or in that of a rank of a mesh,
-    if its leaves have these axes."""
-    split = with_axes(dim, iter(given))
-    return largest_size(split) if at is None else estimated_size(split, *at)
+def _part(dim: Dim, split: DimSplit, at: tuple[Mesh, int] | None) -> int:
+    """The number of elements of a split dimension in the largest shard, or in the shard of a rank
+    (`at`: mesh and rank)."""
+    tree = with_axes(dim, iter(split))
+    return largest_size(tree) if at is None else estimated_size(tree, *at)
 
 
 def _fits(
@@ -334,19 +333,19 @@ def _fits(
 
 
 def covered_axes(dim: Dim) -> frozenset[Axis] | None:
-    """The axes over which every element is split; None if segments differ."""
+    """The axes that split every element; None if the segments' axes differ."""
     if isinstance(dim, Factor):
         return frozenset(dim.axes)
-    found = [covered_axes(c) for c in dim.children if c.size]
-    if None in found:
+    by_child = [covered_axes(c) for c in dim.children if c.size]
+    if None in by_child:
         return None
-    sets = [f for f in found if f is not None]
+    sets = [f for f in by_child if f is not None]
     if isinstance(dim, Product):
         return frozenset[Axis]().union(*sets)
     return sets[0] if len(set(sets)) == 1 else None
 
 
 def overlaps(axes: Iterable[Axis], used: Iterable[Axis]) -> bool:
-    """True if any of the axes overlaps a used one."""
+    """True if one of the axes overlaps one of the axes `used`."""
     taken = list(used)
     return any(a.overlaps(b) for a in axes for b in taken)

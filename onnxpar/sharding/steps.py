@@ -1,4 +1,4 @@
-"""Single steps of a reshard: a collective, or a local cut, that moves sub-axes from one location to
+"""Single steps of a reshard: a collective or a local cut moves sub-axes from one location to
 another."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onnxpar.sharding.state import FactorSharding, covered_axes
 from onnxpar.sharding.sub_axes import Location, Slot, leaves_at
 
 PERMUTE = "CollectivePermute"
-"""The kind of steps that only move whole shards between ranks (`permutes.py`)."""
+"""The kind of steps that move only whole shards between ranks (`permutes.py`)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ReshardStep:
 
 
 class StepKinds:
-    """The kinds of single steps of a tensor between locations of sub-axes."""
+    """The kinds of a tensor's single steps between locations of sub-axes."""
 
     def __init__(self, factors: TensorFactors) -> None:
         self.factors = factors
@@ -44,19 +44,19 @@ class StepKinds:
         self._covered: dict[tuple[Slot, Axes], bool] = {}
 
     def table(self, axes: Axes, locations: Sequence[Location]) -> tuple[list[str], Array]:
-        """The kinds of steps that move axes between these locations; and for each location before
-        (rows) and after the step (columns) the index of its kind, -1 if there is no single step."""
+        """The kinds of steps that move axes between these locations; and a matrix [location before,
+        location after] of indices into these kinds, -1 if there is no single step."""
         numbers: dict[str | None, int] = {None: -1}
-        found = [
+        rows = [
             [numbers.setdefault(self.of(axes, a, b), len(numbers) - 1) for b in locations]
             for a in locations
         ]
         shape = (len(locations), len(locations))
-        return [kind for kind in numbers if kind is not None], np.array(found, int).reshape(shape)
+        return [kind for kind in numbers if kind is not None], np.array(rows, int).reshape(shape)
 
     def of(self, axes: Axes, source: Location, target: Location) -> str | None:
-        """The collective or local cut that moves axes from one location to another; None if no
-        single step does."""
+        """The collective or local cut that moves axes from one location to another; None if there
+        is no such step."""
         factors = self.factors
         if source == target:
             return None
@@ -82,8 +82,8 @@ class StepKinds:
         return "LocalSlice" if set(source) < set(target) else None
 
     def _may_scatter(self, slot: Slot, axes: Axes) -> bool:
-        """True if a collective can scatter shards to a slot: they must cover all elements and, if
-        the size is data-dependent, be as equal as possible."""
+        """True if a collective can scatter shards to a slot: the shards must cover all elements;
+        if the size is data-dependent, they must also be as equal as possible."""
         dim = self.factors.dims[self.factors.dim_of_leaf[slot[0]]]
         is_even = isinstance(dim, Factor) and len(axes) == 1
         return self._covers(slot, axes) and (is_even or self.factors.open.isdisjoint(slot))
@@ -96,14 +96,14 @@ class StepKinds:
         if key not in self._covered:
             number = self.factors.dim_of_leaf[slot[0]]
             leaves = (i for i, dim in enumerate(self.factors.dim_of_leaf) if dim == number)
-            given = iter([(axes if i in slot else (), None) for i in leaves])
-            found = with_axes(self.factors.dims[number], given)
-            self._covered[key] = covered_axes(found) is not None
+            splits = iter([(axes if i in slot else (), None) for i in leaves])
+            split = with_axes(self.factors.dims[number], splits)
+            self._covered[key] = covered_axes(split) is not None
         return self._covered[key]
 
 
 def _segments(dim: Dim) -> Iterator[Concat]:
-    """The concatenations in a dimension."""
+    """Yields the concatenations in a dimension."""
     if isinstance(dim, Concat):
         yield dim
     for child in () if isinstance(dim, Factor) else dim.children:
@@ -112,7 +112,7 @@ def _segments(dim: Dim) -> Iterator[Concat]:
 
 def _is_known(location: Location, factors: TensorFactors) -> bool:
     """True if the bounds of shards at this location are known. In a dimension of data-dependent
-    size, they are known only if each shard is contiguous."""
+    size, the bounds are known only if each shard is contiguous."""
     if factors.open.isdisjoint(leaves_at(location)):
         return True
     assert isinstance(location, tuple)

@@ -1,4 +1,4 @@
-"""Cuts mesh axes into sub-axes so fine that each has a single location in every factor sharding."""
+"""Cuts mesh axes into sub-axes, so that each sub-axis has one location in every factor sharding."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from onnxpar.sharding.factors import TensorFactors
 from onnxpar.sharding.state import FactorSharding
 
 Slot = tuple[int, ...]
-"""Leaves of one dimension that a sub-axis splits together: one, or one of each segment."""
+"""Leaves of one dimension that a sub-axis splits together: one leaf, or one leaf per segment."""
 
 
 class HeldSlot(tuple[int, ...]):
-    """A slot that a sub-axis does not divide: the ranks at one of its coordinates hold all of it.
+    """A slot that a sub-axis does not divide: ranks at one coordinate of the sub-axis hold the
+    slot's leaves whole.
 
     at  this coordinate
     """
@@ -50,8 +51,8 @@ Locations = Sequence[Sequence[Location]]
 
 
 class Unordered(Exception):
-    """Errors: no order of the sub-axes agrees with their order on every leaf, sub-axes overlap, or
-    no path leads from one factor sharding to another."""
+    """No order of the sub-axes agrees with their order on every leaf; or sub-axes overlap; or no
+    path leads from one factor sharding to another."""
 
 
 Cuts = dict[str, tuple[int, ...]]
@@ -59,8 +60,8 @@ Cuts = dict[str, tuple[int, ...]]
 
 
 def cuts_of(axes: Iterable[Axes]) -> Cuts:
-    """Cuts each mesh axis so finely that every sub-axis in use is a union of the cut ones. Errors:
-    Unordered if two overlap and neither divides the other."""
+    """Cuts each mesh axis so finely that every used axis or sub-axis is a union of cut ones.
+    Errors: Unordered if two overlap and neither divides the other."""
     cuts: dict[str, set[int]] = {}
     for axis in (a for group in axes for a in group):
         cuts.setdefault(axis.name, set()).update((axis.pre, axis.pre * axis.size))
@@ -71,29 +72,29 @@ def cuts_of(axes: Iterable[Axes]) -> Cuts:
 
 
 def cut(axes: Axes, cuts: Cuts) -> Axes:
-    """The axes, each replaced by its sub-axes, without `at`."""
+    """The sub-axes of all axes, in order, without `at`."""
     return tuple(sub_axis for sub_axis, _ in _cut(axes, cuts))
 
 
 def _cut(axes: Axes, cuts: Cuts) -> Iterator[tuple[Axis, int | None]]:
-    """Yields the sub-axes of axes, each with its coordinate in the `at` of its axis."""
+    """Yields the sub-axes of axes, each with its coordinate if its axis has `at`, else None."""
     for axis in axes:
         yield from _pieces(axis, cuts[axis.name])
 
 
 @lru_cache(maxsize=1 << 12)
 def _pieces(axis: Axis, cuts: tuple[int, ...]) -> tuple[tuple[Axis, int | None], ...]:
-    """The sub-axes of an axis that is cut at these sizes, as `_cut` yields them."""
-    found = []
+    """The sub-axes of one axis that is cut at these sizes; see `_cut`."""
+    pieces = []
     for a, b in pairwise(c for c in cuts if axis.pre <= c <= axis.pre * axis.size):
         inner = axis.pre * axis.size // b
         at = None if axis.at is None else axis.at // inner % (b // a)
-        found.append((Axis(axis.name, b // a, a), at))
-    return tuple(found)
+        pieces.append((Axis(axis.name, b // a, a), at))
+    return tuple(pieces)
 
 
 def located(sub_axis: Axis, location: Location) -> Axis:
-    """The sub-axis as it is on the leaves of a location: with `at` if one coordinate holds them."""
+    """The sub-axis as the leaves of a location have it: with `at` for a HeldSlot."""
     return replace(sub_axis, at=location.at) if isinstance(location, HeldSlot) else sub_axis
 
 
@@ -101,7 +102,7 @@ def locations_in(
     factor_sharding: FactorSharding, cuts: Cuts, factors: TensorFactors
 ) -> dict[Axis, Location]:
     """The location of each sub-axis that a factor sharding uses. Errors: Unordered if a sub-axis
-    divides some segments, and ranks at one of its coordinates hold others."""
+    divides some segments, but ranks at one of its coordinates hold other segments."""
     slots: dict[Axis, Slot] = defaultdict(tuple)
     for leaf, axes in enumerate(factor_sharding.leaves):
         for sub_axis, at in _cut(axes, cuts):
@@ -117,14 +118,14 @@ def locations_in(
     }
 
 
-def ordered(chains: Iterable[Axes], found: Iterable[Mapping[Axis, Location]]) -> list[Axis]:
+def ordered(chains: Iterable[Axes], by_sharding: Iterable[Mapping[Axis, Location]]) -> list[Axis]:
     """All sub-axes in an order that agrees with their order on every leaf. Errors: Unordered."""
     sorter: TopologicalSorter[Axis] = TopologicalSorter()
-    known: set[Axis] = set()
-    for locations in found:
-        for sub_axis in sorted(locations.keys() - known, key=lambda a: (a.name, a.pre)):
+    added: set[Axis] = set()
+    for locations in by_sharding:
+        for sub_axis in sorted(locations.keys() - added, key=lambda a: (a.name, a.pre)):
             sorter.add(sub_axis)
-        known.update(locations)
+        added.update(locations)
     for chain in chains:
         for before, after in pairwise(chain):
             sorter.add(after, before)
@@ -135,7 +136,7 @@ def ordered(chains: Iterable[Axes], found: Iterable[Mapping[Axis, Location]]) ->
 
 
 def leaves_at(location: Location) -> frozenset[int]:
-    """The leaves of a location; none if it is not on leaves."""
+    """The leaves of a location; none for a reduction or an unused sub-axis."""
     return _leaves(tuple(location)) if isinstance(location, tuple) else frozenset()
 
 

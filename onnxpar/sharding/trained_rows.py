@@ -1,14 +1,14 @@
-"""Finds mixtures of experts together with their backward pass: all nodes that compute rows of which
-one mask chooses some.
+"""Finds mixtures of experts together with their backward pass: all nodes that compute rows behind
+one mask, which chooses some rows.
 
     x: [expert, row, column] = Where(chosen, tokens, 0)       a mask
     ...    row-wise nodes, of both passes
     g: [expert, column, column] = MatMul(Transpose(x), dz)    the gradient of experts' matrices
     y: [row, column] = ReduceSum(Where(chosen, z, 0), axis 0)
 
-Behind a mask, rows that are not chosen are zeros, and so is what follows from zeros alone. Nothing
-but such tensors may be summed over rows or experts, or be read by other nodes. So rows that are not
-chosen need not be computed.
+Behind a mask, rows that are not chosen are zeros, and so are values computed from zeros alone. Only
+tensors with such zeros may be summed over rows or experts, or be read by nodes outside the mixture.
+So ranks need not compute rows that are not chosen.
 """
 
 from __future__ import annotations
@@ -31,24 +31,28 @@ _LOGIC = frozenset(
 )
 ELEMENTWISE = UNARY | BINARY | _LOGIC | frozenset(["IsInf", "IsNaN", "Sign", "Sum", "Where"])
 _RESHAPES = frozenset(["Expand", "Reshape", "Squeeze", "Unsqueeze"])
-"""Ops that change what is behind the dimensions of experts and rows."""
-_FIRST = _RESHAPES | frozenset(["AllReduce", "Div", "MatMul", "Pad", "ReduceSum", "Slice", "Split"])
-_FIRST |= frozenset(
+"""Ops that may change the dimensions behind the dimensions of experts and rows."""
+_ZERO_IF_FIRST = _RESHAPES | frozenset(
+    ["AllReduce", "Div", "MatMul", "Pad", "ReduceSum", "Slice", "Split"]
+)
+_ZERO_IF_FIRST |= frozenset(
     ["Abs", "Cast", "Elu", "Erf", "Gelu", "HardSwish", "Identity", "LeakyRelu", "Mish", "Neg"]
 )
-_FIRST |= frozenset(["QuickGelu", "Relu", "Selu", "Sign", "Softsign", "Sqrt", "Swish", "Tanh"])
-"""Ops whose results are zero where the first operand is."""
-_EACH = frozenset(["Add", "Concat", "Max", "Min", "Sub", "Sum"])
-"""Ops whose results are zero where all operands are."""
+_ZERO_IF_FIRST |= frozenset(
+    ["QuickGelu", "Relu", "Selu", "Sign", "Softsign", "Sqrt", "Swish", "Tanh"]
+)
+"""Ops whose results are zero where the first operand is zero."""
+_ZERO_IF_ALL = frozenset(["Add", "Concat", "Max", "Min", "Sub", "Sum"])
+"""Ops whose results are zero where all operands are zero."""
 
 
 class Role(Enum):
-    """What a node does with the rows of experts.
+    """The effect of a node on the rows of experts.
 
     MASK      chooses rows: Where(chosen, x, 0)
     FLIP      transposes each expert's rows, for products that sum over rows
     ROWS      computes each row from the same row
-    REDUCED   adds up rows over ranks that choose the same ones
+    REDUCED   adds up rows over ranks that choose the same rows
     PRODUCT   multiplies each expert's rows by its own matrix
     MATRICES  sums products of rows, to a matrix for each expert
     VECTORS   sums rows, to a vector for each expert
@@ -67,13 +71,13 @@ class Role(Enum):
 
 @dataclass
 class TrainedRows:
-    """A mixture, all of whose rows are those that `chosen` [expert, row, 1] chooses.
+    """A mixture and its backward pass; `chosen` [expert, row, 1] chooses the rows of all tensors.
 
-    nodes    in graph order
-    roles    of each node, by its id
-    zeros    for each tensor [expert, row, ...], by id, whether rows that are not chosen are zeros
-    flipped  the tensor that each result of a FLIP transposes, by the id of the result
-    leaving  the tensors that other nodes read, too; their rows that are not chosen are zeros
+    nodes    the nodes, in graph order
+    roles    the role of each node, by id
+    zeros    for each tensor [expert, row, ...], by id: True if rows that are not chosen are zeros
+    flipped  the tensor that a FLIP transposes, by id of the FLIP's result
+    leaving  tensors that nodes outside the mixture read; rows that are not chosen are zeros
     """
 
     chosen: gs.Tensor
@@ -85,9 +89,9 @@ class TrainedRows:
 
 
 def find_trained_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[TrainedRows]:
-    """The mixtures of a graph, whose nodes are in the order in which they run, that have experts
-    with matrices of their own and a sum over experts, and in which nothing that is read elsewhere
-    depends on rows that are not chosen."""
+    """Yields the mixtures of a graph whose nodes are in execution order. A mixture has a matrix for
+    each expert and a sum over experts; tensors that nodes outside the mixture read do not depend on
+    rows that are not chosen."""
     masks: dict[int, list[gs.Node]] = {}
     for node in graph.nodes:
         if is_mask(node, shapes):
@@ -106,8 +110,7 @@ def find_trained_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[TrainedRows]:
 
 
 def expert_matrix(tensor: gs.Tensor) -> tuple[gs.Tensor, bool]:
-    """The tensor of which a stack of matrices is made by transpositions of each matrix, and whether
-    it is transposed."""
+    """The stack of matrices before all transpositions, and True if `tensor` is its transpose."""
     is_flipped = False
     while tensor.inputs and flips(tensor.inputs[0]):
         tensor, is_flipped = tensor.inputs[0].inputs[0], not is_flipped
@@ -115,8 +118,8 @@ def expert_matrix(tensor: gs.Tensor) -> tuple[gs.Tensor, bool]:
 
 
 def before_experts(tensor: gs.Tensor, shapes: Shapes) -> gs.Tensor:
-    """What a tensor [expert, row, column] repeats for each expert; the tensor itself if its experts
-    differ."""
+    """The tensor that an Expand repeats for each expert, to [expert, row, column]; `tensor` itself
+    if it repeats nothing."""
     if not tensor.inputs or tensor.inputs[0].op != "Expand":
         return tensor
     source = tensor.inputs[0].inputs[0]
@@ -126,8 +129,8 @@ def before_experts(tensor: gs.Tensor, shapes: Shapes) -> gs.Tensor:
 
 
 class _Search:
-    """Gives nodes their roles, from the masks on; none to nodes whose ids are in `apart`. `order`
-    has the places of the graph's nodes, by id."""
+    """Assigns roles to nodes, from the masks on, except to nodes whose ids are in `apart`. `order`
+    has the index of each node in the graph, by id."""
 
     def __init__(
         self, graph: gs.Graph, shapes: Shapes, region: TrainedRows, order: Mapping[int, int],
@@ -139,12 +142,12 @@ class _Search:
 
     @property
     def is_complete(self) -> bool:
-        """True if the nodes are those of a mixture."""
+        """True if the nodes form a mixture."""
         return {Role.MASK, Role.PRODUCT, Role.TOTAL} <= set(self.region.roles.values())
 
     def fill(self, masks: Sequence[gs.Node]) -> set[int]:
-        """Collects nodes; returns those of which another node needs rows that are not chosen, which
-        must stay apart."""
+        """Collects nodes; returns the ids of nodes to keep apart: another node needs rows of their
+        results that are not chosen."""
         region = self.region
         todo = [self.order[id(node)] for node in masks]  # a heap, as they are in order
         seen = set(todo)
@@ -168,7 +171,7 @@ class _Search:
         return set(self._leaks())
 
     def _leaks(self) -> Iterator[int]:
-        """The ids of nodes that cannot be among the mixture's; notes the tensors that leave."""
+        """Yields the ids of nodes that cannot belong to the mixture; adds leaving tensors."""
         region = self.region
         ports = {id(t) for t in self.graph.outputs}
         for node in region.nodes:
@@ -182,7 +185,7 @@ class _Search:
                     yield id(node)
 
     def _role(self, node: gs.Node) -> Role | None:
-        """The role of a node; None if it is none of the mixture's."""
+        """The role of a node; None if the node does not belong to the mixture."""
         zeros, flipped = self.region.zeros, self.region.flipped
         if is_mask(node, self.shapes) and node.inputs[0] is self.region.chosen:
             return Role.MASK if self._enters(*node.inputs[1:2], *node.outputs) else None
@@ -206,7 +209,7 @@ class _Search:
         return Role.ROWS if self._is_row_wise(node) else None
 
     def _matrices(self, node: gs.Node) -> Role | None:
-        """MATRICES for a product of flipped rows and rows, of which one has zeros."""
+        """MATRICES for a product of flipped rows and rows, if one of both operands has zeros."""
         if node.op != "MatMul" or id(node.inputs[0]) not in self.region.flipped:
             return None
         left, right = self.region.flipped[id(node.inputs[0])], node.inputs[1]
@@ -214,7 +217,7 @@ class _Search:
         return Role.MATRICES if None not in is_zero and any(is_zero) else None
 
     def _product(self, node: gs.Node) -> Role | None:
-        """PRODUCT for a product with experts' matrices, ROWS for one with a matrix for all."""
+        """PRODUCT for a product with experts' matrices, ROWS with one matrix for all experts."""
         left, right = node.inputs
         shape = self.shapes.get(right.name, ())
         is_outer = id(left) in self.region.zeros and id(right) not in self.region.zeros
@@ -225,7 +228,7 @@ class _Search:
         return Role.ROWS if all(size == 1 for size in shape[:-2]) else None
 
     def _enters(self, x: gs.Tensor, masked: gs.Tensor) -> bool:
-        """True if a mask reads rows: those of experts, or rows that it repeats for each expert."""
+        """True if a mask reads rows of experts, or rows that it repeats for each expert."""
         shape = self.shapes.get(x.name, ())
         return id(x) in self.region.zeros or (
             len(shape) in (RANK - 1, RANK)
@@ -234,7 +237,7 @@ class _Search:
         )
 
     def _is_known(self, tensor: gs.Tensor) -> bool:
-        """True for an operand from outside of which each row's part can be told."""
+        """True for an operand from outside the mixture if each row's part of it is known."""
         shape = self.shapes.get(tensor.name)
         return is_single(tensor) or (shape is not None and len(shape) <= RANK)
 
@@ -245,8 +248,8 @@ class _Search:
         if node.op in ELEMENTWISE:
             is_deep = any(len(shape) > RANK for shape in rows)
             others = [t for t in node.inputs if id(t) not in zeros]
-            known = all(is_single(t) if is_deep else self._is_known(t) for t in others)
-            return known and self._has_rows(rows[0])
+            others_known = all(is_single(t) if is_deep else self._is_known(t) for t in others)
+            return others_known and self._has_rows(rows[0])
         if id(node.inputs[0]) not in zeros or not all(map(self._has_rows, rows)):
             return False
         if node.op == "Concat":
@@ -264,11 +267,11 @@ class _Search:
         return len(shape) >= RANK and shape[:2] == (self.experts, self.rows)
 
     def _keeps_zero(self, node: gs.Node) -> bool:
-        """True if rows that are not chosen are zeros in the results."""
+        """True if rows of the results that are not chosen are zeros."""
         read = node.inputs[1:3] if node.op == "Where" else [t for t in node.inputs if t.name]
-        if node.op in _FIRST:
+        if node.op in _ZERO_IF_FIRST:
             return self._is_zero(read[0])
-        if node.op in _EACH or node.op == "Where":
+        if node.op in _ZERO_IF_ALL or node.op == "Where":
             return all(map(self._is_zero, read))
         return node.op == "Mul" and any(map(self._is_zero, read))
 
@@ -279,7 +282,7 @@ class _Search:
 
 
 def is_single(tensor: gs.Tensor) -> bool:
-    """True for a constant of one element, and for an operand that is left out."""
+    """True for a constant of one element, and for an omitted operand."""
     is_constant = isinstance(tensor, gs.Constant)
     return not tensor.name or (is_constant and numel(tensor_shape(tensor) or ()) == 1)
 

@@ -9,7 +9,7 @@ from onnxpar.rules.notation import Cat, Expr, Prod, Var
 
 
 class IndexVar:
-    """A dimension, or a factor or segment of one, while it is refined (a union-find node)."""
+    """A dimension, or a factor or segment of a dimension, during refinement (a union-find node)."""
 
     __slots__ = ("children", "kind", "parent", "size")
 
@@ -20,7 +20,7 @@ class IndexVar:
         self.parent: IndexVar | None = None
 
     def root(self) -> IndexVar:
-        """The representative of all variables that are unified with this one."""
+        """The representative of all variables that are unified with this variable."""
         node = self
         while node.parent is not None:
             if node.parent.parent is not None:
@@ -30,8 +30,8 @@ class IndexVar:
 
 
 def flat(node: IndexVar, kind: str) -> list[IndexVar]:
-    """The children of a product or concatenation, nested ones of the same kind flattened; else the
-    variable itself."""
+    """The children of a product or concatenation, with nested nodes of the same kind flattened; for
+    any other variable, the variable itself."""
     node = node.root()
     if node.kind != kind:
         return [node]
@@ -40,8 +40,8 @@ def flat(node: IndexVar, kind: str) -> list[IndexVar]:
 
 
 def _refine(node: IndexVar, kind: str, sizes: tuple[int, ...]) -> list[IndexVar] | None:
-    """Turns an atom into a product or concatenation of variables with these sizes, and returns
-    them; None if it is not an atom."""
+    """Turns an atom into a product or concatenation of variables with these sizes; returns these
+    variables, or None if `node` is no atom."""
     node = node.root()
     if node.kind:
         return None
@@ -59,8 +59,8 @@ def _only(node: IndexVar) -> IndexVar:
 
 
 def unify(a: IndexVar, b: IndexVar) -> bool:
-    """Makes two variables the same; if they are cut differently, refines both. False if they cannot
-    be the same; then parts of them may be unified."""
+    """Makes two variables the same; if they are cut differently, refines both. Returns False if
+    they cannot be the same; some of their parts may be unified even then."""
     a, b = _only(a), _only(b)
     if a is b:
         return True
@@ -84,14 +84,14 @@ def unify(a: IndexVar, b: IndexVar) -> bool:
 
 
 def _contains(whole: IndexVar, part: IndexVar) -> bool:
-    """True if a product or concatenation has a variable as a child, or as a child of a child of
-    its kind: the others then have one element, or none."""
+    """True if `part` is a child of a product or concatenation, or a child of a nested node of the
+    same kind: all other children then are trivial."""
     children = [child.root() for child in whole.children]
     return any(c is part or (c.kind == whole.kind and _contains(c, part)) for c in children)
 
 
 def _align(kind: str, a: list[IndexVar], b: list[IndexVar]) -> bool:
-    """Unifies the children of two products, or of two concatenations, from the first on."""
+    """Unifies the children of two products, or of two concatenations, in order."""
     a, b = a[::-1], b[::-1]
     while a and b:
         x, y = a.pop(), b.pop()
@@ -115,7 +115,7 @@ def _align(kind: str, a: list[IndexVar], b: list[IndexVar]) -> bool:
 
 
 def compose(expr: Expr, factors: Mapping[str, IndexVar]) -> IndexVar:
-    """A rule's expression for a dimension as a variable over the rule's factors."""
+    """The variable for a rule's expression of a dimension, over the variables of its factors."""
     if isinstance(expr, Var):
         return factors[expr.name]
     children = tuple(compose(c, factors) for c in expr.children)
