@@ -274,8 +274,8 @@ class PlanOptions(LayoutOptions, total=False):
             "how to join collectives that do not wait for each other. size: up to --bucket-mb; "
             "cost (default for training steps): in buckets whose last one ends first by the cost "
             "model, if --overlap lets ranks communicate while they compute, otherwise as size; "
-            "index:20,35: the gradients' reductions before the 20th, then those before the 35th, "
-            "then the rest, in the order in which they run; or none",
+            "index:20,35: the reductions of the first 20 gradients, then of the next 15, then of "
+            "the rest, in the order in which they run; or none",
             TRAINING,
             "{" + ",".join((*FUSIONS, "index:N,..")) + "}",
             decided=(MANUAL_PROGRAM,),

@@ -94,7 +94,7 @@ class ReshardGraph:
         shards = ShardSizes(self.sub_axes, self.locations, self.states, factors, parts)
         self.permutes = Permutes(self.sub_axes, self.locations, self.states, factors, parts)
         self.sizes = [shards.of(dims, itemsize, weight) for weight, dims in factors.costed]
-        self.valid = self.sizes[0].valid & self._is_one_reduction()
+        self.valid = self._is_one_reduction()
 
     def _cut_axes(self) -> list[dict[Axis, Location]]:
         """Sets `sub_axes`; returns the location of each sub-axis in each wanted sharding."""

@@ -25,7 +25,6 @@ class StateSizes:
     """The largest shard in every state, at one of the sizes for which costs are computed.
 
     weight   the weight of these sizes in costs
-    valid    for each state, True if every leaf has enough elements for its axes
     bytes    the distinct sizes of the largest shard in bytes, in rising order
     which    for each state, the index into `bytes`
     extents  for each dimension, the shard's number of elements in each state
@@ -33,7 +32,6 @@ class StateSizes:
     """
 
     weight: float
-    valid: Array
     bytes: Array
     which: Array
     extents: list[Array]
@@ -76,7 +74,7 @@ class ShardSizes:
             every_rows.append(rows)
             sizes *= extents
         different, which = np.unique(sizes, return_inverse=True)
-        return StateSizes(weight, ~np.isnan(sizes), different, which, every_extent, every_rows)
+        return StateSizes(weight, different, which, every_extent, every_rows)
 
     def _of_dim(self, dim: Dim, leaves: Sequence[int]) -> tuple[Array, Array]:
         """For each state, elements and contiguous runs of a dimension with these leaves; computed
