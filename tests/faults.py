@@ -20,8 +20,8 @@ from onnxpar.lowering import rank_view as local
 from onnxpar.lowering import weights
 from onnxpar.lowering.lower_reshard import ReshardBuilder
 from onnxpar.lowering.weights import WeightStore
-from onnxpar.passes.insert_collectives import _Insertion
-from onnxpar.passes.order_collectives import OrderCollectives
+from onnxpar.passes.lower.insert_collectives import _Insertion
+from onnxpar.passes.lower.order_collectives import OrderCollectives
 from onnxpar.rules import indexing, reductions
 from onnxpar.rules.rule import Rule, registered
 from onnxpar.sharding.partial_sums import PartialSums

@@ -18,7 +18,7 @@ from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.text import graph_text
 from onnxpar.graph.per_rank import PerRank
 from onnxpar.load.load import Model
-from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.passes.write.split_ranks import SplitRanks
 from onnxpar.planner.context import load_model, prepare
 from onnxpar.planner.default_passes import passes_of
 from onnxpar.planner.option_table import PlanOptions

@@ -17,8 +17,8 @@ def modules() -> Iterator[tuple[str, Path]]:
     """Every module of the package by its name below onnxpar."""
     for file in sorted((ROOT / "onnxpar").rglob("*.py")):
         yield ".".join(file.relative_to(ROOT / "onnxpar").with_suffix("").parts), file
-    for file in sorted((ROOT / "passes").glob("*.py")):
-        yield f"passes.{file.stem}", file
+    for file in sorted((ROOT / "passes").rglob("*.py")):
+        yield ".".join(("passes", *file.relative_to(ROOT / "passes").with_suffix("").parts)), file
 
 
 _IMPORT = re.compile(r"^ *from onnxpar([\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)

@@ -42,7 +42,7 @@ def name_is_for_any_python_and_an_old_glibc(name: str, arch: str) -> None:
 
 
 def has_the_package_alone(names: list[str]) -> None:
-    assert PLUGIN in names and "onnxpar/passes/insert_collectives.py" in names
+    assert PLUGIN in names and "onnxpar/passes/lower/insert_collectives.py" in names
     for licence in ("licenses/LICENSE", "licenses/onnxpar/native/gloo/LICENSE"):
         assert sum(name.endswith(licence) for name in names) == 1
     assert [n for n in names if n.startswith("onnxpar/native/") and n[-1] != "/"] == [PLUGIN]

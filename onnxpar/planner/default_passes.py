@@ -7,21 +7,21 @@ from onnxpar.compiler.pass_ import Pass
 from onnxpar.load.load import Model
 from onnxpar.lowering.buckets import BUCKET_BYTES, PART_BYTES
 from onnxpar.lowering.compression import NONE
-from onnxpar.passes.annotate_strategy import AnnotateStrategy
-from onnxpar.passes.compact_experts import CompactExperts
-from onnxpar.passes.compress_collectives import CompressCollectives
-from onnxpar.passes.fuse_all_reduces import FUSIONS, INDEX, FuseAllReduces, indices_of
-from onnxpar.passes.fuse_attention import FuseAttention
-from onnxpar.passes.fuse_elementwise import FuseElementwise
-from onnxpar.passes.gate_recomputation import GateRecomputation
-from onnxpar.passes.insert_collectives import InsertCollectives
-from onnxpar.passes.keep_collectives import KeepCollectives
-from onnxpar.passes.localize_ops import LocalizeOps
-from onnxpar.passes.order_collectives import OrderCollectives
-from onnxpar.passes.overlap_collectives import OVERLAPS, OverlapCollectives
-from onnxpar.passes.place_tables import PlaceTables
-from onnxpar.passes.propagate_layouts import PropagateLayouts
-from onnxpar.passes.split_programs import SplitPrograms
+from onnxpar.passes.decide.annotate_strategy import AnnotateStrategy
+from onnxpar.passes.decide.propagate_layouts import PropagateLayouts
+from onnxpar.passes.lower.compact_experts import CompactExperts
+from onnxpar.passes.lower.compress_collectives import CompressCollectives
+from onnxpar.passes.lower.fuse_all_reduces import FUSIONS, INDEX, FuseAllReduces, indices_of
+from onnxpar.passes.lower.fuse_elementwise import FuseElementwise
+from onnxpar.passes.lower.gate_recomputation import GateRecomputation
+from onnxpar.passes.lower.insert_collectives import InsertCollectives
+from onnxpar.passes.lower.keep_collectives import KeepCollectives
+from onnxpar.passes.lower.localize_ops import LocalizeOps
+from onnxpar.passes.lower.order_collectives import OrderCollectives
+from onnxpar.passes.lower.overlap_collectives import OVERLAPS, OverlapCollectives
+from onnxpar.passes.lower.place_tables import PlaceTables
+from onnxpar.passes.lower.split_programs import SplitPrograms
+from onnxpar.passes.rewrite.fuse_attention import FuseAttention
 from onnxpar.planner.options import Options
 from onnxpar.planner.placed_passes import Placed, insert
 from onnxpar.rules.cached_attention import can_split_cache

@@ -11,7 +11,7 @@ from onnxpar.base.pass_times import LOAD, OTHER, WRITE_GRAPH
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.text import graph_text
 from onnxpar.load.load import Model
-from onnxpar.passes.differentiate import Differentiate
+from onnxpar.passes.rewrite.differentiate import Differentiate
 from onnxpar.planner.context import load_model, prepare
 from onnxpar.planner.dump import Dump, is_dump, read_dump, write_graph
 from onnxpar.planner.observer import Observer, Observers

@@ -9,9 +9,9 @@ from typing import Any
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import ANNOTATIONS, Pass, Stage
-from onnxpar.passes.annotate_strategy import AnnotateStrategy
-from onnxpar.passes.differentiate import Differentiate
-from onnxpar.passes.fuse_attention import FuseAttention
+from onnxpar.passes.decide.annotate_strategy import AnnotateStrategy
+from onnxpar.passes.rewrite.differentiate import Differentiate
+from onnxpar.passes.rewrite.fuse_attention import FuseAttention
 from onnxpar.planner.default_passes import DEFAULT_PASSES, MANUAL_PASSES
 from onnxpar.planner.placed_passes import Placed, check_order
 from onnxpar.planner.plugins import registered_passes

@@ -21,7 +21,7 @@ from onnxpar.graph.interchange import metadata_of
 from onnxpar.graph.paged_attention import UnpagedError
 from onnxpar.graph.state_pairs import unpaired_text
 from onnxpar.load.load import unread_inputs
-from onnxpar.passes.split_ranks import check_open
+from onnxpar.passes.write.split_ranks import check_open
 from onnxpar.planner.attempt import Attempt, Planned
 from onnxpar.planner.balance import fitting_shares
 from onnxpar.planner.context import prepare

@@ -17,7 +17,7 @@ from onnxpar.graph.model_name import model_name
 from onnxpar.graph.subgraphs import captured, constants
 from onnxpar.layout.mesh import Axes, merge_axes
 from onnxpar.load.load import Model
-from onnxpar.passes.propagate_layouts import PropagateLayouts
+from onnxpar.passes.decide.propagate_layouts import PropagateLayouts
 from onnxpar.planner.observer import Observer
 from onnxpar.runtime.profile.trace import check_place
 from onnxpar.search.op_strategies import partial_kinds

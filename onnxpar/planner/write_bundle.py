@@ -19,7 +19,7 @@ from onnxpar.base.pass_times import WRITE, PassTimes
 from onnxpar.compiler.lengths import joined
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, foreign_part, write_plan
-from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.passes.write.split_ranks import SplitRanks
 
 Made = tuple[Plan, PassContext]
 Ranks = Collection[int] | None

@@ -29,7 +29,7 @@ import llama_shape
 import onnxpar
 from onnxpar.base.hashing import Hashing
 from onnxpar.base.pass_times import WRITE, PassTimes
-from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.passes.write.split_ranks import SplitRanks
 
 SIZES = {"hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 2752, "vocab": 512}
 SIZES |= {"batch": 1, "seq": 16}

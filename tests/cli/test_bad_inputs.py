@@ -506,7 +506,7 @@ def test_an_internal_error_is_one_line(
 INTERRUPTED = """
 import os, signal, sys, time
 from onnxpar.cli import main
-from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.passes.write.split_ranks import SplitRanks
 run = SplitRanks.run
 def slow(self, graph, ctx):
     run(self, graph, ctx)

@@ -294,5 +294,5 @@ def test_the_only_import_root_is_onnxpar() -> None:
     roots = {f.parts[0] for f in listed if ".dist-info" not in f.parts[0] and f.parts[0] != ".."}
     assert roots == {"onnxpar"}
     names = {str(f) for f in listed}
-    assert "onnxpar/passes/insert_collectives.py" in names
+    assert "onnxpar/passes/lower/insert_collectives.py" in names
     assert "onnxpar/native/libonnxpar_ops.so" in names

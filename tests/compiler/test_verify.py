@@ -18,9 +18,9 @@ from onnxpar.graph.reshards import is_reshard, reshard_of, set_reshard
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis
 from onnxpar.load.load import load
-from onnxpar.passes.fuse_all_reduces import FuseAllReduces
-from onnxpar.passes.insert_collectives import InsertCollectives
-from onnxpar.passes.order_collectives import OrderCollectives
+from onnxpar.passes.lower.fuse_all_reduces import FuseAllReduces
+from onnxpar.passes.lower.insert_collectives import InsertCollectives
+from onnxpar.passes.lower.order_collectives import OrderCollectives
 from onnxpar.planner.context import make_context
 from onnxpar.planner.default_passes import DEFAULT_PASSES
 from onnxpar.planner.run_passes import run_passes

@@ -25,8 +25,8 @@ from onnxpar.graph.reshards import Reshard, reshard_node
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, Product, nested_parts
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.lowering.lower_reshard import ReshardBuilder
-from onnxpar.passes.order_collectives import OrderCollectives
-from onnxpar.passes.split_ranks import _export, _instantiate
+from onnxpar.passes.lower.order_collectives import OrderCollectives
+from onnxpar.passes.write.split_ranks import _export, _instantiate
 from onnxpar.runtime.ranks.groups import World, session_options, thread_worlds
 from onnxpar.sharding.factors import GraphFactors, Leaf, TensorFactors, with_axes
 from onnxpar.sharding.planner import ReshardedTensor, plan_steps

@@ -30,7 +30,7 @@ import pytest
 from pass_texts import Example, joined
 
 from onnxpar.compiler.pass_ import Pass
-from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.passes.write.split_ranks import SplitRanks
 from onnxpar.planner.pass_registry import OWN
 
 PASSES: dict[str, type[Pass]] = {**OWN, SplitRanks.name: SplitRanks}

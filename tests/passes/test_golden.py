@@ -16,7 +16,7 @@ from pass_texts import GOLDEN, Example, compare_golden, joined, texts_after
 
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import load
-from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.passes.write.split_ranks import SplitRanks
 from onnxpar.planner.context import make_context
 from onnxpar.planner.default_passes import DEFAULT_PASSES
 from onnxpar.planner.options import Options

@@ -18,7 +18,7 @@ from onnxpar.base.errors import InputError, OnnxparError, PassError, RankError
 from onnxpar.compiler.plan import write_plan
 from onnxpar.load.load import Model, load
 from onnxpar.load.loading import LoadRequest
-from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.passes.write.split_ranks import SplitRanks
 from onnxpar.planner import pipeline
 from onnxpar.planner.context import make_context
 from onnxpar.planner.default_passes import DEFAULT_PASSES

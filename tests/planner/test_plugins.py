@@ -168,7 +168,7 @@ def test_a_pass_that_fails_names_itself_and_is_dumped(
 def test_a_failure_of_the_compiler_names_the_pass_and_those_before_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from onnxpar.passes.localize_ops import LocalizeOps
+    from onnxpar.passes.lower.localize_ops import LocalizeOps
 
     def fail(self: LocalizeOps, graph: gs.Graph, ctx: PassContext) -> bool:
         raise AssertionError("odd")

@@ -22,7 +22,7 @@ from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import Plan, Predicted
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
-from onnxpar.passes.insert_collectives import InsertCollectives
+from onnxpar.passes.lower.insert_collectives import InsertCollectives
 from onnxpar.planner import pipeline
 from onnxpar.report.compare_trace import PlannedNode, compare_trace, planned_nodes
 from onnxpar.report.comparison_result import NOTHING_RAN, Comparison

@@ -24,8 +24,8 @@ from onnxpar.graph.collectives import LOCAL_STEPS
 from onnxpar.graph.subgraphs import constants
 from onnxpar.graph.tensors import element_bytes
 from onnxpar.layout.mesh import Mesh
-from onnxpar.passes.insert_collectives import InsertCollectives
-from onnxpar.passes.propagate_layouts import PropagateLayouts
+from onnxpar.passes.decide.propagate_layouts import PropagateLayouts
+from onnxpar.passes.lower.insert_collectives import InsertCollectives
 from onnxpar.planner.context import load_model, make_context
 from onnxpar.planner.options import Options
 from onnxpar.planner.run_passes import run_passes

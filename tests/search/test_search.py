@@ -15,8 +15,8 @@ import onnxpar
 from onnxpar.base.errors import StrategyError
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.passes.insert_collectives import InsertCollectives
-from onnxpar.passes.propagate_layouts import PropagateLayouts
+from onnxpar.passes.decide.propagate_layouts import PropagateLayouts
+from onnxpar.passes.lower.insert_collectives import InsertCollectives
 from onnxpar.planner import pipeline
 from onnxpar.planner.context import load_model, make_context
 from onnxpar.planner.options import Options

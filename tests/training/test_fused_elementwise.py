@@ -22,7 +22,7 @@ from training.steps import (
 )
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.passes.fuse_elementwise import FuseElementwise
+from onnxpar.passes.lower.fuse_elementwise import FuseElementwise
 from onnxpar.planner import default_passes
 
 CHAIN = """chain (float[8,6] x, float[6,9] w1, float[9,5] w2) => (float[8,5] y)

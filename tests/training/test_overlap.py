@@ -17,7 +17,7 @@ from training.steps import CROSS_ENTROPY, ThreadTrainer, batches, same, states, 
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.lowering.fill_windows import Filling, find_fillings
-from onnxpar.passes import overlap_collectives
+from onnxpar.passes.lower import overlap_collectives
 from onnxpar.planner import pipeline
 from onnxpar.report.compare_training import compare_training
 from onnxpar.report.explain import explain

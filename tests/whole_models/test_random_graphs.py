@@ -29,9 +29,9 @@ from onnxpar.graph.reshards import is_reshard
 from onnxpar.layout.layout import Product, dim_axes, leaves
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import load
-from onnxpar.passes.annotate_strategy import AnnotateStrategy
-from onnxpar.passes.insert_collectives import InsertCollectives
-from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.passes.decide.annotate_strategy import AnnotateStrategy
+from onnxpar.passes.lower.insert_collectives import InsertCollectives
+from onnxpar.passes.write.split_ranks import SplitRanks
 from onnxpar.planner.context import make_context
 from onnxpar.planner.default_passes import DEFAULT_PASSES
 from onnxpar.planner.options import Options

@@ -1,0 +1,1 @@
+"""Passes that decide the layouts of all tensors."""

@@ -1,0 +1,1 @@
+"""Passes from global nodes with layouts to the nodes and collectives of ranks."""

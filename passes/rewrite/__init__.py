@@ -1,0 +1,1 @@
+"""Passes that rewrite the global graph before anything is decided."""

@@ -1,0 +1,1 @@
+"""Passes that write the files of ranks."""
