@@ -18,8 +18,7 @@ sharding  factors of a whole graph, the state of their sharding, reshards betwee
 strategy  what users request: by file or annotation, by a preset, by hand
 lowering  global nodes to a rank's nodes: local attributes, halos, collectives, weights
 search    the strategy with the lowest cost
-grad      gradients, one file per family of ops
-training  training steps as graphs: backward pass, optimizers, precision, recomputation
+training  gradients, one file per family of ops; training steps as graphs: backward pass, optimizers
 compiler  the pass interface, the plan, verification, text
 passes    the passes, one per file
 planner   options, attempts at a plan, the order and execution of passes, dumps

@@ -115,7 +115,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-gradients",
         action="store_true",
-        help="write onnxpar/grad/proof.json: how many tests of tests/grad asked each op's gradient",
+        help="write onnxpar/training/gradients/proof.json: how many tests of "
+        "tests/training/gradients asked each op's gradient",
     )
     parser.addoption(
         "--random-graphs",

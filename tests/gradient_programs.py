@@ -12,10 +12,10 @@ import onnx.parser
 import onnx_graphsurgeon as gs
 import onnxruntime as ort
 
-from onnxpar.grad.reverse import gradients
-from onnxpar.grad.value import Builder
 from onnxpar.graph.interchange import export_graph
 from onnxpar.load.load import Model, load
+from onnxpar.training.gradients.reverse import gradients
+from onnxpar.training.gradients.value import Builder
 
 Array = np.ndarray[Any, Any]
 STEP, ERROR = 1e-5, 1e-7

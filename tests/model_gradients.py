@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-import onnxpar.grad  # noqa: F401  (registers the gradient rules)
+import onnxpar.training.gradients  # noqa: F401  (registers the gradient rules)
 from onnxpar.graph.write_model import export_model
 from onnxpar.load.load import load
 from onnxpar.load.loading import LoadRequest

@@ -22,7 +22,6 @@ from onnxpar.cli.arguments import dims_of
 from onnxpar.cli.error_line import report
 from onnxpar.cli.predicted import compared
 from onnxpar.cli.training_bar import Bar
-from onnxpar.grad.trained import FROZEN, UNNAMED, Left, Trained, Weights
 from onnxpar.graph.tensors import numel, shape_bytes
 from onnxpar.graph.training_spec import Step
 from onnxpar.planner.options import Options
@@ -56,6 +55,7 @@ from onnxpar.trainer.picture import draw_losses
 from onnxpar.trainer.rates import Schedule
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.batch_norm import BatchNorm
+from onnxpar.training.gradients.trained import FROZEN, UNNAMED, Left, Trained, Weights
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.loss_settings import LossSettings, numbers_of
 from onnxpar.training.margins import Margin

@@ -17,13 +17,13 @@ from typing import Any
 
 import onnx
 
-import onnxpar.grad
 import onnxpar.rules
-from onnxpar.grad.vjp import registered as gradients
-from onnxpar.grad.vjp import without as without_gradient
+import onnxpar.training.gradients
 from onnxpar.graph.checker import newest_opset
 from onnxpar.rules.fused_attention import DOMAIN as FUSED
 from onnxpar.rules.rule import registered, whole_ops
+from onnxpar.training.gradients.vjp import registered as gradients
+from onnxpar.training.gradients.vjp import without as without_gradient
 
 COUNTS = ("split", "gathered", "refused", "oracle")
 NOTE = """\
@@ -137,9 +137,9 @@ def _has_floats(schema: onnx.defs.OpSchema, formals: Sequence[Any]) -> bool:
 
 @functools.cache
 def gradient_proofs() -> Mapping[str, int]:
-    """Returns the content of `grad/proof.json`: the number of passed tests of each op's gradient
-    rule."""
-    text = (files(onnxpar.grad) / "proof.json").read_text(encoding="utf-8")
+    """Returns the content of `training/gradients/proof.json`: the number of passed tests of each
+    op's gradient rule."""
+    text = (files(onnxpar.training.gradients) / "proof.json").read_text(encoding="utf-8")
     found: Mapping[str, int] = json.loads(text)
     return found
 

@@ -19,10 +19,10 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from onnxpar.base.custom_ops import quiet_options
-from onnxpar.grad.reverse import gradients
-from onnxpar.grad.value import Builder
 from onnxpar.testing.case import Case
 from onnxpar.testing.gradient_reference import REFERENCE_OPS
+from onnxpar.training.gradients.reverse import gradients
+from onnxpar.training.gradients.value import Builder
 
 Array = npt.NDArray[Any]
 STEP = 1e-5

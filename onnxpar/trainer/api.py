@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import onnxpar.grad  # noqa: F401  (registers the gradient rules)
+import onnxpar.training.gradients  # noqa: F401  (registers the gradient rules)
 from onnxpar.base.custom_ops import use_libraries
 from onnxpar.base.errors import OnnxparError, StrategyError
-from onnxpar.grad.trained import Weights
 from onnxpar.graph.given_model import Source, model_file
 from onnxpar.graph.training_spec import Step
 from onnxpar.graph.write_model import export_model, write_model
@@ -32,6 +31,7 @@ from onnxpar.trainer.loop import Record, Run
 from onnxpar.trainer.rates import Schedule
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.batch_norm import BatchNorm
+from onnxpar.training.gradients.trained import Weights
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.loss_settings import LossSettings, Numbers, numbers_of
 from onnxpar.training.manual import RankProgram

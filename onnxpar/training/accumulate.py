@@ -11,11 +11,11 @@ import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.value import Builder, Value
 from onnxpar.graph.clone import clone_nodes, needed
 from onnxpar.graph.subgraphs import read_by
 from onnxpar.graph.training_spec import SEED
 from onnxpar.training.backward import Backward
+from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.program import Program
 
 MOST = 1 << 20

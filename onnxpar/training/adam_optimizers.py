@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from onnxpar.grad.value import Value
+from onnxpar.training.gradients.value import Value
 from onnxpar.training.optimizer import Optimizer, Slots, State, Update, norm, trust
 
 

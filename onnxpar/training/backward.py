@@ -9,10 +9,6 @@ import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
 from onnxpar.base.errors import ModelError, StrategyError
-from onnxpar.grad.reverse import gradients
-from onnxpar.grad.trained import Left, Weights, find_trained
-from onnxpar.grad.value import Builder, Value
-from onnxpar.grad.vjp import is_message
 from onnxpar.graph.clone import needed
 from onnxpar.graph.interchange import default_of
 from onnxpar.graph.lazy_values import stored_proto
@@ -25,6 +21,10 @@ from onnxpar.training.cautions_of_stops import cautions_of_stops
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.equal_nodes import merge_equal
 from onnxpar.training.evaluation import copy_for_use, read_averages
+from onnxpar.training.gradients.reverse import gradients
+from onnxpar.training.gradients.trained import Left, Weights, find_trained
+from onnxpar.training.gradients.value import Builder, Value
+from onnxpar.training.gradients.vjp import is_message
 from onnxpar.training.lazy import Rows, lazy_lookups, lookup_gradient, sampled_gradient
 from onnxpar.training.loss_scale import GOOD, LossScale
 from onnxpar.training.loss_settings import DEFAULT_SETTINGS, LossSettings

@@ -10,10 +10,10 @@ from math import prod
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import ModelError, StrategyError
-from onnxpar.grad.value import Builder, Value
 from onnxpar.graph.subgraphs import scopes
 from onnxpar.graph.tensors import float_attr
 from onnxpar.load.load import Model
+from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.rewrite import replace_node
 
 UNBIASED = "unbiased"

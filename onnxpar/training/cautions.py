@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.grad.constant_values import first_values, repeats_rows
-from onnxpar.grad.trained import FROZEN, HELD, STOPPED, UNNAMED, Left, Weights
 from onnxpar.graph.exported import PARAMETER
 from onnxpar.graph.subgraphs import all_nodes
 from onnxpar.load.load import Model
 from onnxpar.training.batch_norm import BatchNorm, numbers_of
+from onnxpar.training.gradients.constant_values import first_values, repeats_rows
+from onnxpar.training.gradients.trained import FROZEN, HELD, STOPPED, UNNAMED, Left, Weights
 from onnxpar.training.margins import MARGINS
 from onnxpar.training.probabilities import is_probability, made_by
 

@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterator, Mapping
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.grad.constant_values import zero_rows
-from onnxpar.grad.reverse import reached_from
-from onnxpar.grad.trained import Weights, leading
 from onnxpar.graph.stops import is_stop, padding_row
 from onnxpar.graph.subgraphs import all_nodes
 from onnxpar.graph.tensors import numel
 from onnxpar.load.load import Model
+from onnxpar.training.gradients.constant_values import zero_rows
+from onnxpar.training.gradients.reverse import reached_from
+from onnxpar.training.gradients.trained import Weights, leading
 
 _NAMED = re.compile(r"detach|stop_?grad", re.IGNORECASE)
 _STEPS = ("Floor", "Ceil", "Round", "Sign")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxpar.grad.value import Value
+from onnxpar.training.gradients.value import Value
 
 
 @dataclass(frozen=True)

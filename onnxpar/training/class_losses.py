@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.value import Value
 from onnxpar.graph.training_spec import IGNORED
+from onnxpar.training.gradients.value import Value
 from onnxpar.training.loss_settings import LossSettings
 from onnxpar.training.margins import MARGINS
 from onnxpar.training.means import Mean, Metrics, Targets

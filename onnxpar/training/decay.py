@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.grad.trained import uses_of
 from onnxpar.graph.subgraphs import constants
 from onnxpar.graph.tensors import tensor_shape
+from onnxpar.training.gradients.trained import uses_of
 
 _VECTORS: dict[str, Collection[int]] = {
     **dict.fromkeys(("BatchNormalization", "InstanceNormalization"), (1, 2)),

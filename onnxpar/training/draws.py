@@ -18,8 +18,8 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import ModelError
-from onnxpar.grad.value import Builder, Value
 from onnxpar.graph.subgraphs import all_nodes, bodies
+from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.rewrite import replace_node
 
 _BITS = 32

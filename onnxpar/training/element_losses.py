@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.value import Value
 from onnxpar.training.class_losses import LossFunction
+from onnxpar.training.gradients.value import Value
 from onnxpar.training.loss_settings import LossSettings
 from onnxpar.training.means import Metrics, Targets
 from onnxpar.training.probabilities import is_probability, scores_behind

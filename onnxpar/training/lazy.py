@@ -17,9 +17,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.indexing import scatter_add, without_padding
-from onnxpar.grad.trained import Trained, matching
-from onnxpar.grad.value import Builder, Value
+from onnxpar.training.gradients.indexing import scatter_add, without_padding
+from onnxpar.training.gradients.trained import Trained, matching
+from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.sampling import Sample
 
 _CASTS = ("Cast", "Identity")

@@ -10,8 +10,8 @@ import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.value import Builder, Value
 from onnxpar.graph.training_spec import LEAST_SCALE, SCALE
+from onnxpar.training.gradients.value import Builder, Value
 
 GOOD = f"{SCALE}.good_steps"
 """The name of the input that counts the steps with finite gradients since the factor last

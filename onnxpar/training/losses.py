@@ -8,7 +8,6 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.base.near_names import nearest
-from onnxpar.grad.value import Builder
 from onnxpar.graph.tensors import is_float
 from onnxpar.training.batch import Compared
 from onnxpar.training.class_losses import LossFunction, by_label, divergence
@@ -20,6 +19,7 @@ from onnxpar.training.element_losses import (
     smooth_l1,
     square,
 )
+from onnxpar.training.gradients.value import Builder
 from onnxpar.training.loss_settings import BY_LABEL, LossSettings
 from onnxpar.training.means import Mean, Metrics, Targets
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.value import Builder, Value
 from onnxpar.graph.collectives import DOMAIN
 from onnxpar.graph.interchange import default_of
 from onnxpar.graph.subgraphs import all_nodes, subgraphs
@@ -21,6 +20,7 @@ from onnxpar.graph.training_spec import GRADIENT, Step, StepSharding
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
 from onnxpar.strategy.manual import Manual
 from onnxpar.training.backward import Backward, LossOptions
+from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.program import Program
 from onnxpar.training.rewrite import as_constant
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.value import Value
+from onnxpar.training.gradients.value import Value
 
 SCALE = 64.0
 """The default factor of the cosines; InsightFace calls it s."""

@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.value import Value
 from onnxpar.training.adam_optimizers import AdamW
+from onnxpar.training.gradients.value import Value
 from onnxpar.training.optimizer import Optimizer, Slots, State, Update, norm
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -10,9 +10,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
-from onnxpar.grad.value import Value
 from onnxpar.graph.training_spec import SAMPLES
 from onnxpar.training.batch import Batch
+from onnxpar.training.gradients.value import Value
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.value import Value
+from onnxpar.training.gradients.value import Value
 
 State = Mapping[str, Value]
 DECAYS = ("beta1", "beta2", "alpha")

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.value import Value
 from onnxpar.training.adam_optimizers import Adam, AdamW, Lamb, NAdam, SparseAdam
+from onnxpar.training.gradients.value import Value
 from onnxpar.training.matrix_optimizers import Adafactor, Muon
 from onnxpar.training.optimizer import Optimizer, Slots, State, Update, norm, trust
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.trained import matching
+from onnxpar.training.gradients.trained import matching
 from onnxpar.training.optimizer import Optimizer
 from onnxpar.training.optimizers import make_optimizer
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.grad.value import Value
 from onnxpar.graph.tensors import Size, constant, is_float, numel, tensor_shape
+from onnxpar.training.gradients.value import Value
 
 _MOVES = frozenset(
     (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.grad.value import Builder, Value
 from onnxpar.graph.training_spec import Step
+from onnxpar.training.gradients.value import Builder, Value
 
 if TYPE_CHECKING:
     from onnxpar.training.backward import Backward, LossOptions

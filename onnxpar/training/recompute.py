@@ -13,13 +13,13 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.base.near_names import there_are
-from onnxpar.grad.reverse import reached_from
-from onnxpar.grad.value import Value
 from onnxpar.graph.clone import clone_nodes, needed
 from onnxpar.graph.gates import add_gate
 from onnxpar.graph.metadata import node_names
 from onnxpar.graph.subgraphs import captured
 from onnxpar.graph.tensors import shape_bytes
+from onnxpar.training.gradients.reverse import reached_from
+from onnxpar.training.gradients.value import Value
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from onnxpar.grad.value import Builder, Value
 from onnxpar.graph.subgraphs import replace_reads, scopes
+from onnxpar.training.gradients.value import Builder, Value
 
 
 def replace_node(

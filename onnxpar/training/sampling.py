@@ -16,10 +16,10 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.value import Builder, Value
 from onnxpar.graph.training_spec import IGNORED, SEED
 from onnxpar.training.class_groups import ClassGroups
 from onnxpar.training.draws import integers_of
+from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.loss_settings import BY_LABEL, LossSettings
 from onnxpar.training.means import Targets
 from onnxpar.training.sampled_head import Head, find_head

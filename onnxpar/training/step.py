@@ -15,10 +15,6 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import ModelError, StrategyError
-from onnxpar.grad.reverse import drop_unread
-from onnxpar.grad.trained import Weights
-from onnxpar.grad.value import Builder, Value
-from onnxpar.grad.vjp import is_message
 from onnxpar.graph.interchange import default_of
 from onnxpar.graph.subgraphs import constants
 from onnxpar.graph.training_spec import (
@@ -47,6 +43,10 @@ from onnxpar.training.cautions import (
     cautions_of_variance,
 )
 from onnxpar.training.decay import undecayed
+from onnxpar.training.gradients.reverse import drop_unread
+from onnxpar.training.gradients.trained import Weights
+from onnxpar.training.gradients.value import Builder, Value
+from onnxpar.training.gradients.vjp import is_message
 from onnxpar.training.loss_scale import GOOD, is_finite
 from onnxpar.training.optimizer import Optimizer
 from onnxpar.training.optimizers import lazy_form

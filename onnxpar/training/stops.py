@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.grad.trained import matching
 from onnxpar.graph.exported import Call, call_of
 from onnxpar.graph.metadata import node_names
 from onnxpar.graph.stops import is_stop, mark_padding, mark_stop
 from onnxpar.graph.subgraphs import constants, replace_reads, scopes
+from onnxpar.training.gradients.trained import matching
 
 
 def stop_gradients(graph: gs.Graph, globs: Sequence[str], padding: Mapping[str, int]) -> list[str]:

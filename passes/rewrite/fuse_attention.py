@@ -10,7 +10,6 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
-from onnxpar.grad.known_gradient import KnownGradient, find_gradient
 from onnxpar.graph.subgraphs import detach, scopes
 from onnxpar.graph.tensors import dtype_of, given, is_float, tensor_shape
 from onnxpar.load.exported_attention import ExportedAttention, find_attention
@@ -19,6 +18,7 @@ from onnxpar.rules.attention import attention_dims
 from onnxpar.rules.attention_lowering import LENGTHS, MASK
 from onnxpar.rules.cached_attention import CACHED, PAST, can_split_cache
 from onnxpar.rules.fused_attention import DOMAIN, GRADIENT, SCORED
+from onnxpar.training.gradients.known_gradient import KnownGradient, find_gradient
 
 _READ = (0, 1, 2, MASK, LENGTHS)
 """Indices of the operands of a fused Attention."""

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import onnxpar.grad  # noqa: F401  (registers gradients)
+import onnxpar.training.gradients  # noqa: F401  (registers gradients)
 from onnxpar.compiler import verify
-from onnxpar.grad.vjp import registered
 from onnxpar.graph.collectives import (
     AFTER,
     COMPLETE,
@@ -21,6 +20,7 @@ from onnxpar.graph.collectives import (
     START,
     Kind,
 )
+from onnxpar.training.gradients.vjp import registered
 
 ROOT = Path(__file__).parents[2]
 COMMUNICATING = [kind for kind in KINDS.values() if not kind.is_local]

@@ -10,8 +10,7 @@ import pytest
 from committed import MODELS
 from training.steps import write_model
 
-import onnxpar.grad  # noqa: F401  (registers the rules)
-from onnxpar.grad.trained import find_trained
+import onnxpar.training.gradients  # noqa: F401  (registers the rules)
 from onnxpar.load.load import load
 from onnxpar.load.loading import LoadRequest
 from onnxpar.training.batch_norm import BatchNorm
@@ -20,6 +19,7 @@ from onnxpar.training.cautions import (
     cautions_of_batch_norm,
     cautions_of_probabilities,
 )
+from onnxpar.training.gradients.trained import find_trained
 
 EXPORTED = "pkg.torch.export.ExportedProgram.graph_signature"
 

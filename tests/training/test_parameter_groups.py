@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from training.steps import LINEAR, MLP, run_unsplit, write_step
 
-import onnxpar.grad  # noqa: F401
+import onnxpar.training.gradients  # noqa: F401
 from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.grad.trained import find_trained
 from onnxpar.planner.context import load_model
 from onnxpar.planner.options import Options
 from onnxpar.training.decay import undecayed
+from onnxpar.training.gradients.trained import find_trained
 from onnxpar.training.parameter_groups import Group
 
 MODELS = Path(__file__).parents[2] / "models"

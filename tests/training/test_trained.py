@@ -12,13 +12,13 @@ from committed import MODELS
 from onnx import numpy_helper
 from small_models import HEAD
 
-import onnxpar.grad  # noqa: F401  (registers the rules, which say what is trained)
+import onnxpar.training.gradients  # noqa: F401  (registers the rules, which say what is trained)
 from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.grad.trained import find_trained
 from onnxpar.load.load import Model, load
 from onnxpar.load.loading import LoadRequest
 from onnxpar.training import grad
+from onnxpar.training.gradients.trained import find_trained
 
 F32 = np.float32
 DRAW = np.random.default_rng(4)
