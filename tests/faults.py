@@ -195,8 +195,8 @@ def slice_off_by_one(patch: Patch) -> None:
 @fault("segments")
 def swapped_sizes_of_a_split(patch: Patch) -> None:
     def swap(node: gs.Node, rule: Rule) -> Rule:
-        sizes = rule.local[1]
-        return replace(rule, local={**rule.local, 1: lambda at: sizes(at)[::-1].copy()})
+        sizes = rule.ranks.local[1]
+        return rule.with_op(local={**rule.ranks.local, 1: lambda at: sizes(at)[::-1].copy()})
 
     change_rule(patch, "Split", swap)
 
@@ -275,12 +275,12 @@ def mean_of_unequal_means(patch: Patch) -> None:
 
 @fault("groups")
 def groups_of_a_convolution_not_localized(patch: Patch) -> None:
-    change_rule(patch, "Conv", lambda node, rule: replace(rule, local={}))
+    change_rule(patch, "Conv", lambda node, rule: rule.with_op(local={}))
 
 
 @fault("heads", "cut")
 def global_target_of_a_reshape(patch: Patch) -> None:
-    change_rule(patch, "Reshape", lambda node, rule: replace(rule, local={}))
+    change_rule(patch, "Reshape", lambda node, rule: rule.with_op(local={}))
 
 
 @fault("bent")

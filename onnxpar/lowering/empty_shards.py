@@ -42,7 +42,7 @@ def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
     """
     results = {f for spec in rule.outputs for expr in spec or () for f in expr_vars(expr)}
     windows = {f for group in rule.co_sharded for f in group if f in results}
-    return frozenset(f for f in rule.nonempty | windows if view.may_be_empty(f))
+    return frozenset(f for f in rule.ranks.nonempty | windows if view.may_be_empty(f))
 
 
 class StandIns:

@@ -42,7 +42,7 @@ def localize_node(
     has a kernel.
     """
     view = NodeView.of(op, layouts, mesh, open_atoms)
-    if op.rule.has_kernel and not any(map(view.is_split, view.factors)):
+    if op.rule.ranks.has_kernel and not any(map(view.is_split, view.factors)):
         conceal([op.node])
         return
     breach = view.breach(op.rule)
@@ -50,12 +50,14 @@ def localize_node(
     names = factors_to_fill(op.rule, view) | expanded_zeros(op, view)
     if names:
         view = _surround(graph, op, view, names, layouts, per_rank)
-    if op.rule.lower and (not op.rule.has_kernel or any(map(view.is_split, op.rule.lowered))):
+    if op.rule.ranks.lower and (
+        not op.rule.ranks.has_kernel or any(map(view.is_split, op.rule.ranks.lowered))
+    ):
         builder = LoweringBuilder(graph, view, per_rank)
-        op.rule.lower(builder)
+        op.rule.ranks.lower(builder)
         builder.replace()
         return
-    for key, function in op.rule.local.items():
+    for key, function in op.rule.ranks.local.items():
         value, by_rank = view.value(function)
         if isinstance(key, str):
             set_attribute(op.node, key, value, by_rank, per_rank)

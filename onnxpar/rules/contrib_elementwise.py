@@ -40,7 +40,7 @@ def quantized_concat(node: gs.Node) -> Rule:
         inputs[i] = (*dims[:axis], segment, *dims[axis + 1 :])
         segments.append(segment)
     joined = Cat(tuple(segments)) if len(segments) > 1 else segments[0]
-    return Rule(tuple(inputs), ((*dims[:axis], joined, *dims[axis + 1 :]),), sizes)
+    return Rule.of(tuple(inputs), ((*dims[:axis], joined, *dims[axis + 1 :]),), sizes)
 
 
 @rule("QLinearSoftmax", domain=DOMAIN)

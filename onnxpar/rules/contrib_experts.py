@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -131,7 +130,7 @@ def _rule(
         constants=frozenset(range(2, 14)) if node.op == "QMoE" else frozenset(),
         products=partial(_products, _elements(node), node.attrs.get("k", 1), sizes.get("f")),
     )
-    return replace(rule, lower=partial(_lower, _columns(rule)))
+    return rule.with_op(lower=partial(_lower, _columns(rule)))
 
 
 def _elements(node: gs.Node) -> int:

@@ -83,4 +83,4 @@ class _Paths:
     def rule(self) -> Rule:
         """The rule for all ports."""
         operands, results = self.specs[: self.out], self.specs[self.out :]
-        return Rule(tuple(operands), tuple(results), self.sizes, whole=self.whole)
+        return Rule.of(tuple(operands), tuple(results), self.sizes, whole=self.whole)

@@ -31,7 +31,7 @@ def broadcast(node: gs.Node, **fields: Any) -> Rule:
         return tuple(dims)
 
     outputs = tuple(spec(out) if t.name else None for t in node.outputs)
-    return Rule(tuple(map(spec, shapes)), outputs, sizes, **fields)
+    return Rule.of(tuple(map(spec, shapes)), outputs, sizes, **fields)
 
 
 def every_operand(node: gs.Node) -> frozenset[int]:
@@ -117,7 +117,7 @@ def cast_like(node: gs.Node) -> Rule:
     """Broadcasting of the first operand; only the type of the second operand matters, not its
     shape."""
     aligned = broadcast(node)
-    return Rule((aligned.inputs[0], None), aligned.outputs, aligned.sizes)
+    return Rule.of((aligned.inputs[0], None), aligned.outputs, aligned.sizes)
 
 
 @rule("Dropout")

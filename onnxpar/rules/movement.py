@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,7 +95,7 @@ def reshape(node: gs.Node) -> Rule:
     whole = dict.fromkeys(alone, "the two shapes divide the elements differently")
     rest: list[Spec | None] = [None] * (len(node.inputs) - 1)
     local: Any = {1: output_shape} if node.op == "Reshape" else {}
-    return Rule((left, *rest), (right,), sizes, whole=whole, local=local, **PERMUTES)
+    return Rule.of((left, *rest), (right,), sizes, whole=whole, local=local, **PERMUTES)
 
 
 @rule("Squeeze")
@@ -106,7 +105,7 @@ def squeeze(node: gs.Node) -> Rule:
     same = reshape(node)
     if given(node, 1) is not None:
         return same
-    return replace(same, lowered=frozenset(same.sizes), lower=lower_squeeze)
+    return same.with_op(lowered=frozenset(same.sizes), lower=lower_squeeze)
 
 
 def lower_squeeze(build: Lowering) -> None:
@@ -143,7 +142,7 @@ def expand(node: gs.Node) -> Rule:
     if None in (tensor_shape(node.outputs[0]) or ()):
         return whole_rule(node, "a data-dependent shape")
     aligned = broadcast(node)
-    return Rule(
+    return Rule.of(
         (aligned.inputs[0], None),
         aligned.outputs,
         aligned.sizes,
@@ -173,7 +172,9 @@ def tile(node: gs.Node) -> Rule:
     def local_repeats(local: Local) -> np.ndarray[Any, Any]:
         return int64([local.size(f"r{i}") if f"r{i}" in sizes else 1 for i in range(len(left))])
 
-    return Rule((tuple(left), None), (tuple(right),), sizes, local={1: local_repeats}, **PERMUTES)
+    return Rule.of(
+        (tuple(left), None), (tuple(right),), sizes, local={1: local_repeats}, **PERMUTES
+    )
 
 
 @rule("ConstantOfShape")
@@ -184,4 +185,4 @@ def constant_of_shape(node: gs.Node) -> Rule:
     shape = tensor_shape(node.outputs[0]) or ()
     spec = tuple(ONE if s == 1 else Var(f"d{i}") for i, s in enumerate(shape))
     sizes = {f"d{i}": s for i, s in enumerate(shape) if s != 1}
-    return Rule((None,), (spec,), sizes, local={0: output_shape})
+    return Rule.of((None,), (spec,), sizes, local={0: output_shape})

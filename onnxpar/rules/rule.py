@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,38 @@ FIRST = frozenset({0})
 
 
 @dataclass(frozen=True)
+class RankOp:
+    """What ranks run in place of a node, and what that costs.
+
+    local       attributes (by name) and constant operands (by index) that the rank's node gets
+                instead of the node's own; computed from the rank's view of the node
+    lower       replaces the node if one of the `lowered` factors is split, or if the op has no
+                kernel
+    has_kernel  False for an op of the compiler, which no runtime implements
+    nonempty    factors with empty shards that the kernel does not accept: such a shard gets one
+                element, a stand-in (`Factor.filled`)
+    constants   operands that must be stored weights, never results of collectives: for results of
+                nodes, the kernel computes differently
+    steps       for the cost model of a lowered node: the number of ops that each read and write as
+                many bytes as the node returns
+    products    the multiplications of a contraction, given the sizes of its factors; by default one
+                for each element of both operands and of the result
+    """
+
+    local: Mapping[str | int, Callable[[Local], Any]] = field(default_factory=dict)
+    lowered: frozenset[str] = frozenset()
+    lower: Callable[[Lowering], None] | None = None
+    has_kernel: bool = True
+    nonempty: frozenset[str] = frozenset()
+    constants: frozenset[int] = frozenset()
+    steps: int = 4
+    products: Callable[[Mapping[str, Size]], int] | None = None
+
+
+_OF_RANKS = frozenset(each.name for each in fields_of(RankOp))
+
+
+@dataclass(frozen=True)
 class Rule:
     """The factors that the dimensions of a node's operands and results share, for any mesh.
 
@@ -41,13 +74,6 @@ class Rule:
                    and {1}
     monotone       operands through which a partial max or min passes
     additive       operands added after the reduction (a bias); only one rank may add them
-    local          attributes (by name) and constant operands (by index) that the rank's node gets
-                   instead of the node's own; computed from the rank's view of the node
-    lower          replaces the node if one of the `lowered` factors is split, or if the op has no
-                   kernel
-    has_kernel     False for an op of the compiler, which no runtime implements
-    steps          for the cost model of a lowered node: the number of ops that each read and write
-                   as many bytes as the node returns
     communicating  lowered factors over whose shards the ranks communicate inside the op, so that
                    the results are not partial
     contiguous     factors whose shards must be contiguous
@@ -59,12 +85,7 @@ class Rule:
                    ranks have equal work
     overlapping    second factors of rings with elements that several ranks may hold, because only
                    some segments are split; the ring counts each element once
-    nonempty       factors with empty shards that the kernel does not accept: such a shard gets one
-                   element, a stand-in (`Factor.filled`)
-    constants      operands that must be stored weights, never results of collectives: for results
-                   of nodes, the kernel computes differently
-    products       the multiplications of a contraction, given the sizes of its factors; by default
-                   one for each element of both operands and of the result
+    ranks          what ranks run in place of the node
     """
 
     inputs: tuple[Spec | None, ...]
@@ -75,20 +96,29 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     monotone: frozenset[int] = frozenset()
     additive: frozenset[int] = frozenset()
-    local: Mapping[str | int, Callable[[Local], Any]] = field(default_factory=dict)
-    lowered: frozenset[str] = frozenset()
-    lower: Callable[[Lowering], None] | None = None
-    steps: int = 4
     communicating: frozenset[str] = frozenset()
     contiguous: frozenset[str] = frozenset()
     co_sharded: tuple[tuple[str, ...], ...] = ()
     rings: tuple[tuple[str, str], ...] = ()
     balanced: bool = False
     overlapping: frozenset[str] = frozenset()
-    nonempty: frozenset[str] = frozenset()
-    constants: frozenset[int] = frozenset()
-    products: Callable[[Mapping[str, Size]], int] | None = None
-    has_kernel: bool = True
+    ranks: RankOp = RankOp()
+
+    @classmethod
+    def of(
+        cls,
+        inputs: tuple[Spec | None, ...],
+        outputs: tuple[Spec | None, ...],
+        sizes: Mapping[str, Size],
+        **fields: Any,
+    ) -> Rule:
+        """A rule with these fields, of which some are those of its `RankOp`."""
+        of_ranks = {name: fields.pop(name) for name in _OF_RANKS & fields.keys()}
+        return cls(inputs, outputs, sizes, **fields, ranks=RankOp(**of_ranks))
+
+    def with_op(self, **fields: Any) -> Rule:
+        """The rule with other fields of its `RankOp`."""
+        return replace(self, ranks=replace(self.ranks, **fields))
 
     def may_overlap(self, factor: str, axes: Callable[[str], Sequence[object]]) -> bool:
         """True if several ranks may hold an element of a factor; `axes` maps factors to axes."""
@@ -153,7 +183,8 @@ def einsum(
             f"{text!r}: no dimension of {node.op}, which has {len(node.inputs)} operands and "
             f"{len(node.outputs)} results, gives the size of {', '.join(sorted(missing))}"
         )
-    return Rule(inputs, outputs, {v: known_sizes[v] for v in sorted(names)}, reduced, **fields)
+    own_sizes = {v: known_sizes[v] for v in sorted(names)}
+    return Rule.of(inputs, outputs, own_sizes, reduce=reduced, **fields)
 
 
 def names(prefix: str, count: int) -> list[str]:
@@ -242,7 +273,7 @@ def _with_kernel(rule: Rule, domain: str, op: str) -> Rule:
     inner = {f for spec in rule.inputs for e in spec or () for f in expr_vars(e)}
     met = rule.communicating | {f for group in rule.co_sharded for f in group if f in inner}
     named = frozenset(f for f in rule.sizes if f.startswith(letters))
-    return replace(rule, nonempty=rule.nonempty | (named - met))
+    return rule.with_op(nonempty=rule.ranks.nonempty | (named - met))
 
 
 def whole_rule(node: gs.Node, reason: str) -> Rule:

@@ -24,7 +24,7 @@ def concat(node: gs.Node) -> Rule:
     axis = node.attrs["axis"] % len(out)
     if _stacks(node, node.inputs, axis):
         specs, stacked, stack_sizes, whole = _stack(node.outputs[0], node.inputs, axis)
-        return Rule(
+        return Rule.of(
             specs, (stacked,), stack_sizes, linear=(frozenset(range(len(specs))),), whole=whole
         )
     dims: list[Expr] = [Var(f"d{i}") for i in range(len(out))]
@@ -35,7 +35,7 @@ def concat(node: gs.Node) -> Rule:
         inputs.append((*dims[:axis], Var(f"s{i}"), *dims[axis + 1 :]))
     joined = Cat(tuple(Var(f"s{i}") for i in range(len(inputs))))
     everything = frozenset(range(len(inputs)))
-    return Rule(
+    return Rule.of(
         tuple(inputs),
         ((*dims[:axis], joined if len(inputs) > 1 else Var("s0"), *dims[axis + 1 :]),),
         sizes,
@@ -81,9 +81,9 @@ def split(node: gs.Node) -> Rule:
     if _stacks(node, node.outputs, axis):
         specs, stacked, stack_sizes, whole = _stack(node.inputs[0], node.outputs, axis)
         inputs = (stacked, *[None] * (len(node.inputs) - 1))
-        return Rule(inputs, specs, stack_sizes, whole=whole, **PERMUTES)
+        return Rule.of(inputs, specs, stack_sizes, whole=whole, **PERMUTES)
 
-    return Rule(
+    return Rule.of(
         ((*dims[:axis], joined, *dims[axis + 1 :]), *[None] * (len(node.inputs) - 1)),
         tuple((*dims[:axis], s, *dims[axis + 1 :]) for s in segments),
         sizes,
@@ -129,7 +129,7 @@ def slice_(node: gs.Node) -> Rule:
     for i, (size, count) in enumerate(zip(shape, out, strict=True)):
         kept.add_dimension(i, size, count)
     rest: list[Spec | None] = [None] * (len(node.inputs) - 1)
-    return Rule(
+    return Rule.of(
         (tuple(kept.left), *rest),
         (tuple(kept.right),),
         kept.sizes,

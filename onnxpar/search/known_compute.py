@@ -27,7 +27,7 @@ class KnownCompute:
         topology = sharding.costs.topology
         is_uneven = bool(topology.devices or topology.shares or sharding.parts)
         self._depends = is_uneven or bool(op.rings or op.bodies)
-        between = {*op.rule.communicating, *op.rule.lowered}
+        between = {*op.rule.communicating, *op.rule.ranks.lowered}
         self._between = [i for i, leaf in enumerate(op.leaves) if leaf.factor in between]
 
     def cost(self, strategy: OpStrategy) -> tuple[float, float]:

@@ -160,7 +160,7 @@ def _op_cost(
         count = 2 * weights * math.prod(held[0].shape[:2])
     elif has_attribute_weights(node):
         count = _attribute_flops(node, held)
-    elif is_contraction(op) or op.rule.products is not None:
+    elif is_contraction(op) or op.rule.ranks.products is not None:
         count = flops_over(op, strategy.axes, sharding, rank)
         if node.op == "Conv":
             count = round(count * _in_blocks(node, produced[0], device or costs.devices[0]))
@@ -175,7 +175,7 @@ def _op_cost(
     if node.op == "Conv" and strategy.own_partial(op)[0]:  # no fused activation, other format
         seconds += 2 * costs.compute(0, 2 * written, device=device)
     split = [i for i, over in enumerate(strategy.axes) if over]
-    lowered = {i for i in split if op.leaves[i].factor in op.rule.lowered}
+    lowered = {i for i in split if op.leaves[i].factor in op.rule.ranks.lowered}
     tied = lowered.intersection(i for group in op.co_sharded for i in group)
     if tied:
         seconds += costs.local("Concat", 2 * read) + costs.rows(
@@ -184,7 +184,7 @@ def _op_cost(
         return seconds, _halo(op, strategy, sharding, tied, read)
     if lowered:
         iterations = _iterations(op)
-        seconds += (op.rule.steps * iterations - 1) * costs.compute(
+        seconds += (op.rule.ranks.steps * iterations - 1) * costs.compute(
             0, 2 * written / iterations, device=device
         )
     between = _communication(op, strategy, sharding, produced)

@@ -25,7 +25,7 @@ def _is_by_row(factors: GraphFactors, op: OpFactors, atom: int) -> bool:
     rule = rule_of(op.node)
     factors_of_atom = [factor for factor, atoms in op.atoms.items() if atom in atoms]
     rings = {factor for ring in rule.rings for factor in ring}
-    mixed = {*rule.whole, *rule.reduce, *rule.communicating, *rule.lowered, *rings}
+    mixed = {*rule.whole, *rule.reduce, *rule.communicating, *rule.ranks.lowered, *rings}
     written = all(atom in _atoms(factors, t) for t in op.node.outputs if t.name)
     return bool(factors_of_atom) and mixed.isdisjoint(factors_of_atom) and written
 

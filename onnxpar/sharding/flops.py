@@ -84,8 +84,8 @@ def without_rings(op: OpFactors, axes: Sequence[Axes]) -> list[Axes]:
 def _products(rule: Rule, sizes: Mapping[str, Size]) -> int:
     """Multiplications of a contraction. A window relates each position of the larger image to few
     positions of the smaller one, so only the positions of the smaller image count."""
-    if rule.products is not None:
-        return rule.products(sizes)
+    if rule.ranks.products is not None:
+        return rule.ranks.products(sizes)
     operands = [{v for expr in spec or () for v in expr_vars(expr)} for spec in rule.inputs[:2]]
     result = {v for expr in rule.outputs[0] or () for v in expr_vars(expr)}
     counts = (operands[0] | operands[-1], result | operands[-1] | rule.reduce.keys())

@@ -45,10 +45,10 @@ def narrowed(node: gs.Node, rule: Rule, factors: Collection[str] | None) -> Rule
         sizes=sizes,
         whole={**rule.whole, **dict.fromkeys(gone & rule.sizes.keys(), OPEN), **alone},
         reduce={f: op for f, op in rule.reduce.items() if f not in gone},
-        lowered=rule.lowered - gone,
         communicating=rule.communicating - gone,
         contiguous=rule.contiguous - gone,
         co_sharded=tuple(group for group in rule.co_sharded if gone.isdisjoint(group)),
+        ranks=replace(rule.ranks, lowered=rule.ranks.lowered - gone),
     )
 
 
@@ -63,7 +63,7 @@ def delicate(rule: Rule, factors: Collection[str]) -> frozenset[str]:
     only on the factor's size: ranks exchange elements of the factor, or a dimension combines the
     factor with other factors."""
     exchanged = {
-        *rule.lowered,
+        *rule.ranks.lowered,
         *rule.communicating,
         *rule.contiguous,
         *(f for g in rule.co_sharded for f in g),

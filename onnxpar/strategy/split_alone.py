@@ -115,7 +115,9 @@ class SplitUpdate:
 
 def _packs(op: OpFactors, tensor: str) -> bool:
     """True if onnxruntime runs the node differently when the weight is gathered."""
-    return any(t.name == tensor for i, t in enumerate(op.node.inputs) if i in op.rule.constants)
+    return any(
+        t.name == tensor for i, t in enumerate(op.node.inputs) if i in op.rule.ranks.constants
+    )
 
 
 def _reads(op: OpFactors, tensor: str) -> bool:

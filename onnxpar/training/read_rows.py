@@ -115,12 +115,12 @@ def _passed(node: gs.Node, asked: Rows, weights: Collection[str]) -> Wants | Non
     factor = spec[asked.axis] if spec else None
     if spec is None or not isinstance(factor, Var) or not _is_free(rule, factor.name):
         return None
-    if set(rule.local) - ({1} if node.op in _SHAPED else set()):
+    if set(rule.ranks.local) - ({1} if node.op in _SHAPED else set()):
         return None
     found: list[Rows | None] = []
     for i, operand in enumerate(rule.inputs):
         axes = _axes(operand, factor.name)
-        if axes is None or (axes and (node.inputs[i].name in weights or i in rule.constants)):
+        if axes is None or (axes and (node.inputs[i].name in weights or i in rule.ranks.constants)):
             return None
         found.append(Rows(axes[0], asked.at) if axes else None)
     return found if len(_axes(spec, factor.name) or ()) == 1 else None
@@ -129,7 +129,13 @@ def _passed(node: gs.Node, asked: Rows, weights: Collection[str]) -> Wants | Non
 def _is_free(rule: Rule, factor: str) -> bool:
     """True if a node computes each element of a factor on its own, like all others."""
     tied = {f for group in (*rule.co_sharded, *rule.rings) for f in group}
-    bound = {*rule.whole, *rule.reduce, *rule.lowered, *rule.communicating, *rule.contiguous}
+    bound = {
+        *rule.whole,
+        *rule.reduce,
+        *rule.ranks.lowered,
+        *rule.communicating,
+        *rule.contiguous,
+    }
     return factor not in tied | bound
 
 

@@ -124,7 +124,9 @@ def _kept_axis(node: gs.Node, given: Mapping[int, int]) -> int | str:
         has = any(factor in expr_vars(expr) for expr in spec or ())
         if has != (i in given):
             return f"reads {node.inputs[i].name!r} by class, too, besides"
-    if 1 in rule.local and (node.op not in _SHAPED or not isinstance(node.inputs[1], gs.Constant)):
+    if 1 in rule.ranks.local and (
+        node.op not in _SHAPED or not isinstance(node.inputs[1], gs.Constant)
+    ):
         return _COMBINES
     result = rule.outputs[0] or ()
     return next((i for i, e in enumerate(result) if e == Var(factor)), _COMBINES)

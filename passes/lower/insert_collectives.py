@@ -262,7 +262,7 @@ class _Insertion:
         op = self.sharding.factors.find(read.node.name)
         if op is None or op.node is not read.node:  # in a body that runs whole
             return False
-        return read.index in op.rule.constants
+        return read.index in op.rule.ranks.constants
 
     def _place_result(self, op: OpFactors, tensor: gs.Variable) -> None:
         if is_random(op.node) and self.sharding.mesh.size > 1:

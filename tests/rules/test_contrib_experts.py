@@ -141,6 +141,6 @@ def test_products_are_those_of_the_chosen_experts():
     node = case("MoE", FLOATS, k=2).graph([np.zeros((6, 4), np.float32)]).nodes[0]
     rule = rule_of(node)
     every = 6 * 2 * (8 * 4 + 4 * 8)
-    assert rule.products(rule.sizes) == every
-    assert rule.products({**rule.sizes, "e": 2}) == every * 2 // 5
-    assert rule.products({**rule.sizes, "f": 4}) == every // 2
+    assert rule.ranks.products(rule.sizes) == every
+    assert rule.ranks.products({**rule.sizes, "e": 2}) == every * 2 // 5
+    assert rule.ranks.products({**rule.sizes, "f": 4}) == every // 2

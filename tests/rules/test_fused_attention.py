@@ -65,7 +65,7 @@ def test_rule(op, operands, results, attrs, text):
     node = gs.Node(op, "a", attrs, made(operands, "x"), made(results, "y"), DOMAIN)
     rule = rule_of(node)
     assert rule.text() == text
-    assert rule.rings == (("s", "t"),) and not rule.has_kernel
+    assert rule.rings == (("s", "t"),) and not rule.ranks.has_kernel
 
 
 def test_rule_of_cached_attention():
