@@ -71,10 +71,9 @@ class Planned:
     ctx: PassContext
     seen: Observer
 
-    @property
-    def text(self) -> str:
-        """What the plan needs: predicted time, and memory of a rank."""
-        held = text_of(self.plan.held, "B")
-        if self.plan.predicted is None:
-            return f"{held} a rank"
-        return f"{self.plan.predicted.total * 1e3:.3f} ms and {held} a rank"
+    def text(self, promises_times: bool) -> str:
+        """The memory that the plan needs, and its predicted time, if there is one to promise."""
+        needed = f"{text_of(self.plan.held, 'B')} a rank"
+        if self.plan.predicted is None or not promises_times:
+            return needed
+        return f"{self.plan.predicted.total * 1e3:.3f} ms and {needed}"

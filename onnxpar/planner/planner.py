@@ -83,14 +83,19 @@ class Planner:
         ]
         if beaten:
             plan.notes.append(
-                f"this plan is the best of {len(beaten) + 1} attempts ({planned.text}); "
-                + "; ".join(beaten)
+                f"this plan is the best of {len(beaten) + 1} attempts "
+                f"({planned.text(self._promises_times)}); " + "; ".join(beaten)
             )
-        if self.options.on_any_host and self.options.topology is None:
+        if not self._promises_times:
             plan.predicted, plan.costs = None, ANY_HOST
         else:
             time_here(plan, self.loader.path, topology, self.options.objective.patience.tell)
         note_host(plan, topology)
+
+    @property
+    def _promises_times(self) -> bool:
+        """False for a plan that is the same on every host."""
+        return self.options.topology is not None or not self.options.on_any_host
 
     def _paged_if_possible(self) -> Planned:
         """A plan with caches in pages, if the options ask for that; if the model's caches cannot be
@@ -114,7 +119,7 @@ class Planner:
             is_free = options.devices is not None and wanted_mesh(options) is None
             return within_limit(attempt, is_free and not is_bounded, self._balanced)
         planned = self._balanced(attempt)
-        if options.preset == MANUAL or (options.on_any_host and topology is None):
+        if options.preset == MANUAL or not self._promises_times:
             return planned
         return within_hardware(planned, topology, self._balanced)
 
@@ -153,7 +158,7 @@ class Planner:
         except OverLimit as error:
             self._tell(attempt, str(error))
             raise
-        self._tell(outcome.attempt, outcome.text)
+        self._tell(outcome.attempt, outcome.text(self._promises_times))
         return outcome
 
     def _tell(self, attempt: Attempt, outcome: str) -> None:
