@@ -18,6 +18,7 @@ from onnxpar.graph.model_name import model_name
 from onnxpar.graph.typical import sizes_text
 from onnxpar.planner import pipeline
 from onnxpar.planner.dump import Dump
+from onnxpar.planner.loader import Loader
 from onnxpar.planner.named_passes import run_named
 from onnxpar.planner.observer import Observer, Observers
 from onnxpar.planner.option_table import LayoutOptions, PlanOptions
@@ -313,8 +314,9 @@ def compare_strategies(
     """Plans every strategy, and writes the page of one if `html` is given."""
     options = replace(options, verify=False)
     given = options if html is None else replace(options, preset=None, search=None)
-    alone = on_one_rank(path, given)
-    tried = try_each(path, choices(path, given))
+    loader = Loader(path)
+    alone = on_one_rank(path, given, loader)
+    tried = try_each(path, choices(path, given), loader)
     found = fastest_first(model_name(path), options.objective.goal, tried, alone)
     if html is not None:
         is_open = options.preset is None and options.search is None

@@ -195,9 +195,8 @@ def _meshes(preset: str, devices: int) -> Iterator[Mesh]:
         yield Mesh(((BATCH, major), (WIDTH, devices // major)))
 
 
-def try_each(path: Path, each: Sequence[Options]) -> Iterator[Candidate | Refused]:
+def try_each(path: Path, each: Sequence[Options], loader: Loader) -> Iterator[Candidate | Refused]:
     """Yields the outcome of each strategy, and tells meanwhile which one it plans."""
-    loader = Loader(path)
     for count, options in enumerate(each, 1):
         named = f"{options.preset or options.search} {options.mesh or ''}".strip()
         patience = options.objective.patience.telling(f"{count} of {len(each)}, {named}")
@@ -216,18 +215,19 @@ def try_candidate(path: Path, options: Options, loader: Loader) -> Candidate | R
     return _candidate(strategy, explained, options)
 
 
-def on_one_rank(path: Path, options: Options) -> Candidate:
+def on_one_rank(path: Path, options: Options, loader: Loader) -> Candidate:
     """Plans the unsplit model on one rank, the fastest, without a memory limit."""
     topology = options.topology
     if topology is not None and topology.devices:
         each = [replace(topology, device=d, devices=()) for d in dict.fromkeys(topology.devices)]
-        found = [on_one_rank(path, replace(options, topology=one, balance=False)) for one in each]
+        of_each = [replace(options, topology=one, balance=False) for one in each]
+        found = [on_one_rank(path, one, loader) for one in of_each]
         return min(found, key=_order)
     alone = replace(
         options, compared=True, devices=1, mesh=None, preset=None, search=PROPAGATION, strategy=None
     )
     alone = replace(alone, objective=replace(options.objective, memory=None), configuration="none")
-    return _candidate(ONE_RANK, explain(path, alone), alone)
+    return _candidate(ONE_RANK, explain(path, alone, loader), alone)
 
 
 def _candidate(strategy: str, explained: Explained, options: Options) -> Candidate:

@@ -63,7 +63,7 @@ def test_it_is_told_which_strategy_is_planned(model: Path) -> None:
     texts: list[str] = []
     objective = Objective(patience=Patience(tell=texts.append))
     each = choices(model, Options(devices=4, objective=objective))
-    found = list(try_each(model, each))
+    found = list(try_each(model, each, Loader(model)))
     told = [text.partition(": ")[0] for text in texts]
     names = list(dict.fromkeys(name for name in told if name))
     assert len(names) == len(found) == len(each) and texts[-1] == ""
@@ -227,7 +227,7 @@ def test_one_rank_stands_beside_them(tmp_path: Path) -> None:
     """Its time is that of the model as a plan over one rank has it, and it never wins."""
     path = write_text(HEAD + TEXT, tmp_path / "m.onnx")
     options = Options(devices=2, topology=Topology.of(TOPOLOGY))
-    alone = on_one_rank(path, options)
+    alone = on_one_rank(path, options, Loader(path))
     made, _ = pipeline.plan(path, options)
     assert made.predicted is not None
     assert alone.seconds == pytest.approx(made.predicted.one_rank, rel=1e-9)
