@@ -16,7 +16,7 @@ from onnxpar.compiler.plan import Plan, SavedPlan
 from onnxpar.graph.given_model import Source, model_file
 from onnxpar.graph.model_name import model_name
 from onnxpar.graph.typical import sizes_text
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.dump import Dump
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.named_passes import run_named
@@ -89,7 +89,7 @@ def shard(
     with model_file(model) as path:
         observer = observers([saver, explainer], dump)
         files = [Path(file) for file in shorter]
-        made = pipeline.shard(path, target, asked, progress, observer, ranks, files)
+        made = sharder.shard(path, target, asked, progress, observer, ranks, files)
     saver.write()
     return _with_steps(made, explainer, asked)
 
@@ -119,7 +119,7 @@ def make_plan(
     steps = PassSteps() if html is not None or node_data is not None else None
     with model_file(model) as path:
         each = [saver, explainer, *([] if steps is None else [steps])]
-        made, ctx = pipeline.plan(path, asked, observers(each, dump))
+        made, ctx = sharder.plan(path, asked, observers(each, dump))
         saver.write()
         made = _with_steps(made, explainer, asked)
         walked = None if steps is None else Walk.of(steps, ctx)
@@ -137,7 +137,7 @@ def annotate(model: Source, output: File, **options: Unpack[LayoutOptions]) -> P
     asked = options_of(options, "annotate", LayoutOptions)
     refuse_overwriting({**options, "model": model, "output": output})
     with model_file(model) as path:
-        return pipeline.annotate(path, Path(output), asked)
+        return sharder.annotate(path, Path(output), asked)
 
 
 @lists(PlanOptions)
@@ -333,7 +333,7 @@ def compare_with_trace(path: Path, options: Options, trace: File) -> Comparison:
             "--compare: the time of a manual program cannot be predicted; use `run --profile`"
         )
     planned = PlannedNodes(recorded.sizes)
-    made, _ = pipeline.plan(path, options, planned)
+    made, _ = sharder.plan(path, options, planned)
     sizes = recorded.sizes or made.typical
     return replace(comparing.compare_trace(recorded, made, planned.nodes), sizes=sizes_text(sizes))
 

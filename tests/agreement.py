@@ -13,7 +13,7 @@ import onnxruntime as ort
 
 from onnxpar.compiler.plan import Plan, Port
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.feeds import make_feeds
 from onnxpar.runtime.session.threads import ThreadSession
@@ -81,7 +81,7 @@ def reference(
     model: Path, dims: tuple[tuple[str, int], ...] = ()
 ) -> tuple[dict[str, Array], list[Array]]:
     """Feeds for a model, and what onnxruntime makes of them; once for all its shardings."""
-    plan, _ = pipeline.plan(model, Options(devices=1, preset="tensor-parallel", dims=dict(dims)))
+    plan, _ = sharder.plan(model, Options(devices=1, preset="tensor-parallel", dims=dict(dims)))
     feeds = feeds_for(plan)
     return feeds, run_unsplit(model, feeds)
 
@@ -89,7 +89,7 @@ def reference(
 def check_agrees(model: Path, folder: Path, how: Options) -> Plan:
     """Shards into `folder`; an AssertionError where an output differs from the unsplit model's."""
     par = folder / "model.par"
-    plan = pipeline.shard(model, par, how)
+    plan = sharder.shard(model, par, how)
     feeds, wanted = reference(model, tuple(sorted((how.dims or {}).items())))
     check_outputs(run_ranks(par, feeds), wanted, [p.name for p in plan.outputs])
     return plan

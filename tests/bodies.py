@@ -12,7 +12,7 @@ from agreement import check_outputs, options, run_ranks, run_unsplit
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 Array = np.ndarray[Any, Any]
@@ -56,7 +56,7 @@ def agree(
 ) -> Plan:
     """Shards once, and compares the outputs of each run."""
     par = model.with_suffix(".par")
-    plan = pipeline.shard(model, par, options(layout, strategy=strategy))
+    plan = sharder.shard(model, par, options(layout, strategy=strategy))
     for feed in feeds:
         wanted = run_unsplit(model, feed)
         check_outputs(run_ranks(par, feed), wanted, [p.name for p in plan.outputs])

@@ -13,7 +13,7 @@ import pytest
 from small_models import write_text
 from watching import Watching
 
-from onnxpar.base.digested_folder import DigestedFolder
+from onnxpar.base.write_digested import DigestedFolder
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.text import graph_text
 from onnxpar.graph.per_rank import PerRank

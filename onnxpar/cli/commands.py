@@ -33,7 +33,7 @@ from onnxpar.cli.colours import coloured
 from onnxpar.cli.training_commands import warn_of
 from onnxpar.compiler.plan import Plan, SavedPlan
 from onnxpar.graph.typical import Typical
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.named_passes import run_named
 from onnxpar.planner.option_table import Kind, LayoutOptions, PlanOptions, table
 from onnxpar.planner.options import Options
@@ -80,7 +80,7 @@ def shard(args: argparse.Namespace) -> int:
     observer = observers([saver], args.dump)
     with _progress("weights", _weight_bytes(args.model)) as progress:
         shorter = [Path(file) for file in args.shorter]
-        made = pipeline.shard(args.model, output, options, progress, observer, args.ranks, shorter)
+        made = sharder.shard(args.model, output, options, progress, observer, args.ranks, shorter)
     saved = saver.write()
     _print_plan(made, full=False)
     print(f"written to {output}")
@@ -111,7 +111,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.candidates or args.html or args.node_data:
         return _explain(args, replace(options, verify=False))
     saver = saver_of(args.save_strategy, options)
-    made, _ = pipeline.plan(args.model, options, observers([saver], args.dump))
+    made, _ = sharder.plan(args.model, options, observers([saver], args.dump))
     saved = saver.write()
     if args.json:
         print(made.text())
@@ -165,7 +165,7 @@ def _print(
 
 def annotate(args: argparse.Namespace) -> int:
     """Runs `annotate`: writes the model annotated with the plan."""
-    made = pipeline.annotate(args.model, args.output, _options(args, LayoutOptions))
+    made = sharder.annotate(args.model, args.output, _options(args, LayoutOptions))
     _print_plan(made, full=False)
     print(f"written to {args.output}")
     return 0

@@ -19,8 +19,8 @@ from onnxpar.load.load import Model
 from onnxpar.search.objective import Objective
 from onnxpar.search.proof import Proof
 from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.reshard_steps import ReshardStep
 from onnxpar.sharding.state import FactorSharding, ShardingState
-from onnxpar.sharding.steps import ReshardStep
 from onnxpar.strategy.manual import Manual
 from onnxpar.strategy.strategy import Annotation, Strategy
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from onnxpar.base.bundle_names import rank_name, suffix_of
-from onnxpar.base.digested_folder import DigestedFolder
+from onnxpar.base.write_digested import DigestedFolder
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.layout.mesh import parts_over
 from onnxpar.load.stored_model import StoredModel

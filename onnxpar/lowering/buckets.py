@@ -19,7 +19,7 @@ from onnxpar.layout.layout import Layout, dim_axes, is_data_dependent, leaves, l
 from onnxpar.layout.mesh import Mesh
 from onnxpar.layout.shares import Proportion
 from onnxpar.lowering.lower_reshard import changed_dims, is_run
-from onnxpar.lowering.schedule import schedule
+from onnxpar.lowering.order_nodes import schedule
 from onnxpar.sharding.shard_bytes import reshard_bytes
 
 Kind = tuple[object, ...]

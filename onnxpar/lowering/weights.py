@@ -21,8 +21,8 @@ from onnx import GraphProto, TensorProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.bundle_names import SHARED, rank_name, shared_name
-from onnxpar.base.digested_folder import DigestedFile, DigestedFolder
 from onnxpar.base.packing import pack, unpack
+from onnxpar.base.write_digested import DigestedFile, DigestedFolder
 from onnxpar.graph.stored import element_bits, external_location, stored_bytes, stored_tensors
 from onnxpar.layout.layout import Factor, Layout, indices, neutral
 from onnxpar.layout.mesh import Mesh

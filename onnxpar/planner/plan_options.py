@@ -94,7 +94,7 @@ _AS_GIVEN = (
 
 def shard_batch(model: Path, par: Path, ranks: int) -> None:
     """Writes a model over ranks, in parts of its batch, as measuring a session needs it."""
-    from onnxpar.planner.pipeline import shard  # most commands write none
+    from onnxpar.planner.sharder import shard  # most commands write none
 
     shard(model, par, Options(ranks, preset="data-parallel"))
 

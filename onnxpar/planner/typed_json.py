@@ -17,8 +17,8 @@ from onnxpar.graph.reshards import Reshard
 from onnxpar.layout.mesh import Mesh
 from onnxpar.search.behind_sums import SplitBehindSums
 from onnxpar.sharding.factors import GraphFactors, OpFactors
+from onnxpar.sharding.reshard_steps import ReshardStep
 from onnxpar.sharding.state import FactorSharding
-from onnxpar.sharding.steps import ReshardStep
 from onnxpar.strategy.context_parallel import SplitSequences
 from onnxpar.strategy.expert_parallel import SplitExperts
 from onnxpar.strategy.split_alone import CloseOpen, SplitAlone, SplitUpdate

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.base.bundle_names import ENCODER_PART, PLAN
-from onnxpar.base.digested_folder import DigestedFolder
 from onnxpar.base.digests import Digests, digests_of
 from onnxpar.base.errors import StrategyError
 from onnxpar.base.new_folder import new_folder
 from onnxpar.base.pass_times import WRITE, PassTimes
+from onnxpar.base.write_digested import DigestedFolder
 from onnxpar.compiler.lengths import joined
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, foreign_part, write_plan

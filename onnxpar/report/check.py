@@ -27,7 +27,7 @@ from onnxpar.graph.typical import Typical
 from onnxpar.layout.layout import dim_axes
 from onnxpar.layout.symbols import Polynomial
 from onnxpar.load.read_file import read_proto
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.context import load_model
 from onnxpar.planner.options import Options
 from onnxpar.planner.paging import refuse_paging
@@ -153,7 +153,7 @@ def _checked(
     with _own_place(model) as par:
         options = replace(options, replicas=True, exposed=exposed)
         tell("sharding")
-        made = pipeline.shard(model, par, options, progress)
+        made = sharder.shard(model, par, options, progress)
         bundle = Bundle.load(par)
 
         def judged(report: Report) -> Report:
@@ -302,7 +302,7 @@ def _check_training(model: Path, options: Options, way: Way) -> Check:
     check_step(Step.of(header_of(proto)), {port.name for port in proto.graph.input}, model)
     is_manual = options.preset == MANUAL
     with _own_place(model) as par:
-        made = pipeline.shard(model, par, replace(options, replicas=is_manual))
+        made = sharder.shard(model, par, replace(options, replicas=is_manual))
         with Trainer(par, timeout=way.timeout, log_dir=way.log_dir) as trainer:
             batches = islice(_batches(way, made, trainer), steps)
             slopes: list[Comparison] = []

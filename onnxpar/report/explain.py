@@ -22,7 +22,7 @@ from onnxpar.graph.collectives import LOCAL_STEPS
 from onnxpar.graph.reshards import is_reshard, operands_of
 from onnxpar.graph.subgraphs import subgraphs
 from onnxpar.layout.layout import Layout
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.observer import Observer
 from onnxpar.planner.options import Options
@@ -138,7 +138,7 @@ def explain(path: str | Path, options: Options, loader: Loader | None = None) ->
     program."""
     refuse_manual(options)
     explainer = Explainer()
-    plan, _ = pipeline.plan(path, options, explainer, loader)
+    plan, _ = sharder.plan(path, options, explainer, loader)
     return explainer.explained(plan)
 
 

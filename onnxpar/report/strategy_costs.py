@@ -17,7 +17,7 @@ from onnxpar.graph.typical import sizes_text
 from onnxpar.layout.layout import Layout, split_count
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.observer import Observer
 from onnxpar.planner.options import Options
 from onnxpar.report.report import WIDTH, size_text
@@ -137,7 +137,7 @@ def strategy_costs(path: Path, pattern: str, options: Options) -> StrategyCosts:
             "leave --preset manual out"
         )
     collector = _Collector(pattern)
-    made, _ = pipeline.plan(path, options, collector)
+    made, _ = sharder.plan(path, options, collector)
     sizes = sizes_text(made.typical) if made.typical else ""
     return StrategyCosts(made.model, made.mesh, tuple(collector.nodes), sizes)
 

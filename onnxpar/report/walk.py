@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.load.load import Model
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.observer import Observers
 from onnxpar.planner.options import Options
 from onnxpar.report.explain import Explained, Explainer, refuse_manual
@@ -37,5 +37,5 @@ def walk(path: str | Path, options: Options) -> tuple[Explained, Walk]:
     steps of its passes. Errors: OnnxparError; StrategyError for a manual program."""
     refuse_manual(options)
     explainer, passes = Explainer(), PassSteps()
-    plan, ctx = pipeline.plan(path, options, Observers([explainer, passes]))
+    plan, ctx = sharder.plan(path, options, Observers([explainer, passes]))
     return explainer.explained(plan), Walk.of(passes, ctx)

@@ -16,7 +16,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.graph.tensors import element_bytes, shape_bytes
 from onnxpar.search.reshard_tables import ReshardTables
 from onnxpar.search.solver.elimination import Table
-from onnxpar.sharding.planner import ReshardedTensor
+from onnxpar.sharding.reshard_planner import ReshardedTensor
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
 

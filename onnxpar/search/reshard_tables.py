@@ -10,8 +10,8 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.graph.collectives import LOCAL_STEPS
-from onnxpar.sharding.graph import ReshardGraph
-from onnxpar.sharding.planner import Bytes, ReshardedTensor, cost, plan_steps
+from onnxpar.sharding.reshard_graph import ReshardGraph
+from onnxpar.sharding.reshard_planner import Bytes, ReshardedTensor, cost, plan_steps
 from onnxpar.sharding.state import FactorSharding
 from onnxpar.sharding.sub_axes import Unordered
 

@@ -13,7 +13,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.layout.mesh import Axes, Axis
 from onnxpar.sharding.factors import TensorFactors
 from onnxpar.sharding.numbering import Numbering
-from onnxpar.sharding.steps import StepKinds
+from onnxpar.sharding.reshard_steps import StepKinds
 from onnxpar.sharding.sub_axes import Location, Locations, leaves_at
 
 _WORD = 62

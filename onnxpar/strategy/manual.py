@@ -27,10 +27,10 @@ from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.sharding.state import overlaps
 from onnxpar.strategy.collective_shapes import OPS, result_types
 from onnxpar.strategy.entries import read_ask
+from onnxpar.strategy.manual_shapes import RankWalk, common_type
 from onnxpar.strategy.named_ops import matching
 from onnxpar.strategy.neighbor_exchange import expand_exchanges
 from onnxpar.strategy.rank_groups import GroupOf, group_of
-from onnxpar.strategy.rank_shapes import RankWalk, common_type
 from onnxpar.strategy.strategy import Groups, Strategy
 
 MANUAL = "manual"

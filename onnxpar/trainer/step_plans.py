@@ -82,8 +82,8 @@ class StepPlans:
         """Returns the folder for so many ranks, made now unless it is there. Errors:
         StrategyError."""
         # A pass imports onnxpar.training, whose entrance imports this module.
-        from onnxpar.planner.pipeline import shard
         from onnxpar.planner.plan_options import options_of
+        from onnxpar.planner.sharder import shard
 
         target = self._folder / f"ranks_{ranks:04d}.par"
         tries = self._requests(ranks)

@@ -24,7 +24,7 @@ from onnxpar.lowering.compression import (
     Compression,
     gradient_reductions,
 )
-from onnxpar.lowering.schedule import schedule
+from onnxpar.lowering.order_nodes import schedule
 from onnxpar.lowering.threshold_codes import Sum, ThresholdBuilder, other_axes
 from onnxpar.sharding.shard_bytes import largest_shard_bytes
 

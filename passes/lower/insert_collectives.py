@@ -14,15 +14,15 @@ from onnxpar.compiler.pass_ import LAYOUTS, PROPAGATED, Pass, PassContext, Stage
 from onnxpar.graph.reshards import Reshard, reshard_node
 from onnxpar.graph.subgraphs import captured, constants, is_random
 from onnxpar.graph.tensors import element_bytes
-from onnxpar.lowering.schedule import schedule
+from onnxpar.lowering.order_nodes import schedule
 from onnxpar.sharding.chosen_rows import EXCHANGE
 from onnxpar.sharding.expert_part import chosen_shares
 from onnxpar.sharding.factors import BodyFactors, OpFactors
 from onnxpar.sharding.partial_sums import PartialSums, choose_partial
-from onnxpar.sharding.planner import Bytes, ReshardedTensor, cost, exchanges, plan_tree
+from onnxpar.sharding.reshard_planner import Bytes, ReshardedTensor, cost, exchanges, plan_tree
+from onnxpar.sharding.reshard_steps import ReshardStep
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding
-from onnxpar.sharding.steps import ReshardStep
 from onnxpar.strategy.requests import check_requested
 from onnxpar.strategy.strategy import TensorAnnotation
 

@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto, numpy_helper
 
 from onnxpar.base.bundle_names import rank_name, suffix_of
-from onnxpar.base.digested_folder import DigestedFolder
+from onnxpar.base.write_digested import DigestedFolder
 from onnxpar.compiler.pass_ import LOCAL, Pass, PassContext, Stage
 from onnxpar.compiler.whole_ranks import are_whole, write_whole_ranks
 from onnxpar.graph.interchange import default_of, export_graph

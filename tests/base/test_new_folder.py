@@ -17,7 +17,7 @@ from committed import MODELS
 from onnxpar.base import new_folder
 from onnxpar.cli.command_line import main
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.bundle import Bundle
 
@@ -75,19 +75,19 @@ def test_a_kill_at_any_file_operation_loses_nothing(
         monkeypatch.setattr(new_folder, "_exchange", lambda one, two: False)
     wanted = {}
     for name, how in (("old", OLD), ("new", NEW)):
-        pipeline.shard(MODEL, tmp_path / name, how)
+        sharder.shard(MODEL, tmp_path / name, how)
         wanted[name] = digests(tmp_path / name)
     work = tmp_path / "work"
     work.mkdir()
     target = work / "model.par"
-    planned = pipeline.plan(MODEL, NEW)
-    monkeypatch.setattr(pipeline, "plan", lambda *given: planned)  # each child has its own
+    planned = sharder.plan(MODEL, NEW)
+    monkeypatch.setattr(sharder, "plan", lambda *given: planned)  # each child has its own
     number, seen = 0, set[bool]()
     while True:
         shutil.rmtree(work)
         work.mkdir()
         shutil.copytree(tmp_path / "old", target)
-        if not killed_at(number, work, lambda: pipeline.shard(MODEL, target, NEW)):
+        if not killed_at(number, work, lambda: sharder.shard(MODEL, target, NEW)):
             break
         new_folder.check_place(target, lambda folder: None)
         found = digests(target)
@@ -106,9 +106,9 @@ def test_a_kill_at_any_file_operation_loses_nothing(
 @pytest.mark.slow
 def test_where_the_old_one_went_is_told(tmp_path: Path) -> None:
     """After a kill between two names."""
-    pipeline.shard(MODEL, tmp_path / "model.par", OLD)
+    sharder.shard(MODEL, tmp_path / "model.par", OLD)
     (tmp_path / "model.par").rename(tmp_path / ".model.par.old.onnxpar")
-    pipeline.shard(MODEL, tmp_path / "model.par", NEW)
+    sharder.shard(MODEL, tmp_path / "model.par", NEW)
     assert Bundle.load(tmp_path / "model.par").mesh.size == 4
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.par"]
 
@@ -128,7 +128,7 @@ def test_other_folders_are_never_replaced(
     name: str, content: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "model.par"
-    pipeline.shard(MODEL, target, OLD)
+    sharder.shard(MODEL, target, OLD)
     (target / name).parent.mkdir(exist_ok=True)
     (target / name).write_text(content)
     before = sorted(target.rglob("*"))
@@ -142,16 +142,16 @@ def test_what_came_while_ranks_were_written_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "model.par"
-    pipeline.shard(MODEL, target, OLD)
-    made = pipeline.plan
+    sharder.shard(MODEL, target, OLD)
+    made = sharder.plan
 
     def late(*given: Any) -> Any:
         (target / "notes.txt").write_text("precious")
         return made(*given)
 
-    monkeypatch.setattr(pipeline, "plan", late)
+    monkeypatch.setattr(sharder, "plan", late)
     with pytest.raises(Exception, match=r"contains 'notes\.txt'"):
-        pipeline.shard(MODEL, target, NEW)
+        sharder.shard(MODEL, target, NEW)
     assert (target / "notes.txt").read_text() == "precious"
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.par"]
 
@@ -165,7 +165,7 @@ def test_the_folder_one_stands_in_is_not_replaced(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     target = tmp_path / "model.par"
-    pipeline.shard(MODEL, target, OLD)
+    sharder.shard(MODEL, target, OLD)
     (target / "inner").mkdir(exist_ok=output.startswith("inner"))
     if not output.startswith("inner"):
         (target / "inner").rmdir()
@@ -177,9 +177,9 @@ def test_the_folder_one_stands_in_is_not_replaced(
 
 def test_an_empty_folder_and_a_link_to_a_sharded_model(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    pipeline.shard(MODEL, tmp_path / "empty", OLD)
+    sharder.shard(MODEL, tmp_path / "empty", OLD)
     (tmp_path / "link").symlink_to("empty")
-    pipeline.shard(MODEL, tmp_path / "link", NEW)
+    sharder.shard(MODEL, tmp_path / "link", NEW)
     assert (tmp_path / "link").is_symlink() and Bundle.load(tmp_path / "empty").mesh.size == 4
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["empty", "link"]
 
@@ -189,6 +189,6 @@ def test_a_folder_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
     place = new_folder.check_place(tmp_path / "model.par", lambda folder: None)
     with new_folder.new_folder(place, lambda folder: None) as folder:
         os.utime(folder, (0, 0))
-        pipeline.shard(MODEL, place, OLD)
+        sharder.shard(MODEL, place, OLD)
         (folder / "plan.json").write_text("{}")
     assert [entry.name for entry in place.iterdir()] == ["plan.json"]

@@ -43,7 +43,7 @@ from onnxpar import InferenceSession
 from onnxpar.cli.command_line import main as command
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.report.candidates import Candidate, Refused, try_candidate
 from onnxpar.strategy.strategy import Strategy
@@ -117,7 +117,7 @@ def entries_of(case: Case, topology: Topology, folder: Path) -> list[Entry]:
             print(f"{name} does not apply: {candidate.reason}")
             continue
         par = folder / f"{number}.par"
-        pipeline.shard(model, par, options)
+        sharder.shard(model, par, options)
         programs = digest(par)
         if programs in known:
             known[programs].names.append(name)

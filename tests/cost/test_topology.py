@@ -18,7 +18,7 @@ from onnxpar.base.units import quantity, text_of
 from onnxpar.cli.command_line import main
 from onnxpar.cost.device import Rate
 from onnxpar.cost.topology import HOST, NETWORK, Device, Level, Link, Session, Topology
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 
 FILE = """
@@ -344,10 +344,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_plan_is_made_for_the_topology(model: Path) -> None:
-    _, ctx = pipeline.plan(model, Options(devices=8, topology=READ))
+    _, ctx = sharder.plan(model, Options(devices=8, topology=READ))
     assert ctx.sharding.costs.topology is READ
     assert ctx.sharding.costs.mesh is ctx.sharding.mesh
-    _, ctx = pipeline.plan(model, Options(devices=8))
+    _, ctx = sharder.plan(model, Options(devices=8))
     assert ctx.sharding.costs.topology == Topology.default()
     with pytest.raises(StrategyError, match="the topology has 2 ranks, but the mesh has 8"):
         make_plan(model, devices=8, topology={"levels": [LEVEL]})

@@ -16,7 +16,7 @@ from onnx import numpy_helper
 
 from onnxpar.graph.inference import infer
 from onnxpar.graph.shapes import Walk
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.training import grad
 
@@ -107,7 +107,7 @@ def test_ranks_compute_these_sizes(node: str, dims: str, layout: str, tmp_path: 
     scales = "float[3] s = {1.0, 1.0, 1.4}"
     model = parsed(f"m (float[{dims}] x) => (float[a,b,c] y) <{scales}> {{ y = {node} }}", 18)
     onnx.save(model, path)
-    pipeline.shard(path, tmp_path / "model.par", options(layout, strategy=LAYOUTS[layout]))
+    sharder.shard(path, tmp_path / "model.par", options(layout, strategy=LAYOUTS[layout]))
     with ThreadSession(tmp_path / "model.par", timeout=TIMEOUT) as session:
         for size in (5, 10, 13) if "N" in dims else (int(dims[4:]),):
             x = np.random.default_rng(size).standard_normal((2, 3, size)).astype(np.float32)

@@ -16,7 +16,7 @@ from agreement import TIMEOUT, check_outputs, options, run_unsplit
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.base.errors import InputError, OnnxparError, StrategyError
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.runtime.session.threads import ThreadSession
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
@@ -42,7 +42,7 @@ def save(path: Path, text: str, *weights: TensorProto) -> Path:
 
 def check(model: Path, par: Path, layout: str, shapes: Shapes, **asked: object) -> str:
     """Compares with the unsplit model at each of the shapes; returns the plan's text."""
-    plan = pipeline.shard(model, par, options(layout, **asked))  # type: ignore[arg-type]
+    plan = sharder.shard(model, par, options(layout, **asked))  # type: ignore[arg-type]
     source = np.random.default_rng(0)
     with ThreadSession(par, timeout=TIMEOUT) as session:
         for shape in shapes:
@@ -511,7 +511,7 @@ def test_buckets_with_empty_parts(
     dims: dict[str, list[str | None]] = {"x": [None, "dp", "tp"], "w1": ["tp", None]}
     dims |= {"w2": ["tp", None], "y": [None, "dp", last], "z": [None, "dp", last]}
     how = replace(options("dp=3,tp=2", strategy={"tensors": dims}), fusion="size")
-    plan = pipeline.shard(model, tmp_path / "m.par", how)
+    plan = sharder.shard(model, tmp_path / "m.par", how)
     if last is None or batch == 2:
         assert [c.tensor for c in plan.collectives] == ["y z"]
     source = np.random.default_rng(0)
@@ -530,7 +530,7 @@ def test_the_best_of_few_rows(best: int, rows: str, tmp_path: Path) -> None:
     text = f"g (float[B,N,2] x) => (float[B,K,2] v, int64[B,K,2] i) <int64[1] k = {{{best}}}>"
     model = save(tmp_path / "m.onnx", f"{text} {{ {whole} v, i = TopK<axis = 1>(r, k) }}")
     split = {"r": [None, "tp", None]}
-    pipeline.shard(model, tmp_path / "m.par", options("tp=3", strategy={"tensors": split}))
+    sharder.shard(model, tmp_path / "m.par", options("tp=3", strategy={"tensors": split}))
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for size in (1, 2, 3, 5, 7, 20):
             if size * (3 if rows == "M" else 1) < best:
@@ -587,7 +587,7 @@ def branches(path: Path) -> Path:
 @pytest.mark.parametrize("layout", ["2", "data-parallel 2", "tensor-parallel 3"])
 def test_branches_read_what_is_around_them(layout: str, tmp_path: Path) -> None:
     model = branches(tmp_path / "voice.onnx")
-    plan = pipeline.shard(model, tmp_path / "m.par", options(layout))
+    plan = sharder.shard(model, tmp_path / "m.par", options(layout))
     whole = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for rate in (8000, 16000):
@@ -612,9 +612,9 @@ def test_sizes_that_nothing_tells_are_named(tmp_path: Path) -> None:
         weight("w", 48, 5),
     )
     with pytest.raises(StrategyError, match=r"MatMul.*48.*--dim height=N"):
-        pipeline.shard(model, tmp_path / "m.par", options("data-parallel 2"))
+        sharder.shard(model, tmp_path / "m.par", options("data-parallel 2"))
     how = options("data-parallel 2", dims={"height": 8, "width": 8})
-    pipeline.shard(model, tmp_path / "m.par", how)
+    sharder.shard(model, tmp_path / "m.par", how)
 
 
 def tied(path: Path) -> Path:
@@ -642,7 +642,7 @@ def test_symbols_that_must_be_equal_are_one(layout: str, tmp_path: Path) -> None
 def test_one_beside_n_is_refused_and_may_be_bound(tmp_path: Path) -> None:
     """onnxruntime would repeat it; here both are one symbol, unless --dim says that it is 1."""
     model = tied(tmp_path / "tied.onnx")
-    pipeline.shard(model, tmp_path / "m.par", options("data-parallel 2"))
+    sharder.shard(model, tmp_path / "m.par", options("data-parallel 2"))
     feeds = {"x": np.ones((4, 5, 8), np.float32), "z": np.ones((1, 5, 8), np.float32)}
     with (
         ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session,
@@ -697,7 +697,7 @@ def test_symbols_are_tied_by_hand(tmp_path: Path) -> None:
 def test_ties_that_cannot_be_are_named(dims: dict[str, Any], says: str, tmp_path: Path) -> None:
     model = tied(tmp_path / "tied.onnx")
     with pytest.raises(StrategyError, match=says):
-        pipeline.shard(model, tmp_path / "m.par", options("data-parallel 2", dims=dims))
+        sharder.shard(model, tmp_path / "m.par", options("data-parallel 2", dims=dims))
 
 
 def test_a_dim_of_a_model_without_open_sizes(tmp_path: Path) -> None:
@@ -706,4 +706,4 @@ m (float[4,6] x) => (float[4,6] y) { y = Relu(x) }"""
     onnx.save(onnx.parser.parse_model(text), tmp_path / "fixed.onnx")
     how = options("data-parallel 2", dims={"batch": 4})
     with pytest.raises(StrategyError, match=r"--dim batch: .*fixed\.onnx has no open sizes; leave"):
-        pipeline.shard(tmp_path / "fixed.onnx", tmp_path / "m.par", how)
+        sharder.shard(tmp_path / "fixed.onnx", tmp_path / "m.par", how)

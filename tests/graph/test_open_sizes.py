@@ -20,7 +20,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.symbols import Polynomial
 from onnxpar.load.load import load
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.runtime.session.feeds import make_feeds
 from onnxpar.runtime.session.threads import ThreadSession
 
@@ -51,7 +51,7 @@ def feeds_at(plan: Plan, sizes: Mapping[str, int], seed: int = 0) -> dict[str, n
 @pytest.mark.parametrize("model", DYNAMIC)
 def test_one_folder_runs_at_all_sizes(model: str, layout: str, tmp_path: Path) -> None:
     par = tmp_path / "model.par"
-    plan = pipeline.shard(MODELS / model, par, options(layout))
+    plan = sharder.shard(MODELS / model, par, options(layout))
     with ThreadSession(par, timeout=TIMEOUT) as session:
         for sizes in SIZES:
             feeds = feeds_at(plan, dims_of(model, sizes))
@@ -69,7 +69,7 @@ def test_the_search_splits_only_what_a_run_can_tell(name: str, tmp_path: Path) -
     device = {"flops": 1e9, "memory_bandwidth": 1e9, "launch": 1e-8}
     cheap = Topology.of({"levels": [host], "device": device})
     how = replace(options("dp=2,tp=2"), topology=cheap)
-    plan = pipeline.shard(model, tmp_path / "m.par", how)
+    plan = sharder.shard(model, tmp_path / "m.par", how)
     assert plan.preset == "auto" and plan.collectives
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for sizes in (EVEN, ODD):
@@ -84,7 +84,7 @@ def test_the_search_splits_only_what_a_run_can_tell(name: str, tmp_path: Path) -
 def test_llama_decodes_with_growing_caches_on_ranks(layout: str, tmp_path: Path) -> None:
     """32 greedy tokens: only token ids are fed, the caches stay where they are."""
     par = tmp_path / "model.par"
-    plan = pipeline.shard(MODELS / DECODE, par, options(layout))
+    plan = sharder.shard(MODELS / DECODE, par, options(layout))
     whole = ort.InferenceSession(str(MODELS / DECODE), providers=["CPUExecutionProvider"])
     names = [p.name for p in plan.outputs]
     first = feeds_at(plan, {"batch": 5, "past": 3})
@@ -110,7 +110,7 @@ def test_llama_decodes_with_growing_caches_on_ranks(layout: str, tmp_path: Path)
 def test_a_sequence_is_split_at_any_remainder(name: str, ranks: int, tmp_path: Path) -> None:
     model = MODELS / f"{name}.dynamic.onnx"
     strategy = {"tensors": {"input_ids": [None, "tp"]}}
-    plan = pipeline.shard(model, tmp_path / "m.par", options(f"tp={ranks}", strategy=strategy))
+    plan = sharder.shard(model, tmp_path / "m.par", options(f"tp={ranks}", strategy=strategy))
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for length in (ranks, 7, 8, 9):
             sizes = {"batch": 2, "seq": length, "target": 5}
@@ -121,7 +121,7 @@ def test_a_sequence_is_split_at_any_remainder(name: str, ranks: int, tmp_path: P
 
 @pytest.mark.slow
 def test_plan_names_open_sizes(tmp_path: Path) -> None:
-    plan = pipeline.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 2"))
+    plan = sharder.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 2"))
     ports = {p["name"]: p["shape"] for p in plan.to_json()["inputs"] + plan.to_json()["outputs"]}
     assert ports["past_key_0"] == ["batch", 4, "past", 6]
     assert ports["present_key_0"] == ["batch", 4, "past + 1", 6]
@@ -129,7 +129,7 @@ def test_plan_names_open_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sizes_that_contradict_each_other_are_named(tmp_path: Path) -> None:
-    plan = pipeline.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 2"))
+    plan = sharder.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 2"))
     feeds = feeds_at(plan, {"batch": 4, "past": 3})
     feeds["past_key_1"] = feeds["past_key_1"][:, :, :2]
     with (
@@ -145,7 +145,7 @@ def test_sizes_that_contradict_each_other_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", DYNAMIC)
 def test_batches_below_the_number_of_ranks(model: str, layout: str, tmp_path: Path) -> None:
     """Ranks may hold nothing; where the unsplit model takes an empty batch, so do they."""
-    plan = pipeline.shard(MODELS / model, tmp_path / "m.par", options(layout))
+    plan = sharder.shard(MODELS / model, tmp_path / "m.par", options(layout))
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for batch, length in ((1, 5), (2, 1), (3, 4), (0, 5)):
             sizes = {"batch": batch, "seq": length, "target": 3, "past": length - 1}
@@ -158,7 +158,7 @@ def test_batches_below_the_number_of_ranks(model: str, layout: str, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_cache_of_one_row_stays_on_four_ranks(tmp_path: Path) -> None:
-    plan = pipeline.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 4"))
+    plan = sharder.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 4"))
     whole = ort.InferenceSession(str(MODELS / DECODE), providers=["CPUExecutionProvider"])
     names, pairs = [p.name for p in plan.outputs], dict(plan.states)
     first = feeds_at(plan, {"batch": 1, "past": 0})
@@ -180,7 +180,7 @@ def test_a_cache_of_one_row_stays_on_four_ranks(tmp_path: Path) -> None:
 def test_a_sequence_shorter_than_its_ranks(name: str, tmp_path: Path) -> None:
     model = MODELS / f"{name}.dynamic.onnx"
     strategy = {"tensors": {"input_ids": [None, "tp"]}}
-    plan = pipeline.shard(model, tmp_path / "m.par", options("tp=4", strategy=strategy))
+    plan = sharder.shard(model, tmp_path / "m.par", options("tp=4", strategy=strategy))
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for length in (1, 2, 3):
             feeds = feeds_at(plan, dims_of(model.name, {"batch": 2, "seq": length, "target": 3}))
@@ -200,7 +200,7 @@ def test_a_row_is_read_of_a_sequence_that_is_split(ranks: int, tmp_path: Path) -
     model = tmp_path / "pooled.onnx"
     onnx.save(onnx.parser.parse_model(text), model)
     strategy = {"tensors": {"x": [None, "tp", None], "y": [None, None, None]}}
-    plan = pipeline.shard(model, tmp_path / "m.par", options(f"tp={ranks}", strategy=strategy))
+    plan = sharder.shard(model, tmp_path / "m.par", options(f"tp={ranks}", strategy=strategy))
     assert [c.kind for c in plan.collectives] == ["AllGather", "AllGather"]
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for length in (1, 2, 3, 5, 8, 9):
@@ -212,7 +212,7 @@ def test_parts_by_hand_need_a_size(tmp_path: Path) -> None:
     strategy = {"tensors": {"pixel_values": [{"dp": [3, 1]}, None, None, None]}}
     how = options("dp=2", strategy=strategy)
     with pytest.raises(StrategyError, match="--dim batch"):
-        pipeline.shard(MODELS / "resnet.dynamo.dynamic.onnx", tmp_path / "m.par", how)
+        sharder.shard(MODELS / "resnet.dynamo.dynamic.onnx", tmp_path / "m.par", how)
 
 
 def test_lengths_shorter_than_the_segments_of_what_is_whole(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_lengths_shorter_than_the_segments_of_what_is_whole(tmp_path: Path) -> N
         tmp_path / "m.onnx",
     )
     whole = ort.InferenceSession(path)
-    pipeline.shard(path, tmp_path / "m.par", options("data-parallel 2"))
+    sharder.shard(path, tmp_path / "m.par", options("data-parallel 2"))
     with ThreadSession(tmp_path / "m.par") as session:
         for batch, length in ((1, 1), (3, 1), (1, 2), (2, 3), (5, 7)):
             x = np.random.default_rng(length).standard_normal((batch, length, 4)).astype("f4")
@@ -246,7 +246,7 @@ def test_rows_of_a_table_as_long_as_two_open_sizes(tmp_path: Path) -> None:
     )
     whole = ort.InferenceSession(path)
     strategy = {"tensors": {"x": ["dp", None], "i": [None]}}
-    plan = pipeline.shard(path, tmp_path / "m.par", options("dp=3", strategy=strategy))
+    plan = sharder.shard(path, tmp_path / "m.par", options("dp=3", strategy=strategy))
     assert [c.kind for c in plan.collectives] == ["AllReduce"]
     with ThreadSession(tmp_path / "m.par") as session:
         for batch, length in ((1, 1), (2, 5), (7, 3)):
@@ -269,7 +269,7 @@ def test_sizes_that_no_length_enlarges_do_not_enlarge_the_samples(tmp_path: Path
     sizes = load(path).sizes
     assert sizes is not None and max(sizes.bindings[0].values()) < 100
     whole = ort.InferenceSession(path)
-    pipeline.shard(path, tmp_path / "m.par", options("dp=2,tp=2"))
+    sharder.shard(path, tmp_path / "m.par", options("dp=2,tp=2"))
     with ThreadSession(tmp_path / "m.par") as session:
         for shape in ((1, 1), (2, 5), (3, 3)):
             x = np.random.default_rng(1).standard_normal(shape).astype("f4")

@@ -13,7 +13,7 @@ from small_models import write_text
 import onnxpar
 from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.compiler.open_ports import open_ports
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.threads import ThreadSession
 
@@ -260,7 +260,7 @@ def test_as_many_iterations_as_an_operand_has_rows(
 
 def test_a_size_that_no_input_has_is_refused(tmp_path: Path) -> None:
     """A run could not tell it."""
-    made, ctx = pipeline.plan(write_text(LOOP, tmp_path / "m.onnx"), Options(devices=2))
+    made, ctx = sharder.plan(write_text(LOOP, tmp_path / "m.onnx"), Options(devices=2))
     made.inputs = [port for port in made.inputs if port.open is None]
     with pytest.raises(StrategyError, match="the size N is that of no input"):
         open_ports(made, ctx)

@@ -13,7 +13,7 @@ from small_models import HEAD, write_text
 from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.graph.reshape_sizes import is_possible, proportion
 from onnxpar.layout.symbols import Polynomial
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
@@ -37,7 +37,7 @@ def _feeds(a: int, b: int, length: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("layout", ["tensor-parallel 2", "data-parallel 3", "context-parallel 2"])
 def test_the_batches_of_encoder_and_decoder_are_one(layout: str, tmp_path: Path) -> None:
     model = write_text(CROSS, tmp_path / "m.onnx")
-    plan = pipeline.shard(model, tmp_path / "m.par", options(layout))
+    plan = sharder.shard(model, tmp_path / "m.par", options(layout))
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for batch, length in (1, 1), (1, 5), (2, 3), (5, 4):
             feeds = _feeds(batch, batch, length)
@@ -53,7 +53,7 @@ def test_a_length_that_is_twice_another(layout: str, tmp_path: Path) -> None:
         <int64[1] width = {{16}}>
         {{ s = Shape<start = 0, end = 2>(x) t = Concat<axis = 0>(s, width) z = Reshape(y, t) }}"""
     model = write_text(text, tmp_path / "m.onnx")
-    pipeline.shard(model, tmp_path / "m.par", options(layout))
+    sharder.shard(model, tmp_path / "m.par", options(layout))
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for n in (1, 2, 33):
             y = np.random.default_rng(n).standard_normal((2, 2 * n, 8)).astype(np.float32)
@@ -65,7 +65,7 @@ def test_sizes_that_a_reshape_relates_in_an_unknown_way_are_an_error(tmp_path: P
     model = write_text(CROSS.replace("a,3,8", "3,a,c,8"), tmp_path / "m.onnx")
     wanted = r"Reshape 'keys' is not possible .* such as a=\d+, c=\d+, b=\d+, l=\d+; relate"
     with pytest.raises(StrategyError, match=wanted):
-        pipeline.plan(model, options("tensor-parallel 2"))
+        sharder.plan(model, options("tensor-parallel 2"))
 
 
 @pytest.mark.parametrize(
@@ -127,5 +127,5 @@ def test_a_rest_that_no_size_changes(width: int, tmp_path: Path) -> None:
     )
     split = {"x": [None, "sp", None, None], "y": [None, "sp", None]}
     strategy = Strategy.of({"mesh": {"sp": 2}, "tensors": split})
-    plan, _ = pipeline.plan(write_text(text, tmp_path / "m.onnx"), Options(strategy=strategy))
+    plan, _ = sharder.plan(write_text(text, tmp_path / "m.onnx"), Options(strategy=strategy))
     assert not plan.collectives, "the sequence is split from the beginning to the end"

@@ -27,7 +27,7 @@ from onnxpar.graph.lockstep import Lockstep
 from onnxpar.graph.open_sizes import OpenSizes
 from onnxpar.layout.fits import DOMAINS, sample
 from onnxpar.layout.symbols import Polynomial, minimum
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.runtime.session.threads import ThreadSession
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,7 +83,7 @@ def test_runs_at_any_size(what: str, way: str, tmp_path: Path) -> None:
     onnx.save(size_model(what), path)
     unsplit = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     layout, how = WAYS[way]
-    pipeline.shard(path, tmp_path / "m.par", options(layout, **how))
+    sharder.shard(path, tmp_path / "m.par", options(layout, **how))
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for batch, length in SIZES:
             for past in (3, 40) if what in WITH_PAST else (0,):
@@ -122,7 +122,7 @@ def test_sizes_that_are_equal_in_all_runs_refuse_none(what: str, tmp_path: Path)
         int64[1] w = {{9223372036854775807}}, int64[4] p = {{0, 1, 0, 0}}> {{ {SHIFTS[what]} }}"""
     onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
     unsplit = ort.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
-    pipeline.shard(tmp_path / "m.onnx", tmp_path / "m.par", options("data-parallel 2"))
+    sharder.shard(tmp_path / "m.onnx", tmp_path / "m.par", options("data-parallel 2"))
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for batch, length in SIZES:
             x = np.random.default_rng(length).standard_normal((batch, length), np.float32)
@@ -188,7 +188,7 @@ def test_sizes_of_which_some_are_open_are_split(ranks: int, tmp_path: Path) -> N
     path = tmp_path / "model.onnx"
     onnx.save(model, path)
     strategy = {"tensors": {"boxes": [None, "tp"]}}
-    pipeline.shard(path, tmp_path / "m.par", options(f"tp={ranks}", strategy=strategy))
+    sharder.shard(path, tmp_path / "m.par", options(f"tp={ranks}", strategy=strategy))
     unsplit = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for width in (1, 64, 333):
@@ -219,7 +219,7 @@ def test_ranks_without_any_of_the_sizes(ranks: int, tmp_path: Path) -> None:
         s = Shape (x) y = Cast <to = 1> (s) }"""
     onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
     strategy = {"tensors": {"y": ["tp"]}}
-    pipeline.shard(
+    sharder.shard(
         tmp_path / "m.onnx", tmp_path / "m.par", options(f"tp={ranks}", strategy=strategy)
     )
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 
 from onnxpar.cli.command_line import main
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 
 HEAD = """<ir_version: 8, opset_import: ["" : 17]>
@@ -64,7 +64,7 @@ def test_a_length_is_within_the_table(kind: str, tmp_path: Path) -> None:
     for rows, length in ((40, 32), (128, 128), (1024, 128)):
         path = write(kind, rows, tmp_path)
         assert runs(path, length) and not runs(path, rows + 1)
-        made, _ = pipeline.plan(path, Options(devices=2))
+        made, _ = sharder.plan(path, Options(devices=2))
         ((sizes, _),) = made.typical
         assert dict(sizes) == {"batch": 1, "seq": length}
 

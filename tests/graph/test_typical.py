@@ -21,7 +21,7 @@ from onnxpar.cost.topology import Topology
 from onnxpar.graph.typical import Ties, Typical, typical_sizes
 from onnxpar.layout.mesh import Mesh
 from onnxpar.layout.symbols import Polynomial
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.planner.save_strategy import Saver
 from onnxpar.report.explain import explain
@@ -30,7 +30,7 @@ from onnxpar.strategy.strategy import Strategy
 
 
 def planned(name: str, how: Options) -> Plan:
-    return pipeline.plan(MODELS / f"{name}.onnx", how)[0]
+    return sharder.plan(MODELS / f"{name}.onnx", how)[0]
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_the_search_decides_for_typical_sizes(tmp_path: Path) -> None:
         found = planned(name, Options(devices=2, typical=own))
         alien = planned(name, Options(devices=2, typical=other))
         saver = Saver(tmp_path / "other.yaml")
-        there, _ = pipeline.plan(path, Options(devices=2, typical=other), saver)
+        there, _ = sharder.plan(path, Options(devices=2, typical=other), saver)
         saver.write()
         strategy = Strategy.given(tmp_path / "other.yaml")
         again = planned(name, Options(mesh=there.mesh, strategy=strategy, typical=own))
@@ -240,13 +240,13 @@ def test_a_mask_is_as_long_as_past_and_present(
     """No shape says so, but the kernel needs it; its table of angles has 64 rows."""
     onnx.save(build(Decoder("GroupQueryAttention")), tmp_path / "decoder.onnx")
     how = Options(devices=2, preset="data-parallel", typical=Typical.given(told or None))
-    plan, _ = pipeline.plan(tmp_path / "decoder.onnx", how)
+    plan, _ = sharder.plan(tmp_path / "decoder.onnx", how)
     assert plan.typical == (({**sizes}, 1.0),)
 
 
 def test_a_mask_is_as_long_as_a_cache_of_fixed_length(tmp_path: Path) -> None:
     onnx.save(build(Decoder("GroupQueryAttention", length=48)), tmp_path / "decoder.onnx")
-    plan, _ = pipeline.plan(
+    plan, _ = sharder.plan(
         tmp_path / "decoder.onnx", Options(devices=2, typical=Typical.given({"seq": 1}))
     )
     assert plan.typical == (({"batch": 1, "seq": 1, "total": 48}, 1.0),)
@@ -300,10 +300,10 @@ def test_memory_is_that_of_each_profile(tmp_path: Path) -> None:
     held = 2 * (1 + 101) * 128 * 4  # halves of the inputs and outputs
     for limit in (held, 2 * held):
         how = Options(devices=2, typical=typical, objective=Objective(memory=limit))
-        made, _ = pipeline.plan(path, how)
+        made, _ = sharder.plan(path, how)
         assert sum(made.memory.values()) == held
     with pytest.raises(StrategyError, match="a rank would need"):
-        pipeline.plan(path, replace(how, objective=Objective(memory=held - 1)))
+        sharder.plan(path, replace(how, objective=Objective(memory=held - 1)))
 
 
 @pytest.fixture

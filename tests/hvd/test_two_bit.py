@@ -15,7 +15,7 @@ from training.steps import CROSS_ENTROPY, ThreadTrainer, write_model, write_step
 from onnxpar import hvd
 from onnxpar.base.errors import InputError
 from onnxpar.hvd.two_bit import packed, unpacked
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.training import grad
 
 Array = np.ndarray
@@ -41,7 +41,7 @@ def in_the_graph(text: str, dtype: str, optimizer: str, ranks: int, folder: Path
     step = write_step(text, folder, optimizer=optimizer)
     par = folder / "step.par"
     how = replace(options(f"data-parallel {ranks}"), compression=f"2bit:{THRESHOLD}")
-    pipeline.shard(step, par, how)
+    sharder.shard(step, par, how)
     weights = []
     with ThreadTrainer(par) as trainer:
         names = [name for name in trainer.bundle.states if name in ("w1", "w2", "w3", "w4")]

@@ -33,9 +33,9 @@ from onnxpar.layout.layout import (
 )
 from onnxpar.layout.mesh import Axis, Mesh, merge_axes
 from onnxpar.sharding.factors import Leaf, TensorFactors
-from onnxpar.sharding.planner import ReshardedTensor, plan_steps
+from onnxpar.sharding.reshard_planner import ReshardedTensor, plan_steps
+from onnxpar.sharding.reshard_steps import ReshardStep
 from onnxpar.sharding.state import FactorSharding, covered_axes
-from onnxpar.sharding.steps import ReshardStep
 
 Array = np.ndarray[Any, Any]
 MESH = Mesh((("a", 2), ("b", 3), ("c", 2)))

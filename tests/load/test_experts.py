@@ -15,7 +15,7 @@ from agreement import check_outputs, options, run_ranks, run_unsplit
 from onnxpar.base.errors import StrategyError
 from onnxpar.graph.subgraphs import all_nodes
 from onnxpar.load.load import load
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 MODELS = Path(__file__).parents[2] / "models" / "experts"
 ALL = sorted(path.name.removesuffix(".onnx") for path in MODELS.glob("*_*.onnx"))
@@ -32,16 +32,16 @@ def feeds_of(path: Path, ids: np.ndarray) -> dict[str, np.ndarray]:
     return {name: feeds[name] for name in ports}
 
 
-def check(path: Path, layout: str, folder: Path, ids: np.ndarray = IDS) -> pipeline.Plan:
+def check(path: Path, layout: str, folder: Path, ids: np.ndarray = IDS) -> sharder.Plan:
     """Shards a model, and compares it with the unsplit one; returns the plan."""
-    plan = pipeline.shard(path, folder / "model.par", options(layout))
+    plan = sharder.shard(path, folder / "model.par", options(layout))
     feeds = feeds_of(path, ids)
     got = run_ranks(folder / "model.par", feeds)
     check_outputs(got, run_unsplit(path, feeds), [port.name for port in plan.outputs])
     return plan
 
 
-def collectives(plan: pipeline.Plan) -> dict[str, int]:
+def collectives(plan: sharder.Plan) -> dict[str, int]:
     return dict(Counter(c.kind for c in plan.collectives))
 
 
@@ -94,7 +94,7 @@ def test_other_meshes(name: str, layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OPEN)
 def test_open_sizes(name: str, layout: str, tmp_path: Path) -> None:
     path = MODELS / f"{name}.onnx"
-    pipeline.shard(path, tmp_path / "model.par", options(layout))
+    sharder.shard(path, tmp_path / "model.par", options(layout))
     for shape in ((1, 1), (1, 7), (3, 1), (4, 12)):  # a single token has 2 experts of 4 or 5
         feeds = feeds_of(path, (IDS[: shape[0], : shape[1]] + 7) % 48)
         got = run_ranks(tmp_path / "model.par", feeds)
@@ -116,17 +116,17 @@ def test_ranks_gather_tokens_and_sum_results(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_data_parallel_ranks_send_nothing(tmp_path: Path) -> None:
     for name in ("mixtral.loop.legacy", "qwen3_moe.eager.legacy", "qwen3_moe.batched_mm.dynamo"):
-        plan, _ = pipeline.plan(MODELS / f"{name}.onnx", options("data-parallel 2"))
+        plan, _ = sharder.plan(MODELS / f"{name}.onnx", options("data-parallel 2"))
         assert plan.collectives == []
 
 
 @pytest.mark.slow
 def test_experts_beside_the_batch_and_columns() -> None:
     path = MODELS / "mixtral.loop.legacy.onnx"
-    plan, _ = pipeline.plan(path, options("expert-parallel dp=2,ep=2"))
+    plan, _ = sharder.plan(path, options("expert-parallel dp=2,ep=2"))
     (total,) = plan.collectives
     assert (total.kind, total.group, total.bytes) == ("AllReduce", (0, 1), 24 * 16 * 4)
-    plan, _ = pipeline.plan(path, options("expert-parallel ep=2,tp=2"))
+    plan, _ = sharder.plan(path, options("expert-parallel ep=2,tp=2"))
     layouts = {w.layout for w in plan.weights if "weight." in w.name}
     assert layouts == {"[ep, -, tp]", "[ep, tp, -]"}
 
@@ -137,7 +137,7 @@ def test_experts_beside_the_batch_and_columns() -> None:
 )
 def test_a_rank_computes_its_experts_rows_alone(layout: str, width: int, tmp_path: Path) -> None:
     path = MODELS / "mixtral.loop.legacy.onnx"
-    pipeline.shard(path, tmp_path / "model.par", options(layout))
+    sharder.shard(path, tmp_path / "model.par", options(layout))
     graph = onnx.load(tmp_path / "model.par/rank_0000.onnx", load_external_data=False).graph
     products = [n for n in graph.node if n.op_type == "MatMul" and "/experts/" in n.name]
     stored = {t.name: list(t.dims) for t in graph.initializer}
@@ -162,7 +162,7 @@ def test_experts_that_differ_stay_apart(tmp_path: Path) -> None:
     assert "NonZero" in {n.op for n in load(tmp_path / "model.onnx").graph.nodes}
     check(tmp_path / "model.onnx", "data-parallel 2", tmp_path)
     with pytest.raises(StrategyError, match="no weight with a matrix for each expert"):
-        pipeline.plan(tmp_path / "model.onnx", options("expert-parallel 2"))
+        sharder.plan(tmp_path / "model.onnx", options("expert-parallel 2"))
 
 
 @pytest.mark.matrix
@@ -170,7 +170,7 @@ def test_experts_that_differ_stay_apart(tmp_path: Path) -> None:
 def test_an_if_for_each_expert(layout: str, tmp_path: Path) -> None:
     path = MODELS / "mixture.scripted.onnx"
     assert "If" not in {node.op for node in load(path).graph.nodes}
-    pipeline.shard(path, tmp_path / "model.par", options(layout))
+    sharder.shard(path, tmp_path / "model.par", options(layout))
     x = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
     for rows in (x, np.repeat(x[:1], 6, axis=0)):  # then two experts have no token
         got = run_ranks(tmp_path / "model.par", {"x": rows})
@@ -189,7 +189,7 @@ def test_an_if_that_does_something_else_stays(wrong: str, tmp_path: Path) -> Non
         guards[1].input[0] = guards[0].input[0]
     onnx.save(model, tmp_path / "model.onnx")
     assert "If" in {node.op for node in load(tmp_path / "model.onnx").graph.nodes}
-    pipeline.shard(tmp_path / "model.onnx", tmp_path / "model.par", options("data-parallel 2"))
+    sharder.shard(tmp_path / "model.onnx", tmp_path / "model.par", options("data-parallel 2"))
     x = np.repeat(np.random.default_rng(0).standard_normal((1, 8)), 6, axis=0).astype(np.float32)
     got = run_ranks(tmp_path / "model.par", {"x": x})
     check_outputs(got, run_unsplit(tmp_path / "model.onnx", {"x": x}), ["y"])
@@ -261,6 +261,6 @@ def test_a_token_with_one_expert_twice(
         "ids": np.array([[0, 0], [1, 1], [0, 1], [1, 0], [1, 1], [0, 1]]),
         "weights": random.random((6, 2), np.float32),
     }
-    plan = pipeline.shard(path, tmp_path / "model.par", options("expert-parallel 2"))
+    plan = sharder.shard(path, tmp_path / "model.par", options("expert-parallel 2"))
     assert {w.layout for w in plan.weights if "weight" in w.name} == {"[ep, -, -]"}
     check_outputs(run_ranks(tmp_path / "model.par", feeds), run_unsplit(path, feeds), ["y"])

@@ -11,7 +11,7 @@ import onnx.parser
 import pytest
 from agreement import TIMEOUT, options
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.report.unsplit import run_unsplit
 from onnxpar.runtime.session.threads import ThreadSession
 
@@ -37,7 +37,7 @@ def test_rows_by_a_range(name: str, split: list[str | None] | None, tmp_path: Pa
     path = tmp_path / "model.onnx"
     onnx.save(model, path)
     strategy = None if split is None else {"tensors": {"x": split}}
-    pipeline.shard(path, tmp_path / "m.par", options("tp=2", strategy=strategy))
+    sharder.shard(path, tmp_path / "m.par", options("tp=2", strategy=strategy))
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for size in (2, 5):
             x = np.arange(4 * size, dtype=np.float32).reshape(2, size, 2)

@@ -11,7 +11,7 @@ from agreement import check_outputs, options, run_ranks, run_unsplit
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from onnxpar.load.load import load
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 MODEL = Path(__file__).parents[2] / "models" / "experts" / "qwen3_moe.grouped_mm.hf.onnx"
 FEEDS = {"input_ids": np.arange(48).reshape(4, 12), "attention_mask": np.ones((4, 12), np.int64)}
@@ -97,5 +97,5 @@ def test_rows(change: object, tmp_path: Path) -> None:
     wanted = run_unsplit(path, FEEDS)
     for layout in ("data-parallel 1", "data-parallel 3", "expert-parallel 2"):
         folder = tmp_path / layout
-        plan = pipeline.shard(path, folder, options(layout))
+        plan = sharder.shard(path, folder, options(layout))
         check_outputs(run_ranks(folder, FEEDS), wanted, [port.name for port in plan.outputs])

@@ -15,7 +15,7 @@ from opsets import since
 from training.steps import batches, run_unsplit
 
 from onnxpar.load.spell_out import spell_out
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.training import grad
 
 RNG = np.random.default_rng(3)
@@ -64,7 +64,7 @@ def test_ranks_compute_what_onnx_defines(
     """Compared with ONNX's reference evaluator, as onnxruntime may run neither op."""
     model = block(opset, op, **attrs)
     onnx.save(model, tmp_path / "m.onnx")
-    plan = pipeline.shard(tmp_path / "m.onnx", tmp_path / "m.par", options("tensor-parallel 2"))
+    plan = sharder.shard(tmp_path / "m.onnx", tmp_path / "m.par", options("tensor-parallel 2"))
     assert [c.kind for c in plan.collectives] == ["AllReduce"]
     feeds = {"x": np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)}
     (wanted,) = ReferenceEvaluator(model).run(None, feeds)
@@ -121,7 +121,7 @@ def test_its_gradient(tmp_path: Path) -> None:
         onnx.save(model, tmp_path / f"{name}.onnx")
         step = tmp_path / f"{name}.step.onnx"
         grad(tmp_path / f"{name}.onnx", step, loss="mse", optimizer="sgd")
-        plan, _ = pipeline.plan(step, options("tensor-parallel 1"))
+        plan, _ = sharder.plan(step, options("tensor-parallel 1"))
         feeds = list(batches(plan, 2))
         outputs, _ = run_unsplit(step, feeds, [0.1, 0.1])
         found.append(outputs)

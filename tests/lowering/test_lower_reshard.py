@@ -29,7 +29,7 @@ from onnxpar.passes.lower.order_collectives import OrderCollectives
 from onnxpar.passes.write.split_ranks import _export, _instantiate
 from onnxpar.runtime.ranks.groups import World, session_options, thread_worlds
 from onnxpar.sharding.factors import GraphFactors, Leaf, TensorFactors, with_axes
-from onnxpar.sharding.planner import ReshardedTensor, plan_steps
+from onnxpar.sharding.reshard_planner import ReshardedTensor, plan_steps
 from onnxpar.sharding.state import FactorSharding, overlaps
 
 RANKS = 4

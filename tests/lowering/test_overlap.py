@@ -17,7 +17,7 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.cost.cost import Costs
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.strategy.strategy import Strategy
 
@@ -136,7 +136,7 @@ def test_open_sizes(tmp_path: Path) -> None:
     text = BRANCHES.replace("[5,", "[N,")
     model = write_text(HEAD + text, tmp_path / "m.onnx")
     layouts = {"x": [None, "tp"], "b": ["tp", None], "e": ["tp", None], "z": [None, None]}
-    pipeline.shard(model, tmp_path / "model.par", options(2, {"tensors": layouts}, "on"))
+    sharder.shard(model, tmp_path / "model.par", options(2, {"tensors": layouts}, "on"))
     assert "Complete" in ops_in(tmp_path)
     draw = np.random.default_rng(0)
     for rows in (5, 1, 4):
@@ -148,7 +148,7 @@ def test_open_sizes(tmp_path: Path) -> None:
 def test_a_way_that_there_is_not(tmp_path: Path) -> None:
     model = write_text(HEAD + CHAIN, tmp_path / "m.onnx")
     with pytest.raises(StrategyError, match="--overlap 'always': give one of auto, on, off"):
-        pipeline.plan(model, options(2, {}, "always"))
+        sharder.plan(model, options(2, {}, "always"))
 
 
 def test_idle_is_what_a_network_takes_longer_than_a_host() -> None:

@@ -25,7 +25,7 @@ from lowering.mixtures import (
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.graph.typical import Typical
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 
 pytestmark = pytest.mark.usefixtures("medium")
@@ -59,7 +59,7 @@ def names_of(par: Path, rank: int = 0) -> list[str]:
 
 def shard(path: Path, folder: Path, how: Options) -> tuple[Path, Plan]:
     par = folder / f"{len(list(folder.iterdir()))}.par"
-    return par, pipeline.shard(path, par, how)
+    return par, sharder.shard(path, par, how)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 import pytest
 
 from onnxpar.graph.reshards import Reshard, reshard_node
-from onnxpar.lowering.schedule import schedule
+from onnxpar.lowering.order_nodes import schedule
 
 RESHARDS = {
     "gather": "AllGather",

@@ -15,7 +15,7 @@ from lowering.mixtures import exchanging, feeds_of, mixture
 
 from onnxpar.compiler.plan import Plan
 from onnxpar.graph.typical import Typical
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 MODELS = Path(__file__).parents[2] / "models" / "experts"
 IDS = np.arange(48).reshape(4, 12)
@@ -31,7 +31,7 @@ def check_model(name: str, layout: str, folder: Path) -> Plan:
     ports = [port.name for port in onnx.load(path).graph.input]
     feeds = {"input_ids": IDS, "attention_mask": np.ones_like(IDS)}
     feeds = {port: feeds[port] for port in ports}
-    plan = pipeline.shard(path, folder / "model.par", exchanging(layout))
+    plan = sharder.shard(path, folder / "model.par", exchanging(layout))
     got = run_ranks(folder / "model.par", feeds)
     check_outputs(got, run_unsplit(path, feeds), [port.name for port in plan.outputs])
     return plan
@@ -98,7 +98,7 @@ def test_what_a_router_may_choose(case: str, ranks: int, tmp_path: Path) -> None
     path = tmp_path / "model.onnx"
     onnx.save(mixture(6, 2, 6), path)
     feeds = feeds_of(CHOICES[case])
-    plan = pipeline.shard(path, tmp_path / "model.par", exchanging(f"expert-parallel {ranks}"))
+    plan = sharder.shard(path, tmp_path / "model.par", exchanging(f"expert-parallel {ranks}"))
     assert kinds(plan) == EXCHANGED
     check_outputs(run_ranks(tmp_path / "model.par", feeds), run_unsplit(path, feeds), ["y"])
 
@@ -110,7 +110,7 @@ def test_open_rows(layout: str, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(mixture(4, 3, "rows"), path)
     many = replace(exchanging(layout), typical=Typical.given({"rows": 64}))
-    plan = pipeline.shard(path, tmp_path / "model.par", many)
+    plan = sharder.shard(path, tmp_path / "model.par", many)
     assert kinds(plan) == EXCHANGED
     random = np.random.default_rng(3)
     for rows in (1, 3, 4, 19):
@@ -122,7 +122,7 @@ def test_open_rows(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mixtral.loop.dynamo", "qwen3_moe.batched_mm.dynamo"])
 def test_exported_models_with_open_sizes(name: str, tmp_path: Path) -> None:
     path = MODELS / f"{name}.onnx"
-    plan = pipeline.shard(path, tmp_path / "model.par", exchanging("expert-parallel 4"))
+    plan = sharder.shard(path, tmp_path / "model.par", exchanging("expert-parallel 4"))
     assert kinds(plan) == EXCHANGED
     for rows, columns in ((1, 1), (1, 7), (3, 1), (4, 12)):
         ids = (IDS[:rows, :columns] + 7) % 48
@@ -135,7 +135,7 @@ def test_exported_models_with_open_sizes(name: str, tmp_path: Path) -> None:
 def test_half_precision(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(mixture(4, 2, 6, "float16"), path)
-    plan = pipeline.shard(path, tmp_path / "model.par", exchanging("expert-parallel 2"))
+    plan = sharder.shard(path, tmp_path / "model.par", exchanging("expert-parallel 2"))
     assert kinds(plan) == EXCHANGED
     feeds = feeds_of([[0, 1], [2, 3], [3, 3], [1, 2], [0, 2], [3, 0]], "float16")
     check_outputs(run_ranks(tmp_path / "model.par", feeds), run_unsplit(path, feeds), ["y"])
@@ -157,7 +157,7 @@ def test_bytes_and_latency_decide(tmp_path: Path) -> None:
     for rows in (64, 65536):
         path = tmp_path / f"{rows}.onnx"
         onnx.save(mixture(8, 2, rows, width=64), path)
-        plan, _ = pipeline.plan(path, options("expert-parallel 8"))
+        plan, _ = sharder.plan(path, options("expert-parallel 8"))
         seen[rows] = kinds(plan)
     assert "AllGather" in seen[64] and not EXCHANGED.keys() & seen[64].keys()
     assert seen[65536] == EXCHANGED
@@ -166,5 +166,5 @@ def test_bytes_and_latency_decide(tmp_path: Path) -> None:
 def test_ranks_without_experts_gather_all_rows(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(mixture(3, 2, 8), path)
-    plan, _ = pipeline.plan(path, exchanging("expert-parallel 4"))
+    plan, _ = sharder.plan(path, exchanging("expert-parallel 4"))
     assert "AllToAllV" not in kinds(plan)

@@ -10,7 +10,7 @@ from agreement import TIMEOUT, check_outputs, options, run_unsplit
 from onnx import numpy_helper
 from small_models import HEAD, write_text
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.runtime.session.threads import ThreadSession
 
 GROUPED = (
@@ -36,7 +36,7 @@ def test_channels_of_groups_are_gathered(tmp_path: Path) -> None:
         kernel = source.standard_normal((8, channels, width)).astype(np.float32)
         model.graph.initializer.append(numpy_helper.from_array(kernel, f"w{channels}"))
     onnx.save(model, path)
-    plan = pipeline.shard(path, tmp_path / "m.par", options("tensor-parallel 2"))
+    plan = sharder.shard(path, tmp_path / "m.par", options("tensor-parallel 2"))
     assert "[-, 2*tp, -]" in [c.before for c in plan.collectives]
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for batch, length in (1, 80), (2, 133):

@@ -12,7 +12,7 @@ from agreement import check_outputs, options, run_ranks, run_unsplit
 
 from onnxpar.graph.stored import nodes_of
 from onnxpar.lowering import unroll_experts
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 MODELS = Path(__file__).parents[2] / "models" / "experts"
 LOOP = MODELS / "mixtral.loop.dynamo.onnx"
@@ -21,7 +21,7 @@ IDS = np.arange(48).reshape(4, 12)
 
 def ranks_of(path: Path, layout: str, folder: Path) -> list[onnx.GraphProto]:
     """The graphs of the ranks of a model that agrees with the unsplit one."""
-    plan = pipeline.shard(path, folder / "model.par", options(layout))
+    plan = sharder.shard(path, folder / "model.par", options(layout))
     feeds = {port.name: IDS if port.name == "input_ids" else IDS * 0 + 1 for port in plan.inputs}
     got = run_ranks(folder / "model.par", feeds)
     check_outputs(got, run_unsplit(path, feeds), [port.name for port in plan.outputs])

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from onnxpar.base.digested_folder import DigestedFolder
+from onnxpar.base.write_digested import DigestedFolder
 from onnxpar.layout.layout import Concat, Factor, Layout, Product
 from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.lowering.weights import CHUNK, WeightStore, read_blocks

@@ -16,7 +16,7 @@ from onnxpar.cli.command_line import main
 from onnxpar.compiler.plan import Plan
 from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.compression import THRESHOLD, Compression
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.context import load_model, make_context
 from onnxpar.planner.options import Options
 from onnxpar.sharding.planned_collectives import Collective
@@ -44,7 +44,7 @@ float[300] wm, float[300] wv) => (float[8,300,2,2] y)
 
 def planned(step: Path, layout: str, to: str | None, **how: Any) -> Plan:
     """A plan whose layouts were verified after every pass."""
-    return pipeline.plan(step, replace(options(layout), compression=to, **how))[0]
+    return sharder.plan(step, replace(options(layout), compression=to, **how))[0]
 
 
 def sums(plan: Plan) -> list[Collective]:
@@ -105,7 +105,7 @@ def test_codes_of_parts(tmp_path: Path) -> None:
         options("dp=2,tp=3", strategy={"shard": {"MatMul_y": [["dp", None], [None, "tp"]]}}),
         compression="2bit",
     )
-    plan, _ = pipeline.plan(write_step(model, tmp_path, "mse"), given)
+    plan, _ = sharder.plan(write_step(model, tmp_path, "mse"), given)
     (codes,) = [c for c in plan.collectives if "codes" in c.tensor]
     assert codes.before == "[dp, tp{91,91,81}]" and codes.after == "[-, tp{91,91,81}]"
 
@@ -151,7 +151,7 @@ def test_gradients_of_activations_are_none(text: str, tmp_path: Path) -> None:
     step = write_step(text, tmp_path, "mse")
     given = options("tp=2", strategy=COLUMNS_THEN_ROWS)
     plans = [
-        pipeline.plan(step, replace(given, compression=to))[0] for to in (None, "float16", "2bit")
+        sharder.plan(step, replace(given, compression=to))[0] for to in (None, "float16", "2bit")
     ]
     assert [c.tensor for c in sums(plans[0])].count("MatMul_q.grad/MatMul.2") == 1
     assert sums(plans[1]) == sums(plans[2]) == sums(plans[0])
@@ -223,7 +223,7 @@ def test_only_training_steps_have_gradients(wide: Path, tmp_path: Path) -> None:
     ):
         planned(tmp_path / "model.onnx", "data-parallel 2", "float16")
     with pytest.raises(StrategyError, match="collectives stay as they are"):
-        pipeline.plan(wide, Options(devices=2, preset="manual", compression="float16"))
+        sharder.plan(wide, Options(devices=2, preset="manual", compression="float16"))
 
 
 def test_a_loss_scale_that_changes_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from small_models import write_text
 
 from onnxpar.graph.elementwise_groups import FEWEST, ONE, OPERATIONS, elementwise_units
 from onnxpar.graph.origin import origins_of
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.runtime.session.threads import ThreadSession
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18, "onnxpar" : 1, "com.microsoft" : 1]>\n'
@@ -132,7 +132,7 @@ def test_open_sizes_keep_their_bits(tmp_path: Path) -> None:
           f = Mul(u, c)  g = Neg(f)  h = Abs(g)  v = Sub(h, c) }"""
     path = write_text(HEAD + text, tmp_path / "model.onnx")
     par = tmp_path / "par"
-    pipeline.shard(path, par, options("data-parallel 2"))
+    sharder.shard(path, par, options("data-parallel 2"))
     fused = [
         origins_of(node)
         for node in onnx.load(par / "rank_0000.onnx").graph.node

@@ -13,13 +13,13 @@ from peer.outcome import CRASH, GATHERED, HANG, LIMITED, REFUSED, ROUNDED, SPLIT
 from peer.readers import Reader
 from peer.splits import Split, splits_of
 
-from onnxpar.base.digested_folder import DigestedFolder
 from onnxpar.base.errors import InputError, OnnxparError, PassError, RankError
+from onnxpar.base.write_digested import DigestedFolder
 from onnxpar.compiler.plan import write_plan
 from onnxpar.load.load import Model, load
 from onnxpar.load.loading import LoadRequest
 from onnxpar.passes.write.split_ranks import SplitRanks
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.context import make_context
 from onnxpar.planner.default_passes import DEFAULT_PASSES
 from onnxpar.planner.options import Options
@@ -113,7 +113,7 @@ class Trials:
         model = load_case(self.path)
         shapes = {t.name: t.shape for t in model.graph.inputs}
         if model.sizes is not None:
-            pipeline.shard(self.path, par, Options(strategy=split.strategy(shapes)))
+            sharder.shard(self.path, par, Options(strategy=split.strategy(shapes)))
             return SPLIT
         ctx = make_context(model, Options(strategy=split.strategy(shapes)))
         reader = self._reader = Reader.of(split, ctx.sharding.factors)

@@ -18,7 +18,7 @@ from onnxpar.cli.command_line import main
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.balance import capped
 from onnxpar.planner.options import Options
 from onnxpar.report.compare_training import compare_training
@@ -99,7 +99,7 @@ def test_training_steps_agree_with_one_rank(
         step = tmp_path / "step.onnx"
         grad(GPT2, step, loss=CROSS_ENTROPY, optimizer="adamw", clip_norm=1.0)
     par = tmp_path / "step.par"
-    plan = pipeline.shard(step, par, options(mesh, preset, topology(*speeds)))
+    plan = sharder.shard(step, par, options(mesh, preset, topology(*speeds)))
     found = layouts(plan)
     assert {name: found[name] for name in parts} == parts
     assert any("{" in text for text in found.values())
@@ -113,7 +113,7 @@ def test_training_steps_agree_with_one_rank(
 def test_balanced_parts_are_faster(mesh: str, preset: str | None) -> None:
     devices = topology(3, 1)
     equal, balanced = (
-        pipeline.plan(GPT2, options(mesh, preset, devices, balance=b))[0] for b in (False, True)
+        sharder.plan(GPT2, options(mesh, preset, devices, balance=b))[0] for b in (False, True)
     )
     assert equal.predicted is not None and balanced.predicted is not None
     assert balanced.predicted.total < 0.85 * equal.predicted.total
@@ -126,7 +126,7 @@ def test_equal_parts_take_as_long_as_the_slowest_rank() -> None:
     mixed, slow = topology(3, 1), topology(1, 1)
     assert not slow.devices  # equal after all
     plans = [
-        pipeline.plan(GPT2, options("tp=2", "tensor-parallel", t, balance=False))[0]
+        sharder.plan(GPT2, options("tp=2", "tensor-parallel", t, balance=False))[0]
         for t in (mixed, slow)
     ]
     assert plans[0].predicted and plans[1].predicted
@@ -135,14 +135,14 @@ def test_equal_parts_take_as_long_as_the_slowest_rank() -> None:
     assert fast.flops == slowest.flops and fast.compute < slowest.compute
     assert slowest.compute == pytest.approx(plans[0].predicted.compute)
     assert not plans[1].loads
-    one = pipeline.plan(GPT2, options("tp=1", "tensor-parallel", topology(3), balance=False))[0]
+    one = sharder.plan(GPT2, options("tp=1", "tensor-parallel", topology(3), balance=False))[0]
     assert one.predicted is not None  # the fastest device alone
     assert plans[0].predicted.one_rank == pytest.approx(one.predicted.one_rank)
 
 
 def test_what_each_rank_holds() -> None:
     """Compared with the weights in the layouts of the plan."""
-    plan, ctx = pipeline.plan(GPT2, options("tp=2", "tensor-parallel", topology(3, 1)))
+    plan, ctx = sharder.plan(GPT2, options("tp=2", "tensor-parallel", topology(3, 1)))
     held = [0, 0]
     for weight in plan.weights:
         first, second = _parts(weight.layout) if "{" in weight.layout else (1, 1)
@@ -169,14 +169,14 @@ def memories(*sizes: str) -> Topology:
 @pytest.mark.slow
 def test_a_rank_gets_no_more_than_fits() -> None:
     """Both compute equally fast, so only memory can make the parts differ."""
-    equal = pipeline.plan(GPT2, options("tp=2", "tensor-parallel", memories("9 MB", "8 MB")))[0]
+    equal = sharder.plan(GPT2, options("tp=2", "tensor-parallel", memories("9 MB", "8 MB")))[0]
     assert all("{" not in text for text in layouts(equal).values())
     need = [load.held for load in equal.loads]
     assert need[0] == need[1] > 250_000
     small = memories("9 MB", "250 kB")
-    tight = pipeline.plan(GPT2, options("tp=2", "tensor-parallel", small, balance=False))[0]
+    tight = sharder.plan(GPT2, options("tp=2", "tensor-parallel", small, balance=False))[0]
     assert any("rank 1 needs" in note and "250 kB" in note for note in tight.notes)
-    fits = pipeline.plan(GPT2, options("tp=2", "tensor-parallel", small))[0]
+    fits = sharder.plan(GPT2, options("tp=2", "tensor-parallel", small))[0]
     assert fits.loads[1].held <= 250_000 < fits.loads[0].held
     assert not any("needs" in note for note in fits.notes)
 
@@ -194,9 +194,9 @@ def test_a_search_keeps_to_the_memory_of_each_rank(balance: bool, tmp_path: Path
 def test_a_limit_that_is_given_holds_for_every_rank() -> None:
     """The fast rank would take three quarters; it takes what the limit lets it."""
     how = options("tp=2", None, topology(3, 1))
-    free = pipeline.plan(GPT2, how)[0]
+    free = sharder.plan(GPT2, how)[0]
     objective = Objective(memory=330_000.0)
-    plan = pipeline.plan(GPT2, replace(how, objective=objective))[0]
+    plan = sharder.plan(GPT2, replace(how, objective=objective))[0]
     assert max(load.held for load in plan.loads) <= 330_000
     assert max(load.held for load in free.loads) > 330_000
 
@@ -207,16 +207,16 @@ def test_a_topology_with_devices_has_no_further_ranks() -> None:
         options("tp=2", None, topology(3, 1)), mesh=None, devices=2, objective=Objective(memory=2e5)
     )
     with pytest.raises(StrategyError, match="raise the limit, or give a mesh of more ranks"):
-        pipeline.plan(GPT2, how)
+        sharder.plan(GPT2, how)
 
 
 @pytest.mark.slow
 def test_only_unequal_parts_fit() -> None:
     """Together the devices have room for the model, but half of it fits only into one."""
     small = memories("460 kB", "200 kB")
-    equal = pipeline.plan(GPT2, options("tp=2", None, small, balance=False))[0]
+    equal = sharder.plan(GPT2, options("tp=2", None, small, balance=False))[0]
     assert any("found no strategy that fits" in note for note in equal.notes)
-    plan = pipeline.plan(GPT2, options("tp=2", None, small))[0]
+    plan = sharder.plan(GPT2, options("tp=2", None, small))[0]
     assert plan.loads[0].held <= 460_000 and plan.loads[1].held <= 200_000
 
 
@@ -229,8 +229,8 @@ def test_caps_that_leave_too_little() -> None:
 @pytest.mark.slow
 def test_a_saved_strategy_and_annotations_give_the_same_parts(tmp_path: Path) -> None:
     how = options("tp=2", None, topology(3, 1))
-    made = pipeline.annotate(GPT2, tmp_path / "m.onnx", how)
-    again, _ = pipeline.plan(tmp_path / "m.onnx", Options(devices=2, topology=how.topology))
+    made = sharder.annotate(GPT2, tmp_path / "m.onnx", how)
+    again, _ = sharder.plan(tmp_path / "m.onnx", Options(devices=2, topology=how.topology))
     assert layouts(again) == layouts(made)
     assert any("{" in text for text in layouts(again).values())
 
@@ -259,9 +259,9 @@ def test_the_command_and_python(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_nothing_to_balance(given: Topology | None) -> None:
     how = Options(mesh=Mesh.parse("tp=2"), topology=given, balance=True)
     with pytest.raises(StrategyError, match=r"--balance: .* give devices that differ"):
-        pipeline.plan(GPT2, how)
+        sharder.plan(GPT2, how)
 
 
 def test_more_ranks_than_devices() -> None:
     with pytest.raises(StrategyError, match="devices for 3 ranks, but the mesh has 4"):
-        pipeline.plan(GPT2, options("tp=4", None, topology(1, 2, 3)))
+        sharder.plan(GPT2, options("tp=4", None, topology(1, 2, 3)))

@@ -19,7 +19,7 @@ from small_models import HEAD, write_text
 
 from onnxpar.compiler.plan import Plan
 from onnxpar.layout.shares import Proportion
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.report.compare_trace import PlannedNodes
 from onnxpar.runtime.session.bundle import Bundle
@@ -74,7 +74,7 @@ def test_models_agree_with_the_unsplit_one(
     tmp_path: Path,
 ) -> None:
     model, par = MODELS / f"{name}.dynamo.dynamic.onnx", tmp_path / "m.par"
-    plan = pipeline.shard(model, par, options(mesh, preset, topology(*speeds)))
+    plan = sharder.shard(model, par, options(mesh, preset, topology(*speeds)))
     assert layout_texts(plan).items() >= wanted.items()
     assert not any("--balance" in note for note in plan.notes)
     agree(model, par, plan, [dims_of(model.name, {**each, "past": 3}) for each in SIZES])
@@ -131,7 +131,7 @@ def test_collectives_and_ops(
     tmp_path: Path,
 ) -> None:
     model = write_text(HEAD + text, tmp_path / "m.onnx")
-    plan = pipeline.shard(model, tmp_path / "m.par", requested(layouts, mesh, speeds))
+    plan = sharder.shard(model, tmp_path / "m.par", requested(layouts, mesh, speeds))
     assert kinds(plan) == wanted
     assert ":" in layout_texts(plan)["x"]
     sizes = [{**each, "k": 2 * each["m"] + 1} for each in TWO]
@@ -151,7 +151,7 @@ def test_only_unequal_shards_need_an_operand(tmp_path: Path) -> None:
     how = requested("x tp,- y -,tp", "tp=3", (3, 1, 2))
     for balance in (False, True):
         par = tmp_path / f"{balance}.par"
-        pipeline.shard(model, par, replace(how, balance=balance))
+        sharder.shard(model, par, replace(how, balance=balance))
         assert [len(cuts(par, rank)) for rank in range(3)] == [balance] * 3
 
 
@@ -161,7 +161,7 @@ def test_each_rank_holds_and_sends_its_proportion(tmp_path: Path) -> None:
     model = write_text(HEAD + PAIR, tmp_path / "m.onnx")
     how = requested("x tp,- y -,tp", "tp=3", (3, 1, 2))
     runs = PlannedNodes([({"n": 12, "m": 6}, 1.0)])
-    plan = pipeline.shard(model, tmp_path / "m.par", how, observer=runs)
+    plan = sharder.shard(model, tmp_path / "m.par", how, observer=runs)
     (sent,) = plan.sent_at_runs.values()
     assert sent == 6 * 6 * 4 * 2 // 3
     port = Bundle.load(tmp_path / "m.par").inputs["x"]
@@ -197,7 +197,7 @@ def test_a_training_step_with_an_open_batch(
     """Batches of several sizes in one session, the last of which is smaller than the mesh."""
     model = write_text(HEAD + STEP, tmp_path / "m.onnx", "!")
     how = requested(f"x dp,- t dp,- p {parameter}", mesh, speeds)
-    plan = pipeline.shard(model, tmp_path / "m.par", replace(how, states=[("p", "p_next")]))
+    plan = sharder.shard(model, tmp_path / "m.par", replace(how, states=[("p", "p_next")]))
     assert ":" in layout_texts(plan)["x"]
     source = np.random.default_rng(0)
     weights = source.standard_normal((6, 5), np.float32)

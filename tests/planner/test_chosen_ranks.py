@@ -337,7 +337,7 @@ def test_nothing_is_left_of_ranks_that_cannot_be_written(
     def full(*args: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("onnxpar.base.digested_folder.os.pwrite", full)
+    monkeypatch.setattr("onnxpar.base.write_digested.os.pwrite", full)
     with pytest.raises(OnnxparError, match="no space left on device; free some space"):
         onnxpar.shard(LLAMA, par, ranks=[1], **HYBRID)
     assert files_of(par) == before and [*tmp_path.iterdir()] == [par]

@@ -16,7 +16,7 @@ from onnxpar.cost.topology import Topology
 from onnxpar.planner import host_memory, memory_limit
 from onnxpar.planner.host_memory import SHARE, held_together, host_bytes
 from onnxpar.planner.options import Options
-from onnxpar.planner.pipeline import plan
+from onnxpar.planner.sharder import plan
 from onnxpar.report.compare_trace import PlannedNode
 from onnxpar.report.explain import explain
 

@@ -19,7 +19,7 @@ import onnxpar
 from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.context import load_model, make_context
 from onnxpar.planner.options import Options
 from onnxpar.search.enough_devices import enough_devices
@@ -48,8 +48,8 @@ def limited(memory: float, **more: object) -> Options:
 def test_ranks_hold_no_more(limit: float, tmp_path: Path) -> None:
     mesh = Mesh.parse("dp=2,tp=2")
     how = limited(limit, mesh=mesh)
-    made, _ = pipeline.plan(GPT2, how)
-    free, _ = pipeline.plan(GPT2, Options(mesh=mesh, search="auto"))
+    made, _ = sharder.plan(GPT2, how)
+    free, _ = sharder.plan(GPT2, Options(mesh=mesh, search="auto"))
     assert sum(made.memory.values()) <= limit < sum(free.memory.values())
     check_agrees(GPT2, tmp_path, how)
 
@@ -61,9 +61,9 @@ def test_ranks_hold_no_more(limit: float, tmp_path: Path) -> None:
 )
 def test_of_other_models(name: str, tmp_path: Path) -> None:
     mesh, path = Mesh.parse("tp=4"), MODELS / name
-    free, _ = pipeline.plan(path, Options(mesh=mesh, search="auto"))
+    free, _ = sharder.plan(path, Options(mesh=mesh, search="auto"))
     limit = 0.6 * sum(free.memory.values())
-    made, _ = pipeline.plan(path, limited(limit, mesh=mesh))
+    made, _ = sharder.plan(path, limited(limit, mesh=mesh))
     assert sum(made.memory.values()) <= limit
     check_agrees(path, tmp_path, limited(limit, mesh=mesh))
 
@@ -71,23 +71,23 @@ def test_of_other_models(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_annotations_keep_to_it(tmp_path: Path) -> None:
     how = limited(200 * KB, mesh=Mesh.parse("tp=4"))
-    made = pipeline.annotate(GPT2, tmp_path / "m.onnx", how)
+    made = sharder.annotate(GPT2, tmp_path / "m.onnx", how)
     assert sum(made.memory.values()) <= 200 * KB
-    again, _ = pipeline.plan(tmp_path / "m.onnx", Options(devices=4))
+    again, _ = sharder.plan(tmp_path / "m.onnx", Options(devices=4))
     assert again.memory == made.memory
 
 
 @pytest.mark.slow
 def test_the_fewest_ranks_that_do() -> None:
     with pytest.raises(StrategyError, match=r"over tp=2, .*, or give --devices 3, the fewest"):
-        pipeline.plan(GPT2, limited(250 * KB, devices=2))
-    made, _ = pipeline.plan(GPT2, limited(250 * KB, devices=3))
+        sharder.plan(GPT2, limited(250 * KB, devices=2))
+    made, _ = sharder.plan(GPT2, limited(250 * KB, devices=3))
     assert sum(made.memory.values()) <= 250 * KB
 
 
 def test_a_mesh_that_is_given_does_not_grow() -> None:
     with pytest.raises(StrategyError, match="a mesh of more ranks"):
-        pipeline.plan(GPT2, limited(50 * KB, mesh=Mesh.parse("tp=2")))
+        sharder.plan(GPT2, limited(50 * KB, mesh=Mesh.parse("tp=2")))
 
 
 @pytest.mark.slow
@@ -111,12 +111,12 @@ def test_untied_layers_need_not_all_pay(tmp_path: Path) -> None:
 
 def test_a_preset_that_holds_more_is_refused() -> None:
     with pytest.raises(StrategyError, match=r"data-parallel over dp=2: a rank would need .* auto"):
-        pipeline.plan(GPT2, limited(250 * KB, devices=2, preset="data-parallel"))
+        sharder.plan(GPT2, limited(250 * KB, devices=2, preset="data-parallel"))
 
 
 def test_what_no_number_of_ranks_can_do(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="up to 32 ranks were tried and do not suffice"):
-        pipeline.plan(write(TINY, tmp_path), limited(64.0, devices=2))
+        sharder.plan(write(TINY, tmp_path), limited(64.0, devices=2))
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_what_no_ranks_can_hold_is_answered_in_time_and_with_a_bound(tmp_path: P
     least = r"\(with any strategy, it would need at least ([\d.]+) kB\)"
     pattern = rf"would need ([\d.]+) kB, more .* {least}"
     with pytest.raises(StrategyError, match=pattern) as caught:
-        pipeline.plan(path, Options(devices=2, objective=how))
+        sharder.plan(path, Options(devices=2, objective=how))
     found = re.search(pattern, str(caught.value))
     assert found and 20 < float(found[2]) <= float(found[1]) <= 1.05 * float(found[2])
     assert "mesh tp=2" in told and "64 ranks" not in told and told[-1] == ""
@@ -177,7 +177,7 @@ def test_the_best_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without patience, something that fits counts, and the plan says so."""
     patience = Patience(0.0)
     monkeypatch.setattr(Patience, "renewed", lambda self, seconds=0.0: self)
-    made, _ = pipeline.plan(
+    made, _ = sharder.plan(
         GPT2, Options(devices=4, objective=Objective(memory=250 * KB, patience=patience))
     )
     assert sum(made.memory.values()) <= 250 * KB
@@ -187,10 +187,10 @@ def test_the_best_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_step_has_no_throughput() -> None:
     path = MODELS / "bert.legacy.training.onnx"
-    made, _ = pipeline.plan(path, Options(devices=2, objective=Objective("throughput")))
+    made, _ = sharder.plan(path, Options(devices=2, objective=Objective("throughput")))
     assert made.step is None
     with pytest.raises(StrategyError, match="objective"):
-        pipeline.plan(path, Options(devices=2, objective=Objective("fastest")))
+        sharder.plan(path, Options(devices=2, objective=Objective("fastest")))
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ from onnxpar.planner import pass_registry, plugins
 from onnxpar.planner.default_passes import DEFAULT_PASSES
 from onnxpar.planner.options import Options
 from onnxpar.planner.pass_registry import parse_passes, parse_placed
-from onnxpar.planner.pipeline import plan
 from onnxpar.planner.placed_passes import Placed, insert
+from onnxpar.planner.sharder import plan
 from onnxpar.rules import rule as rule_module
 from onnxpar.rules.rule import registered, rule
 

@@ -18,7 +18,7 @@ from onnxpar import cli
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.context import load_model, make_context
 from onnxpar.planner.options import Options
 from onnxpar.planner.save_strategy import Saver, widest_pattern
@@ -48,7 +48,7 @@ def saved(model: Path, how: Options, folder: Path) -> tuple[Plan, Path]:
     """The plan, and the file that its strategy is saved to."""
     file = folder / "saved.yaml"
     saver = Saver(file)
-    made, _ = pipeline.plan(model, how, saver)
+    made, _ = sharder.plan(model, how, saver)
     saver.write()
     return made, file
 
@@ -63,7 +63,7 @@ def check(model: Path, how: Options, folder: Path) -> int:
     made, file = saved(model, how, folder)
     strategy = Strategy.read(file)
     alone = Options(strategy=strategy, topology=how.topology, dims=how.dims, verify=True)
-    again, _ = pipeline.plan(model, alone)
+    again, _ = sharder.plan(model, alone)
     assert plan_of(again) == plan_of(made)
     return len(strategy.shard) + len(strategy.tensors)
 
@@ -111,7 +111,7 @@ def test_every_entry_is_needed(model: str, how: Options, tmp_path: Path) -> None
     for name in data["shard"]:
         less = data | {"shard": {k: v for k, v in data["shard"].items() if k != name}}
         alone = Options(strategy=Strategy.of(less), topology=how.topology)
-        again, _ = pipeline.plan(MODELS / model, alone)
+        again, _ = sharder.plan(MODELS / model, alone)
         assert plan_of(again) != plan_of(made), name
 
 
@@ -182,7 +182,7 @@ def test_a_file_is_edited(deep: dict[int, Path], tmp_path: Path) -> None:
     text = file.read_text()
     file.write_text(text.replace("head: [null, tp]", "head: [null, null]"))
     assert text != file.read_text()
-    made, _ = pipeline.plan(deep[4], Options(strategy=Strategy.read(file), verify=True))
+    made, _ = sharder.plan(deep[4], Options(strategy=Strategy.read(file), verify=True))
     assert {w.name: w.layout for w in made.weights}["head"] == "[-, -]"
 
 
@@ -203,9 +203,9 @@ def test_patterns(name: str, names: tuple[str, ...], fits: str, pattern: str) ->
 @pytest.mark.slow
 def test_annotations_say_what_was_found(tmp_path: Path) -> None:
     model, how = MODELS / "gpt2.legacy.static.onnx", searched("dp=2,tp=2")
-    found, _ = pipeline.plan(model, how)
-    pipeline.annotate(model, tmp_path / model.name, how)
-    again, _ = pipeline.plan(tmp_path / model.name, Options(topology=CHEAP, verify=True))
+    found, _ = sharder.plan(model, how)
+    sharder.annotate(model, tmp_path / model.name, how)
+    again, _ = sharder.plan(tmp_path / model.name, Options(topology=CHEAP, verify=True))
     assert plan_of(again) | {"metadata": None} == plan_of(found) | {"metadata": None}
 
 

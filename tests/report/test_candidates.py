@@ -14,7 +14,7 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.options import Options
 from onnxpar.report.candidate_lines import candidate_lines
@@ -228,7 +228,7 @@ def test_one_rank_stands_beside_them(tmp_path: Path) -> None:
     path = write_text(HEAD + TEXT, tmp_path / "m.onnx")
     options = Options(devices=2, topology=Topology.of(TOPOLOGY))
     alone = on_one_rank(path, options, Loader(path))
-    made, _ = pipeline.plan(path, options)
+    made, _ = sharder.plan(path, options)
     assert made.predicted is not None
     assert alone.seconds == pytest.approx(made.predicted.one_rank, rel=1e-9)
     slow = candidate("a", 999.0, 0.0)

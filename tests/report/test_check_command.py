@@ -16,7 +16,7 @@ from onnxpar.base.errors import InputError
 from onnxpar.cli.command_line import main
 from onnxpar.compiler.plan import write_plan
 from onnxpar.lowering.lower_reshard import ReshardBuilder
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.report import compare
 from onnxpar.report.check import Way, check_model
@@ -120,7 +120,7 @@ def test_each_names_the_first_tensor_that_differs(
     out = capsys.readouterr().out
     assert "5 tensors that both models have were compared in the model's order: all agree" in out
     assert len([line for line in out.splitlines() if " output " in line]) == 1
-    shard = pipeline.shard
+    shard = sharder.shard
     for weight, fault, op in (("b", "d", "MatMul 'down'"), ("a", "u", "MatMul 'up'")):
 
         def spoil(*args: Any, weight: str = weight, **more: Any) -> Any:
@@ -135,7 +135,7 @@ def test_each_names_the_first_tensor_that_differs(
             write_plan(args[1], Bundle.load(args[1]).data)
             return made
 
-        monkeypatch.setattr(pipeline, "shard", spoil)
+        monkeypatch.setattr(sharder, "shard", spoil)
         assert main(arguments) == 1
         out = capsys.readouterr().out
         assert f"the first that differs is '{fault}' of {op}: float32 [8, 16], error" in out
@@ -186,7 +186,7 @@ def test_each_with_open_sizes(
         found = re.search(r"(\d+) tensors that both models have were compared", out)
         assert found is not None and int(found[1]) >= 5
         assert len([line for line in out.splitlines() if " output " in line]) == 1
-    shard = pipeline.shard
+    shard = sharder.shard
 
     def spoil(*args: Any, **more: Any) -> Any:
         made = shard(*args, **more)
@@ -200,7 +200,7 @@ def test_each_with_open_sizes(
         write_plan(args[1], Bundle.load(args[1]).data)
         return made
 
-    monkeypatch.setattr(pipeline, "shard", spoil)
+    monkeypatch.setattr(sharder, "shard", spoil)
     assert main([*arguments, *given]) == 1
     out = capsys.readouterr().out
     assert "the first that differs is 'd' of MatMul 'down': float32 [1, 3, 16], error" in out

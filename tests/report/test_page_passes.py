@@ -17,7 +17,7 @@ from watching import Watching
 
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.load.load import Model
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.options import Options
 from onnxpar.report.explain import Explained
@@ -131,7 +131,7 @@ def test_what_a_pass_did_is_seen(tmp_path: Path) -> None:
             graph.nodes, ctx.layouts, renamed.name = nodes, layouts, "Relu_b1"
 
     path, options = deep(tmp_path), Options(strategy=strategy(False))
-    pipeline.plan(path, options, Watching(watch), Loader(path, passes.loading))
+    sharder.plan(path, options, Watching(watch), Loader(path, passes.loading))
     (step,) = [step for step in passes.steps if step.name == "planted"]
     changed = {c.before.name: c for c in step.changes if c.before and c.kind == CHANGED}
     removed = [c.before.name for c in step.changes if c.before and c.kind == REMOVED]

@@ -23,7 +23,7 @@ from onnxpar.compiler.plan import Plan, Predicted
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.passes.lower.insert_collectives import InsertCollectives
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.report.compare_trace import PlannedNode, compare_trace, planned_nodes
 from onnxpar.report.comparison_result import NOTHING_RAN, Comparison
 from onnxpar.runtime.profile.trace import Collective, Event, Span, Trace, read_trace, write_trace
@@ -186,7 +186,7 @@ def test_another_model_without_collectives(tmp_path: Path) -> None:
     model = write_text(
         HEAD + "m (float[4,6] x) => (float[4,6] y) { y = Relu(x) }", tmp_path / "m.onnx"
     )
-    plan, _ = pipeline.plan(model, options("data-parallel 2"))
+    plan, _ = sharder.plan(model, options("data-parallel 2"))
     trace = Trace("n.onnx", (("dp", 2),), 2, spans(1), [event("Tanh_z", nodes=("Tanh_z",))])
     with pytest.raises(StrategyError, match=r"no node of m\.onnx; give the model"):
         compare_trace(trace, plan, {"Relu_y": PlannedNode("Relu", None, False, True)})
@@ -339,7 +339,7 @@ def test_what_is_computed_apart_is_no_part_of_a_run(tmp_path: Path) -> None:
             found.extend(map(set, every))
 
     path = write_text(HEAD + text, tmp_path / "m.onnx")
-    pipeline.plan(path, options("data-parallel 2"), Watching(watch))
+    sharder.plan(path, options("data-parallel 2"), Watching(watch))
     assert found == [{"Relu_a", "Neg_y", "Abs_z"}, {"Relu_a", "Neg_y"}]
 
 

@@ -13,7 +13,7 @@ from agreement import options
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.pass_registry import parse_passes
 from onnxpar.report import report
 from onnxpar.report.report import grouped, plan_lines, table
@@ -67,7 +67,7 @@ def layers(count: int) -> onnx.ModelProto:
 
 def text_of(proto: onnx.ModelProto, folder: Path, how: str) -> str:
     onnx.save(proto, folder / "m.onnx")
-    plan, _ = pipeline.plan(folder / "m.onnx", options(how))
+    plan, _ = sharder.plan(folder / "m.onnx", options(how))
     return "\n".join(plan_lines(plan.to_json()))
 
 
@@ -91,8 +91,8 @@ def test_only_a_search_says_that_no_split_is_worth_it(how: str, tmp_path: Path) 
     strategy = {"shard": {"mm0": [[1, 1], [1, 1]]}}
     onnx.save(layers(5), tmp_path / "m.onnx")
     given = options(how, strategy=strategy if how == "2" else None)
-    whole = pipeline.plan(tmp_path / "m.onnx", given)[0].whole
-    by_hand = pipeline.plan(tmp_path / "m.onnx", options("tp=2", strategy=strategy))[0].whole
+    whole = sharder.plan(tmp_path / "m.onnx", given)[0].whole
+    by_hand = sharder.plan(tmp_path / "m.onnx", options("tp=2", strategy=strategy))[0].whole
     wrong = "splitting it would save less time than the collectives cost"
     assert by_hand and not [w for w in by_hand if w.reason == wrong]
     assert how == "2" or not [w for w in whole if w.reason == wrong]

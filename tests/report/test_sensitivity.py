@@ -14,7 +14,7 @@ from agreement import TIMEOUT, options
 from decoders import Decoder, build, empty_caches, feeds_of, with_options
 from onnx import numpy_helper
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.report.compare import MOVED, TOLERANCES, Report, compare
 from onnxpar.report.compare_each import compare_each, inner_tensors
 from onnxpar.report.sensitivity import LARGE
@@ -28,7 +28,7 @@ def checked(decoder: Decoder, other: Decoder, folder: Path, ranks: int = 3) -> R
     """One decoder on ranks against another one unsplit, on a prompt of two sequences."""
     for name, each in (("whole", decoder), ("split", other)):
         onnx.save(build(each), folder / f"{name}.onnx")
-    pipeline.shard(folder / "split.onnx", folder / "m.par", options(f"tensor-parallel {ranks}"))
+    sharder.shard(folder / "split.onnx", folder / "m.par", options(f"tensor-parallel {ranks}"))
     model = build(decoder)
     ids = np.random.default_rng(0).integers(0, 48, (2, 9))
     feeds = feeds_of(decoder, model, ids, 0) | empty_caches(decoder, model, 2)
@@ -133,7 +133,7 @@ def without_a_part(weight: np.ndarray) -> np.ndarray:
 def amplified(nodes: str, change: Callable[[np.ndarray], np.ndarray], folder: Path) -> Report:
     whole = amplifier(nodes, same, folder / "whole.onnx")
     split = amplifier(nodes, change, folder / "split.onnx")
-    pipeline.shard(split, folder / "m.par", SPLIT)
+    sharder.shard(split, folder / "m.par", SPLIT)
     with ThreadSession(folder / "m.par", timeout=TIMEOUT) as session:
         return compare(whole, session, {"x": fed()})
 
@@ -144,7 +144,7 @@ def test_tensors_inside_are_judged_alike(is_whole: bool, tmp_path: Path) -> None
     whole = amplifier(nodes, same, tmp_path / "whole.onnx")
     split = amplifier(nodes, same if is_whole else without_a_part, tmp_path / "split.onnx")
     how = replace(SPLIT, exposed=inner_tensors(split))
-    pipeline.shard(split, tmp_path / "m.par", how)
+    sharder.shard(split, tmp_path / "m.par", how)
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         report = compare_each(whole, session, {"x": fed()})
     assert {"d", "m", "y"} <= report.moved.keys()

@@ -18,7 +18,7 @@ from onnxpar.base import digests
 from onnxpar.base.errors import ModelError, OnnxparError, RankError
 from onnxpar.cli.command_line import main
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.runtime.session.threads import ThreadSession
@@ -31,7 +31,7 @@ FLIPS = 300
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     par = tmp_path_factory.mktemp("made") / "model.par"
-    pipeline.shard(MODEL, par, TP)
+    sharder.shard(MODEL, par, TP)
     return par
 
 
@@ -146,13 +146,13 @@ def test_ranks_with_different_models_do_not_start(par: Path, tmp_path: Path) -> 
     scale.CopyFrom(numpy_helper.from_array(2 * numpy_helper.to_array(scale), scale.name))
     onnx.save(proto, tmp_path / MODEL.name)
     other = tmp_path / "other.par"
-    pipeline.shard(tmp_path / MODEL.name, other, TP)
+    sharder.shard(tmp_path / MODEL.name, other, TP)
     assert started([par, par]) == ["", ""]
     for text in started([par, other]):
         assert "the ranks disagree" in text and "plan.json" in text
 
 
 def test_what_is_whole_runs(par: Path) -> None:
-    plan, _ = pipeline.plan(MODEL, TP)
+    plan, _ = sharder.plan(MODEL, TP)
     with ThreadSession(par, timeout=TIMEOUT) as session:
         assert session.run(None, feeds_for(plan))

@@ -11,7 +11,7 @@ import pytest
 from agreement import options, relative_error
 from small_models import HEAD, write_text
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.report.unsplit import open_unsplit, run_unsplit
 from onnxpar.runtime.session.options import keep_double
 from onnxpar.runtime.session.threads import ThreadSession
@@ -29,7 +29,7 @@ LEVELS = ort.GraphOptimizationLevel
 @pytest.mark.parametrize("level", [None, LEVELS.ORT_ENABLE_ALL, LEVELS.ORT_DISABLE_ALL])
 def test_a_norm(tmp_path: Path, level: LEVELS | None) -> None:
     path = write_text(HEAD + NORM, tmp_path / "model.onnx")
-    pipeline.shard(path, tmp_path / "model.par", options("data-parallel 2"))
+    sharder.shard(path, tmp_path / "model.par", options("data-parallel 2"))
     x, g = np.random.default_rng(0).standard_normal((4, 6)), np.linspace(0.5, 1.5, 6)
     feeds = {"x": x, "g": g}
     wanted = x / np.sqrt((x * x).mean(-1, keepdims=True) + 0.01) * g

@@ -12,7 +12,7 @@ from agreement import options
 from lowering.mixtures import SLOW, exchanging, feeds_of, mixture
 
 import onnxpar
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.report.trace_lines import expert_lines
 from onnxpar.runtime.profile.trace import ExpertLoad, Trace, read_trace
@@ -24,7 +24,7 @@ IDS = np.array([[0, 1], [3, 3], [4, 1], [1, 0], [1, 3], [4, 0], [1, 1], [0, 3]])
 
 def traced(folder: Path, how: Options, runs: int) -> Trace:
     onnx.save(mixture(5, 2, 8), folder / "model.onnx")
-    pipeline.shard(folder / "model.onnx", folder / "model.par", how)
+    sharder.shard(folder / "model.onnx", folder / "model.par", how)
     with InferenceSession(folder / "model.par", profile=True) as session:
         for _ in range(runs):
             session.run(None, feeds_of(IDS))

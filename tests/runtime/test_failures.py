@@ -23,7 +23,7 @@ from runtime.bundles import Tensor, all_reduce, is_alive, k_split, pids, wait_un
 from onnxpar.base.errors import RankError, RunError
 from onnxpar.compiler.plan import write_plan
 from onnxpar.load import load as model
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.ranks import rank_process
 from onnxpar.runtime.ranks.processes import Processes
@@ -244,7 +244,7 @@ def test_a_node_that_onnxruntime_refuses(tmp_path: Path, monkeypatch: pytest.Mon
     """Operands inside of a branch that do not fit are no damage of the folder."""
     monkeypatch.setattr(model, "check_bound", lambda *_: None)  # would refuse it before
     onnx.save(onnx.parser.parse_model(BRANCHES), tmp_path / "m.onnx")
-    pipeline.shard(tmp_path / "m.onnx", tmp_path / "m.par", Options(devices=2, dims={"n": 3}))
+    sharder.shard(tmp_path / "m.onnx", tmp_path / "m.par", Options(devices=2, dims={"n": 3}))
     with pytest.raises(RankError) as caught:
         ThreadSession(tmp_path / "m.par", timeout=30)
     text = str(caught.value)

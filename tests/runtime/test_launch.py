@@ -23,7 +23,7 @@ from runtime.bundles import Tensor, all_reduce, write_par
 
 import onnxpar
 from onnxpar.base.errors import RankError
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.runtime.launch import launched_rank as launched
 from onnxpar.runtime.launch.launch import Launched, bind_address, launched_rank
 from onnxpar.runtime.session.threads import ThreadSession
@@ -148,7 +148,7 @@ def test_a_decoder_under_mpirun(tmp_path: Path) -> None:
     ids = np.array([[3, 1, 4, 1, 5]])
     np.savez(tmp_path / "request.npz", ids=ids, **caches)
     (tmp_path / "decode.py").write_text(DECODE)
-    pipeline.shard(tmp_path / "decoder.onnx", tmp_path / "m.par", options("tensor-parallel 3"))
+    sharder.shard(tmp_path / "decoder.onnx", tmp_path / "m.par", options("tensor-parallel 3"))
     mpirun(3, tmp_path / "decode.py", tmp_path / "m.par", tmp_path / "request.npz")
     whole = ort.InferenceSession(str(tmp_path / "decoder.onnx"), None, ["CPUExecutionProvider"])
     names = ["logits", *pairs_of(model).values()]

@@ -9,7 +9,7 @@ import pytest
 from agreement import TIMEOUT, options
 from small_models import write_text
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.report.unsplit import run_unsplit
 from onnxpar.runtime.session.threads import ThreadSession
 
@@ -29,6 +29,6 @@ def test_int8_past_a_transpose(channels: int, tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(-9, 9, (3, channels, 2, 2)).astype(np.float32) / 2
     np.testing.assert_array_equal(run_unsplit(model, {"x": x})["y"], x.transpose(3, 2, 1, 0))
     how = options("tp=2", strategy={"tensors": {"x": [None, "tp", None, None]}})
-    pipeline.shard(model, tmp_path / "m.par", how)
+    sharder.shard(model, tmp_path / "m.par", how)
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         np.testing.assert_array_equal(session.run(None, {"x": x})[0], x.transpose(3, 2, 1, 0))

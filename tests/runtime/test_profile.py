@@ -28,7 +28,7 @@ from onnxpar.cli.command_line import main
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.profile.fused import Fused
@@ -74,8 +74,8 @@ def par(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if step.name == "insert-collectives":
             nodes.update(op.node.name for op in ctx.sharding.factors.ops)
 
-    pipeline.plan(model, options, Watching(watch))
-    pipeline.shard(model, folder / "m.par", options)
+    sharder.plan(model, options, Watching(watch))
+    sharder.shard(model, folder / "m.par", options)
     (folder / "nodes.json").write_text(json.dumps(sorted(nodes)))
     x = np.random.default_rng(0).standard_normal((12, 5)).astype(np.float32)
     np.savez(folder / "in.npz", x=x)

@@ -13,7 +13,7 @@ from lowering.mixtures import beside_shared_expert, between_hosts, feeds_of, mix
 from small_models import HEAD, write_text
 
 from onnxpar.cli.command_line import main
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.runtime.profile.trace import Trace, read_trace
 from onnxpar.runtime.session.session import InferenceSession
 
@@ -75,7 +75,7 @@ def test_transfers_of_tokens_have_the_bytes_that_data_decided(
     ids = np.repeat(each, 8, axis=0)
     onnx.save(beside_shared_expert(mixture(5, 2, 64), first=False), tmp_path / "m.onnx")
     how = between_hosts("expert-parallel 2")
-    plan = pipeline.shard(tmp_path / "m.onnx", tmp_path / "m.par", how)
+    plan = sharder.shard(tmp_path / "m.onnx", tmp_path / "m.par", how)
     with InferenceSession(tmp_path / "m.par", profile=True) as session:
         for _ in range(2):
             session.run(None, feeds_of(ids))

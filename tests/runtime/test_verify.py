@@ -18,7 +18,7 @@ from committed import MODELS
 from runtime.bundles import started
 
 import onnxpar
-from onnxpar.base import digested_folder, digests
+from onnxpar.base import digests, write_digested
 from onnxpar.base.digests import blocks_of
 from onnxpar.base.errors import OnnxparError
 from onnxpar.cli.command_line import main
@@ -148,7 +148,7 @@ def test_a_change_between_samples_is_found_by_every_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In threads, so that they have blocks of 64 bytes."""
-    for module in (digests, digested_folder):
+    for module in (digests, write_digested):
         monkeypatch.setattr(module, "BLOCK", 64)
     onnxpar.shard(LLAMA, tmp_path / "m.par", devices=2, preset="tensor-parallel")
     flip(tmp_path / "m.par" / "rank_0001.weights", 100000)

@@ -16,7 +16,7 @@ from small_models import HEAD, write_text
 from onnxpar.api import make_plan, shard
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.threads import ThreadSession
 
@@ -37,7 +37,7 @@ def plan_of(folder: Path, topology: Topology, **more: Any) -> Plan:
     """The plan of BLOCK over 2 ranks, which compute what the unsplit model does."""
     path = write_text(HEAD + BLOCK, folder / "block.onnx")
     how = replace(options("tensor-parallel 2", **more), topology=topology)
-    plan = pipeline.shard(path, folder / "m.par", how)
+    plan = sharder.shard(path, folder / "m.par", how)
     feeds = feeds_for(plan)
     with ThreadSession(folder / "m.par", timeout=TIMEOUT) as session:
         check_outputs(session.run(None, feeds), run_unsplit(path, feeds), ["y"])
@@ -100,12 +100,12 @@ def check_open(model: str, ranks: int, folder: Path, sizes: list[dict[str, int]]
     """One folder for all sizes; something is split behind sums."""
     path = MODELS / f"{model}.onnx"
     how = replace(options(f"tensor-parallel {ranks}"), topology=BYTES_COUNT)
-    plan = pipeline.shard(path, folder / "m.par", how)
+    plan = sharder.shard(path, folder / "m.par", how)
     assert kinds(plan)["ReduceScatter"] + kinds(plan)["AllToAll"]
     with ThreadSession(folder / "m.par", timeout=TIMEOUT) as session:
         for given in sizes:
             dims = dims_of(path.name, {**given, "target": 3})
-            bound, _ = pipeline.plan(path, Options(devices=1, preset="tensor-parallel", dims=dims))
+            bound, _ = sharder.plan(path, Options(devices=1, preset="tensor-parallel", dims=dims))
             feeds = feeds_for(bound)
             names = [port.name for port in plan.outputs]
             check_outputs(session.run(None, feeds), run_unsplit(path, feeds), names)

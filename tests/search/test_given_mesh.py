@@ -11,7 +11,7 @@ from search.test_meshes import ONE, TWO, matmuls
 
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.context import load_model, make_context
 from onnxpar.planner.options import Options
 from onnxpar.search.given_mesh import best_on_mesh
@@ -62,7 +62,7 @@ def test_the_order_of_axes_on_a_dimension(topology: dict[str, object], tmp_path:
 def test_axes_of_one_rank_may_stand_in_a_mesh(tmp_path: Path) -> None:
     path = matmuls(tmp_path, 4)
     for text in ("dp=1,tp=4", "tp=1", "a=1,b=1"):
-        produced, _ = pipeline.plan(path, Options(mesh=Mesh.parse(text)))
+        produced, _ = sharder.plan(path, Options(mesh=Mesh.parse(text)))
         assert str(produced.mesh) == text and produced.preset == "auto"
 
 

@@ -18,7 +18,7 @@ import onnxpar
 from onnxpar.base.errors import StrategyError
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.search.meshes import requested_axes
 from onnxpar.strategy.strategy import Strategy
@@ -204,8 +204,8 @@ def test_axes_that_entries_name(entry: Any, names: list[str]) -> None:
 def test_devices_or_a_mesh_alone_are_searched(tmp_path: Path) -> None:
     path = matmuls(tmp_path, 4)
     for options in (Options(devices=4), Options(mesh=Mesh.parse("a=2,b=2"))):
-        produced, _ = pipeline.plan(path, options)
+        produced, _ = sharder.plan(path, options)
         assert produced.preset == "auto"
     requested = Strategy.of({"shard": {"up": [[2, 1], [1, 1]]}})
-    assert pipeline.plan(path, Options(devices=2, strategy=requested))[0].preset is None
-    assert pipeline.plan(path, Options(devices=2, search="propagation"))[0].preset is None
+    assert sharder.plan(path, Options(devices=2, strategy=requested))[0].preset is None
+    assert sharder.plan(path, Options(devices=2, search="propagation"))[0].preset is None

@@ -39,7 +39,7 @@ from onnxpar.search.solver.column_generation import NEAR
 from onnxpar.search.solver.elimination import LIMIT
 from onnxpar.search.solver.limits import Limit, TooMuch
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.planner import ReshardedTensor, cost, plan_steps
+from onnxpar.sharding.reshard_planner import ReshardedTensor, cost, plan_steps
 from onnxpar.sharding.shard_bytes import largest_shard_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
 from onnxpar.strategy.strategy import NodeAnnotation

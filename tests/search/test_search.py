@@ -17,7 +17,7 @@ from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
 from onnxpar.passes.decide.propagate_layouts import PropagateLayouts
 from onnxpar.passes.lower.insert_collectives import InsertCollectives
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.context import load_model, make_context
 from onnxpar.planner.options import Options
 from onnxpar.planner.run_passes import run_passes
@@ -123,7 +123,7 @@ def test_a_cache_whose_layout_is_asked_for() -> None:
 def test_small_models_are_not_worth_talking() -> None:
     """By default a collective takes as long as ten of these nodes."""
     for model in ("gpt2.dynamo.static.onnx", "dlrm.dynamo.static.onnx"):
-        produced, _ = pipeline.plan(MODELS / model, Options(devices=4, search="auto"))
+        produced, _ = sharder.plan(MODELS / model, Options(devices=4, search="auto"))
         assert produced.mesh.size == 4 and not produced.collectives
 
 
@@ -138,13 +138,13 @@ def test_small_models_are_not_worth_talking() -> None:
 )
 def test_what_cannot_be_searched(options: Options, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
-        pipeline.plan(MODELS / "gpt2.dynamo.static.onnx", options)
+        sharder.plan(MODELS / "gpt2.dynamo.static.onnx", options)
 
 
 def test_each_stage_is_told() -> None:
     """So that a terminal is not silent; the line goes at the end."""
     told: list[str] = []
     options = Options(devices=4, objective=Objective(patience=Patience(tell=told.append)))
-    pipeline.plan(MODELS / "dlrm.dynamo.dynamic.onnx", options)
+    sharder.plan(MODELS / "dlrm.dynamo.dynamic.onnx", options)
     stages = ["reading the model", "analysing the model", "mesh dp=2,tp=2", "mesh tp=4"]
     assert told == [*stages, "repeating the plan at other sizes", ""]

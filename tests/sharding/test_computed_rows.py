@@ -10,7 +10,7 @@ from agreement import options
 
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import load
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.context import PassContext
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import OpStrategy
@@ -27,7 +27,7 @@ PRODUCT = 2 * TOKENS * CHOSEN * WIDTH * COLUMNS
 
 
 def context(layout: str, name: str = LOOP) -> PassContext:
-    return pipeline.plan(MODELS / name, options(layout))[1]
+    return sharder.plan(MODELS / name, options(layout))[1]
 
 
 def products(ctx: PassContext) -> list[OpFactors]:
@@ -97,7 +97,7 @@ def test_activations_are_of_the_chosen_rows() -> None:
 
 
 def test_a_plan_says_what_it_assumes() -> None:
-    plan, _ = pipeline.plan(MODELS / LOOP, options("expert-parallel 2"))
+    plan, _ = sharder.plan(MODELS / LOOP, options("expert-parallel 2"))
     assert any(note.startswith("each row of a mixture has 2 of 4 experts ") for note in plan.notes)
-    other, _ = pipeline.plan(MODELS / "gpt2.legacy.static.onnx", options("data-parallel 2"))
+    other, _ = sharder.plan(MODELS / "gpt2.legacy.static.onnx", options("data-parallel 2"))
     assert not any("experts" in note for note in other.notes)

@@ -9,8 +9,8 @@ from onnxpar.cost.topology import Topology
 from onnxpar.layout.layout import Factor
 from onnxpar.layout.mesh import Mesh
 from onnxpar.sharding.factors import Leaf, TensorFactors
-from onnxpar.sharding.graph import ReshardGraph
-from onnxpar.sharding.planner import ReshardedTensor, plan_steps
+from onnxpar.sharding.reshard_graph import ReshardGraph
+from onnxpar.sharding.reshard_planner import ReshardedTensor, plan_steps
 from onnxpar.sharding.state import FactorSharding
 
 MESH = Mesh((("dp", 4), ("tp", 8)))

@@ -10,7 +10,7 @@ from onnxpar.cost.topology import Topology
 from onnxpar.layout.layout import Factor
 from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.sharding.factors import Leaf, TensorFactors
-from onnxpar.sharding.graph import ReshardGraph
+from onnxpar.sharding.reshard_graph import ReshardGraph
 from onnxpar.sharding.state import FactorSharding
 
 A, B = Axis("a", 2), Axis("b", 2)

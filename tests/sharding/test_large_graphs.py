@@ -15,10 +15,10 @@ from onnxpar.layout.layout import Factor
 from onnxpar.layout.mesh import Axes, Axis, Mesh
 from onnxpar.search import reshard_tables
 from onnxpar.search.reshard_tables import ReshardTables
-from onnxpar.sharding import graph
+from onnxpar.sharding import reshard_graph
 from onnxpar.sharding.factors import Leaf, TensorFactors
-from onnxpar.sharding.graph import ReshardGraph
-from onnxpar.sharding.planner import ReshardedTensor
+from onnxpar.sharding.reshard_graph import ReshardGraph
+from onnxpar.sharding.reshard_planner import ReshardedTensor
 from onnxpar.sharding.state import FactorSharding
 
 MESH = Mesh((("dp", 16), ("tp", 64)))
@@ -55,9 +55,9 @@ def test_paths_between_two_shardings_are_the_best_of_those_alone(
     """No path is shorter than in the whole graph, and none is longer than where nothing but its
     start and its goal counts."""
     wanted = shardings()
-    monkeypatch.setattr(graph, "MOST_DETOURS", 0)
+    monkeypatch.setattr(reshard_graph, "MOST_DETOURS", 0)
     whole = seconds(wanted)
-    monkeypatch.setattr(graph, "MOST_STATES", 0)
+    monkeypatch.setattr(reshard_graph, "MOST_STATES", 0)
     made = ReshardGraph(wanted, TENSOR, ABOUT.costs, ABOUT.itemsize)
     found = made.seconds_apart().sum(0) if apart else made.seconds()
     assert len(wanted) < len(made.states) < made.numbering.most
@@ -68,7 +68,7 @@ def test_paths_between_two_shardings_are_the_best_of_those_alone(
 
 
 def test_tensors_share_a_table_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "MOST_DETOURS", 0)  # so that each set has a graph of its own
+    monkeypatch.setattr(reshard_graph, "MOST_DETOURS", 0)  # so that each set has a graph of its own
     made: list[int] = []
     build = reshard_tables._graph
 

@@ -10,7 +10,7 @@ import pytest
 from agreement import check_outputs, options, run_ranks, run_unsplit
 from small_models import HEAD, write_text
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 ROWS = """rows (float[6,8] x, float[8,5] w) => (float[5] y)
 <int64[1] first = {0}> { p = MatMul(x, w)  q = Neg(p)  y = ReduceSum<keepdims = 0>(q, first) }"""
@@ -31,7 +31,7 @@ def check(text: str, mesh: str, tensors: dict[str, Any], folder: Path) -> list[t
     """Compares ranks with the unsplit model; returns collectives with the sizes of their groups."""
     path = write_text(HEAD + text, folder / "model.onnx")
     how = options(mesh, strategy={"mesh": mesh_of(mesh), "tensors": tensors})
-    plan = pipeline.shard(path, folder / "model.par", how)
+    plan = sharder.shard(path, folder / "model.par", how)
     random = np.random.default_rng(0)
     feeds = {
         port.name: random.standard_normal(port.shape or ()).astype(np.float32)

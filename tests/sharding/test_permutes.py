@@ -17,10 +17,10 @@ from onnxpar.cost.topology import Topology
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.lowering.lower_reshard import shard_sources
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.sharding import permutes
 from onnxpar.sharding.factors import Leaf, TensorFactors
-from onnxpar.sharding.planner import ReshardedTensor, plan_steps
+from onnxpar.sharding.reshard_planner import ReshardedTensor, plan_steps
 from onnxpar.sharding.state import FactorSharding
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'
@@ -141,7 +141,7 @@ def test_two_axes_change_places_in_one_message_of_512_bytes(tmp_path: Path) -> N
     shard = {"Relu_h": [["a", "b"]], "Sigmoid_y": [["b", "a"]]}
     how = options("a=2,b=2", strategy={"shard": shard})
     model = write(tmp_path, SWAP)
-    plan = pipeline.shard(model, tmp_path / "m.par", how)
+    plan = sharder.shard(model, tmp_path / "m.par", how)
     (found,) = plan.collectives
     assert (found.kind, found.bytes, found.groups) == ("CollectivePermute", 512, 1)
     assert bytes_sent("CollectivePermute", 4, 512.0) == 512
@@ -158,7 +158,7 @@ def test_a_permute_of_open_sizes(tmp_path: Path, batch: int) -> None:
     shard = {"Relu_h": [["a", "b"]], "Sigmoid_y": [["b", "a"]]}
     how = options("a=2,b=2", strategy={"shard": shard})
     model = write(tmp_path, text)
-    plan = pipeline.shard(model, tmp_path / "m.par", how)
+    plan = sharder.shard(model, tmp_path / "m.par", how)
     assert [c.kind for c in plan.collectives] == ["CollectivePermute"]
     feeds = {"x": np.random.default_rng(0).standard_normal((batch, 6)).astype(np.float32)}
     check_outputs(run_ranks(tmp_path / "m.par", feeds), run_unsplit(model, feeds), ["y"])

@@ -11,7 +11,7 @@ from training.steps import write_step
 
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.report.candidates import Candidate, choices, try_candidate
 
@@ -66,7 +66,7 @@ def test_no_preset_is_faster(model: str, topology: Topology, mesh: str, tmp_path
 def test_gradients_are_summed_together(tmp_path: Path) -> None:
     """Each alone would take longer than the whole batch on every rank."""
     step = write_step(DEEP, tmp_path)
-    plan, _ = pipeline.plan(step, Options(mesh=Mesh.parse("tp=2"), search="auto", topology=FAR))
+    plan, _ = sharder.plan(step, Options(mesh=Mesh.parse("tp=2"), search="auto", topology=FAR))
     assert plan.inputs[0].layout is not None
     assert plan.inputs[0].layout.local_shape(plan.mesh, 0) == (2048, 16)
     assert [c.kind for c in plan.collectives].count("AllReduce") <= 2

@@ -20,7 +20,7 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
 from onnxpar.graph.annotations import TensorSharding, clear_annotations
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.strategy.device_lists import Digit, devices_of, mesh_of_digits, shard_digits
 from onnxpar.strategy.strategy import Strategy
@@ -58,7 +58,7 @@ def _spec(
 def check(path: Path, how: Options, model: Path | None = None) -> Plan:
     """Shards, runs, and compares with the model, which is the annotated one by default."""
     par = path.parent / "model.par"
-    plan = pipeline.shard(path, par, how)
+    plan = sharder.shard(path, par, how)
     feeds = feeds_for(plan)
     check_outputs(run_ranks(par, feeds), run_unsplit(model or path, feeds), _names(plan))
     return plan
@@ -137,8 +137,8 @@ def test_a_strategy_adds_to_annotations_and_must_agree(tmp_path: Path) -> None:
     assert (layouts(plan)["x"], layouts(plan)["w"]) == ("[b, -]", "[-, a]")
     other = Strategy.of({"shard": {"up": [[None, None], [None, "b"]]}})
     with pytest.raises(StrategyError, match=r"MatMul 'up', tensor 'w'.*over b.*annotation over a"):
-        pipeline.plan(path, Options(mesh=mesh, strategy=other))
-    ignored = pipeline.plan(path, Options(mesh=mesh, strategy=other, configuration="none"))[0]
+        sharder.plan(path, Options(mesh=mesh, strategy=other))
+    ignored = sharder.plan(path, Options(mesh=mesh, strategy=other, configuration="none"))[0]
     assert layouts(ignored)["w"] == "[-, b]"
 
 
@@ -203,7 +203,7 @@ def test_what_is_refused(
 ) -> None:
     path = annotated(tmp_path, MLP, devices, nodes)
     with pytest.raises(StrategyError, match=message):
-        pipeline.plan(path, Options(**how))
+        sharder.plan(path, Options(**how))
 
 
 def test_device_lists_and_meshes() -> None:
@@ -242,8 +242,8 @@ def test_an_annotated_model_shards_as_the_plan_it_has(
 ) -> None:
     path = tmp_path / name
     how = options(layout)
-    pipeline.annotate(MODELS / name, path, how)
-    again, wanted = (pipeline.plan(p, o)[0] for p, o in ((path, VERIFY), (MODELS / name, how)))
+    sharder.annotate(MODELS / name, path, how)
+    again, wanted = (sharder.plan(p, o)[0] for p, o in ((path, VERIFY), (MODELS / name, how)))
     assert decided(again) | {"preset": wanted.preset} == decided(wanted)
     onnx.checker.check_model(path)
     quiet = ort.SessionOptions()
@@ -255,12 +255,12 @@ def test_the_standard_alone_shards_correctly(tmp_path: Path) -> None:
     """Without the metadata another tool's user sees the same splits, if not the axes' names."""
     name = "gpt2.dynamo.static.onnx"
     path = tmp_path / name
-    plan = pipeline.annotate(MODELS / name, path, options("hybrid dp=2,tp=2"))
+    plan = sharder.annotate(MODELS / name, path, options("hybrid dp=2,tp=2"))
     model = onnx.load(path)
     for holder in (model, *model.graph.node):
         del holder.metadata_props[:]
     onnx.save(model, path)
-    again = pipeline.shard(path, tmp_path / "model.par", VERIFY)
+    again = sharder.shard(path, tmp_path / "model.par", VERIFY)
     assert str(again.mesh) == "d0=2,d1=2"
     assert len(again.collectives) == len(plan.collectives) > 0
     feeds, wanted = reference(MODELS / name)
@@ -275,7 +275,7 @@ def test_what_the_standard_cannot_say_is_metadata(tmp_path: Path) -> None:
     asked = {"mesh": {"tp": 2}, "shard": {"up": up, "down": down}, "tensors": {"y": ["tp", None]}}
     how = Options(strategy=Strategy.of(asked), configuration="none", verify=True)
     written = tmp_path / "annotated.onnx"
-    plan = pipeline.annotate(path, written, how)
+    plan = sharder.annotate(path, written, how)
     assert decided(plan) == decided(check(written, VERIFY, path)) | {"model": plan.model}
     model = onnx.load(written)
     node = next(n for n in model.graph.node if n.name == "down")
@@ -291,7 +291,7 @@ def test_what_the_standard_cannot_say_is_metadata(tmp_path: Path) -> None:
     del spec.sharded_dim[:]
     onnx.save(model, written)
     with pytest.raises(StrategyError, match=r"MatMul 'down': .*onnxpar.axes disagree"):
-        pipeline.plan(written, VERIFY)
+        sharder.plan(written, VERIFY)
     clear_annotations(model)
     assert not model.configuration and not model.metadata_props
 
@@ -319,7 +319,7 @@ def test_several_configurations(tmp_path: Path) -> None:
     entry.sharding_spec.append(_spec("x", [0, 1], {0: 2}))
     onnx.save(model, path)
     with pytest.raises(StrategyError, match=r"2 of the model's configurations fit 2 ranks"):
-        pipeline.plan(path, Options(devices=2))
+        sharder.plan(path, Options(devices=2))
     plan = check(path, Options(configuration="rows", verify=True))
     assert layouts(plan)["x"] == "[d, -]" and not plan.collectives
 
@@ -336,7 +336,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "written to" in capsys.readouterr().out
     plan = check(written, VERIFY)
     how = Options(devices=2, preset="tensor-parallel", configuration="none")
-    assert layouts(plan) == layouts(pipeline.plan(path, how)[0]) and str(plan.mesh) == "tp=2"
+    assert layouts(plan) == layouts(sharder.plan(path, how)[0]) and str(plan.mesh) == "tp=2"
 
 
 OPEN = MLP.replace("float[8,", "float[batch,")

@@ -26,7 +26,7 @@ from training.steps import CROSS_ENTROPY, check_training
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.training import grad
@@ -129,13 +129,13 @@ def test_axes_of_a_mesh(tmp_path: Path) -> None:
 def test_open_lengths(model: str, layout: str, tmp_path: Path) -> None:
     """One program for lengths that the ranks do not divide, and for one token over all of them."""
     path, par = MODELS / f"{model}.dynamic.onnx", tmp_path / "model.par"
-    plan = pipeline.shard(path, par, context(layout))
+    plan = sharder.shard(path, par, context(layout))
     names = [p.name for p in plan.outputs]
     with ThreadSession(par, timeout=TIMEOUT) as session:
         for length in (1, 2, 7, 12):
             dims = dims_of(path.name, {**ODD, "batch": 2, "seq": length})
             whole = Options(devices=1, preset="tensor-parallel", dims=dims)
-            feeds = feeds_for(pipeline.plan(path, whole)[0])
+            feeds = feeds_for(sharder.plan(path, whole)[0])
             check_outputs(session.run(None, feeds), run_unsplit(path, feeds), names)
 
 
@@ -185,7 +185,7 @@ def test_fused_ops(op: str, by_bytes: bool, tmp_path: Path) -> None:
     opsets = '<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1]>'
     text = PROJECTED.format(q=q, k=k, more=more, attention=attention)
     model = write_text(opsets + text, tmp_path / "m.onnx")
-    plan = pipeline.shard(model, tmp_path / "m.par", context("4", by_bytes))
+    plan = sharder.shard(model, tmp_path / "m.par", context("4", by_bytes))
     if op == "GroupQueryAttention":
         x = np.random.default_rng(0).standard_normal((2, 12, 24)).astype(np.float32)
         feeds = {"x": x, "past": np.full(2, 11, np.int32), "total": np.array(12, np.int32)}
@@ -230,7 +230,7 @@ def test_an_op_that_projects_its_input_of_any_length(
     """Also with fewer positions than ranks."""
     text = INSIDE.format(batch="batch", seq="seq", causal=causal)
     model, par = write_text(text, tmp_path / "m.onnx"), tmp_path / "m.par"
-    pipeline.shard(model, par, context(layout))
+    sharder.shard(model, par, context(layout))
     with ThreadSession(par, timeout=TIMEOUT) as session:
         for shape in ((2, 7, 24), (1, 1, 24), (3, 2, 24)):
             x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
@@ -282,7 +282,7 @@ def test_auto_splits_a_long_sequence_of_one_sample() -> None:
     """The search finds it without a preset: two all-gathers per layer, and the weights are
     whole."""
     how = Options(devices=4, dims={"batch": 1, "seq": 512}, verify=True)
-    plan, _ = pipeline.plan(MODELS / "llama.dynamo.dynamic.onnx", how)
+    plan, _ = sharder.plan(MODELS / "llama.dynamo.dynamic.onnx", how)
     layouts = {p.name: p.layout.text(plan.mesh) for p in plan.outputs if p.layout is not None}
     assert layouts["logits"] == "[-, sp, -]"
     assert Counter(c.kind for c in plan.collectives) == {"AllGather": 2 * LAYERS}
@@ -298,7 +298,7 @@ def test_auto_splits_a_long_sequence_of_one_sample() -> None:
 )
 def test_models_without_a_sequence_are_refused(model: str, layout: str, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
-        pipeline.plan(MODELS / f"{model}.onnx", context(layout))
+        sharder.plan(MODELS / f"{model}.onnx", context(layout))
 
 
 def test_a_loop_over_positions_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -311,4 +311,4 @@ def test_a_loop_over_positions_is_refused_by_its_name(tmp_path: Path) -> None:
     text = f"{HEAD} m (float[2,4,6] x, float[6,6] w) => (float[2,6] s3) <{indices}> {{ {taken} }}"
     model = write_text(text, tmp_path / "m.onnx")
     with pytest.raises(StrategyError, match="takes the positions of 'x' apart, as an unrolled"):
-        pipeline.plan(model, context("2"))
+        sharder.plan(model, context("2"))

@@ -9,7 +9,7 @@ import pytest
 from training.steps import check_training, write_step
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.strategy.derived_annotations import sources_of
 from onnxpar.strategy.strategy import Strategy
@@ -27,7 +27,7 @@ def strategy_of(shard: dict[str, Any]) -> Strategy:
 
 
 def plan_of(step: Path, shard: dict[str, Any], **how: Any) -> Plan:
-    return pipeline.plan(step, Options(strategy=strategy_of(shard), verify=True, **how))[0]
+    return sharder.plan(step, Options(strategy=strategy_of(shard), verify=True, **how))[0]
 
 
 def moved(plan: Plan) -> int:

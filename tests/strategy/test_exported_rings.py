@@ -24,7 +24,7 @@ from small_models import write_text
 from training.steps import CROSS_ENTROPY, check_training
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.training import grad
@@ -81,13 +81,13 @@ def test_other_exports(model: str, layout: str, tmp_path: Path) -> None:
 def test_open_lengths(model: str, layout: str, tmp_path: Path) -> None:
     """One program for all lengths; positions travel with the keys, and choose columns of masks."""
     path, par = MODELS / f"{model}.dynamic.onnx", tmp_path / "model.par"
-    plan = pipeline.shard(path, par, ring(layout))
+    plan = sharder.shard(path, par, ring(layout))
     assert "CollectivePermute" in moved(plan)
     with ThreadSession(par, timeout=TIMEOUT) as session:
         for length in (1, 2, 7, 12):
             dims = dims_of(path.name, {**ODD, "batch": 2, "seq": length})
             whole = Options(devices=1, preset="tensor-parallel", dims=dims)
-            feeds = feeds_for(pipeline.plan(path, whole)[0])
+            feeds = feeds_for(sharder.plan(path, whole)[0])
             names = [p.name for p in plan.outputs]
             check_outputs(session.run(None, feeds), run_unsplit(path, feeds), names)
 
@@ -156,7 +156,7 @@ def test_queries_that_see_nothing(
     One of which all are the least number gets the mean of all values."""
     between = scores("m = Add(s, mask)", "m", is_guarded)
     model = basic(tmp_path, between, "float[10,10] mask, ")
-    pipeline.shard(model, tmp_path / "m.par", ring(str(ranks)))
+    sharder.shard(model, tmp_path / "m.par", ring(str(ranks)))
     draw = np.random.default_rng(0)
     mask = np.where(draw.random((10, 10)) < 0.5, 0, hidden).astype(np.float32)
     mask[3] = mask[8] = hidden
@@ -192,7 +192,7 @@ def test_steps_of_scores(chain: str, layout: str, tmp_path: Path) -> None:
 
 def test_numbers_of_64_bits(tmp_path: Path) -> None:
     model = basic(tmp_path, scores(), type_="double")
-    plan = pipeline.shard(model, tmp_path / "m.par", ring("3"))
+    plan = sharder.shard(model, tmp_path / "m.par", ring("3"))
     assert moved(plan).keys() == {"CollectivePermute"}
     feeds = {"x": np.random.default_rng(0).standard_normal((2, 10, 24))}
     (got,), (wanted,) = run_ranks(tmp_path / "m.par", feeds), run_unsplit(model, feeds)
@@ -258,7 +258,7 @@ def test_no_keys(ranks: int, tmp_path: Path) -> None:
         weight = random.standard_normal((8, 6), np.float32)
         proto.graph.initializer.append(numpy_helper.from_array(weight, name))
     onnx.save(proto, tmp_path / "m.onnx")
-    plan = pipeline.shard(tmp_path / "m.onnx", tmp_path / "m.par", ring(str(ranks)))
+    plan = sharder.shard(tmp_path / "m.onnx", tmp_path / "m.par", ring(str(ranks)))
     assert "CollectivePermute" in moved(plan)
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for keys, masked in ((5, 0.0), (1, 0.0), (0, 0.0), (5, -np.inf), (1, -np.inf)):

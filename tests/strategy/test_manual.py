@@ -16,7 +16,7 @@ from onnxpar import cli
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.session import InferenceSession
 from onnxpar.runtime.session.threads import ThreadSession
@@ -63,7 +63,7 @@ def how(mesh: str, tensors: Mapping[str, Any] | None = None, preset: str | None 
 
 def run(path: Path, options: Options, **feeds: Any) -> tuple[Plan, list[Any]]:
     par = path.parent / "model.par"
-    plan = pipeline.shard(path, par, options)
+    plan = sharder.shard(path, par, options)
     with ThreadSession(par, timeout=20) as session:
         return plan, session.run(None, feeds)
 
@@ -172,7 +172,7 @@ def test_a_concatenation_is_no_state_unless_it_is_declared(tmp_path: Path) -> No
     assert not plan.states
     declared = dataclasses.replace(how("r=2", {"x": ["r", None]}), states=[("x", "y")])
     with pytest.raises(StrategyError, match="state x=y: the two have different layouts"):
-        pipeline.plan(path, declared)
+        sharder.plan(path, declared)
 
 
 def test_experts_exchange_tokens(tmp_path: Path) -> None:
@@ -326,21 +326,21 @@ def test_what_is_refused(
 ) -> None:
     path = program(tmp_path, nodes, {"x": [2, 2]}, {"y": ["n", "m"]})
     with pytest.raises(StrategyError, match=message):
-        pipeline.plan(path, how("r=2", tensors))
+        sharder.plan(path, how("r=2", tensors))
 
 
 def test_other_presets_refuse_collectives(tmp_path: Path) -> None:
     path = program(tmp_path, [SUM], {"x": [2, 2]}, {"y": [2, 2]})
     for preset in (None, "data-parallel", "tensor-parallel"):
         with pytest.raises(StrategyError, match=r"AllReduce 'sum' is a collective.*manual"):
-            pipeline.plan(path, how("r=2", preset=preset))
+            sharder.plan(path, how("r=2", preset=preset))
 
 
 def test_shard_entries_are_refused(tmp_path: Path) -> None:
     path = program(tmp_path, [SUM], {"x": [2, 2]}, {"y": [2, 2]})
     strategy = Strategy.of({"shard": {"sum": [["r", None]]}})
     with pytest.raises(StrategyError, match="splits ops, which a manual program does itself"):
-        pipeline.plan(path, Options(devices=2, preset="manual", strategy=strategy))
+        sharder.plan(path, Options(devices=2, preset="manual", strategy=strategy))
 
 
 def test_collectives_in_bodies_are_refused(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_collectives_in_bodies_are_refused(tmp_path: Path) -> None:
     nodes = [op("If", ["c"], ["y"], name="if", then_branch=body, else_branch=body)]
     path = program(tmp_path, nodes, {"x": [2, 2]}, {"y": [2, 2]}, c=np.array(True))
     with pytest.raises(StrategyError, match="AllReduce 'in': is in a body of If 'if'"):
-        pipeline.plan(path, how("r=2"))
+        sharder.plan(path, how("r=2"))
 
 
 def test_check_compares_the_copies_of_whole_outputs(

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
@@ -45,7 +45,7 @@ def run(
     tensors = {n: ["r", *[None] * (len(s) - 1)] for n, s in shapes.items()}
     strategy = Strategy.of({"tensors": tensors, "groups": dict(groups or {})})
     how = Options(mesh=Mesh.parse(f"r={ranks}"), preset="manual", strategy=strategy, verify=True)
-    plan = pipeline.shard(folder / "m.onnx", folder / "m.par", how)
+    plan = sharder.shard(folder / "m.onnx", folder / "m.par", how)
     with ThreadSession(folder / "m.par", timeout=20) as session:
         found = session.run(None, dict(feeds))
     return plan, [np.split(np.asarray(y), ranks) for y in found]

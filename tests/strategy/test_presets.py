@@ -12,7 +12,7 @@ from committed import DYNAMIC, MODELS, ODD, STATIC, dims_of
 
 import onnxpar
 from onnxpar.base.errors import StrategyError
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 
 
@@ -20,7 +20,7 @@ from onnxpar.planner.options import Options
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("model", STATIC)
 def test_data_parallel_inference_has_no_collective(model: str, ranks: int) -> None:
-    plan, _ = pipeline.plan(MODELS / model, options(f"data-parallel {ranks}"))
+    plan, _ = sharder.plan(MODELS / model, options(f"data-parallel {ranks}"))
     assert plan.collectives == []
     for port in plan.outputs:
         assert port.layout is not None
@@ -30,7 +30,7 @@ def test_data_parallel_inference_has_no_collective(model: str, ranks: int) -> No
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", DYNAMIC)
 def test_uneven_batch_has_no_collective(model: str) -> None:
-    plan, _ = pipeline.plan(MODELS / model, options("data-parallel 2", dims=dims_of(model, ODD)))
+    plan, _ = sharder.plan(MODELS / model, options("data-parallel 2", dims=dims_of(model, ODD)))
     assert plan.collectives == []
     layout = plan.outputs[0].layout
     assert layout is not None
@@ -48,15 +48,15 @@ def test_uneven_batch_has_no_collective(model: str) -> None:
 )
 def test_presets_that_do_not_apply(layout: str, message: str) -> None:
     with pytest.raises(StrategyError, match=message.replace(".", r"\.")):
-        pipeline.plan(MODELS / "gpt2.dynamo.static.onnx", options(layout))
+        sharder.plan(MODELS / "gpt2.dynamo.static.onnx", options(layout))
 
 
 def test_devices_and_mesh_must_agree() -> None:
     how = Options(devices=3, mesh=options("dp=2,tp=2").mesh)
     with pytest.raises(StrategyError, match="has 4 ranks, but --devices is 3; leave"):
-        pipeline.plan(MODELS / "gpt2.dynamo.static.onnx", how)
+        sharder.plan(MODELS / "gpt2.dynamo.static.onnx", how)
     with pytest.raises(StrategyError, match="how many ranks"):
-        pipeline.plan(MODELS / "gpt2.dynamo.static.onnx", Options())
+        sharder.plan(MODELS / "gpt2.dynamo.static.onnx", Options())
     asked = {"mesh": {"dp": 2, "ep": 2}, "tensors": {"logits": ["dp", None, None]}}
     with pytest.raises(StrategyError, match="the mesh of strategy, dp=2,ep=2, has 4 ranks, but"):
         onnxpar.plan(MODELS / "gpt2.dynamo.static.onnx", devices=8, strategy=asked)

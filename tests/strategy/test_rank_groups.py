@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
@@ -37,7 +37,7 @@ def run(
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), folder / "m.onnx")
     strategy = Strategy.of({"tensors": ROWS, **({"groups": groups} if groups else {})})
     how = Options(mesh=Mesh.parse("r=4"), preset="manual", strategy=strategy, verify=True)
-    plan = pipeline.shard(folder / "m.onnx", folder / "m.par", how)
+    plan = sharder.shard(folder / "m.onnx", folder / "m.par", how)
     with ThreadSession(folder / "m.par", timeout=20) as session:
         (found,) = session.run(None, {"x": X})
     return plan, np.split(np.asarray(found), 4)
@@ -201,7 +201,7 @@ def test_lists_for_members_need_groups_of_one_size(tmp_path: Path) -> None:
     strategy = Strategy.of({"groups": {"uneven": [[0, 1], [2, 3, 4]]}})
     how = Options(mesh=Mesh.parse("r=5"), preset="manual", strategy=strategy)
     with pytest.raises(StrategyError, match="but the groups have 2 and 3 members; give groups of"):
-        pipeline.plan(tmp_path / "m.onnx", how)
+        sharder.plan(tmp_path / "m.onnx", how)
 
 
 def test_groups_of_other_presets_are_refused(tmp_path: Path) -> None:
@@ -215,4 +215,4 @@ def test_groups_of_other_presets_are_refused(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "m.onnx")
     strategy = Strategy.of({"groups": {"pair": [0, 1]}})
     with pytest.raises(StrategyError, match="groups are for --preset manual"):
-        pipeline.plan(tmp_path / "m.onnx", Options(devices=2, strategy=strategy))
+        sharder.plan(tmp_path / "m.onnx", Options(devices=2, strategy=strategy))

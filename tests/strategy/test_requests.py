@@ -14,7 +14,7 @@ from small_models import write_text
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.graph.annotations import TensorSharding
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 
 HEAD = '<ir_version: 11, opset_import: ["" : 17]>\n'
@@ -58,7 +58,7 @@ def test_so_do_those_of_an_annotation(tmp_path: Path) -> None:
     entry = model.graph.node[0].device_configurations.add(configuration_id="mine")
     entry.sharding_spec.append(TensorSharding("x", ((0,), (1,)), {2: ((None, 2),)}).to_proto())
     onnx.save(model, path)
-    plan, _ = pipeline.plan(path, Options(verify=True))
+    plan, _ = sharder.plan(path, Options(verify=True))
     assert [(c.kind, c.tensor) for c in plan.collectives] == [("NeighborExchange", "in conv")]
 
 
@@ -105,7 +105,7 @@ def test_what_cannot_be_kept_is_refused(case: str, tmp_path: Path) -> None:
         states=[("past", "present")] if text is CACHE else (),
     )
     with pytest.raises(StrategyError) as error:
-        pipeline.plan(write(text, tmp_path), how)
+        sharder.plan(write(text, tmp_path), how)
     assert all(word in str(error.value) for word in words), error.value
 
 
@@ -130,10 +130,10 @@ def test_what_stays_whole_while_sizes_are_open(
     model = write(POOL.format(height="height"), tmp_path)
     asked = options("tp=2", strategy={"shard": {"pool": entry}})
     with pytest.raises(StrategyError) as error:
-        pipeline.plan(model, replace(asked, search=search))
+        sharder.plan(model, replace(asked, search=search))
     words = ["AveragePool 'pool'", "must stay whole", "the model has open sizes", "--dim"]
     assert all(word in str(error.value) for word in words), error.value
-    plan, _ = pipeline.plan(model, replace(asked, search=search, dims={"height": 8}))
+    plan, _ = sharder.plan(model, replace(asked, search=search, dims={"height": 8}))
     assert ("NeighborExchange", "in pool") in [(c.kind, c.tensor) for c in plan.collectives]
 
 
@@ -142,16 +142,16 @@ def test_only_an_error_of_an_open_size_names_it(tensor: str, is_open: bool, tmp_
     text = """open (float[batch,6] x, float[6,4] w) => (float[batch,4] y) { y = MatMul(x, w) }"""
     strategy = {"tensors": {tensor: [{"tp": [1, 2]}, None]}}
     with pytest.raises(StrategyError, match="must be 2 numbers that add up to") as error:
-        pipeline.plan(write(text, tmp_path), options("tp=2", strategy=strategy))
+        sharder.plan(write(text, tmp_path), options("tp=2", strategy=strategy))
     assert ("--dim batch=N" in str(error.value)) == is_open
 
 
 def test_fusion_says_what_it_leaves_out_while_sizes_are_open(tmp_path: Path) -> None:
     model = write(POOL.format(height="height"), tmp_path)
     how = replace(options("tp=2"), fusion="size")
-    (note,) = (n for n in pipeline.plan(model, how)[0].notes if "--fusion" in n)
+    (note,) = (n for n in sharder.plan(model, how)[0].notes if "--fusion" in n)
     assert "fuses only all-reduces" in note and "--dim height=N" in note
-    bound, _ = pipeline.plan(model, replace(how, dims={"height": 8}))
+    bound, _ = sharder.plan(model, replace(how, dims={"height": 8}))
     assert not any("--fusion" in n for n in bound.notes)
 
 
@@ -167,4 +167,4 @@ def test_an_annotation_of_a_folded_node_is_named(tmp_path: Path) -> None:
     entry.sharding_spec.append(TensorSharding("w", ((0,), (1,)), {0: ((None, 2),)}).to_proto())
     onnx.save(model, path)
     with pytest.warns(UserWarning, match=r"Add 'sum': its annotation has no effect"):
-        pipeline.plan(path, Options())
+        sharder.plan(path, Options())

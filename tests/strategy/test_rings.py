@@ -18,7 +18,7 @@ from training.steps import check_training
 import onnxpar
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.search.objective import Objective
@@ -97,7 +97,7 @@ def test_causal_ring(attrs: str, layout: str, tmp_path: Path) -> None:
 def test_ring_at_open_lengths(attrs: str, tmp_path: Path) -> None:
     """Positions travel with the keys; some ranks have none."""
     model, par = layer(tmp_path, attrs, n="seq"), tmp_path / "model.par"
-    pipeline.shard(model, par, ring("3"))
+    sharder.shard(model, par, ring("3"))
     with ThreadSession(par, timeout=TIMEOUT) as session:
         for length in (1, 2, 3, 7, 12):
             x = np.random.default_rng(length).standard_normal((2, length, 24)).astype(np.float32)
@@ -111,7 +111,7 @@ def test_a_ring_needs_less_memory(tmp_path: Path) -> None:
     model = layer(tmp_path, CAUSAL, n=64, sample=1)
     held = {}
     for how in (ring("4"), options("context-parallel 4")):
-        plan, _ = pipeline.plan(model, how)
+        plan, _ = sharder.plan(model, how)
         held[how.preset] = plan.memory["activations_per_rank"]
     assert held["ring-attention"] <= held["context-parallel"] - 64 * 16 * 4
     text = """m (float[1,1,64,8] x) => (float[1,1,64,8] y)
@@ -140,7 +140,7 @@ def test_the_search_knows_what_a_ring_costs(attrs: str, ranks: int, tmp_path: Pa
         for strategy in costs["nodes"][0]["strategies"]
         if {*strategy["inputs"], *strategy["outputs"]} == {split}
     ]
-    plan, ctx = pipeline.plan(model, ring(str(ranks)))
+    plan, ctx = sharder.plan(model, ring(str(ranks)))
     axes = (plan.mesh.axis("cp"),)
     spent = [ctx.sharding.costs.collective(c.kind, axes, c.bytes) for c in plan.collectives]
     assert len(spent) == (ranks - 1 + (3 if attrs else 0))
@@ -153,7 +153,7 @@ def test_queries_and_keys_over_axes_of_their_own(tmp_path: Path) -> None:
     model = layer(tmp_path, "")
     both = {"shard": {"Attention_a": {"s": "cp", "t": ["cp", "tp"]}}}
     with pytest.raises(StrategyError, match="factor t cannot be split over"):
-        pipeline.plan(model, options("cp=2,tp=2", strategy=both))
+        sharder.plan(model, options("cp=2,tp=2", strategy=both))
     apart = {"shard": {"Attention_a": {"s": "cp", "t": "tp"}}}
     plan = check_agrees(model, tmp_path, options("cp=2,tp=2", strategy=apart))
     assert sent(plan)["AllReduce"][0] == 2  # log-sum-exp over tp
@@ -189,7 +189,7 @@ def test_masks(mask: str, length: int, layout: str, tmp_path: Path) -> None:
 def test_a_mask_at_open_lengths(tmp_path: Path) -> None:
     """The positions travel with the keys, and choose the columns."""
     model = layer(tmp_path, CAUSAL, "bool[2,1,N,N] mask, ", "q, k, v, mask", "N")
-    pipeline.shard(model, tmp_path / "model.par", ring("3"))
+    sharder.shard(model, tmp_path / "model.par", ring("3"))
     with ThreadSession(tmp_path / "model.par", timeout=TIMEOUT) as session:
         for n in (1, 2, 7, 12):
             draw = np.random.default_rng(n)
@@ -307,7 +307,7 @@ def test_a_step_with_rings_needs_less_memory(tmp_path: Path) -> None:
     grad(layer(tmp_path, CAUSAL, n=96), tmp_path / "step.onnx", loss="mse", optimizer="sgd")
     held = {}
     for preset in ("ring-attention", "context-parallel"):
-        plan, _ = pipeline.plan(tmp_path / "step.onnx", options(f"{preset} 4"))
+        plan, _ = sharder.plan(tmp_path / "step.onnx", options(f"{preset} 4"))
         held[preset] = plan.memory["activations_per_rank"]
     scores = 2 * 8 * 24 * 96 * 4
     assert held["ring-attention"] <= held["context-parallel"] - scores

@@ -11,7 +11,7 @@ from agreement import check_outputs, options, run_ranks, run_unsplit
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 MODEL = Path(__file__).parents[2] / "models" / "experts" / "mixtral.loop.dynamo.onnx"
 LAYER = "network.model.layers.0.block_sparse_moe.experts"
@@ -20,7 +20,7 @@ STACK = f"{BLOCK}/weight.0.1"
 
 
 def plan_of(strategy: dict[str, Any]) -> Plan:
-    return pipeline.plan(MODEL, options("tp=2", strategy=strategy))[0]
+    return sharder.plan(MODEL, options("tp=2", strategy=strategy))[0]
 
 
 def layout_of(strategy: dict[str, Any]) -> str:
@@ -51,7 +51,7 @@ def test_a_stack_is_split_like_its_weights(tensors: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_ranks_agree_with_the_unsplit_model(tmp_path: Path) -> None:
     strategy = {"tensors": {"*.experts.*.w2.weight": [None, "tp"]}}
-    plan = pipeline.shard(MODEL, tmp_path / "model.par", options("tp=2", strategy=strategy))
+    plan = sharder.shard(MODEL, tmp_path / "model.par", options("tp=2", strategy=strategy))
     ids = np.arange(48).reshape(4, 12)
     feeds = {port.name: ids if port.name == "input_ids" else ids * 0 + 1 for port in plan.inputs}
     got = run_ranks(tmp_path / "model.par", feeds)

@@ -15,7 +15,7 @@ import onnxpar
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.strategy.strategy import Strategy
 
@@ -184,7 +184,7 @@ def test_a_file_and_its_mesh(tmp_path: Path) -> None:
     path.write_text("mesh: {dp: 1, tp: 2}\nshard:\n  fc: [[null, null], [null, tp]]\n")
     strategy = Strategy.read(path)
     assert strategy.mesh == Mesh.of([("dp", 1), ("tp", 2)])
-    plan, _ = pipeline.plan(write(GEMM, tmp_path), Options(strategy=strategy, verify=True))
+    plan, _ = sharder.plan(write(GEMM, tmp_path), Options(strategy=strategy, verify=True))
     assert plan.mesh.size == 2 and layouts(plan) == ["[-, -]", "[-, tp]"]
 
 
@@ -221,7 +221,7 @@ def test_errors_name_the_place_and_the_remedy(
 ) -> None:
     model = write(GEMM, tmp_path)
     with pytest.raises(StrategyError) as error:
-        pipeline.plan(model, options("tp=2", strategy=strategy))
+        sharder.plan(model, options("tp=2", strategy=strategy))
     assert all(word in str(error.value) for word in words), error.value
 
 

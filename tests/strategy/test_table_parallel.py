@@ -20,7 +20,7 @@ import onnxpar
 from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.compiler.plan import Plan
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.report.compare_training import compare_training
 from onnxpar.runtime.session.feeds import make_feeds
@@ -44,7 +44,7 @@ def held(plan: Plan) -> dict[str, str]:
 
 def at_sizes(model: Path, how: Options, par: Path, every: Sequence[Mapping[str, int]]) -> Plan:
     """An AssertionError where ranks compute something else than the unsplit model at some sizes."""
-    plan = pipeline.shard(model, par, how)
+    plan = sharder.shard(model, par, how)
     with ThreadSession(par, timeout=TIMEOUT) as session:
         for sizes in every:
             shapes = [
@@ -84,7 +84,7 @@ def test_inference(model: str, ranks: int, tmp_path: Path) -> None:
 
 
 def test_balance(tmp_path: Path) -> None:
-    plan, _ = pipeline.plan(DLRM, options("table-parallel 3"))
+    plan, _ = sharder.plan(DLRM, options("table-parallel 3"))
     at = {name: text for name, text in held(plan).items()}
     assert {text for text in at.values()} == {"[-, dp@0]", "[-, dp@1]", "[-, dp@2]"}
     total = sum(ROWS) * 16 * 4

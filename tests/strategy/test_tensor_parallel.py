@@ -12,7 +12,7 @@ from agreement import options
 from committed import MODELS, STATIC
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.rules.notation import expr_vars
 
 LAYERS = 2
@@ -22,7 +22,7 @@ RANKS = (2, 3, 4, 8)
 @cache
 def tensor_parallel(model: str, ranks: int) -> Plan:
     """The plan of a committed model."""
-    return pipeline.plan(MODELS / model, options(f"tensor-parallel {ranks}"))[0]
+    return sharder.plan(MODELS / model, options(f"tensor-parallel {ranks}"))[0]
 
 
 def kinds(plan: Plan) -> dict[str, int]:
@@ -112,7 +112,7 @@ MAY_STAY_WHOLE = {
 
 def whole_products(model: str, ranks: int) -> list[str]:
     """The products and convolutions of a plan that stay whole, but for those of small weights."""
-    plan, ctx = pipeline.plan(MODELS / model, options(f"tensor-parallel {ranks}"))
+    plan, ctx = sharder.plan(MODELS / model, options(f"tensor-parallel {ranks}"))
     found = []
     for node in plan.whole:
         rule = ctx.sharding.factors.op(node.node).rule
@@ -146,7 +146,7 @@ def test_each_rank_holds_its_share_of_the_weights(model: str, ranks: int) -> Non
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", STATIC)
 def test_a_hybrid_shares_the_weights_over_its_tensor_axis(model: str) -> None:
-    plan, _ = pipeline.plan(MODELS / model, options("hybrid dp=2,tp=3"))
+    plan, _ = sharder.plan(MODELS / model, options("hybrid dp=2,tp=3"))
     assert large_share(plan) <= 1 / 3 + 0.05
 
 

@@ -16,7 +16,7 @@ from training.steps import CROSS_ENTROPY, MLP, check_training, plan_of, write_mo
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.sharding.planned_collectives import Collective
 from onnxpar.training import grad
@@ -76,9 +76,9 @@ def test_buckets_cut_the_all_reduce(tmp_path: Path) -> None:
     fused = large(plan_of(step, "data-parallel 2"))
     assert [len(c.tensor.split()) for c in fused] == [4]
     how = Options(devices=2, preset="data-parallel", bucket_bytes=BYTES["w1"] + BYTES["w2"])
-    by_size, _ = pipeline.plan(step, how)
+    by_size, _ = sharder.plan(step, how)
     assert [len(c.tensor.split()) for c in large(by_size)] == [2, 2]
-    none, _ = pipeline.plan(step, Options(devices=2, preset="data-parallel", fusion="none"))
+    none, _ = sharder.plan(step, Options(devices=2, preset="data-parallel", fusion="none"))
     assert [c.bytes for c in large(none)] == [BYTES[n] for n in ("w3", "w4", "w1", "w2")]
 
 
@@ -90,7 +90,7 @@ def test_zero_scatters_each_gradient_and_gathers_each_parameter(
     step = write_step(WIDE, tmp_path, "mse", "adam")
     fused = large(plan_of(step, f"{preset} 4"))
     assert {c.kind: len(c.tensor.split()) for c in fused} == {"ReduceScatter": 4, "AllGather": 4}
-    plan, _ = pipeline.plan(step, Options(devices=4, preset=preset, fusion="none"))
+    plan, _ = sharder.plan(step, Options(devices=4, preset=preset, fusion="none"))
     found = large(plan)
     assert kinds(found) == {"ReduceScatter": 4, "AllGather": 4}
     for kind in ("ReduceScatter", "AllGather"):
@@ -125,7 +125,7 @@ def test_zero_of_dp_and_tp(tmp_path: Path) -> None:
     """State is split over both, each rank's own part of what tensor parallelism leaves it."""
     step = write_step(WIDE, tmp_path, "mse", "adam")
     how = Options(mesh=Mesh.parse("dp=2,tp=2"), preset="zero2", fusion="none")
-    plan, _ = pipeline.plan(step, how)
+    plan, _ = sharder.plan(step, how)
     texts = layouts(plan)
     assert (texts["w1"], texts["w3"]) == ("[-, tp]", "[tp, -]")
     assert (texts["w1.exp_avg"], texts["w3.exp_avg"]) == ("[dp, tp]", "[tp, dp]")

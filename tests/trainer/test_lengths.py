@@ -20,7 +20,7 @@ import onnxpar
 from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.graph.training_spec import Step
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.runtime.session.bundle import NodeArg
 from onnxpar.trainer.data import Data, Rest
 from onnxpar.trainer.loop import Run, evaluate, records
@@ -69,7 +69,7 @@ def sharded(steps: list[Path], layout: str = "data-parallel 2", name: str = "ste
     """The folder of the longest step with all shorter ones."""
     par = steps[0].with_name(name)
     if not par.exists():
-        pipeline.shard(steps[0], par, options(layout), shorter=steps[1:])
+        sharder.shard(steps[0], par, options(layout), shorter=steps[1:])
     return par
 
 
@@ -151,7 +151,7 @@ def test_states_that_each_length_would_split_otherwise(layout: str, tmp_path: Pa
     """Of a table of positions, each length reads other rows: it stays whole."""
     lengths = (8, 5, 4)
     steps = [write(length, tmp_path, rows=8) for length in lengths]
-    alone = pipeline.plan(steps[0], options(layout))[0]
+    alone = sharder.plan(steps[0], options(layout))[0]
     assert "dp" in {p.name: p.layout.text(alone.mesh) for p in alone.inputs}["w2.momentum_buffer"]
     par = sharded(steps, layout)
     plan = json.loads((par / "plan.json").read_text())
@@ -265,7 +265,7 @@ def test_a_run_is_that_of_filled_samples(steps: list[Path]) -> None:
         assert {*sizes} == {*LENGTHS} and len(sizes) == 8
         found = [r.values["loss"] for r in records(trainer, data, Run(2, 0.02))]
         told, left = evaluate(trainer, data), states(trainer)
-    pipeline.shard(steps[0], steps[0].with_name("one.par"), options("data-parallel 2"))
+    sharder.shard(steps[0], steps[0].with_name("one.par"), options("data-parallel 2"))
     with ThreadTrainer(steps[0].with_name("one.par")) as trainer:
         one = trainer.batches_of(samples, pad=PAD)
         wanted = []
@@ -296,7 +296,7 @@ def test_a_run_that_goes_on_is_one_that_never_ended(steps: list[Path], tmp_path:
             found = [r.values["loss"] for r in records(trainer, data, again)]
             assert found == wanted[first:]
             same(states(trainer), left)
-    pipeline.shard(steps[2], tmp_path / "short.par", options("data-parallel 2"))
+    sharder.shard(steps[2], tmp_path / "short.par", options("data-parallel 2"))
     with ThreadTrainer(tmp_path / "short.par") as trainer:
         trainer.load(tmp_path / "3")
         batch = next(trainer.batches_of(texts([2, 1, 2, 2]), pad=PAD).epoch(0, None))

@@ -38,7 +38,7 @@ from training.trajectories import (
 )
 
 from onnxpar.graph.training_spec import Step
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 MODELS = ("gpt2", "llama", "bert", "vit", "resnet", "dlrm", "moe", "lstm")
 COMMON = ("data-parallel", "zero1", "zero2", "zero3", "tensor-parallel")
@@ -208,7 +208,7 @@ def over_ranks(
     """What ranks make of a step, and how many nodes stay whole for want of a rule."""
     with tempfile.TemporaryDirectory(dir=one.path.parent) as folder:
         par = Path(folder) / "step.par"
-        plan = pipeline.shard(one.path, par, options(layout))
+        plan = sharder.shard(one.path, par, options(layout))
         return descend(par, batch, rate, steps), sum(w.is_lack for w in plan.whole)
 
 

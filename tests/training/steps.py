@@ -15,7 +15,7 @@ from small_models import HEAD, write_text
 
 from onnxpar.compiler.plan import Plan
 from onnxpar.graph.training_spec import Step
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.report.compare_training import compare_training
 from onnxpar.runtime.session.feeds import make_feeds
 from onnxpar.runtime.session.threads import ThreadSession
@@ -73,12 +73,12 @@ def write_step(
 def shard(step: Path, layout: str, **how: Any) -> tuple[Path, Plan]:
     """Shards a step: `zero1 4`, `hybrid dp=2,tp=2`, or a mesh alone; returns the folder."""
     par = step.with_name(f"{layout.replace(' ', '_')}.par")
-    return par, pipeline.shard(step, par, options(layout, **how))
+    return par, sharder.shard(step, par, options(layout, **how))
 
 
 def plan_of(step: Path, layout: str, **how: Any) -> Plan:
     """What `shard` would do."""
-    return pipeline.plan(step, options(layout, **how))[0]
+    return sharder.plan(step, options(layout, **how))[0]
 
 
 def batches(plan: Plan, count: int) -> Iterator[dict[str, Array]]:

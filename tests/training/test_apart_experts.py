@@ -12,7 +12,7 @@ from agreement import options
 from onnx import numpy_helper
 
 from onnxpar.cli.command_line import main
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 MODEL = Path(__file__).parents[2] / "models" / "experts" / "mixtral.loop.dynamo.onnx"
 LAYER = "network.model.layers.0.block_sparse_moe.experts"
@@ -101,7 +101,7 @@ def test_experts_are_split(optimizer: str, mesh: str, step: Path, tmp_path: Path
         step = write(tmp_path / "step.onnx", optimizer)
     where = ["--mesh", mesh, "--preset", "expert-parallel"]
     assert main(["check", str(step), *where, "--train", "--steps", "3"]) == 0
-    plan = pipeline.plan(step, options(f"expert-parallel {mesh}"))[0]
+    plan = sharder.plan(step, options(f"expert-parallel {mesh}"))[0]
     assert sum(c.kind == "AllToAll" for c in plan.collectives) == 6
     over = plan.mesh.sizes["ep"]
     states = [port for port in plan.inputs if LAYER in port.name]

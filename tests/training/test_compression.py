@@ -19,7 +19,7 @@ from training.steps import CROSS_ENTROPY, ThreadTrainer, write_step
 from onnxpar.base.errors import DivergenceError, ModelError
 from onnxpar.cli.command_line import main
 from onnxpar.layout.layout import nested_parts
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.report.compare_training import compare_training
 from onnxpar.trainer.checkpoint import Checkpoint, Progress
 from onnxpar.trainer.trainer import Trainer
@@ -115,7 +115,7 @@ def step(tmp_path: Path) -> Path:
 
 def shard(step: Path, layout: str, to: str | None, **how: Any) -> Path:
     par = step.with_name(f"{layout.replace(' ', '_')}_{to}.par")
-    pipeline.shard(step, par, replace(options(layout), compression=to, **how))
+    sharder.shard(step, par, replace(options(layout), compression=to, **how))
     return par
 
 

@@ -22,7 +22,7 @@ from training.steps import (
 )
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.report.compare_training import UnsplitStep
 from onnxpar.trainer.checkpoint import Checkpoint, Progress
 from onnxpar.trainer.merge import merge
@@ -131,7 +131,7 @@ def shard(step: Path, layout: str, **how: Any) -> tuple[Path, Plan]:
     """Shards a step so that a rank has nothing of an input or a state."""
     par = step.with_name(f"{layout.replace(' ', '_')}.par")
     strategy = how.pop("strategy", None)
-    plan = pipeline.shard(step, par, replace(options(layout, strategy=strategy), **how))
+    plan = sharder.shard(step, par, replace(options(layout, strategy=strategy), **how))
     ports, ranks = [p for p in plan.inputs if p.layout is not None], range(plan.mesh.size)
     assert any(0 in p.layout.local_shape(plan.mesh, r) for p in ports for r in ranks if p.layout)
     return par, plan
@@ -220,7 +220,7 @@ def test_codes(layout: str, tmp_path: Path) -> None:
     step = Case(SQUARES, layout, loss="total").write(tmp_path)
     par, plan = shard(step, layout, compression="2bit:1.0")
     other = step.with_name("two.par")
-    pipeline.shard(step, other, replace(options("data-parallel 2"), compression="2bit:1.0"))
+    sharder.shard(step, other, replace(options("data-parallel 2"), compression="2bit:1.0"))
     with ThreadTrainer(par) as trainer, ThreadTrainer(other) as two:
         for batch in batches(plan, 4):
             found, wanted = trainer.step(batch, 0.001)["loss"], two.step(batch, 0.001)["loss"]
@@ -251,7 +251,7 @@ def test_checkpoints(before: str, strategy: Any, after: str, tmp_path: Path) -> 
     step = Case(MLP, before, {"optimizer": "adamw"}).write(tmp_path)
     par, plan = shard(step, before, strategy=strategy)
     other = step.with_name("other.par")
-    pipeline.shard(step, other, options(after))
+    sharder.shard(step, other, options(after))
     feeds = list(batches(plan, 4))
     with ThreadTrainer(par) as trainer:
         for batch in feeds[:2]:

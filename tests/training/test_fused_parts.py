@@ -14,7 +14,7 @@ from agreement import options
 from training.steps import ThreadTrainer, batches, check_training, write_step
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 NET = """net (float[8,6] x, float[6,8] w1, float[8] w2, float[8] w3, float[8,24] w4, float[24] w5,
 float[8,9] w6, float[9] w7, float[9,4] w8) => (float[8,4] y)
@@ -34,7 +34,7 @@ def kinds(plan: Plan) -> Counter[str]:
 
 
 def plan_of(step: Path, layout: str, **how: Any) -> Plan:
-    return pipeline.plan(step, replace(options(layout), **how))[0]
+    return sharder.plan(step, replace(options(layout), **how))[0]
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def sharded(step: Path, layout: str, fusion: str) -> tuple[Path, Plan]:
     while they compute."""
     par = step.with_name(f"{layout}.{fusion}.par")
     overlap = "on" if fusion == "cost" else None
-    return par, pipeline.shard(step, par, replace(options(layout), fusion=fusion, overlap=overlap))
+    return par, sharder.shard(step, par, replace(options(layout), fusion=fusion, overlap=overlap))
 
 
 def trained(step: Path, layout: str, fusion: str) -> dict[str, np.ndarray]:

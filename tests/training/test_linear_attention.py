@@ -13,7 +13,7 @@ from opsets import since
 from training.steps import batches, check_training, run_unsplit
 from whole_models.test_newest_opset import gated_delta_net
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.training import grad
 
@@ -67,7 +67,7 @@ def loss_by_formula(weights: dict[str, Array], x: Array, targets: Array) -> floa
 @since(27)
 def test_gradients_are_those_of_the_formulas(step: Path) -> None:
     """An SGD step moves weights by their gradients; compared with central differences."""
-    plan, _ = pipeline.plan(step, Options(devices=1, preset="data-parallel"))
+    plan, _ = sharder.plan(step, Options(devices=1, preset="data-parallel"))
     feeds = next(iter(batches(plan, 1)))
     (outputs,), found = run_unsplit(step, [feeds], [RATE])
     model = onnx.load(step)

@@ -22,7 +22,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.graph.training_spec import FROZEN, Step
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis, Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.runtime.session.threads import ThreadSession
@@ -124,7 +124,7 @@ def shard(folder: Path, case: Case, dtype: str = "double", **how: Any) -> Path:
     step = folder / "manual.step.onnx"
     given = {"loss": "mse", "optimizer": "sgd", "strategy": {"tensors": case.tensors}, **how}
     grad(write(folder, "manual", case.text, dtype), step, preset="manual", mesh=case.mesh, **given)
-    pipeline.shard(step, folder / "step.par", Options(preset="manual", verify=True))
+    sharder.shard(step, folder / "step.par", Options(preset="manual", verify=True))
     return folder / "step.par"
 
 
@@ -180,7 +180,7 @@ def test_a_step_remembers_its_groups(group: str, tmp_path: Path) -> None:
     check(tmp_path, Case(text, "tp=8", COLUMNS), own={"strategy": strategy})
     other = Strategy.of({"groups": {"all": [0, 1]}})
     with pytest.raises(StrategyError, match="its groups are not those of the training step"):
-        pipeline.plan(tmp_path / "manual.step.onnx", Options(preset="manual", strategy=other))
+        sharder.plan(tmp_path / "manual.step.onnx", Options(preset="manual", strategy=other))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adagrad", "nadam", "lars"])
@@ -332,7 +332,7 @@ def test_a_strategy_may_repeat_what_the_step_says(tmp_path: Path) -> None:
 
     def plan(tensors: Mapping[str, Any], **how: Any) -> Plan:
         given = {"preset": "manual", "strategy": Strategy.of({"tensors": tensors}), **how}
-        return pipeline.plan(step, Options(**given))[0]
+        return sharder.plan(step, Options(**given))[0]
 
     made = plan({**COLUMNS, "y": [None, None], "w1.exp_avg": [None, "tp"]}, devices=8)
     assert made.mesh == Mesh.parse("tp=8")
@@ -372,7 +372,7 @@ def test_weights_that_may_be_fed_are_dealt_whole(tmp_path: Path) -> None:
     how = Options(
         mesh=Mesh.parse("tp=8"), preset="manual", strategy=Strategy.of({"tensors": COLUMNS})
     )
-    pipeline.shard(path, tmp_path / "model.par", how)
+    sharder.shard(path, tmp_path / "model.par", how)
     x = batches("double")[0]["x"]
     (wanted,) = run_unsplit_model(write(tmp_path, "global", GLOBAL, "double"), {"x": x})
     with ThreadSession(tmp_path / "model.par", timeout=20) as session:

@@ -18,7 +18,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.lowering.fill_windows import Filling, find_fillings
 from onnxpar.passes.lower import overlap_collectives
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.report.compare_training import compare_training
 from onnxpar.report.explain import explain
 from onnxpar.search.objective import Objective
@@ -74,7 +74,7 @@ def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shard(step: Path, layout: str, **how: Any) -> tuple[Path, Plan]:
     """Shards a step with these options; returns the folder."""
     par = step.with_name(f"{layout}.{len(list(step.parent.iterdir()))}.par")
-    return par, pipeline.shard(step, par, replace(options(layout), **how))
+    return par, sharder.shard(step, par, replace(options(layout), **how))
 
 
 def ops_of(par: Path, rank: int = 0) -> list[str]:

@@ -27,7 +27,7 @@ from training.steps import (
 )
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.training import grad
 from onnxpar.training.loss_scale import LossScale
 
@@ -172,8 +172,8 @@ def test_gradients_that_travel_in_16_bits_do_not_become_codes(tmp_path: Path) ->
     grad(model, step, loss=CROSS_ENTROPY, optimizer="sgd", precision="float16", loss_scale="none")
     how = options("data-parallel 2")
     with pytest.raises(StrategyError, match="2bit: the step's gradients have 16 bits already"):
-        pipeline.plan(step, replace(how, compression="2bit"))
-    pipeline.plan(step, replace(how, compression="bfloat16"))  # as they do
+        sharder.plan(step, replace(how, compression="2bit"))
+    sharder.plan(step, replace(how, compression="bfloat16"))  # as they do
 
 
 MASKED = """<ir_version: 10, opset_import: ["" : 25]>

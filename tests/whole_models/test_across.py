@@ -16,7 +16,7 @@ import pytest
 from agreement import check_agrees, check_outputs, options, run_ranks, run_unsplit
 from small_models import write_text
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def test_sizes_may_stay_open(name: str, tmp_path: Path) -> None:
     head = f'<ir_version: 10, opset_import: ["" : {split.opset}]>\n'
     model = write_text(head + split.text, tmp_path / "model.onnx")
     par = tmp_path / "model.par"
-    plan = pipeline.shard(model, par, options(split.mesh, strategy={"shard": split.shard}))
+    plan = sharder.shard(model, par, options(split.mesh, strategy={"shard": split.shard}))
     assert sorted(c.kind for c in plan.collectives) == split.collectives.split()
     for size in (4, 9):
         rng = np.random.default_rng(size)

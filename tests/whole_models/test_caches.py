@@ -26,7 +26,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.graph.typical import Typical
 from onnxpar.load.load import load
 from onnxpar.load.loading import LoadRequest
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.report.check import Way, check_model
 from onnxpar.report.report import plan_lines
 from onnxpar.runtime.session.threads import ThreadSession
@@ -81,7 +81,7 @@ class Loop:
         onnx.save(self.model, file)
         self.pairs = pairs_of(self.model)
         how = options(layout or f"tensor-parallel {ranks}")
-        self.plan: Plan = pipeline.shard(file, folder / "m.par", how)
+        self.plan: Plan = sharder.shard(file, folder / "m.par", how)
         self.folder = folder / "m.par"
         quiet = ort.SessionOptions()
         quiet.log_severity_level = 3
@@ -157,7 +157,7 @@ def test_a_cache_of_fixed_length_is_split_by_positions(
     assert cache_layouts(loop.plan, decoder) == {f"[-, {heads}, cp, -]"}
     one = {"batch": 1} if decoder.options.get("one") else {"batch": 1, "seq": 1}
     how = replace(options(f"context-parallel {mesh}"), typical=Typical.given(one))
-    made = pipeline.plan(loop.model_file, how)[0]
+    made = sharder.plan(loop.model_file, how)[0]
     # Of the new token: keys, values, queries and results; for the softmax, a number for each head
     # that a rank attends with. Never a cache.
     assert max(c.bytes for c in made.collectives) <= 4 * decoder.hidden * 2
@@ -195,7 +195,7 @@ def test_a_cache_inside_an_op_is_split_by_positions(
     heads = "tp" if "tp" in how else "-"
     assert cache_layouts(loop.plan, decoder) == {f"[-, {heads}, cp, -]"}
     one = Typical.given({"batch": 1, "seq": 1})
-    made = pipeline.plan(loop.model_file, replace(options(how), typical=one))[0]
+    made = sharder.plan(loop.model_file, replace(options(how), typical=one))[0]
     assert max(c.bytes for c in made.collectives) <= 4 * decoder.hidden * 4
     with ThreadSession(loop.folder, timeout=TIMEOUT) as session:
         for batch, *prompts in PROMPTS:
@@ -397,7 +397,7 @@ def test_a_state_that_lacks_its_pair_is_named(tmp_path: Path) -> None:
     model.graph.output[4].name = model.graph.node[4].output[0] = "other"
     onnx.save(model, file)
     with pytest.warns(UserWarning, match=r"'past_key_values\.4\.key': named like a state"):
-        plan, _ = pipeline.plan(file, options("tensor-parallel 2"))
+        plan, _ = sharder.plan(file, options("tensor-parallel 2"))
     assert plan.unpaired == ["past_key_values.4.key"]
     text = "\n".join(plan_lines(plan.to_json()))
     assert "5 state pairs" in text and "named like a state, but no output is paired with it" in text

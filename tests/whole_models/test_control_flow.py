@@ -35,7 +35,7 @@ from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.verify import verify
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis
-from onnxpar.planner import pipeline, planner
+from onnxpar.planner import planner, sharder
 from onnxpar.planner.context import load_model, make_context
 from onnxpar.planner.default_passes import passes_of
 from onnxpar.planner.pass_registry import parse_passes
@@ -172,7 +172,7 @@ def test_a_captured_sum_is_reduced_once_before_the_loop(tmp_path: Path) -> None:
 def test_annotations_keep_what_bodies_do(tmp_path: Path) -> None:
     model = recurrent(tmp_path / "m.onnx", hidden=50)
     noted = tmp_path / "noted.onnx"
-    wanted = pipeline.annotate(model, noted, options("tensor-parallel 2"))
+    wanted = sharder.annotate(model, noted, options("tensor-parallel 2"))
     plan = agree(noted, turns(3, hidden=50), "2")
     assert kinds(plan) == kinds(wanted) != []
     assert axes_of(plan, "w") == axes_of(wanted, "w")

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from onnxpar.base.errors import InputError
 from onnxpar.compiler.plan import Plan
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.report.report import plan_lines
 from onnxpar.runtime.session.threads import ThreadSession
 
@@ -134,7 +134,7 @@ class Decoding:
     """The unsplit model and the ranks side by side."""
 
     def __init__(self, model: Path, folder: Path, layout: str) -> None:
-        self.plan: Plan = pipeline.shard(model, folder, options(layout))
+        self.plan: Plan = sharder.shard(model, folder, options(layout))
         self.whole = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
         self.inputs = {port.name for port in self.whole.get_inputs()}
         self.outputs = [port.name for port in self.whole.get_outputs()]
@@ -243,7 +243,7 @@ def test_branches_that_make_the_sizes_of_a_result_agree(tmp_path: Path) -> None:
         }
         """)
     onnx.save(model, tmp_path / "model.onnx")
-    pipeline.shard(tmp_path / "model.onnx", tmp_path / "m.par", options("data-parallel 2"))
+    sharder.shard(tmp_path / "model.onnx", tmp_path / "m.par", options("data-parallel 2"))
     x, y = np.ones((4, 8), np.float32), np.ones((3, 8), np.float32)
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         (z,) = session.run(None, {"x": x, "y": -x, "c": np.array(False)})
@@ -261,5 +261,5 @@ def test_a_cache_that_a_branch_extends_is_a_state_whatever_its_name(tmp_path: Pa
         }
         """)
     onnx.save(model, tmp_path / "model.onnx")
-    plan, _ = pipeline.plan(tmp_path / "model.onnx", options("tensor-parallel 2"))
+    plan, _ = sharder.plan(tmp_path / "model.onnx", options("tensor-parallel 2"))
     assert plan.states == [("a", "b")]

@@ -16,7 +16,7 @@ import pytest
 from agreement import run_unsplit
 from onnx import numpy_helper
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.ranks.library import library_path
 from onnxpar.strategy.strategy import Strategy
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     onnx.save(model, folder / "model.onnx")
     down = [[None, "tp"], ["tp", None]]
     strategy = Strategy.of({"mesh": {"tp": 2}, "shard": {"down": down}})
-    pipeline.shard(folder / "model.onnx", folder / "model.par", Options(strategy=strategy))
+    sharder.shard(folder / "model.onnx", folder / "model.par", Options(strategy=strategy))
     return folder / "model.onnx"
 
 

@@ -13,7 +13,7 @@ import pytest
 from agreement import check_outputs, options, run_ranks, run_unsplit
 from onnx import helper, numpy_helper
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 EXPERTS, HIDDEN, COLUMNS = 4, 32, 64
 
@@ -106,13 +106,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def check(
     name: str, layout: str, folder: Path, batch: int = 3, dims: dict[str, int | str] | None = None
-) -> pipeline.Plan:
+) -> sharder.Plan:
     """Shards a model, and compares it with the unsplit one; returns the plan."""
     op, attrs = MODELS[name]
     made = Mixtures(op, **attrs)
     path = folder / "model.onnx"
     onnx.save(made.model, path)
-    plan = pipeline.shard(path, folder / "model.par", options(layout, dims=dims))
+    plan = sharder.shard(path, folder / "model.par", options(layout, dims=dims))
     shape = (batch, 5, HIDDEN)
     feeds = {"x": np.random.default_rng(1).standard_normal(shape).astype(made.dtype)}
     got = run_ranks(folder / "model.par", feeds)

@@ -17,7 +17,7 @@ from opsets import since
 from onnxpar.base.errors import ModelError
 from onnxpar.graph.checker import newest_ir, newest_opset
 from onnxpar.load.load import load
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 RNG = np.random.default_rng(5)
 IR_OF_27 = 13
@@ -126,7 +126,7 @@ def test_linear_attention(layout: str, strategy: dict[str, object] | None, tmp_p
 @since(27)
 def test_heads_are_split(tmp_path: Path) -> None:
     onnx.save(gated_delta_net(), tmp_path / "m.onnx")
-    plan, _ = pipeline.plan(tmp_path / "m.onnx", options("tensor-parallel 2"))
+    plan, _ = sharder.plan(tmp_path / "m.onnx", options("tensor-parallel 2"))
     found = {w.name: w.layout for w in plan.weights}
     assert found["wq"] == "[-, tp]" and found["conv"] == "[tp, -, -]"
     assert [c.kind for c in plan.collectives] == ["AllReduce"]

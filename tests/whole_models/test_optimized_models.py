@@ -28,7 +28,7 @@ from optimized_models import (
     session_options,
 )
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.runtime.session.threads import ThreadSession
 
@@ -49,7 +49,7 @@ make_once = functools.cache(make_variant)
 def sharded(model: Path, folder: Path, layout: str) -> Path:
     """The model split so, once for all media."""
     par = folder / f"{model.stem}.{layout}.par"
-    pipeline.shard(model, par, options(layout))
+    sharder.shard(model, par, options(layout))
     return par
 
 

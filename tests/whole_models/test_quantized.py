@@ -23,7 +23,7 @@ from quantized_models import (
 )
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.runtime.session.feeds import make_feeds
 from onnxpar.runtime.session.threads import ThreadSession
 
@@ -56,7 +56,7 @@ def test_what_onnxruntime_fuses_is_fused_on_the_ranks(
     seen = optimizing(tmp_path / "whole.onnx")
     whole = ort.InferenceSession(str(file), seen, ["CPUExecutionProvider"])
     feeds = feeds_of(whole)
-    plan = pipeline.shard(file, tmp_path / "m.par", options(f"{strategy}{ranks}"))
+    plan = sharder.shard(file, tmp_path / "m.par", options(f"{strategy}{ranks}"))
     seen = optimizing(tmp_path / "part.onnx")
     with ThreadSession(tmp_path / "m.par", seen, timeout=TIMEOUT) as session:
         have = session.run(None, feeds)
@@ -94,11 +94,11 @@ def test_nodes_that_become_one_cannot_be_asked_to_differ(tmp_path: Path) -> None
     asked = {"MatMul_1": [[1, 1, 1], [1, 2]], "DequantizeLinear_0": [[1, 1], [1, 1]]}
     how = options("tp=2", strategy={"shard": asked})
     with pytest.raises(StrategyError, match="onnxruntime fuses the node with Dequantize"):
-        pipeline.plan(tmp_path / "model.onnx", how)
+        sharder.plan(tmp_path / "model.onnx", how)
 
 
 def test_what_is_asked_of_a_product_holds_for_its_weight(tmp_path: Path) -> None:
     onnx.save(int4_mlp(), tmp_path / "model.onnx")
     how = options("tp=2", strategy={"shard": {"MatMul_5": [[1, 1, 2], [2, 1]]}})
-    plan, _ = pipeline.plan(tmp_path / "model.onnx", how)
+    plan, _ = sharder.plan(tmp_path / "model.onnx", how)
     assert [w.layout for w in plan.weights] == ["[-, tp]", "[-, tp]", "[tp, -]", "[tp, -]"]

@@ -11,7 +11,7 @@ import pytest
 from agreement import check_outputs, options, run_ranks, run_unsplit
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 SHAPE = (6, 8)
@@ -196,7 +196,7 @@ def test_random_bodies(tmp_path: Path, seed: int) -> None:
     how = (
         options(mesh, strategy=strategy(program, mesh)) if mesh else options(program.pick(*PRESETS))
     )
-    pipeline.shard(model, tmp_path / "m.par", how)
+    sharder.shard(model, tmp_path / "m.par", how)
     for predicate in (True, False):
         feeds = program.feeds(predicate)
         got = run_ranks(tmp_path / "m.par", feeds)

@@ -21,7 +21,7 @@ from random_graphs.graphs import MESHES, build, seeds
 from random_graphs.shrink import Draw, Recorded, Replayed, Unsuitable, failure, shrink
 from watching import Watching
 
-from onnxpar.base.digested_folder import DigestedFolder
+from onnxpar.base.write_digested import DigestedFolder
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import write_plan
 from onnxpar.cost.cost import Costs

@@ -16,7 +16,7 @@ from small_models import write_text
 from training.steps import check_training, write_step
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.training import grad
 
 HEAD = '<ir_version: 10, opset_import: ["" : 18]>\n'
@@ -108,7 +108,7 @@ def test_units_are_split(name: str, tmp_path: Path) -> None:
 def test_what_all_steps_send_is_counted(tmp_path: Path) -> None:
     split = MODELS["heads of units"]
     model = write(split.text, tmp_path / "model.onnx")
-    plan, _ = pipeline.plan(model, options(split.mesh, strategy={"shard": split.shard}))
+    plan, _ = sharder.plan(model, options(split.mesh, strategy={"shard": split.shard}))
     steps, batch, units = 3, 4, 12
     assert plan.collectives[0].bytes == steps * (batch * units * 4 * 2 // 3)
 
@@ -130,7 +130,7 @@ def test_batches_that_come_first(op: str, tmp_path: Path) -> None:
     {{ t = Transpose<perm = [1, 0, 2]>(x)  u = Transpose<perm = [1, 0, 2]>(s)
        h, e = {op}<hidden_size = 5, direction = "bidirectional">(t, w1, w2, w3, , u)
        z = Transpose<perm = [2, 0, 1, 3]>(h)  y = Relu(z)  a = Transpose<perm = [1, 0, 2]>(e) }}"""
-    plan = pipeline.shard(
+    plan = sharder.shard(
         write(own, tmp_path / "own.onnx"),
         tmp_path / "own.par",
         options("dp=2,tp=2", strategy={"shard": {"Relu_y": [["dp", None, None, "tp"]]}}),
@@ -149,7 +149,7 @@ def test_steps_and_batches_may_stay_open(tmp_path: Path) -> None:
     { h = GRU<hidden_size = 5, direction = "bidirectional">(x, w1, w2)  y = Relu(h) }"""
     model = write(text, tmp_path / "model.onnx")
     par = tmp_path / "model.par"
-    plan = pipeline.shard(model, par, options("tp=2", strategy={"shard": UNITS}))
+    plan = sharder.shard(model, par, options("tp=2", strategy={"shard": UNITS}))
     assert kinds(plan) == ["AllGather", "AllGather"]
     for steps, batch in ((1, 3), (6, 2)):
         x = np.random.default_rng(steps).standard_normal((steps, batch, 5)).astype(np.float32)

@@ -13,7 +13,7 @@ import pytest
 from agreement import TIMEOUT, check_agrees, check_outputs, feeds_for, options, run_unsplit
 from committed import DYNAMIC, MODELS, ODD, dims_of
 
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.threads import ThreadSession
 
@@ -65,11 +65,11 @@ def test_agrees(model: str, layout: str, sizes: str, tmp_path: Path) -> None:
 
 def check_open(model: Path, par: Path, how: Options) -> None:
     """One folder, at every batch."""
-    plan = pipeline.shard(model, par, how)
+    plan = sharder.shard(model, par, how)
     names = [port.name for port in plan.outputs]
     with ThreadSession(par, timeout=TIMEOUT) as session:
         for batch in BATCHES:
             dims = dims_of(model.name, {**ODD, "batch": batch})
-            bound, _ = pipeline.plan(model, Options(devices=1, preset="tensor-parallel", dims=dims))
+            bound, _ = sharder.plan(model, Options(devices=1, preset="tensor-parallel", dims=dims))
             feeds = feeds_for(bound)
             check_outputs(session.run(None, feeds), run_unsplit(model, feeds), names)

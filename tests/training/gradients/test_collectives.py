@@ -13,7 +13,7 @@ from gradient_programs import ERROR, difference, differentiated, random
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner import pipeline
+from onnxpar.planner import sharder
 from onnxpar.planner.context import load_model
 from onnxpar.planner.options import Options
 from onnxpar.runtime.session.threads import ThreadSession
@@ -102,7 +102,7 @@ class Ranks:
     def _sharded(self, model: onnx.ModelProto, path: Path) -> ThreadSession:
         par = path.with_suffix(".par")
         source = self._saved(model, path.with_suffix(".onnx"))
-        pipeline.shard(source, par, self._how(model))
+        sharder.shard(source, par, self._how(model))
         session = ThreadSession(par, timeout=20)
         OPEN.append(session)
         return session

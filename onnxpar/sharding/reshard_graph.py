@@ -27,9 +27,9 @@ from onnxpar.sharding.edges import Edges, Moves
 from onnxpar.sharding.factors import TensorFactors
 from onnxpar.sharding.numbering import Numbering
 from onnxpar.sharding.permutes import Permutes
+from onnxpar.sharding.reshard_steps import PERMUTE, ReshardStep, StepKinds
 from onnxpar.sharding.shard_sizes import PartSizes, ShardSizes, StateSizes
 from onnxpar.sharding.state import FactorSharding
-from onnxpar.sharding.steps import PERMUTE, ReshardStep, StepKinds
 from onnxpar.sharding.sub_axes import (
     Location,
     Unordered,

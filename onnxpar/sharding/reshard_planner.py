@@ -11,11 +11,11 @@ from itertools import permutations
 from onnxpar.cost.cost import Costs
 from onnxpar.layout.mesh import Axes, in_mesh_order, merge_axes, plain
 from onnxpar.sharding.factors import TensorFactors, sizes_of
-from onnxpar.sharding.graph import ReshardGraph
 from onnxpar.sharding.permutes import permuted
+from onnxpar.sharding.reshard_graph import ReshardGraph
+from onnxpar.sharding.reshard_steps import PERMUTE, ReshardStep
 from onnxpar.sharding.shard_sizes import PartSizes
 from onnxpar.sharding.state import FactorSharding
-from onnxpar.sharding.steps import PERMUTE, ReshardStep
 from onnxpar.sharding.sub_axes import Unordered
 
 Bytes = Callable[[FactorSharding], float]

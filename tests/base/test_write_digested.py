@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxpar.base import digested_folder, digests
-from onnxpar.base.digested_folder import DigestedFile, DigestedFolder
+from onnxpar.base import digests, write_digested
 from onnxpar.base.digests import digests_of
 from onnxpar.base.hashing import Hashing, Stretch
+from onnxpar.base.write_digested import DigestedFile, DigestedFolder
 
 RANDOM = np.random.default_rng(0)
 
@@ -21,7 +21,7 @@ RANDOM = np.random.default_rng(0)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 bytes, so that files have many."""
-    for module in (digests, digested_folder):
+    for module in (digests, write_digested):
         monkeypatch.setattr(module, "BLOCK", 64)
 
 
