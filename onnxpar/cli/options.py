@@ -1,4 +1,5 @@
-"""Options that several commands share, in groups."""
+"""Options that several commands share. An option of a plan is a row of `planner/option_table.py`;
+one of a single command is in `parser.py`."""
 
 from __future__ import annotations
 

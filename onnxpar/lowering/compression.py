@@ -89,7 +89,8 @@ def gradient_tensors(graph: gs.Graph, gradients: Mapping[str, str]) -> set[str]:
 
 
 def _parts(graph: gs.Graph, named: Mapping[str, str]) -> dict[str, str]:
-    """The parameter of each tensor that serves only to compute that parameter's gradient."""
+    """Tensors that become a gradient by moves, reshards and scalings alone, each with the
+    gradient's parameter. `named` gives the parameter of each gradient."""
     carried = {s.back.name: n.outputs[s.result] for n in graph.nodes for s in accumulators(n)}
     parts: dict[str, str] = {}
     for scope in scopes(graph):

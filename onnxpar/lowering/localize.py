@@ -2,7 +2,8 @@
 
 The node gets the attributes and constants of a shard; its rule may replace the node by other nodes,
 also by collectives. Values that differ by rank stay functions of the rank (`PerRank`) until
-split-ranks; values that all ranks share become ordinary constants and attributes at once.
+split-ranks; values that all ranks share become ordinary constants and attributes at once. The
+shapes of shards are those of `Layout.local_shape`.
 """
 
 from __future__ import annotations

@@ -153,7 +153,8 @@ def flips(node: gs.Node) -> bool:
 
 
 def _shrink(inside: dict[int, gs.Node], enter: Mapping[int, gs.Node]) -> None:
-    """Removes nodes that do not depend on the entering rows, except transpositions of matrices."""
+    """Removes from `inside` the nodes that do not depend on the entering rows, except
+    transpositions of matrices."""
     depends: dict[int, bool] = {}
 
     def reads_rows(node: gs.Node) -> bool:

@@ -221,7 +221,7 @@ class GraphFactors:
 
     @cached_property
     def in_loops(self) -> Mapping[str, InLoop]:
-        """The nodes that ranks run in a loop of several elementwise nodes, by name."""
+        """The memory accesses of nodes that run in a fused elementwise loop, by node name."""
         return in_loops(self.ops, self.tensors)
 
     def bonded(self, op: OpFactors, leaf: int) -> Sequence[tuple[OpFactors, int]]:

@@ -172,8 +172,9 @@ class _Chooser:
         return linear + [(frozenset({i}), False) for i in op.rule.monotone]
 
     def _through(self, op: OpFactors, entry: tuple[frozenset[int], bool]) -> _Candidate | None:
-        """The candidate for a result if the operands of `entry` pass the node as partial values;
-        None if they cannot."""
+        """The candidate for a result if operands of a group stay partial where that is cheaper, and
+        the others are reduced or masked; None if none stays partial. `entry` is the group, and True
+        if sums pass the node, False if maxima and minima do."""
         group, is_sum = entry
         offered = {i: c for i in group if (c := self._operand(op, i))}
         fitting = ("sum",) if is_sum else ("max", "min")
@@ -202,8 +203,8 @@ class _Chooser:
         )
 
     def _operand(self, op: OpFactors, index: int) -> _Candidate | None:
-        """The candidate of an operand; None if other nodes read the operand, too, or if its layout
-        is requested."""
+        """The candidate of an operand; None if the operand must be reduced: it is a graph output,
+        its layout is requested, or other nodes or another scope read it."""
         tensor = op.node.inputs[index]
         candidate = self.candidates.get(tensor.name)
         if candidate is None or tensor.name in self.outputs or tensor.name in self.sharding.pinned:

@@ -91,7 +91,7 @@ class ShardSizes:
         return extents[which], rows[which]
 
     def _on(self, sub_axis: int, leaves: set[int]) -> list[int]:
-        """The indices of a sub-axis's locations; -1 for a location without any of these leaves."""
+        """For each location of a sub-axis, its index if it is on one of these leaves, else -1."""
         locations = self.locations[sub_axis]
         return [i if leaves_at(location) & leaves else -1 for i, location in enumerate(locations)]
 

@@ -149,8 +149,8 @@ class FuseAllReduces(Pass):
         return self.bucket_bytes if op in REDUCTIONS else self.shard_bytes
 
     def _fuse_exchanges(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        """Joins all-to-alls if one rank holds each tensor whole, before or after: together they are
-        one exchange between all ranks."""
+        """Joins all-to-alls that each move a split dimension to the ranks at one coordinate of an
+        axis, or back. The coordinate may differ by tensor, so together they are one exchange."""
         purposes, atoms = _purposes(graph, ctx), _atoms_beside(graph, ctx)
         alike = {name: (purposes.get(name), own) for name, own in atoms.items()}
         mesh, sizes = ctx.sharding.mesh, ctx.choices.bytes

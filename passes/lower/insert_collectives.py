@@ -1,4 +1,5 @@
-"""insert-collectives: turn every mismatch of layouts into explicit nodes."""
+"""insert-collectives: turn every mismatch of layouts into explicit nodes, by the cheapest path of
+steps (`sharding/reshard_steps.py`), such as a reduce-scatter for an all-reduce and a slice."""
 
 from __future__ import annotations
 

@@ -230,7 +230,8 @@ class _Fusion:
         return [*readers, *([self.graph] if any(t is tensor for t in self.graph.outputs) else [])]
 
     def _summary(self, forward: gs.Node) -> gs.Tensor:
-        """The second result of a fused Attention; added to the node if it is missing."""
+        """The second result of a fused Attention: for each query, the greatest score and the sum of
+        exponentials, apart. Added to the node if it is missing."""
         if len(forward.outputs) < 2:
             query, y = forward.inputs[0], forward.outputs[0]
             dims = attention_dims(forward)

@@ -22,7 +22,7 @@ from runtime.bundles import Tensor, all_reduce, is_alive, k_split, pids, wait_un
 
 from onnxpar.base.errors import RankError, RunError
 from onnxpar.compiler.plan import write_plan
-from onnxpar.load import load as model
+from onnxpar.load import rewrites as model
 from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
 from onnxpar.runtime.ranks import rank_process

@@ -33,7 +33,9 @@ def broken(monkeypatch):
         right = registered()["", case.op]
 
         def wrong(node):
-            return replace(right(node), **fields)
+            ranks = {name: fields[name] for name in {"local", "lowered"} & fields.keys()}
+            others = {name: value for name, value in fields.items() if name not in ranks}
+            return replace(right(node), **others).with_op(**ranks)
 
         monkeypatch.setitem(registry._RULES, ("", case.op), wrong)
         return prove(case)

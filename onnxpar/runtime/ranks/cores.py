@@ -122,8 +122,8 @@ def _equal_parts(size: int, parts: int) -> list[int]:
 
 
 def share_beside(alike: int, cores: Sequence[Core]) -> Share:
-    """Returns the share of a rank that a launcher started, if so many ranks of the host, this one
-    among them, may use just these cores."""
+    """Returns the share of a rank that a launcher started. `alike` is the number of ranks of the
+    host, including this one, that may use just these cores."""
     hardware_threads = sum(len(core.threads) for core in cores)
     return Share((), max(1, len(cores) // alike), alike <= hardware_threads)
 

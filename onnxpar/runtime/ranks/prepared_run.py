@@ -58,7 +58,9 @@ class PreparedRun:
         feeds: Mapping[str, Any],
         kept: Kept,
     ) -> bool:
-        """True if a call without run options is correct, and has the same results and request."""
+        """True if a call is like this run, and needs no check: the same outputs, repetitions and
+        carried states, and feeds of the same dtypes and shapes. The caller checks that it has no
+        run options."""
         if keeps is not self.keeps or len(feeds) != len(self.feeds):
             return False
         if times != self.request.times or carried != self.request.carried:
