@@ -1,5 +1,5 @@
-"""What torch's exporters wrote into a file: the kinds of a network's tensors, the call of torch
-from which a node was made, and the names of parameters that are stored transposed."""
+"""Facts that torch's exporters wrote into a file: the kinds of a network's tensors, the call of
+torch from which a node was made, and the names of parameters that are stored transposed."""
 
 from __future__ import annotations
 

@@ -283,13 +283,13 @@ def _reduced(function: Callable[..., Polynomial]) -> Callable[..., Forms]:
             axes = list(range(data.ndim))
         if not data.size:
             raise NotFollowed
-        found = data
+        total = data
         for axis in sorted((a % data.ndim for a in axes), reverse=True):
-            rows = [np.take(found, [i], axis) for i in range(found.shape[axis])]
-            found = reduce(lambda a, b: _each(function, a, b), rows)
+            rows = [np.take(total, [i], axis) for i in range(total.shape[axis])]
+            total = reduce(lambda a, b: _each(function, a, b), rows)
             if not attributes.get("keepdims", 1):
-                found = np.squeeze(found, axis)
-        return found
+                total = np.squeeze(total, axis)
+        return total
 
     return reduce_forms
 

@@ -96,9 +96,9 @@ class Ties:
                 if size.at(known) != given[name] and solved is not None and solved >= 0:
                     sizes[symbol] = known[symbol] = solved
             if size.at(known) != given[name]:
-                found = f", here {size.at(known)}" if size.variables else ""
+                note = f", here {size.at(known)}" if size.variables else ""
                 raise StrategyError(
-                    f"--typical {name}={given[name]}: the model ties {name} to {size}{found}; "
+                    f"--typical {name}={given[name]}: the model ties {name} to {size}{note}; "
                     f"leave {name} out"
                 )
         return sizes
@@ -121,7 +121,7 @@ def typical_sizes(
     total = sum(weight for _, weight in typical.profiles)
     profiles: list[Profile] = []
     for sizes, weight in typical.profiles or (({}, 1.0),):
-        given = {re.sub(r"\W", "_", name): size for name, size in sizes.items()}
+        fixed = {re.sub(r"\W", "_", name): size for name, size in sizes.items()}
         unknown = [name for name in sizes if re.sub(r"\W", "_", name) not in known]
         if unknown:
             raise StrategyError(
@@ -130,7 +130,7 @@ def typical_sizes(
             )
         tried: list[dict[str, int]] = []
         for free in _defaults(symbols, dims):
-            solved = settled(caches, ties.solve(given, free), given)
+            solved = settled(caches, ties.solve(fixed, free), fixed)
             tried += [solved] if solved not in tried else []
         tried = [b for b in tried if all(cache.fits(b) for cache in caches)]
         best = next((b for fit in fits for b in tried if fit(b)), None)

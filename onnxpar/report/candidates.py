@@ -246,18 +246,18 @@ def fastest_first(
 ) -> Candidates:
     """Sorts candidates by their time as the objective counts it, and returns the comparison. Only
     the fastest keeps its plan's steps. Errors: StrategyError if no strategy applies."""
-    found: list[Candidate] = []
+    kept: list[Candidate] = []
     refused: list[Refused] = []
     for each in tried:
         if isinstance(each, Refused):
             refused.append(each)
             continue
-        best = min([*found, each], key=_order)
-        found = [c if c is best else replace(c, explained=None) for c in [*found, each]]
-    if not found:
+        best = min([*kept, each], key=_order)
+        kept = [c if c is best else replace(c, explained=None) for c in [*kept, each]]
+    if not kept:
         raise StrategyError(f"no strategy applies; {refused[0].strategy}: {refused[0].reason}")
-    found.sort(key=_order)
-    return Candidates(model, found[0].mesh.size, objective, found, refused, one_rank)
+    kept.sort(key=_order)
+    return Candidates(model, kept[0].mesh.size, objective, kept, refused, one_rank)
 
 
 def _order(candidate: Candidate) -> tuple[int, int]:

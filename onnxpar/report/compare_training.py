@@ -54,8 +54,8 @@ def compare_training(
     if spec.compression:
         rows.insert(0, _losses(FIRST, losses[:1], dtype, early))
     for slot in spec.slots:
-        given = trainer.session.states.read(slot.input)
-        row = _state(slot.input, given, whole.states[slot.input])
+        state = trainer.session.states.read(slot.input)
+        row = _state(slot.input, state, whole.states[slot.input])
         rows.append(replace(row, tolerance=math.inf) if trainer.spec.precision else row)
     return judge_compressed(Report(tuple(rows)), spec)
 

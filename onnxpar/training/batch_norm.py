@@ -26,7 +26,7 @@ STATISTICS = ("global", "node", "local")
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """What BatchNormalization nodes compute in training.
+    """The computations of BatchNormalization nodes in training.
 
     statistics  the samples over which they take statistics, one of STATISTICS; None: nodes in
                 training mode take statistics of the batch, other nodes use their running statistics

@@ -44,8 +44,8 @@ def allreduce(
     factors = prescale_factor, postscale_factor, process_set
 
     def run(x: Any) -> Any:
-        found = arrays.allreduce(array_of(x), None, name, compression, op, *factors)
-        return in_new(x)(found)
+        total = arrays.allreduce(array_of(x), None, name, compression, op, *factors)
+        return in_new(x)(total)
 
     def back(grad: Any) -> Any:
         _linear(op, "allreduce", name)
@@ -115,8 +115,8 @@ def grouped_allreduce(
     factors = prescale_factor, postscale_factor, process_set
 
     def run(*xs: Any) -> Any:
-        found = arrays.grouped_allreduce(arrays_of(xs), None, name, compression, op, *factors)
-        return tuple(each([in_new(x) for x in xs])(found))
+        total = arrays.grouped_allreduce(arrays_of(xs), None, name, compression, op, *factors)
+        return tuple(each([in_new(x) for x in xs])(total))
 
     def back(*grads: Any) -> Any:
         _linear(op, "grouped_allreduce", name)
@@ -198,8 +198,8 @@ def reducescatter(
     factors = prescale_factor, postscale_factor
 
     def run(x: Any) -> Any:
-        found = arrays.reducescatter(array_of(x), name, compression, op, process_set, *factors)
-        return in_new(x)(found)
+        total = arrays.reducescatter(array_of(x), name, compression, op, process_set, *factors)
+        return in_new(x)(total)
 
     def back(grad: Any) -> Any:
         _linear(op, "reducescatter", name)

@@ -28,7 +28,7 @@ AGAIN = 75
 HOST_GONE = 256
 """Stands for the exit status of a rank whose host is lost: no process ends with this number."""
 _BY_SIGNAL = 128
-"""What a shell adds to the number of the signal that killed its command."""
+"""The exit status of a shell is this number plus the signal that killed its command."""
 _SIGNALS = range(_BY_SIGNAL + 1, _BY_SIGNAL + signal.NSIG)
 _LOOK = 0.05
 """Seconds between two looks at the processes."""

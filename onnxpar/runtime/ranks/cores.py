@@ -12,7 +12,7 @@ from pathlib import Path
 from onnxpar.base.errors import InputError
 
 BINDINGS = ("cores", "numa", "none")
-"""What a rank can be bound to: its cores, the NUMA nodes of its cores, or nothing."""
+"""The bindings of a rank: to its cores, to the NUMA nodes of its cores, or none."""
 SYSTEM = Path("/sys/devices/system")
 """Where Linux describes the machine."""
 
