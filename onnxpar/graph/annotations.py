@@ -20,11 +20,11 @@ from onnx import ModelProto, NodeProto, ShardingSpecProto
 from onnxpar.base.errors import StrategyError
 
 PREFIX = "onnxpar."
-"""Prefix of the metadata for what the standard cannot express."""
+"""Prefix of metadata that express more than the standard can."""
 TENSORS = PREFIX + "tensors"
 """Key of a model's metadata: the layouts of pinned tensors."""
 AXES = PREFIX + "axes"
-"""Key of metadata: of a node, the axes of its factors; of the model, those of nodes that are not in
+"""Key of metadata: in a node, the axes of its factors; in the model, the axes of nodes outside of
 its own graph, because they come from a function or a fused op."""
 PARTIAL = PREFIX + "partial"
 """Key of a node's metadata: its partial sums by tensor."""
@@ -115,14 +115,14 @@ class Configuration:
 def _renamed(
     metadata: Mapping[str, str], keys: Sequence[str], new: Mapping[str, str]
 ) -> dict[str, str]:
-    """Metadata in which the tensors that entries speak of have new names. Damaged entries stay as
-    they are, for their reader to tell."""
-    found = dict(metadata)
-    for key in [key for key in keys if key in found]:
+    """Metadata with new names for the tensors in entries under these keys. Damaged entries stay as
+    they are: their reader reports them."""
+    renamed = dict(metadata)
+    for key in [key for key in keys if key in renamed]:
         with suppress(ValueError, AttributeError):
-            stated = json.loads(found[key]).items()
-            found[key] = json.dumps({new.get(name, name): value for name, value in stated})
-    return found
+            stated = json.loads(renamed[key]).items()
+            renamed[key] = json.dumps({new.get(name, name): value for name, value in stated})
+    return renamed
 
 
 _MOST_DEVICES = 1 << 16
@@ -169,9 +169,9 @@ def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
 def choose_configuration(
     configurations: Sequence[Configuration], name: str | None, devices: int | None
 ) -> Configuration | None:
-    """The configuration called `name`; without a name, the only one with so many devices. None for
-    the name `none`, and for a model without configurations. Errors: StrategyError that lists the
-    model's configurations."""
+    """The configuration called `name`; without a name, the only one for this number of devices.
+    None for the name `none`, and for a model without configurations. Errors: StrategyError that
+    lists the model's configurations."""
     if name == "none":
         return None
     have = ", ".join(f"{c.name!r} of {c.devices} devices" for c in configurations) or "none"

@@ -1,7 +1,7 @@
 """Weights that ops have in attributes (the trees of a forest, the vectors of an SVM) as operands.
 
 A graph in memory shows them as one more constant operand, with one row per tree or vector, so that
-they are split, counted and planned like any other weight. The operand has no data: the rule of the
+passes split, count and plan the weights like any others. The operand has no data: the rule of the
 op cuts the attributes for the rows that a rank holds. Models in files do not have this operand.
 """
 
@@ -26,7 +26,7 @@ _NAMES = {
     "SVMRegressor": "vectors",
     "SVMClassifier": "vectors",
 }
-"""What the rows of the operand are, by op of ai.onnx.ml."""
+"""The name of the operand's rows, by op of ai.onnx.ml."""
 
 
 def has_attribute_weights(node: gs.Node) -> bool:
@@ -75,7 +75,7 @@ def tree_starts(node: gs.Node) -> np.ndarray[Any, Any]:
 
 
 def _count(node: gs.Node) -> int:
-    """The number of trees or vectors; 0 if the attributes cannot be cut into these."""
+    """The number of trees or vectors; 0 if the attributes cannot be cut by tree or vector."""
     if node.op == "TreeEnsemble":
         return len(numbers(node.attrs.get("tree_roots", ())))
     if node.op == "SVMRegressor":

@@ -1,8 +1,8 @@
 """Finds the inputs that only one branch of an If reads: their sizes need not agree with those of
 other inputs.
 
-A run computes one of the two branches. It may get dummies for inputs that only the other branch
-reads, such as an empty cache in a decoder's first step.
+A run computes one of the two branches. Its caller may feed dummies to inputs that only the other
+branch reads, such as an empty cache in a decoder's first step.
 """
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ def taken_branch(
 
 def branch_of(node: NodeProto, condition: bool, names: Collection[str]) -> GraphProto | None:
     """A copy of a branch of an If, with Identity nodes that copy the branch's results to the
-    results of the If. `names` has all names in use around it. None if a tensor of the branch has
-    such a name."""
+    results of the If. `names` has all names in use around the If. None if a tensor of the branch
+    has one of these names."""
     name = "then_branch" if condition else "else_branch"
     branch = GraphProto()
     branch.CopyFrom(next(a.g for a in node.attribute if a.name == name))
-    made = [t.name for t in branch.initializer]
-    made += [output for inner in branch.node for output in inner.output]
-    if any(name in names for name in made):
+    names_within = [t.name for t in branch.initializer]
+    names_within += [output for inner in branch.node for output in inner.output]
+    if any(name in names for name in names_within):
         return None
     for source, result in zip(branch.output, node.output, strict=False):
         if result and result != source.name:

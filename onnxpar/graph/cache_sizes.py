@@ -16,8 +16,7 @@ from onnxpar.graph.lockstep import Lockstep
 from onnxpar.layout.symbols import Binding, Polynomial
 
 Remedies = list[tuple[Polynomial, int]]
-"""Alternative remedies for one contradiction; each is a size and the value that this size should
-get."""
+"""Alternative remedies for one contradiction; each is a size and its new value."""
 
 _MICROSOFT = "com.microsoft"
 _OP = "GroupQueryAttention"
@@ -118,14 +117,14 @@ def settled(
     """Sizes of all symbols, changed so that they contradict no cache, where that is possible
     without changing symbols in `kept`. A symbol changes at most once. Rings come first: growing
     caches can adapt to a longer mask."""
-    found, done = dict(sizes), set(kept)
+    changed, done = dict(sizes), set(kept)
     ordered = sorted(caches, key=lambda cache: not cache.is_ring)
     for _ in sizes:
         for cache in ordered:
-            for remedies in list(cache.contradictions(found)):
+            for remedies in list(cache.contradictions(changed)):
                 for size, to in remedies:
                     if size.symbol is not None and size.symbol not in done and to >= 0:
-                        found[size.symbol] = to
+                        changed[size.symbol] = to
                         done.add(size.symbol)
                         break
-    return found
+    return changed

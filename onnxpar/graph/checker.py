@@ -52,8 +52,8 @@ _IDENTITY = helper.make_node("Identity", ["x"], ["y"])
 
 
 def loads(node: onnx.NodeProto, opset: int, ir_version: int = MIN_IR) -> bool:
-    """True if onnxruntime loads a model with this node, which computes y from x, with this opset
-    and IR version."""
+    """True if onnxruntime loads a model of this node, which computes y from x, with this opset and
+    IR version."""
     value, result = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in "xy")
     opsets = [helper.make_opsetid("", opset)]
     graph = helper.make_graph([node], "version", [value], [result])
@@ -132,14 +132,14 @@ def check_bound(model: onnx.ModelProto, dims: Mapping[str, int | str], path: Pat
     """Checks a model whose open sizes `dims` has bound; onnxruntime loads it with open sizes.
 
     Errors: StrategyError if onnxruntime does not load it with these sizes: a branch for other sizes
-    does not fit them. Constant folding is on, as it may be what finds the misfit.
+    does not fit them. Constant folding is on, because only folding may find the misfit.
     """
     if dims and not _has_unknown(model):
         refusal = _refusal(_outline(model), ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
         if refusal is not None and refusal.certain:
-            given = " ".join(f"--dim {name}={size}" for name, size in dims.items())
+            flags = " ".join(f"--dim {name}={size}" for name, size in dims.items())
             raise StrategyError(
-                f"{path}: onnxruntime cannot load this model with {given}: {refusal.reason}; leave "
+                f"{path}: onnxruntime cannot load this model with {flags}: {refusal.reason}; leave "
                 "the sizes open, and give the usual ones with --typical"
             )
 
@@ -282,8 +282,8 @@ def _stub_of_large(tensor: TensorProto) -> TensorProto | None:
 
 
 def _inline_stub(tensor: TensorProto) -> TensorProto:
-    """An empty tensor, or a scalar, in place of one whose data the checker would copy, or look for
-    in the working directory."""
+    """An empty tensor or a scalar. It replaces a tensor whose data the checker would copy, or look
+    for in the working directory."""
     dims, dtype = tensor.dims, tensor.data_type
     data = b"" if dims else bytes(16)[: -(-element_bits(dtype) // 8)]
     return TensorProto(name=tensor.name, data_type=dtype, dims=[0] if dims else [], raw_data=data)

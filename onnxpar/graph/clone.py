@@ -23,8 +23,8 @@ def clone_nodes(
 
 
 def clone_node(node: gs.Node, prefix: str, copies: dict[int, gs.Tensor]) -> gs.Node:
-    """A copy of a node. It reads `copies` (by id() of the original) in place of operands, and adds
-    those of its results."""
+    """A copy of a node. It reads `copies` (by id() of the original) in place of operands; the
+    copies of its results are added to `copies`."""
     inputs = [copies.get(id(t), t) for t in node.inputs]
     attrs = {key: _attribute(value, prefix, copies) for key, value in node.attrs.items()}
     outputs = [_tensor(t, prefix, copies) for t in node.outputs]
@@ -62,13 +62,13 @@ def _tensor(tensor: gs.Tensor, prefix: str, copies: dict[int, gs.Tensor]) -> gs.
 def needed(graph: gs.Graph, outputs: Collection[str], known: Collection[str] = ()) -> list[gs.Node]:
     """The nodes that compute these outputs from the tensors `known`, in order."""
     wanted = set(outputs)
-    found = []
+    nodes = []
     for node in reversed(graph.nodes):
         if any(t.name in wanted for t in node.outputs if t.name):
             wanted |= {t.name for t in read_by(node)}
             wanted -= set(known)
-            found.append(node)
-    return found[::-1]
+            nodes.append(node)
+    return nodes[::-1]
 
 
 def nodes_of_run(graph: gs.Graph, apart: Collection[str]) -> list[gs.Node]:

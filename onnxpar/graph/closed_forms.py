@@ -1,5 +1,5 @@
 """The closed forms of a graph's sizes, and of the values that nodes compute from them, as far as
-they follow from the definitions of ops."""
+these follow from the definitions of ops."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ClosedForms:
     """The closed forms of sizes, and of values, by name of a tensor; `varies` are the names of
     tensors whose values depend on sizes.
 
-    Arguments: `dims` are the open dimensions of inputs, whose types are `types`. `opset` is that of
-    the standard.
+    Arguments: `dims` are the open dimensions of inputs, whose types are `types`. `opset` is the
+    version of ONNX's own ops.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class ClosedForms:
         """The sizes of a tensor; None if not even the number of dimensions is known."""
         if name in self.sizes:
             return self.sizes[name]
-        found = walk.sizes(name)
-        return None if found is None else [_number(s) for s in found]
+        sizes = walk.sizes(name)
+        return None if sizes is None else [_number(s) for s in sizes]
 
     def value(self, walk: Walk, name: str) -> Forms | None:
-        """The elements of a tensor; None if they are not known, or too many."""
+        """The elements of a tensor; None if they are unknown, or too many."""
         if name in self.values:
             return self.values[name]
         array = walk.values.get(name)
@@ -86,9 +86,9 @@ class ClosedForms:
             return np.array(product(sizes), object)
         bounds = {a.name: a.i for a in node.attribute}
         wanted = sizes[bounds.get("start", 0) : bounds.get("end", len(sizes))]
-        found = np.empty(len(wanted), object)
-        found[:] = wanted
-        return found
+        forms = np.empty(len(wanted), object)
+        forms[:] = wanted
+        return forms
 
     def results(self, walk: Walk, node: NodeProto, divide: Divide) -> list[Sizes] | None:
         """The sizes of the results of an op that computes them from values; None for another op.
@@ -96,8 +96,8 @@ class ClosedForms:
         return result_sizes(self._operands(walk, node, divide))
 
     def positions(self, walk: Walk, node: NodeProto) -> list[Polynomial]:
-        """The positions in an operand that an op computes from values; none if they are not
-        followed."""
+        """The positions in an operand that an op computes from values; none if they have no closed
+        form."""
         try:
             return list(positions(self._operands(walk, node, lambda over, below: None)))
         except NotFollowed:

@@ -24,8 +24,8 @@ PARTIAL: State = "partial"
 
 @dataclass(frozen=True)
 class Along:
-    """The attributes of an op that tell along which dimension it works: `axis` names the attribute
-    for the dimension, `sizes` the one for the size of each member's shard."""
+    """The attributes for the dimension along which an op works: `axis` names the attribute with the
+    dimension, `sizes` the attribute with the size of each member's shard."""
 
     axis: str
     sizes: str
@@ -48,7 +48,7 @@ class Kind:
                    root, the source of a rank's shard; None if the nodes of two ranks meet, and
                    only these two
     ends_together  True if all members end at the same moment: profiles set the ranks' clocks by it
-    by_data        True if data decide how much each rank sends
+    by_data        True if the data decide the number of bytes that each rank sends
     is_late        True if it runs right before its first reader, and not as early as possible
     is_fused       True if several tensors may share one such collective
     is_started     True if a thread of the plugin may run it, between a Start and a Complete
@@ -175,12 +175,12 @@ LOCAL_STEPS = tuple(kind.name for kind in _ROWS if kind.is_local)
 them."""
 
 START, COMPLETE = "Start", "Complete"
-"""A collective in two ops: the op that starts one has this before the name of its kind, and the op
-that waits for its result has this name."""
+"""The two ops of a split collective: the name of the first is START and the kind; COMPLETE waits
+for its result."""
 
 
 def kind_of(op: str) -> str:
-    """The kind of an op that runs or starts a collective; other ops are their own."""
+    """The kind of an op that runs or starts a collective; for another op, its own name."""
     return op.removeprefix(START)
 
 

@@ -18,8 +18,8 @@ _Sizes = Sequence[int | None] | None
 
 def round_down(graph: GraphProto, sizes_of: Callable[[str], _Sizes]) -> None:
     """Writes the pools of a graph that round up as pools that round down, in place. `sizes_of`
-    returns the sizes of a tensor, None for those that are open; where a pool reads these, it stays
-    as it is."""
+    returns the sizes of a tensor, None for open ones; a pool that reads open sizes stays as it
+    is."""
     for node in graph.node:
         if node.op_type in POOLS and node.domain in ("", "ai.onnx"):
             sizes = list(sizes_of(node.input[0]) or ())[2:]
@@ -34,15 +34,15 @@ def _round_down(node: NodeProto, sizes: Sequence[int]) -> None:
     gaps = max(attributes.get("dilations", [1])) > 1
     if not attributes.get("ceil_mode") and not (pads_itself and gaps):
         return
-    found = [pool_windows(attributes, i, size) for i, size in enumerate(sizes)]
+    windows = [pool_windows(attributes, i, size) for i, size in enumerate(sizes)]
     ends = [
         max((w.count - 1) * w.stride + w.span - size - w.before, 0)
-        for w, size in zip(found, sizes, strict=True)
+        for w, size in zip(windows, sizes, strict=True)
     ]
-    pads = [w.before for w in found] + ends
+    pads = [w.before for w in windows] + ends
     widths = [*attributes["kernel_shape"]] * 2
     counts_more = attributes.get("count_include_pad") and any(
-        end > w.after for w, end in zip(found, ends, strict=True)
+        end > w.after for w, end in zip(windows, ends, strict=True)
     )
     if counts_more or any(not 0 <= p < width for p, width in zip(pads, widths, strict=True)):
         return

@@ -1,4 +1,4 @@
-"""Shapes of results of custom ops: what their sharding rules say of them."""
+"""Shapes of results of custom ops, as their sharding rules define them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def custom_shapes(
     opset: int,
 ) -> Iterator[tuple[str, Shape]]:
     """Yields the name and the shape of each result, for an op with such a function, if the types of
-    all operands are known. Errors: those of the function."""
+    all operands are known. Errors: the function's own."""
     find = _functions.get((node.domain, node.op_type))
     names = [name for name in node.input if name]
     if find is None or any(a.type == AttributeProto.GRAPH for a in node.attribute):

@@ -1,9 +1,9 @@
 """Sample sizes at the far sides of minima: beyond the 512 of `min(seq, 512)`, and below it.
 
 The compiler compares graphs at sample sizes. A decision that it takes where a slice keeps
-everything must hold where the slice cuts, too, so each operand of each minimum is the least one at
-some sample. Where none was found, runs are limited to the sizes at which another operand is the
-least."""
+everything must hold where the slice cuts, too, so for each operand of each minimum, some sample
+makes it the least one. Without such a sample, runs are limited to the sizes at which another
+operand is the least."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from onnxpar.graph.size_arithmetic import Limit
 from onnxpar.layout.symbols import Atom, Binding, Minimum, minimum, symbols_of
 
 Side = tuple[Minimum, int]
-"""A minimum, and which of its operands is less than all others."""
+"""A minimum, and the index of the operand that is less than all others."""
 _EACH = 2
 """Samples for each side: an even size and an odd one."""
 _LARGEST = 1 << 20
 
 
 def unseen(atoms: Sequence[Atom], bindings: Sequence[Binding]) -> list[Side]:
-    """The sides of minima on which no binding is."""
+    """The sides of minima without a binding."""
     return [
         (atom, i)
         for atom in atoms
@@ -44,20 +44,20 @@ def edge_bindings(
     least: int,
     taken: Collection[int],
 ) -> list[Binding]:
-    """Bindings on these sides: like some of `bindings`, but for the size of one of the `symbols`,
-    or the sizes of all. If possible, sizes are at least `least` and not in `taken`."""
-    found: list[Binding] = []
+    """Bindings on these sides: each is one of `bindings` with another size of one of the `symbols`,
+    or of all of them. If possible, sizes are at least `least` and not in `taken`."""
+    chosen: list[Binding] = []
 
     def size(side: Side) -> int:
         return sum(next(_at(side, bindings, symbols, least, taken), {}).values())
 
     for side in sorted(sides, key=size, reverse=True):  # a small one is on the sides of others, too
-        have = sum(is_at(side, binding) for binding in found)
-        for found_now in _at(side, [*bindings[have:], *bindings[:have]], symbols, least, taken):
-            if have < _EACH and found_now not in found:
-                found.append(found_now)
+        have = sum(is_at(side, binding) for binding in chosen)
+        for each in _at(side, [*bindings[have:], *bindings[:have]], symbols, least, taken):
+            if have < _EACH and each not in chosen:
+                chosen.append(each)
                 have += 1
-    return found
+    return chosen
 
 
 def _at(
@@ -93,8 +93,8 @@ def _sizes(parity: int) -> list[int]:
 
 
 def limit(side: Side) -> Limit:
-    """Two sizes of which the first must not be greater than the second, so that a run is not on
-    this side."""
+    """The limit that keeps runs off this side: the first size must not be greater than the
+    second."""
     atom, i = side
     others = [operand for k, operand in enumerate(atom.operands) if k != i]
     return minimum(*others), atom.operands[i]

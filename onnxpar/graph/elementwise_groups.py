@@ -18,7 +18,7 @@ ONE = "one element"
 """The kind of a tensor that is broadcast to the others."""
 Kind = Callable[[gs.Tensor], Hashable | None]
 """The kind of a tensor: equal only if two tensors have the same shape on each rank; None for a
-tensor that no group may have."""
+tensor that cannot be in a group."""
 
 _ACTIVATIONS = frozenset(("Erf", "Tanh", "Sigmoid"))
 """Ops that onnxruntime fuses with the elementwise nodes around them (a Gelu, for example), if only
@@ -66,10 +66,10 @@ def _fits(node: gs.Node, kinds: Mapping[str, Hashable | None]) -> bool:
 
 
 def _of_onnxruntime(merger: _Merger, fits: set[int], outputs: set[str]) -> set[int]:
-    """The nodes that onnxruntime may fuse with others: those beside such an op, directly or through
-    other nodes of groups, and those that a product takes in."""
+    """The nodes that onnxruntime may fuse with others: nodes beside a fused op, directly or through
+    other nodes of groups, and nodes that become part of a product."""
     nodes = merger.nodes
-    found: set[int] = set()
+    fused: set[int] = set()
     todo = [
         i
         for i, node in enumerate(nodes)
@@ -79,10 +79,10 @@ def _of_onnxruntime(merger: _Merger, fits: set[int], outputs: set[str]) -> set[i
     ]
     while todo:
         i = todo.pop()
-        near = {*merger.operands[i], *merger.readers[i]} & fits - found
-        found |= near
+        near = {*merger.operands[i], *merger.readers[i]} & fits - fused
+        fused |= near
         todo += near
-    for i in fits - found:
+    for i in fits - fused:
         scales = nodes[i].op in ("Mul", "Div") and any(
             isinstance(t, gs.Constant) for t in nodes[i].inputs
         )
@@ -94,8 +94,8 @@ def _of_onnxruntime(merger: _Merger, fits: set[int], outputs: set[str]) -> set[i
             for j in merger.operands[i]
         )
         if behind or before:
-            found.add(i)
-    return found
+            fused.add(i)
+    return fused
 
 
 class _Merger:
@@ -121,9 +121,9 @@ class _Merger:
         return (sorted(self._members[unit]) for unit in self._order if unit is not None)
 
     def merge(self, first: int, second: int) -> None:
-        """Merges the units of two nodes, of which the second reads the first, at the place of the
-        second; what depends on the first unit follows. Does nothing if the second unit depends on
-        the first through other units, or a collective would follow."""
+        """Merges the units of two nodes (the second reads the first) at the place of the second;
+        units that depend on the first come after. Does nothing if the second unit depends on the
+        first through other units, or if a collective would move."""
         first, second = self._unit[first], self._unit[second]
         later = self._between(first, second) if first != second else None
         if later is None:
@@ -145,7 +145,7 @@ class _Merger:
     def _between(self, first: int, second: int) -> set[int] | None:
         """The units between two that depend on the first; None if the second depends on one of
         them, or one has a collective."""
-        found: set[int] = set()
+        units: set[int] = set()
         todo = [first]
         while todo:
             for node in self._members[todo.pop()]:
@@ -153,11 +153,11 @@ class _Merger:
                     unit = self._unit[reader]
                     if unit == second and self._unit[node] != first:
                         return None
-                    if unit in found or self._place[unit] >= self._place[second]:
+                    if unit in units or self._place[unit] >= self._place[second]:
                         continue
                     if self._unit[node] != unit and self.nodes[reader].domain == DOMAIN:
                         return None
                     if unit != self._unit[node]:
-                        found.add(unit)
+                        units.add(unit)
                         todo.append(unit)
-        return found
+        return units

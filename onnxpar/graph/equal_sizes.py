@@ -1,6 +1,6 @@
 """Dimensions of a node's operands that its op requires to be equal.
 
-Also where an op accepts a dimension of 1 and repeats it, two open sizes count as equal. A run in
+Two open sizes count as equal even if the op accepts a dimension of 1, and repeats it. A run in
 which only one of the two is 1 is then rejected, because its sizes contradict the symbols.
 """
 
@@ -100,13 +100,13 @@ EVEN = _BROADCAST | frozenset(
         "Gemm",
     )
 )
-"""Ops whose results have no other sizes than those of their operands."""
+"""Ops whose results have only sizes of their operands."""
 
 
 def equal_sizes(node: NodeProto, shapes: Shapes) -> Iterator[tuple[Place, Size, bool]]:
     """Triples of two dimensions of operands that must be equal, and True if the op also accepts a
-    size of 1 for one of the two, which it repeats. If an attribute gives the size, or a number of
-    which it must be a multiple, this is in place of the second dimension."""
+    size of 1 for one of the two, which it repeats. An attribute may give the size, or a divisor of
+    it; this then replaces the second dimension."""
     operands: Sequence[int] = range(len(shapes))
     skipped = 0
     if node.op_type not in _BROADCAST:
@@ -210,9 +210,9 @@ def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
 
 
 def _mask(node: NodeProto, shapes: Shapes, mask: int) -> Pairs:
-    """A mask is repeated over the batch, the heads and the queries. Without a cache, it has all
-    keys: one that is shorter hides the others, as ONNX's Attention has it from opset 24 on, but
-    none is longer."""
+    """A mask is repeated over the batch, the heads and the queries. Without a cache, it covers all
+    keys: a shorter mask hides the other keys (ONNX's Attention from opset 24 on), and a longer one
+    is invalid."""
     query, shape = shapes[0], shapes[mask]
     if not query or not shape:
         return

@@ -1,5 +1,5 @@
-"""What torch's exporters wrote into a file: the kinds of a network's tensors, the call of torch
-from which a node was made, and the names of parameters that are stored transposed."""
+"""Facts that torch's exporters wrote into a file: the kinds of a network's tensors, the call of
+torch from which a node was made, and the names of parameters that are stored transposed."""
 
 from __future__ import annotations
 
@@ -47,31 +47,31 @@ class Call:
 
     @property
     def is_detach(self) -> bool:
-        """True if the call cuts its result off from the gradient."""
+        """True if no gradient flows back through the call."""
         return self.op in ("detach", "detach_")
 
     @property
     def detached(self) -> list[int]:
-        """The positions among `tensors` of those that an earlier call has cut off."""
+        """The positions in `tensors` of results of an earlier detach()."""
         return [i for i, name in enumerate(self.tensors) if _DETACHED.match(name)]
 
     @property
     def padding_row(self) -> int | None:
         """The row that a lookup does not train; None if there is none."""
-        given = self.arguments.split(", ")
-        text = "".join(given[at : at + 1]) if (at := _PADDING.get(self.op)) is not None else ""
+        arguments = self.arguments.split(", ")
+        text = "".join(arguments[at : at + 1]) if (at := _PADDING.get(self.op)) is not None else ""
         return int(text) if text.isdigit() else None
 
     @property
     def scales_by_frequency(self) -> bool:
-        """True if a lookup divides the gradient of a row by how often a batch has it."""
+        """True if a lookup divides the gradient of a row by the row's count in the batch."""
         return self.op == "embedding" and self.arguments.split(", ")[3:4] == ["True"]
 
 
 def call_of(node: gs.Node | NodeProto) -> Call | None:
-    """The call of torch from which a node was made; None if the file does not say it."""
-    found = _CALL.search(metadata_of(node, _NODE) or "")
-    return Call(found[1], found[2]) if found else None
+    """The call of torch from which a node was exported; None if the file does not record it."""
+    match = _CALL.search(metadata_of(node, _NODE) or "")
+    return Call(match[1], match[2]) if match else None
 
 
 def exported_kinds(graph: GraphProto) -> dict[str, str]:
@@ -84,12 +84,12 @@ def exported_kinds(graph: GraphProto) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TorchName:
-    """What a parameter is called in torch, and how the file has it.
+    """The names of a parameter in torch, and its form in the file.
 
-    names       its names there: several if modules share it
-    transposed  True if the file has its value so
+    names       several if modules share the parameter
+    transposed  True if the file has the transposed value
     is_certain  False if the file does not say which parameter it is
-    stored      the tensors of the file that it stands for, True for transposes of it; none if it is
+    stored      the tensors of the file that it replaces, True for transposed ones; empty for just
                 the tensor of its own name
     """
 
@@ -100,32 +100,32 @@ class TorchName:
 
 
 def torch_names(graph: GraphProto) -> dict[str, TorchName]:
-    """Returns what stored tensors are called in torch that exporters made from parameters: the
-    weights of Linears, which they store transposed, as a MatMul reads them; others that a MatMul
-    reads, without names; and the copies `NAME@1`, `NAME@2` ... of an equal vector that several
-    modules share in the file. Also tables with several names."""
+    """Returns the names in torch of stored tensors that exporters made from parameters: weights of
+    Linears, which they store transposed for a MatMul; other operands of a MatMul, without names;
+    and the copies `NAME@1`, `NAME@2` ... of an equal vector that several modules share in the file.
+    Also tables with several names."""
     kinds, targets = exported_kinds(graph), parameters_of_calls(graph)
     stored = {t.name for t in stored_tensors(graph)}
-    found: dict[str, TorchName] = {}
+    by_name: dict[str, TorchName] = {}
     for node in nodes_of(graph):
         for i, name in enumerate(node.input):
             if name in stored and (read := _read(node, i, kinds, targets)) is not None:
-                known = found.get(name, read)
+                known = by_name.get(name, read)
                 if known.names[:1] == read.names[:1]:
                     read = replace(read, names=tuple(dict.fromkeys(known.names + read.names)))
-                found[name] = known if known.is_certain > read.is_certain else read
-    return found
+                by_name[name] = known if known.is_certain > read.is_certain else read
+    return by_name
 
 
 def _read(
     node: NodeProto, operand: int, kinds: Mapping[str, str], targets: Mapping[str, str]
 ) -> TorchName | None:
-    """What the stored tensor that is an operand of a node is called in torch; None if as in the
-    file, or not known. `targets` are the parameters' names in torch, by those in its calls."""
+    """The names in torch of the stored tensor that is an operand of a node; None if unknown, or as
+    in the file. `targets` are the parameters' names in torch, by their names in calls."""
     name = node.input[operand]
     module, called = _place(node)
     shared, _, copy = name.rpartition("@")
-    if copy.isdigit() and node.op_type == "Identity":  # named as what TorchScript has merged
+    if copy.isdigit() and node.op_type == "Identity":  # has the name of the merged tensor
         return TorchName((node.output[0].rpartition("@")[0],))
     if copy.isdigit():
         own = shared.rpartition(".")
@@ -146,15 +146,15 @@ def _read(
 
 
 def parameters_of_calls(graph: GraphProto) -> dict[str, str]:
-    """The names of parameters in torch, by those in its calls."""
+    """The names of parameters in torch, by their names in calls."""
     texts = [entry.value for entry in graph.metadata_props if entry.key == _SIGNATURE]
-    found = _ENTRY.findall("".join(texts))
-    return {short: name for short, kind, name in found if kind == PARAMETER}
+    entries = _ENTRY.findall("".join(texts))
+    return {short: name for short, kind, name in entries if kind == PARAMETER}
 
 
 def module_path(node: NodeProto) -> str | None:
-    """Returns the path of the module in torch from which dynamo's exporter made a node, as the
-    other exporter writes it: `/layers.0/fc`; None if the file does not say it."""
+    """Returns the path of the module in torch whose call dynamo's exporter turned into a node, in
+    the notation of the other exporter: `/layers.0/fc`; None if the file does not record it."""
     scopes = _scopes(node)
     if scopes is None:
         return None
@@ -165,16 +165,16 @@ def module_path(node: NodeProto) -> str | None:
 def _scopes(node: NodeProto) -> list[str] | None:
     """The paths of the modules around a node, the outermost first, and the name of its call."""
     try:
-        found = ast.literal_eval(metadata_of(node, _SCOPES) or "")
+        scopes = ast.literal_eval(metadata_of(node, _SCOPES) or "")
     except (ValueError, SyntaxError, TypeError):
         return None
-    is_list = isinstance(found, list) and len(found) > 1
-    return found if is_list and all(isinstance(each, str) for each in found) else None
+    is_list = isinstance(scopes, list) and len(scopes) > 1
+    return scopes if is_list and all(isinstance(each, str) for each in scopes) else None
 
 
 def _place(node: NodeProto) -> tuple[str, str]:
-    """The path of the module in torch from which a node was made, and the name of the call there;
-    empty if the file does not say it."""
+    """The path of the module in torch that a node comes from, and the name of the call there; empty
+    if the file does not record them."""
     scopes = _scopes(node)
     if scopes is not None:
         return scopes[-2], scopes[-1]

@@ -23,7 +23,7 @@ model, or a ModelProto."""
 
 @contextmanager
 def model_file(model: Source) -> Iterator[Path]:
-    """A file of the model: its own, or a temporary one that is named after the graph.
+    """A file of the model: the caller's own, or a temporary one, named after the graph.
 
     Errors: ModelError if it is unclear which model of a folder is meant, if bytes are not a model,
     or if a model in memory has external data.

@@ -1,6 +1,6 @@
 """Models of Hugging Face that are not ONNX: with the extra `hf`, they are exported into a cache.
 
-The exporter is a process of its own, which gives the memory of the model back when it ends.
+The exporter is a process of its own: its end frees the memory of the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from onnxpar.base.write_file import writing
 EXPORTER = ("-m", "optimum.commands.optimum_cli", "export", "onnx")
 """The arguments of Python that run the exporter."""
 PACKAGES = ("optimum-onnx", "transformers", "torch")
-"""The exporter, and what else decides what it writes."""
+"""The exporter, and the other packages that decide its output."""
 PATIENCE = 3600.0
 """Longest wait, in seconds, for another process that exports the same model."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+(?<!\.onnx)(?<!\.par)")
@@ -48,7 +48,7 @@ _TASKS = {
     "ForMaskedLM": "fill-mask",
     "ForImageClassification": "image-classification",
 }
-"""What the exporter calls the task of a model, by the end of its architecture's name."""
+"""The exporter's name for the task of a model, by the end of its architecture's name."""
 
 
 def exported(path: Path) -> Path:
@@ -105,8 +105,8 @@ def _downloaded(name: str) -> Path:
 
 
 def _exported(folder: Path, name: str) -> Path:
-    """The folder of the ONNX files of a model in the cache, where they are written if they are not
-    there. Errors: ModelError."""
+    """The folder of the ONNX files of a model in the cache; exports the model on a miss. Errors:
+    ModelError."""
     cache = user_cache()
     if cache is None:
         raise ModelError(f"{folder} must be exported, and there is no home: set XDG_CACHE_HOME")
@@ -126,7 +126,7 @@ def _exported(folder: Path, name: str) -> Path:
 
 
 def _digest(folder: Path) -> str:
-    """A digest of what decides the exported files."""
+    """A digest of everything that decides the exported files."""
     files = sorted(file for file in folder.iterdir() if file.is_file())
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     about = (
@@ -163,7 +163,7 @@ def export_command(arguments: Sequence[str], output: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The last line that names an exception, which may go on below it, else the last one; empty if
-    there is none."""
+    """The last line that names an exception (whose text may continue below), else the last line;
+    empty if there is none."""
     lines = [line.strip() for line in reversed(text.splitlines()) if line.strip()]
     return next(filter(_EXCEPTION.match, lines), next(iter(lines), ""))

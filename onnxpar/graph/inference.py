@@ -1,7 +1,7 @@
 """Infers types and folds constants in a whole model, including the bodies of its control flow.
 
 An input of a body gets the shape that it has in every iteration: dimensions that the body changes
-are left open. Its value is never known.
+stay open. Its value is never known.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Inference:
         self.walk = walk
 
     def graph(self, graph: GraphProto, is_body: bool = False) -> None:
-        """Infers the nodes of a graph, and removes those that are constant."""
+        """Infers the nodes of a graph, and removes constant ones."""
         results = {p.name for p in graph.output} if is_body else set()
         kept: list[NodeProto] = []
         todo = deque(graph.node)
@@ -79,8 +79,8 @@ class _Inference:
     def _fold(
         self, node: NodeProto, values: Sequence[object], results: set[str]
     ) -> list[NodeProto]:
-        """Records a node's results as constants. Returns an Identity for each one that is a result
-        of the body, since a node must make that."""
+        """Records a node's results as constants. Returns an Identity for each result of the body,
+        since a node of the body must compute that."""
         copies = []
         for i, name in enumerate(node.output):
             if name in results:
@@ -99,17 +99,17 @@ class _Inference:
         if node.op_type == "If":
             for branch in bodies.values():
                 self.graph(branch, is_body=True)
-            found = [self._results(branch) for branch in bodies.values()]
-            self._know(node.output, [_common(*types) for types in zip(*found, strict=True)])
+            by_branch = [self._results(branch) for branch in bodies.values()]
+            self._know(node.output, [_common(*types) for types in zip(*by_branch, strict=True)])
         elif node.op_type == "Loop":
             self._loop(node, bodies["body"])
         else:
             self._scan(node, bodies["body"])
 
     def _loop(self, node: NodeProto, body: GraphProto) -> None:
-        given = [self.walk.types.get(name) for name in node.input[2:]]
+        before = [self.walk.types.get(name) for name in node.input[2:]]
         counters = [_scalar(p.type, d) for p, d in zip(body.input, _COUNTERS, strict=False)]
-        carried = self._settle(body, given, before=counters)
+        carried = self._settle(body, before, before=counters)
         results = self._results(body)[1 + len(carried) :]
         iterations = self._iterations(node, body)
         self._know(node.output, [*carried, *(_stacked(t, 0, iterations) for t in results)])
@@ -117,10 +117,10 @@ class _Inference:
     def _scan(self, node: NodeProto, body: GraphProto) -> None:
         attributes = {a.name: a for a in node.attribute}
         states = len(node.input) - attributes["num_scan_inputs"].i
-        given = [self.walk.types.get(name) for name in node.input]
-        axes = _axes(attributes.get("scan_input_axes"), len(given))
-        parts = [_element(t, axis) for t, axis in zip(given[states:], axes, strict=False)]
-        carried = self._settle(body, given[:states], after=[t for t, _ in parts])
+        types = [self.walk.types.get(name) for name in node.input]
+        axes = _axes(attributes.get("scan_input_axes"), len(types))
+        parts = [_element(t, axis) for t, axis in zip(types[states:], axes, strict=False)]
+        carried = self._settle(body, types[:states], after=[t for t, _ in parts])
         results = self._results(body)[states:]
         steps = next((size for _, size in parts if size is not None), None)
         axes = _axes(attributes.get("scan_output_axes"), len(results))
@@ -179,7 +179,7 @@ class _Inference:
                 self.walk.types[name].CopyFrom(type_)
 
     def _forget(self, body: GraphProto) -> None:
-        """Removes what was recorded about a body's tensors, after a wrong guess at its inputs."""
+        """Removes the records of a body's tensors, after a wrong guess at its inputs."""
         names = {p.name for p in body.input}
         for node in body.node:
             names.update(node.output, map(_stored_name, node.output))

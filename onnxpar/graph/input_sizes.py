@@ -45,13 +45,13 @@ def bind_dims(
         have = f"no such symbol; it has: {', '.join(sorted(symbols))}"
         have = have if symbols else "no open sizes; leave --dim out"
         raise StrategyError(f"--dim {unknown[0]}: {path} has {have}")
-    found = {at: sizes[label] for at, label in labels.items()}
-    given = [
+    open_ = {at: sizes[label] for at, label in labels.items()}
+    values = [
         (label, sizes.get(label, Polynomial.variable(label)), _given(label, value, sizes))
         for label, value in dims.items()
     ]
     done: list[tuple[str, Polynomial]] = []
-    for label, own, value in given:
+    for label, own, value in values:
         for symbol, by in done:
             own, value = own.replace(symbol, by), value.replace(symbol, by)
         if own == value:
@@ -63,14 +63,14 @@ def bind_dims(
                 f"as {value}; define each symbol once, in terms of other symbols"
             )
         done = [(symbol, by.replace(*tie)) for symbol, by in done] + [tie]
-        found = {at: size.replace(*tie) for at, size in found.items()}
+        open_ = {at: size.replace(*tie) for at, size in open_.items()}
     for tensor in graph.input:
         for axis, dim in enumerate(tensor.type.tensor_type.shape.dim):
-            bound = found.get((tensor.name, axis))
+            bound = open_.get((tensor.name, axis))
             if bound is not None and not bound.variables:
                 dim.dim_value = bound.at({})
-                del found[tensor.name, axis]
-    return found
+                del open_[tensor.name, axis]
+    return open_
 
 
 def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Polynomial:

@@ -1,5 +1,4 @@
-"""Converts ONNX protos to graphsurgeon graphs and back, and keeps what its importer and exporter
-lose.
+"""Converts ONNX protos to graphsurgeon graphs and back, and keeps facts that graphsurgeon loses.
 
 Facts that graphsurgeon's objects have no field for (docs, metadata, non-tensor types, default
 values of inputs) are attributes that we set on these objects, so that they move with them.
@@ -52,9 +51,9 @@ class _EmptyList(list[Any]):
 
 
 def default_of(tensor: gs.Tensor) -> TensorProto | None:
-    """The default value of an input that need not be fed; None for any other tensor."""
-    found: TensorProto | None = getattr(tensor, "onnx_default", None)
-    return found
+    """The default value of an input; None for an input without one, and for any other tensor."""
+    value: TensorProto | None = getattr(tensor, "onnx_default", None)
+    return value
 
 
 def is_weight(tensor: gs.Tensor) -> bool:
@@ -156,7 +155,8 @@ def export_graph(
     graph: gs.Graph, header: onnx.ModelProto, stacks: dict[str, StackedValues] | None = None
 ) -> onnx.ModelProto:
     """Exports a graph as a model; objects that were imported keep their docs and metadata. If
-    `stacks` is given, it gets the values of stacked weights by name; the model has none of these.
+    `stacks` is given, it gets the values of stacked weights by name; the model does not have these
+    values.
 
     Constants that subgraphs capture are written once, in the graph that has them. The types of
     intermediate values are left to the runtime to infer.
@@ -293,8 +293,8 @@ def _blur(type_: TypeProto) -> None:
 def _set_aside(node: NodeProto) -> dict[str, Any]:
     """Removes the attributes that graphsurgeon cannot read from a node; returns their values in a
     form that its exporter can write."""
-    found = {a.name: _unreadable(a, node) for a in node.attribute if not a.ref_attr_name}
-    taken = {name: deepcopy(value) for name, value in found.items() if value is not None}
+    values = {a.name: _unreadable(a, node) for a in node.attribute if not a.ref_attr_name}
+    taken = {name: deepcopy(value) for name, value in values.items() if value is not None}
     for i in reversed(range(len(node.attribute) if taken else 0)):
         if node.attribute[i].name in taken:
             del node.attribute[i]
@@ -331,15 +331,15 @@ def _is_text(value: bytes) -> bool:
 
 
 def _take_empty(node: gs.Node) -> dict[str, _EmptyList]:
-    found = {k: v for k, v in node.attrs.items() if isinstance(v, _EmptyList)}
-    for name in found:
+    empty = {k: v for k, v in node.attrs.items() if isinstance(v, _EmptyList)}
+    for name in empty:
         del node.attrs[name]
-    return found
+    return empty
 
 
 def _read_constant_outputs(graph: gs.Graph) -> None:
-    """Puts an Identity between a constant and each graph output that is this constant, so that both
-    may have layouts of their own."""
+    """Puts an Identity between each graph output that is a constant and the constant: both may then
+    have layouts of their own."""
     names = {t.name for t in graph.outputs} | graph.tensors().keys()
     for i, constant in enumerate(graph.outputs):
         if not isinstance(constant, gs.Constant):
@@ -386,7 +386,7 @@ def _describe_graph(graph: gs.Graph, proto: GraphProto) -> None:
 
 def _hoist(graph: gs.Graph, proto: GraphProto) -> list[TensorProto]:
     """Removes captured constants from the protos of subgraphs, where the exporter repeats them;
-    returns those that the main graph does not have yet."""
+    returns the ones that are missing in the main graph."""
     have = {t.name for t in proto.initializer}
     missing: dict[str, TensorProto] = {}
     inner_graphs = [g for n in graph.nodes for g in n.attrs.values() if isinstance(g, gs.Graph)]

@@ -1,5 +1,5 @@
-"""The sizes that onnxruntime's kernels give results, where ONNX's shape inference counts otherwise:
-by its arithmetic, all sizes are then as they are in a run."""
+"""The sizes that onnxruntime's kernels give results, where ONNX's shape inference differs: all
+sizes then are the sizes in a run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def correct_sizes(
     values: Mapping[str, TensorProto],
     found: Mapping[str, TypeProto],
 ) -> None:
-    """Replaces sizes of the node's results, which inference has `found`, by those of onnxruntime's
-    kernel. `types` are those of the operands, `values` the known ones; `opset` is that of the
-    standard."""
+    """Replaces sizes of the node's results in `found`, the inferred types, by the sizes of
+    onnxruntime's kernel. `types` are the types of operands, `values` the known values; `opset` is
+    the version of ONNX's own ops."""
     sizes_of = _SIZES.get(node.op_type)
     own = types.get(node.input[0]) if node.input else None
     if sizes_of is None or node.domain not in ("", "ai.onnx") or own is None:
@@ -46,7 +46,7 @@ def correct_sizes(
 @dataclass(frozen=True)
 class PoolWindows:
     """The windows of a pool along one dimension: `count` windows, each of `span` elements from its
-    first to its last, a `stride` apart, with elements of padding `before` and `after`."""
+    first to its last, a `stride` apart, with `before` and `after` elements of padding."""
 
     before: int
     after: int
@@ -56,8 +56,8 @@ class PoolWindows:
 
 
 def pool_windows(attributes: Mapping[str, Any], i: int, size: int) -> PoolWindows:
-    """The windows along spatial dimension `i` of `size` elements. A last window begins inside of
-    the dimension, or in the padding before it; automatic padding does not know dilations."""
+    """The windows along spatial dimension `i` of `size` elements. The last window must begin inside
+    of the dimension, or in the padding before it; automatic padding does not know dilations."""
     rank = len(attributes["kernel_shape"])
     width = attributes["kernel_shape"][i]
     stride, dilation = ((attributes.get(k) or [1] * rank)[i] for k in ("strides", "dilations"))

@@ -66,6 +66,6 @@ def stored_proto(tensor: gs.Constant) -> TensorProto | None:
 
 
 def peeked(tensor: gs.Constant) -> np.ndarray[Any, Any]:
-    """The value of a constant, which stays unloaded if it was."""
+    """The value of a constant; does not load an unloaded constant."""
     values: Any = tensor._values
     return np.asarray(values.load() if isinstance(values, gs.ir.tensor.LazyValues) else values)

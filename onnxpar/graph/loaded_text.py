@@ -1,4 +1,4 @@
-"""A model that is being loaded, as text."""
+"""The text of a model during loading."""
 
 from __future__ import annotations
 

@@ -55,8 +55,7 @@ the result and of the operand on whose size it depends."""
 
 @dataclass(frozen=True)
 class Unsolved:
-    """A node that needs two sizes to be equal, where that equation cannot be solved for a
-    symbol."""
+    """A node that needs two sizes to be equal; that equation cannot be solved for a symbol."""
 
     node: NodeProto
     first: Polynomial
@@ -68,10 +67,10 @@ class Lockstep:
     the same node.
 
     Arguments: `inputs` has the types of the inputs at each binding, and `dims` their open
-    dimensions (none if a walk at one binding is wanted). Where several symbols could be replaced to
-    make two sizes equal, the last in `symbols` is. `strides` are known from earlier walks; this one
-    adds those that it finds. `closed` symbols have no sizes other than the samples. The last
-    `edges` bindings may make results empty.
+    dimensions (none if a walk at one binding is wanted). If several symbols could be replaced to
+    make two sizes equal, the last one in `symbols` is. `strides` come from earlier walks; this walk
+    adds its own. `closed` symbols have no sizes other than the samples. The last `edges` bindings
+    may make results empty.
 
     live        indices of the bindings at which the model is valid so far
     kept        nodes that are not folded away
@@ -84,7 +83,7 @@ class Lockstep:
                 broadcast
     found       all open sizes
     limits      pairs of sizes: where the first is greater than the second, the model is not valid
-    void        open sizes of results that are empty; where unknown, those of the operands
+    void        open sizes of empty results; if unknown, the open sizes of the operands
     unsolved    nodes with sizes that must be equal, but cannot be tied
     lost        names of results (the first of each node) with data-dependent sizes
     """
@@ -150,8 +149,8 @@ class Lockstep:
     def value(self, name: str) -> Polynomial | None:
         """The closed form of the integer in a tensor of one element; None if the integer has none,
         or is unknown."""
-        found = self.forms.value(self.walks[self.live[0]], name)
-        return found.reshape(-1)[0] if found is not None and found.size == 1 else None
+        forms = self.forms.value(self.walks[self.live[0]], name)
+        return forms.reshape(-1)[0] if forms is not None and forms.size == 1 else None
 
     def sizes(self, name: str) -> Sizes:
         """The closed forms of all sizes of a tensor; None for a size that has none, or is
@@ -159,7 +158,7 @@ class Lockstep:
         return self.forms.size(self.walks[self.live[0]], name) or []
 
     def fixed_sizes(self, name: str) -> list[int | None]:
-        """The sizes of a tensor; None for those that are open."""
+        """The sizes of a tensor; None for open ones."""
         numbers = [None if size is None else size.number for size in self.sizes(name)]
         return [None if n is None else int(n) for n in numbers]
 
@@ -217,8 +216,8 @@ class Lockstep:
         return self._reshape_tie(node) if node.op_type == "Reshape" else None
 
     def _reshape_tie(self, node: NodeProto) -> tuple[str, Polynomial] | None:
-        """A symbol that must equal another one, or a multiple of it, for a Reshape to be possible
-        at the live bindings, and what it must equal."""
+        """A symbol and its replacement (another symbol, or a multiple of it), without which a
+        Reshape is not possible at the live bindings; None if there is none."""
         shapes = [self.walks[i].shape(node.input[0]) for i in self.live]
         targets = [self.walks[i].values.get(node.input[1]) for i in self.live]
         both = zip(shapes, targets, strict=True)
@@ -229,10 +228,10 @@ class Lockstep:
         if target is None:
             return None
         wanted = [size if pairs[0][1][i] > 0 else None for i, size in enumerate(target)]
-        found = proportion(self.sizes(node.input[0]), wanted)
-        if found is None:
+        ratio = proportion(self.sizes(node.input[0]), wanted)
+        if ratio is None:
             return None
-        first, second, multiple = found
+        first, second, multiple = ratio
         ways = [(first, second, multiple), (second, first, 1 / multiple)]
         whole = [way for way in ways if way[2].denominator == 1]
         last = max(whole, key=lambda way: self.symbols.index(way[0]), default=None)
@@ -254,9 +253,9 @@ class Lockstep:
     def _step(self, node: NodeProto) -> None:
         """Folds a node, or keeps it and infers its results, at all live bindings."""
         walks = [self.walks[i] for i in self.live]
-        found = [walk.evaluate(node) for walk in walks]
-        results = [f for f in found if f is not None]
-        forms = self._followed(node, results) if len(results) == len(found) else None
+        evaluated = [walk.evaluate(node) for walk in walks]
+        results = [f for f in evaluated if f is not None]
+        forms = self._followed(node, results) if len(results) == len(evaluated) else None
         limits = self._exact_range(node, forms, results[0]) if forms is not None else None
         if limits is None:
             forms = None
@@ -290,31 +289,31 @@ class Lockstep:
         self._explain(node, is_open)
 
     def _followed(self, node: NodeProto, results: Sequence[Sequence[Any]]) -> list[Forms] | None:
-        """The closed forms of a node's results, an empty list of elements for those that do not
-        depend on sizes; None if they are not followed. `results` has the values at each binding,
-        which the closed forms must have, too: the runtime may round, or overflow."""
+        """The closed forms of a node's results, an empty array for results that do not depend on
+        sizes; None if they cannot be followed. `results` has the values at each binding. The closed
+        forms must have these values, too, since the runtime may round, or overflow."""
         walk = self.walks[self.live[0]]
         if node.op_type not in ("Shape", "Size") and not any(
             name in self.forms.varies for name in node.input
         ):
             return [np.empty(0, object) for _ in node.output] if _agree(results) else None
         try:
-            found = self.forms.follow(walk, node)
+            followed = self.forms.follow(walk, node)
         except NotFollowed:
             return None
-        for forms, *arrays in zip(found, *results, strict=True):
+        for forms, *arrays in zip(followed, *results, strict=True):
             for i, array in zip(self.live, arrays, strict=True):
                 if np.shape(array) != forms.shape or np.size(array) > MOST:
                     return None
                 elements = zip(forms.reshape(-1), np.reshape(array, -1), strict=True)
                 if any(form.exactly_at(self.bindings[i]) != value for form, value in elements):
                     return None
-        return found
+        return followed
 
     def _exact_range(
         self, node: NodeProto, forms: Sequence[Forms], values: Sequence[Any]
     ) -> list[Limit] | None:
-        """The limits within which a node's results, and those from which they are computed, are
+        """The limits within which a node's results, and the values that they are computed from, are
         exact in their dtypes; None if they are rounded, or overflow, at usual sizes."""
         try:
             own = [
@@ -325,10 +324,10 @@ class Lockstep:
             ]
         except NotFollowed:
             return None
-        found = [limit for name in node.input for limit in self._ranges.get(name, ())] + own
-        if found:
-            self._ranges.update((name, list(dict.fromkeys(found))) for name in node.output)
-        return found
+        limits = [limit for name in node.input for limit in self._ranges.get(name, ())] + own
+        if limits:
+            self._ranges.update((name, list(dict.fromkeys(limits))) for name in node.output)
+        return limits
 
     def _record(self, node: NodeProto, forms: Sequence[Forms]) -> None:
         """Records the closed forms of results that depend on sizes."""
@@ -351,7 +350,7 @@ class Lockstep:
             self.conflicts.append(node)
 
     def put_first(self) -> None:
-        """Puts that binding first at which the fewest open sizes are at most 1."""
+        """Moves the binding with the fewest open sizes of at most 1 to the front."""
 
         def trivial(i: int) -> tuple[bool, int]:
             return i in self.edges, sum(size.at(self.bindings[i]) <= 1 for size in self.found)
@@ -374,15 +373,15 @@ class Lockstep:
         names = [name for name in node.output if name]
         if not is_open:
             return
-        given: dict[str, Sizes] | None = None
+        known: dict[str, Sizes] | None = None
         try:
             results = self.forms.results(self.walks[self.live[0]], node, self._divide)
             if results is not None:
-                given = dict(zip(node.output, results, strict=True))
+                known = dict(zip(node.output, results, strict=True))
         except NotFollowed:
-            given = {name: [] for name in names}
+            known = {name: [] for name in names}
         if (piece := self._piece(node)) is not None:
-            given = {node.output[0]: piece}
+            known = {node.output[0]: piece}
         for name in names:
             shapes = [self.walks[i].sizes(name) for i in self.live]
             if any(s is None or len(s) != len(shapes[0] or ()) for s in shapes):
@@ -390,16 +389,16 @@ class Lockstep:
                     self.walks[i].forget(name)
                 continue
             rank = len(shapes[0] or ())
-            if given is not None:
-                proposed = [*given[name], *[None] * rank][:rank]
-                found = [self._agreeing(p, self._column(name, i)) for i, p in enumerate(proposed)]
+            if known is not None:
+                proposed = [*known[name], *[None] * rank][:rank]
+                sizes = [self._agreeing(p, self._column(name, i)) for i, p in enumerate(proposed)]
             else:
-                found = self._explained(node, name, rank)
-            self._set_sizes(node, name, found)
+                sizes = self._explained(node, name, rank)
+            self._set_sizes(node, name, sizes)
 
     def _piece(self, node: NodeProto) -> Sizes | None:
-        """The sizes of one of the equal pieces that a SplitToSequence makes of an open dimension,
-        of which the last one may be smaller; None for any other result."""
+        """The sizes of one piece of a SplitToSequence of an open dimension: pieces are equal, but
+        the last one may be smaller. None for any other result."""
         walk = self.walks[self.live[0]]
         split = walk.splits.get(node.input[0]) if node.op_type == "SequenceAt" else None
         if split is None or len(split.input) < 2 or node.input[1] not in walk.values:
@@ -445,7 +444,7 @@ class Lockstep:
             self.forms.sizes[name] = list(sizes)
 
     def _agreeing(self, size: Polynomial | None, column: Sequence[int | None]) -> Polynomial | None:
-        """The size, if it is the inferred one at all bindings."""
+        """The size, if it equals the inferred one at all bindings; else None."""
         if (
             size is None
             or size.weight > HEAVIEST
@@ -460,23 +459,23 @@ class Lockstep:
         values = [(over.at(b), below.at(b)) for b in bindings]
         if any(b == 0 or a % b for a, b in values):
             return None
-        found = self._fit([a // b for a, b in values])
-        return found if found is not None and found * below == over else None
+        ratio = self._fit([a // b for a, b in values])
+        return ratio if ratio is not None and ratio * below == over else None
 
     def _explained(self, node: NodeProto, name: str, rank: int) -> list[Polynomial | None]:
-        """The closed forms of the sizes of a result, from sizes of operands."""
+        """The closed forms of a result's sizes, from sizes of operands."""
         walk = self.walks[self.live[0]]
         varying = [n for n in node.input if n in self.forms.varies]
         free = known_sizes(walk.types_without(node, varying).get(name)) if varying else None
-        found: list[Polynomial | None] = []
+        sizes: list[Polynomial | None] = []
         for axis in range(rank):
             column = self._column(name, axis)
             values = [v for v in column if v is not None]
             if len(values) < len(column) or (varying and (free is None or free[axis] is None)):
-                found.append(None)
+                sizes.append(None)
             else:
-                found.append(self._closed_form(node, name, axis, values))
-        return found
+                sizes.append(self._closed_form(node, name, axis, values))
+        return sizes
 
     def _closed_form(
         self, node: NodeProto, name: str, axis: int, values: Sequence[int]
@@ -517,10 +516,9 @@ class Lockstep:
             yield from fits(tuple(values), self.variables)
 
     def _holds(self, node: NodeProto, name: str, axis: int, size: Polynomial) -> bool:
-        """True if a result has this size also at sizes far from the samples, as far as the node is
-        valid there. Only where sizes are minima, which equal one operand at most samples, can a
-        form fit the samples by chance. What bodies compute from sizes does not change in a
-        probe."""
+        """True if a result also has this size far from the samples, where the node is valid. A form
+        can fit the samples by chance only if sizes are minima, which equal one operand at most
+        samples. A probe does not change the values that bodies compute from sizes."""
         if is_control(node) or not any(isinstance(atom, Minimum) for atom in self.atoms):
             return True
         source = np.random.default_rng(len(name))
@@ -530,11 +528,11 @@ class Lockstep:
             sizes = {(operand, at): form.at(drawn) for operand, at, form in operands}
             if min(sizes.values(), default=1) < 1:
                 continue
-            found = known_sizes(self.walks[self.live[0]].probe(node, sizes).get(name))
+            probed = known_sizes(self.walks[self.live[0]].probe(node, sizes).get(name))
             if (
-                found is not None
-                and axis < len(found)
-                and found[axis] not in (None, size.at(drawn))
+                probed is not None
+                and axis < len(probed)
+                and probed[axis] not in (None, size.at(drawn))
             ):
                 return False
         return True
@@ -565,29 +563,29 @@ class Lockstep:
         other sizes of the operand; None if there is no such quotient."""
         for operand, at, own, size in self._open_operands(node):
             key = (name, axis, operand, at)
-            found = self.strides.get(key) or find_quotient(partial(self._probe, node, *key), own)
-            if found is None or found[2] == 1:
+            stride = self.strides.get(key) or find_quotient(partial(self._probe, node, *key), own)
+            if stride is None or stride[2] == 1:
                 continue
-            self.strides[key] = found
-            made = applied(found, size)
+            self.strides[key] = stride
+            divided = applied(stride, size)
             pairs = zip(self.live, values, strict=True)
-            odd = [i for i, value in pairs if made.at(self.bindings[i]) != value]
-            low = self._lowest(node, key, found, own)
+            odd = [i for i, value in pairs if divided.at(self.bindings[i]) != value]
+            low = self._lowest(node, key, stride, own)
             small = [i for i in odd if i in self.edges and size.at(self.bindings[i]) < low]
             if odd == small:
                 if low > 0:
                     self.limits.append((Polynomial.constant(low), size))
                 self._drop(odd)
-                self._learn(made)
-                return made
+                self._learn(divided)
+                return divided
         return None
 
     def _lowest(
-        self, node: NodeProto, key: tuple[str, int, str, int], found: tuple[int, int, int], own: int
+        self, node: NodeProto, key: tuple[str, int, str, int], ratio: tuple[int, int, int], own: int
     ) -> int:
-        """The least size of an operand from which on a result's size is this quotient; 0 if the
-        result's size is, at sizes of 1 and 2: kernels round negative numbers towards zero."""
-        times, shift, below = found
+        """The least operand size from which on this quotient is the result's size; 0 if it already
+        is at sizes 1 and 2: kernels round negative numbers towards zero."""
+        times, shift, below = ratio
 
         def is_right(size: int) -> bool:
             return self._probe(node, *key, size) == (times * size + shift) // below
@@ -618,7 +616,7 @@ class Lockstep:
 
 
 def _is_folded(forms: Forms, value: Any) -> bool:
-    """True for a result that does not depend on sizes, and for one of integers."""
+    """True for a result that does not depend on sizes, and for a result of integers."""
     is_open = any(form.variables for form in forms.reshape(-1))
     return not is_open or np.issubdtype(np.asarray(value).dtype, np.integer)
 

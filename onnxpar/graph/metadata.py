@@ -25,36 +25,36 @@ def has_file_name(node: NodeProto) -> bool:
 
 
 def node_names(node: gs.Node) -> list[str]:
-    """Returns a node's name, and the one that it has in its file if the loader gave it another."""
+    """Returns a node's name, and its name in the file if the loader renamed the node."""
     name = metadata_of(node, _FILE_NAME)
     return [node.name, name] if name else [node.name]
 
 
 def layouts_metadata(operands: Named, results: Named) -> dict[str, str]:
-    """Returns metadata that say the layouts of those of a node's tensors that have one: `x [dp, -],
-    w [-, tp] -> y [dp, tp]`, or `x [-] sum(tp) -> whole`; none if no tensor has."""
+    """Returns metadata with the layouts of a node's tensors: `x [dp, -], w [-, tp] -> y [dp, tp]`,
+    or `x [-] sum(tp) -> whole`; empty if no tensor has one."""
     sides = [", ".join(f"{n} {layout}" for n, layout in p if layout) for p in (operands, results)]
     return {_LAYOUT: " -> ".join(side or "whole" for side in sides)} if any(sides) else {}
 
 
 def note_layouts(holder: NodeProto | ValueInfoProto, layouts: Mapping[str, str]) -> None:
-    """Records in the metadata of a node or a port the layouts of its tensors that `layouts` has, in
-    place of older ones."""
+    """Records the layouts of a node's or a port's tensors, as far as `layouts` has them, in its
+    metadata; they replace older ones."""
     kept = [entry for entry in holder.metadata_props if entry.key != _LAYOUT]
     if isinstance(holder, NodeProto):
         sides = ([(n, layouts.get(n, "")) for n in p if n] for p in (holder.input, holder.output))
-        found = layouts_metadata(*sides)
+        entries = layouts_metadata(*sides)
     else:
-        found = {_LAYOUT: layouts[holder.name]} if holder.name in layouts else {}
+        entries = {_LAYOUT: layouts[holder.name]} if holder.name in layouts else {}
     if len(kept) < len(holder.metadata_props):
         del holder.metadata_props[:]
         holder.metadata_props.extend(kept)
-    for key, value in found.items():
+    for key, value in entries.items():
         holder.metadata_props.add(key=key, value=value)
 
 
 def metadata_of(node: gs.Node | NodeProto, key: str) -> str | None:
-    """Returns what a node's metadata say under a key; None if nothing."""
+    """Returns the entry of a node's metadata for a key; None if there is none."""
     # getattr would log a warning for a node of graphsurgeon without the attribute
     source = node if isinstance(node, NodeProto) else vars(node).get("onnx_source")
     entries = source.metadata_props if source is not None else ()

@@ -12,8 +12,8 @@ from onnxpar.graph.shapes import Walk, known_sizes
 
 
 def check_fits(walks: Sequence[Walk], node: NodeProto) -> None:
-    """Checks a node that ONNX's inference rejects on every walk, with those types and values on
-    which all walks agree.
+    """Checks a node that ONNX's inference rejects on every walk, with the types and values that all
+    walks share.
 
     Errors: ModelError if onnxruntime rejects the node as well.
     """
@@ -40,7 +40,7 @@ def check_fits(walks: Sequence[Walk], node: NodeProto) -> None:
 
 
 def _common(types: Sequence[TypeProto]) -> TypeProto:
-    """The first type, with only those sizes that are the same in all of them."""
+    """The first type, with only the sizes that all types share."""
     common = TypeProto()
     common.CopyFrom(types[0])
     shapes = [known_sizes(type_) for type_ in types]

@@ -1,5 +1,5 @@
 """Folders that hold a language or embedding model: the ONNX files of its decoder, its encoder or
-both, and files beside these, such as the tokenizer.
+both, and other files, such as the tokenizer.
 
 Written by onnxruntime-genai's builder (genai_config.json), by Hugging Face Optimum, or for
 transformers.js (config.json, and the model often in a folder `onnx`).
@@ -20,7 +20,7 @@ from onnxpar.base.read_bounded import read_bounded
 from onnxpar.graph.hugging_face import export_command, exported, is_on_hub, task_of
 
 _PLACES = {POOLING: "1_Pooling/config.json"}
-"""Where those are beside a model that have another name there: a sharded model has no folders."""
+"""Paths in a model's folder of files with another name in a sharded model, which has no folders."""
 _DECODERS = ("model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx")
 """Names of a decoder with a cache, the likeliest first."""
 _ENCODER = "encoder_model.onnx"
@@ -30,7 +30,7 @@ _SINGLE = re.compile(r"encoder|embed|vision|speech|vocoder")
 
 
 def _export(model: str, flag: str, output: str, task: tuple[str, ...] = ()) -> str:
-    """What exports a model of Hugging Face, of which one suffices."""
+    """The commands that export a model of Hugging Face; one of them suffices."""
     return (
         f"this command does so after pip install 'onnxpar[hf]'. By hand, to a folder: "
         f"`python -m onnxruntime_genai.models.builder {flag} {model} -o {output} -p fp32 -e cpu` "
@@ -85,8 +85,8 @@ def decoder_in(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class EncoderDecoderFiles:
-    """The files of an encoder-decoder: the decoder of the first step and that of later steps may
-    be in one file."""
+    """The files of an encoder-decoder: the decoders of the first step and of later steps may be in
+    one file."""
 
     encoder: Path
     first: Path
@@ -135,19 +135,19 @@ def _named_by_genai(folder: Path) -> Path:
 
 
 def genai_config(folder: Path) -> Mapping[str, Any]:
-    """Returns what genai_config.json says about the model. Errors: ModelError."""
-    found = read_config(folder / GENAI).get("model")
-    if not isinstance(found, dict):
+    """Returns the object "model" of genai_config.json. Errors: ModelError."""
+    config = read_config(folder / GENAI).get("model")
+    if not isinstance(config, dict):
         raise ModelError(f'{folder / GENAI} has no object "model"; write it anew with the builder')
-    return found
+    return config
 
 
 def read_config(file: Path) -> Mapping[str, Any]:
     """Returns the object in a JSON file. Errors: ModelError."""
-    found = read_json(file)
-    if not isinstance(found, dict):
+    value = read_json(file)
+    if not isinstance(value, dict):
         raise ModelError(f"{file} does not hold a JSON object; copy it again")
-    return found
+    return value
 
 
 def read_json(file: Path) -> object:
@@ -170,5 +170,5 @@ def carried_files(model: Path, is_part: bool = False) -> dict[str, Path]:
 
 
 def _root(place: Path) -> Path:
-    """The folder of the configuration: that of the models, or the one around it."""
+    """The folder of the configuration: the folder of the models, or its parent."""
     return place.parent if place.name == "onnx" else place

@@ -1,5 +1,5 @@
-"""Chooses bindings (sample sizes) for a model with open sizes, infers it at these, and makes its
-graph at each."""
+"""Chooses bindings (sample sizes) for a model with open sizes, and infers the model and its graph
+at each."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class OpenSizes:
     other sizes. `labels` are the names of the symbols for `--dim`. `whole` has the first result of
     each node whose results have data-dependent sizes. `typical` are sizes for costs, with weights;
     `is_told` is True if the user gave them. `caches` have relations between sizes that kernels
-    need. In the dimensions in `free`, inputs may have other sizes than the symbols say. Of each
-    pair in `limits`, the first size must not be greater than the second in a run. `forms` are all
-    closed forms of sizes in the model, and `values` those of the elements of tensors, by name.
+    need. In the dimensions in `free`, inputs may have other sizes than the symbols. Of each pair in
+    `limits`, the first size must not be greater than the second in a run. `forms` are all closed
+    forms of sizes in the model, and `values` the closed forms of elements of tensors, by name.
     """
 
     symbols: tuple[str, ...]
@@ -65,8 +65,8 @@ class OpenSizes:
     values: Mapping[str, Forms] = field(default_factory=dict)
 
     def at(self, numbers: Sequence[int]) -> OpenSizes:
-        """The open sizes without the bindings that are not among `numbers`, with the limits that
-        follow."""
+        """The open sizes without the bindings that are not among `numbers`, with the resulting
+        limits."""
         bindings = [self.bindings[i] for i in numbers]
         limits = [*self.limits, *map(limit, unseen(self.atoms, bindings))]
         return replace(
@@ -88,9 +88,8 @@ class OpenSizes:
     def fitting(
         self, values: Sequence[int], variables: Mapping[Variable, Sequence[int]]
     ) -> list[Polynomial]:
-        """Polynomials of these variables with these values. A minimum of open sizes is one that the
-        model computes: other minima, which equal one operand at most samples, may fit by
-        chance."""
+        """Polynomials of these variables with these values. Minima of open sizes must be minima of
+        the model: others, which equal one operand at most samples, may fit by chance."""
         return [f for f in fits(values, variables) if all(map(self._is_known, f.atoms))]
 
     def _is_known(self, atom: Atom) -> bool:
@@ -99,20 +98,20 @@ class OpenSizes:
     def known(self, values: Sequence[int]) -> list[Polynomial]:
         """The closed forms of sizes of the model that have these values at all bindings, the
         simplest first: within the limits of runs, they are equal."""
-        found = self._columns.get(tuple(values), [])
-        return sorted(found, key=lambda form: (len(form.atoms), len(form.terms)))
+        forms = self._columns.get(tuple(values), [])
+        return sorted(forms, key=lambda form: (len(form.atoms), len(form.terms)))
 
     @cached_property
     def _columns(self) -> dict[tuple[int, ...], list[Polynomial]]:
-        found: dict[tuple[int, ...], list[Polynomial]] = {}
+        by_values: dict[tuple[int, ...], list[Polynomial]] = {}
         for form in self.forms:
-            found.setdefault(tuple(form.at(b) for b in self.bindings), []).append(form)
-        return found
+            by_values.setdefault(tuple(form.at(b) for b in self.bindings), []).append(form)
+        return by_values
 
     def variables(self) -> dict[Variable, list[int]]:
         """Values of every symbol and atom, by binding."""
-        found: dict[Variable, list[int]] = {s: [b[s] for b in self.bindings] for s in self.symbols}
-        return found | {a: [a.at(b) for b in self.bindings] for a in self.atoms}
+        values: dict[Variable, list[int]] = {s: [b[s] for b in self.bindings] for s in self.symbols}
+        return values | {a: [a.at(b) for b in self.bindings] for a in self.atoms}
 
 
 def infer_open(
@@ -218,8 +217,8 @@ def _symbols(dims: OpenDims) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a search has found: the open dimensions, and the walks at samples from `domains`, with
-    the number of conflicts and of sizes that are too small."""
+    """The result of a search: the open dimensions, and the walks at samples from `domains`, with
+    the numbers of conflicts and of sizes that are too small."""
 
     badness: tuple[int, int]
     dims: OpenDims
@@ -298,8 +297,7 @@ class _Search:
         return dims, walks
 
     def bounds(self) -> Iterator[Limit]:
-        """The least and the greatest size of each symbol that has no others, as pairs of sizes of
-        which the first is not greater than the second."""
+        """Limits for the least and the greatest size of each symbol with a closed domain."""
         assert self.best is not None
         closed = {s: d for s, d in self.best.domains.items() if d.closed}
         for symbol, domain in closed.items():
@@ -313,9 +311,9 @@ class _Search:
         return self._conflicts(binding) <= len(self.best.walks.conflicts)
 
     def suits(self, binding: Binding) -> bool:
-        """True if the model also fits these sizes with 0 in all integer inputs, and with 1:
-        positions that it computes from a mask or from token ids must be in the range of their
-        table. Conflicts that these values also cause at sizes of 1 do not count."""
+        """True if the model also fits these sizes with all integer inputs 0, and 1: positions
+        computed from a mask or from token ids must be in the range of their table. Conflicts that
+        these values also cause at sizes of 1 do not count."""
         if not self.fits(binding):
             return False
         for value in (0, 1):
@@ -352,15 +350,15 @@ class _Search:
         return walks
 
     def _types(self, binding: Binding) -> dict[str, TypeProto]:
-        found = {}
+        types = {}
         for tensor in self.proto.graph.input:
             type_ = TypeProto()
             type_.CopyFrom(tensor.type)
             for axis, dim in enumerate(type_.tensor_type.shape.dim):
                 if (tensor.name, axis) in self.dims:
                     dim.dim_value = self.dims[tensor.name, axis].at(binding)
-            found[tensor.name] = type_
-        return found
+            types[tensor.name] = type_
+        return types
 
     def _bound(self, unsolved: Sequence[Unsolved]) -> bool:
         """Restricts symbols to the sizes at which unsolved equations hold, where these sizes are a
@@ -386,7 +384,7 @@ class _Search:
         return [*small, *walks.void]
 
     def _seek_edges(self, walks: Lockstep) -> bool:
-        """Adds samples on the sides of minima that have none yet but the smallest; True if there
+        """Adds samples on the sides of minima that have at most the smallest sample; True if there
         are new ones."""
         each = [(walks.bindings[i], i in walks.edges) for i in walks.live]
         bindings = [b for b, is_edge in each if not is_edge or b in self.edges]
@@ -434,13 +432,13 @@ class _Search:
 
 _INTEGERS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 _SMALL = 2
-"""Number of the least sample size of a symbol, of which most shards are empty."""
+"""Number of the least sample size of a symbol, at which most shards are empty."""
 _LARGEST_SMALL = 23
 """The largest such number; the model may not be valid at smaller sizes."""
 _GROWTH = 4
 """Sizes that are too small are multiplied by this for the next walk."""
 _PATIENCE = 2
-"""After this many larger samples that are no better, those before are taken."""
+"""After this many larger samples without progress, the best earlier ones are taken."""
 _ROUNDS = 24
 """Most walks over a model for each kind of domain."""
 _WIDEST = 1 << 16
@@ -451,15 +449,15 @@ _LARGEST = 1 << 22
 
 def _integers(types: Mapping[str, TypeProto], value: int) -> dict[str, Array]:
     """An array full of `value` for each integer input, by name; large inputs are left out."""
-    found = {}
+    arrays = {}
     for name, type_ in types.items():
         tensor = type_.tensor_type
         shape = [dim.dim_value for dim in tensor.shape.dim]
         is_small = all(d.HasField("dim_value") for d in tensor.shape.dim)
         if tensor.elem_type in _INTEGERS and is_small and math.prod(shape) <= FOLD_LIMIT:
             dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-            found[name] = np.full(shape, value, dtype)
-    return found
+            arrays[name] = np.full(shape, value, dtype)
+    return arrays
 
 
 def _prime_above(n: int, ranks: int) -> int:

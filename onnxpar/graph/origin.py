@@ -1,5 +1,5 @@
-"""Records which global node each node of a rank's graph comes from: in metadata for nodes that
-lowering creates. Other nodes have the name of the global node."""
+"""Records the global node of each node of a rank's graph: in metadata, for nodes that lowering
+creates. Other nodes have the name of the global node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _KEY = "onnxpar.node"
 _END = "\n"
-"""Between the names of several nodes."""
+"""Separates the names of several nodes."""
 
 
 def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:

@@ -1,8 +1,8 @@
 """PagedAttention, an op of the plugin: attention over caches in pages, for tokens of many texts;
 and PagedAttentionPart, for a rank that holds some positions of each page.
 
-Tokens of a run lie one behind the other, and each says its text and its position there. The caches
-consist of pages, which hold some positions of one text; a table says which pages a text has. So
+The tokens of a run follow each other, and each has a text and a position in this text. The caches
+consist of pages, which hold some positions of one text; a table lists the pages of each text. So
 texts of any lengths run together, and begin, grow and end on their own. Ranks that hold parts
 attend each to its own, and combine their results by log-sum-exp.
 """
@@ -78,13 +78,13 @@ _ATTRIBUTES: tuple[_Attribute, ...] = (
 )
 
 ATTRIBUTES = frozenset(name for name, _, _ in _ATTRIBUTES)
-"""Those of both ops."""
+"""The attributes of both ops."""
 
 
 def too_old() -> str | None:
-    """Returns why the onnxruntime of this process cannot run the op; None if it can."""
-    found = tuple(int(part) for part in ort.__version__.split(".")[:2])
-    if found >= SINCE:
+    """Returns the reason why the onnxruntime of this process cannot run the op; None if it can."""
+    version = tuple(int(part) for part in ort.__version__.split(".")[:2])
+    if version >= SINCE:
         return None
     since = ".".join(map(str, SINCE))
     return f"caches in pages need onnxruntime {since} or later, and this is {ort.__version__}"
@@ -102,15 +102,15 @@ class UnpagedError(ModelError):
 
 
 def written_in_place(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """The inputs of those states, (input, output) pairs, that the op writes where they are, or that
-    an Identity passes on, which copies nothing there."""
+    """The inputs of the states, (input, output) pairs, that the op overwrites in place, or that an
+    Identity passes on, which then copies nothing."""
     pairs = set(states)
     ops = (PAGED_ATTENTION, PAGED_ATTENTION_PART)
     paged = [n for n in graph.nodes if n.op in ops and n.domain == COMPUTE]
-    found = [(n.inputs[KEYS + i].name, n.outputs[1 + i].name) for n in paged for i in (0, 1)]
+    passed = [(n.inputs[KEYS + i].name, n.outputs[1 + i].name) for n in paged for i in (0, 1)]
     same = [n for n in graph.nodes if n.op == "Identity" and not n.domain]
-    found += [(n.inputs[0].name, n.outputs[0].name) for n in same]
-    return frozenset(before for before, after in found if (before, after) in pairs)
+    passed += [(n.inputs[0].name, n.outputs[0].name) for n in same]
+    return frozenset(before for before, after in passed if (before, after) in pairs)
 
 
 def _schema(
@@ -164,7 +164,7 @@ def _infer_part(context: onnx.shape_inference.InferenceContext) -> None:
 
 
 def _types(context: onnx.shape_inference.InferenceContext) -> list[TypeProto]:
-    """The types of the result, which has that of queries, and of the caches."""
+    """The types of the result (the type of the queries) and of the caches."""
     query, caches = (
         context.get_input_type(QUERY),
         [context.get_input_type(i) for i in (KEYS, VALUES)],

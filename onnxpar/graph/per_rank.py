@@ -16,8 +16,8 @@ from onnxpar.layout.mesh import Axes, Mesh
 @dataclass
 class PerRank:
     """Constants (by name) and attributes (by node and attribute) as functions of the rank. The
-    graph itself has rank 0's values. A rank for which an attribute's function returns None does not
-    have the attribute.
+    graph itself has rank 0's values. If an attribute's function returns None for a rank, the rank
+    does not have the attribute.
 
     `stand_ins` maps a constant to the sizes, with the axes that split them, for which the constant
     counts an empty shard as one element.
@@ -30,8 +30,9 @@ class PerRank:
 
 @dataclass(frozen=True)
 class _GroupOf:
-    """The group of a rank: those that differ from it only along these axes. Equal ones give equal
-    groups, so those of thousands of ranks need not be computed for each collective."""
+    """The group of a rank: the ranks that differ from it only along these axes. Equal objects give
+    equal groups, so that the groups of thousands of ranks need not be computed for each
+    collective."""
 
     mesh: Mesh
     axes: Axes

@@ -15,19 +15,19 @@ ends by its condition, which is not known here; its body counts once."""
 
 
 def repetitions(nodes: Iterable[gs.Node]) -> dict[str, int]:
-    """Number of runs of these nodes and of those in their bodies, by name."""
-    found: dict[str, int] = {}
+    """Number of runs of these nodes and of the nodes in their bodies, by name."""
+    runs: dict[str, int] = {}
 
     def add(node: gs.Node, times: int) -> None:
-        found[node.name] = times
+        runs[node.name] = times
         for body in subgraphs(node):
             for inner in body.nodes:
                 add(inner, times * iterations(node))
 
     for node in nodes:
-        if node.name not in found:
+        if node.name not in runs:
             add(node, 1)
-    return found
+    return runs
 
 
 def iterations(node: gs.Node) -> int:

@@ -22,12 +22,11 @@ def is_possible(shape: Sequence[int], target: Sequence[int]) -> bool:
 def proportion(
     shape: Sequence[Polynomial | None], target: Sequence[Polynomial | None]
 ) -> tuple[str, str, Fraction] | None:
-    """Two symbols, one of the shape and one of the target, of which the first must be a multiple of
-    the second for a Reshape to be possible at all sizes, and that multiple. None if there are no
-    such symbols, or if they are not unique.
+    """A symbol of the shape, one of the target, and the factor between them (first = factor *
+    second) that a Reshape requires at all sizes. None if there are none, or if they are not unique.
 
-    Only products count. Of several symbols in the shape, it is the one in the same dimension: a
-    batch becomes a batch. If the target has a dimension of any size (None), they are equal.
+    Only products count. Of several symbols in the shape, the one in the target symbol's dimension
+    counts: a batch stays one. If the target has a dimension of any size (None), the factor is 1.
     """
     own = [_multiple(size) for size in shape]
     new = [_multiple(size) for size in target if size is not None]
@@ -51,7 +50,7 @@ def proportion(
 
 
 def _multiple(size: Polynomial | None) -> tuple[Fraction, str] | None:
-    """A size that is a number times one symbol, or times none (""); None for any other."""
+    """The number and the symbol ("" for none) whose product is this size; None for others."""
     if size is None or len(size.terms) > 1:
         return None
     ((monomial, number),) = size.terms or (((), Fraction(0)),)

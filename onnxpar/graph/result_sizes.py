@@ -22,7 +22,7 @@ from onnxpar.graph.size_arithmetic import (
 from onnxpar.layout.symbols import Polynomial, is_less, maximum, minimum, quotient, rounded_up
 
 Sizes = Sequence[Polynomial | None]
-"""The sizes of a tensor; None for one that is unknown."""
+"""The sizes of a tensor; None for an unknown one."""
 Divide = Callable[[Polynomial, Polynomial], Polynomial | None]
 """Finds the quotient of two sizes, if it is one at all sizes."""
 HUGE = 2**31 - 1
@@ -31,9 +31,9 @@ HUGE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Operands:
-    """A node with what is known of its operands: `sizes` (None if even the number of dimensions is
-    unknown) and `values` (None for what is not followed), by position. `is_size` is true for the
-    size of a tensor, which is never negative."""
+    """A node with known facts about its operands by position: `sizes` (None if even the number of
+    dimensions is unknown) and `values` (None without a closed form). `is_size` is true for the size
+    of a tensor, which is never negative."""
 
     node: NodeProto
     sizes: Sequence[Sizes | None]
@@ -53,26 +53,26 @@ class Operands:
 
     def shape(self, i: int = 0) -> Sizes:
         """The sizes of an operand. Errors: NotFollowed."""
-        found = self.sizes[i]
-        if found is None:
+        sizes = self.sizes[i]
+        if sizes is None:
             raise NotFollowed
-        return found
+        return sizes
 
     def value(self, i: int) -> list[Polynomial]:
-        """The elements of an operand of one dimension, or none. Errors: NotFollowed."""
-        found = self.values[i]
-        if found is None:
+        """The elements of a vector or scalar operand. Errors: NotFollowed."""
+        forms = self.values[i]
+        if forms is None:
             raise NotFollowed
-        return list(found.reshape(-1))
+        return list(forms.reshape(-1))
 
     def axes(self, i: int, rank: int, count: int) -> list[int]:
         """The axes in an operand; by default, the first `count`."""
-        found = [int(number_of(v)) for v in self.value(i)] if self.has(i) else range(count)
-        return [axis % rank for axis in found]
+        numbers = [int(number_of(v)) for v in self.value(i)] if self.has(i) else range(count)
+        return [axis % rank for axis in numbers]
 
 
 def result_sizes(operands: Operands) -> list[Sizes] | None:
-    """The sizes of each result; None if the op is none whose sizes follow from values. Errors:
+    """The sizes of each result; None for an op whose sizes do not depend on values. Errors:
     NotFollowed if the sizes have no closed form."""
     find = _SIZES.get(operands.node.op_type)
     if find is None or operands.node.domain not in ("", "ai.onnx"):
@@ -165,11 +165,11 @@ def _reshape(o: Operands) -> list[Sizes]:
     rest = [i for i, size in enumerate(target) if size == Polynomial.constant(-1)]
     if not rest:
         return [out]
-    others, given = [s for i, s in enumerate(out) if i != rest[0]], o.shape()
-    if None in given or None in others:
+    others, sizes = [s for i, s in enumerate(out) if i != rest[0]], o.shape()
+    if None in sizes or None in others:
         out[rest[0]] = None
     else:
-        out[rest[0]] = o.divide(product(given), product(others))
+        out[rest[0]] = o.divide(product(sizes), product(others))
     return [out]
 
 

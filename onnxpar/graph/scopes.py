@@ -1,7 +1,7 @@
 """Opens the bodies of If, Loop and Scan, so that passes can treat them as parts of the main graph.
 
-Afterwards no two tensors share a name, all weights and declared types are in the main graph, and
-every result of a body is made by a node of that body.
+Afterwards no two tensors share a name, all weights and declared types are in the main graph, and a
+node of a body computes each result of that body.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class _Opening:
 
     def _open(self, body: GraphProto, names: dict[str, str]) -> None:
         lift_constants(body)
-        given = {port.name for port in body.input}
+        inputs = {port.name for port in body.input}
         for port in body.input:
             port.name = self._declare(port.name, names)
         for weight in body.initializer:
-            if weight.name not in given:
+            if weight.name not in inputs:
                 weight.name = self._declare(weight.name, names)
                 self.main.initializer.add().CopyFrom(weight)
         del body.initializer[:]
@@ -68,12 +68,13 @@ class _Opening:
         self.enter(body, names)
 
     def _own_results(self, body: GraphProto, names: Mapping[str, str]) -> None:
-        """Adds an Identity for each result that no node of the body makes, or that is repeated."""
-        made = {o for node in body.node for o in node.output}
+        """Adds an Identity for each result that no node of the body computes, or that is
+        repeated."""
+        computed = {o for node in body.node for o in node.output}
         for port in body.output:
             port.name = names.get(port.name, port.name)
-            if port.name in made:
-                made.discard(port.name)
+            if port.name in computed:
+                computed.discard(port.name)
                 continue
             result = self._fresh(port.name)
             body.node.append(helper.make_node("Identity", [port.name], [result]))

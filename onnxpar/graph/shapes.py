@@ -56,7 +56,7 @@ _OF_SIZES = frozenset(
         *("Slice", "Expand", "Range", "ConstantOfShape", "Cast", "Identity", "Shape", "Size"),
     )
 )
-"""Ops of which onnx computes for sizes, without a session, what onnxruntime does."""
+"""Ops that onnx computes for sizes as onnxruntime does, without a session."""
 _SIZE_TYPES = ("int64", "int32", "bool")
 _SIZE_ELEMENTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.FLOAT)
 _UNKNOWN_DEFAULTS = {"STFT": {"onesided": 1}}
@@ -79,9 +79,9 @@ def _with_defaults(node: NodeProto) -> NodeProto:
 def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool = False) -> None:
     """Removes all nodes but `kept`; `others` is True if some of these are not in the graph yet."""
     if others or len(kept) < len(graph.node):
-        found = list(kept)
+        nodes = list(kept)
         del graph.node[:]
-        graph.node.extend(found)
+        graph.node.extend(nodes)
 
 
 def _is_of_sizes(node: NodeProto, operands: Mapping[str, Array]) -> bool:
@@ -102,7 +102,7 @@ class Walk:
 
     With `keep`, weights that may be trained are not folded into other constants: floating-point
     arrays, and the floating-point scalars that `keep` names. With `limit`, all results of at most
-    so many elements are folded.
+    `limit` elements are folded.
     """
 
     def __init__(
@@ -209,9 +209,9 @@ class Walk:
         left to the runtime."""
         feeds = {name: self.values[name] for name in node.input if name}
         if not _is_of_sizes(node, feeds):
-            found = self.runtime.evaluate(node, self.types, self.protos)
-            if found is not None:
-                return found or None
+            results = self.runtime.evaluate(node, self.types, self.protos)
+            if results is not None:
+                return results or None
         try:
             return list(ReferenceEvaluator(self._one_node(node)).run(None, feeds))
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
@@ -265,25 +265,25 @@ class Walk:
             self.types[operand].CopyFrom(kept)
         for (operand, axis), size in sizes.items():
             self.types[operand].tensor_type.shape.dim[axis].dim_value = size
-        found = self._types_of(node)
+        types = self._types_of(node)
         self.types.update(own)
-        return found
+        return types
 
     def types_without(self, node: NodeProto, names: Collection[str]) -> dict[str, TypeProto]:
         """The types of the node's results as far as they do not follow from the values of these
         operands; nothing is recorded."""
         protos = {name: self.protos.pop(name) for name in names if name in self.protos}
         values = {name: self.values.pop(name) for name in names if name in self.values}
-        found = self._types_of(node)
+        types = self._types_of(node)
         self.protos.update(protos)
         self.values.update(values)
-        return found
+        return types
 
     def _types_of(self, node: NodeProto) -> dict[str, TypeProto]:
         conflicts = len(self.conflicts)
-        found = self._inferred(node)
+        types = self._inferred(node)
         del self.conflicts[conflicts:]
-        return found
+        return types
 
     def forget(self, name: str) -> None:
         """Removes the recorded shape and value of a tensor."""
@@ -329,18 +329,18 @@ class Walk:
             self.conflicts.append(node)
             return {}
         correct_sizes(node, self.opsets.get("", 1), self.types, self.protos, found)
-        made = (size for type_ in found.values() for size in known_sizes(type_) or ())
-        if any(size is not None and size < 0 for size in made):
+        sizes = (size for type_ in found.values() for size in known_sizes(type_) or ())
+        if any(size is not None and size < 0 for size in sizes):
             self.conflicts.append(node)  # inference of its readers might end the process
             return {}
         if node.domain == ML and any(_static_shape(found.get(o)) is None for o in node.output if o):
-            # of many of these ops, ONNX infers no shape, or none of a result's columns
+            # for many of these ops, ONNX infers no shape, or no number of columns
             found |= self.runtime.infer(node, self.types, self.protos)
         return {name: type_ for name, type_ in (found | self._picked(node, found)).items() if name}
 
     def _given(self, node: NodeProto, found: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
-        """The types of a node's results: as found, as the model declares them, or as the sharding
-        rule of a custom op says."""
+        """The types of a node's results: from `found`, from the model's declarations, or from the
+        sharding rule of a custom op."""
         types = dict(found)
         for name in node.output:
             if _static_shape(found.get(name)) is None and name in self.declared:
@@ -372,7 +372,7 @@ class Walk:
         return {} if part is None else {result: part}
 
     def declare(self, graph: onnx.GraphProto) -> None:
-        """Writes the known types as value_info, and those folded constants that the graph reads."""
+        """Writes the known types as value_info, and the folded constants that the graph reads."""
         used = {name for node in graph.node for name in reads_of(node)}
         outputs = {o.name for o in graph.output}
         for name in sorted(self.folded & (used | outputs)):
@@ -407,15 +407,15 @@ def infer_results(
     del proto.attribute[:]
     proto.attribute.extend(known)
     schema = onnx.defs.get_schema(node.op, opset, "")
-    found = onnx.shape_inference.infer_node_outputs(
+    inferred = onnx.shape_inference.infer_node_outputs(
         schema, proto, types, constants, opset_imports=[onnx.helper.make_opsetid("", opset)]
     )
-    correct_sizes(proto, opset, types, constants, found)
+    correct_sizes(proto, opset, types, constants, inferred)
     results = []
     for tensor in node.outputs:
-        shape = _static_shape(found[tensor.name])
+        shape = _static_shape(inferred[tensor.name])
         assert shape is not None, f"{node.op} '{node.name}': no shape from {shapes}"
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(found[tensor.name].tensor_type.elem_type)
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(inferred[tensor.name].tensor_type.elem_type)
         results.append((dtype, list(shape)))
     return results
 

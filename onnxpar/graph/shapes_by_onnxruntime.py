@@ -1,5 +1,5 @@
-"""What onnxruntime says about one node at a time: types and shapes of ops that ONNX does not know,
-and results of known operands.
+"""Asks onnxruntime about one node at a time: types and shapes of ops that ONNX does not know, and
+results of known operands.
 
 onnxruntime has schemas of its own (com.microsoft, SimplifiedLayerNormalization ...) and infers
 with them when it creates a session. If a size stays open though all operands are known, one run
@@ -35,7 +35,7 @@ REFUSED = (
 """Exceptions of onnxruntime for a model that it cannot load or run."""
 _GROWN = {"GroupQueryAttention": (1, 2), "SparseAttention": (1, 2)}
 """Results that are caches whose length an operand gives; onnxruntime wrongly infers the length of
-the cache that is read."""
+the input cache."""
 _NO_SIZES = frozenset(("DecoderMaskedMultiHeadAttention",))
 """Ops whose integer operands do not determine sizes of their results."""
 _SMALL = 4096
@@ -84,8 +84,8 @@ class RuntimeShapes:
         key = model.SerializeToString(deterministic=True)
         if key not in self._known:
             self._known[key] = _result_types(model)
-        found = zip(node.output, self._known[key], strict=True)
-        return {name: type_ for name, type_ in found if name and type_ is not None}
+        pairs = zip(node.output, self._known[key], strict=True)
+        return {name: type_ for name, type_ in pairs if name and type_ is not None}
 
     def evaluate(
         self,
@@ -149,8 +149,8 @@ def is_own_domain(domain: str) -> bool:
 @cache
 def _schemas() -> Mapping[tuple[str, str], Any]:
     """The newest schema of every op that onnxruntime knows, by domain and name."""
-    found = sorted(_STATE.get_all_operator_schema(), key=lambda s: int(s.since_version))
-    return {(s.domain, s.name): s for s in found}
+    schemas = sorted(_STATE.get_all_operator_schema(), key=lambda s: int(s.since_version))
+    return {(s.domain, s.name): s for s in schemas}
 
 
 def operator_ports(domain: str, op: str) -> tuple[list[str], list[str]]:
@@ -208,8 +208,8 @@ def _result_types(model: onnx.ModelProto) -> list[TypeProto | None]:
         node = model.graph.node[0]
         tried = _run(session, model.graph) if is_known(node.op_type, node.domain) else None
         shapes = tried or [shape or None for shape in shapes]
-    made = iter(zip(session.get_outputs(), shapes, strict=True))
-    types = [_type(*next(made)) if name else None for name in outputs]
+    left = iter(zip(session.get_outputs(), shapes, strict=True))
+    types = [_type(*next(left)) if name else None for name in outputs]
     for i in _GROWN.get(model.graph.node[0].op_type, ()):
         cache_type = types[i] if i < len(types) else None
         if cache_type is not None:
@@ -233,12 +233,12 @@ def _of_text(text: str) -> TypeProto | None:
         key, _, value_text = inner.partition(",")
         value = _of_text(value_text)
         return value and onnx.helper.make_map_type_proto(_element(key), value)
-    made = {
+    makers = {
         "seq": onnx.helper.make_sequence_type_proto,
         "optional": onnx.helper.make_optional_type_proto,
     }
-    element = _of_text(inner) if kind in made else None
-    return element and made[kind](element)
+    element = _of_text(inner) if kind in makers else None
+    return element and makers[kind](element)
 
 
 def _tensor_type(element: str, shape: _Shape | None) -> TypeProto:

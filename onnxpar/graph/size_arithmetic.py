@@ -1,8 +1,8 @@
-"""Follows the arithmetic of sizes: what a node computes from closed forms, as closed forms.
+"""Follows the arithmetic of sizes: closed forms of a node's results, from closed forms of operands.
 
-Nothing is fitted here: each result holds at all sizes, because the op's definition says so. What
-has no closed form (a table at a size, a square root, a quotient of two open sizes) is not followed;
-the node stays in the model, and ranks compute it in each run.
+Nothing is fitted here: each result holds at all sizes, because the op's definition says so. Results
+without a closed form (a table at a size, a square root, a quotient of two open sizes) are not
+followed: their node stays in the model, and ranks compute it in each run.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class NotFollowed(Exception):
 
 
 def constants(values: Any) -> Forms:
-    """An array of numbers as closed forms. Errors: NotFollowed if there are too fine or infinite
-    ones."""
+    """An array of numbers as closed forms. Errors: NotFollowed for too fine or infinite numbers."""
     array = np.asarray(values)
     if array.dtype.kind == "f":
         if not np.isfinite(array).all() or (array.astype(np.float64) * FRACTION % 1 != 0).any():
@@ -94,10 +93,10 @@ def exact_range(form: Polynomial, dtype: np.dtype[Any]) -> Iterator[Limit]:
 
 def numbers(forms: Forms, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Closed forms as numbers. Errors: NotFollowed if one depends on symbols."""
-    found = [form.number for form in forms.reshape(-1)]
-    if None in found:
+    values = [form.number for form in forms.reshape(-1)]
+    if None in values:
         raise NotFollowed
-    return np.array(found, dtype).reshape(forms.shape)
+    return np.array(values, dtype).reshape(forms.shape)
 
 
 def follow(
@@ -110,16 +109,18 @@ def follow(
     NotFollowed."""
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     if node.op_type in _MOVES:
-        found = _moved(node, operands, dtypes, opset)
+        results = _moved(node, operands, dtypes, opset)
     else:
         compute = _COMPUTED.get(node.op_type)
         if compute is None:
             raise NotFollowed
         is_float = any(d is not None and d.kind == "f" for d in dtypes)
-        found = [np.asarray(compute([o for o in operands if o is not None], attributes, is_float))]
-    if any(form.weight > HEAVIEST for forms in found for form in forms.reshape(-1)):
+        results = [
+            np.asarray(compute([o for o in operands if o is not None], attributes, is_float))
+        ]
+    if any(form.weight > HEAVIEST for forms in results for form in forms.reshape(-1)):
         raise NotFollowed
-    return found
+    return results
 
 
 def _moved(
@@ -128,7 +129,7 @@ def _moved(
     dtypes: Sequence[np.dtype[Any] | None],
     opset: int,
 ) -> list[Forms]:
-    """Moves the places of elements in a list of all, in place of the elements."""
+    """Runs the node on positions of elements in a list, and looks up its results there."""
     moving = _MOVES[node.op_type]
     if any(a.name == "reduction" and a.s != b"none" for a in node.attribute):
         raise NotFollowed
@@ -155,17 +156,17 @@ def _moved(
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
     elements = np.empty(len(table), object)
     elements[:] = table
-    found: Any
+    moved: Any
     if node.op_type == "Slice" and (feeds.get("operand4", np.ones(1)) < 0).any():
-        found = results_of(model, feeds)  # onnx gives other results for starts that are too small
-        if not found:
+        moved = results_of(model, feeds)  # onnx gives other results for starts that are too small
+        if not moved:
             raise NotFollowed
     else:
         try:
-            found = ReferenceEvaluator(model).run(None, feeds)
+            moved = ReferenceEvaluator(model).run(None, feeds)
         except (IndexError, RuntimeError, TypeError, ValueError):
             raise NotFollowed from None
-    return [np.asarray(elements[places], object) for places in found]
+    return [np.asarray(elements[places], object) for places in moved]
 
 
 def _each(function: Callable[..., Polynomial], *arrays: Any) -> Forms:
@@ -235,11 +236,11 @@ def _less(a: Polynomial, b: Polynomial) -> Polynomial:
 
 
 def _equal(a: Polynomial, b: Polynomial) -> Polynomial:
-    """1 or 0 where that is so at all sizes. A size that may be equal to another is not followed:
-    at which sizes it is, no sample shows."""
-    found = ONE - _less(a, b) - _less(b, a)
-    number_of(found)
-    return found
+    """1 if the sizes are equal at all bindings, 0 if they never are. Other pairs are not followed:
+    no sample shows at which sizes they are equal."""
+    equal = ONE - _less(a, b) - _less(b, a)
+    number_of(equal)
+    return equal
 
 
 def _power(a: Polynomial, b: Polynomial) -> Polynomial:
@@ -282,13 +283,13 @@ def _reduced(function: Callable[..., Polynomial]) -> Callable[..., Forms]:
             axes = list(range(data.ndim))
         if not data.size:
             raise NotFollowed
-        found = data
+        total = data
         for axis in sorted((a % data.ndim for a in axes), reverse=True):
-            rows = [np.take(found, [i], axis) for i in range(found.shape[axis])]
-            found = reduce(lambda a, b: _each(function, a, b), rows)
+            rows = [np.take(total, [i], axis) for i in range(total.shape[axis])]
+            total = reduce(lambda a, b: _each(function, a, b), rows)
             if not attributes.get("keepdims", 1):
-                found = np.squeeze(found, axis)
-        return found
+                total = np.squeeze(total, axis)
+        return total
 
     return reduce_forms
 

@@ -78,20 +78,20 @@ def find_states(graph: gs.Graph, given: Sequence[Pair] = (), is_step: bool = Fal
 
 def missing_states(graph: gs.Graph, pairs: Sequence[Pair]) -> list[str]:
     """Inputs that look like states but have no output to feed them: their names differ only by
-    numbers from those of states, such as `past.5.key` if `past.0.key` to `past.4.key` are states.
-    """
+    numbers from the names of states, such as `past.5.key` if `past.0.key` to `past.4.key` are
+    states."""
     paired = {source for source, _ in pairs}
     like: dict[str, list[gs.Tensor]] = defaultdict(list)
     for tensor in graph.inputs:
         like[re.sub(r"\d+", "#", tensor.name)].append(tensor)
-    found = []
+    names = []
     for pattern, tensors in like.items():
         kept = [t for t in tensors if t.name in paired]
         ranks = {(str(t.dtype), len(t.shape or ())) for t in kept}
         rest = [t for t in tensors if t.name not in paired]
         if "#" in pattern:
-            found += [t.name for t in rest if (str(t.dtype), len(t.shape or ())) in ranks]
-    return found
+            names += [t.name for t in rest if (str(t.dtype), len(t.shape or ())) in ranks]
+    return names
 
 
 def unpaired_text(missing: Sequence[str]) -> str:
@@ -110,15 +110,15 @@ def _extended(
     is_step: bool,
 ) -> str | None:
     """The input that becomes this output, found by the ops between them; None if there is none."""
-    found = [
+    names = [
         name
         for name in dict.fromkeys(_sources(output, False, set(), is_step))
         if name in inputs and name not in pairs and _fits(inputs[name], output)
     ]
-    if len(found) > 1:
+    if len(names) > 1:
         stem = _stem(output.name, _AFTER)
-        found = [n for n in found if _stem(n, _BEFORE) == stem] or found
-    return found[0] if found else None
+        names = [n for n in names if _stem(n, _BEFORE) == stem] or names
+    return names[0] if names else None
 
 
 def _sources(
@@ -192,7 +192,7 @@ def _named_alike(
     sources = {t.name: _stem(t.name, _BEFORE) for t in free}
     ends = {t.name: _stem(t.name, _AFTER) for t in results}
     often = Counter(sources.values()), Counter(ends.values())
-    found = {}
+    named = {}
     for source in free:
         stem = sources[source.name]
         for result in results:
@@ -201,8 +201,8 @@ def _named_alike(
             is_directed = _has_word(source.name, _BEFORE) or _has_word(result.name, _AFTER)
             is_kept = _is_kept(source.name) or _is_kept(result.name)
             if is_directed and is_kept and _fits(source, result) and not _is_left_out(result):
-                found[source.name] = result.name
-    return found
+                named[source.name] = result.name
+    return named
 
 
 def _is_left_out(result: gs.Tensor) -> bool:
@@ -222,10 +222,10 @@ def _is_left_out(result: gs.Tensor) -> bool:
 
 def _words(name: str) -> list[str]:
     """`past_key_values.0.key`, `stateN` and `HiddenIn` as lower-case words and numbers."""
-    found = [w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)]
-    if found[-1:] == ["n"] and len(found) > 1:  # stateN
-        return [*found[:-1], "out"]
-    return [*found[:-1], found[-1][0], "out"] if found[-1:] in (["hn"], ["cn"]) else found
+    words = [w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)]
+    if words[-1:] == ["n"] and len(words) > 1:  # stateN
+        return [*words[:-1], "out"]
+    return [*words[:-1], words[-1][0], "out"] if words[-1:] in (["hn"], ["cn"]) else words
 
 
 def _stem(name: str, directions: frozenset[str]) -> Stem:

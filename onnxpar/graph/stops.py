@@ -1,5 +1,5 @@
-"""Nodes through which no gradient flows back, and rows of tables that get none. Metadata, which
-models keep, marks these nodes."""
+"""Nodes through which no gradient flows back, and rows of tables that get no gradient. Metadata,
+which models keep, marks these nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def is_stop(node: gs.Node) -> bool:
 
 
 def marks_stop(node: NodeProto) -> bool:
-    """True if no gradient, or that of some rows alone, flows back through a node of a file."""
+    """True if no gradient, or only the gradient of some rows, flows back through a node of a
+    file."""
     return any(entry.key in (_STOP, _ROW) for entry in node.metadata_props)
 
 

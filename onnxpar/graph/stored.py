@@ -34,7 +34,7 @@ _MOST_BYTES = (1 << 31) - 1
 
 
 def element_bits(dtype: int) -> int:
-    """Bits of a stored element of a TensorProto.DataType; 0 for strings."""
+    """Bits of a stored element of this TensorProto.DataType; 0 for strings."""
     if dtype == TensorProto.STRING:
         return 0
     return stored_bits(np.dtype(helper.tensor_dtype_to_np_dtype(dtype)))
@@ -141,7 +141,7 @@ _VALUES = {
     "value", "sparse_value", "value_float", "value_floats", "value_int", "value_ints",
     "value_string", "value_strings",
 }  # fmt: skip
-"""The attributes of which a Constant has exactly one."""
+"""A Constant has exactly one of these attributes."""
 
 
 _HELD = {
@@ -320,7 +320,7 @@ def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
 
 
 def rename_reads(graph: GraphProto, new: Mapping[str, str]) -> None:
-    """Makes nodes, and what subgraphs pass on, read tensors under new names."""
+    """Renames tensors where nodes read them, and where subgraphs return them."""
     for node in nodes_of(graph):
         for i, name in enumerate(node.input):
             if name in new:
@@ -337,12 +337,12 @@ def reads_of(node: NodeProto) -> set[str]:
 
 def nodes_before(nodes: Iterable[NodeProto], names: Iterable[str]) -> list[NodeProto]:
     """The nodes on which tensors with these names depend, in order."""
-    needed, found = set(names), list[NodeProto]()
+    needed, kept = set(names), list[NodeProto]()
     for node in reversed(list(nodes)):
         if not needed.isdisjoint(node.output):
-            found.append(node)
+            kept.append(node)
             needed |= reads_of(node) - {""}
-    return found[::-1]
+    return kept[::-1]
 
 
 def onnx_opset(model: ModelProto) -> int:
@@ -405,8 +405,8 @@ def lift_constants(graph: GraphProto) -> None:
     """Turns Constant nodes with external data into initializers, so that nothing reads the data."""
     kept = []
     for node in graph.node:
-        found = [a for a in node.attribute if node.op_type == "Constant" and a.name == "value"]
-        value = found[0].t if found else None
+        values = [a for a in node.attribute if node.op_type == "Constant" and a.name == "value"]
+        value = values[0].t if values else None
         if value is None or value.data_location != TensorProto.EXTERNAL:
             kept.append(node)
             continue

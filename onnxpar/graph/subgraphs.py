@@ -58,8 +58,8 @@ def nodes_within(nodes: Iterable[gs.Node]) -> Iterator[gs.Node]:
 
 def constants(graph: gs.Graph) -> list[gs.Constant]:
     """All constants that the graph and its subgraphs read, each once."""
-    found = [t for scope in scopes(graph) for t in scope.tensors().values()]
-    return list({t.name: t for t in found if isinstance(t, gs.Constant)}.values())
+    tensors = [t for scope in scopes(graph) for t in scope.tensors().values()]
+    return list({t.name: t for t in tensors if isinstance(t, gs.Constant)}.values())
 
 
 def captured(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node | gs.Graph, int]]:
@@ -69,10 +69,10 @@ def captured(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node | gs.Graph, int
     """
     for graph in subgraphs(node):
         own = {t.name for t in graph.inputs} | {t.name for n in graph.nodes for t in n.outputs}
-        found = [(t, n, i) for n in graph.nodes for i, t in enumerate(n.inputs)]
-        found += [(t, graph, i) for i, t in enumerate(graph.outputs)]
-        found += [entry for n in graph.nodes for entry in captured(n)]
-        yield from (entry for entry in found if entry[0].name and entry[0].name not in own)
+        reads = [(t, n, i) for n in graph.nodes for i, t in enumerate(n.inputs)]
+        reads += [(t, graph, i) for i, t in enumerate(graph.outputs)]
+        reads += [entry for n in graph.nodes for entry in captured(n)]
+        yield from (entry for entry in reads if entry[0].name and entry[0].name not in own)
 
 
 def is_random(node: gs.Node) -> bool:
@@ -113,7 +113,7 @@ def read_by(node: gs.Node) -> list[gs.Tensor]:
 
 
 def drop_unread(graph: gs.Graph) -> None:
-    """Removes nodes of which nothing reads a result, then those that only they read."""
+    """Removes nodes whose results nothing reads, and then the nodes that only these read."""
     outputs = {id(t) for t in graph.outputs}
     todo, gone = list(graph.nodes), set()
     while todo:
@@ -128,8 +128,8 @@ def drop_unread(graph: gs.Graph) -> None:
 
 
 def cut_off(node: gs.Node) -> None:
-    """Removes a node's operands and results. Of nodes that are equal, as in programs that are
-    copies, `clear` would remove the first from a tensor's readers."""
+    """Removes a node's operands and results. `clear` would remove the first of several equal nodes
+    (programs may be copies) from a tensor's readers."""
     for tensors, field in ((node.inputs, "outputs"), (node.outputs, "inputs")):
         for tensor in tensors:
             others = [n for n in getattr(tensor, field) if n is not node]

@@ -44,7 +44,7 @@ def given(node: gs.Node, index: int) -> gs.Tensor | None:
 
 
 def float_attr(node: gs.Node, attribute: str, default: float) -> float:
-    """A number among a node's attributes as kernels have it: in float32, also by default."""
+    """A number among a node's attributes (or the default) as kernels read it: in float32."""
     return float(np.float32(node.attrs.get(attribute, default)))
 
 
@@ -53,8 +53,8 @@ def numpy_dtype(tensor: gs.Tensor) -> np.dtype[Any]:
     dtype = tensor.dtype
     if isinstance(dtype, int):
         dtype = onnx.helper.tensor_dtype_to_np_dtype(dtype)
-    found: np.dtype[Any] = np.dtype(dtype)
-    return found
+    known: np.dtype[Any] = np.dtype(dtype)
+    return known
 
 
 def dtype_of(tensor: gs.Tensor) -> np.dtype[Any] | None:

@@ -20,7 +20,7 @@ EVALUATION = "evaluation"
 RESIDUAL = "residual"
 """Kind of slots that hold the part of a gradient that a rank has not sent yet."""
 FROZEN = "frozen"
-"""Kind of slots that hold a weight which the step does not train, but another step may have."""
+"""Kind of slots that hold a weight that this step does not train, but another step may."""
 IN_MODEL = ("parameter", "statistic", FROZEN)
 """The kinds of slots that hold weights of the model, under the same names."""
 AVERAGE = "ema"
@@ -36,14 +36,15 @@ SKIPPED = "skipped"
 IGNORED = -100
 """A label that the loss and the accuracy skip, as in PyTorch."""
 SAMPLES = "samples"
-"""Name of the input that says how many samples of a batch count, if a loss cannot tell by its
+"""Name of the input for the number of samples of a batch that count, if a loss cannot tell by its
 labels; by default, all."""
 WEIGHT = f"{EVALUATION}.weight"
-"""Prefix of the names of outputs that say by what a mean of an evaluation was divided, as a share
-of the elements of a batch."""
+"""Prefix of the names of outputs with the divisor of a mean of an evaluation, as a share of the
+elements of a batch."""
 MAGNITUDES = "magnitudes"
 """Name of the output that has the sum of the absolute values of each parameter after the update, or
-of the rows of a lazily trained table that a step reads: a sum of what is not finite is not."""
+of the rows of a lazily trained table that a step reads: the sum is not finite if an element is
+not."""
 SEED = "seed"
 """Name of the input from which all random numbers of a step are derived."""
 
@@ -52,13 +53,13 @@ SEED = "seed"
 class Slot:
     """A tensor that a step passes to the next one.
 
-    kind    "parameter", FROZEN, or the optimizer's name for it
-    of      the parameter that it belongs to; empty if it belongs to all
-    default True if the model has its first value; else it starts as zero
-    torch   the parameter's names in torch, if the model has another
-    transposed  True if the model has the parameter of torch transposed
-    stored  the weights of the model's file for which it stands, True for transposes of it; none if
-            it is the one of its own name
+    kind    "parameter", FROZEN, or the optimizer's name for the tensor
+    of      the parameter that the tensor belongs to; empty for all
+    default True if the model has the first value; else the tensor starts as zero
+    torch   the parameter's names in torch, if they differ from the model's
+    transposed  True if the model has the transpose of torch's parameter
+    stored  the weights of the model's file that it replaces, True for transposed ones; empty for
+            just the weight of its own name
     """
 
     input: str
@@ -98,16 +99,16 @@ class Step:
 
     seed         input for random numbers; None if the step draws none
     labels       input for class numbers, of which -100 does not count; None if the loss has none
-    target       input for what the loss compares the output with; None if it is no such loss
+    target       input that the loss compares the output with; None for a loss without one
     samples      input for the number of samples that count; None if the labels say so, or nothing
-    batch        by input that has samples, the dimension that numbers them
-    full_batches  True if each sample of a batch changes what the step does with the others
+    batch        the dimension of the samples, by input that has samples
+    full_batches  True if each sample of a batch affects the results for the others
     turns        number of micro-batches that the step processes one after the other
-    precision    dtype of computation; None for that of the parameters
+    precision    dtype of computation; None for the dtype of the parameters
     evaluation   outputs that measure the model without updating it; they can be computed alone
     magnitudes   the parameters in the order of the output MAGNITUDES; empty if there is none
     gradients    tensors of the graph that are gradients of the loss, by parameter
-    gradient_scale  by what these are multiplied; a factor that changes is the slot SCALE
+    gradient_scale  factor of these gradients; a factor that changes is the slot SCALE
     rows         sums of the gradients of looked-up rows, by lazily trained table
     deal         sharding of the tensors, if the step is a program per rank
     compression  compression of gradients that ranks exchange; empty for none

@@ -13,7 +13,7 @@ from onnxpar.graph.cache_sizes import CacheSizes, settled
 from onnxpar.layout.symbols import Binding, Polynomial
 
 Profile = tuple[Mapping[str, int], float]
-"""Typical sizes of a run, by symbol, and how much they count compared to other profiles."""
+"""Typical sizes of a run, by symbol, and their weight among profiles."""
 OpenDims = Mapping[tuple[str, int], Polynomial]
 
 BATCH = 1
@@ -60,11 +60,11 @@ class Typical:
         StrategyError."""
         profiles = []
         for entry in entries:
-            found = re.fullmatch(r"(.+?)(?::([0-9.]+))?", entry)
-            pairs = [pair.rpartition("=") for pair in (found[1].split(",") if found else [])]
+            match = re.fullmatch(r"(.+?)(?::([0-9.]+))?", entry)
+            pairs = [pair.rpartition("=") for pair in (match[1].split(",") if match else [])]
             bad = not pairs or any(not name or not size.isdigit() for name, _, size in pairs)
             try:
-                weight = float(found[2] or 1) if found else 0.0
+                weight = float(match[2] or 1) if match else 0.0
             except ValueError:
                 bad, weight = True, 0.0
             if bad or not weight > 0:
@@ -78,15 +78,14 @@ class Typical:
 
 @dataclass(frozen=True)
 class Ties:
-    """Symbols that must equal expressions of other symbols, in the order in which that was
-    found."""
+    """Symbols that must equal expressions of other symbols, in the order of discovery."""
 
     found: tuple[tuple[str, Polynomial], ...] = ()
 
     def solve(self, given: Mapping[str, int], free: Mapping[str, int]) -> dict[str, int]:
-        """Sizes of the symbols in `free`, which are those that equal no expression. They follow
-        from the `given` sizes of any symbols; where these do not determine a size, `free` has it.
-        Errors: StrategyError if given sizes contradict each other."""
+        """Sizes of the symbols in `free`, the symbols that equal no expression. They follow from
+        the `given` sizes of any symbols; if these do not determine a size, `free` has it. Errors:
+        StrategyError if given sizes contradict each other."""
         sizes = {name: given.get(name, size) for name, size in free.items()}
         for name, size in reversed(self.found):
             if name not in given:
@@ -97,9 +96,9 @@ class Ties:
                 if size.at(known) != given[name] and solved is not None and solved >= 0:
                     sizes[symbol] = known[symbol] = solved
             if size.at(known) != given[name]:
-                found = f", here {size.at(known)}" if size.variables else ""
+                note = f", here {size.at(known)}" if size.variables else ""
                 raise StrategyError(
-                    f"--typical {name}={given[name]}: the model ties {name} to {size}{found}; "
+                    f"--typical {name}={given[name]}: the model ties {name} to {size}{note}; "
                     f"leave {name} out"
                 )
         return sizes
@@ -120,9 +119,9 @@ def typical_sizes(
     not pass."""
     known = {*symbols, *(name for name, _ in ties.found)}
     total = sum(weight for _, weight in typical.profiles)
-    found: list[Profile] = []
+    profiles: list[Profile] = []
     for sizes, weight in typical.profiles or (({}, 1.0),):
-        given = {re.sub(r"\W", "_", name): size for name, size in sizes.items()}
+        fixed = {re.sub(r"\W", "_", name): size for name, size in sizes.items()}
         unknown = [name for name in sizes if re.sub(r"\W", "_", name) not in known]
         if unknown:
             raise StrategyError(
@@ -131,7 +130,7 @@ def typical_sizes(
             )
         tried: list[dict[str, int]] = []
         for free in _defaults(symbols, dims):
-            solved = settled(caches, ties.solve(given, free), given)
+            solved = settled(caches, ties.solve(fixed, free), fixed)
             tried += [solved] if solved not in tried else []
         tried = [b for b in tried if all(cache.fits(b) for cache in caches)]
         best = next((b for fit in fits for b in tried if fit(b)), None)
@@ -141,8 +140,8 @@ def typical_sizes(
                 f"--typical {text}: the model does not run at these sizes; give others"
             )
         if best is not None:
-            found.append((best, weight / (total or 1.0)))
-    return tuple(found)
+            profiles.append((best, weight / (total or 1.0)))
+    return tuple(profiles)
 
 
 def _defaults(symbols: Sequence[str], dims: OpenDims) -> Iterator[dict[str, int]]:
@@ -162,8 +161,9 @@ def _defaults(symbols: Sequence[str], dims: OpenDims) -> Iterator[dict[str, int]
 
 
 def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
-    """The symbols that are batch sizes: those named so; else all that are only first dimensions of
-    inputs (such as numbers of texts and of images); else the most frequent first dimension."""
+    """The symbols that are batch sizes: symbols with such a name; else all that are only first
+    dimensions of inputs (such as numbers of texts and of images); else the most frequent first
+    dimension."""
     named = {s for s in symbols if "batch" in s.lower() or s.lower() in ("b", "n", "bs")}
     leading: Counter[str] = Counter(
         size.symbol
@@ -177,12 +177,12 @@ def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
 def _images(symbols: Sequence[str], dims: OpenDims) -> set[str]:
     """The symbols that are the height or width of an image: in dimensions 2 and 3 of an input, both
     open, and not named like a length."""
-    found: set[str] = set()
+    sized: set[str] = set()
     for (name, axis), size in dims.items():
         beside = dims.get((name, axis + 1 if axis % 2 == 0 else axis - 1))
         if axis in (2, 3) and beside is not None and len(size.variables) == 1:
-            found.update(size.variables)
-    return {s for s in found if not _LENGTH_NAME.search(s)}
+            sized.update(size.variables)
+    return {s for s in sized if not _LENGTH_NAME.search(s)}
 
 
 def sizes_text(profiles: Sequence[Profile]) -> str:

@@ -1,4 +1,4 @@
-"""Writes a graph as a model file; weights are copied in blocks from the files they are in."""
+"""Writes a graph as a model file; weights are copied in blocks from their files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Adasum: adds gradients so that the common part of similar ones counts once.
+"""Adasum: adds gradients so that the common part of similar gradients counts once.
 
-Of two gradients a and b it makes (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b: the sum where
-they are orthogonal, the mean where they are equal. Of more, it combines pairs, then pairs of pairs
-(Maleki et al., arXiv:2006.02924).
+The sum of two gradients a and b is (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b: the plain sum
+if they are orthogonal, the mean if they are equal. Of more gradients, Adasum combines pairs, then
+pairs of pairs (Maleki et al., arXiv:2006.02924).
 """
 
 from __future__ import annotations

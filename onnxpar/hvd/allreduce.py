@@ -48,8 +48,8 @@ def allreduce(
     postscale_factor  multiplies the result, before decompression
     process_set       the ranks that take part
 
-    The result of `IndexedSlices` is one with the rows of all ranks, for Average divided by the
-    number of ranks.
+    For `IndexedSlices`, the result has the rows of all ranks, divided by the number of ranks for
+    Average.
     """
     what = called("allreduce", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
@@ -125,7 +125,7 @@ def grouped_allreduce(
     """Returns the reductions of many arrays, which are sent together in buffers of up to
     `fusion_threshold` bytes.
 
-    Each result has the same bits as that of `allreduce`.
+    Each result has the same bits as the result of `allreduce`.
     """
     what = called("grouped_allreduce", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
@@ -234,7 +234,7 @@ def _one(
 
 
 def _then(work: Callable[[], Any], last: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Returns work whose result is what `last` makes of that of `work`."""
+    """Returns work that applies `last` to the result of `work`."""
     if isinstance(work, Reduce):
         finish = work.finish
         return replace(work, finish=lambda received: last(finish(received)))
@@ -276,7 +276,7 @@ def _in_a_cycle(
     reduction: Reduction,
     in_place: bool = False,
 ) -> Together[list[Array]]:
-    """Starts to reduce many tensors, which cycles fuse with what else there is."""
+    """Starts to reduce many tensors, which cycles fuse with other waiting tensors."""
     works = []
     for index, tensor in enumerate(tensors):
         dense = _dense(tensor, f"{what}[{index}]")

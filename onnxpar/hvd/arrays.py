@@ -87,7 +87,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Overwrites `tensor` with that of the root, and returns it."""
+    """Overwrites `tensor` with the root's tensor, and returns it."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
@@ -97,7 +97,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Array]:
-    """Starts to overwrite `tensor` with that of the root."""
+    """Starts to overwrite `tensor` with the root's tensor."""
     work = _from_root(writable(tensor, "broadcast_"), root_rank, name, process_set)
     return Handle(current().begin(lambda: overwritten(tensor, work()), "BROADCAST", [name or ""]))
 
@@ -211,10 +211,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 def join(device: int = -1) -> int:
     """Lets this rank, which has no more data, contribute zeros to the allreduces of the others
-    until all ranks have called it; returns the rank that was the last. `device` is not used.
+    until all ranks have called `join`; returns the last rank that called it. `device` is not used.
 
-    Averages still divide by the number of all ranks. Errors: InputError without cycles; on every
-    rank that starts another collective than an allreduce, InputError from that.
+    Averages still divide by the number of all ranks. Errors: InputError without cycles. A rank that
+    starts a collective other than an allreduce gets InputError from that call.
     """
     here = current()
     if here.cycles is None:
@@ -318,10 +318,10 @@ def _rows(array: Array, splits: Splits, size: int, what: str) -> list[int]:
         if rows % size:
             raise InputError(f"{what}: {rows} rows do not divide by {size} ranks; give splits")
         return [rows // size] * size
-    found = [int(split) for split in splits]
-    if len(found) != size or min(found) < 0 or sum(found) != rows:
+    counts = [int(split) for split in splits]
+    if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
         raise InputError(
-            f"{what}: splits={found} must be {size} numbers of rows, one for each rank, which add "
+            f"{what}: splits={counts} must be {size} numbers of rows, one for each rank, which add "
             f"up to {rows}"
         )
-    return found
+    return counts

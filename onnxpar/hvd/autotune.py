@@ -1,7 +1,7 @@
-"""Finds the fusion threshold and the cycle time at which most bytes are reduced in a second.
+"""Finds the fusion threshold and the cycle time that reduce the most bytes per second.
 
-As in Horovod, a Gaussian process models the measured speeds, and the next values to try are those
-of the largest expected improvement (Jones et al. 1998), within 0 to 64 MiB and 1 to 100 ms.
+As in Horovod, a Gaussian process models the measured speeds, and the next values to try have the
+largest expected improvement (Jones et al. 1998), within 0 to 64 MiB and 1 to 100 ms.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BOUNDS = np.array([[0.0, 64.0], [1.0, 100.0]])
 FIRST = ((4.0, 5.0), (32.0, 50.0), (16.0, 25.0), (8.0, 10.0))
 """The first values to try, of MiB and ms."""
 SAMPLES = 5
-"""Measurements at the same values, of which the median counts."""
+"""Measurements at the same values; their median counts."""
 CANDIDATES = 2000
 
 
@@ -35,7 +35,7 @@ class Autotune:
     warmup_samples    medians that do not count
     steps_per_sample  cycles of a measurement
     max_samples       pairs of values to try
-    noise             of a measurement, relative to the spread of all
+    noise             noise of a measurement, relative to the spread of all
     """
 
     log: str | Path | None = None
@@ -56,8 +56,8 @@ class Autotune:
 
     @staticmethod
     def of_environment() -> Autotune | None:
-        """Returns what HOROVOD_AUTOTUNE=1 and the variables beside it request. Errors: InputError
-        for a value that is not a number."""
+        """Returns the tuner that HOROVOD_AUTOTUNE=1 and its sibling variables request; None without
+        them. Errors: InputError for a value that is not a number."""
         if os.environ.get("HOROVOD_AUTOTUNE", "0") in ("", "0"):
             return None
         return Autotune(
@@ -69,8 +69,8 @@ class Autotune:
         )
 
     def record(self, sent: int, seconds: float, knobs: Knobs) -> Knobs:
-        """Counts a cycle that has reduced `sent` bytes, and returns the values for the next: bytes
-        and milliseconds. `seconds` does not include the cycle time, which is added."""
+        """Counts a cycle that has reduced `sent` bytes, and returns the values for the next cycle:
+        bytes and milliseconds. `seconds` excludes the cycle time, which is added."""
         if not self.active:
             return knobs
         self._bytes += sent
@@ -117,8 +117,8 @@ class Autotune:
         normal = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
         below = np.array([0.5 * (1 + math.erf(each / math.sqrt(2))) for each in z])
         best = candidates[int(np.argmax(gain * below + deviation * normal))]
-        found = low + best * (high - low)
-        return float(found[0]), float(found[1])
+        values = low + best * (high - low)
+        return float(values[0]), float(values[1])
 
     def _row(self, knobs: Knobs, score: float) -> None:
         if self.log:
@@ -157,9 +157,9 @@ def number(variable: str, default: float) -> float:
     """Returns the number in an environment variable. Errors: InputError for other texts."""
     text = os.environ.get(variable) or str(default)
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 <= found < math.inf:
+        value = math.nan
+    if not 0 <= value < math.inf:
         raise InputError(f"{variable}={text!r} must be a number of at least 0")
-    return found
+    return value

@@ -1,4 +1,4 @@
-"""What Horovod's programs ask of a build: onnxpar has Gloo, and nothing else."""
+"""Horovod's queries about a build: onnxpar has Gloo, and nothing else."""
 
 from __future__ import annotations
 

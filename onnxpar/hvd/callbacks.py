@@ -28,8 +28,8 @@ Logs = MutableMapping[str, Any]
 
 
 class Loop:
-    """What callbacks know of a loop: parameters by name, the optimizer, and the number of steps of
-    an epoch."""
+    """The facts about a loop for callbacks: parameters by name, the optimizer, and the number of
+    steps of an epoch."""
 
     def __init__(
         self, params: Mapping[str, Array], optimizer: Any, steps_per_epoch: int | None = None
@@ -40,7 +40,7 @@ class Loop:
 
 
 class Callback:
-    """The base of callbacks, which do nothing; `loop` is set before training begins."""
+    """The base class of callbacks; its methods do nothing. `loop` is set before training begins."""
 
     loop: Loop
 
@@ -142,7 +142,7 @@ class BroadcastGlobalVariablesHook:
 
 class MetricAverageCallback(Callback):
     """Replaces the metrics in `logs` by their averages over the ranks at the end of each epoch. Put
-    it before callbacks that read them. `device` is not used."""
+    it before callbacks that read metrics. `device` is not used."""
 
     def __init__(self, device: str = "") -> None:
         self.device = device
@@ -159,10 +159,10 @@ class LearningRateScheduleCallback(Callback):
 
     initial_lr           the learning rate at the start
     multiplier           a function, or a number m for m ** (epoch - start_epoch)
-    staircase            sets it at the start of each epoch; otherwise before each batch, with
-                         epoch + batch / steps_per_epoch as a fraction
-    momentum_correction  scales the optimizer's momentum, if it has one, by the change of the rate
-                         during the step that follows it (arXiv:1706.02677)
+    staircase            sets the rate at the start of each epoch; otherwise before each batch, for
+                         the fractional epoch epoch + batch / steps_per_epoch
+    momentum_correction  scales the optimizer's momentum, if it has one, by the change of the rate,
+                         for the next step (arXiv:1706.02677)
     steps_per_epoch      needed without staircase, unless the loop gives it
     """
 

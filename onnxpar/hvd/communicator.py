@@ -35,16 +35,17 @@ class Communicator:
         self.rank = world.rank
         self.size = world.size
         self.agreed: set[tuple[tuple[int, ...], str]] = set()
-        """Ranks, and digests of lists of fused arrays that are known to be equal on them."""
+        """Pairs of ranks and a digest: these ranks have agreed on a list of fused arrays with this
+        digest."""
         self.process_sets: dict[int, tuple[int, ...]] = {0: tuple(range(world.size))}
         """The ranks of each registered process set, by its number."""
         self.added = 0
         """The number of the last process set that was added."""
         self.counts: Counter[str] = Counter()
-        """How often this rank has done what all ranks must do equally often, by its name."""
+        """Counts, by name, of actions that all ranks must do equally often."""
         self.timeline: Timeline | None = None
         self.cycles: Cycles | None = None
-        """What runs collectives in cycles, if the ranks have cycles."""
+        """The thread that runs collectives in cycles, if the ranks have cycles."""
         self._groups: dict[tuple[int, ...], World | Group] = {self.process_sets[0]: world}
         self._queue: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
@@ -58,7 +59,7 @@ class Communicator:
         self.is_homogeneous = len({hosts.count(host) for host in hosts}) == 1
 
     def group(self, ranks: tuple[int, ...]) -> World | Group:
-        """Returns the connection to these ranks, of which this rank is one."""
+        """Returns the connection to these ranks, which include this rank."""
         if ranks not in self._groups:
             self._groups[ranks] = Group(self.world, ranks)
         return self._groups[ranks]
@@ -82,7 +83,7 @@ class Communicator:
         return future
 
     def activity(self, names: Sequence[str], activity: str) -> AbstractContextManager[None]:
-        """Records on the timeline what is done with tensors inside the `with` block."""
+        """Records `activity` on the timeline, for tensors inside the `with` block."""
         return nullcontext() if self.timeline is None else self.timeline.span(names, activity)
 
     def _timed(self, work: Callable[[], T], kind: str, names: Sequence[str]) -> Callable[[], T]:
@@ -144,10 +145,10 @@ def is_initialized() -> bool:
 
 def current() -> Communicator:
     """Returns the communicator of this process or thread. Errors: RankError before `init`."""
-    found = _ranks.own or _process
-    if found is None:
+    communicator = _ranks.own or _process
+    if communicator is None:
         raise RankError("this process is not a rank yet; call onnxpar.hvd.init() first")
-    return found
+    return communicator
 
 
 def rank() -> int:

@@ -17,7 +17,7 @@ class Compressor(Protocol):
     methods."""
 
     def compress(self, tensor: Array) -> tuple[Array, Any]:
-        """Returns the array to send, and what `decompress` needs to know."""
+        """Returns the array to send, and the context that `decompress` needs."""
 
     def decompress(self, tensor: Array, ctx: Any) -> Array:
         """Returns a received array in its original form."""

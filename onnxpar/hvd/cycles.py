@@ -1,8 +1,8 @@
-"""Cycles: collectives that were started are sent together, as soon as all ranks have started them.
+"""Cycles: collectives run together as soon as all ranks have started them.
 
-Once in a cycle, the ranks tell each other which collectives they have started since the last. Those
-that all ranks have started run, in their order, and allreduces among them are fused in buffers. A
-rank that has called `join` contributes zeros to the allreduces of the others.
+Once in a cycle, the ranks tell each other which collectives they have started. The collectives that
+all ranks have started run, in their order; allreduces among them are fused in buffers. A rank that
+has called `join` contributes zeros to the allreduces of the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Knobs = tuple[float, float]
 
 @dataclass
 class Request:
-    """A collective that this rank has started. `about` is what all ranks must agree on."""
+    """A collective that this rank has started; all ranks must agree on `about`."""
 
     about: str
     work: Callable[[], Any]
@@ -84,7 +84,8 @@ class Cycles:
         return Request(about, work, timeline.queued("ALLREDUCE" if reduces else kind, [tensor]))
 
     def join(self) -> int:
-        """Lets this rank contribute zeros until all ranks have called join; returns the last."""
+        """Lets this rank contribute zeros until all ranks have called join; returns the last such
+        rank."""
         with self._changed:
             self._joining = Future()
             self._changed.notify()
@@ -93,7 +94,7 @@ class Cycles:
         return last
 
     def stop(self) -> None:
-        """Ends the thread; what has not run fails."""
+        """Ends the thread; waiting collectives fail."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -124,7 +125,7 @@ class Cycles:
             self._joining.set_exception(error)
 
     def _cycle(self) -> None:
-        """Asks what the ranks have started, and runs what all have."""
+        """Asks which collectives the ranks have started, and runs those that all have started."""
         with self._changed:
             mine = None if self._is_joining() and not self._pending else self._pending[:]
         told = self._exchange(None if mine is None else [request.about for request in mine])
@@ -154,8 +155,8 @@ class Cycles:
                     request.future.set_exception(error)
 
     def _exchange(self, abouts: list[str] | None) -> list[list[str] | None]:
-        """Returns what each rank has started; None for those that have joined. All ranks take the
-        knobs of rank 0."""
+        """Returns the collectives that each rank has started; None for a rank that has joined. All
+        ranks take the knobs of rank 0."""
         payload = to_bytes([abouts, *self._knobs])
         name = f"cycle {self.count}"
         self.count += 1
@@ -165,8 +166,8 @@ class Cycles:
         return [row[0] for row in every]
 
     def _agreed(self, told: Sequence[list[str] | None]) -> list[str]:
-        """Returns what all ranks that have not joined have started. Errors: RankError, on every
-        rank, if they have started different things."""
+        """Returns the collectives that all ranks but the joined ones have started. Errors:
+        RankError, on every rank, if they differ."""
         active = [(rank, abouts) for rank, abouts in enumerate(told) if abouts is not None]
         count = min(len(abouts) for _, abouts in active)
         first_rank, first = active[0]
@@ -182,12 +183,12 @@ class Cycles:
         return first[:count]
 
     def _zeros(self, about: str) -> Callable[[], Any]:
-        """Returns what a rank that has joined runs."""
-        found = Reduce.parse(self._members, about)
-        return found if found is not None else lambda: None
+        """Returns the work of a rank that has joined."""
+        zeros = Reduce.parse(self._members, about)
+        return zeros if zeros is not None else lambda: None
 
     def _execute(self, requests: Sequence[Request]) -> None:
-        """Runs requests in their order; allreduces without others between them run together."""
+        """Runs requests in their order; consecutive allreduces run together."""
         began, sent, start = time.perf_counter(), 0, 0
         while start < len(requests):
             end = start

@@ -57,9 +57,9 @@ class DistributedOptimizer:
     fusion_threshold           size in bytes of the buffers in which gradients are sent together; 0
                                sends each gradient separately; the default is the environment
                                variable HOROVOD_FUSION_THRESHOLD, or 64 MiB
-    gc_type, threshold         compression as in the graph: "float16", "bfloat16" or "2bit", which
-                               sends 0, `threshold` or its negative, and keeps the remainder;
-                               gradients of less than 1 kB are sent as they are
+    gc_type, threshold         compression as in the graph: "float16", "bfloat16" or "2bit" (sends
+                               0, `threshold` or its negative, and keeps the remainder); gradients
+                               of less than 1 kB are sent as they are
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class DistributedOptimizer:
         gradients; then pass them to `step` in a `skip_synchronize` block. The next call overwrites
         the returned arrays.
 
-        With `backward_passes_per_step`, it takes the place of `step` in the last pass of an update,
-        and what `step` has added up before is part of the result."""
+        With `backward_passes_per_step`, it replaces `step` in the last pass of an update, and the
+        result includes the gradients that `step` has added up before."""
         grads = self._with_earlier(grads)
         if not self.process_set.included():
             return dict(grads)
@@ -200,7 +200,8 @@ class DistributedOptimizer:
         return self._named, {**params, **missing}
 
     def _combine_updates(self, params: Mapping[str, Array], grads: Gradients) -> None:
-        """Lets this rank update the parameters, and replaces the update by that of all ranks."""
+        """Lets this rank update the parameters, and replaces the update by the combined update of
+        all ranks."""
         before = {name: params[name].copy() for name in grads}
         self.optimizer.step(params, grads)
         updates = {name: np.asarray(params[name] - old) for name, old in before.items()}

@@ -9,10 +9,10 @@
 
     train(hvd.elastic.ArrayState(params=params, optimizer=optimizer, batch=0))
 
-When a rank dies, each other rank restores what it committed, connects again with `shutdown` and
-`init`, and waits there for a process that takes the place of the lost one, up to the timeout. Then
-all take the latest committed state and call the function again. Whoever started the ranks starts
-the new process.
+When a rank dies, each other rank restores its last commit, connects again with `shutdown` and
+`init`, and waits for a process that replaces the lost one, up to the timeout. Then all ranks take
+the latest committed state and call the function again. The launcher of the ranks must start the new
+process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HostsUpdatedInterrupt(Exception):
 
 
 class State:
-    """What ranks keep between resets. A subclass defines `save`, `restore` and `sync`.
+    """The state that ranks keep between resets. A subclass defines `save`, `restore` and `sync`.
 
     bcast_object  broadcasts an object from rank 0
     get_rank      returns the number of this rank
@@ -143,7 +143,7 @@ class ObjectState(State):
 
 
 class _Kept(Protocol):
-    """One of the things of an ArrayState."""
+    """One part of an ArrayState."""
 
     def save(self) -> None: ...
     def restore(self) -> None: ...
@@ -194,7 +194,7 @@ class ArrayState(ObjectState):
 
     params     the parameters, as for `broadcast_parameters`; they are restored in place
     optimizer  an optimizer, or any object with `state_dict` and `load_state_dict`
-    kwargs     more of either (mappings of arrays, samplers), and plain objects that
+    kwargs     more arrays (in mappings), samplers or optimizers, and plain objects that
                `broadcast_object` can send
     """
 
@@ -203,10 +203,10 @@ class ArrayState(ObjectState):
     def __init__(
         self, params: Any = None, optimizer: Stateful | None = None, **kwargs: Any
     ) -> None:
-        given = {"params": params, "optimizer": optimizer, **kwargs}
+        values = {"params": params, "optimizer": optimizer, **kwargs}
         self._handlers: dict[str, _Kept] = {}
         plain: dict[str, Any] = {}
-        for name, value in given.items():
+        for name, value in values.items():
             if _is_arrays(value):
                 self._handlers[name] = _Arrays(value)
             elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
@@ -230,8 +230,8 @@ class ArrayState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Takes the state of the rank that has saved most often, the first of several: a process
-        that takes the place of a lost one has saved nothing yet."""
+        """Takes the state of the (first) rank that has saved most often: a process that replaces a
+        lost one has saved nothing yet."""
         commits = allgather_object(self._commits, "elastic commits")
         self._commits = max(commits)
         root = commits.index(self._commits)
@@ -263,7 +263,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     hosts change, all ranks reset, take the same state, and call it again.
 
     The number of resets is not limited, but each waits for the other ranks no longer than the
-    timeout of `init`. Errors: RankError if they do not come.
+    timeout of `init`. Errors: RankError if the others do not connect in time.
     """
     return run_fn(func, _reset)
 
@@ -298,12 +298,12 @@ def _reset() -> None:
 class ElasticSampler:
     """The indices of this rank's samples that no rank has processed in this epoch.
 
-    dataset  the number of samples, or something with a length
+    dataset  the number of samples, or an object with a length
     shuffle  gives the samples another order in each epoch
     seed     the same on all ranks
 
     Call `record_batch` after each batch, and `set_epoch` at the end of each epoch. As part of an
-    `ArrayState`, it divides the rest of an epoch among the ranks that there are after a reset.
+    `ArrayState`, it divides the rest of an epoch among the ranks after a reset.
     """
 
     def __init__(self, dataset: int | Sized, shuffle: bool = True, seed: int = 0) -> None:

@@ -58,7 +58,7 @@ def layout_of(names: Sequence[str], arrays: Sequence[Array]) -> Layout:
 class Fusion:
     """Buffers for the arrays that `layout` lists. Each buffer holds arrays of one dtype with up to
     `threshold` bytes in total, as they are sent, or a single larger array. With `groups` of
-    indices, the arrays of a group share a buffer whatever its size, and no others do."""
+    indices, each group has a buffer of its own, of any size."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Bucket:
 def _of_groups(
     groups: Sequence[Sequence[int]], wires: Sequence[np.dtype[Any]]
 ) -> Iterator[list[int]]:
-    """Yields the indices of the arrays in each buffer: those of a group with equal dtypes."""
+    """Yields the indices of the arrays in each buffer: arrays of one group and dtype."""
     for group in groups:
         for places in fill([wires[index] for index in group], [0] * len(group)):
             yield [group[place] for place in places]

@@ -29,8 +29,8 @@ Groups = int | Sequence[Sequence[Any]] | None
 
 
 def compression_of(compression: Compressor, gc_type: str) -> Compressor:
-    """Returns the compression that one of Horovod's `compression` and the graph's `gc_type`
-    requests. Errors: InputError if both do, or for an unknown type."""
+    """Returns the compression from Horovod's `compression` or the graph's `gc_type`. Errors:
+    InputError if both request one, or for an unknown type."""
     chosen = {NONE: compression, TWO_BIT: compression, "float16": Compression.fp16}
     chosen["bfloat16"] = Compression.bf16
     if gc_type not in chosen:
@@ -45,8 +45,8 @@ class GradientReducer:
     """Reduces named gradients over a process set, and keeps the buffers for the next call.
 
     `named` are the parameters to which arrays in `groups` refer. With `two_bit`, dense gradients
-    are summed in two bits per element, for Average of their parts of the average. Gradients of
-    fewer than `least_bytes` are not compressed.
+    are summed in two bits per element; for Average, they are divided by the number of ranks before.
+    Gradients of fewer than `least_bytes` are not compressed.
     """
 
     reduction: Reduction
@@ -77,8 +77,8 @@ class GradientReducer:
         return members.communicator.ordered(run, "ALLREDUCE", list(grads))
 
     def begin(self, grads: Gradients, called: str) -> Handle[dict[str, Any]]:
-        """Starts what `reduce` does; the names of its collectives begin with `called`. Do not
-        change the gradients until the result is there."""
+        """Starts a `reduce`; the names of its collectives begin with `called`. Do not change the
+        gradients until the result is ready."""
         members, dense, sparse = self._checked(grads)
         prefix = f"{called}, "
         if members.communicator.cycles is not None and not self.two_bit:
@@ -190,9 +190,9 @@ class GradientReducer:
         listed = [name for group in groups for name in group]
         if len(set(listed)) < len(listed):
             raise InputError("groups: a parameter can only be in one group")
-        found = [[names.index(name) for name in group if name in names] for group in groups]
+        indices = [[names.index(name) for name in group if name in names] for group in groups]
         rest = [[index] for index, name in enumerate(names) if name not in listed]
-        return [group for group in found if group] + rest
+        return [group for group in indices if group] + rest
 
     def _name(self, parameter: Any) -> str:
         """Returns the name of a parameter in `groups`, which may be the array itself."""

@@ -11,7 +11,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Waiting(Protocol[T_co]):
-    """What a handle needs of a future."""
+    """The part of a future that a handle needs."""
 
     def result(self) -> T_co: ...
     def done(self) -> bool: ...
@@ -32,7 +32,7 @@ class Handle(Generic[T]):
 
 
 class Together(Generic[T]):
-    """Several futures as one, whose result `finish` makes of theirs."""
+    """Several futures as one; `finish` computes its result from theirs."""
 
     def __init__(self, futures: Sequence[Future[Any]], finish: Callable[[list[Any]], T]) -> None:
         self._futures = futures
@@ -46,8 +46,8 @@ class Together(Generic[T]):
 
 
 def synchronize(handle: Handle[T]) -> T:
-    """Waits for a collective that was started, and returns its result. Errors: those of the
-    collective."""
+    """Waits for a collective that was started, and returns its result. Errors: the collective's
+    own."""
     return handle()
 
 

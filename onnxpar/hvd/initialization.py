@@ -1,4 +1,4 @@
-"""init, and what it reads from the environment."""
+"""`init`, and its settings from the environment."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def init(
     process_sets  process sets to add; "dynamic" is accepted, as sets can always be added later
     timeout       limit in seconds of this and every later wait for another rank; the default is
                   the environment variable ONNXPAR_TIMEOUT, or 60
-    cycle_time_ms lets ranks run what they have started in cycles, each so many milliseconds after
-                  the last, and fuses allreduces of a cycle; the default is the environment
+    cycle_time_ms lets ranks run collectives in cycles, so many milliseconds apart, and fuses
+                  allreduces of a cycle; the default is the environment
                   variable HOROVOD_CYCLE_TIME, or no cycles. `join` and autotuning need them
 
     The environment variable HOROVOD_TIMELINE names a file for the timeline, HOROVOD_AUTOTUNE=1
@@ -69,7 +69,7 @@ def init(
 
 def again() -> None:
     """Connects again as the last `init` did, after `shutdown`. Errors: RankError as for `init`, and
-    for ranks that are threads, which `run_on_threads` connects once."""
+    for ranks that are threads (`run_on_threads` connects them only once)."""
     if is_initialized():
         raise RankError("ranks that are threads cannot connect again; use processes")
     init(**_last)

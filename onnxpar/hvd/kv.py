@@ -6,9 +6,9 @@
     store.push("w", gradient)
     store.pull("w", out=w)
 
-All ranks make the same calls in the same order: what MXNet's workers ask of servers, ranks ask of
-each other. In the order of `init`, each key goes to the rank that has the fewest bytes. That rank
-adds up what is pushed, in the order of ranks, and holds the state of the optimizer.
+All ranks make the same calls in the same order: ranks take the part of MXNet's servers. In the
+order of `init`, each key goes to the rank with the fewest bytes. That rank adds up the pushed
+values, in the order of ranks, and holds the state of the optimizer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from onnxpar.runtime.ranks import collectives
 Key = int | str
 Keys = Key | Sequence[Key]
 Updater = Callable[[Key, Any, Array], object]
-"""A function of a key, what was pushed (summed over the ranks), and the value to change in
+"""A function of a key, the sum over the ranks of pushed values, and the value to change in
 place."""
 _SYNC = ("dist_sync", "dist_device_sync", "dist_sync_device", "dist")
 _LOCAL = ("local", "device", "local_update_cpu", "local_allreduce_cpu", "local_allreduce_device")
@@ -71,10 +71,10 @@ class _Entry:
 
 
 class KVStore:
-    """A store of arrays by key, which `create` makes.
+    """A store of arrays by key; `create` returns one.
 
-    Arguments of the calls are MXNet's: a key or a list of keys, and for each an array, or a list of
-    arrays, which are added. `priority` is not used.
+    Arguments of the calls are MXNet's: a key or a list of keys, and for each key an array, or a
+    list of arrays, whose sum counts. `priority` is not used.
     """
 
     def __init__(self, type: str, members: Members) -> None:
@@ -97,10 +97,10 @@ class KVStore:
         return self._members.size
 
     def init(self, key: Keys, value: Any) -> None:
-        """Adds keys with their first values, those of rank 0. Errors: InputError if a key
+        """Adds keys with their first values, which rank 0 gives. Errors: InputError if a key
         exists."""
-        for each, given in _pairs(key, value, "init"):
-            array = collectives.as_exchangeable(given, f"init {each!r}")
+        for each, array_like in _pairs(key, value, "init"):
+            array = collectives.as_exchangeable(array_like, f"init {each!r}")
             if each in self._entries:
                 raise InputError(f"init: the key {each!r} exists already")
             first: Array = self._ordered(partial(self._first, each, array))
@@ -111,21 +111,21 @@ class KVStore:
                 self._values[each] = first
 
     def push(self, key: Keys, value: Any, priority: int = 0) -> None:
-        """Adds up values over the ranks, and gives each sum to the optimizer, or, if there is none,
-        makes it the value of its key. Values may be `IndexedSlices`, then on all ranks."""
+        """Adds up values over the ranks, and gives each sum to the optimizer; without one, the sum
+        becomes the value of its key. Values may be `IndexedSlices`, but then on all ranks."""
         dense: dict[Key, Array] = {}
         sparse: dict[Key, IndexedSlices] = {}
-        for each, given in _pairs(key, value, "push"):
-            merged = self._merged(each, given)
+        for each, pushed in _pairs(key, value, "push"):
+            merged = self._merged(each, pushed)
             if isinstance(merged, IndexedSlices):
                 sparse[each] = merged
             else:
                 dense[each] = merged
         sums: dict[Key, Any] = self._ordered(lambda: self._sums(dense)) if dense else {}
         for each, rows in sparse.items():
-            found = self._ordered(partial(self._rows_of, each, rows))
-            if found is not None:
-                sums[each] = found
+            gathered = self._ordered(partial(self._rows_of, each, rows))
+            if gathered is not None:
+                sums[each] = gathered
         for each, total in sums.items():
             if self._updater is not None:
                 self._updater(each, total, self._values[each])
@@ -136,7 +136,7 @@ class KVStore:
     def pull(
         self, key: Keys, out: Any = None, priority: int = 0, ignore_sparse: bool = True
     ) -> Any:
-        """Writes the values of keys to the arrays `out`, each or a list of them for a key. Without
+        """Writes the values of keys to `out`, an array or a list of arrays for each key. Without
         `out`, returns the values. `ignore_sparse` is not used: no value is sparse."""
         keys = _keys(key)
         values = self._ordered(lambda: self._gathered(keys))
@@ -155,35 +155,34 @@ class KVStore:
         self.pull(key, value if out is None else out, priority)
 
     def broadcast(self, key: Keys, value: Any, out: Any, priority: int = 0) -> None:
-        """Adds keys with the values of rank 0, and writes those to `out`."""
+        """Adds keys with the values of rank 0, and writes these values to `out`."""
         self.init(key, value)
         self.pull(key, out, priority)
 
     def row_sparse_pull(
         self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
     ) -> Any:
-        """Returns some rows of values as `IndexedSlices` with ascending indices, and writes them to
-        `out`, where it is given: arrays, whose other rows become 0. `row_ids` may differ between
-        ranks."""
+        """Returns rows of values as `IndexedSlices` with ascending indices. Also writes them to the
+        arrays `out`, if given, whose other rows become 0. `row_ids` may differ between ranks."""
         if row_ids is None:
             raise InputError("row_sparse_pull needs row_ids")
         many = isinstance(key, list | tuple)
         keys = _keys(key)
         ids = list(row_ids) if many and isinstance(row_ids, list | tuple) else [row_ids] * len(keys)
         _check_count(ids, keys, "row_sparse_pull: row_ids")
-        found = []
+        pulled = []
         for each, rows in zip(keys, ids, strict=True):
             wanted = self._wanted(each, rows)
-            found.append(self._ordered(partial(self._pull_rows, each, wanted)))
+            pulled.append(self._ordered(partial(self._pull_rows, each, wanted)))
         if out is not None:
-            for slices, target in zip(found, list(out) if many else [out], strict=True):
+            for slices, target in zip(pulled, list(out) if many else [out], strict=True):
                 array = writable(target, "row_sparse_pull")
                 array[...] = 0
                 array[slices.indices] = slices.values
-        return found if many else found[0]
+        return pulled if many else pulled[0]
 
     def set_optimizer(self, optimizer: SteppingOptimizer) -> None:
-        """Lets an optimizer update the values from what is pushed. Its options are those of rank 0;
+        """Lets an optimizer update the values from pushed gradients. The options of rank 0 count;
         each rank keeps the state of its keys."""
         if self.num_workers > 1:
             broadcast_optimizer_state(optimizer, 0)
@@ -192,15 +191,15 @@ class KVStore:
         )
 
     def set_updater(self, updater: Updater) -> None:
-        """Lets a function update the values from what is pushed, on the ranks that have them."""
+        """Lets a function update the values from pushed ones, on the ranks that have the keys."""
         self._updater = updater
 
     _set_updater = set_updater
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Sends what is pushed in two bits per element: `{"type": "2bit", "threshold": 0.5}`. Each
+        """Sends pushed values in two bits per element: `{"type": "2bit", "threshold": 0.5}`. Each
         rank sends 0, the threshold or its negative, and keeps the remainder for the next push.
-        `{"type": "none"}` ends it."""
+        `{"type": "none"}` ends compression."""
         params = dict(compression_params)
         kind, threshold = params.pop("type", None), float(params.pop("threshold", THRESHOLD))
         if params or kind not in (TWO_BIT, NONE):
@@ -211,7 +210,7 @@ class KVStore:
         self._two_bit = TwoBit(threshold) if kind == TWO_BIT else None
 
     def barrier(self) -> None:
-        """Returns when all ranks have called it."""
+        """Returns when all ranks have called `barrier`."""
         if self.num_workers > 1:
             barrier()
 
@@ -226,14 +225,14 @@ class KVStore:
             raise InputError(f"{what}: there is no key {key!r}; call init first")
         return self._entries[key]
 
-    def _merged(self, key: Key, given: Any) -> Any:
-        """Returns what this rank pushes: the sum of a list."""
+    def _merged(self, key: Key, value: Any) -> Any:
+        """Returns the value that this rank pushes: for a list, its sum."""
         entry, what = self._entry(key, "push"), f"push {key!r}"
-        if isinstance(given, IndexedSlices):
-            rows = check_sparse(IndexedSlices(*given[:2], entry.shape), Reduction(Sum), what)
+        if isinstance(value, IndexedSlices):
+            rows = check_sparse(IndexedSlices(*value[:2], entry.shape), Reduction(Sum), what)
             _check_rows(rows.indices, entry, f"{what}: indices")
             return rows
-        parts = given if isinstance(given, list | tuple) else [given]
+        parts = value if isinstance(value, list | tuple) else [value]
         total = collectives.as_exchangeable(parts[0], what)
         for part in parts[1:]:
             total = total + part
@@ -271,14 +270,14 @@ class KVStore:
         return sums
 
     def _payload(self, key: Key, array: Array) -> Array:
-        """Returns what this rank sends of an array: its elements, or their codes."""
+        """Returns the data that this rank sends for an array: its elements, or their codes."""
         row = array.reshape(-1)
         if self._two_bit is None:
             return row
         return self._two_bit.encode(str(key), array)
 
     def _total(self, parts: Array, entry: _Entry) -> Array:
-        """Returns the sum of what the ranks have sent."""
+        """Returns the sum of the data from all ranks."""
         if self._two_bit is not None:
             length = numel(entry.shape)
             return self._two_bit.decode(parts, length, entry.dtype).reshape(entry.shape)
@@ -288,22 +287,22 @@ class KVStore:
         return total.reshape(entry.shape)
 
     def _rows_of(self, key: Key, rows: IndexedSlices) -> IndexedSlices | None:
-        """Sends the rows of a sparse value to the rank that has the key; returns all of them
-        there, and None on the others."""
+        """Sends the rows of a sparse value to the rank that has the key; returns the rows of all
+        ranks there, and None on other ranks."""
         entry, world = self._entries[key], self._members.world
         indices = collectives.as_exchangeable(rows.indices, f"push {key!r}").astype(np.int64)
         values = collectives.as_exchangeable(rows.values, f"push {key!r}")
         splits = [len(indices) if r == entry.owner else 0 for r in range(self.num_workers)]
         every, _ = collectives.all_to_all(world, indices, splits, f"push {key}.indices")
-        found, _ = collectives.all_to_all(world, values, splits, f"push {key}.values")
+        gathered, _ = collectives.all_to_all(world, values, splits, f"push {key}.values")
         if entry.owner != self.rank:
             return None
-        return IndexedSlices(found, every, entry.shape).merged()
+        return IndexedSlices(gathered, every, entry.shape).merged()
 
     def _gathered(self, keys: Sequence[Key]) -> list[Array]:
         """Returns the values of keys, from the ranks that have them."""
         entries = {key: self._entry(key, "pull") for key in keys}
-        found: dict[Key, Array] = {}
+        values: dict[Key, Array] = {}
         for dtype in sorted({entry.dtype.name for entry in entries.values()}):
             chosen = [key for key in entries if entries[key].dtype.name == dtype]
             chosen.sort(key=lambda key: entries[key].owner)
@@ -313,9 +312,9 @@ class KVStore:
             start = 0
             for key in chosen:
                 end = start + numel(entries[key].shape)
-                found[key] = every[start:end].reshape(entries[key].shape)
+                values[key] = every[start:end].reshape(entries[key].shape)
                 start = end
-        return [found[key] for key in keys]
+        return [values[key] for key in keys]
 
     def _wanted(self, key: Key, row_ids: Any) -> Array:
         entry = self._entry(key, "row_sparse_pull")

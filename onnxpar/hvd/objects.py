@@ -77,7 +77,7 @@ Parameters = Mapping[str, Array] | Sequence[Array] | Sequence[tuple[str, Array]]
 
 
 def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
-    """Overwrites the arrays of every rank with those of the rank `root_rank`.
+    """Overwrites the arrays of every rank with the arrays of the rank `root_rank`.
 
     `params` maps names to arrays, or is a list of arrays or of pairs of name and array. Errors:
     InputError if a value is not a writable array.
@@ -90,7 +90,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
 
 
 def named_arrays(params: Parameters, what: str) -> dict[str, Array]:
-    """Returns arrays by name; an array without one is called by its position. Errors: InputError
+    """Returns arrays by name; an array without a name is named by its position. Errors: InputError
     if two have the same name."""
     if isinstance(params, Mapping):
         return dict(params)

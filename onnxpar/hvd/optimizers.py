@@ -48,8 +48,8 @@ class Optimizer(ABC):
         """Updates one parameter and its state in place."""
 
     def _update_rows(self, param: Array, grad: IndexedSlices, state: State) -> bool:
-        """Updates the rows of a sparse gradient, if that equals the dense update; returns False if
-        it does not."""
+        """Updates the rows of a sparse gradient if that equals the dense update; otherwise returns
+        False."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,8 +57,8 @@ class Optimizer(ABC):
         return copy.deepcopy({each.name: getattr(self, each.name) for each in fields(self)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores options and state that `state_dict` returned. Errors: InputError for those of
-        another optimizer."""
+        """Restores options and state that `state_dict` returned. Errors: InputError for the state
+        of another optimizer."""
         known = {each.name for each in fields(self)}
         if set(state) != known:
             raise InputError(
@@ -138,8 +138,8 @@ class AdamW(Adam):
 
 
 def fitted(name: str, params: Mapping[str, Array], grad: Any) -> Any:
-    """Returns the gradient, a sparse one with the shape of its parameter. Errors: InputError if a
-    gradient has no parameter of its name, or another shape."""
+    """Returns the gradient; a sparse gradient gets the shape of its parameter. Errors: InputError
+    if a gradient has no parameter of its name, or another shape."""
     if name not in params:
         raise InputError(f"the gradient {name!r} has no parameter of this name; {_some(params)}")
     wanted = params[name].shape

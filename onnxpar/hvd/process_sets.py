@@ -22,13 +22,13 @@ class ProcessSet:
     process_set_id: int | None = None
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
-        found = sorted(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else None
-        if found is None or not all(type(rank) is int for rank in found):
+        ranks = sorted(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else None
+        if ranks is None or not all(type(rank) is int for rank in ranks):
             raise InputError(
                 f"ProcessSet({ranks_or_comm!r}): give a list of ranks; communicators of mpi4py are "
                 "not supported"
             )
-        self._ranks = found
+        self._ranks = ranks
 
     @property
     def ranks(self) -> list[int]:
@@ -109,24 +109,24 @@ def members_of(process_set: ProcessSet, what: str) -> Members:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Registers a process set and returns it. All ranks must call this with the same ranks, also
-    those that are not in the set.
+    """Registers a process set and returns it. All ranks must call this with the same ranks, even
+    ranks outside of the set.
 
     Errors: InputError, on every rank, if a rank of the set does not exist, if a set of these ranks
     exists already, or if the ranks give different sets.
     """
     here = current()
-    found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    text = str(found.ranks)
-    given = here.ordered(
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    text = str(added.ranks)
+    texts = here.ordered(
         lambda: collectives.gather_bytes(here.world, text.encode(), "add_process_set")
     )
-    for rank, other in enumerate(each.decode() for each in given):
-        if other != given[0].decode():
+    for rank, other in enumerate(each.decode() for each in texts):
+        if other != texts[0].decode():
             raise InputError(
-                f"add_process_set: rank 0 adds {given[0].decode()}, but rank {rank} adds {other}"
+                f"add_process_set: rank 0 adds {texts[0].decode()}, but rank {rank} adds {other}"
             )
-    ranks = tuple(found.ranks)
+    ranks = tuple(added.ranks)
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(here.size)):
         raise InputError(
             f"add_process_set: {text} must be different ranks from 0 to {here.size - 1}"
@@ -135,8 +135,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise InputError(f"add_process_set: a process set of the ranks {text} exists already")
     here.added += 1
     here.process_sets[here.added] = ranks
-    found.process_set_id = here.added
-    return found
+    added.process_set_id = here.added
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

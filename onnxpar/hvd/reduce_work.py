@@ -22,8 +22,8 @@ _PREFIX = "ALLREDUCE "
 
 @dataclass(frozen=True)
 class Reduce:
-    """The reduction of `wire`, the array to send; `finish` turns the result into that of the
-    call."""
+    """The reduction of `wire`, the array to send; `finish` converts the reduced array to the result
+    of the call."""
 
     members: Members
     name: str
@@ -50,7 +50,7 @@ class Reduce:
         return self.finish(self.reduction.all_reduce(self.members, self.wire, self.name))
 
     def __str__(self) -> str:
-        """A text from which `parse` makes the same reduction of zeros."""
+        """A text that `parse` turns into the same reduction, of zeros."""
         how = self.reduction
         factors = [how.prescale_factor, how.postscale_factor]
         about = [self.name, self.wire.dtype.name, list(self.wire.shape), how.op.name, *factors]
@@ -58,7 +58,7 @@ class Reduce:
 
     @staticmethod
     def parse(members: Members, text: str) -> Reduce | None:
-        """Returns the reduction of zeros that a text describes; None if it is of another
+        """Returns the reduction of zeros that a text describes; None for a text of another
         collective."""
         if not text.startswith(_PREFIX + "["):
             return None
@@ -77,7 +77,7 @@ def reduced_together(
     members: Members, works: Sequence[Reduce], threshold: float
 ) -> tuple[list[Array], int]:
     """Returns the reductions of arrays in buffers of one dtype and reduction, of up to `threshold`
-    bytes, and the number of buffers. The results have the same bits as those of each alone."""
+    bytes, and the number of buffers. The results have the same bits as separate reductions."""
     layout = layout_of([work.name for work in works], [work.wire for work in works])
     keys = [(work.wire.dtype, work.reduction) for work in works]
     filled = fill(keys, [work.wire.nbytes for work in works], threshold)

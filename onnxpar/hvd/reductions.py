@@ -37,8 +37,8 @@ Adasum = ReduceOp.ADASUM
 
 
 def op_of(op: ReduceOp | None, average: bool | None, what: str) -> ReduceOp:
-    """Returns the reduction that Horovod's arguments `op` and `average`, which `op` replaces,
-    request. Errors: InputError if both are given."""
+    """Returns the reduction from Horovod's arguments `op` or `average` (deprecated). Errors:
+    InputError if both are given."""
     if average is None:
         return Average if op is None else op
     if not isinstance(average, bool | np.bool_):
@@ -119,7 +119,7 @@ class Reduction:
         return scaled(result, self.postscale_factor)
 
     def _details(self, dtype: np.dtype[Any], details: str) -> str:
-        """Returns what the ranks must agree on in addition to the native reduction."""
+        """Returns a text that the ranks must agree on, beside the native reduction."""
         parts = [details] if details else []
         if self._native(dtype) != self.op.value or self.op is Adasum:
             parts.append(f"op={self.op.name.capitalize()}")

@@ -17,7 +17,7 @@ class DistributedSampler:
     `rank`.
 
     All ranks get the same number of samples, as in torch.utils.data.DistributedSampler: some of the
-    first samples are used again at the end or, with `drop_last`, some of the last are dropped. With
+    first samples repeat at the end or, with `drop_last`, some of the last are dropped. With
     `shuffle`, the order depends only on `seed` and the epoch, so it is the same on all ranks, and
     for any number of ranks.
     """

@@ -42,19 +42,19 @@ class IndexedSlices(NamedTuple):
     def dense(self, shape: tuple[int, ...] | None = None) -> Array:
         """Returns the whole array, of `dense_shape` or `shape`. Errors: InputError if no shape is
         known, or if an index is not in it."""
-        found = self.dense_shape or shape
-        if found is None:
+        whole = self.dense_shape or shape
+        if whole is None:
             raise InputError("a sparse tensor without dense_shape cannot become dense")
-        if len(self.indices) and not 0 <= self.indices.min() <= self.indices.max() < found[0]:
-            raise InputError(f"a sparse tensor of shape {list(found)} has an index outside of it")
-        result = np.zeros(found, self.values.dtype)
+        if len(self.indices) and not 0 <= self.indices.min() <= self.indices.max() < whole[0]:
+            raise InputError(f"a sparse tensor of shape {list(whole)} has an index outside of it")
+        result = np.zeros(whole, self.values.dtype)
         np.add.at(result, self.indices, self.values)
         return result
 
 
 def check_sparse(tensor: IndexedSlices, reduction: Reduction, what: str) -> IndexedSlices:
-    """Returns the tensor with arrays that ranks can exchange. Errors: InputError for other
-    reductions than Sum and Average, for factors, and where indices do not fit the values."""
+    """Returns the tensor with arrays that ranks can exchange. Errors: InputError for reductions
+    other than Sum and Average, for factors, and for indices that do not fit the values."""
     if reduction.op not in (Average, Sum):
         raise InputError(f"{what}: sparse tensors can only be reduced by hvd.Sum and hvd.Average")
     if reduction.prescale_factor != 1 or reduction.postscale_factor != 1:

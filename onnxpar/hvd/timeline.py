@@ -52,8 +52,8 @@ class Timeline:
         return run
 
     def queued(self, kind: str, names: Sequence[str]) -> Callable[[], AbstractContextManager[None]]:
-        """Records that tensors wait from now on; a `with` block of what the result returns ends
-        the wait, and is recorded as `kind`."""
+        """Records that tensors wait from now on. Returns a function whose context ends the wait,
+        and is recorded as `kind`."""
         with self._lock:
             if not any(names):
                 names = [f"{kind.lower()}.noname.{self._unnamed}"]
@@ -93,7 +93,7 @@ class Timeline:
             self._event(event)
 
     def _number(self, name: str) -> int:
-        """Returns the process of a tensor, which it announces first if it is new."""
+        """Returns the number of a tensor's process; announces a new process first."""
         with self._lock:
             number = self._numbers.get(name)
             if number is None:

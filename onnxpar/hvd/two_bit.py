@@ -103,7 +103,7 @@ class TwoBit:
         return self.decode(codes, len(row), row.dtype), kept if codes[:, -1].any() else rest
 
     def _quantized(self, row: Array, kept: Array) -> tuple[Array, Array]:
-        """Returns -1, 0 or 1 for each element, and what they leave of it and the remainder."""
+        """Returns -1, 0 or 1 for each element, and the new remainders."""
         unit = row.dtype.type(self.threshold)
         total = row + kept
         sign = (total >= unit).astype(np.int8) - (total <= -unit).astype(np.int8)

@@ -14,14 +14,14 @@ from onnxpar.llm.requests import End, Event, Failure, PromptTokens, Token, tell
 from onnxpar.llm.scheduler import Piece, Scheduler, Step, Text
 
 Choice = tuple[Text, Token | Failure | None]
-"""The next token of a text; None if it takes all logits to tell."""
+"""The next token of a text; None if only all logits can tell it."""
 MOST_TOKENS = 8
 """Most tokens that ranks choose in a call. More would save little, and delay new requests."""
 
 
 @dataclass
 class Done:
-    """What was done so far.
+    """Counts of the work so far.
 
     prompt_tokens     tokens of prompts, of which `cached_tokens` were in the caches already
     generated_tokens  new tokens
@@ -37,7 +37,7 @@ class Done:
 class Batching:
     """The texts of a decoder. A step is `next`, `run` and `finish`; only `run` may go on while
     other threads add texts. A call of the ranks may be several steps, if each text goes on with its
-    likeliest token, and nobody waits."""
+    likeliest token, and no text waits."""
 
     def __init__(self, decoder: PagedDecoder, max_running: int, step_tokens: int) -> None:
         self._decoder = decoder
@@ -78,8 +78,8 @@ class Batching:
         return Step(pieces, self._times(pieces)) if pieces else None
 
     def _times(self, pieces: Sequence[Piece]) -> int:
-        """How many steps ranks take in a call: a power of two, because a call takes longer if it
-        has another number of steps than the last one."""
+        """The number of steps that ranks take in a call: a power of two, because a call takes
+        longer if the last one had another number of steps."""
         if self.scheduler.waiting or not all(map(_goes_on, pieces)):
             return 1
         left = min(piece.text.most - len(piece.text.tokens) for piece in pieces)
@@ -89,26 +89,26 @@ class Batching:
 
     def run(self, step: Step) -> list[tuple[Text, Token | Failure]]:
         """Computes a step; returns the next tokens of each text that is complete, in order. If the
-        ranks die, nothing has changed: texts with a constraint, which notes each token that is
-        chosen, take all logits at once, so that no second call follows."""
+        ranks die, nothing has changed: texts with a constraint, which records each chosen token,
+        take all logits at once, so that no second call follows."""
         complete = [piece.text for piece in step.pieces if piece.is_last]
         whole = any(text.has_missed or text.limits.needs_all for text in complete)
         steps = self._decoder.run(step.pieces, whole, step.times)
         steps = [_without_told(step.pieces, steps[0]), *steps[1:]]
-        found = list(self._choose(complete, steps[0]))
-        again = [text for text, token in found if token is None]
-        found += self._following(complete, steps, found)
+        choices = list(self._choose(complete, steps[0]))
+        again = [text for text, token in choices if token is None]
+        choices += self._following(complete, steps, choices)
         if again:
             # Computing a text's last token again writes the same into the caches.
             for text in again:
                 text.has_missed = True
             last = [Piece(text, len(text.tokens) - 1, 1) for text in again]
-            found += self._choose(again, *self._decoder.run(last, whole=True))
-        return [(text, token) for text, token in found if token is not None]
+            choices += self._choose(again, *self._decoder.run(last, whole=True))
+        return [(text, token) for text, token in choices if token is not None]
 
     def _choose(self, texts: Sequence[Text], candidates: Sequence[Candidates]) -> Iterator[Choice]:
-        """Yields the next token of each text that is still wanted; None if it takes all logits to
-        tell."""
+        """Yields the next token of each text that is still wanted; None if only all logits can tell
+        it."""
         for text, each in zip(texts, candidates, strict=True):
             if not text.is_cancelled:
                 try:
@@ -119,8 +119,8 @@ class Batching:
     def _following(
         self, texts: Sequence[Text], steps: Sequence[Sequence[Candidates]], chosen: Sequence[Choice]
     ) -> Iterator[Choice]:
-        """Yields what texts choose in the steps behind the first one, as long as ranks have gone on
-        with what a text has chosen."""
+        """Yields the tokens that texts choose in the steps after the first one, as long as the
+        ranks have gone on with the tokens that were chosen."""
         at: Sequence[int] = range(len(texts))
         for before, following in pairwise(steps):
             last = dict(chosen)
@@ -166,8 +166,8 @@ class Batching:
 
 
 def _without_told(pieces: Sequence[Piece], candidates: Sequence[Candidates]) -> list[Candidates]:
-    """Notes the tokens of prompts that are told; returns the candidates of those that are
-    chosen."""
+    """Records the tokens of prompts that listeners want to know; returns the candidates of the
+    tokens to choose."""
     chosen = []
     picks = [(piece, place) for piece in pieces for place in piece.picks]
     for (piece, place), each in zip(picks, candidates, strict=True):

@@ -1,4 +1,4 @@
-"""The tokens with which a decoder's texts begin: of a speech model, the language and the task."""
+"""The tokens with which a decoder's texts begin: for a speech model, the language and the task."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Beginning:
         if not self.languages:
             return [list(self.tokens)] * number
         logits = first_logits(self.tokens[:1])[:, list(self.languages)]
-        found = [self.languages[i] for i in np.argmax(logits, axis=1)]
-        return [[self.tokens[0], language, *self.tokens[2:]] for language in found]
+        languages = [self.languages[i] for i in np.argmax(logits, axis=1)]
+        return [[self.tokens[0], language, *self.tokens[2:]] for language in languages]
 
 
 def start_token(settings: Mapping[str, Any]) -> int:
@@ -71,12 +71,12 @@ def speech_beginning(
         forced = settings.get("forced_decoder_ids") or []
         tokens += [token for at, (place, token) in enumerate(forced, 1) if place == at]
     is_open = len(tokens) == 1 or tokens[1] is None
-    found: int | None = None
+    spoken: int | None = None
     if language is not None:
-        found = _language(language, known)
-    if found is not None or (known and is_open):
-        tokens[1:2] = [found]
-    is_detected = found is None and bool(known) and is_open
+        spoken = _language(language, known)
+    if spoken is not None or (known and is_open):
+        tokens[1:2] = [spoken]
+    is_detected = spoken is None and bool(known) and is_open
     if task is not None:
         if task not in _TASKS or task not in tasks:
             raise InputError(
@@ -98,10 +98,10 @@ def speech_beginning(
 def _language(language: str, known: Mapping[str, int]) -> int:
     """The token of a language. Errors: InputError."""
     names = (language.lower(), f"<|{language.lower()}|>")
-    found = next((known[name] for name in names if name in known), None)
-    if found is None:
+    token = next((known[name] for name in names if name in known), None)
+    if token is None:
         codes = ", ".join(sorted(name.strip("<|>") for name in known))
         raise InputError(
             f"language is {language!r}; the model knows {codes or 'one language: leave it out'}"
         )
-    return found
+    return token

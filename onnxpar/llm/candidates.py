@@ -1,4 +1,4 @@
-"""The tokens of which the next one of a text is chosen."""
+"""The candidates for the next token of a text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Candidates:
     """All tokens of a vocabulary, or the likeliest and some more, with their logits.
 
     tokens     ids, ascending, (n,)
-    logits     theirs, in any float dtype, (n,)
-    floor      no other token has a logit above it; -inf if `tokens` are all that there are
-    are_all    True if `tokens` are all that there are
-    log_total  the logarithm of the sum of exp(logit) over the vocabulary: what a logit must be less
-               by to be the logarithm of a probability
+    logits     the logits of `tokens`, in any float dtype, (n,)
+    floor      an upper bound on the logits of other tokens; -inf if there are none
+    are_all    True if `tokens` are the whole vocabulary
+    log_total  the logarithm of the sum of exp(logit) over the vocabulary; a logit minus this is the
+               logarithm of a probability
     cooled     the logarithm of the sum of exp((logit - best logit) / temperature) over the
                vocabulary; 0 if `tokens` are all
     first      the likeliest token, with which ranks go on if they take several steps; -1 if unknown

@@ -23,14 +23,14 @@ from onnxpar.base.read_bounded import read_bounded
 from onnxpar.llm.tokenizer import Messages
 
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-"""What templates are given anyway."""
+"""The variables that all templates get."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Members of a message that are thoughts before its text. Transformers gives the first one that
-there is to templates, under the first two names."""
+"""Members of a message that are thoughts before its text. Transformers passes the first one that is
+present to templates, under the first two names."""
 _IN_MESSAGES = "message['tools']"
-"""In templates that read tools from messages."""
+"""Text in templates that read tools from messages."""
 _ASKS_FOR_NONE = re.compile(r"content\W{0,2} is none")
-"""In templates that tell calls by a message without content."""
+"""Matches templates that recognize calls by a message without content."""
 _CUT = "onnxpar continues here"
 """Marks the end of the message that an answer continues."""
 
@@ -60,10 +60,10 @@ class ChatTemplate:
         """Returns the text of a chat. Arguments of calls, in its messages, are JSON objects.
 
         tools                   the functions that the model may call, as in requests of OpenAI
-        add_generation_prompt   the answer is begun
+        add_generation_prompt   True to begin the answer
         continue_final_message  the text ends where the last message does, which the answer
                                 continues: no answer is begun then
-        others                  what else templates may ask for
+        others                  further variables of templates
 
         Errors: InputError for messages without a role or a text, or that the template refuses.
         """
@@ -75,10 +75,10 @@ class ChatTemplate:
             chat = _with_tools(chat, tools)
         if continue_final_message:
             chat = _marked(chat)
-        given = {"tools": tools or None, "documents": None, **self._specials, **others}
-        given["add_generation_prompt"] = add_generation_prompt and not continue_final_message
+        variables = {"tools": tools or None, "documents": None, **self._specials, **others}
+        variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
-            text = _compiled(template).render({**given, "messages": chat})
+            text = _compiled(template).render({**variables, "messages": chat})
             text.encode()
         except jinja2.TemplateError as error:
             raise InputError(f"the chat template refuses the messages: {error}") from None
@@ -92,7 +92,7 @@ class ChatTemplate:
 
 
 def read_template(folder: Path, config: Mapping[str, Any], name: str = "default") -> str | None:
-    """Returns the chat template of a folder; where it has several, that of a name. Errors:
+    """Returns the chat template of a folder; if it has several, the one called `name`. Errors:
     ModelError."""
     file = folder / "chat_template.jinja"
     if file.exists():
@@ -100,16 +100,16 @@ def read_template(folder: Path, config: Mapping[str, Any], name: str = "default"
             return read_bounded(file).decode("utf-8", "replace")
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read: {error}; copy it again") from None
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name
-        named = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
-        found = named.get(name)
-    return found if isinstance(found, str) else None
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}
+        template = named.get(name)
+    return template if isinstance(template, str) else None
 
 
 def _check_message(message: object, name: str) -> None:
-    """Errors: InputError for a message without a role or without text. One that calls tools needs
-    no text."""
+    """Errors: InputError for a message without a role or without text. A message that calls tools
+    needs no text."""
     if not isinstance(message, Mapping):
         raise InputError(f"{name} is no object; give it a role and a content")
     role, content = message.get("role"), message.get("content")
@@ -120,8 +120,8 @@ def _check_message(message: object, name: str) -> None:
     )
     for key, value, is_right in checks:
         if not is_right:
-            found = f"no {key!r}" if value is None else f"{shortly(value)} as {key!r}"
-            raise InputError(f"{name} has {found}; give a text")
+            fault = f"no {key!r}" if value is None else f"{shortly(value)} as {key!r}"
+            raise InputError(f"{name} has {fault}; give a text")
 
 
 def _is_text(content: object) -> bool:
@@ -140,8 +140,8 @@ def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_calls(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
-    """A message whose calls have arguments that templates may also write as a text. If it has no
-    content, that is empty, unless the template asks whether there is none."""
+    """A message whose calls have arguments that templates may also write as a text. A missing
+    content becomes empty, unless the template tests whether it is missing."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -163,13 +163,13 @@ def _with_tools(
 
 
 def _call(call: Any) -> Any:
-    """A call, whose members may be in its `function`."""
+    """A call with `_Arguments`; the members of a call may be in its `function`."""
     if not isinstance(call, Mapping):
         return call
-    found = {**call, "function": _call(call["function"])} if "function" in call else dict(call)
-    if isinstance(found.get("arguments"), Mapping):
-        found["arguments"] = _Arguments(found["arguments"])
-    return found
+    copy = {**call, "function": _call(call["function"])} if "function" in call else dict(call)
+    if isinstance(copy.get("arguments"), Mapping):
+        copy["arguments"] = _Arguments(copy["arguments"])
+    return copy
 
 
 class _Arguments(dict[str, Any]):
@@ -200,8 +200,8 @@ def _marked(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cut(text: str) -> str:
-    """A text up to the mark; also without white space before it, if that behind it is gone. Errors:
-    InputError if the template has dropped the mark."""
+    """The text before the mark; without white space at its end if the white space after the mark is
+    gone. Errors: InputError if the template has dropped the mark."""
     before, mark, after = text.rpartition(_CUT)
     if not mark:
         raise InputError("the chat template drops the end of the last message; do not continue it")
@@ -215,7 +215,7 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Returns what is in the block, whose variables end with it."""
+        """Returns the content of the block, as a scope of its own."""
         line = next(parser.stream).lineno
         inner = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(inner, lineno=line)
@@ -243,14 +243,14 @@ def _as_json(
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Where templates run, as in Transformers."""
-    made = ImmutableSandboxedEnvironment(
+    """The sandbox in which templates run, as in Transformers."""
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
-    made.filters["tojson"] = _as_json
-    made.globals["raise_exception"] = _refuse
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return made
+    environment.filters["tojson"] = _as_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
 
 
 _ENVIRONMENT = _environment()

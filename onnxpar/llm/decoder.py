@@ -15,8 +15,8 @@ from onnxpar.runtime.session.session import Session
 
 
 class Decoder:
-    """A batch of texts of any lengths. Shorter prompts are filled up to the length of the longest
-    one; masks and positions leave the filling out."""
+    """A batch of texts of any lengths. Shorter prompts are padded to the length of the longest one;
+    masks and positions exclude the padding."""
 
     def __init__(self, session: Session, bundle: Bundle, model: LanguageModel) -> None:
         self._session = session
@@ -34,7 +34,7 @@ class Decoder:
     ) -> tuple[int, Array]:
         """Reads prompts of at least one token each, in place of all texts before; returns the
         number of the batch, and the logits of the token after each prompt, (batch, vocabulary).
-        `given` are further inputs of the batch: caches to begin with, others for each run. Errors:
+        `given` has further inputs of the batch: initial caches, and inputs of each run. Errors:
         InputError for prompts of different lengths, if the model cannot tell these apart."""
         with self._lock:
             self._batch += 1
@@ -93,8 +93,8 @@ class Decoder:
         return self._run(new, positions, caches)[:, -1]
 
     def _longer_mask(self) -> Array:
-        """The mask with one more token for each text: behind all columns or, where only its sum
-        counts and fillings are overwritten, behind the text's own tokens."""
+        """The mask with one more token for each text: at the end of all columns or, if only the
+        mask's sum counts and padding is overwritten, behind the text's own tokens."""
         mask = np.pad(self._mask, ((0, 0), (0, 1)))
         if self._model.pads_right:
             mask[np.arange(len(mask)), self._lengths] = 1
@@ -104,13 +104,13 @@ class Decoder:
 
     def _empty(self, batch: int) -> dict[str, Array]:
         """Caches without any token."""
-        found = {}
+        caches = {}
         for name in self._model.caches:
             port = self._ports[name]
             sizes = [s if isinstance(s, int) else 0 for s in port.shape or ()]
             sizes[0] = batch
-            found[name] = np.zeros(sizes, port.dtype)
-        return found
+            caches[name] = np.zeros(sizes, port.dtype)
+        return caches
 
     def _run(self, tokens: Array, positions: Array, caches: dict[str, Array]) -> Array:
         """Runs the ranks once; returns the logits of all new tokens."""

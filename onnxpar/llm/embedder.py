@@ -1,4 +1,4 @@
-"""Embeds many texts on a sharded encoder, or ranks them: those that wait run in batches."""
+"""Embeds or ranks many texts on a sharded encoder; texts that wait run in batches."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.runtime.session.session import InferenceSession
 
 _SEEN = 4096
-"""Texts of the queue's beginning of which a batch is chosen."""
+"""Texts at the beginning of the queue from which a batch is chosen."""
 Listener = Callable[[Array | End | Failure], None]
-"""Called once, with the results of a request, (texts, width), or why there are none; in the
-embedder's own thread. It must return soon."""
+"""Called once, with the results of a request, (texts, width), or the reason why there are none; in
+the embedder's own thread. It must return soon."""
 
 
 @dataclass(frozen=True)
 class EmbedderCounts:
-    """What an embedder does now, and has done since its start.
+    """Counts of an embedder: now, and since its start.
 
     running, waiting  texts now
     prompt_tokens     tokens of texts that have run
@@ -53,7 +53,7 @@ class Job:
     """A request: its results as far as they are known.
 
     rows    its texts that have not run, while no embedder has it
-    losses  how often ranks died while texts of it ran
+    losses  how often ranks died while its texts ran
     """
 
     results: Array
@@ -118,7 +118,7 @@ class _Queue:
 
     def take(self, most_tokens: int, most_rows: int | None) -> list[Row]:
         """Moves the oldest text, and others of similar lengths, from those that wait to those that
-        run: as many as have so many tokens with what fills them up."""
+        run: as many as have at most `most_tokens` tokens, including padding."""
         if not self.waiting:
             return []
         length = len(self.waiting[0].tokens.ids)
@@ -184,7 +184,7 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
 
     @property
     def counts(self) -> EmbedderCounts:
-        """What the embedder does, and has done."""
+        """The current counts of the embedder."""
         with self._changed:
             running, waiting = len(self._queue.running), len(self._queue.waiting)
             now = {"running": running, "waiting": waiting, "continued": self._continued}
@@ -192,8 +192,8 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
 
     @property
     def burden(self) -> tuple[bool, int]:
-        """How soon another text would be read; smaller is sooner: whether the ranks do not run, and
-        how many texts are to be read before."""
+        """A measure of the delay of another text, for comparison: whether the ranks do not run, and
+        the number of texts before it."""
         with self._changed:
             return self._status != READY, len(self._queue.running) + len(self._queue.waiting)
 
@@ -247,12 +247,12 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
         """The results of texts, once they are there."""
         events: queue.Queue[Array | End | Failure] = queue.Queue()
         self.submit(texts, events.put)
-        found = events.get()
-        if isinstance(found, Failure):
-            raise found.error
-        if isinstance(found, End):
+        event = events.get()
+        if isinstance(event, Failure):
+            raise event.error
+        if isinstance(event, End):
             raise OnnxparError("the embedder was closed before the texts had run")
-        return found
+        return event
 
     def _open(self, session: InferenceSession) -> Encoder:
         return Encoder(session, self._bundle, self.model)
@@ -310,5 +310,5 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
 def scores(logits: Array) -> Array:
     """Returns the scores of logits, (texts, 1), from 0 to 1: (texts,)."""
     with np.errstate(over="ignore"):  # then the score is 0
-        found: Array = 1 / (1 + np.exp(-logits[:, 0].astype(np.float64)))
-    return found
+        result: Array = 1 / (1 + np.exp(-logits[:, 0].astype(np.float64)))
+    return result

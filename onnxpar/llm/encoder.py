@@ -29,38 +29,38 @@ class Encoder:
         self._dtypes = {r: bundle.inputs[name].dtype for r, name in model.inputs.items()}
 
     def run(self, texts: Sequence[Tokens]) -> Array:
-        """Computes texts together; returns their vectors or logits, (texts, width). A result does
-        not depend on the others but by rounding."""
+        """Computes texts together; returns their vectors or logits, (texts, width). Other texts
+        change a result only by rounding."""
         model = self._model
-        (found,) = self._session.run([model.output], self._feeds(texts))
+        (output,) = self._session.run([model.output], self._feeds(texts))
         if model.pooling is None:
-            scores: Array = found[: len(texts)].astype(np.float32)
+            scores: Array = output[: len(texts)].astype(np.float32)
             return scores
-        is_pooled = found.ndim == 2
+        is_pooled = output.ndim == 2
         return np.stack(
             [
                 model.pooling.vector(states if is_pooled else states[: len(text.ids)])
-                for text, states in zip(texts, found, strict=False)
+                for text, states in zip(texts, output, strict=False)
             ]
         )
 
     def _feeds(self, texts: Sequence[Tokens]) -> dict[str, Array]:
-        """The inputs: shorter texts are filled up behind their tokens. Where the model has a fixed
-        number of rows, further ones are of padding."""
+        """The inputs: shorter texts are padded behind their tokens. If the model has a fixed number
+        of rows, further rows are padding."""
         model = self._model
         shape = (
             model.rows or len(texts),
             model.length or max(len(text.ids) for text in texts),
         )
-        found = {role: np.zeros(shape, dtype) for role, dtype in self._dtypes.items()}
-        found["tokens"][:] = model.padding
-        if "positions" in found:
-            found["positions"][:] = np.arange(shape[1]) + model.first
-        found["mask"][len(texts) :, :1] = 1  # attention to nothing would be no number
+        feeds = {role: np.zeros(shape, dtype) for role, dtype in self._dtypes.items()}
+        feeds["tokens"][:] = model.padding
+        if "positions" in feeds:
+            feeds["positions"][:] = np.arange(shape[1]) + model.first
+        feeds["mask"][len(texts) :, :1] = 1  # without any attention, a row would be NaN
         for row, text in enumerate(texts):
             size = len(text.ids)
-            found["tokens"][row, :size] = text.ids
-            found["mask"][row, :size] = 1
-            if "types" in found and text.types:
-                found["types"][row, :size] = text.types
-        return {model.inputs[role]: array for role, array in found.items()}
+            feeds["tokens"][row, :size] = text.ids
+            feeds["mask"][row, :size] = 1
+            if "types" in feeds and text.types:
+                feeds["types"][row, :size] = text.types
+        return {model.inputs[role]: array for role, array in feeds.items()}

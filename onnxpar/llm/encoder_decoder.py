@@ -1,5 +1,5 @@
-"""A sharded encoder-decoder on its ranks: the encoder reads prompts once, the decoder keeps what it
-reads of them."""
+"""A sharded encoder-decoder on its ranks: the encoder reads prompts once, and the decoder keeps the
+results."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class EncoderDecoder(Closing):
         try:
             reader = PromptEncoder(session, encoder, bundle)
             own = Decoder(decoder, bundle, model)
-            made = EncoderDecoder(session, reader, own, model, bundle.path)
-            made.start(None, None, None)
-            return made
+            opened = EncoderDecoder(session, reader, own, model, bundle.path)
+            opened.start(None, None, None)
+            return opened
         except BaseException:
             session.close()
             raise
@@ -77,8 +77,8 @@ class EncoderDecoder(Closing):
     def start(
         self, language: str | None, task: str | None, tokenizer: Tokenizer | None
     ) -> tuple[Beginning, GenerationRules]:
-        """Returns how answers begin, and what may follow. Errors: InputError for a language or a
-        task that the model does not know."""
+        """Returns the beginning of answers, and the rules for what follows. Errors: InputError for
+        a language or a task that the model does not know."""
         settings = dict(self._generation)
         if self.hears:
             begin = speech_beginning(self._settings, language, task)
@@ -97,6 +97,6 @@ class EncoderDecoder(Closing):
     def source(
         self, inputs: Sequence[Input], begin: Beginning, rules: GenerationRules
     ) -> EncodedSource:
-        """Returns where the tokens of answers to prompts come from."""
+        """Returns the source of the tokens of answers to prompts."""
         vocabulary = self._of.vocabulary
         return EncodedSource(self._decoder, self._encoder, inputs, begin, rules, vocabulary)

@@ -1,4 +1,4 @@
-"""The roles of a sharded encoder's inputs and outputs, and what becomes of its results."""
+"""The roles of a sharded encoder's inputs and outputs, and the use of its results."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _HIDDEN = ("last_hidden_state", "token_embeddings")
 _POOLED = ("pooler_output",)
 _SCORES = ("logits",)
 _ROLES = (("positions", "position"), ("types", "type"), ("mask", "mask"), ("tokens", "ids"))
-"""What the names of inputs contain, the most special first."""
+"""Parts of the names of inputs, by role, the most specific first."""
 _SHIFTED = ("roberta", "camembert", "mpnet", "xlm", "longformer", "data2vec")
-"""What the kinds of models contain whose positions begin behind the number of the padding."""
+"""Parts of the kinds of models whose positions begin after the number of the padding token."""
 _UNKNOWN = 8192
 """The most tokens of a text where the folder does not say."""
 _ENDLESS = 1 << 24
-"""Lengths from here on, which tokenizers have, mean that there is no limit."""
+"""From this length on, the limit of a tokenizer means that there is none."""
 
 
 def is_encoder(par: str | os.PathLike[str]) -> bool:
     """True for a sharded model that reads token ids and has no cache: an embedding model or a
-    reranker, if anything. False also for what cannot be read, of which an engine says what is
-    wrong."""
+    reranker, if anything. False also for a folder that cannot be read, whose fault an engine
+    reports."""
     try:
         bundle = Bundle.load(par)
     except ModelError:
@@ -45,7 +45,7 @@ class EncoderModel:
 
     inputs      names by role: "tokens", "mask", "types" (of which text of a pair), "positions"
     output      the output that is read
-    pooling     how it becomes a vector; None for a reranker, whose scores it has
+    pooling     how the output becomes a vector; None for a reranker, whose output has scores
     width       numbers of a vector; 1 for a reranker
     vocabulary  the number of tokens
     longest     the most tokens of a text
@@ -68,7 +68,7 @@ class EncoderModel:
 
     @property
     def kind(self) -> str:
-        """What it is, with its article."""
+        """The kind of model, with its article."""
         return "a reranker" if self.pooling is None else "an embedding model"
 
     @staticmethod
@@ -114,11 +114,11 @@ def _role(port: Port) -> str | None:
 
 def _inputs(bundle: Bundle) -> dict[str, str]:
     """The inputs by role. Errors: ModelError for an input that has none."""
-    found: dict[str, str] = {}
+    by_role: dict[str, str] = {}
     for port in bundle.inputs.values():
         role = _role(port)
-        if role is not None and role not in found:
-            found[role] = port.name
+        if role is not None and role not in by_role:
+            by_role[role] = port.name
         elif not port.has_default:
             raise ModelError(
                 f"{bundle.path}: an encoder has token ids, an attention mask, token types and "
@@ -126,13 +126,13 @@ def _inputs(bundle: Bundle) -> dict[str, str]:
                 "or a second one; export the encoder alone"
             )
     for role, what in (("tokens", "token ids"), ("mask", "attention mask")):
-        if role not in found:
+        if role not in by_role:
             raise ModelError(
                 f"{bundle.path}: an encoder has token ids and an attention mask as inputs, so that "
                 f"texts of different lengths run together, but this one has no {what}; export it "
                 "with both"
             )
-    return found
+    return by_role
 
 
 def _output(bundle: Bundle, config: Mapping[str, Any]) -> Port:
@@ -175,20 +175,20 @@ def _vocabulary(bundle: Bundle, tokens: str, config: Mapping[str, Any]) -> int:
 
 
 def _longest(folder: Path, config: Mapping[str, Any], first: int, length: int | None) -> int:
-    """The most tokens of a text: the least that the folder says."""
-    found = [length] if length is not None else []
+    """The most tokens of a text: the least limit in the folder."""
+    lengths = [length] if length is not None else []
     positions = _whole(config, "max_position_embeddings", 0)
-    found += [positions - first] if positions > first else []
+    lengths += [positions - first] if positions > first else []
     limits = {"sentence_bert_config.json": "max_seq_length"}
     limits["tokenizer_config.json"] = "model_max_length"
     for name, member in limits.items():
         if (folder / name).exists():
             limit = _whole(read_config(folder / name), member, 0)
-            found += [limit] if 0 < limit < _ENDLESS else []
-    return min(found, default=_UNKNOWN)
+            lengths += [limit] if 0 < limit < _ENDLESS else []
+    return min(lengths, default=_UNKNOWN)
 
 
 def _whole(config: Mapping[str, Any], name: str, default: int) -> int:
     """A whole number of a configuration."""
-    found = config.get(name)
-    return found if isinstance(found, int) and found >= 0 else default
+    number = config.get(name)
+    return number if isinstance(number, int) and number >= 0 else default

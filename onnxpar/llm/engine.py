@@ -24,7 +24,7 @@ from onnxpar.runtime.session.session import InferenceSession
 
 @dataclass(frozen=True)
 class Counts:
-    """What an engine does now, and has done since its start.
+    """Counts of an engine: now, and since its start.
 
     running, waiting, pages, used_pages  now
     prompt_tokens     tokens of prompts, of which `cached_tokens` were in the caches already
@@ -133,9 +133,9 @@ class Engine(Worker[Text, Step, Batching]):
         return self._pages * page_bytes(self._bundle, self.model)
 
     def burden(self, tokens: Sequence[int]) -> tuple[bool, bool, int, int]:
-        """Returns how soon the next token of a text with these tokens would come; smaller is
-        sooner: whether the ranks do not run, whether as many texts run as may, how many tokens are
-        to be computed before, and how many texts there are."""
+        """Returns a measure of the delay of a text's next token, for comparison: whether the ranks
+        do not run, whether as many texts run as may, the number of tokens to compute before, and
+        the number of texts."""
         with self._changed:
             scheduler = self._batching.scheduler
             texts = self._batching.texts
@@ -146,7 +146,7 @@ class Engine(Worker[Text, Step, Batching]):
 
     @property
     def counts(self) -> Counts:
-        """What the engine does, and has done."""
+        """The current counts of the engine."""
         with self._changed:
             scheduler, done = self._batching.scheduler, vars(self._batching.done)
             since = {name: getattr(self._before, name) + count for name, count in done.items()}

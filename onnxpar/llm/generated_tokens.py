@@ -29,7 +29,7 @@ class TokenSource(Protocol):
         self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
     ) -> Iterator[Step]:
         """Yields the tokens of texts, until all have ended. The caller adds to `ended` the numbers
-        of texts of which it wants no more."""
+        of texts for which it wants no more tokens."""
         ...
 
 
@@ -81,10 +81,10 @@ class EncodedSource:
         self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
     ) -> Iterator[Step]:
         """As `TokenSource` says; `prompts` tell only the lengths of the beginnings."""
-        given = self._encoder.read(self._inputs)
+        inputs = self._encoder.read(self._inputs)
 
         def first_logits(tokens: Sequence[int]) -> Array:
-            return self._decoder.start([tokens] * len(prompts), given)[1]
+            return self._decoder.start([tokens] * len(prompts), inputs)[1]
 
         texts = self._beginning.of_each(len(prompts), first_logits)
         ruled = [
@@ -93,7 +93,7 @@ class EncodedSource:
             )
             for text, own in zip(texts, limits, strict=True)
         ]
-        yield from BatchSource(self._decoder, given).follow(texts, ruled, ended)
+        yield from BatchSource(self._decoder, inputs).follow(texts, ruled, ended)
 
 
 class PagedSource:
@@ -146,7 +146,7 @@ class PagedSource:
             self._batching.finish(step, self._batching.run(step))
 
     def _leave(self, texts: Sequence[Text]) -> None:
-        """Removes those texts that have not ended; the lock is held."""
+        """Removes the texts that have not ended; the lock is held."""
         for text in self._batching.texts:
             if text in texts:
                 self._batching.scheduler.remove(text)

@@ -15,7 +15,7 @@ from onnxpar.llm.language_model import token_ids
 
 @dataclass(frozen=True)
 class GenerationRules:
-    """What may come next in texts of a model.
+    """Which tokens may come next in texts of a model.
 
     ends        tokens that end a text
     never       suppress_tokens
@@ -23,9 +23,9 @@ class GenerationRules:
     first       forced_bos_token_id: the first new token behind one other
     last        forced_eos_token_id: one of these ends a text that is not ended before
     phrases     bad_words_ids: sequences that must not occur
-    ngram       no_repeat_ngram_size: no sequence of so many tokens occurs twice; 0: all may
-    least       min_length: the tokens of a text before it may end, with those that it begins with
-    least_new   min_new_tokens: the same without these
+    ngram       no_repeat_ngram_size: no sequence of this many tokens occurs twice; 0: no limit
+    least       min_length: the least tokens of a text, including its beginning
+    least_new   min_new_tokens: the least tokens without the beginning
     """
 
     ends: frozenset[int] = frozenset()
@@ -86,9 +86,9 @@ class RuledText:
 
     def _mask(self, tokens: Iterable[int], value: bool) -> Array:
         """A mask with a value for these tokens, and the other one elsewhere."""
-        found = np.full(self._vocabulary, not value)
-        found[[token for token in tokens if 0 <= token < self._vocabulary]] = value
-        return found
+        mask = np.full(self._vocabulary, not value)
+        mask[[token for token in tokens if 0 <= token < self._vocabulary]] = value
+        return mask
 
     def _repeating(self) -> Iterable[int]:
         """Tokens with which a sequence would occur again."""

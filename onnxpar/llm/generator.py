@@ -45,13 +45,13 @@ _SAMPLING = frozenset(f.name for f in fields(Sampling))
 
 @dataclass
 class Completion:
-    """What was generated for a prompt.
+    """The answer to a prompt.
 
     tokens    the new tokens, with the one that ended the text
     text      their text without special tokens; empty if the model has no tokenizer
     logprobs  the natural logarithm of each token's probability by the model
     reason    why it ended: "stop" (a token that ends texts, or a stop string) or "length"
-    prompt    the number of tokens of the prompt; of the features of a sound, that of columns
+    prompt    the number of tokens of the prompt; for a sound, of columns of its features
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -115,7 +115,8 @@ class Generator(Closing):
 
     @cached_property
     def sound(self) -> SoundFeatures:
-        """How sound becomes features. Errors: ModelError if the model does not say."""
+        """The conversion of sound to features. Errors: ModelError if the folder does not describe
+        it."""
         return SoundFeatures.of(self._folder)
 
     @cached_property
@@ -140,8 +141,8 @@ class Generator(Closing):
         Errors: InputError for what is no prompt, a prompt without tokens, or options that are
         wrong; TooLongError, an InputError, for a prompt that leaves no room in the model's context.
         """
-        given = self._batch(prompts, options.pop("num_return_sequences", 1))
-        run = self._running(given, options)
+        batch = self._batch(prompts, options.pop("num_return_sequences", 1))
+        run = self._running(batch, options)
         for _ in run.steps():
             pass
         return run.completions
@@ -197,7 +198,7 @@ class Generator(Closing):
         return run
 
     def _input(self, prompt: Prompt) -> Input:
-        """What the encoder reads of a prompt. Errors: InputError."""
+        """The encoder's input for a prompt. Errors: InputError."""
         is_sound = isinstance(prompt, np.ndarray) and prompt.dtype.kind == "f"
         if is_sound != self.hears:
             given = "sound" if is_sound else "text"
@@ -214,11 +215,11 @@ class Generator(Closing):
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt. Errors: InputError."""
-        found = self._encoded_text(prompt)
-        if not found and self.model.begin is not None:
-            found = [self.model.begin]
-        self.model.check_tokens(found)
-        return found
+        tokens = self._encoded_text(prompt)
+        if not tokens and self.model.begin is not None:
+            tokens = [self.model.begin]
+        self.model.check_tokens(tokens)
+        return tokens
 
     def _encoded_text(self, prompt: Prompt) -> list[int]:
         """The tokens of a text, a chat or tokens. Errors: InputError."""
@@ -283,7 +284,7 @@ class Generator(Closing):
 
     def _within(self, prompt: Sequence[int], room: int) -> int:
         """How many of `room` new tokens the context and the caches have room for. Errors:
-        TooLongError if for none."""
+        TooLongError if there is room for none."""
         context = self.model.context
         limits = [("the model's context", context, "a shorter one")] if context is not None else []
         if self._room:
@@ -318,7 +319,7 @@ def _first(given: Any) -> object:
 
 
 def _token(given: Any) -> int:
-    """Errors: InputError for what is no whole number."""
+    """Returns a token id. Errors: InputError unless it is a whole number."""
     try:
         return operator.index(given)
     except TypeError:
@@ -338,7 +339,7 @@ def _read(
 def _source(
     session: InferenceSession, bundle: Bundle, model: LanguageModel, pages: int
 ) -> TokenSource:
-    """Where tokens come from."""
+    """Returns the source of tokens."""
     if not pages:
         return BatchSource(Decoder(session, bundle, model))
     decoder = PagedDecoder(session, bundle, model, pages)

@@ -24,13 +24,13 @@ _RING = "sliding_window_cache"
 PAGING = frozenset((TABLE, ROWS, POSITIONS, PICKS, TEMPERATURES, ASKED))
 """The inputs of a decoder whose caches are in pages, besides tokens and position ids."""
 _CONTEXT = ("context_length", "max_position_embeddings", "n_positions")
-"""What configurations call the most tokens of a text."""
+"""The names of the most tokens of a text in configurations."""
 _DECODER_CONTEXT = (
     "max_target_positions",
     "max_decoder_position_embeddings",
     "max_position_embeddings",
 )
-"""The same of the decoder of an encoder-decoder."""
+"""The same names for the decoder of an encoder-decoder."""
 ENCODER_MASK = "encoder_attention_mask"
 """The input of such a decoder that is the mask of the tokens which the encoder has read."""
 
@@ -113,14 +113,15 @@ class LanguageModel:
         )
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Errors: InputError for a prompt without tokens, or with one that there is not."""
+        """Errors: InputError for a prompt without tokens, or with one that is not in the
+        vocabulary."""
         if not tokens:
             raise InputError("a prompt has no tokens; give a text, token ids or a chat")
         check_ids(tokens, self.vocabulary)
 
 
 def check_ids(tokens: Iterable[int], vocabulary: int) -> None:
-    """Errors: InputError for a token of a prompt that there is not."""
+    """Errors: InputError for a token of a prompt that is not in the vocabulary."""
     for token in tokens:
         if not 0 <= token < vocabulary:
             raise InputError(f"a prompt has token {token}; ids are from 0 to {vocabulary - 1}")
@@ -157,18 +158,19 @@ def _is_logits(port: Port, bundle: Bundle) -> bool:
 
 def settings_of(folder: Path, only_generation: bool = False) -> Mapping[str, Any]:
     """Returns the configuration in a folder: special tokens and the length of the context. With
-    `only_generation`, that of generation alone, if it has a file. Errors: ModelError."""
+    `only_generation`, only the configuration of generation, if it has its own file. Errors:
+    ModelError."""
     if (folder / GENAI).exists():
         return genai_config(folder)
     files = [folder / CONFIG, folder / GENERATION]
     if only_generation and files[1].exists():
         files = files[1:]
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for file in files:
         if file.exists():
             own = read_config(file)
-            found |= {k: v for k, v in own.get("text_config", own).items() if v is not None}
-    return found
+            settings |= {k: v for k, v in own.get("text_config", own).items() if v is not None}
+    return settings
 
 
 def first_number(settings: Mapping[str, Any], names: Iterable[str]) -> int | None:
@@ -177,7 +179,7 @@ def first_number(settings: Mapping[str, Any], names: Iterable[str]) -> int | Non
 
 
 def token_ids(value: object) -> tuple[int, ...]:
-    """Returns token ids, of which a configuration has several, one or none."""
+    """Returns the token ids in a setting that is a list, a number or missing."""
     each = value if isinstance(value, list) else [value]
     return tuple(v for v in each if isinstance(v, int))
 

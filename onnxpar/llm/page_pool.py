@@ -12,8 +12,8 @@ _Key = tuple[int, tuple[int, ...]]
 
 
 class PagePool:
-    """Pages by number, from 0. A full page keeps its tokens after its texts have ended, until it is
-    needed: then a text with the same beginning takes it as it is."""
+    """Pages by number, from 0. A full page keeps its tokens after its texts have ended, until
+    another text needs the page. Until then, a text with the same beginning can reuse it."""
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.pages, self.page_size = pages, page_size
@@ -41,32 +41,32 @@ class PagePool:
         return page
 
     def beginning(self, tokens: Sequence[int]) -> list[int]:
-        """Takes the full pages with which a text begins that are known, and returns them, in order.
-        At least one token is left over, whose logits are wanted."""
-        found = self._known_pages(tokens)
-        for page in found:
+        """Takes the known full pages with which a text begins, and returns them, in order. At least
+        one token is left over, because its logits are needed."""
+        pages = self._known_pages(tokens)
+        for page in pages:
             self._free.pop(page, None)
             self._users[page] += 1
-        return found
+        return pages
 
     def known(self, tokens: Sequence[int]) -> int:
         """Returns how many pages `beginning` would take."""
         return len(self._known_pages(tokens))
 
     def _known_pages(self, tokens: Sequence[int]) -> list[int]:
-        found: list[int] = []
+        pages: list[int] = []
         before = 0
         for at in range(0, len(tokens) - self.page_size, self.page_size):
             page = self._known.get((before, tuple(tokens[at : at + self.page_size])))
             if page is None:
                 break
-            found.append(page)
+            pages.append(page)
             before = self._keys[page][1]
-        return found
+        return pages
 
     def publish(self, pages: Sequence[int], at: int, tokens: Sequence[int]) -> None:
-        """Makes the page `at` of a text known, which has these tokens. If another page has the same
-        beginning, that one stays known."""
+        """Makes the page `at` of a text known, with its tokens. If a page with the same beginning
+        is known already, that one stays known."""
         before = 0
         if at:
             known = self._keys.get(pages[at - 1])
@@ -79,8 +79,8 @@ class PagePool:
             self._keys[page] = key, next(self._serials)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives pages back. The last ones of a text are needed first, as fewer texts begin with
-        them."""
+        """Gives pages back. The last pages of a text are reused first, because fewer texts begin
+        with them."""
         for page in reversed(pages):
             self._users[page] -= 1
             if not self._users[page]:

@@ -35,14 +35,14 @@ from onnxpar.runtime.session.session import Session
 from onnxpar.runtime.states.host_memory import HostMemory
 
 LONGEST = 4096
-"""Tokens of a text for which the default size of the caches has room, if the context is longer."""
+"""Most tokens of a text for which the default size of the caches has room."""
 MOMENT = 0.08
 """The most seconds that the steps of a call should take."""
 SHARE = 0.25
-"""The most of the memory that is free at the start which the caches take by default."""
+"""The largest share of the memory free at the start that the caches take by default."""
 
 _TOLD = [BEST_TOKENS, BEST_LOGITS, ASKED_LOGITS, LOG_TOTALS]
-"""What the ranks tell of each step."""
+"""The outputs that ranks return for each step."""
 
 
 class PagedDecoder:
@@ -66,8 +66,8 @@ class PagedDecoder:
         self._seconds: dict[int, float] = {}  # the shortest step, by its tokens
 
     def most_steps(self, tokens: int) -> int:
-        """How many steps may follow each other in a call, for so many tokens in each, if they take
-        as long as the shortest one did; 1 if the processes of all ranks must make the same
+        """The number of steps with this many tokens that may follow each other in a call, if each
+        takes as long as the shortest one so far; 1 if the processes of all ranks must make the same
         calls."""
         return max(int(MOMENT / self._seconds.get(tokens, math.inf)), 1) if self._carried else 1
 
@@ -100,7 +100,7 @@ class PagedDecoder:
     def _feed(
         self, pieces: Sequence[Piece], tokens: int, picks: Sequence[tuple[Piece, int]]
     ) -> None:
-        """Writes what the ranks read into the arrays."""
+        """Writes the inputs of the ranks to the arrays."""
         widest = max(len(piece.text.pages) for piece in pieces)
         asked = [piece.asked(place) for piece, place in picks]
         most = max(map(len, asked), default=0)
@@ -125,8 +125,8 @@ class PagedDecoder:
             feeds[ASKED][pick, : len(asked[pick])] = asked[pick]
 
     def _resize(self, *sizes: int) -> None:
-        """Makes arrays for so many tokens, texts, pages of a text, picks and tokens that are asked
-        for, unless the last ones have these sizes."""
+        """Makes arrays for these numbers of tokens, texts, pages of a text, picks and tokens whose
+        logits are asked for, unless the arrays have these sizes."""
         if self._sizes == sizes:
             return
         self._sizes = sizes

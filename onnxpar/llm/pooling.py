@@ -21,8 +21,8 @@ _MODULES = "modules.json"
 def _weighted(hidden: Array) -> Array:
     """The mean, in which later tokens weigh more."""
     weights = np.arange(1, len(hidden) + 1, dtype=hidden.dtype)
-    found: Array = weights @ hidden / weights.sum()
-    return found
+    mean: Array = weights @ hidden / weights.sum()
+    return mean
 
 
 _POOLINGS: Mapping[str, Callable[[Array], Array]] = {
@@ -33,16 +33,16 @@ _POOLINGS: Mapping[str, Callable[[Array], Array]] = {
     "weightedmean_tokens": _weighted,
     "lasttoken": lambda hidden: hidden[-1],
 }
-"""By the names behind `pooling_mode_`, in the order in which several are put together."""
+"""Poolings by the name after `pooling_mode_`, in the order in which several are concatenated."""
 _SHORT = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens"}
-"""Other names, which `pooling_mode` has."""
+"""Other names, used by `pooling_mode`."""
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """Makes a vector of hidden states.
+    """Turns hidden states into a vector.
 
-    modes       names of poolings, whose vectors are put together
+    modes       names of poolings, whose vectors are concatenated
     normalizes  True if a vector then gets the length 1
     """
 
@@ -51,8 +51,8 @@ class Pooling:
 
     @staticmethod
     def of(folder: Path, is_pooled: bool) -> Pooling:
-        """Reads the files in a folder. `is_pooled`: the model itself does all but to normalize.
-        Errors: ModelError for what is not known."""
+        """Reads the files in a folder. `is_pooled`: the model itself does everything but normalize.
+        Errors: ModelError for an unknown module or pooling."""
         kinds = _modules(folder)
         known = ("Transformer", "Pooling", "Normalize")
         unknown = [kind for kind in kinds if kind not in known]
@@ -65,18 +65,18 @@ class Pooling:
 
     def vector(self, states: Array) -> Array:
         """Returns the vector of a text, in float32, of its tokens' hidden states, (tokens, width);
-        or of what the model has pooled, (width,)."""
-        found = states.astype(np.float32)
+        or of the model's own pooled vector, (width,)."""
+        result = states.astype(np.float32)
         if self.modes:
-            found = np.concatenate([_POOLINGS[mode](found) for mode in self.modes])
-        return normalized(found) if self.normalizes else found
+            result = np.concatenate([_POOLINGS[mode](result) for mode in self.modes])
+        return normalized(result) if self.normalizes else result
 
 
 def normalized(vectors: Array) -> Array:
     """Returns vectors of length 1 in the same directions."""
     lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    found: Array = vectors / np.maximum(lengths, 1e-12)
-    return found
+    result: Array = vectors / np.maximum(lengths, 1e-12)
+    return result
 
 
 def _modes(folder: Path) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ def _modules(folder: Path) -> list[str]:
     file = folder / _MODULES
     if not file.exists():
         return []
-    found: Any = read_json(file)
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+    modules: Any = read_json(file)
+    if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
         raise ModelError(f"{file} does not hold a list of JSON objects; copy it again")
-    return [str(each.get("type", "")).rpartition(".")[2] for each in found]
+    return [str(each.get("type", "")).rpartition(".")[2] for each in modules]

@@ -1,4 +1,4 @@
-"""The encoder of a sharded encoder-decoder: what it reads, and what its decoder reads of it."""
+"""The encoder of a sharded encoder-decoder: its inputs, and its results for the decoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnxpar.runtime.session.bundle import Bundle, Port
 from onnxpar.runtime.session.session import Session
 
 _LENGTHS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
-"""What configurations call the most tokens of a prompt."""
+"""The names of the most tokens of a prompt in configurations."""
 _FEATURES = "input_features"
 Input = Sequence[int] | Array
 """The tokens of a prompt, or the features of a sound, (mels, columns)."""
@@ -93,8 +93,8 @@ class PromptEncoder:
         self.model = PromptModel.of(bundle)
 
     def read(self, prompts: Sequence[Input]) -> dict[str, Array]:
-        """Reads prompts together; returns the inputs of the decoder that say all of them: the
-        caches of cross-attention, and the mask of the encoder's tokens."""
+        """Reads prompts together; returns the decoder's inputs that depend on them: the caches of
+        cross-attention, and the mask of the encoder's tokens."""
         model = self.model
         feeds: dict[str, Array]
         if model.features is not None:
@@ -115,10 +115,10 @@ class PromptEncoder:
             if model.mask is not None:
                 feeds[model.mask.name] = mask.astype(model.mask.dtype)
         names = [port.name for port in self._session.get_outputs()]
-        found = dict(zip(names, self._session.run(names, feeds), strict=True))
+        inputs = dict(zip(names, self._session.run(names, feeds), strict=True))
         if ENCODER_MASK in self._decoder.inputs and mask is not None:
-            found[ENCODER_MASK] = mask.astype(self._decoder.inputs[ENCODER_MASK].dtype)
-        return found
+            inputs[ENCODER_MASK] = mask.astype(self._decoder.inputs[ENCODER_MASK].dtype)
+        return inputs
 
 
 def read_encoder(decoder: Bundle) -> Bundle:

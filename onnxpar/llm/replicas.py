@@ -29,7 +29,7 @@ from onnxpar.runtime.ranks.closing import Closing
 W = TypeVar("W", Engine, Embedder)
 T = TypeVar("T")
 _ORDER = (READY, STARTING, FAILED, CLOSED)
-"""All that workers may be; of several, the first one that one of them is counts."""
+"""All statuses of workers; the first one that any worker has is the status of all."""
 
 
 class Replicas(Closing, Generic[W]):
@@ -37,7 +37,7 @@ class Replicas(Closing, Generic[W]):
 
     par       the folder that `onnxpar shard` wrote
     replicas  the number of workers, each with as many processes as the model has ranks
-    tell      as of a worker
+    tell      as for a worker
     log_dir   a folder for the output of ranks, under replica.N/rank.M/
     options   those of a worker
 
@@ -85,8 +85,8 @@ class Replicas(Closing, Generic[W]):
     @property
     def status(self) -> str:
         """ "ready" if any worker is; else "starting", "failed" or "closed"."""
-        found = {worker.status for worker in self.workers}
-        return next(status for status in _ORDER if status in found)
+        statuses = {worker.status for worker in self.workers}
+        return next(status for status in _ORDER if status in statuses)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -124,12 +124,12 @@ class Replicas(Closing, Generic[W]):
         ]
 
     def _others(self, own: W, request: Any) -> Iterator[W]:
-        """Yields the workers but one, those first that have least to do for the request."""
+        """Yields the workers other than `own`; first those with the least to do for the request."""
         yield from (worker for worker in self._in_order(request) if worker is not own)
 
     @abstractmethod
     def _in_order(self, request: Any) -> Sequence[W]:
-        """Returns the workers, those first that have least to do for a request."""
+        """Returns the workers; first those with the least to do for a request."""
 
 
 class EngineReplicas(Replicas[Engine]):
@@ -152,12 +152,12 @@ class EngineReplicas(Replicas[Engine]):
         return self.workers[0].vocabulary
 
     def each(self) -> list[tuple[str, Counts]]:
-        """The status of each engine, and what it does and has done."""
+        """The status and the counts of each engine."""
         return [(engine.status, engine.counts) for engine in self.workers]
 
     @property
     def counts(self) -> Counts:
-        """What all engines together do, and have done."""
+        """The sums of the counts of all engines."""
         return Counts(*_sums(counts for _, counts in self.each()))
 
     def submit(self, prompt: Sequence[int], limits: Limits, listen: Listener) -> Generation:
@@ -183,12 +183,12 @@ class EmbedderReplicas(Replicas[Embedder]):
         return self.workers[0].model
 
     def each(self) -> list[tuple[str, EmbedderCounts]]:
-        """The status of each embedder, and what it does and has done."""
+        """The status and the counts of each embedder."""
         return [(embedder.status, embedder.counts) for embedder in self.workers]
 
     @property
     def counts(self) -> EmbedderCounts:
-        """What all embedders together do, and have done."""
+        """The sums of the counts of all embedders."""
         return EmbedderCounts(*_sums(counts for _, counts in self.each()))
 
     def tokens(self, text: str, second: str | None = None) -> Tokens:

@@ -1,4 +1,4 @@
-"""What an engine is asked for, and what it tells of a request."""
+"""Requests to an engine, and the events of a request."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Limits:
         return self.sampling.is_plain and not self.needs_all
 
     def sampling_at(self, step: int) -> Sampling:
-        """Returns how a token is chosen, of which `step` new ones are before it."""
+        """Returns how a token is chosen after `step` new tokens."""
         if step >= self.min_new_tokens:
             return self.sampling
         bias = {**self.sampling.logit_bias, **dict.fromkeys(self.ends, -math.inf)}
@@ -89,19 +89,19 @@ class Limits:
 
     def choose(self, candidates: Candidates, tokens: Sequence[int], step: int) -> Token | None:
         """Returns the next token of a text with these tokens, of which the last `step` were
-        generated; None if it takes all logits to tell. Errors: ModelError for logits that are not
+        generated; None if only all logits can tell it. Errors: ModelError for logits that are not
         numbers."""
         sampling = self.sampling_at(step)
         if self.constraint is not None:
             allowed = self._allowed(self.constraint, step)
             candidates = Candidates.all(np.where(allowed, candidates.logits, -np.inf))
             sampling = self.sampling
-        found = sampling.choose(candidates, tokens, self.row, step)
-        if found is None:
+        chosen = sampling.choose(candidates, tokens, self.row, step)
+        if chosen is None:
             return None
         if self.constraint is not None:
-            self.constraint.accept(found[0])
-        return Token(*found, candidates.logprobs(self.top_logprobs))
+            self.constraint.accept(chosen[0])
+        return Token(*chosen, candidates.logprobs(self.top_logprobs))
 
     def _allowed(self, constraint: Constraint, step: int) -> Array:
         """The tokens that a constraint allows, without those that would end the text too soon,
@@ -116,8 +116,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The tokens of a prompt but the first, each with the logarithm of its probability behind those
-    before it, as `Limits.tells_prompt` asks."""
+    """The tokens of a prompt but the first, each with the logarithm of its probability after the
+    tokens before it, as `Limits.tells_prompt` asks."""
 
     tokens: Sequence[Token]
 
@@ -156,6 +156,6 @@ def tell(request: Heard[E], event: E) -> None:
     """Calls the listener of a request; if it fails, cancels the request: others go on."""
     try:
         request.listen(event)
-    except Exception as error:  # of whoever uses the engine
+    except Exception as error:  # of the engine's user
         request.is_cancelled = True
         warnings.warn(f"a request ends, as its listener failed: {describe(error)}", stacklevel=2)

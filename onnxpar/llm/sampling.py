@@ -20,9 +20,9 @@ class Sampling:
 
     do_sample     False: the likeliest token (greedy)
     temperature   logits are divided by it; 0 is greedy
-    top_k         of how many likeliest tokens one is drawn; 0: of all
-    top_p         of as few likeliest tokens as have at least this probability together
-    min_p         of tokens with at least this fraction of the likeliest token's probability
+    top_k         the number of likeliest tokens to draw from; 0: all tokens
+    top_p         draw from the fewest likeliest tokens with at least this probability together
+    min_p         draw from tokens with at least this fraction of the likeliest token's probability
     repetition_penalty  logits of tokens that the text has are divided by it if they are above 0,
                   else multiplied
     frequency_penalty  subtracted from a token's logit for each time that it was generated
@@ -43,7 +43,8 @@ class Sampling:
     seed: int = 0
 
     def check(self, vocabulary: int) -> None:
-        """Errors: InputError for a value out of its range, or a token that there is not."""
+        """Errors: InputError for a value out of its range, or a token that is not in the
+        vocabulary."""
         limits = (
             ("temperature", self.temperature, 0, math.inf),
             ("top_k", self.top_k, 0, math.inf),
@@ -88,12 +89,12 @@ class Sampling:
     def changed(self, seen: Sequence[int], step: int) -> Array:
         """Returns the ids of tokens whose logits are changed before one is chosen, ascending;
         arguments as of `choose`."""
-        found = list(self.logit_bias)
+        ids = list(self.logit_bias)
         if self.repetition_penalty != 1:
-            found += seen
+            ids += seen
         elif step and (self.frequency_penalty or self.presence_penalty):
-            found += seen[-step:]
-        return np.unique(np.array(found, np.int64))
+            ids += seen[-step:]
+        return np.unique(np.array(ids, np.int64))
 
     def choose(
         self, candidates: Candidates, seen: Sequence[int], row: int, step: int
@@ -101,7 +102,7 @@ class Sampling:
         """Returns the next token of a text, and the natural logarithm of its probability by the
         model; None if it can be told only with the logits of all tokens.
 
-        candidates  among them, those that `changed` gives
+        candidates  include the tokens of `changed`
         seen    the tokens of the text, prompt included; the last `step` of them were generated
         row, step  the number of the text and of the token in it, which decide what is drawn
 
@@ -145,9 +146,9 @@ class Sampling:
             scores[np.searchsorted(tokens, token)] += bias
 
     def _draw(self, scores: Array, candidates: Candidates, row: int, step: int) -> tuple[int, bool]:
-        """Draws the index of a score by one number from 0 to 1: of the token at which the
-        probabilities, added in the order of ids, exceed it. Returns False, too, if it may be
-        another token that is no candidate."""
+        """Draws a number from 0 to 1, and returns the index of the token at which the
+        probabilities, added in the order of ids, exceed it. Returns False, too, if the drawn token
+        may be none of the candidates."""
         scores = scores / self.temperature
         powers = np.exp(scores - scores.max())
         total = powers.sum() if candidates.are_all else math.exp(candidates.cooled)
@@ -160,8 +161,8 @@ class Sampling:
         return int(at), candidates.are_all or least > candidates.floor / self.temperature
 
     def _least(self, scores: Array, powers: Array, total: float) -> float:
-        """The score of the least likely token of those of which one is drawn, by the limits in the
-        order top_k, top_p, min_p; -inf if there are none. Tokens with its score stay, too.
+        """The score of the least likely token that may be drawn, by the limits in the order top_k,
+        top_p, min_p; -inf if there are none. Tokens with its score stay, too.
 
         powers  exp(score - best score); `total` is their sum over the vocabulary, which may have
                 more tokens than `scores`

@@ -17,15 +17,15 @@ from onnxpar.llm.requests import Limits, Listener, Token
 class Text:
     """A text that is generated.
 
-    tokens    its prompt and what was generated
+    tokens    its prompt and the generated tokens
     prompt    the number of tokens of the prompt
     most      the most tokens that it may have
     pages     its pages of the caches, in order
     done      how many of its tokens are in the caches
-    cached    how many of them an earlier text had put there when it began
-    told      the tokens of its prompt but the first, as far as they are computed, if they are told
+    cached    how many tokens were in the caches when it began, from earlier texts
+    told      the computed tokens of its prompt but the first, if the listener wants to know them
     is_counted  True once the tokens of its prompt are counted
-    has_missed  True once a token could be told only with the logits of all tokens
+    has_missed  True once a token could be chosen only with the logits of all tokens
     losses    how often ranks died while it ran
     """
 
@@ -84,8 +84,8 @@ class Piece:
 
     @property
     def picks(self) -> list[int]:
-        """The places of those tokens behind which one is chosen, or is told as one of the
-        prompt."""
+        """The places of the tokens after which a token is chosen, or a token of the prompt is
+        told."""
         text, end = self.text, self.begin + self.count
         told = range(len(text.told), min(end, text.prompt - 1)) if text.is_telling else ()
         return [*told, *([end - 1] if self.is_last else [])]
@@ -98,8 +98,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """What a call of the ranks computes: the pieces, and how many steps follow each other, in which
-    each text goes on with its likeliest token."""
+    """The work of a call of the ranks: the pieces, and the number of steps that follow each other,
+    in which each text goes on with its likeliest token."""
 
     pieces: Sequence[Piece]
     times: int = 1
@@ -138,7 +138,7 @@ class Scheduler:
         return pieces
 
     def has_room(self, pieces: Sequence[Piece], times: int) -> bool:
-        """Takes free pages for so many steps of texts; returns False if there are too few."""
+        """Takes free pages for `times` steps of texts; returns False if there are too few."""
         return all(self._extend(piece.text, times) for piece in pieces)
 
     def advance(self, piece: Piece) -> None:
@@ -162,7 +162,7 @@ class Scheduler:
         text.pages, text.done = [], 0
 
     def _reserve(self, text: Text, count: int) -> bool:
-        """Takes the pages for the next tokens of a running text, from those that began after it if
+        """Takes the pages for the next tokens of a running text, from texts that began after it if
         none is free. Returns False if the text itself has to wait."""
         while not self._extend(text, count):
             last = self.running[-1]
@@ -173,7 +173,7 @@ class Scheduler:
 
     def _extend(self, text: Text, count: int) -> bool:
         """Takes free pages for the next tokens of a text; returns False if there are too few, and
-        keeps those that there are."""
+        keeps the pages that it got."""
         while len(text.pages) * self.pool.page_size < text.done + count:
             page = self.pool.take()
             if page is None:
@@ -189,7 +189,7 @@ class Scheduler:
 
     def _admitted(self, text: Text, room: int) -> Piece | None:
         """Lets a waiting text begin, if there are pages for its tokens and the next one."""
-        if not text.is_telling:  # whose tokens must be computed
+        if not text.is_telling:  # tokens that are told must be computed
             text.pages = self.pool.beginning(text.tokens)
         text.done = len(text.pages) * self.pool.page_size
         if not self._extend(text, text.left + 1):

@@ -20,14 +20,14 @@ _HIGHEST = 8000.0
 """The highest frequency of the filters, in Hz."""
 _LEAST_POWER = 1e-10
 _RANGE = 8.0
-"""The quietest that a spectrogram tells apart, in powers of ten below its loudest."""
+"""The range of a spectrogram below its loudest value, in powers of ten."""
 _LINEAR, _STEP = 1000.0, 27 / math.log(6.4)
 """Slaney's mel scale: linear up to 1000 Hz, and so many mels for each factor of e above."""
 
 
 @dataclass(frozen=True)
 class SoundFeatures:
-    """What preprocessor_config.json says: a window of `seconds` at `rate` samples per second
+    """The content of preprocessor_config.json: a window of `seconds` at `rate` samples per second
     becomes `mels` rows, with a column for every `hop` samples, of Fourier transforms of `size`."""
 
     rate: int
@@ -72,8 +72,8 @@ class SoundFeatures:
         return [samples[at : at + self.samples] for at in starts]
 
     def of_sound(self, samples: Array) -> Array:
-        """Returns the features of samples between -1 and 1, at most those of a window, (mels,
-        columns). Errors: InputError for more."""
+        """Returns the features of samples between -1 and 1, at most one window, (mels, columns).
+        Errors: InputError for more."""
         if samples.ndim != 1 or len(samples) > self.samples:
             raise InputError(
                 f"a sound has {' x '.join(map(str, samples.shape))} samples, and the model reads "
@@ -87,9 +87,9 @@ class SoundFeatures:
         frames = np.lib.stride_tricks.sliding_window_view(around, self.size)[:: self.hop]
         bell = np.hanning(self.size + 1)[:-1]
         power = np.abs(np.fft.rfft(frames * bell, axis=1)) ** 2
-        found = np.log10(np.maximum(self._filters @ power.T, _LEAST_POWER))[:, :-1]
-        found = np.maximum(found, found.max() - _RANGE)
-        features: Array = ((found + 4) / 4).astype(np.float32)
+        levels = np.log10(np.maximum(self._filters @ power.T, _LEAST_POWER))[:, :-1]
+        levels = np.maximum(levels, levels.max() - _RANGE)
+        features: Array = ((levels + 4) / 4).astype(np.float32)
         return features
 
     @cached_property
@@ -99,8 +99,8 @@ class SoundFeatures:
         at = np.linspace(0, self.rate / 2, self.size // 2 + 1)
         rising = (at - ends[:-2, None]) / (ends[1:-1] - ends[:-2])[:, None]
         falling = (ends[2:, None] - at) / (ends[2:] - ends[1:-1])[:, None]
-        found: Array = np.maximum(0, np.minimum(rising, falling))
-        return found * (2 / (ends[2:] - ends[:-2]))[:, None]
+        filters: Array = np.maximum(0, np.minimum(rising, falling))
+        return filters * (2 / (ends[2:] - ends[:-2]))[:, None]
 
 
 def _is_count(value: object) -> bool:
@@ -114,8 +114,8 @@ def _mels(hertz: float) -> float:
 
 def _hertz(mels: Array) -> Array:
     """Frequencies of Slaney's mels."""
-    found: Array = np.where(mels < 15, mels * 200 / 3, _LINEAR * np.exp((mels - 15) / _STEP))
-    return found
+    hertz: Array = np.where(mels < 15, mels * 200 / 3, _LINEAR * np.exp((mels - 15) / _STEP))
+    return hertz
 
 
 def read_wave(file: Path, rate: int) -> Array:
@@ -144,8 +144,8 @@ def read_wave(file: Path, rate: int) -> Array:
 def _decoded(data: bytes, width: int) -> Array:
     """Samples of PCM, between -1 and 1."""
     if width == 1:
-        found: Array = (np.frombuffer(data, np.uint8).astype(np.float64) - 128) / 128
-        return found
+        samples: Array = (np.frombuffer(data, np.uint8).astype(np.float64) - 128) / 128
+        return samples
     if width == 3:  # as the upper bytes of four
         wide = np.zeros((len(data) // 3, 4), np.uint8)
         wide[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
@@ -160,5 +160,5 @@ def _resampled(samples: Array, own: int, rate: int) -> Array:
     from scipy.signal import resample_poly
 
     common = math.gcd(own, rate)
-    found: Array = resample_poly(samples, rate // common, own // common)
-    return found
+    resampled: Array = resample_poly(samples, rate // common, own // common)
+    return resampled

@@ -23,10 +23,10 @@ class StopStrings:
         if self.found:
             return ""
         text = self._waiting + text
-        found = [(at, len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        places = [(at, len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if places:
             self.found, self._waiting = True, ""
-            at, length = min(found)
+            at, length = min(places)
             return text[: at + length if self._shows else at]
         keep = 0 if is_last else longest_beginning(text, self._stops)
         self._waiting = text[len(text) - keep :]

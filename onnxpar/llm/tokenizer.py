@@ -17,13 +17,14 @@ Messages = Sequence[Mapping[str, Any]]
 _SPECIALS = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 """The names by which templates know special tokens."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What the bytes of a character become while some of them are missing, or if they are none."""
+"""The text of the bytes of a character while some are missing, and of bytes that are no
+character."""
 _MOST_WAITING = 3
 """Most bytes that can wait for the rest of a character, and most `UNFINISHED` that they become."""
 _MOST_TOKENS = 32
 """Most tokens whose text is not complete before those in their middle are forgotten."""
 _FIRST, _LAST = 4, 12
-"""Those that stay: after four bytes, it is known that they are no character."""
+"""The tokens at both ends that stay: four bytes tell whether they are a character."""
 
 
 class Tokenizer:
@@ -51,7 +52,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
-        self._specials = frozenset(token for token, found in added.items() if found.special)
+        self._specials = frozenset(token for token, entry in added.items() if entry.special)
         self._config = _configuration(folder)
         self._folder = folder
         template = read_template(folder, self._config)
@@ -69,8 +70,8 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Returns the tokens of two texts together, and of each token, to which text it belongs: 0
         or 1, as the tokenizer says."""
-        found = self._tokenizer.encode(first, second)
-        return found.ids, found.type_ids
+        encoding = self._tokenizer.encode(first, second)
+        return encoding.ids, encoding.type_ids
 
     def decode(self, ids: Sequence[int], specials: bool = False) -> str:
         """Returns the text of tokens; with `specials`, that of special tokens, too."""
@@ -78,28 +79,28 @@ class Tokenizer:
         return text
 
     def has_text(self, token: int, specials: bool = False) -> bool:
-        """Returns False for what `decode` leaves out: ids that there are not and, unless asked for,
-        special tokens."""
+        """Returns False for a token that `decode` leaves out: one that is not in the vocabulary or,
+        unless asked for, a special token."""
         is_left_out = token in self._specials and not specials
         return not is_left_out and self._tokenizer.id_to_token(token) is not None
 
     def token(self, token: int) -> str | None:
-        """Returns a token as the vocabulary writes it; None for an id that there is not."""
-        found: str | None = self._tokenizer.id_to_token(token)
-        return found
+        """Returns a token as the vocabulary writes it; None for an id without a token."""
+        text: str | None = self._tokenizer.id_to_token(token)
+        return text
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        """Returns the ids of those texts that are special tokens."""
+        """Returns the ids of the texts that are special tokens."""
         return self._specials.intersection(map(self.id_of, texts))
 
     def as_json(self) -> str:
         """Returns tokenizer.json for other libraries, without limits on lengths."""
-        found = json.loads(self._tokenizer.to_str())
-        return json.dumps({**found, "truncation": None, "padding": None})
+        data = json.loads(self._tokenizer.to_str())
+        return json.dumps({**data, "truncation": None, "padding": None})
 
     @property
     def size(self) -> int:
-        """The number of ids, of which some may be of no token."""
+        """The number of ids, some of which may have no token."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
@@ -114,14 +115,14 @@ class Tokenizer:
 
     def special(self, name: str) -> str | None:
         """Returns the text of a special token, such as eos_token; None if there is none."""
-        found = self._config.get(name)
-        found = found.get("content") if isinstance(found, dict) else found
-        return found if isinstance(found, str) else None
+        value = self._config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        return value if isinstance(value, str) else None
 
     def id_of(self, token: str) -> int | None:
         """Returns the id of a token; None if there is none."""
-        found: int | None = self._tokenizer.token_to_id(token)
-        return found
+        id_: int | None = self._tokenizer.token_to_id(token)
+        return id_
 
     def chat(self, messages: Messages, specials: bool = False, **options: Any) -> list[int]:
         """Returns the tokens of a chat and of the beginning of the answer to it; with `specials`,
@@ -145,8 +146,8 @@ class Stream:
     `DecodeStream` of tokenizers does the same, but it has no end, sends bytes that are no character
     only with the next one that is, and fails where bytes behind a character are none.
 
-    behind  tokens whose text this one continues, and does not begin anew
-    shown   special tokens whose text there is anyway
+    behind  tokens whose text this one continues
+    shown   special tokens whose text is shown anyway
     """
 
     def __init__(
@@ -162,11 +163,11 @@ class Stream:
         self._before = self._decode(self._context[0])
         """The text of `_context`."""
         self._tokens: list[int] = []
-        """Those that followed."""
+        """The tokens after the context."""
         self._sent = 0
         """How many characters of their text are sent."""
         self.waiting = ""
-        """What would be sent if no token followed."""
+        """The text that would be sent if no token followed."""
 
     def has_text(self, token: int) -> bool:
         """Returns False for a token that adds nothing to the text."""
@@ -185,7 +186,7 @@ class Stream:
         return self._send(text, len(text) - begun)
 
     def end(self) -> str:
-        """Returns the text of what still waits."""
+        """Returns the text that still waits."""
         text = self._text()
         return self._send(text, len(text))
 
@@ -214,8 +215,8 @@ class Stream:
         return new
 
     def _begin_behind(self) -> None:
-        """Makes the tokens the context, with as few before them as have some text: one without any
-        would not count as a beginning."""
+        """Makes the tokens the context, after the fewest earlier tokens that have some text: tokens
+        without text would not count as a beginning."""
         self._context.append(self._tokens)
         while len(self._context) > 1 and self._decode(chain(*self._context[1:])):
             del self._context[0]
@@ -224,10 +225,10 @@ class Stream:
 
 
 def _configuration(folder: Path) -> Mapping[str, Any]:
-    """What a folder says of its tokenizer; older ones name special tokens in a file of their own.
-    Errors: ModelError."""
+    """The configuration of a folder's tokenizer; older folders have a separate file for special
+    tokens. Errors: ModelError."""
     main, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
-    found = dict(read_config(main)) if main.exists() else {}
-    if "added_tokens_decoder" not in found and older.exists():
-        found |= read_config(older)
-    return found
+    config = dict(read_config(main)) if main.exists() else {}
+    if "added_tokens_decoder" not in config and older.exists():
+        config |= read_config(older)
+    return config

@@ -19,18 +19,17 @@ from onnxpar.runtime.session.session import InferenceSession
 
 READY, STARTING, FAILED, CLOSED = "ready", "starting", "failed", "closed"
 _IDLE_CHECK = 1.0
-"""Seconds after which it is checked again that the ranks still run, if there is nothing to do."""
+"""Seconds between checks that the ranks still run, while there is nothing to do."""
 _STARTS = 3
-"""How often it is tried to start ranks again."""
+"""The number of attempts to start ranks again."""
 _PAUSE, _LONGEST_PAUSE = 10.0, 300.0
-"""Seconds after which that is tried again if there are other workers meanwhile, at first and at
-most."""
+"""Seconds until the next attempt while there are other workers: at first, and at most."""
 MOST_LOSSES = 2
-"""How often a request goes on after its ranks died: it may itself be what they die of."""
+"""How often a request goes on after its ranks died: the request itself may kill them."""
 
 
 class Submitted(Protocol):
-    """A request: whether it is to end, and how often ranks died that computed it."""
+    """A request: whether it must end, and how often ranks died while they computed it."""
 
     is_cancelled: bool
     losses: int
@@ -47,7 +46,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     If a rank dies, all requests are offered to other workers of the same model, if there are any,
     and new ranks are started, which compute the rest. The thread holds the lock, `_changed`,
-    whenever it calls a method of the subclass but `_open` and `_run`.
+    whenever it calls a method of the subclass, except `_open` and `_run`.
 
     par      a folder that `onnxpar shard` wrote
     options  those of `InferenceSession`
@@ -74,7 +73,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     @abstractmethod
     def _open(self, session: InferenceSession) -> Made:
-        """Returns what is needed besides a new session."""
+        """Returns the subclass's objects for a new session."""
 
     @abstractmethod
     def _adopt(self, made: Made) -> None:
@@ -86,7 +85,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     @abstractmethod
     def _running(self) -> Sequence[Request]:
-        """Returns those that have begun on the ranks."""
+        """Returns the requests that have begun on the ranks."""
 
     @abstractmethod
     def _release(self) -> Sequence[Request]:
@@ -111,11 +110,11 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     @abstractmethod
     def _of(self, work: Work) -> Sequence[Request]:
-        """Returns the requests whose work that is."""
+        """Returns the requests of this work."""
 
     @abstractmethod
     def _run(self, work: Work) -> Callable[[], None]:
-        """Computes; returns what hands the results on."""
+        """Computes the work; returns a function that hands on the results."""
 
     @property
     def status(self) -> str:
@@ -157,7 +156,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
         return made
 
     def _start_thread(self, name: str) -> None:
-        """Starts the thread of this name, once all is there that it needs."""
+        """Starts the thread of this name; all that it needs must exist."""
         self._status = READY
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -190,7 +189,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
             raise
 
     def _serve(self) -> None:
-        """Runs what there is to do until all is closed: the thread."""
+        """The thread: runs work until the worker is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -233,8 +232,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
                 self._fail(request, error)
 
     def _restart(self, error: RankError) -> None:
-        """Moves the requests to other workers, and starts new ranks, on which those go on that
-        nobody took; fails these if no ranks start, as after a LaunchError."""
+        """Moves the requests to other workers, and starts new ranks for the requests that nobody
+        took; fails these requests if no ranks start, as after a LaunchError."""
         with self._changed:
             if self._status == READY:
                 self._status = STARTING

@@ -35,7 +35,7 @@ def _bags_of_ids(node: NodeProto, body: GraphProto, names: Names) -> Bags | None
     counter, last = body.input[0].name, names.node(body.output[1].name, *REDUCTIONS)
     if count is None or last is None or not names.is_value(body.output[0].name, 1):
         return None
-    return _found(last, 0, counter, count, [node], names)
+    return _bags_with(last, 0, counter, count, [node], names)
 
 
 def _bags_of_rows(node: NodeProto, body: GraphProto, names: Names) -> Bags | None:
@@ -45,9 +45,9 @@ def _bags_of_rows(node: NodeProto, body: GraphProto, names: Names) -> Bags | Non
     sequence, at = body.input[2 + kept].name, body.input[2 + counted].name
     more = names.node(body.output[0].name, "Less")
     grown = names.node(body.output[1 + kept].name, "SequenceInsert")
-    made, number = node.output[kept], node.output[counted]
-    joined = [n for n in names.graph.node if made in n.input]
-    is_read_once = names.reads.count(made) == 1 and number not in names.reads
+    listed, number = node.output[kept], node.output[counted]
+    joined = [n for n in names.graph.node if listed in n.input]
+    is_read_once = names.reads.count(listed) == 1 and number not in names.reads
     if (
         more is None
         or grown is None
@@ -79,17 +79,17 @@ def _bags_of_rows(node: NodeProto, body: GraphProto, names: Names) -> Bags | Non
     is_empty = names.node(choice.input[0], "Equal")
     if last is None or zeros is None or zeros.any() or is_empty is None:
         return None
-    found = _found(last, 1, at, count, [node, joined[0]], names)
-    if found is None or {*is_empty.input} != {*found.bounds}:
+    bags = _bags_with(last, 1, at, count, [node, joined[0]], names)
+    if bags is None or {*is_empty.input} != {*bags.bounds}:
         return None
     is_apart = reduced in names.usual or last.input[0] in names.usual
-    return None if is_apart and not _end_with_rows(found, names) else found
+    return None if is_apart and not _end_with_rows(bags, names) else bags
 
 
-def _found(
+def _bags_with(
     last: NodeProto, keepdims: int, counter: str, count: int, nodes: list[NodeProto], names: Names
 ) -> Bags | None:
-    """The bags, given the node that reduces the rows of one."""
+    """The bags, from the node that reduces the rows of one bag."""
     attributes = {a.name: a for a in last.attribute}
     is_first = len(last.input) > 1 and names.is_value(last.input[1], 0)
     kept = attributes["keepdims"].i if "keepdims" in attributes else 1
@@ -107,9 +107,8 @@ def _found(
 
 
 def _usual(name: str, counter: str, count: int, names: Names) -> str:
-    """Returns the result that all bags but the last have, and records it, if a tensor is that of an
-    If for the last bag, and both results are equal where bags end with the rows; else the tensor
-    itself."""
+    """If an If treats the last bag apart, and both results are equal where bags end with the rows,
+    returns and records the result of the other bags; else returns the tensor itself."""
     choice = names.node(name, "If")
     is_last = names.node(choice.input[0], "Equal") if choice is not None else None
     if choice is None or is_last is None:

@@ -18,8 +18,8 @@ _SAME = ("Identity", "Cast", "CastLike", "Reshape", "Unsqueeze", "Squeeze")
 
 @dataclass(frozen=True)
 class Padding:
-    """The ids of all rows, the id whose rows do not count, and the number of ids, from which
-    negative ones are counted."""
+    """The ids of all rows, the id whose rows do not count, and the number of ids (negative ids
+    count from the end)."""
 
     ids: str
     one: int
@@ -64,7 +64,7 @@ class Names:
         ports = (*graph.input, *graph.value_info, *graph.output)
         self.types = {p.name: p.type.tensor_type for p in ports}
         self.usual: dict[str, str] = {}
-        """By result of an If that the last bag has for itself: that of all other bags."""
+        """By result of an If that treats the last bag apart: the result of all other bags."""
         reads = [name for g in graphs_of(graph) for n in g.node for name in n.input]
         self.reads = [*reads, *(p.name for g in graphs_of(graph) for p in g.output)]
 
@@ -85,8 +85,8 @@ class Names:
             return None if copied is None else self.value(copied.input[0])
         if np.prod(tensor.dims) > FOLD_LIMIT:
             return None
-        found: Array = numpy_helper.to_array(tensor)
-        return found
+        array: Array = numpy_helper.to_array(tensor)
+        return array
 
     def is_ones(self, name: str) -> bool:
         """True for a constant of ones."""

@@ -29,9 +29,9 @@ def add_bodies(model: onnx.ModelProto) -> None:
     """Makes each node of these ops a call of a function of the model, in place; a node whose
     operands have no known types stays as it is."""
     opset = onnx_opset(model)
-    found = [n for n in nodes_of(model.graph) if _is_one(n, opset)]
-    types = _types(model) if found else {}
-    for number, node in enumerate(found):
+    nodes = [n for n in nodes_of(model.graph) if _is_one(n, opset)]
+    types = _types(model) if nodes else {}
+    for number, node in enumerate(nodes):
         body = _body(node, types)
         if body is None:
             continue
@@ -55,10 +55,10 @@ def _types(model: onnx.ModelProto) -> Mapping[str, TypeProto]:
     ports: list[ValueInfoProto] = []
     for graph in graphs_of(inferred):
         ports += [*graph.value_info, *graph.input, *graph.output]
-    found = {port.name: port.type for port in ports}
+    types = {port.name: port.type for port in ports}
     for tensor in model.graph.initializer:
-        found[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
-    return found
+        types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+    return types
 
 
 def _body(node: NodeProto, types: Mapping[str, TypeProto]) -> FunctionProto | None:

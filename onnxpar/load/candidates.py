@@ -1,7 +1,8 @@
-"""Adds to a decoder what a token is chosen by: the likeliest tokens, and sums over all of them.
+"""Adds to a decoder the outputs that choose a token: the likeliest tokens, and sums over all of
+them.
 
-They are made by ordinary nodes, whose sharding rules take logits that are split over the
-vocabulary: a rank finds the best of its own, and sums are all-reduced. So logits stay on the ranks.
+Ordinary nodes compute them, whose sharding rules take logits that are split over the vocabulary: a
+rank finds the best of its own tokens, and sums are all-reduced. So logits stay on the ranks.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 from onnx import GraphProto, NodeProto, TensorProto, helper
 
 TEMPERATURES, ASKED = "temperatures", "asked_tokens"
-"""Inputs: by what logits are divided for the second sum, (picks, 1); and ids of tokens whose logits
-are told in any case, (picks, asked)."""
+"""Inputs: divisors of the logits for the second sum, (picks, 1); and ids of tokens whose logits are
+returned in any case, (picks, asked)."""
 BEST_TOKENS, BEST_LOGITS, ASKED_LOGITS, LOG_TOTALS = (
     "best_tokens",
     "best_logits",
@@ -24,9 +25,9 @@ logits of those that were asked for, (picks, asked); and the logarithms of two s
 (picks, 2): of exp(logit - best logit), and of exp((logit - best logit) / temperature)."""
 PICK_DIM, ASKED_DIM = "picks", "asked"
 OLDEST = 11
-"""The least opset whose ops are as those that are added."""
+"""The least opset whose ops agree with the added ones."""
 BEST = 64
-"""How many of the likeliest tokens are told, if there are as many."""
+"""The number of likeliest tokens that are returned, if there are as many."""
 
 
 def add_candidates(graph: GraphProto, logits: str, opset: int) -> None:
@@ -37,10 +38,10 @@ def add_candidates(graph: GraphProto, logits: str, opset: int) -> None:
     count = min(BEST, vocabulary.dim_value or BEST)
 
     def add(op: str, *operands: str, results: int = 1, name: str = "", **attrs: Any) -> list[str]:
-        made = [name or f"candidates/{op}_{len(nodes)}"]
-        made += [f"{made[0]}_{i}" for i in range(1, results)]
-        nodes.append(helper.make_node(op, operands, made, made[0], **attrs))
-        return made
+        names = [name or f"candidates/{op}_{len(nodes)}"]
+        names += [f"{names[0]}_{i}" for i in range(1, results)]
+        nodes.append(helper.make_node(op, operands, names, names[0], **attrs))
+        return names
 
     def constant(*values: int) -> str:
         tensor = helper.make_tensor("value", TensorProto.INT64, [len(values)], values)

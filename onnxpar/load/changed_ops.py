@@ -1,4 +1,4 @@
-"""What changed in ONNX's ops from opset to opset, other than their types and optional parts."""
+"""Changes of ONNX's ops from opset to opset, other than in types and optional parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NoEquivalentError(Exception):
 
 @dataclass
 class Surroundings:
-    """What is known around a node, and the nodes that are added before and after it.
+    """Facts around a node, and the nodes that are added before and after it.
 
     types      types by name, as far as they are known
     constants  initializers of the graph, by name
@@ -54,21 +54,21 @@ class Surroundings:
 
     def element(self, name: str) -> int:
         """The dtype of a tensor. Errors: NoEquivalentError if it is unknown."""
-        found = self.types.get(name)
-        if found is None or not found.elem_type:
+        type_ = self.types.get(name)
+        if type_ is None or not type_.elem_type:
             raise NoEquivalentError(f"the dtype of {name!r} cannot be inferred")
-        return found.elem_type
+        return type_.elem_type
 
     def rank(self, name: str) -> int | None:
         """The number of dimensions of a tensor; None if it is unknown."""
-        found = self.types.get(name)
-        return len(found.shape.dim) if found is not None and found.HasField("shape") else None
+        type_ = self.types.get(name)
+        return len(type_.shape.dim) if type_ is not None and type_.HasField("shape") else None
 
     def value(self, name: str) -> np.ndarray[Any, Any] | None:
         """The value of a constant in the file of the model; None for any other tensor."""
-        made = next((n for n in self.before if list(n.output) == [name]), None)
-        if made is not None and made.op_type == "Constant":
-            return numpy_helper.to_array(made.attribute[0].t)
+        maker = next((n for n in self.before if list(n.output) == [name]), None)
+        if maker is not None and maker.op_type == "Constant":
+            return numpy_helper.to_array(maker.attribute[0].t)
         tensor = self.constants.get(name)
         if tensor is None or tensor.data_location == TensorProto.EXTERNAL:
             return None
@@ -212,7 +212,8 @@ def _scan(node: NodeProto, at: Surroundings) -> None:
 
 
 def _flattening(node: NodeProto, at: Surroundings) -> None:
-    """Softmax and its like were of all dimensions from `axis` on; since opset 13, of one."""
+    """Before opset 13, Softmax and its like covered all dimensions from `axis` on; since then,
+    one."""
     x, axis, rank = node.input[0], _take(node, "axis", 1), at.rank(node.input[0])
     _set(node, "axis", -1)
     if axis == -1 or (rank is not None and axis == rank - 1):
@@ -261,6 +262,6 @@ CHANGES: dict[tuple[str, int], Change] = {
         for kind in ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
     },
 }
-"""How a node becomes one of an opset, by its op and that opset."""
+"""The change of a node to an opset, by its op and the opset."""
 NEED_TYPES = frozenset({"Clip", "Pad", "Softmax", "LogSoftmax", "Hardmax"})
 """Ops whose change depends on the types of their operands."""

@@ -1,7 +1,7 @@
 """Evaluates a decoder at some sizes: tensors that depend on sizes, positions and the mask alone.
 
-A sample has a number of past tokens and one of new tokens, in one text without padding. Of other
-tensors, the shape is known.
+A sample has a number of past tokens and a number of new tokens, in one text without padding. For
+other tensors, the shape is known.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SMALL = ((0, 1), (0, 7), (3, 4), (5, 1), (64, 3))
 _LIMIT = 1 << 21
 """The largest constant that may be a bound of positions, and the most elements of known tensors."""
 _COVERED, _NUMBERS = 16, 8
-"""Bounds of positions below it show in small samples; and the most elements of a constant that is
-a number or a shape, while others are tables."""
+"""Bounds of positions below the first number show in small samples. A constant of at most the
+second number of elements is a number or a shape, a larger one a table."""
 SIZES = frozenset(("Shape", "Size"))
 """Ops that read the shape of their operand alone."""
 
@@ -74,8 +74,8 @@ class Sampler:
 
     def small(self) -> list[Sample]:
         """The samples at sizes SMALL at which the decoder can run."""
-        found = (self._sample(past, new, self.nodes) for past, new in SMALL)
-        return [sample for sample in found if sample is not None]
+        samples = (self._sample(past, new, self.nodes) for past, new in SMALL)
+        return [sample for sample in samples if sample is not None]
 
     def large(self, names: Collection[str]) -> list[Sample]:
         """Samples of these tensors at which positions reach and exceed the constants that may
@@ -87,8 +87,8 @@ class Sampler:
         sizes |= {(max(constant - 3, 0), 6) for constant in constants}
         sizes |= {(2 * max(constants), 2)} if constants else set()
         sizes = {(past, new) for past, new in sizes if past > SMALL[-1][0] or new > SMALL[-1][1]}
-        found = (self._sample(past, new, nodes) for past, new in sorted(sizes))
-        return [sample for sample in found if sample is not None]
+        samples = (self._sample(past, new, nodes) for past, new in sorted(sizes))
+        return [sample for sample in samples if sample is not None]
 
     def _sample(self, past: int, new: int, nodes: Iterable[NodeProto]) -> Sample | None:
         """Evaluates nodes; None if one cannot run at these sizes."""
@@ -119,7 +119,7 @@ class Sampler:
         return walk
 
     def _bounds(self, nodes: Iterable[NodeProto]) -> tuple[set[int], set[int]]:
-        """What may bound positions among the constant operands of nodes: whole numbers that are
+        """Possible bounds of positions among the constant operands of nodes: whole numbers that are
         larger than those that SMALL covers, and the lengths of tables."""
         numbers, lengths = set[int](), set[int]()
         for name in {name for node in nodes for name in node.input}:
@@ -147,7 +147,7 @@ def _whole(value: Array) -> set[int]:
 
 
 def _is_table(weight: onnx.TensorProto) -> bool:
-    """True for what may be a stored mask, which may be too large to be folded."""
+    """True for a possible stored mask, which may be too large to be folded."""
     has_data = weight.data_location != TensorProto.EXTERNAL
     is_byte = weight.data_type in (TensorProto.UINT8, TensorProto.INT8) and len(weight.dims) == 4
     size = int(np.prod(weight.dims, dtype=np.int64))
@@ -161,7 +161,7 @@ def _dtype(type_: TypeProto) -> np.dtype[np.generic]:
 def _types(graph: GraphProto, ports: Ports, past: int, new: int) -> dict[str, TypeProto]:
     """The types of inputs, with a batch of one text."""
     lengths = {ports.tokens: new, ports.mask: past + new, ports.positions: new}
-    found = {}
+    types = {}
     for port in graph.input:
         sizes: Sequence[int] | None = None
         if port.name in ports.past:
@@ -171,5 +171,5 @@ def _types(graph: GraphProto, ports: Ports, past: int, new: int) -> dict[str, Ty
             sizes = [1, lengths[port.name]]
         if sizes is not None:
             elem = port.type.tensor_type.elem_type
-            found[port.name] = helper.make_tensor_type_proto(elem, sizes)
-    return found
+            types[port.name] = helper.make_tensor_type_proto(elem, sizes)
+    return types

@@ -106,9 +106,9 @@ class DenseExperts:
             return self._rows(step.op, [*operands, np.array([2])], step.dtype, 1, keepdims=1)
         if step.op == "Softmax":
             attrs = {"axis": 2}
-        made = self._rows(step.op, operands, step.dtype, step.width, **attrs)
+        result = self._rows(step.op, operands, step.dtype, step.width, **attrs)
         self.made[-1].domain = step.domain or None
-        return made
+        return result
 
     def _matrix(self, step: RowStep, flipped: bool) -> gs.Tensor:
         """The experts' matrices, [expert, row, column]."""
@@ -142,8 +142,8 @@ def _stored(name: str, value: np.ndarray[Any, Any]) -> gs.Constant:
 
 
 def _onnx_dtype(tensor: gs.Tensor) -> int:
-    found: int = gs.exporters.onnx_exporter.dtype_to_onnx(tensor.dtype)
-    return found
+    code: int = gs.exporters.onnx_exporter.dtype_to_onnx(tensor.dtype)
+    return code
 
 
 def merged(programs: Sequence[RowProgram], folder: Path, name: str) -> list[RowStep] | None:
@@ -152,7 +152,7 @@ def merged(programs: Sequence[RowProgram], folder: Path, name: str) -> list[RowS
     first = programs[0].steps
     if any(len(p.steps) != len(first) or p.width != programs[0].width for p in programs):
         return None
-    found = []
+    joined = []
     for at, steps in enumerate(zip(*(p.steps for p in programs), strict=True)):
         like = steps[0]
         facts = [(s.op, s.attrs, s.width, str(s.dtype), s.domain, len(s.operands)) for s in steps]
@@ -164,10 +164,10 @@ def merged(programs: Sequence[RowProgram], folder: Path, name: str) -> list[RowS
             if operand is None:
                 return None
             operands.append(operand)
-        found.append(
+        joined.append(
             RowStep(like.op, tuple(operands), like.attrs, like.width, like.dtype, like.domain)
         )
-    return found
+    return joined
 
 
 def _joined(each: Sequence[Operand], folder: Path, name: str) -> Operand | None:
@@ -219,16 +219,20 @@ def _stack(tensors: Sequence[gs.Constant], folder: Path, name: str) -> gs.Consta
 
 
 def put(
-    graph: gs.Graph, made: list[gs.Node], old: gs.Tensor, new: gs.Variable, order: Mapping[int, int]
+    graph: gs.Graph,
+    nodes: list[gs.Node],
+    old: gs.Tensor,
+    new: gs.Variable,
+    order: Mapping[int, int],
 ) -> None:
     """Inserts nodes after the one that computes a tensor, and gives their last result its name and
     its readers; removes nodes whose results nothing reads. `order` has the places of the nodes that
     the graph had before."""
     node = old.inputs[0]
-    last = max(order.get(id(n), -1) for m in made for t in m.inputs for n in t.inputs)
+    last = max(order.get(id(n), -1) for m in nodes for t in m.inputs for n in t.inputs)
     last = max(last, order[id(node)])
     at = next(i for i, n in enumerate(graph.nodes) if order.get(id(n)) == last)
-    graph.nodes[at + 1 : at + 1] = made
+    graph.nodes[at + 1 : at + 1] = nodes
     place = next(i for i, t in enumerate(node.outputs) if t is old)
     maker = new.inputs[0]
     unread = names_of(graph).free(f"{old.name}::unread")

@@ -27,23 +27,23 @@ def add_up_bags(model: ModelProto) -> bool:
     sizes are inferred. Offsets must ascend, as PyTorch requires."""
     opset = onnx_opset(model)
     graph = Names(model.graph, opset)
-    made: dict[str, list[NodeProto]] = {}
+    replacements: dict[str, list[NodeProto]] = {}
     gone: set[str] = set()
     for node in model.graph.node:
         bags = bags_of(node, graph)
         nodes = [] if bags is None else _Sums(graph, bags).nodes()
         if bags is not None and nodes:
-            made[bags.nodes[-1].output[0]] = nodes
+            replacements[bags.nodes[-1].output[0]] = nodes
             gone |= {n.output[0] for n in bags.nodes}
-    if made:
+    if replacements:
         kept: list[NodeProto] = []
         for node in model.graph.node:
             first = node.output[0] if node.output else ""
-            kept += made.get(first, [] if first in gone else [node])
+            kept += replacements.get(first, [] if first in gone else [node])
         kept = nodes_before(kept, (port.name for port in model.graph.output))
         del model.graph.node[:]
         model.graph.node.extend(kept)
-    return bool(made)
+    return bool(replacements)
 
 
 class _Sums:
@@ -100,7 +100,7 @@ class _Sums:
         return source, table
 
     def _lift(self, name: str) -> str:
-        """The rows of all bags, computed as the body computes those of one."""
+        """The rows of all bags, computed as the body computes the rows of one."""
         node = self.names.made[self.names.usual.get(name, name)]
         if node.op_type == "Slice":
             return self._weighted(node.input[0])
@@ -170,9 +170,9 @@ class _Sums:
         number = self._add("Expand", [number, [source, width]])
         start = np.full((count + 1, width), -np.inf if largest else 0, np.float32)
         how = "max" if largest else "add"
-        found = self._add("CastLike", [start, rows])
-        found = self._add("ScatterElements", [found, number, rows], axis=0, reduction=how)
-        return self._add("Slice", [found, [0], [count], [0]], result)
+        sums = self._add("CastLike", [start, rows])
+        sums = self._add("ScatterElements", [sums, number, rows], axis=0, reduction=how)
+        return self._add("Slice", [sums, [0], [count], [0]], result)
 
     def _numbers(self, source: int) -> str:
         """The number of each row's bag, [source, 1]. Rows before the first bag and after the last

@@ -36,7 +36,7 @@ _HIDDEN = "encoder_hidden_states"
 _RESULT = "last_hidden_state"
 _PAST, _PRESENT = "past_key_values.", "present."
 _CUT, _GIVEN = "cross::", "cross::given::"
-"""What names of the decoder, and of its inputs, begin with behind the encoder."""
+"""Prefixes of the names of the decoder, and of its inputs, behind the encoder."""
 
 
 def read_part(proto: ModelProto, part: str, path: Path) -> tuple[ModelProto, list[tuple[str, str]]]:
@@ -97,9 +97,9 @@ def _later_decoder(proto: ModelProto, path: Path) -> tuple[ModelProto, list[tupl
 
 
 def _replace_hidden(graph: GraphProto, port: ValueInfoProto, key: str, path: Path) -> None:
-    """Replaces the encoder's result, of which some exporters take sizes in every step, by zeros of
-    its shape, which has the texts and tokens of a cached key. Errors: ModelError if more than its
-    shape is read."""
+    """Replaces the encoder's result, whose sizes some exporters read in every step, by zeros of its
+    shape, with the texts and tokens of a cached key. Errors: ModelError if more than its shape is
+    read."""
     readers = [node for node in graph.node if _HIDDEN in reads_of(node)]
     if any(node.op_type != "Shape" for node in readers):
         raise ModelError(
@@ -145,30 +145,30 @@ def _with_projections(encoder: ModelProto, path: Path, first: ModelProto, of: Pa
 
 def _sized_like_result(port: ValueInfoProto) -> list[NodeProto]:
     """Nodes that make an input of the first decoder: its zeros have the encoder's numbers of texts
-    and tokens, of which exporters take sizes for the projections; its values do not count there."""
+    and tokens, whose sizes exporters use for the projections; its values do not count there."""
     counts: list[int | None] = [0, 1] if port.name.startswith("encoder_") else [0, None]
     if len(port.type.tensor_type.shape.dim) == 1:
         counts = [None]  # positions in the cache
     return _zeros(_GIVEN + port.name, _RESULT, counts, port.type.tensor_type.elem_type)
 
 
-def _zeros(made: str, of: str, counts: Iterable[int | None], kind: int) -> list[NodeProto]:
-    """Nodes that make zeros of a type; each of their sizes is that of an axis of the tensor `of`,
+def _zeros(name: str, of: str, counts: Iterable[int | None], kind: int) -> list[NodeProto]:
+    """Nodes that compute zeros of a type, `name`; each size is that of an axis of the tensor `of`,
     or 1."""
-    nodes, sizes = [helper.make_node("Shape", [of], [f"{made}::shape"])], []
+    nodes, sizes = [helper.make_node("Shape", [of], [f"{name}::shape"])], []
     for axis, at in enumerate(counts):
-        sizes.append(f"{made}::{axis}")
+        sizes.append(f"{name}::{axis}")
         value = helper.make_tensor("value", TensorProto.INT64, [1], [1 if at is None else at])
         index = helper.make_node("Constant", [], [sizes[-1]], value=value)
         if at is not None:
             index.output[0] += "::axis"
-            inputs = [f"{made}::shape", index.output[0]]
+            inputs = [f"{name}::shape", index.output[0]]
             nodes += [index, helper.make_node("Gather", inputs, [sizes[-1]])]
         else:
             nodes.append(index)
-    nodes.append(helper.make_node("Concat", sizes, [f"{made}::sizes"], axis=0))
+    nodes.append(helper.make_node("Concat", sizes, [f"{name}::sizes"], axis=0))
     zero = helper.make_tensor("value", kind, [1], [0])
-    return [*nodes, helper.make_node("ConstantOfShape", [f"{made}::sizes"], [made], value=zero)]
+    return [*nodes, helper.make_node("ConstantOfShape", [f"{name}::sizes"], [name], value=zero)]
 
 
 def _branch(model: ModelProto, is_later: bool, path: Path) -> ModelProto:
@@ -213,10 +213,10 @@ def _is_cross(name: str, prefix: str) -> bool:
 
 def _port(port: ValueInfoProto, name: str) -> ValueInfoProto:
     """The port by another name."""
-    found = ValueInfoProto()
-    found.CopyFrom(port)
-    found.name = name
-    return found
+    copy = ValueInfoProto()
+    copy.CopyFrom(port)
+    copy.name = name
+    return copy
 
 
 def _keep_outputs(graph: GraphProto, ports: Iterable[ValueInfoProto]) -> None:
@@ -228,13 +228,13 @@ def _keep_outputs(graph: GraphProto, ports: Iterable[ValueInfoProto]) -> None:
 
 def _names(graph: GraphProto) -> set[str]:
     """The names of all tensors of a graph and its bodies."""
-    found = {t.name for t in (*graph.initializer, *graph.input)}
-    found |= {t.values.name for t in graph.sparse_initializer}
+    names = {t.name for t in (*graph.initializer, *graph.input)}
+    names |= {t.values.name for t in graph.sparse_initializer}
     for node in graph.node:
-        found.update(node.output)
+        names.update(node.output)
         for inner in subgraphs_of(node):
-            found |= _names(inner)
-    return found - {""}
+            names |= _names(inner)
+    return names - {""}
 
 
 def _rename(graph: GraphProto, names: Mapping[str, str]) -> None:

@@ -26,8 +26,8 @@ class ExportedAttention:
     """Attention in basic ops.
 
     operands   queries (batch, heads, queries, width), keys (batch, heads, width, keys) and values
-               (batch, heads, keys, width), the heads left out if there are three dimensions; and
-               after these what the steps read
+               (batch, heads, keys, width), without heads if there are three dimensions; then the
+               operands of the steps
     steps      ops for each score, as `Mul . 3`: the operands are a dot for the score so far, and
                indices of `operands`
     is_guarded True if a query that sees no key gets zeros, not NaN
@@ -114,9 +114,9 @@ class _Search:
         if node.op not in _FOR_EACH_SCORE:
             return None
         for operand in node.inputs[node.op == "Where" :]:
-            found = self.steps(operand)
-            if found is not None:
-                return [*found, node]
+            before = self.steps(operand)
+            if before is not None:
+                return [*before, node]
         return None
 
     def weighted(self, weights: gs.Tensor) -> list[gs.Node] | None:

@@ -1,4 +1,4 @@
-"""Follows an expert that selects its tokens with NonZero, from these to the sum."""
+"""Follows an expert that selects its tokens with NonZero, from the NonZero to the sum."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Placed:
 
 @dataclass(eq=False)
 class ScatteredExpert(RowProgram):
-    """One expert: the NonZero that selects its pairs, and what becomes of them.
+    """One expert: the NonZero that selects its pairs, and the results for these pairs.
 
     which       the number of the expert in the mask, if it is constant
     number      the tensor that has that number
@@ -69,20 +69,20 @@ class ScatteredExpert(RowProgram):
 
     def operand(self, tensor: gs.Tensor) -> Own | Stacked | Shared | Beside | None:
         """A constant, or the expert's slice of a tensor for all experts."""
-        flipped, made = False, tensor.inputs[0] if tensor.inputs else None
-        if made is not None and made.op == "Transpose" and made.attrs.get("perm") == [1, 0]:
-            flipped, tensor = True, made.inputs[0]
-            made = tensor.inputs[0] if tensor.inputs else None
-        if made is not None and made.op == "Gather" and made.attrs.get("axis", 0) == 0:
-            value = constant(made.inputs[1])
+        flipped, maker = False, tensor.inputs[0] if tensor.inputs else None
+        if maker is not None and maker.op == "Transpose" and maker.attrs.get("perm") == [1, 0]:
+            flipped, tensor = True, maker.inputs[0]
+            maker = tensor.inputs[0] if tensor.inputs else None
+        if maker is not None and maker.op == "Gather" and maker.attrs.get("axis", 0) == 0:
+            value = constant(maker.inputs[1])
             is_same = value is not None and value.ndim == 0 and value.item() == self.which
-            if made.inputs[1] is self.number or is_same:
-                return Stacked(made.inputs[0], flipped)
+            if maker.inputs[1] is self.number or is_same:
+                return Stacked(maker.inputs[0], flipped)
         return None if flipped else super().operand(tensor)
 
 
 def follow(expert: ScatteredExpert, node: gs.Node) -> bool:
-    """Records a node that reads something of an expert; False if that is not understood."""
+    """Records a node that reads tensors of an expert; False if the node is not understood."""
     reads = [expert.others.get(id(t)) for t in node.inputs]
     rows = [expert.rows(t) for t in node.inputs]
     if any(isinstance(r, Index) for r in reads):

@@ -1,9 +1,9 @@
 """Finds attention by its caches, which a Concat or an op of attention extends by the keys or values
 of new tokens.
 
-In basic ops, keys reach a product with the queries, and values one with the weights, through nodes
-that read nothing else but what is known from sizes alone. What the nodes between compute is not
-looked at here: `proved_attention.py` measures it.
+In basic ops, keys reach a product with the queries, and values a product with the weights, through
+nodes whose other operands depend on sizes alone. This module ignores what the nodes in between
+compute: `proved_attention.py` measures that.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _FUSED = {("", "Attention"): 4, ("com.microsoft", "MultiHeadAttention"): 6}
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache: past, the new tokens, and what is made of both, which is the output `present`.
-    `nodes` make `present`; `fused` is that of attention, if it is one node."""
+    """A cache: its past, the new tokens, and `joined`, made of both, which is the output `present`.
+    `nodes` compute `present`; `fused` is the attention, if that is one node."""
 
     past: str
     new: str
@@ -40,7 +40,7 @@ class FoundAttention:
 
     query   the operand of the product with the keys
     scores  the product with the keys; empty for one node
-    masked  the operand of the softmax; `steps` are the nodes that make it of the scores
+    masked  the operand of the softmax; `steps` are the nodes that compute it from the scores
     output  the product with the values
     nodes   all nodes, in the order of the graph
     """
@@ -68,7 +68,7 @@ def find_caches(graph: GraphProto) -> list[Cache]:
     """Returns the caches that a Concat or an op of attention extends, in the order of outputs."""
     makers = {name: node for node in graph.node for name in node.output}
     types = {i.name: i.type.tensor_type.elem_type for i in graph.input}
-    found = []
+    caches = []
     for port in graph.output:
         elem, nodes = port.type.tensor_type.elem_type, list[NodeProto]()
         joined = _copied(port.name, makers, elem, nodes)
@@ -88,12 +88,12 @@ def find_caches(graph: GraphProto) -> list[Cache]:
         past = _copied(past, makers, elem, nodes)
         if types.get(past) == elem:
             fused = node if first is not None else None
-            found.append(Cache(past, new, port.name, joined, tuple(nodes), fused))
-    return found
+            caches.append(Cache(past, new, port.name, joined, tuple(nodes), fused))
+    return caches
 
 
 def _copied(name: str, makers: dict[str, NodeProto], elem: int, nodes: list[NodeProto]) -> str:
-    """The tensor of which another one of this type is a copy; adds the nodes that copy."""
+    """The tensor that another one of this type copies; adds the copying nodes to `nodes`."""
     while name in makers and _is_copy(makers[name], elem):
         nodes.append(makers[name])
         name = makers[name].input[0]
@@ -107,19 +107,19 @@ def find_attentions(graph: GraphProto, caches: list[Cache], sample: Sample) -> l
     basic = [cache for cache in caches if cache.fused is None]
     ways = {cache.past: search.way(cache) for cache in basic}
     by_product = {ways[c.past].product.output[0]: c for c in basic}
-    found = search.fused([cache for cache in caches if cache.fused is not None])
+    attentions = search.fused([cache for cache in caches if cache.fused is not None])
     for cache in basic:
         attention = search.attention(cache, ways, by_product)
         if attention is not None:
-            found.append(attention)
-    used = {c.past for a in found for c in (a.keys, a.values)}
+            attentions.append(attention)
+    used = {c.past for a in attentions for c in (a.keys, a.values)}
     for cache in caches:
         if cache.past not in used:
             raise UnpagedError(
                 f"cache {cache.past!r} is neither the keys nor the values of an attention "
                 "that is known: a product, a softmax, and a product"
             )
-    return found
+    return attentions
 
 
 class _Search:
@@ -186,7 +186,7 @@ class _Search:
 
     def fused(self, caches: list[Cache]) -> list[FoundAttention]:
         """The attentions that are one node, with these caches."""
-        found = []
+        attentions = []
         for keys in caches:
             for values in caches:
                 node = keys.fused
@@ -195,40 +195,42 @@ class _Search:
                 nodes = {_key(n): n for n in (*keys.nodes, *values.nodes)}
                 each = sorted(nodes.values(), key=lambda n: self.order[_key(n)])
                 query, output = node.input[0], node.output[0]
-                found.append(FoundAttention(keys, values, query, "", "", output, (), tuple(each)))
-        return found
+                attentions.append(
+                    FoundAttention(keys, values, query, "", "", output, (), tuple(each))
+                )
+        return attentions
 
     def _inner(self, scores: str, by_product: dict[str, Cache]) -> list[NodeProto]:
-        """The nodes behind scores, up to the product with values; those until the first that reads
-        anything else, if there is no such product."""
-        made, found = {scores}, dict[str, NodeProto]()
+        """The nodes behind scores, up to the product with values; none if a node reads anything
+        else, or if that product is not the last of them."""
+        results, inner = {scores}, dict[str, NodeProto]()
         todo = list(self.readers[scores])
         while todo:
             node = min(todo, key=lambda n: self.order[_key(n)])
             todo = [n for n in todo if n is not node]
-            found[_key(node)] = node
+            inner[_key(node)] = node
             if node.op_type == _PRODUCT and node.output[0] in by_product:
                 if not todo:
                     break
                 return []
-            if self._unknown(node, made):
+            if self._unknown(node, results):
                 return []
-            made |= set(node.output)
-            todo += [n for o in node.output for n in self.readers[o] if _key(n) not in found]
-        return list(found.values())
+            results |= set(node.output)
+            todo += [n for o in node.output for n in self.readers[o] if _key(n) not in inner]
+        return list(inner.values())
 
-    def _unknown(self, node: NodeProto, made: set[str]) -> list[str]:
-        """The operands of a node that are neither these nor known from sizes alone."""
-        others = [name for name in node.input if name and name not in made]
+    def _unknown(self, node: NodeProto, results: set[str]) -> list[str]:
+        """The operands of a node that are neither `results` nor known from sizes alone."""
+        others = [name for name in node.input if name and name not in results]
         return [name for name in others if self.sample.value(name) is None]
 
 
 def _is_copy(node: NodeProto, elem: int) -> bool:
-    """True if a node makes what it reads, if that is of this type."""
+    """True if a node copies its operand, if that is of this type."""
     is_cast = node.op_type == "Cast" and any(a.name == "to" and a.i == elem for a in node.attribute)
     return is_cast or node.op_type == "Identity"
 
 
 def _key(node: NodeProto) -> str:
-    """What tells nodes apart: their first result."""
+    """The identity of a node: its first result."""
     return str(next(filter(None, node.output), ""))

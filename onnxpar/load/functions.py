@@ -81,8 +81,8 @@ def _check_expansion(proto: onnx.ModelProto, path: Path) -> None:
     """Counts the nodes that the inlined model would have. Errors: ModelError if there are too many,
     or if a function reads an unknown name or calls itself."""
     for function in proto.functions:
-        made = {"", *function.input, *(name for node in function.node for name in node.output)}
-        lost = sorted({name for node in function.node for name in reads_of(node)} - made)
+        names = {"", *function.input, *(name for node in function.node for name in node.output)}
+        lost = sorted({name for node in function.node for name in reads_of(node)} - names)
         if lost:
             raise ModelError(
                 f"{path}: function {f'{function.domain}.{function.name}'!r} reads {lost[0]!r}, "

@@ -51,13 +51,13 @@ class _Scope:
     def _before(self, node: gs.Node) -> set[str]:
         """Names of the tensors between a QuantizeLinear and the node whose result it rounds; none
         unless all operands of that node are dequantized or stored."""
-        found: set[str] = set()
+        names: set[str] = set()
         while node.inputs[0].inputs and self._reader(node.inputs[0]):
-            found.add(node.inputs[0].name)
+            names.add(node.inputs[0].name)
             node = node.inputs[0].inputs[0]
             read = [t for t in node.inputs if t.name and not isinstance(t, gs.Constant)]
             if read and all(t.name in self.floats for t in read):
-                return found if len(node.outputs) == 1 else set()
+                return names if len(node.outputs) == 1 else set()
             if node.op not in _ABSORBED:
                 break
         return set()

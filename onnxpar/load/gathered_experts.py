@@ -87,7 +87,7 @@ def gathered_mixtures(graph: gs.Graph, folder: Path) -> None:
 
 def _picks(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, dict[int, Stacked]]]:
     """Vectors of experts' numbers, each with the tensors that hold what is gathered with it."""
-    found: dict[int, dict[int, Stacked]] = defaultdict(dict)
+    by_ids: dict[int, dict[int, Stacked]] = defaultdict(dict)
     numbers: dict[int, gs.Tensor] = {}
     for node in graph.nodes:
         if node.op not in ("Gather", "GatherND") or not _is_stored(node.inputs[0]):
@@ -105,8 +105,8 @@ def _picks(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, dict[int, Stacked]]]:
         if not _is_chosen(ids):
             continue
         numbers[id(ids)] = ids
-        found[id(ids)] |= _moved(node.outputs[0], Stacked(node.inputs[0]))
-    for key, picks in found.items():
+        by_ids[id(ids)] |= _moved(node.outputs[0], Stacked(node.inputs[0]))
+    for key, picks in by_ids.items():
         if any(len(tensor_shape(p.tensor) or ()) == 3 for p in picks.values()):
             yield numbers[key], picks
 
@@ -137,15 +137,15 @@ def _is_stored(tensor: gs.Tensor) -> bool:
 
 
 def _moved(tensor: gs.Tensor, pick: Stacked) -> dict[int, Stacked]:
-    """A tensor of gathered matrices or vectors, and what nodes make of it that transpose them or
-    add a dimension."""
-    found = {id(tensor): pick}
+    """A tensor of gathered matrices or vectors, and the results of nodes that transpose them or add
+    a dimension, by id."""
+    moved = {id(tensor): pick}
     for node in tensor.outputs:
         if node.op == "Transpose" and node.attrs.get("perm") == [0, 2, 1]:
-            found |= _moved(node.outputs[0], Stacked(pick.tensor, not pick.flipped))
+            moved |= _moved(node.outputs[0], Stacked(pick.tensor, not pick.flipped))
         elif node.op == "Identity" or (node.op == "Unsqueeze" and _is_vector(pick)):
-            found |= _moved(node.outputs[0], pick)
-    return found
+            moved |= _moved(node.outputs[0], pick)
+    return moved
 
 
 def _is_vector(pick: Stacked) -> bool:
@@ -288,8 +288,8 @@ def _start(
 def _follow_all(
     program: _Rows, entry: gs.Tensor, order: Mapping[int, int], groups: list[_Group]
 ) -> list[Rows]:
-    """Records all nodes that read rows, as far as they are row-wise; returns what other nodes
-    read."""
+    """Records all nodes that read rows, as far as they are row-wise; returns the rows that other
+    nodes read."""
     todo: list[tuple[int, gs.Node]] = []
     queued: set[int] = set()
     outside: list[Rows] = []
@@ -321,7 +321,7 @@ def _follow_all(
 
 
 def _of_expert(write: DenseExperts, ids: gs.Tensor) -> gs.Tensor:
-    """Which rows are of each expert, [expert, row, 1], given the number of each row's expert."""
+    """A mask of each expert's rows, [expert, row, 1], from the number of each row's expert."""
     shape = [1, write.tokens, 1]
     ids = write.add("Reshape", [ids, np.array([1, -1, 1], np.int64)], ids.dtype, shape)
     if not _is_found(ids, write.experts):
@@ -349,8 +349,8 @@ def _is_found(tensor: gs.Tensor, count: int) -> bool:
 
 
 def _in_range(write: DenseExperts, ends: gs.Tensor, places: gs.Tensor) -> gs.Tensor:
-    """Which rows are in each expert's range, [expert, row, 1], given where the ranges end, and the
-    place of each row."""
+    """A mask of the rows in each expert's range, [expert, row, 1], from the ends of the ranges and
+    the place of each row."""
     kind = np.dtype(np.int64)
     flag, shape = np.dtype(bool), [write.experts, write.tokens, 1]
     ends = write.add("Cast", [ends], kind, [write.experts], to=7)

@@ -1,4 +1,4 @@
-"""Makes the graph that passes see of a model whose types are known."""
+"""Makes the graph that passes see from a model whose types are known."""
 
 from __future__ import annotations
 

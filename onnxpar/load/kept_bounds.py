@@ -36,10 +36,10 @@ def drops_bounds(model: onnx.ModelProto) -> bool:
 def keep_bounds(graph: gs.Graph) -> None:
     """Writes each Relu and Clip before such a QuantizeLinear as Max and Min, also in bodies."""
     for scope in scopes(graph):
-        made: list[gs.Node] = []
+        nodes: list[gs.Node] = []
         for node in scope.nodes:
-            made += _kept(node) if _is_dropped(node) else [node]
-        scope.nodes[:] = made
+            nodes += _kept(node) if _is_dropped(node) else [node]
+        scope.nodes[:] = nodes
 
 
 def _is_dropped(node: gs.Node) -> bool:
@@ -61,12 +61,12 @@ def _kept(node: gs.Node) -> list[gs.Node]:
     if node.op == "Relu":
         bounds = [gs.Constant(f"{node.name}::bound", np.zeros((), dtype_of(x)))]
     steps = [(op, [b]) for op, b in zip(("Max", "Min"), bounds, strict=False) if b.name]
-    made = []
+    nodes = []
     for op, others in steps or [("Identity", [])]:
         y = gs.Variable(f"{node.name}::{op}", x.dtype, x.shape)
-        made.append(gs.Node(op, y.name, {}, [x, *others], [y]))
+        nodes.append(gs.Node(op, y.name, {}, [x, *others], [y]))
         x = y
-    made[-1].outputs = list(node.outputs)
+    nodes[-1].outputs = list(node.outputs)
     node.inputs.clear()
     node.outputs.clear()
-    return made
+    return nodes

@@ -20,14 +20,14 @@ SLICING = ("GatherToSliceFusion",)
 
 
 def takes_ranges(model: onnx.ModelProto) -> bool:
-    """True if a Gather of this model reads what a Range makes."""
+    """True if a Gather of this model reads the result of a Range."""
     nodes = list(nodes_of(model.graph))
     ranges = {node.output[0] for node in _ranges(nodes)}
     return any(n.op_type == "Gather" and not ranges.isdisjoint(n.input[1:]) for n in nodes)
 
 
 def _ranges(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Yields the nodes Range, as far as they have what their op requires."""
+    """Yields the Range nodes that have all that their op requires."""
     for node in nodes:
         if node.op_type == "Range" and not node.domain and len(node.input) == 3 and node.output:
             yield node
@@ -47,12 +47,12 @@ def keep_ranges(graph: GraphProto) -> None:
                 known[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
     odd = {node.output[0] for node in ranges if _crosses_zero(node, known)}
     for scope in graphs_of(graph) if odd else ():
-        made: list[NodeProto] = []
+        written: list[NodeProto] = []
         for node in scope.node:
             if node.op_type == "Gather" and odd.intersection(node.input[1:2]):
-                made += _negated_twice(node)
-            made.append(node)
-        kept = [_copy(node) for node in made]
+                written += _negated_twice(node)
+            written.append(node)
+        kept = [_copy(node) for node in written]
         del scope.node[:]
         scope.node.extend(kept)
 
@@ -68,12 +68,12 @@ def _crosses_zero(node: NodeProto, known: dict[str, Any]) -> bool:
 
 def _negated_twice(gather: NodeProto) -> list[NodeProto]:
     """Nodes that negate the indices of a Gather twice, which then reads their result."""
-    made = []
+    nodes = []
     for i in range(2):
         name = f"{gather.output[0]}/negated{i}"
-        made.append(helper.make_node("Neg", [gather.input[1]], [name], name))
+        nodes.append(helper.make_node("Neg", [gather.input[1]], [name], name))
         gather.input[1] = name
-    return made
+    return nodes
 
 
 def _copy(node: NodeProto) -> NodeProto:

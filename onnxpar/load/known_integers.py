@@ -42,16 +42,16 @@ def known_integers(tensor: gs.Tensor, depth: int = 0) -> Known | None:
     operands = [known_integers(t, depth + 1) for t in node.inputs if t.name]
     if any(x is None for x in operands):
         return None
-    found: Known | None = follow(node, *operands)
-    return found
+    result: Known | None = follow(node, *operands)
+    return result
 
 
 def integers(tensor: gs.Tensor | None) -> list[int] | None:
     """The elements of an integer tensor; None if one of them is not known."""
-    found = known_integers(tensor) if tensor is not None else None
-    if found is None or any(x is None for x in found.reshape(-1)):
+    known = known_integers(tensor) if tensor is not None else None
+    if known is None or any(x is None for x in known.reshape(-1)):
         return None
-    return [int(x) for x in found.reshape(-1)]
+    return [int(x) for x in known.reshape(-1)]
 
 
 def given_integers(node: gs.Node, index: int) -> list[int] | None:

@@ -18,8 +18,8 @@ def read_listed(model: ModelProto) -> None:
     if onnx_opset(model) < _AXES_BY_OPERAND:
         return
     graphs = list(graphs_of(model.graph))
-    made = [n for g in graphs for n in g.node if n.op_type == "SequenceConstruct" and not n.domain]
-    lists = {n.output[0]: list(n.input) for n in made}
+    own = [n for g in graphs for n in g.node if n.op_type == "SequenceConstruct" and not n.domain]
+    lists = {n.output[0]: list(n.input) for n in own}
     places = {
         t.name: numpy_helper.to_array(t)
         for t in (stored_tensors(model.graph) if lists else ())
@@ -44,14 +44,14 @@ def _joined(graph: GraphProto, node: NodeProto, tensors: list[str]) -> list[Node
     """A Concat of tensors in place of that of a list, with a new axis if the node makes one."""
     attrs = {a.name: a.i for a in node.attribute}
     result, axis = node.output[0], attrs["axis"]
-    made = []
+    nodes = []
     if attrs.get("new_axis"):
         graph.initializer.append(numpy_helper.from_array(np.array([axis]), f"{result}::axis"))
         own = [f"{result}::{i}" for i in range(len(tensors))]
         for name, tensor in zip(own, tensors, strict=True):
-            made.append(helper.make_node("Unsqueeze", [tensor, f"{result}::axis"], [name]))
+            nodes.append(helper.make_node("Unsqueeze", [tensor, f"{result}::axis"], [name]))
         tensors = own
-    return [*made, helper.make_node("Concat", tensors, [result], node.name, axis=axis)]
+    return [*nodes, helper.make_node("Concat", tensors, [result], node.name, axis=axis)]
 
 
 def _picked(node: NodeProto, tensors: list[str], place: int) -> NodeProto:

@@ -50,7 +50,7 @@ class Model:
     exported  kinds that torch.export gave to tensors, by name
     on_host   weights and states that stay in files, as tables of which each run reads some rows,
               and the results that replace these states
-    called    what tensors are called in torch, and in the file
+    called    the names of tensors in torch, and in the file
     shared    numbers of nodes that read a vector as their scale or bias, if several do
     fused     fused nodes of the file, which `graph` has taken apart
     original  the model before these rewrites; None if passes may change what the graph computes
@@ -131,7 +131,7 @@ AS_WRITTEN = (
     Rewrite("use-module-names", rewrites.name_after_modules),
     Rewrite("keep-original", rewrites.keep_original),
 )
-"""What is done with a model as its exporter wrote it, in order."""
+"""The rewrites of a model as its exporter wrote it, in order."""
 NORMALIZING = (
     Rewrite("densify", lambda to: densify(to.proto.graph, to.folder)),
     Rewrite("lift-constants", lambda to: lift_constants(to.proto.graph)),
@@ -149,8 +149,8 @@ NORMALIZING = (
         lambda to: not to.open_dims and not to.has_own_types,
     ),
 )
-"""How a model becomes one of basic ops of one opset, in order. Then the `Importer` makes the graph.
-If onnxruntime does not load the model, an error in one of these may name the node."""
+"""The rewrites to basic ops of one opset, in order. Then the `Importer` makes the graph. If
+onnxruntime does not load the model, an error in one of these may name the node."""
 
 
 def load(
@@ -160,7 +160,7 @@ def load(
     times: PassTimes | None = None,
 ) -> Model:
     """Reads a model and makes it ready for passes. `show` is called with the name of each rewrite
-    and what it leaves, for dumps; `times` collects the wall time of each.
+    and the result, for dumps; `times` collects the wall time of each.
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size whose symbol the
     model does not have; PassError for any other failure, naming the rewrite.
@@ -195,10 +195,10 @@ def load(
 def _model(loading: Loading) -> Model:
     request, graph = loading.request, loading.anew()
     step, sizes = loading.step, loading.sizes
-    given = [*((s.input, s.output) for s in (step.slots if step else ())), *loading.states]
-    pairs = given_states(graph, given)
+    known = [*((s.input, s.output) for s in (step.slots if step else ())), *loading.states]
+    pairs = given_states(graph, known)
     if request.find_states:
-        pairs = find_states(graph, given, step is not None)
+        pairs = find_states(graph, known, step is not None)
     whole = dict(sizes.whole) if sizes is not None else {}
     if request.page_size:
         whole |= dict.fromkeys(next_outputs(graph))

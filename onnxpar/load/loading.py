@@ -1,4 +1,4 @@
-"""A model while it is loaded, and what is asked of the loader."""
+"""A model while it is loaded, and the requests to the loader."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ whether the model is loaded for training."""
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What is asked of the loader.
+    """The options of the loader.
 
     dims          sizes of symbolic dimensions, by symbol; the others stay open
     states        (input, output) pairs that are fed back, in addition to those that `find_states`
@@ -69,13 +69,13 @@ class LoadRequest:
 
 
 class Loading:
-    """A model while it is loaded: its `proto`, then its `graph`, and what rewrites find out.
+    """A model while it is loaded: its `proto`, then its `graph`, and the findings of rewrites.
 
     states    pairs that are fed back
     header    the model's metadata
     shared    numbers of nodes that read a vector as their scale or bias, if several do
-    torch     what tensors are called in torch
-    called    what tensors are called now, and in the file
+    torch     the names of tensors in torch
+    called    the names of tensors now, and in the file
     stored    names of the initializers of the file
     original  the model before rewrites that change what passes see
     refusal   why onnxruntime does not load the model; None if it does

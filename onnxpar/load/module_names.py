@@ -18,9 +18,9 @@ from onnxpar.load.tie import names_in_torch
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """What a model's tensors are called.
+    """The names of a model's tensors.
 
-    torch    what stored tensors are called in torch, if more is to be known than their own name
+    torch    the names of stored tensors in torch, if more is known than their own name
     in_file  the names that tensors with new names have in the file
     """
 
@@ -73,10 +73,10 @@ def _name_stored(
     kept: set[str],
     new: dict[str, str],
 ) -> dict[str, TorchName]:
-    """Chooses new names of stored tensors; returns what they are called in torch by these."""
+    """Chooses new names of stored tensors; returns their names in torch by new name."""
     claims = Counter(n for t in graph.initializer for n in names_in_torch(t.name, named))
     stored = {tensor.name for tensor in graph.initializer} - kept
-    found: dict[str, TorchName] = {}
+    by_name: dict[str, TorchName] = {}
     for tensor, known in named.items():
         own = tuple(name for name in known.names if claims[name] == 1)
         known = replace(known, names=own, transposed=known.transposed and bool(own))
@@ -85,5 +85,5 @@ def _name_stored(
             new[tensor] = free[0]
             known = replace(known, stored=known.stored or {tensor: False})
         if own or known.stored:
-            found[new.get(tensor, tensor)] = known
-    return found
+            by_name[new.get(tensor, tensor)] = known
+    return by_name

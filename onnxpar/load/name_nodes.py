@@ -9,9 +9,9 @@ from onnxpar.graph.stored import nodes_of
 
 
 def name_nodes(graph: onnx.GraphProto, names: Names) -> None:
-    """Gives every node, in subgraphs too, a unique name, by default from its op and result. None of
-    `names`, those of the model, continues it with `::`, as the names of what passes put in its
-    place do."""
+    """Gives every node, in subgraphs too, a unique name, by default from its op and result. No name
+    of the model (`names`) continues it with `::`: such names are for the nodes that passes put in
+    its place."""
     taken: set[str] = set()
     for node in nodes_of(graph):
         name = node.name or f"{node.op_type}_{next((o for o in node.output if o), '')}"

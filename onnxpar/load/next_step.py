@@ -1,5 +1,6 @@
-"""Adds to a decoder what its next step reads, if each text goes on with its likeliest token: the
-tokens, and their positions. So ranks can take several steps, one after the other, on their own."""
+"""Adds to a decoder outputs with the inputs of its next step, if each text goes on with its
+likeliest token: the tokens, and their positions. So ranks can take several steps, one after the
+other, on their own."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ def add_next_step(graph: GraphProto, tokens: str, positions: Sequence[str]) -> N
 
     def constant(name: str, dtype: int, *values: int) -> str:
         tensor = helper.make_tensor("value", dtype, [len(values)], values)
-        made = f"{scope}/{name}"
-        graph.node.append(helper.make_node("Constant", [], [made], made, value=tensor))
-        return made
+        output = f"{scope}/{name}"
+        graph.node.append(helper.make_node("Constant", [], [output], output, value=tensor))
+        return output
 
     def add(op: str, operands: Sequence[str], name: str, **attrs: Any) -> str:
         graph.node.append(helper.make_node(op, operands, [name], name, **attrs))
@@ -57,7 +58,7 @@ def next_of(inputs: Iterable[str], outputs: Collection[str]) -> dict[str, str]:
 
 
 def next_outputs(graph: gs.Graph) -> frozenset[str]:
-    """The outputs of a decoder that are what its next step reads. All ranks have the whole of them,
-    so that they can take that step alone."""
+    """The outputs of a decoder with the inputs of its next step. All ranks hold them whole, so that
+    they can take that step alone."""
     ports = [[port.name for port in each] for each in (graph.inputs, graph.outputs)]
     return frozenset(next_of(*ports).values())

@@ -38,10 +38,10 @@ def padded_bags(
     is_none = names.number(is_empty.input[1]) == 0 and size.input[0] == rows.input[1]
     if inner is None or not is_first or not is_none or any(a.i != 1 for a in last.attribute):
         return None
-    found = _counted(inner, rows.input[1], names)
-    if found is None or rows.input[0] in names.inside:
+    listed = _counted(inner, rows.input[1], names)
+    if listed is None or rows.input[0] in names.inside:
         return None
-    padding, pair = found
+    padding, pair = listed
     start, end = (names.bound(name, counter) for name in pair)
     offsets = None if start is None or end is None else offsets_of(start, end, count, names)
     if offsets is None:

@@ -40,21 +40,21 @@ def page_basic_attention(model: onnx.ModelProto, caches: list[Cache], ports: Por
     masks -= {n for a in attentions for n in (a.query, a.keys.new, a.values.new, *ports.past)}
     masks -= {name for a in attentions for node in a.nodes for name in node.output}
     large = sampler.large(masks)
-    found = [(a, proved(a, model, small, large)) for a in attentions]
+    proofs = [(a, proved(a, model, small, large)) for a in attentions]
     gone = {name for a in attentions for node in a.nodes for name in node.output}
     gone |= {*ports.past, *([ports.mask] if ports.mask is not None else [])}
     gone -= {a.output for a in attentions}
-    _replace(graph, found)
+    _replace(graph, proofs)
     rewrite = WithoutPast(graph, gone, ports.tokens, POSITIONS)
     replaced = rewrite.run(small)
     rewrite.check(replaced, [*small, *sampler.large(replaced)])
     rewrite.check_order([*replaced, *filter(None, [ports.positions])], small)
 
 
-def _replace(graph: GraphProto, found: Sequence[tuple[FoundAttention, Terms]]) -> None:
+def _replace(graph: GraphProto, proofs: Sequence[tuple[FoundAttention, Terms]]) -> None:
     """Puts PagedAttention where the product with values was, and removes the other nodes."""
-    removed = {node.output[0] for attention, _ in found for node in attention.nodes}
-    ends = {attention.output: (attention, terms) for attention, terms in found}
+    removed = {node.output[0] for attention, _ in proofs for node in attention.nodes}
+    ends = {attention.output: (attention, terms) for attention, terms in proofs}
     kept: list[NodeProto] = []
     for node in graph.node:
         if node.output[0] in ends:

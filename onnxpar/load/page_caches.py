@@ -55,8 +55,8 @@ USUAL = (
 that run together, each with a prompt of 256 tokens and an answer of 200, take 25 steps to a prompt.
 """
 HOLDING = 0.05
-"""The share of the time that it takes to read weights which holding them costs. So tables of tokens
-are split where a step takes little longer."""
+"""The cost of holding weights, as a share of the time to read them. So tables of tokens are split
+where a step takes little longer."""
 
 _GROUPED = "GroupQueryAttention"
 _KEPT = (
@@ -157,7 +157,8 @@ def _given(node: NodeProto, index: int) -> str:
 
 
 def _caches(node: NodeProto, graph: GraphProto) -> Iterable[tuple[str, str]]:
-    """The caches of an attention. Errors: ModelError if it has something that pages do not know."""
+    """The caches of an attention. Errors: ModelError if it has something that pages do not
+    support."""
     inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
     for past, present in zip(node.input[3:5], node.output[1:3], strict=True):
         if past not in inputs or present not in outputs:
@@ -195,14 +196,14 @@ def _ports(graph: GraphProto, caches: Collection[str]) -> _Ports:
 
 def _roles(ports: _Ports, caches: Collection[Cache]) -> Ports:
     """The inputs of a decoder whose attention is in basic ops, by role. Errors: ModelError."""
-    found: dict[str, str] = {}
+    roles: dict[str, str] = {}
     for name in ports.others:
         role = next((r for r in ("position", "mask") if r in name), None)
-        if role is None or role in found:
+        if role is None or role in roles:
             raise UnpagedError(f"its input {name!r} is neither token ids, position ids nor a mask")
-        found[role] = name
+        roles[role] = name
     past = tuple(cache.past for cache in caches)
-    return Ports(ports.tokens, found.get("mask"), found.get("position"), past)
+    return Ports(ports.tokens, roles.get("mask"), roles.get("position"), past)
 
 
 def _replace(node: NodeProto) -> None:
@@ -306,8 +307,8 @@ def _axes(node: NodeProto, graph: GraphProto, makers: dict[str, NodeProto]) -> l
     """The axes of an Unsqueeze, an attribute before opset 13."""
     for attribute in node.attribute:
         return list(attribute.ints)
-    found = _value(node.input[1], graph, makers)
-    return [] if found is None else found.ravel().tolist()
+    axes = _value(node.input[1], graph, makers)
+    return [] if axes is None else axes.ravel().tolist()
 
 
 def _value(name: str, graph: GraphProto, makers: dict[str, NodeProto]) -> Array | None:

@@ -29,8 +29,8 @@ class Index:
 
 
 def moved_index(node: gs.Node, reads: Sequence[Any]) -> Index | list[Index] | None:
-    """What a node makes of the indices among its operands, `reads` (None for other operands): for
-    each result if there are several; None if that is not understood."""
+    """The indices that a node computes from the indices among its operands, `reads` (None for other
+    operands): a list for several results; None if the node is not understood."""
     index: Index = next(r for r in reads if r is not None)
     at = index.labels.find("c")
     if node.op in ("Add", "Mul"):

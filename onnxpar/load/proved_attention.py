@@ -50,7 +50,7 @@ class Form:
         return [*batch, self.axis, *others]
 
     def shape_of(self, tokens: int) -> tuple[int, ...]:
-        """The shape with so many tokens."""
+        """The shape with `tokens` tokens."""
         return (*self.shape[: self.axis], tokens, *self.shape[self.axis + 1 :])
 
     def by_head(self, array: Array, heads: int) -> Array:
@@ -62,7 +62,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Terms:
-    """What PagedAttention needs to know of an attention.
+    """The parameters of an attention for PagedAttention.
 
     query, keys, values, output  their forms
     heads, kv_heads  of queries, and of keys and values
@@ -84,28 +84,31 @@ class Terms:
 
 
 def proved(
-    found: FoundAttention, model: onnx.ModelProto, small: Sequence[Sample], large: Sequence[Sample]
+    attention: FoundAttention,
+    model: onnx.ModelProto,
+    small: Sequence[Sample],
+    large: Sequence[Sample],
 ) -> Terms:
     """Returns the terms of an attention. Errors: ModelError if PagedAttention does not compute the
     same at all samples; at large ones, only scores are compared."""
-    return _Proof(found, model, small[-1]).terms(small, large)
+    return _Proof(attention, model, small[-1]).terms(small, large)
 
 
 class _Proof:
     """Runs parts of an attention."""
 
-    def __init__(self, found: FoundAttention, model: onnx.ModelProto, sample: Sample) -> None:
-        self.found, self.model, self.types = found, model, sample.walk.types
-        inner = [n for n in found.nodes if n.op_type == "Softmax"] or list(found.nodes)
+    def __init__(self, attention: FoundAttention, model: onnx.ModelProto, sample: Sample) -> None:
+        self.found, self.model, self.types = attention, model, sample.walk.types
+        inner = [n for n in attention.nodes if n.op_type == "Softmax"] or list(attention.nodes)
         self.name = inner[0].name
-        elem = self.types[found.query].tensor_type.elem_type
+        elem = self.types[attention.query].tensor_type.elem_type
         self.dtype = helper.tensor_dtype_to_np_dtype(elem)
         if self.dtype.name not in _TOLERANCES:
             raise UnpagedError(f"the attention of {self.name!r} is in {self.dtype.name}")
         self.tolerance = _TOLERANCES[self.dtype.name]
         self.rng = np.random.default_rng(0)
-        self.scores = (sample.shape(found.scores) or ()) if found.scores else ()
-        if found.scores and self.scores[-2:] != (sample.new, sample.total):
+        self.scores = (sample.shape(attention.scores) or ()) if attention.scores else ()
+        if attention.scores and self.scores[-2:] != (sample.new, sample.total):
             raise self._error("has scores of another shape than new tokens by keys")
 
     def terms(self, small: Sequence[Sample], large: Sequence[Sample]) -> Terms:
@@ -122,12 +125,12 @@ class _Proof:
 
     def _layout(self, samples: Sequence[Sample]) -> Terms:
         """Heads and forms of queries, keys, values and results."""
-        found, last = self.found, samples[-1]
-        past = [last.shape(c.past) for c in (found.keys, found.values)]
+        attention, last = self.found, samples[-1]
+        past = [last.shape(c.past) for c in (attention.keys, attention.values)]
         if past[0] is None or len(past[0]) != 4 or past[0] != past[1]:
             raise self._error(f"has caches of other shapes than PagedAttention's, {past}")
         _, kv_heads, _, width = past[0]
-        names = (found.query, found.keys.new, found.values.new, found.output)
+        names = (attention.query, attention.keys.new, attention.values.new, attention.output)
         query, keys, values, output = (self._form(name, samples) for name in names)
         forms = (query, keys, values, output)
         counts = [int(np.prod(form.shape)) // (last.new * width) for form in forms]
@@ -166,8 +169,8 @@ class _Proof:
             shape = [1] * feeds[name].ndim
             shape[axis] = -1
             feeds[name] = np.broadcast_to(part.reshape(shape), feeds[name].shape).copy()
-        made = terms.output.by_head(self._outputs(feeds, sample), terms.heads)
-        mean = float(made[0, -1, 0]) * sample.total
+        results = terms.output.by_head(self._outputs(feeds, sample), terms.heads)
+        mean = float(results[0, -1, 0]) * sample.total
         width = round(2 * (sample.total - 1 - mean) + 1)
         window = width if 0 < width < sample.total else -1
         return replace(terms, scale=scale, softcap=values.get("softcap", 0.0), window=window)
@@ -215,20 +218,20 @@ class _Proof:
 
         def scores(factor: float) -> tuple[Array, Array]:
             scaled = {**feeds, self.found.query: feeds[self.found.query] * self.dtype.type(factor)}
-            made = self._run(nodes, scaled, self.found.masked, sample)
-            made = made.reshape(terms.heads, sample.new, sample.total)[:, seen]
+            masked = self._run(nodes, scaled, self.found.masked, sample)
+            masked = masked.reshape(terms.heads, sample.new, sample.total)[:, seen]
             products, _ = self._products(scaled, terms)
-            return made.astype(np.float64), products[:, seen]
+            return masked.astype(np.float64), products[:, seen]
 
         cap = 0.0
         if any(node.op_type == "Tanh" for node in self.found.steps):
             cap = float(f"{np.abs(scores(1e4)[0]).max():.4g}")
-        made, products = scores(0.1 if cap else 1)
+        masked, products = scores(0.1 if cap else 1)
         if cap:
-            made = np.arctanh(np.clip(made / cap, -0.99, 0.99)) * cap
-        if not np.isfinite(made).all():
+            masked = np.arctanh(np.clip(masked / cap, -0.99, 0.99)) * cap
+        if not np.isfinite(masked).all():
             raise self._error("has scores that are not finite")
-        scale = float((made * products).sum() / (products * products).sum())
+        scale = float((masked * products).sum() / (products * products).sum())
         return replace(terms, scale=self._usual(scale, terms), softcap=cap)
 
     def _usual(self, scale: float, terms: Terms) -> float:
@@ -249,8 +252,8 @@ class _Proof:
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         wanted = weights @ values
-        made = terms.output.by_head(self._outputs(feeds, sample), terms.heads)
-        error = np.abs(made - wanted).max() / max(np.abs(wanted).max(), 1)
+        results = terms.output.by_head(self._outputs(feeds, sample), terms.heads)
+        error = np.abs(results - wanted).max() / max(np.abs(wanted).max(), 1)
         if not error <= self.tolerance:
             raise self._error(
                 "does not compute softmax(scale * query * key) * value with this mask, as a bias "
@@ -259,35 +262,35 @@ class _Proof:
 
     def _products(self, feeds: Mapping[str, Array], terms: Terms) -> tuple[Array, Array]:
         """Queries times keys, (heads, new, keys), and the values of each head, in float64."""
-        found, group = self.found, terms.heads // terms.kv_heads
-        query = terms.query.by_head(feeds[found.query], terms.heads)
+        attention, group = self.found, terms.heads // terms.kv_heads
+        query = terms.query.by_head(feeds[attention.query], terms.heads)
         keys, values = (
             np.concatenate([feeds[c.past][0], form.by_head(feeds[c.new], terms.kv_heads)], axis=1)
-            for c, form in ((found.keys, terms.keys), (found.values, terms.values))
+            for c, form in ((attention.keys, terms.keys), (attention.values, terms.values))
         )
         keys, values = (np.repeat(a, group, axis=0) for a in (keys, values))
         return query @ keys.swapaxes(1, 2), values
 
     def _feeds(self, terms: Terms, sample: Sample) -> dict[str, Array]:
         """Random queries, keys and values."""
-        found, past = self.found, (1, terms.kv_heads, sample.past, terms.width)
+        attention, past = self.found, (1, terms.kv_heads, sample.past, terms.width)
         shapes = {
-            found.query: terms.query.shape_of(sample.new),
-            found.keys.new: terms.keys.shape_of(sample.new),
-            found.values.new: terms.values.shape_of(sample.new),
-            found.keys.past: past,
-            found.values.past: past,
+            attention.query: terms.query.shape_of(sample.new),
+            attention.keys.new: terms.keys.shape_of(sample.new),
+            attention.values.new: terms.values.shape_of(sample.new),
+            attention.keys.past: past,
+            attention.values.past: past,
         }
         return {n: self.rng.standard_normal(s).astype(self.dtype) for n, s in shapes.items()}
 
     def _run(
         self, nodes: Sequence[NodeProto], feeds: Mapping[str, Array], result: str, sample: Sample
     ) -> Array:
-        """What nodes make of arrays; other operands are those of the sample."""
+        """Runs nodes on arrays, and returns a result; other operands come from the sample."""
         if result in feeds:
             return feeds[result]
-        made = {name for node in nodes for name in node.output}
-        others = {name for n in nodes for name in n.input if name} - made - feeds.keys()
+        computed = {name for node in nodes for name in node.output}
+        others = {name for n in nodes for name in n.input if name} - computed - feeds.keys()
         weights = [self._known(name, sample) for name in sorted(others)]
         inputs = [
             helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)

@@ -22,7 +22,8 @@ from onnxpar.graph.stored import (
 )
 
 _NO_MODEL = (DecodeError, json_format.ParseError, text_format.ParseError, onnx_text.ParseError)
-"""What onnx raises for a file that is none, by its format: binary, or a text, by its name."""
+"""The exceptions of onnx for a file that is no model, by its format: binary, or a text, by its
+name."""
 
 
 def read_proto(path: Path) -> onnx.ModelProto:

@@ -51,8 +51,8 @@ def find_unrepeated(tensor: gs.Tensor, is_turned: bool) -> Unrepeated | None:
 
 
 def _repeats(chain: list[gs.Node], shape: list[int], is_turned: bool) -> bool:
-    """True if these nodes copy each head several times in a row, and do nothing else but to scale
-    numbers and to exchange the last two dimensions, if `is_turned`."""
+    """True if these nodes copy each head several times in a row, and otherwise only scale numbers
+    and, if `is_turned`, exchange the last two dimensions."""
     batch, heads, positions, width = ([(name, s)] for name, s in zip("bktd", shape, strict=True))
     dims: _Dims | None = [batch, heads, positions, width]
     for number, node in enumerate(chain):
@@ -60,11 +60,11 @@ def _repeats(chain: list[gs.Node], shape: list[int], is_turned: bool) -> bool:
             dims = _moved(dims, node, number)
     if dims is None or len(dims) != 4:
         return False
-    found = [[a for a in dim if a[1] != 1] for dim in dims]
-    copies = [a for a in found[1] if a[0] not in "bktd"]
+    atoms = [[a for a in dim if a[1] != 1] for dim in dims]
+    copies = [a for a in atoms[1] if a[0] not in "bktd"]
     rows, columns = (width, positions) if is_turned else (positions, width)
     wanted = [batch, [*heads, *copies], rows, columns]
-    return bool(copies) and found == [[a for a in dim if a[1] != 1] for dim in wanted]
+    return bool(copies) and atoms == [[a for a in dim if a[1] != 1] for dim in wanted]
 
 
 def _moved(dims: _Dims, node: gs.Node, number: int) -> _Dims | None:
@@ -85,12 +85,12 @@ def _moved(dims: _Dims, node: gs.Node, number: int) -> _Dims | None:
             for i, (dim, old, new) in enumerate(zip(padded, sizes, shape, strict=True))
         ]
     flat = [atom for dim in dims for atom in dim if atom[1] != 1]
-    found: _Dims = []
+    moved: _Dims = []
     for size in shape:
         taken: list[_Atom] = []
         while flat and math.prod(s for _, s in taken) < (size or 0):
             taken.append(flat.pop(0))
         if math.prod(s for _, s in taken) != size:
             return None
-        found.append(taken)
-    return found if not flat else None
+        moved.append(taken)
+    return moved if not flat else None

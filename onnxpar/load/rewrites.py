@@ -1,4 +1,4 @@
-"""The rewrites of the loader, in the form in which its list has them."""
+"""The rewrites of the loader, as functions of a `Loading`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 
 
 def read(loading: Loading) -> None:
-    """Reads the file; of an encoder-decoder, the part that is asked for."""
+    """Reads the file; for an encoder-decoder, the requested part."""
     request = loading.request
     loading.proto = read_proto(loading.path)
     if request.part is not None:
@@ -54,7 +54,7 @@ def read(loading: Loading) -> None:
 
 
 def restate_tolerated(loading: Loading) -> None:
-    """Writes what onnxruntime tolerates as ONNX has it."""
+    """Rewrites what onnxruntime tolerates to standard ONNX."""
     restate(loading.proto)
     loading.header = header_of(loading.proto)
     loading.exported = exported_kinds(loading.proto.graph)
@@ -81,7 +81,7 @@ def put_caches_in_pages(loading: Loading) -> None:
 
 
 def tie_weights(loading: Loading) -> None:
-    """Makes one weight of those that the exporter has stored several times."""
+    """Merges the copies of weights that the exporter stored several times."""
     loading.torch = tie(loading.proto.graph, loading.torch, loading.folder)
 
 
@@ -103,8 +103,8 @@ def keep_original(loading: Loading) -> None:
     request, proto = loading.request, loading.proto
     loading.stored = {t.name for t in stored_tensors(proto.graph)} - {""}
     if not (request.for_training or request.page_size or request.part == ENCODER):
-        given = request.dims or {}, request.shapes or {}
-        loading.original = StoredModel.of(proto, loading.path, *given)
+        sizes = request.dims or {}, request.shapes or {}
+        loading.original = StoredModel.of(proto, loading.path, *sizes)
     loading.refusal = check_standard(proto, loading.path)
 
 
@@ -115,7 +115,7 @@ def settle_defaults(loading: Loading) -> None:
 
 
 def bind_sizes(loading: Loading) -> None:
-    """Puts the sizes that are given in place of their symbols; the others stay open."""
+    """Puts the user's sizes in place of their symbols; the others stay open."""
     request, proto = loading.request, loading.proto
     fix_shapes(proto.graph, request.shapes or {})
     loading.open_dims = bind_dims(proto.graph, request.dims or {}, loading.path)
@@ -146,8 +146,8 @@ def infer_shapes(loading: Loading) -> None:
     once; folds what is constant."""
     request, proto = loading.request, loading.proto
     kinds = (bool(loading.open_dims), request.for_training, request.part == ENCODER)
-    given = proto, loading.path, loading.defaults, loading.names
-    loading.importer = Importer(*given, *kinds, loading.show)
+    arguments = proto, loading.path, loading.defaults, loading.names
+    loading.importer = Importer(*arguments, *kinds, loading.show)
     loading.anew = partial(loading.importer.graph, proto)
     own_types = request.own_types(loading.step)
     loading.has_own_types = own_types is not None

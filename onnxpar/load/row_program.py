@@ -1,4 +1,4 @@
-"""What an expert computes from the rows of its tokens: a list of row-wise steps.
+"""The computation of an expert on the rows of its tokens: a list of row-wise steps.
 
 The steps are recorded from one expert's nodes, in whatever form an exporter wrote them, and are
 written again for all experts together, with the expert as first dimension.
@@ -46,7 +46,7 @@ UNARY = frozenset(
         "Tanh",
     ]
 )
-"""Elementwise ops of one operand; those of Clip that follow are numbers."""
+"""Elementwise ops of one operand; the further operands of Clip are numbers."""
 BINARY = frozenset(["Add", "Sub", "Mul", "Div", "Pow", "Min", "Max"])
 """Elementwise ops of two operands."""
 _REDUCTIONS = frozenset(["ReduceMean", "ReduceSum", "ReduceMax"])
@@ -137,11 +137,11 @@ class RowProgram:
         self.found[id(tensor)] = Rows(0, labels)
 
     def rows(self, tensor: gs.Tensor) -> Rows | None:
-        """How a tensor is computed by steps; None if it is not."""
+        """The step that computes a tensor; None if no step does."""
         return self.found.get(id(tensor))
 
     def operand(self, tensor: gs.Tensor) -> Own | Stacked | Shared | Beside | None:
-        """The operand that a tensor is which no step computes; None if it cannot be one. Forms of
+        """The operand for a tensor that no step computes; None if it cannot be one. Forms of
         experts whose weights are not constants of their own override this."""
         return Own(tensor) if isinstance(tensor, gs.Constant) else None
 
@@ -321,8 +321,8 @@ def _cuts(node: gs.Node, width: int, rank: int, at: int) -> list[tuple[int, int,
         if None in fields or axes is None or len(axes) != 1 or axes[0] % rank != at:
             return None
         start, stop = ((f or [0])[0] for f in fields)
-        found = range(width)[slice(start, stop, steps[0])]
-        return [(found.start, found.stop, found.step)] if steps[0] > 0 else None
+        columns = range(width)[slice(start, stop, steps[0])]
+        return [(columns.start, columns.stop, columns.step)] if steps[0] > 0 else None
     if node.attrs.get("axis", 0) % rank != at:
         return None
     if node.op == "Split":
@@ -366,10 +366,10 @@ def _moved(node: gs.Node, x: Rows, width: int) -> str | None:
 
 
 def _expands_nothing(sizes: gs.Tensor, x: Rows, width: int) -> bool:
-    found = known_integers(sizes)
-    if found is None or found.size > len(x.labels):
+    known = known_integers(sizes)
+    if known is None or known.size > len(x.labels):
         return False
-    wanted = found.reshape(-1).tolist()
+    wanted = known.reshape(-1).tolist()
     labels = x.labels[len(x.labels) - len(wanted) :]
     fits = {"f": (1, width), "1": (1,), "R": (1,)}
     return all(size in fits[label] for size, label in zip(wanted, labels, strict=True))

@@ -17,11 +17,11 @@ def scan_first_axes(graph: gs.Graph) -> None:
     """Gives each Scan the first axis for all its sequences, with Transposes before and behind it,
     also in bodies. A sequence of unknown rank keeps its axis."""
     for scope in scopes(graph):
-        made: list[gs.Node] = []
+        nodes: list[gs.Node] = []
         for node in scope.nodes:
             is_scan = node.op == "Scan" and not node.domain
-            made += _with_transposes(node) if is_scan else [node]
-        scope.nodes[:] = made
+            nodes += _with_transposes(node) if is_scan else [node]
+        scope.nodes[:] = nodes
 
 
 def _with_transposes(node: gs.Node) -> list[gs.Node]:
@@ -36,7 +36,7 @@ def _with_transposes(node: gs.Node) -> list[gs.Node]:
 def _transposes(node: gs.Node, key: str, tensors: list[gs.Tensor], states: int) -> list[gs.Node]:
     """Sets the axes in the attribute `key` to 0, and replaces these sequences, the tensors after
     `states`, by others; returns the Transposes between the two."""
-    made = []
+    transposes = []
     axes = list(node.attrs.get(key, ()))
     for i, (axis, tensor) in enumerate(zip(axes, tensors[states:], strict=False)):
         shape = tensor_shape(tensor)
@@ -50,7 +50,7 @@ def _transposes(node: gs.Node, key: str, tensors: list[gs.Tensor], states: int) 
         is_result = tensors is node.outputs
         perm = [first.index(a) for a in range(len(shape))] if is_result else first
         ends = [[inner], [tensor]] if is_result else [[tensor], [inner]]
-        made.append(gs.Node("Transpose", f"{inner.name}::Transpose", {"perm": perm}, *ends))
+        transposes.append(gs.Node("Transpose", f"{inner.name}::Transpose", {"perm": perm}, *ends))
     if axes:
         node.attrs[key] = axes
-    return made
+    return transposes

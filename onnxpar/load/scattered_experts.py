@@ -34,8 +34,8 @@ def scattered_mixtures(graph: gs.Graph, folder: Path) -> None:
     for mask, axis, seeds in _seeds(graph):
         experts = [_traced(seed, order, guards) for seed in seeds]
         if all(e is not None for e in experts):
-            found = [e for e in experts if e is not None]
-            _rewrite(graph, mask, axis, found, folder, order)
+            traced = [e for e in experts if e is not None]
+            _rewrite(graph, mask, axis, traced, folder, order)
 
 
 def _places(graph: gs.Graph) -> tuple[dict[int, int], dict[int, gs.Node]]:
@@ -56,14 +56,14 @@ def _places(graph: gs.Graph) -> tuple[dict[int, int], dict[int, gs.Node]]:
 def _seeds(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, int, list[gs.Node]]]:
     """The masks that have a matrix for each expert, with their dimension of experts and the NonZero
     nodes that read these matrices."""
-    found: dict[tuple[int, int], list[gs.Node]] = defaultdict(list)
+    readers: dict[tuple[int, int], list[gs.Node]] = defaultdict(list)
     masks: dict[int, gs.Tensor] = {}
     for node in graph.nodes:
         pick = _pick(node) if node.op == "NonZero" else None
         if pick is not None and len(tensor_shape(pick.inputs[0]) or ()) == 3:
             masks[id(pick.inputs[0])] = pick.inputs[0]
-            found[id(pick.inputs[0]), pick.attrs.get("axis", 0) % 3].append(node)
-    for (mask, axis), seeds in found.items():
+            readers[id(pick.inputs[0]), pick.attrs.get("axis", 0) % 3].append(node)
+    for (mask, axis), seeds in readers.items():
         yield masks[mask], axis, seeds
 
 
@@ -205,18 +205,18 @@ def _count(mask: gs.Tensor, axis: int, experts: Sequence[ScatteredExpert]) -> in
     numbers = [e.which for e in experts]
     if all(n is not None for n in numbers):
         return len(numbers) if sorted(n or 0 for n in numbers) == [*range(len(numbers))] else None
-    found = [_hit(e.number, mask, axis) for e in experts]
-    parts = {part for _, part in found}
-    hits = {id(node) for node, _ in found if node is not None}
-    node = found[0][0]
-    if node is None or len(hits) != 1 or any(n is None for n, _ in found):
+    origins = [_hit(e.number, mask, axis) for e in experts]
+    parts = {part for _, part in origins}
+    hits = {id(node) for node, _ in origins if node is not None}
+    node = origins[0][0]
+    if node is None or len(hits) != 1 or any(n is None for n, _ in origins):
         return None
     return -1 if parts == {*range(len(experts))} else None
 
 
 def _hit(number: gs.Tensor | None, mask: gs.Tensor, axis: int) -> tuple[gs.Node | None, int]:
-    """The NonZero over the experts that have a token from which a number comes, and which of its
-    elements the number is."""
+    """The NonZero, over the experts that have a token, from which a number comes, and the index of
+    the number among its elements."""
     part = -1
     while number is not None and number.inputs:
         node = number.inputs[0]
@@ -265,7 +265,7 @@ def _is_of(weight: Weight | None, first: Weight | None, token_at: int, slots: in
 def _routed(
     write: DenseExperts, pairs: gs.Tensor, expert: ScatteredExpert, slots: int
 ) -> tuple[gs.Tensor, gs.Tensor | None]:
-    """Which tokens each expert gets, and the weights of its results, both [expert, token, 1]."""
+    """A mask of each expert's tokens, and the weights of its results, both [expert, token, 1]."""
     dtype: Any = np.dtype(np.float32) if expert.weight is None else expert.weight.table.dtype
     code = gs.exporters.onnx_exporter.dtype_to_onnx(dtype)
     marks = write.add("Cast", [pairs], dtype, pairs.shape, to=code)

@@ -17,8 +17,8 @@ _MOST_PARTS = 1 << 12
 
 
 def split_sequences(graph: gs.Graph) -> None:
-    """Replaces each SplitToSequence of which all readers pick one element at a constant position,
-    in place. Requires static shapes."""
+    """Replaces each SplitToSequence whose readers all pick one element at a constant position, in
+    place. Requires static shapes."""
     for scope in scopes(graph):
         for node in list(scope.nodes):
             if node.op == "SplitToSequence":

@@ -43,7 +43,7 @@ class SortedRows:
     """A sort of rows, and the nodes that undo it.
 
     order   [row]: the row at each place
-    tokens  [token, column], of each of which `count` rows in turn are copies
+    tokens  [token, column]; `count` rows in turn are copies of each token
     sides   nodes that sort something else with one row for each
     backs   nodes that bring rows back to their places
     """
@@ -72,21 +72,21 @@ def find_sorted_rows(
     ends = _ends(graph, order, size)
     if ends is None:
         return None
-    found = SortedRows(order, tokens, size // count, [], [])
+    rows = SortedRows(order, tokens, size // count, [], [])
     for node, values in ends:
         if node.op == "ScatterND":
             backs = _backs(graph, node, size)
             if backs is None:
                 return None
-            found.backs += backs
+            rows.backs += backs
         elif node is gather:
-            if not np.array_equal(values.reshape(-1), np.arange(size) // found.count):
+            if not np.array_equal(values.reshape(-1), np.arange(size) // rows.count):
                 return None
         elif np.array_equal(values.reshape(-1), np.arange(size)):
-            found.sides.append(node)
+            rows.sides.append(node)
         else:
             return None
-    return found if _come_back(graph, found, result, size) else None
+    return rows if _come_back(graph, rows, result, size) else None
 
 
 def _gathers(node: gs.Node) -> bool:
@@ -114,10 +114,10 @@ def _sort(index: gs.Tensor) -> gs.Tensor | None:
 
 
 def _ends(graph: gs.Graph, order: gs.Tensor, size: int) -> list[tuple[gs.Node, Array]] | None:
-    """The nodes that read numbers which follow from an order, with what the numbers of the order
-    0, 1, 2 ... would be; None if a node reads them in another way than as places of rows."""
+    """The nodes that read numbers computed from an order, with these numbers for the order 0, 1, 2
+    ...; None if a node reads them otherwise than as places of rows."""
     known: dict[int, Array] = {id(order): np.arange(size)}
-    found = []
+    ends = []
     for node in graph.nodes:
         if not any(id(t) in known for t in node.inputs):
             continue
@@ -129,10 +129,10 @@ def _ends(graph: gs.Graph, order: gs.Tensor, size: int) -> list[tuple[gs.Node, A
                 return None
             known[id(node.outputs[0])] = np.asarray(_NUMBERS[node.op](*read))
         elif (_gathers(node) or node.op == "ScatterND") and id(node.inputs[0]) not in known:
-            found.append((node, known[id(node.inputs[1])]))
+            ends.append((node, known[id(node.inputs[1])]))
         else:
             return None
-    return found if _all_read(graph, known, found) else None
+    return ends if _all_read(graph, known, ends) else None
 
 
 def _all_read(graph: gs.Graph, known: Collection[int], ends: list[tuple[gs.Node, Array]]) -> bool:
@@ -153,23 +153,23 @@ def _backs(graph: gs.Graph, scatter: gs.Node, size: int) -> list[gs.Node] | None
     is_inverse = values is not None and np.array_equal(values.reshape(-1), np.arange(size))
     if not is_inverse or scatter.attrs.get("reduction", "none") not in ("none", b"none"):
         return None
-    inverse, found = {id(scatter.outputs[0])}, []
+    inverse, backs = {id(scatter.outputs[0])}, []
     for node in graph.nodes:
         if not any(id(t) in inverse for t in node.inputs):
             continue
         if node.op in (*_MOVES, "Cast", "Identity"):
             inverse.add(id(node.outputs[0]))
         elif _gathers(node) and id(node.inputs[0]) not in inverse:
-            found.append(node)
+            backs.append(node)
         else:
             return None
-    return found
+    return backs
 
 
-def _come_back(graph: gs.Graph, found: SortedRows, result: gs.Tensor, size: int) -> bool:
-    """True if nodes that compute each row by itself are all that reads rows out of their places."""
-    backs = {id(node) for node in found.backs}
-    moved = {id(result), *(id(node.outputs[0]) for node in found.sides)}
+def _come_back(graph: gs.Graph, rows: SortedRows, result: gs.Tensor, size: int) -> bool:
+    """True if only nodes that compute each row by itself read rows out of their places."""
+    backs = {id(node) for node in rows.backs}
+    moved = {id(result), *(id(node.outputs[0]) for node in rows.sides)}
     ports = {id(t) for t in graph.outputs}
     for node in graph.nodes:
         read = [t for t in node.inputs if id(t) in moved]
@@ -182,7 +182,7 @@ def _come_back(graph: gs.Graph, found: SortedRows, result: gs.Tensor, size: int)
         if not all(isinstance(t, gs.Constant) and t.values.size == 1 for t in others):
             return False
         moved.add(id(out))
-    return not ports & moved and all(id(node.inputs[0]) in moved for node in found.backs)
+    return not ports & moved and all(id(node.inputs[0]) in moved for node in rows.backs)
 
 
 def numbers(write: DenseExperts, rows: gs.Tensor) -> gs.Tensor:

@@ -35,9 +35,9 @@ def spell_out(model: onnx.ModelProto) -> None:
     place, also in subgraphs."""
     opset = onnx_opset(model)
     ops = {"SwiGLU"} | (set() if _runs_swish(opset) else {"Swish"})
-    found = [n for n in nodes_of(model.graph) if _is_one_of(n, ops)]
-    if found:
-        scaled = any(_alpha(node) != 1.0 for node in found)
+    nodes = [n for n in nodes_of(model.graph) if _is_one_of(n, ops)]
+    if nodes:
+        scaled = any(_alpha(node) != 1.0 for node in nodes)
         _Spelling(ops, _types(model) if scaled else {}, names_in(model.graph)).spell(model.graph)
 
 
@@ -76,13 +76,13 @@ class _Spelling:
 
     def spell(self, graph: onnx.GraphProto) -> None:
         """Rewrites a graph and its subgraphs, in place."""
-        made: list[NodeProto] = []
+        written: list[NodeProto] = []
         for node in graph.node:
             for inner in subgraphs_of(node):
                 self.spell(inner)
-            made += self._spelled(node, graph) if _is_one_of(node, self.ops) else [node]
-        if len(made) > len(graph.node):
-            copies = [NodeProto.FromString(node.SerializeToString()) for node in made]
+            written += self._spelled(node, graph) if _is_one_of(node, self.ops) else [node]
+        if len(written) > len(graph.node):
+            copies = [NodeProto.FromString(node.SerializeToString()) for node in written]
             del graph.node[:]
             graph.node.extend(copies)
 
@@ -91,23 +91,23 @@ class _Spelling:
         gate, alpha = node.input[0], _alpha(node)
         root = self.names.root(node.output[0], "::")
         at = f"{root}::{{}}".format
-        made: list[NodeProto] = []
+        nodes: list[NodeProto] = []
         scaled = gate
         if alpha != 1.0:
             scaled = at("scaled")
             kind = helper.tensor_dtype_to_np_dtype(self.types[gate])
             factor = numpy_helper.from_array(np.asarray(alpha, kind), at("alpha"))
             graph.initializer.append(factor)
-            made.append(helper.make_node("Mul", [gate, factor.name], [scaled]))
-        made.append(helper.make_node("Sigmoid", [scaled], [at("sigmoid")]))
+            nodes.append(helper.make_node("Mul", [gate, factor.name], [scaled]))
+        nodes.append(helper.make_node("Sigmoid", [scaled], [at("sigmoid")]))
         is_gated = node.op_type == "SwiGLU"
         swish = at("swish") if is_gated else node.output[0]
-        made.append(helper.make_node("Mul", [gate, at("sigmoid")], [swish]))
+        nodes.append(helper.make_node("Mul", [gate, at("sigmoid")], [swish]))
         if is_gated:
-            made.append(helper.make_node("Mul", [swish, node.input[1]], [node.output[0]]))
+            nodes.append(helper.make_node("Mul", [swish, node.input[1]], [node.output[0]]))
         own = node.name or f"{node.op_type}_{node.output[0]}"
-        for number, each in enumerate(made[:-1]):
+        for number, each in enumerate(nodes[:-1]):
             each.name = f"{own}::{each.op_type}{number}"
-        made[-1].name = own
-        made[-1].metadata_props.extend(node.metadata_props)
-        return made
+        nodes[-1].name = own
+        nodes[-1].metadata_props.extend(node.metadata_props)
+        return nodes

@@ -20,7 +20,7 @@ from onnxpar.load.gathered_experts import gathered_mixtures
 from onnxpar.load.scattered_experts import scattered_mixtures
 
 IN_NODES = "/experts/weight."
-"""In the names of the nodes that stack weights."""
+"""A part of the names of the nodes that stack weights."""
 
 
 def stack_experts(graph: gs.Graph, folder: Path, in_nodes: bool = False) -> None:
@@ -41,7 +41,7 @@ def _stack_in_nodes(graph: gs.Graph) -> None:
             stack = stack_of(tensor) if isinstance(tensor, gs.Constant) else None
             if stack is not None:
                 stacks[id(tensor)] = tensor, stack
-    made: list[gs.Node] = []
+    nodes: list[gs.Node] = []
     names = names_of(graph)
     for tensor, stack in stacks.values():
         row = [1, *tensor.shape[1:]]
@@ -51,11 +51,11 @@ def _stack_in_nodes(graph: gs.Graph) -> None:
             name = f"{root}/Reshape.{i}"
             shape = gs.Constant(f"{name}/shape", np.array(row, np.int64))
             rows.append(gs.Variable(name, tensor.dtype, row))
-            made.append(gs.Node("Reshape", name, {}, [weight, shape], rows[-1:]))
+            nodes.append(gs.Node("Reshape", name, {}, [weight, shape], rows[-1:]))
         joined = gs.Variable(tensor.name, tensor.dtype, list(tensor.shape))
-        made.append(gs.Node("Concat", f"{root}/Concat", {"axis": 0}, rows, [joined]))
+        nodes.append(gs.Node("Concat", f"{root}/Concat", {"axis": 0}, rows, [joined]))
         for node in list(tensor.outputs):
             for i, operand in enumerate(node.inputs):
                 if operand is tensor:
                     node.inputs[i] = joined
-    graph.nodes[:0] = made
+    graph.nodes[:0] = nodes

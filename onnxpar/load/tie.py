@@ -1,4 +1,4 @@
-"""Makes one parameter of the copies that an exporter stored of it.
+"""Merges the copies of a parameter that an exporter stored.
 
 Exporters compute the transpose of a constant when they export. So the table of a language model
 that is also its head, or a Linear that is called several times, is in the file once for each call,
@@ -24,9 +24,10 @@ _Members = list[tuple[str, bool]]
 
 
 def tie(graph: GraphProto, named: Mapping[str, TorchName], folder: Path) -> dict[str, TorchName]:
-    """Replaces copies of a matrix, in place: what reads one reads the first, or a Transpose of it.
-    Copies have equal bits up to their order, and nothing says that they are different parameters.
-    External data is in `folder`. Returns what remaining tensors are called in torch."""
+    """Replaces copies of a matrix, in place: readers of a copy read the first, or a Transpose of
+    it. Copies have equal bits up to their order, and nothing says that they are different
+    parameters. External data is in `folder`. Returns the names of the remaining tensors in
+    torch."""
     groups = [
         group
         for alike in _alike(graph, named)
@@ -35,31 +36,31 @@ def tie(graph: GraphProto, named: Mapping[str, TorchName], folder: Path) -> dict
         if len(group) > 1
     ]
     _replace(graph, groups)
-    found = dict(named)
+    remaining = dict(named)
     for (first, _), *copies in groups:
-        members = [found.pop(name, TorchName((name,))) for name in (first, *dict(copies))]
+        members = [remaining.pop(name, TorchName((name,))) for name in (first, *dict(copies))]
         names = dict.fromkeys(name for member in members for name in member.names)
         is_certain = all(member.is_certain for member in members)
         stored = {first: False, **dict(copies)}
-        found[first] = TorchName(tuple(names), members[0].transposed, is_certain, stored)
-    return found
+        remaining[first] = TorchName(tuple(names), members[0].transposed, is_certain, stored)
+    return remaining
 
 
 def names_in_torch(tensor: str, named: Mapping[str, TorchName]) -> tuple[str, ...]:
-    """Returns what a stored tensor is called in torch: as in the file, if nothing else is known."""
+    """Returns the names of a stored tensor in torch: its own, if nothing else is known."""
     return named[tensor].names if tensor in named else (tensor,)
 
 
 def _alike(graph: GraphProto, named: Mapping[str, TorchName]) -> Iterator[list[TensorProto]]:
-    """Yields matrices of one type and one pair of sizes among which there may be copies, those that
-    an exporter has transposed last."""
-    found: dict[tuple[int, ...], list[TensorProto]] = defaultdict(list)
+    """Yields matrices of one type and one pair of sizes among which there may be copies, matrices
+    that an exporter has transposed last."""
+    by_size: dict[tuple[int, ...], list[TensorProto]] = defaultdict(list)
     outputs = {port.name for port in graph.output}
     for tensor in graph.initializer:
         is_matrix = len(tensor.dims) == 2 and min(tensor.dims) > 0
         if is_matrix and tensor.data_type in _FLOATS and tensor.name not in outputs:
-            found[(tensor.data_type, *sorted(tensor.dims))].append(tensor)
-    for tensors in found.values():
+            by_size[(tensor.data_type, *sorted(tensor.dims))].append(tensor)
+    for tensors in by_size.values():
         names = [names_in_torch(t.name, named)[:1] for t in tensors]
         is_open = any(t.name in named and not named[t.name].is_certain for t in tensors)
         if is_open or len(set(names)) < len(names):
@@ -69,11 +70,11 @@ def _alike(graph: GraphProto, named: Mapping[str, TorchName]) -> Iterator[list[T
 def _equal(tensors: Iterable[TensorProto], folder: Path) -> Iterator[_Members]:
     """Yields the names of matrices that are equal, or transposes of each other. A matrix of one
     number is equal to others by chance."""
-    found: dict[bytes, list[tuple[TensorProto, _Members]]] = defaultdict(list)
+    by_corners: dict[bytes, list[tuple[TensorProto, _Members]]] = defaultdict(list)
     for tensor in tensors:
         value = _bits(tensor, folder)
         corners = [value[0, 0], value[-1, -1], *sorted((value[0, -1], value[-1, 0]))]
-        known = found[np.array(corners).tobytes()]
+        known = by_corners[np.array(corners).tobytes()]
         for first, members in known:
             other = _bits(first, folder)
             if np.array_equal(other, value) or np.array_equal(other.T, value):
@@ -82,7 +83,7 @@ def _equal(tensors: Iterable[TensorProto], folder: Path) -> Iterator[_Members]:
         else:
             if (value != value[0, 0]).any():
                 known.append((tensor, [(tensor.name, False)]))
-    for each in found.values():
+    for each in by_corners.values():
         yield from (members for _, members in each)
 
 
@@ -104,8 +105,8 @@ def _of_one_parameter(members: _Members, named: Mapping[str, TorchName]) -> list
 
 
 def _replace(graph: GraphProto, groups: Sequence[_Members]) -> None:
-    """Makes what reads a copy read the first of its group, or a transpose of that, which has the
-    name of one of the copies."""
+    """Makes readers of a copy read the first of its group, or its transpose, which has the name of
+    one of the copies."""
     new: dict[str, str] = {}
     gone: set[str] = set()
     for (first, _), *copies in groups:
@@ -113,8 +114,8 @@ def _replace(graph: GraphProto, groups: Sequence[_Members]) -> None:
         turned = [name for name, is_transposed in copies if is_transposed]
         new |= {name: turned[0] if is_transposed else first for name, is_transposed in copies}
         if turned:
-            made = turned[0]
-            node = helper.make_node("Transpose", [first], [made], f"{made}/tied", perm=[1, 0])
+            name = turned[0]
+            node = helper.make_node("Transpose", [first], [name], f"{name}/tied", perm=[1, 0])
             graph.node.insert(0, node)
     rename_reads(graph, new)
     for field in (graph.initializer, graph.input):

@@ -100,9 +100,9 @@ class _Unfusing:
             else:
                 fused.append(FusedNode(_copy(node), tuple(self.parts), self.main))
         if [node.op_type for node in self.made] != [node.op_type for node in self.graph.node]:
-            made = [_copy(node) for node in self.made]
+            copies = [_copy(node) for node in self.made]
             del self.graph.node[:]
-            self.graph.node.extend(made)
+            self.graph.node.extend(copies)
         return fused
 
     def given(self, index: int) -> str:
@@ -124,7 +124,7 @@ class _Unfusing:
         self._make(op, inputs, self.node.output, main, attrs)
 
     def _root(self) -> str:
-        """What the names of intermediate values begin with."""
+        """The prefix of the names of intermediate values."""
         return self.names.root(self.node.output[0], "::")
 
     def _make(
@@ -190,8 +190,8 @@ class _Unfusing:
             bounds = [self.constant(np.float32(p)) for p in params]
             self.finish(op, [operand, *bounds])
         else:
-            given: dict[str, Any] = dict(zip(_PARAMS[op], params, strict=False))
-            self.finish(op, [operand], **given)
+            attrs: dict[str, Any] = dict(zip(_PARAMS[op], params, strict=False))
+            self.finish(op, [operand], **attrs)
 
     def dynamic_product(self) -> bool:
         """Replaces DynamicQuantizeMatMul by a quantization and a product of integers; if several

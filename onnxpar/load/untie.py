@@ -61,7 +61,7 @@ def shared_vectors(graph: GraphProto) -> dict[str, int]:
 
 def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
     """Gives each reader of a shared vector its own copy, in place: the first keeps `NAME`, the
-    others read `NAME@1`, `NAME@2`, ... Readers of what the file says is one parameter read the same
+    others read `NAME@1`, `NAME@2`, ... Readers of one parameter, as the file says, read the same
     copy. `names` limits this to some vectors; by default, it covers all shared ones."""
     taken = {t.name for t in graph.initializer}
     taken |= {name for node in nodes_of(graph) for name in (*node.input, *node.output)}
@@ -141,8 +141,8 @@ def _shared(graph: GraphProto) -> Iterator[tuple[str, list[list[_Reader]]]]:
 
 
 def _parameters(reader: _Reader, targets: Collection[str]) -> tuple[object, ...]:
-    """What is equal for readers of one parameter: the parameters of a call of torch, and the
-    reader's operand there; nothing if the file does not say them."""
+    """A key that is equal for readers of one parameter: the parameters of a call of torch, and the
+    reader's operand there; empty if the file does not say them."""
     call = call_of(reader.node)
     names = [name for name in call.tensors if name in targets] if call is not None else []
     return (call.op, *names, reader.node.op_type, reader.operand) if call and names else ()

@@ -121,12 +121,12 @@ def _types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
     bare = copy_with_stubs(model, lambda t: None if is_folded(t) else without_data(t))
     with suppress(RuntimeError, onnx.shape_inference.InferenceError):
         bare = onnx.shape_inference.infer_shapes(bare)
-    found: dict[str, onnx.TypeProto.Tensor] = {}
+    types: dict[str, onnx.TypeProto.Tensor] = {}
     for graph in graphs_of(bare.graph):
         for port in (*graph.input, *graph.output, *graph.value_info):
             if port.type.HasField("tensor_type"):
-                found[port.name] = port.type.tensor_type
+                types[port.name] = port.type.tensor_type
         for tensor in graph.initializer:
             kind = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
-            found[tensor.name] = kind.tensor_type
-    return found
+            types[tensor.name] = kind.tensor_type
+    return types

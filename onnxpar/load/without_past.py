@@ -1,8 +1,8 @@
 """Removes what a decoder computes from the attention mask and the length of its caches, once pages
 take their place.
 
-What is left of these are sizes of new tokens, and positions. A tensor whose value at all samples
-is a constant, a number times the new tokens, or the positions of these, becomes just that.
+Only sizes of new tokens, and positions, are left of these. A tensor whose value at all samples is a
+constant, a number times the new tokens, or the positions of these, becomes just that.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _Made = tuple[list[NodeProto], dict[str, Array]]
 
 
 class WithoutPast:
-    """Rewrites what reads the tensors that are `gone` from a graph, from the input of tokens, (1,
-    tokens), and that of positions, (tokens,)."""
+    """Rewrites the readers of tensors that are `gone` from a graph, by the inputs of tokens, (1,
+    tokens), and of positions, (tokens,)."""
 
     def __init__(
         self, graph: GraphProto, gone: Collection[str], tokens: str, positions: str
@@ -39,14 +39,14 @@ class WithoutPast:
         if something else needs what is gone."""
         needed = {o.name for o in self.graph.output}
         kept: list[NodeProto] = []
-        found: list[str] = []
+        rewritten: list[str] = []
         reader: dict[str, NodeProto] = {}
         for node in reversed(self.graph.node):
             wanted = [name for name in node.output if name in needed]
-            made = self._instead(wanted, samples)
-            if made is not None:
-                nodes, constants = made
-                found += wanted
+            instead = self._instead(wanted, samples)
+            if instead is not None:
+                nodes, constants = instead
+                rewritten += wanted
                 weights = [numpy_helper.from_array(a, n) for n, a in constants.items()]
                 self.graph.initializer.extend(weights)
             else:
@@ -63,7 +63,7 @@ class WithoutPast:
             )
         del self.graph.node[:]
         self.graph.node.extend(reversed(kept))
-        return found
+        return rewritten
 
     def check(self, names: Collection[str], samples: Sequence[Sample]) -> None:
         """Errors: ModelError if a tensor that was made anew differs at a sample."""
@@ -89,7 +89,8 @@ class WithoutPast:
                     )
 
     def _instead(self, names: Sequence[str], samples: Sequence[Sample]) -> _Made | None:
-        """What makes a tensor without past; None if it must stay as it is."""
+        """The nodes and constants that compute a tensor without past; None if it must stay as it
+        is."""
         if len(names) != 1 or names[0] not in self.depending:
             return None
         (name,) = names

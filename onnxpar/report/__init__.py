@@ -1,2 +1,2 @@
-"""Reports: tables and pages of plans, comparisons with traces, and of sharded results with those of
-unsplit models."""
+"""Reports: tables and pages of plans, comparisons of plans with traces, and of sharded with unsplit
+results."""

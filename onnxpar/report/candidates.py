@@ -87,7 +87,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Candidates(Shown):
-    """The strategies that were tried for a model, best first: `objective` says what counts."""
+    """The strategies that were tried for a model, best first by `objective`."""
 
     model: str
     ranks: int
@@ -157,8 +157,8 @@ class Candidates(Shown):
 
 def choices(path: Path, options: Options) -> list[Options]:
     """Returns options for each strategy to try: every preset and the search, on the given mesh or
-    else on meshes that each chooses. Errors: StrategyError if the options already name a strategy,
-    or no number of ranks."""
+    else on each strategy's own meshes. Errors: StrategyError if the options already name a
+    strategy, or no number of ranks."""
     if options.preset is not None or options.search is not None:
         raise StrategyError(
             "--candidates compares presets and the search; leave --preset and --search out"
@@ -170,18 +170,18 @@ def choices(path: Path, options: Options) -> list[Options]:
     context = [CONTEXT] if mesh is None or AXIS in mesh.sizes else []
     names += [*((*ZERO_STAGES, CLASS) if is_step else ()), SEQUENCE, *context, EXPERT, TABLES]
     if mesh is not None:
-        made = [replace(options, preset=name, mesh=mesh) for name in names if name != "hybrid"]
+        each = [replace(options, preset=name, mesh=mesh) for name in names if name != "hybrid"]
         if BATCH in mesh.sizes and len(mesh.shape) > 1:
-            made[1] = replace(made[1], preset="hybrid")
+            each[1] = replace(each[1], preset="hybrid")
     elif options.devices is None:
         raise StrategyError(NO_RANKS)
     else:
-        made = [
+        each = [
             replace(options, preset=name, mesh=mesh)
             for name in names
             for mesh in _meshes(name, options.devices)
         ]
-    return [*made, replace(options, search=AUTO)]
+    return [*each, replace(options, search=AUTO)]
 
 
 def _meshes(preset: str, devices: int) -> Iterator[Mesh]:
@@ -196,7 +196,7 @@ def _meshes(preset: str, devices: int) -> Iterator[Mesh]:
 
 
 def try_each(path: Path, each: Sequence[Options], loader: Loader) -> Iterator[Candidate | Refused]:
-    """Yields the outcome of each strategy, and tells meanwhile which one it plans."""
+    """Yields the outcome of each strategy, and reports the current one as progress."""
     for count, options in enumerate(each, 1):
         named = f"{options.preset or options.search} {options.mesh or ''}".strip()
         patience = options.objective.patience.telling(f"{count} of {len(each)}, {named}")
@@ -216,13 +216,14 @@ def try_candidate(path: Path, options: Options, loader: Loader) -> Candidate | R
 
 
 def on_one_rank(path: Path, options: Options, loader: Loader) -> Candidate:
-    """Plans the unsplit model on one rank, the fastest, without a memory limit."""
+    """Plans the unsplit model on one rank (of different devices, the fastest), without a memory
+    limit."""
     topology = options.topology
     if topology is not None and topology.devices:
         each = [replace(topology, device=d, devices=()) for d in dict.fromkeys(topology.devices)]
         of_each = [replace(options, topology=one, balance=False) for one in each]
-        found = [on_one_rank(path, one, loader) for one in of_each]
-        return min(found, key=_order)
+        plans = [on_one_rank(path, one, loader) for one in of_each]
+        return min(plans, key=_order)
     alone = replace(
         options, compared=True, devices=1, mesh=None, preset=None, search=PROPAGATION, strategy=None
     )
@@ -245,18 +246,18 @@ def fastest_first(
 ) -> Candidates:
     """Sorts candidates by their time as the objective counts it, and returns the comparison. Only
     the fastest keeps its plan's steps. Errors: StrategyError if no strategy applies."""
-    found: list[Candidate] = []
+    kept: list[Candidate] = []
     refused: list[Refused] = []
     for each in tried:
         if isinstance(each, Refused):
             refused.append(each)
             continue
-        best = min([*found, each], key=_order)
-        found = [c if c is best else replace(c, explained=None) for c in [*found, each]]
-    if not found:
+        best = min([*kept, each], key=_order)
+        kept = [c if c is best else replace(c, explained=None) for c in [*kept, each]]
+    if not kept:
         raise StrategyError(f"no strategy applies; {refused[0].strategy}: {refused[0].reason}")
-    found.sort(key=_order)
-    return Candidates(model, found[0].mesh.size, objective, found, refused, one_rank)
+    kept.sort(key=_order)
+    return Candidates(model, kept[0].mesh.size, objective, kept, refused, one_rank)
 
 
 def _order(candidate: Candidate) -> tuple[int, int]:

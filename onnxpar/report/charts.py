@@ -40,10 +40,10 @@ def timeline(steps: Sequence[Step]) -> str:
     scale = WIDTH / total if total else 0.0
     lanes = [(lane, [bar for bar in bars(steps) if bar.lane == lane]) for lane in LANES]
     rows = []
-    for lane, found in lanes:
-        rects = "\n".join(_rect(bar, scale) for bar in merged(found, 1 / scale if scale else 0.0))
+    for lane, own in lanes:
+        rects = "\n".join(_rect(bar, scale) for bar in merged(own, 1 / scale if scale else 0.0))
         rows.append(_row(lane, _svg(rects, _LANE)))
-    takes = [f"{sum(b.seconds for b in found) * 1e3:.3f} ms of {lane}" for lane, found in lanes]
+    takes = [f"{sum(b.seconds for b in own) * 1e3:.3f} ms of {lane}" for lane, own in lanes]
     return _chart("timeline", " and ".join(takes), [*rows, _axis(total)])
 
 
@@ -104,16 +104,16 @@ def bars(steps: Iterable[Step]) -> Iterator[Bar]:
 def merged(lane: Iterable[Bar], least: float) -> list[Bar]:
     """Merges bars of a lane that are shorter than `least` with neighbours closer than `least`, both
     in seconds; returns the bars."""
-    found: list[Bar] = []
+    joined: list[Bar] = []
     for bar in lane:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         near = last is not None and bar.start - (last.start + last.seconds) < least
         if last is not None and near and min(bar.seconds, last.seconds) < least:
             last.seconds = bar.start + bar.seconds - last.start
             last.names += bar.names
         else:
-            found.append(bar)
-    return found
+            joined.append(bar)
+    return joined
 
 
 def ticks(total: float) -> list[tuple[float, str]]:

@@ -58,11 +58,11 @@ _RESIZES: tuple[Callable[[int], int], ...] = (
     *(partial(lambda part, n: max(n // part, 1), 2**i) for i in range(7)),
     *(partial(lambda size, n: size, 2**i) for i in range(6, 10)),
 )
-"""Functions that compute an open size to try from that of the plan's example, for models that do
-not run at the typical sizes. They give the same size, then smaller sizes, and then larger sizes
-that are the same for all symbols, for models that need that many elements."""
+"""Functions from an open size of the plan's example to a size to try, for models that do not run at
+the typical sizes. They return the same size, then smaller ones, and then larger ones that are equal
+for all symbols, for models that need many elements."""
 _SECONDS = 5.0
-"""In which further sizes are tried, once the outputs agree at one."""
+"""Limit for trying further sizes, in seconds, once the outputs agree at one."""
 _MOST_ELEMENTS = 1 << 25
 """The largest number of elements of random inputs at sizes above those of the plan's example."""
 
@@ -86,10 +86,10 @@ class Way:
 @dataclass(frozen=True)
 class Check(Shown):
     """The result of a check: the plan, and the comparison of every output. `made_up` describes the
-    inputs that were random because the user did not give them; `title` is the heading for a
-    training run. `elsewhere` tells at which other open sizes the outputs were compared: they agree
-    there, or `report` is of the first sizes at which they do not; of a training run, which
-    gradients were not compared with differences of the loss."""
+    inputs that were random because the user gave none; `title` is the heading for a training run.
+    `elsewhere` is a sentence on comparisons at other open sizes: the outputs agree there, or
+    `report` has the first sizes at which they differ. For a training run, it names the gradients
+    that were not compared with differences of the loss."""
 
     plan: Plan
     report: Report
@@ -103,7 +103,7 @@ class Check(Shown):
         return self.report.ok
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the check as JSON data, with the plan as plan.json has it."""
+        """Returns the check as JSON data, with the plan in the form of plan.json."""
         told = {"made_up": list(self.made_up), "elsewhere": self.elsewhere}
         return {**self.report.to_json(), **told, "plan": self.plan.to_json()}
 
@@ -129,8 +129,8 @@ def check_model(
     tell: Callable[[str], None] = quietly,
 ) -> Check:
     """Shards a model into a temporary folder, runs it, and compares it with the unsplit model.
-    Calls `progress` with numbers of bytes of weights as they are written, and `tell` with a text
-    before each step, and with an empty text at the end. Errors: OnnxparError."""
+    Calls `progress` with the bytes of weights during writing, and `tell` with a text before each
+    step, and an empty text at the end. Errors: OnnxparError."""
     try:
         return _checked(model, options, way, progress, tell)
     finally:
@@ -153,13 +153,13 @@ def _checked(
     with _own_place(model) as par:
         options = replace(options, replicas=True, exposed=exposed)
         tell("sharding")
-        made = sharder.shard(model, par, options, progress)
+        plan = sharder.shard(model, par, options, progress)
         bundle = Bundle.load(par)
 
         def judged(report: Report) -> Report:
-            if made.step is None or close is not None or way.each:
+            if plan.step is None or close is not None or way.each:
                 return report
-            return judge_compressed(judge_gradients(report, made.step), made.step)
+            return judge_compressed(judge_gradients(report, plan.step), plan.step)
 
         def compared(session: InferenceSession, feeds: Mapping[str, Any]) -> Report:
             if way.each:
@@ -181,10 +181,10 @@ def _checked(
         with opened() as session:
             first: Exception | None = None
             is_free = True
-            for sizes in _sizes_to_try(made, bundle):
+            for sizes in _sizes_to_try(plan, bundle):
                 try:
-                    feeds, made_up, is_free = _feeds(model, options, way, made, bundle, sizes)
-                    report = _beside(judged(compared(session, feeds)), made, bundle, feeds)
+                    feeds, made_up, is_free = _feeds(model, options, way, plan, bundle, sizes)
+                    report = _beside(judged(compared(session, feeds)), plan, bundle, feeds)
                     break
                 except (ModelError, InputError) as error:  # a size may be too large or small
                     first = first or error
@@ -197,54 +197,54 @@ def _checked(
             if is_free and report.ok and not (is_manual or way.each):
 
                 def at(sizes: Mapping[str, int]) -> tuple[Report, list[str]]:
-                    feeds, made_up, _ = _feeds(model, options, way, made, bundle, sizes)
+                    feeds, made_up, _ = _feeds(model, options, way, plan, bundle, sizes)
                     return judged(compare(model, session, feeds, close=close)), made_up
 
                 tell("comparing at other sizes")
-                report, made_up, elsewhere = _elsewhere(made, at, report, made_up)
-    own = [port for port in made.outputs if port.name not in set(exposed)]
-    made = replace(made, outputs=own)
+                report, made_up, elsewhere = _elsewhere(plan, at, report, made_up)
+    own = [port for port in plan.outputs if port.name not in set(exposed)]
+    plan = replace(plan, outputs=own)
     given = made_up if way.inputs is not None or not report.ok else ()
-    return Check(made, report, made_up=given, elsewhere=elsewhere)
+    return Check(plan, report, made_up=given, elsewhere=elsewhere)
 
 
-def _beside(report: Report, made: Plan, bundle: Bundle, feeds: Mapping[str, Any]) -> Report:
-    """The report with what the plan predicts for a run of these feeds, if it does."""
-    times, predicted = report.times, made.predicted
+def _beside(report: Report, plan: Plan, bundle: Bundle, feeds: Mapping[str, Any]) -> Report:
+    """The report with the plan's predicted times of a run of these feeds, if there are any."""
+    times, predicted = report.times, plan.predicted
     arrays = {name: array.shape for name, array in feeds.items() if isinstance(array, np.ndarray)}
     sizes = dict(zip(bundle.symbols, bundle.sizes(arrays), strict=True))
-    is_typical = [dict(typical) for typical, _ in made.typical] in ([], [sizes])
+    is_typical = [dict(typical) for typical, _ in plan.typical] in ([], [sizes])
     if times is None or predicted is None or not is_typical:
         return report
     return replace(report, times=replace(times, predicted=(predicted.one_rank, predicted.total)))
 
 
 def _elsewhere(
-    made: Plan,
+    plan: Plan,
     at: Callable[[Mapping[str, int]], tuple[Report, list[str]]],
     report: Report,
     made_up: list[str],
 ) -> tuple[Report, list[str], str]:
-    """Compares the outputs at a size of 1, and at the sizes at which the compiler compared its
-    decisions: odd and even ones, on both sides of the numbers with which the model compares them,
-    small and large. Returns `report` and `made_up`, or those of the first sizes at which the
-    outputs differ, and a sentence about it."""
-    if not made.samples:
+    """Compares the outputs at size 1 and at the compiler's sample sizes: odd and even, small and
+    large, on both sides of the numbers that the model compares sizes with. Returns `report` and
+    `made_up`, or those of the first sizes at which the outputs differ, and a sentence about the
+    result."""
+    if not plan.samples:
         return report, made_up, ""
-    wanted = [dict.fromkeys(made.samples[0], 1), *reversed(made.samples)]
+    wanted = [dict.fromkeys(plan.samples[0], 1), *reversed(plan.samples)]
     began, compared, refused = time.monotonic(), 0, 0
     for sizes in wanted:
         if time.monotonic() - began > _SECONDS:
             break
         try:
-            found, inputs = at(sizes)
+            each, inputs = at(sizes)
         except (ModelError, InputError):  # not sizes of the model, or refused by name
             refused += 1
             continue
         compared += 1
-        if not found.ok:
+        if not each.ok:
             text = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
-            return found, inputs, f"the outputs differ at {text}; at the typical sizes, they agree"
+            return each, inputs, f"the outputs differ at {text}; at the typical sizes, they agree"
     left = len(wanted) - compared - refused
     told = [f"outputs also agree at {compared} other combinations of sizes"]
     told += [f"{refused} were refused"] if refused else []
@@ -254,8 +254,8 @@ def _elsewhere(
 
 @contextmanager
 def _own_place(model: Path) -> Iterator[Path]:
-    """Yields a path for the sharded model in a temporary folder. Errors name the model instead, as
-    the folder is gone when the user reads them."""
+    """Yields a path for the sharded model in a temporary folder. Errors name the model instead,
+    since the folder is gone by then."""
     with OwnFolder() as folder:
         par = folder / "model.par"
         try:
@@ -291,7 +291,7 @@ def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
 
 
 def _check_training(model: Path, options: Options, way: Way) -> Check:
-    """Checks a training step over many steps; each step starts from the states of the preceding
+    """Checks a training step over many steps; each step starts from the states of the previous
     one."""
     steps = STEPS if way.steps is None else way.steps
     lr = RATE if way.lr is None else way.lr
@@ -302,9 +302,9 @@ def _check_training(model: Path, options: Options, way: Way) -> Check:
     check_step(Step.of(header_of(proto)), {port.name for port in proto.graph.input}, model)
     is_manual = options.preset == MANUAL
     with _own_place(model) as par:
-        made = sharder.shard(model, par, replace(options, replicas=is_manual))
+        plan = sharder.shard(model, par, replace(options, replicas=is_manual))
         with Trainer(par, timeout=way.timeout, log_dir=way.log_dir) as trainer:
-            batches = islice(_batches(way, made, trainer), steps)
+            batches = islice(_batches(way, plan, trainer), steps)
             slopes: list[Comparison] = []
             left_out = ""
             if is_manual:
@@ -315,25 +315,25 @@ def _check_training(model: Path, options: Options, way: Way) -> Check:
                 slopes, left_out = compare_gradients(model, spec, first, seed=way.seed)
                 report = compare_training(model, trainer, chain([first], batches), lr)
     against = "compared with each other" if is_manual else "compared with one rank"
-    title = f"{_trained(made)}\n{steps} steps over {made.mesh.size} ranks {against}:"
+    title = f"{_trained(plan)}\n{steps} steps over {plan.mesh.size} ranks {against}:"
     report = replace(report, rows=(*report.rows, *slopes))
-    return Check(made, report, title, elsewhere=left_out)
+    return Check(plan, report, title, elsewhere=left_out)
 
 
-def _trained(made: Plan) -> str:
+def _trained(plan: Plan) -> str:
     """Returns a text with the number of weights and elements that a training step trains."""
-    names = {slot.input for slot in (made.step.parameters if made.step else ())}
-    shapes = [port.shape or () for port in made.inputs if port.name in names]
+    names = {slot.input for slot in (plan.step.parameters if plan.step else ())}
+    shapes = [port.shape or () for port in plan.inputs if port.name in names]
     count = sum(math.prod(size or 0 for size in shape) for shape in shapes)
     return f"{len(names)} parameters of {count:,} elements are trained"
 
 
-def _batches(way: Way, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """Yields batches without end: those of the given data in their order, as offsets of bags need
-    it, epoch after epoch, or random ones."""
+def _batches(way: Way, plan: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
+    """Yields batches without end: of the given data in order (offsets of bags need that), epoch
+    after epoch, or random ones."""
     data = None if way.inputs is None else trainer.batches_of(way.inputs)
     specs = [s for s in trainer.bundle.input_specs if s[0] in trainer.spec.data]
-    ranges = {name: r for name, r in made.ranges.items() if name in trainer.spec.data}
+    ranges = {name: r for name, r in plan.ranges.items() if name in trainer.spec.data}
     for number in count():
         if data is not None:
             yield from data.epoch(number, None)
@@ -341,43 +341,42 @@ def _batches(way: Way, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]
             yield make_feeds(specs, ranges, way.seed + number)
 
 
-def _sizes_to_try(made: Plan, bundle: Bundle) -> Iterator[dict[str, int]]:
-    """Yields combinations of sizes, by symbol, in the order in which a check tries them: the
-    typical ones, then those of `_RESIZES`. Unless the user gave the typical sizes, they are first
-    tried with sharded sizes below the number of ranks increased, so that every rank has elements,
-    in uneven shards."""
-    uneven = 2 * made.mesh.size - 1
-    for typical, _ in made.typical[:1]:
+def _sizes_to_try(plan: Plan, bundle: Bundle) -> Iterator[dict[str, int]]:
+    """Yields combinations of sizes, by symbol, in the order of trying: the typical ones, then those
+    of `_RESIZES`. Unless the user gave the typical sizes, a variant comes first: sharded sizes
+    below the number of ranks grow, so that every rank has elements, in uneven shards."""
+    uneven = 2 * plan.mesh.size - 1
+    for typical, _ in plan.typical[:1]:
         sizes = dict(typical)
-        if not made.is_told:
+        if not plan.is_told:
             yield {
-                s: max(n, uneven) if n < made.mesh.size and _splits(bundle, s, sizes) else n
+                s: max(n, uneven) if n < plan.mesh.size and _splits(bundle, s, sizes) else n
                 for s, n in sizes.items()
             }
         yield sizes
     for resize in _RESIZES:
-        yield {s: resize(n) for s, n in made.example.items()}
+        yield {s: resize(n) for s, n in plan.example.items()}
 
 
 def _feeds(
     model: Path,
     options: Options,
     way: Way,
-    made: Plan,
+    plan: Plan,
     bundle: Bundle,
     chosen: Mapping[str, int],
 ) -> tuple[dict[str, Any], list[str], bool]:
-    """Returns three results: the user's feeds, completed by random ones; a text with name, type and
-    shape of each random feed; and True if the user's feeds leave an open size undetermined. Such
-    sizes are taken from `chosen`, unless they contradict other sizes. Errors: InputError if the
-    random feeds would have too many elements."""
+    """Returns the user's feeds, completed by random ones; a text with name, type and shape of each
+    random feed; and True if the user's feeds leave an open size undetermined. Such a size is taken
+    from `chosen`, unless it contradicts other sizes. Errors: InputError if the random feeds would
+    have too many elements."""
     specs = bundle.input_specs
     feeds: dict[str, Any] = {}
     if isinstance(way.inputs, Mapping):
         feeds = dict(way.inputs)
     elif way.inputs is not None:
         feeds = read_given(way.inputs, specs)
-    states = made.step.unsplit.slots if made.step else ()
+    states = plan.step.unsplit.slots if plan.step else ()
     unfed = [s.input for s in states if s.input not in feeds]
     if zeros := [name for name in unfed if bundle.initial.get(name) == ZERO]:
         raise InputError(
@@ -396,7 +395,7 @@ def _feeds(
     fed = {v for n in shapes for v in bundle.inputs[n].symbols}
     free = [s for s in bundle.symbols if s not in fed]
     sizes = {s: known[s] if s in fed else chosen[s] for s in bundle.symbols}
-    sizes, ranges = _consistent(model, options, made, bundle, sizes, fed)
+    sizes, ranges = _consistent(model, options, plan, bundle, sizes, fed)
     rest: Any = [
         (name, kind, bundle.inputs[name].shape_at(sizes))
         for name, kind, _ in specs
@@ -405,8 +404,8 @@ def _feeds(
     unknown = {name for name, _, _ in rest}
     ranges = {name: r for name, r in ranges.items() if name in unknown}
     made_up = [f"{name} {kind} {list(shape)}" for name, kind, shape in rest]
-    is_large = max(sizes.values(), default=0) > max(made.example.values(), default=0)
-    if is_large and not (made.is_told and chosen == made.typical[0][0]):
+    is_large = max(sizes.values(), default=0) > max(plan.example.values(), default=0)
+    if is_large and not (plan.is_told and chosen == plan.typical[0][0]):
         elements = sum(math.prod(size or 0 for size in shape) for _, _, shape in rest)
         if elements > _MOST_ELEMENTS:
             wanted = ",".join(f"{name}={sizes[name]}" for name in free)
@@ -420,23 +419,23 @@ def _feeds(
 def _consistent(
     model: Path,
     options: Options,
-    made: Plan,
+    plan: Plan,
     bundle: Bundle,
     sizes: Mapping[str, int],
     fed: Collection[str],
 ) -> tuple[dict[str, int], Mapping[str, Range]]:
     """Returns sizes that the runtime accepts, by symbol, and the range of each integer input at
-    these sizes. Sizes in `fed` stay; other sizes change if they contradict these or each other. For
-    example, the length of a mask must be the sum of the lengths of past and present."""
+    these sizes. Sizes in `fed` stay; other sizes change if they contradict fed sizes or each other.
+    For example, the length of a mask must be the sum of the lengths of past and present."""
     if not bundle.symbols or options.preset == MANUAL:
-        return dict(sizes), made.ranges
+        return dict(sizes), plan.ranges
     split = {s for s in bundle.symbols if _splits(bundle, s, sizes)}
-    found = settled(made.caches, sizes, split.union(fed))
-    shapes = {n: port.shape_at(found) for n, port in bundle.inputs.items()}
+    changed = settled(plan.caches, sizes, split.union(fed))
+    shapes = {n: port.shape_at(changed) for n, port in bundle.inputs.items()}
     fixed = {n: [s or 0 for s in shape] for n, shape in shapes.items() if None not in shape}
     bound = replace(options, dims=None, typical=Typical())
     graph = load_model(model, bound, shapes=fixed).graph
-    return found, integer_ranges(graph)
+    return changed, integer_ranges(graph)
 
 
 def _splits(bundle: Bundle, symbol: str, sizes: Mapping[str, int]) -> bool:

@@ -1,4 +1,4 @@
-"""Compares every output of a sharded model with that of the unsplit model on the same feeds."""
+"""Compares every output of a sharded model with the unsplit model's output on the same feeds."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Comparison:
 
     error    the largest error, relative to the largest magnitude of the reference; for values that
              must be equal, the fraction of elements that differ
-    fault    a difference that `error` cannot express, such as another dtype or shape, or NaN
-             at other places; else empty
+    fault    a difference that `error` cannot express (another dtype or shape, NaN at other places);
+             else empty
     off      the largest absolute error, for floats
     largest  the largest magnitude of the reference, for floats
     blank    the fraction of elements that are NaN in both, and so are not compared
@@ -109,9 +109,9 @@ class Closeness:
 
 @dataclass(frozen=True)
 class Times:
-    """The seconds of a run of the unsplit model, and of the sharded model on `ranks` ranks: of the
-    shortest of a few runs after the first or, if the first takes longer than TIMED_SECONDS, of the
-    first. `predicted` are the seconds of both that the plan predicts for these sizes."""
+    """The seconds of a run of the unsplit model, and of the sharded model on `ranks` ranks: the
+    shortest of a few runs after the first; or the first run, if that takes longer than
+    TIMED_SECONDS. `predicted` are the plan's predictions of both for these sizes."""
 
     unsplit: float
     sharded: float
@@ -134,7 +134,7 @@ class Times:
 
 
 def _ms(seconds: float, predicted: float | None) -> str:
-    """The milliseconds of a run, beside the predicted ones; with a digit more of short runs."""
+    """The milliseconds of a run, beside the predicted ones; short runs get one more digit."""
     digits = 2 if seconds >= 1e-3 else 3
     beside = "" if predicted is None else f" ({predicted * 1e3:.{digits}f} predicted)"
     return f"{seconds * 1e3:.{digits}f} ms{beside}"
@@ -147,8 +147,8 @@ class Report:
     rows: tuple[Comparison, ...]
     times: Times | None = None
     moved: Mapping[str, float] = field(default_factory=dict, kw_only=True)
-    """How much rounding changes each result of the unsplit model, by output. Measured only if an
-    error exceeds its usual tolerance."""
+    """Changes of results of the unsplit model by rounding, by output. Measured only if an error
+    exceeds its usual tolerance."""
 
     @property
     def ok(self) -> bool:
@@ -248,8 +248,8 @@ def is_far(row: Comparison) -> bool:
 
 
 def judged(row: Comparison, moved: Mapping[str, float]) -> Comparison:
-    """Returns the comparison; if its error is too large, with a tolerance for the measured effect
-    of rounding."""
+    """Returns the comparison; too large an error gets a tolerance for the measured effect of
+    rounding."""
     if not is_far(row):
         return row
     return replace(row, tolerance=max(row.tolerance, MARGIN * moved.get(row.name, 0.0)))
@@ -258,8 +258,8 @@ def judged(row: Comparison, moved: Mapping[str, float]) -> Comparison:
 def _clocked(run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], float]:
     """Returns the results of a run, and its seconds."""
     start = time.perf_counter()
-    found = run()
-    return found, time.perf_counter() - start
+    results = run()
+    return results, time.perf_counter() - start
 
 
 def shortest(run: Callable[[], dict[str, Any]], first: float) -> float:
@@ -310,11 +310,11 @@ def compare_arrays(
 def _run(session: Session, feeds: Mapping[str, Any]) -> dict[str, Any]:
     names = [argument.name for argument in session.get_outputs()]
     apart = session.apart
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for group in ([n for n in names if n not in apart], [n for n in names if n in apart]):
         if group:
-            found.update(zip(group, session.run(group, feeds), strict=True))
-    return found
+            results.update(zip(group, session.run(group, feeds), strict=True))
+    return results
 
 
 def _float_error(given: Array, reference: Array) -> tuple[float, float, str]:

@@ -106,8 +106,8 @@ def compare_each(
             wanted = unsplit.run(feeds, names)
         except ModelError as error:
             raise session.blame(error, feeds) from error
-        given = dict(zip(names, session.run(names, feeds), strict=True))
-        rows += [compare_arrays(n, given[n], wanted[n], TOLERANCES, close) for n in names]
+        sharded = dict(zip(names, session.run(names, feeds), strict=True))
+        rows += [compare_arrays(n, sharded[n], wanted[n], TOLERANCES, close) for n in names]
         far |= {row.name: wanted[row.name] for row in rows[-len(names) :] if is_far(row)}
     moved: Mapping[str, float] = {}
     if far and close is None:

@@ -1,8 +1,8 @@
 """Compares the predictions of the cost model with the times measured in a trace.
 
 onnxruntime fuses nodes, and lowering replaces one node by several. So times are compared for sets
-of nodes of the global graph: the smallest sets for which each event of the trace belongs to only
-one set.
+of nodes of the global graph: the smallest ones such that each event of the trace belongs to one
+set.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PlannedNode:
 
 class PlannedNodes(Observer):
     """Collects the nodes of a run of a plan, by name, with means of their predicted times over the
-    sizes of runs, or else over the typical ones."""
+    sizes of runs, or else over typical sizes."""
 
     def __init__(self, sizes: Sequence[Profile]) -> None:
         self.priced_at = sizes
@@ -69,8 +69,8 @@ class PlannedNodes(Observer):
 
     def priced(self, weight: float, graph: gs.Graph, ctx: PassContext) -> None:
         apart = ctx.model.step.evaluation if ctx.model.step is not None else ()
-        found = planned_nodes(graph, ctx.sharding, apart)
-        own = {name: n.weighted(weight, self.nodes.get(name)) for name, n in found.items()}
+        nodes = planned_nodes(graph, ctx.sharding, apart)
+        own = {name: n.weighted(weight, self.nodes.get(name)) for name, n in nodes.items()}
         self.nodes = {**self.nodes, **own}
 
 
@@ -141,17 +141,17 @@ def _check_same(
             )
     calls = Counter((e.name, e.rank, e.run) for e in events if e.collective)
     for name, event in recorded.items():
-        made, entry = event.collective, known[name]
+        ran, entry = event.collective, known[name]
         sent = entry.bytes // calls[name, event.rank, event.run]
-        assert made is not None
-        is_other = made.bytes != sent and not KINDS[entry.kind].by_data
-        if made.kind != entry.kind or is_other:
+        assert ran is not None
+        is_other = ran.bytes != sent and not KINDS[entry.kind].by_data
+        if ran.kind != entry.kind or is_other:
             raise StrategyError(
-                f"{other} '{name}' is {made.kind} of {made.bytes} bytes in the trace, "
+                f"{other} '{name}' is {ran.kind} of {ran.bytes} bytes in the trace, "
                 f"{entry.kind} of {sent} in the plan; {_REMEDY}"
             )
-    found = {name for event in trace.events for name in event.nodes}
-    if found and not found & nodes.keys():
+    traced = {name for event in trace.events for name in event.nodes}
+    if traced and not traced & nodes.keys():
         raise StrategyError(
             f"the trace is of {trace.model}, and has no node of {plan.model}; give the model that "
             "was sharded"

@@ -54,21 +54,23 @@ def compare_training(
     if spec.compression:
         rows.insert(0, _losses(FIRST, losses[:1], dtype, early))
     for slot in spec.slots:
-        given = trainer.session.states.read(slot.input)
-        row = _state(slot.input, given, whole.states[slot.input])
+        state = trainer.session.states.read(slot.input)
+        row = _state(slot.input, state, whole.states[slot.input])
         rows.append(replace(row, tolerance=math.inf) if trainer.spec.precision else row)
     return judge_compressed(Report(tuple(rows)), spec)
 
 
 def judge_gradients(report: Report, step: Step) -> Report:
     """Returns the report with other errors for gradients: relative to the gradient's largest
-    element or, if that is larger, to a thousandth of the largest element of all gradients. A
-    gradient that is smaller than the rounding error of that element, such as that of the bias of
-    attention's keys, may differ by this rounding error."""
+    element or, if larger, to a thousandth of the largest element of all gradients. A gradient below
+    the rounding error of that largest element, such as of the bias of attention's keys, may differ
+    by this rounding error."""
     names = {f"{name}{GRADIENT}" for name in step.gradients}
-    found = [row for row in report.rows if row.name in names]
-    most = max((row.largest for row in found), default=0.0)
-    judged = {row.name: _gradient(row, most) for row in found if row.tolerance and not row.fault}
+    gradients = [row for row in report.rows if row.name in names]
+    most = max((row.largest for row in gradients), default=0.0)
+    judged = {
+        row.name: _gradient(row, most) for row in gradients if row.tolerance and not row.fault
+    }
     return Report(tuple(judged.get(row.name, row) for row in report.rows))
 
 
@@ -93,8 +95,7 @@ def judge_compressed(report: Report, step: Step) -> Report:
 
 
 class UnsplitStep:
-    """The unsplit training step in a session of onnxruntime; `states` are passed from step to
-    step."""
+    """The unsplit training step in a session of onnxruntime; `states` go from step to step."""
 
     def __init__(self, model: str | os.PathLike[str], spec: Step) -> None:
         self._session = open_unsplit(model)

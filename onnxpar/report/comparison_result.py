@@ -68,8 +68,8 @@ class Comparison(Shown):
     """Predicted and measured times, in seconds per run. Measured times are means over `runs` runs:
     the middle half, by length, of the `recorded` runs. `rank` is the rank that computes longest;
     `length` is the time from the start of a run on the first rank to its end on the last. `sizes`
-    are the open sizes for which times are predicted: those of the runs, if the trace has them.
-    `session` is what a run takes beside the work of ranks, if the trace has it."""
+    are the open sizes of the predictions: the sizes of the runs, if the trace has them. `session`
+    is the time of a run beside the work of ranks, if the trace has it."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]

@@ -1,4 +1,4 @@
-"""What `onnxpar inspect` prints of the digests of a sharded model."""
+"""The output of `onnxpar inspect` on digests of a sharded model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from onnxpar.runtime.session.bundle_files import ranks_text
 
 
 def verified_text(par: str | os.PathLike[str]) -> str:
-    """Says what was verified: the files and ranks in the folder, and the digest that stands for all
-    of them. Errors: ModelError."""
+    """A text on the verified files and ranks of the folder, and the digest that covers all of them.
+    Errors: ModelError."""
     each = with_encoder(Bundle.load(par))
     bundle = each[0]
     count = sum(one.files.has(name) for one in each for name in one.files.listed)

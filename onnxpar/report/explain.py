@@ -51,12 +51,12 @@ class Step:
     """One step of a rank: a node of the global graph, or a reshard.
 
     kind       NODE, or a reshard: COLLECTIVE, or CUT without communication
-    block      its layer: a weight's name, or its own, up to a number (`encoder.layer.3`); without
-               such a name, the block of the step before
+    block      the layer: the name of a weight, or else of the node, up to a number
+               (`encoder.layer.3`); without such a name, the block of the step before
     depth      nesting depth of subgraphs, 0 in the main graph
     predicted  time that the cost model predicts, 0 if unknown
     sent       bytes that a rank sends
-    alive      bytes of activations that a rank holds while it runs
+    alive      bytes of activations that a rank holds during the step
     """
 
     name: str
@@ -97,20 +97,20 @@ class Explained:
         return Prediction(sum(p.compute for p in every), communication)
 
     def blocks(self) -> Iterator[Block]:
-        """Yields the steps by block. A block that repeats the preceding one, except for names, is
-        counted there."""
-        found: list[Block] = []
+        """Yields the steps by block. A block that repeats the preceding one, except for names, adds
+        to its count."""
+        blocks: list[Block] = []
         for name, group in groupby(self.steps, key=lambda step: step.block):
             steps = tuple(group)
-            last = found[-1] if found else None
+            last = blocks[-1] if blocks else None
             if last is not None and _alike(last.steps, steps):
-                found[-1] = replace(last, last=name, times=last.times + 1)
+                blocks[-1] = replace(last, last=name, times=last.times + 1)
             elif name in ("", UPDATE):
                 parts = repeated(steps, _sign)
-                found += (Block(name, name, times, tuple(part)) for part, times in parts)
+                blocks += (Block(name, name, times, tuple(part)) for part, times in parts)
             else:
-                found.append(Block(name, name, 1, steps))
-        yield from found
+                blocks.append(Block(name, name, 1, steps))
+        yield from blocks
 
 
 class Explainer(Observer):
@@ -128,13 +128,13 @@ class Explainer(Observer):
         for entry in plan.collectives:
             sent[entry.name.split("::")[0]] += entry.bytes
             sent[entry.name] += entry.bytes if "::" in entry.name else 0
-        found = (_mean(steps) for steps in zip(*_weighted(self._found), strict=True))
-        return Explained(plan, tuple(replace(s, sent=sent.get(s.name, 0)) for s in found))
+        means = (_mean(steps) for steps in zip(*_weighted(self._found), strict=True))
+        return Explained(plan, tuple(replace(s, sent=sent.get(s.name, 0)) for s in means))
 
 
 def explain(path: str | Path, options: Options, loader: Loader | None = None) -> Explained:
     """Plans a model like the command `plan`, and returns the plan with predicted steps; `loader`
-    has read the model for another plan. Errors: OnnxparError; StrategyError for a manual
+    may have read the model for another plan. Errors: OnnxparError; StrategyError for a manual
     program."""
     refuse_manual(options)
     explainer = Explainer()
@@ -206,8 +206,8 @@ def _kind(node: gs.Node) -> str:
 
 class _Blocks:
     """Assigns blocks to nodes in order. The names of a node's weights, or else its own name,
-    determine the block; a node's own name does not lead back to an earlier block. Other nodes stay
-    in the current block."""
+    determine the block; only weights can lead back to an earlier block. Other nodes stay in the
+    current block."""
 
     def __init__(self) -> None:
         self.now = ""
@@ -215,12 +215,12 @@ class _Blocks:
 
     def of(self, node: gs.Node) -> str:
         """Returns the block of the next node."""
-        given = [t.name for t in node.inputs if not t.inputs]
-        weights = [name for name in given if "." in name and "/" not in name]
+        stored = [t.name for t in node.inputs if not t.inputs]
+        weights = [name for name in stored if "." in name and "/" not in name]
         own = [node.name] if node.name.startswith("/") else []
         scoped = [name.strip("/").replace("/", ".") for name in weights + own]
-        found = [match[1] for name in scoped if (match := _NUMBERED.match(name))]
-        block = found[0] if found else "" if scoped else self.now
+        blocks = [match[1] for name in scoped if (match := _NUMBERED.match(name))]
+        block = blocks[0] if blocks else "" if scoped else self.now
         if node.name.startswith(UPDATE + "/"):
             block, weights = UPDATE, []
         if block != self.now and (weights or block not in self.left):
@@ -260,8 +260,8 @@ def _alike(some: Iterable[Step], others: Iterable[Step]) -> bool:
 def repeated(
     steps: Sequence[T], sign: Callable[[T], Hashable]
 ) -> Iterator[tuple[Sequence[T], int]]:
-    """Divides steps into parts; yields each part with the number of its repetitions in a row, which
-    have the same signs."""
+    """Divides steps into parts; yields each part with the number of its repetitions (with equal
+    signs) in a row."""
     numbers: dict[Hashable, int] = {}
     signs = [numbers.setdefault(sign(step), len(numbers)) for step in steps]
     done = 0

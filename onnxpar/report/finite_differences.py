@@ -1,7 +1,7 @@
 """Compares the gradients of a training step with differences of its loss.
 
-The sharded step has the gradients of the unsplit one, also where these are wrong. The loss itself
-says what they are: along a random direction, its change over a short way is the gradient's part in
+The sharded step has the gradients of the unsplit one, even wrong ones. Here the loss itself checks
+them: over a short way along a random direction, the loss must change by the gradient's component in
 that direction.
 """
 
@@ -36,7 +36,7 @@ SECONDS = 10.0
 _WAYS = tuple(2.0**-n for n in range(2, 17, 2))
 """The lengths of ways along a direction, as shares of a parameter's root mean square."""
 _SIGNAL = 300
-"""A change must be as many roundings of the loss to be compared."""
+"""A change must be this many roundings of the loss to be compared."""
 _DIRECTIONS = 7
 
 
@@ -47,54 +47,54 @@ def compare_gradients(
     seconds: float = SECONDS,
     seed: int = 0,
 ) -> tuple[list[Comparison], str]:
-    """Returns the worst error over the parameters, tried one after the other at random until the
-    time is over, and a sentence if some are left out. A parameter is, if rounding hides the
-    changes, or if slopes do not settle as ways become shorter, as at a step of the loss."""
+    """Returns the worst error over the parameters, tried in random order until the time is over,
+    and a sentence if some are left out. A parameter is left out if rounding hides the changes, or
+    if slopes do not settle as ways become shorter, as at a step of the loss."""
     end = time.monotonic() + seconds
     slopes = _Slopes(Path(model), spec, batch, end)
     if slopes.obstacle:
         return [], f"no gradient is compared with differences of the loss: {slopes.obstacle}"
     random = np.random.default_rng(seed)
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for name in random.permutation(sorted(slopes.gradients)):
         error = slopes.error(str(name), random)
         if error is not None:
-            found[str(name)] = error
+            errors[str(name)] = error
         if slopes.is_late:
             break
-    few = f"{len(found)} of {len(slopes.gradients)} gradients are compared with differences"
-    sentence = f"{few} of the loss" if len(found) < len(slopes.gradients) else ""
-    if not found:
+    few = f"{len(errors)} of {len(slopes.gradients)} gradients are compared with differences"
+    sentence = f"{few} of the loss" if len(errors) < len(slopes.gradients) else ""
+    if not errors:
         return [], sentence
-    worst = max(found, key=lambda name: found[name])
-    is_wrong = not found[worst] <= TOLERANCE
+    worst = max(errors, key=lambda name: errors[name])
+    is_wrong = not errors[worst] <= TOLERANCE
     fault = f"the loss does not change as the gradient of {worst!r} says" if is_wrong else ""
-    row = Comparison(TITLE, slopes.dtype.name, (len(found),), found[worst], TOLERANCE, fault)
+    row = Comparison(TITLE, slopes.dtype.name, (len(errors),), errors[worst], TOLERANCE, fault)
     return [row], sentence
 
 
 @dataclass(frozen=True)
 class _Change:
-    """The change of the loss over a way, and what the gradient says of it."""
+    """The change of the loss over a way: the measured one, and the one by the gradient."""
 
     way: float
     found: float
     said: float
 
     def distance(self, other: _Change) -> float:
-        """By how much the slope differs from that of another way."""
+        """The relative difference from the slope of another way."""
         a, b = self.found / self.way, other.found / other.way
         return abs(a - b) / (max(abs(a), abs(b)) or 1.0)
 
     @property
     def error(self) -> float:
-        """The error of what is said, as a share of the larger change."""
+        """The error of the gradient's change, as a share of the larger change."""
         return abs(self.found - self.said) / max(abs(self.found), abs(self.said))
 
 
 class _Slopes:
     """The unsplit step on one batch, at the initial values of the parameters, until the time `end`.
-    `obstacle` says why differences tell nothing about its gradients; empty if they do."""
+    `obstacle` is the reason why differences cannot check its gradients; empty if they can."""
 
     def __init__(self, model: Path, spec: Step, batch: Mapping[str, Array], end: float) -> None:
         proto = read_proto(model)
@@ -114,8 +114,8 @@ class _Slopes:
         fed, overridden = self._session.get_inputs(), self._session.get_overridable_initializers()
         types = {port.name: dtype_of(port.type) for port in (*fed, *overridden)}
         zeros = {port.name: np.zeros(port.shape, types[port.name]) for port in fed}
-        given = {s.input: zeros[s.input] for s in spec.slots if not s.default}
-        self._feeds = {**batch, **given, spec.rate: zeros[spec.rate]}
+        zero_states = {s.input: zeros[s.input] for s in spec.slots if not s.default}
+        self._feeds = {**batch, **zero_states, spec.rate: zeros[spec.rate]}
         if spec.seed is not None:
             self._feeds[spec.seed] = np.zeros((), np.int64)
         if SCALE in types:
@@ -133,9 +133,9 @@ class _Slopes:
         return time.monotonic() > self._end
 
     def error(self, name: str, random: np.random.Generator) -> float | None:
-        """The error of a parameter's gradient: along a random direction or, if that is large, the
-        median of several, because a direction may cross a bend of the loss. None if it cannot be
-        told."""
+        """The error of a parameter's gradient: along a random direction or, if that error is large,
+        the median of several directions, since one may cross a bend of the loss. None if it cannot
+        be measured."""
         first = self._error(name, random)
         if first is None or first <= TOLERANCE / 5:
             return first

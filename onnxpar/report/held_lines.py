@@ -1,4 +1,4 @@
-"""The table of weights and states of which each is whole on the ranks at one coordinate."""
+"""The table of weights and states that are whole on the ranks at one coordinate."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import numpy as np
 from onnxpar.report.text_table import size_text, table
 
 MOST = 16
-"""Most coordinates for which there is a line of their own."""
+"""Most coordinates with a line of their own."""
 _AT = re.compile(r"([^\W\d]\w*(?::\(\d+\)\d+)?)@(\d+)")
 
 
 def held_lines(plan: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a table with a line for each coordinate: the weights and states whole there, and the
-    bytes of them; coordinates with none are listed too. Nothing if there are no such tensors."""
-    found: dict[tuple[str, ...], dict[str, list[tuple[int, str]]]] = defaultdict(
+    """Yields a table with a line for each coordinate: number, bytes and largest of the weights and
+    states that are whole there (possibly none). Yields nothing without such tensors."""
+    by_axes: dict[tuple[str, ...], dict[str, list[tuple[int, str]]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for name, layout, size in _tensors(plan):
         axes = [axis for axis, _ in _AT.findall(layout)]
         if axes:
-            found[tuple(axes)][".".join(f"{a}@{at}" for a, at in _AT.findall(layout))].append(
+            by_axes[tuple(axes)][".".join(f"{a}@{at}" for a, at in _AT.findall(layout))].append(
                 (size, name)
             )
-    for over, held in found.items():
+    for over, held in by_axes.items():
         rows = [
             (where, len(own), sum(size for size, _ in own), max(own, default=(0, "none"))[1])
             for where in _coordinates(over, dict(plan["mesh"]))

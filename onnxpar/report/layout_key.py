@@ -1,4 +1,4 @@
-"""The key on the plan's page that explains how layouts are written."""
+"""The key on the plan's page that explains the notation of layouts."""
 
 from __future__ import annotations
 

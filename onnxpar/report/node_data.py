@@ -1,8 +1,8 @@
 """The plan as node data of Google's Model Explorer, which colours the nodes of a model's graph.
 
-A file has one value for each node: an object by the id of the graph, with `results` by the ids that
-the adapter for ONNX gives to nodes: the node's name, or `<node_3>` for the fourth node if it has
-none, and `[value] NAME` for an input or a weight. Nodes in bodies and functions, and nodes that the
+A file has one value for each node: an object by the id of the graph, with `results` by node id. The
+adapter for ONNX defines these ids: the node's name, or `<node_3>` for the fourth node without one,
+and `[value] NAME` for an input or a weight. Nodes in bodies and functions, and nodes that the
 loader has replaced, are left out.
 """
 
@@ -24,7 +24,7 @@ from onnxpar.report.walk import Walk
 LAYOUTS, COLLECTIVES = "layouts", "collectives"
 MILLISECONDS, SENT, WEIGHTS = "milliseconds", "sent_bytes", "weight_bytes"
 COLOURS = ("#7fb2e5", "#f2b27f", "#a3d6a3", "#d9a6d9", "#e8d27a", "#9fd8d8", "#e59c9c", "#b9b3e6")
-"""Backgrounds of texts, in the order in which these appear."""
+"""Backgrounds of texts, in the order of appearance."""
 _WHOLE = frozenset("[-], ")
 """The characters of layouts that are not split."""
 GRADIENT = [{"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#d9602b"}]
@@ -34,11 +34,11 @@ Values = dict[str, dict[str, str | float]]
 
 
 def write_node_data(folder: str | os.PathLike[str], explained: Explained, walk: Walk) -> None:
-    """Writes the files to a folder, which is made if there is none. Errors: OnnxparError."""
-    found = node_data(explained, walk, read_proto(walk.model.path).graph)
+    """Writes the files to a folder, which is created if missing. Errors: OnnxparError."""
+    files = node_data(explained, walk, read_proto(walk.model.path).graph)
     with writing(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, data in found.items():
+    for name, data in files.items():
         with whole_file(Path(folder) / f"{name}.json") as file:
             json.dump(data, file, indent=1)
 
@@ -46,8 +46,8 @@ def write_node_data(folder: str | os.PathLike[str], explained: Explained, walk: 
 def node_data(
     explained: Explained, walk: Walk, graph: onnx.GraphProto
 ) -> dict[str, dict[str, Any]]:
-    """Returns the content of each file, by its name without `.json`; `graph` is that of the model's
-    file."""
+    """Returns the content of each file, by its name without `.json`; `graph` is the graph of the
+    model's file."""
     values: Values = {name: {} for name in (LAYOUTS, COLLECTIVES, MILLISECONDS, SENT, WEIGHTS)}
     steps = {step.name: step for step in explained.steps}
     reshards = {o.name: s for s in explained.steps if s.kind != NODE for o in s.results}
@@ -84,7 +84,7 @@ def _tell(
 
 
 def _before(operands: tuple[Operand, ...], reshards: dict[str, Step]) -> Iterator[Step]:
-    """Yields the reshards between the nodes that make operands and the one that reads them."""
+    """Yields the reshards between the nodes that compute operands and their reader."""
     for step in {s.name: s for o in operands if (s := reshards.get(o.name)) is not None}.values():
         yield from _before(step.operands, reshards)
         yield step
@@ -93,19 +93,19 @@ def _before(operands: tuple[Operand, ...], reshards: dict[str, Step]) -> Iterato
 def _ports(explained: Explained) -> dict[str, str]:
     """Returns the layouts of inputs and weights by name."""
     plan = explained.plan
-    found = {p.name: p.layout.text(plan.mesh) for p in plan.inputs if p.layout is not None}
-    return found | {weight.name: weight.layout for weight in plan.weights}
+    layouts = {p.name: p.layout.text(plan.mesh) for p in plan.inputs if p.layout is not None}
+    return layouts | {weight.name: weight.layout for weight in plan.weights}
 
 
 def _graph_data(name: str, values: dict[str, str | float]) -> dict[str, Any]:
-    """Returns what Model Explorer calls GraphNodeData: each layout of results that is not whole and
-    each list of collectives has a colour, and numbers share a gradient."""
+    """Returns a GraphNodeData of Model Explorer: each layout of results that is not whole and each
+    list of collectives has a colour, and numbers share a gradient."""
     results: dict[str, dict[str, Any]] = {key: {"value": value} for key, value in values.items()}
     if name not in (LAYOUTS, COLLECTIVES):
         return {"name": name, "results": results, "gradient": GRADIENT}
     colours: dict[str, str] = {}
     for result in results.values():
-        made = result["value"].rpartition(" -> ")[2]
-        if not set(made) <= _WHOLE:
-            result["bgColor"] = colours.setdefault(made, COLOURS[len(colours) % len(COLOURS)])
+        layout = result["value"].rpartition(" -> ")[2]
+        if not set(layout) <= _WHOLE:
+            result["bgColor"] = colours.setdefault(layout, COLOURS[len(colours) % len(COLOURS)])
     return {"name": name, "results": results}

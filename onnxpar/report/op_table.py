@@ -49,8 +49,8 @@ class OpRow:
     rule      the rule of one test case as text, empty if there is no case
     splits    the factors of that rule that may be split
     counts    numbers of tests that the rule passed, by the kinds of COUNTS
-    whole     why some factors, or all tensors of the op, must stay whole
-    gradient  number of tests that the gradient passed, or why there is none
+    whole     the reasons why some factors, or all tensors of the op, stay whole
+    gradient  number of tests that the gradient passed, or the reason for having none
     """
 
     op: str
@@ -71,12 +71,12 @@ class OpRow:
 def rows(pattern: str = "*") -> list[OpRow]:
     """Returns the ops whose name matches a glob: first ONNX's own, of the newest opset that
     onnxruntime loads, then ops of other domains that have a rule or a reason for having none, but
-    not those that only the compiler has."""
+    without the compiler's internal ops."""
     known = {*registered(), *whole_ops()}
     others = {key for key in known if key[0] not in ("", FUSED)}
     ops = sorted({("", op) for op in standard_ops()} | others)
-    made = [_row(domain, op) for domain, op in ops]
-    return [r for r in made if fnmatchcase(r.op, pattern) or fnmatchcase(r.op, f"*.{pattern}")]
+    table = [_row(domain, op) for domain, op in ops]
+    return [r for r in table if fnmatchcase(r.op, pattern) or fnmatchcase(r.op, f"*.{pattern}")]
 
 
 def standard_ops() -> list[str]:
@@ -140,16 +140,16 @@ def gradient_proofs() -> Mapping[str, int]:
     """Returns the content of `training/gradients/proof.json`: the number of passed tests of each
     op's gradient rule."""
     text = (files(onnxpar.training.gradients) / "proof.json").read_text(encoding="utf-8")
-    found: Mapping[str, int] = json.loads(text)
-    return found
+    counts: Mapping[str, int] = json.loads(text)
+    return counts
 
 
 @functools.cache
 def proofs() -> Mapping[str, Mapping[str, Any]]:
     """Returns the content of `rules/proof.json`, by op."""
     text = (files(onnxpar.rules) / "proof.json").read_text(encoding="utf-8")
-    found: Mapping[str, Mapping[str, Any]] = json.loads(text)
-    return found
+    entries: Mapping[str, Mapping[str, Any]] = json.loads(text)
+    return entries
 
 
 def to_json(table: Sequence[OpRow]) -> str:

@@ -55,7 +55,7 @@ class Room:
         self.left = left
 
     def fitting(self, rows: Sequence[str]) -> list[str]:
-        """Returns the first rows, as many as fit, and uses up their room."""
+        """Returns the first rows that fit, and uses up their room."""
         ends = accumulate(map(len, rows))
         shown = [row for row, end in zip(rows, ends, strict=True) if end <= self.left]
         self.left -= sum(map(len, shown))

@@ -1,4 +1,4 @@
-"""Records what each pass did to the graph: the nodes that it added, removed and changed."""
+"""Records the changes by each pass: the nodes that it added, removed and changed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ADDED, REMOVED, CHANGED, KEPT = "added", "removed", "changed", "unchanged"
 
 @dataclass(frozen=True)
 class NodeText:
-    """A node between two passes, as text. Operands and results have no shapes, and no layout where
-    they are whole; `attributes` are in braces."""
+    """A node between two passes, as text. Operands and results have no shapes, and whole ones no
+    layout; `attributes` are in braces."""
 
     name: str
     op: str
@@ -51,8 +51,8 @@ class Change:
 
 @dataclass(frozen=True)
 class PassStep:
-    """What a pass did: its nodes in the order of the graph, the `asked` layouts that are new, a
-    line each, and whether nodes that were there before are in another order."""
+    """The changes by a pass: nodes in the order of the graph, the new `asked` layouts (one line
+    each), and True in `reordered` if old nodes are in another order."""
 
     name: str
     changes: tuple[Change, ...]
@@ -70,8 +70,8 @@ class PassStep:
 
 
 class PassSteps(Observer):
-    """Collects the steps of a plan's passes. `makers` are, by tensor, the nodes that make it in the
-    graph that the loader leaves."""
+    """Collects the steps of a plan's passes. `makers` has, by tensor, the node that computes it in
+    the loaded graph."""
 
     takes_time = True
 
@@ -105,8 +105,8 @@ class PassSteps(Observer):
 
 
 def _changes(before: Mapping[str, NodeText], after: Mapping[str, NodeText]) -> Iterator[Change]:
-    """Yields all nodes, in the order of the graph after a pass; those that it removed stand behind
-    the nodes that they followed."""
+    """Yields all nodes, in the order of the graph after a pass; removed nodes stand behind the
+    nodes that they followed."""
     was = _same(before, after)
     stay = {old.name for old in was.values()}
     behind: dict[str, list[NodeText]] = {"": []}
@@ -125,35 +125,35 @@ def _changes(before: Mapping[str, NodeText], after: Mapping[str, NodeText]) -> I
 
 
 def _same(before: Mapping[str, NodeText], after: Mapping[str, NodeText]) -> dict[str, NodeText]:
-    """Returns the node that each node was before a pass, by name: the node of the same name, or
-    else that of the same first result, or, if a pass renamed both, that in the same place."""
+    """Returns each node before a pass, by name: the node of the same name, else of the same first
+    result, else, if a pass renamed both, in the same place."""
     was = {name: before[name] for name in after if name in before}
     gone = {n.results[0].name: n for n in before.values() if n.name not in was and n.results}
     new = [n for n in after.values() if n.name not in was and n.results]
-    found = {n.name: gone.pop(n.results[0].name) for n in new if n.results[0].name in gone}
-    rest = [n for n in new if n.name not in found]
+    renamed = {n.name: gone.pop(n.results[0].name) for n in new if n.results[0].name in gone}
+    rest = [n for n in new if n.name not in renamed]
     if [n.op for n in rest] == [n.op for n in gone.values()]:
-        found |= {n.name: old for n, old in zip(rest, gone.values(), strict=True)}
-    return was | found
+        renamed |= {n.name: old for n, old in zip(rest, gone.values(), strict=True)}
+    return was | renamed
 
 
 def _moved(before: Mapping[str, NodeText], changes: Iterable[Change]) -> bool:
-    """True if nodes that were there before a pass are in another order after it."""
+    """True if a pass changed the order of the nodes that it kept."""
     places = {name: place for place, name in enumerate(before)}
-    found = [places[c.before.name] for c in changes if c.before is not None and c.after is not None]
-    return found != sorted(found)
+    kept = [places[c.before.name] for c in changes if c.before is not None and c.after is not None]
+    return kept != sorted(kept)
 
 
 class _Texts:
-    """The texts of a graph's nodes after a pass; without a context, all tensors are whole. The text
-    of each tensor is made once, and that of each layout, which is kept in `layouts`."""
+    """The texts of a graph's nodes after a pass; without a context, all tensors are whole. Each
+    tensor's text is computed once, and each layout's, which `layouts` keeps."""
 
     def __init__(self, ctx: PassContext | None, layouts: dict[Layout, str]) -> None:
         self._ctx, self._layouts = ctx, layouts
         self._tensors: dict[str, Operand] = {}
 
     def nodes(self, graph: gs.Graph) -> Iterator[NodeText]:
-        """Yields the texts of the graph's nodes and of those of its subgraphs."""
+        """Yields the texts of the nodes of the graph and its subgraphs."""
         return map(self._node, nodes_within(graph.nodes))
 
     def _node(self, node: gs.Node) -> NodeText:
@@ -181,14 +181,15 @@ class _Texts:
 
 
 def _of_proto(node: onnx.NodeProto) -> NodeText:
-    """Returns the text of a node of a model; one without a name has that of its first result."""
+    """Returns the text of a node of a model; a node without a name gets the name of its first
+    result."""
     operands, results = (
         tuple(Operand(n, "", "") for n in p if n) for p in (node.input, node.output)
     )
-    given = sorted(node.attribute, key=lambda a: a.name)
-    attributes = ", ".join(f"{a.name}={_value(a)}" for a in given)
+    listed = sorted(node.attribute, key=lambda a: a.name)
+    attributes = ", ".join(f"{a.name}={_value(a)}" for a in listed)
     name = node.name or next((n for n in node.output if n), "")
-    return NodeText(name, node.op_type, operands, results, f" {{{attributes}}}" if given else "")
+    return NodeText(name, node.op_type, operands, results, f" {{{attributes}}}" if listed else "")
 
 
 def _value(attribute: onnx.AttributeProto) -> str:

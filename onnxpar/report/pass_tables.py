@@ -1,4 +1,4 @@
-"""Tables of the plan's page that step through the passes: what each did to the graph."""
+"""Tables of the plan's page that step through the passes, with the changes by each."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _title(step: PassStep) -> str:
 
 
 def _asked_rows(asked: Iterable[str]) -> Iterator[str]:
-    """Yields a row for each request of a layout; requests that repeat, but for names, are listed
-    once."""
+    """Yields a row for each request of a layout; requests that are equal except for names are
+    listed once."""
     told = [line.removeprefix("annotate ").partition(": ") for line in asked]
     for part, times in repeated(told, lambda each: each[2]):
         if times > 1:
@@ -71,8 +71,8 @@ def _again(what: str, times: int) -> str:
 
 
 def _rows(step: PassStep) -> Iterator[str]:
-    """Yields the rows of a pass; nodes that it left alone are counted, and changes that repeat, but
-    for names, are listed once."""
+    """Yields the rows of a pass; unchanged nodes are counted, and changes that are equal except for
+    names are listed once."""
     for part, times in repeated(list(_counted(step.changes)), _sign):
         if times > 1:
             named = [c for c in part if isinstance(c, Change)]
@@ -140,14 +140,14 @@ def _layouts(old: Operand | None, new: Operand | None) -> str:
 
 
 def _attributes(old: NodeText, new: NodeText) -> str:
-    """Returns the attributes of a node; of a node that changed, those that differ."""
+    """Returns the attributes of a node; for a changed node, both versions if they differ."""
     if old.attributes == new.attributes:
         return escape(new.attributes.strip(" {}")) if old is new else ""
     return _text(old.attributes.strip(" {}"), new.attributes.strip(" {}"))
 
 
 def _text(old: str, new: str) -> str:
-    """Returns a text; where it changed, the old one and the new one, with an arrow between them."""
+    """Returns a text; for a changed text, the old and the new one, with an arrow between them."""
     if old == new:
         return escape(new)
     both = (f"<{tag}>{escape(t)}</{tag}>" for tag, t in (("del", old), ("ins", new)) if t)

@@ -1,4 +1,4 @@
-"""Says how far a plan may be from the best one."""
+"""A sentence on the distance of a plan from the best one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from onnxpar.base.units import text_of
 
 _SAME = 5e-5
-"""A share of the time below which two times are called the same."""
+"""Times that differ by less than this share count as equal."""
 _COUNTS = {1: "one axis", 2: "one or two axes"}
 
 
 def proof_text(proof: Mapping[str, Any]) -> str:
-    """A sentence on how far the plan may be from the fastest strategy, given what the search has
-    proved, in the form that plan.json has."""
+    """A sentence on the possible distance of the plan from the fastest strategy, from the proof of
+    the search in the form of plan.json."""
     seconds, bound, axes = proof["seconds"], proof["bound"], proof["axes"]
     if not bound:
         return f"{_ms(seconds)} by its own count; it proved nothing about other strategies"

@@ -1,5 +1,5 @@
-"""The graph of each rank beside that of the model: the nodes that ranks run for each node, with the
-shapes and the parts of tensors that they hold."""
+"""The graph of each rank beside the model's: the nodes that ranks run for each node, with the
+shapes and the parts of the tensors that ranks hold."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Texts = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """What ranks hold of a tensor: `shapes` of their parts, and `spans` of the elements of a stored
-    one or an input in each dimension; its `layout`, if it is split."""
+    """The parts of a tensor on ranks: their `shapes`; for an input or a stored tensor, the `spans`
+    of elements in each dimension; and the tensor's `layout`, if it is split."""
 
     name: str
     shapes: Texts
@@ -50,8 +50,8 @@ class RankNode:
 
 @dataclass(frozen=True)
 class RankGraph:
-    """The nodes of `ranks` by the names of the model's nodes that they are for, in the order in
-    which they run."""
+    """The nodes of `ranks`, in running order, by the name of the model's node that they
+    implement."""
 
     ranks: int
     nodes: dict[str, list[RankNode]]
@@ -61,20 +61,20 @@ def rank_graph(ctx: PassContext) -> RankGraph:
     """Returns the graphs of the first ranks, after the last pass."""
     ranks = range(min(ctx.sharding.mesh.size, MOST))
     parts = _Parts(ctx, ranks)
-    found: dict[str, list[RankNode]] = {}
+    nodes: dict[str, list[RankNode]] = {}
     for graph in (ctx.model.graph, *ctx.lowered.programs.values()):
         for node in nodes_within(graph.nodes):
             varies = any((node.name, key) in ctx.lowered.per_rank.attributes for key in node.attrs)
             own = ranks if varies else ranks[:1]
             attributes = _alike(attributes_text(node, ctx, rank) for rank in own)
             operands, results = map(parts.of, (node.inputs, node.outputs))
-            made = RankNode(node.name, node.op, operands, results, attributes)
-            found.setdefault(lowered_from(node)[0], []).append(made)
-    return RankGraph(len(ranks), found)
+            rank_node = RankNode(node.name, node.op, operands, results, attributes)
+            nodes.setdefault(lowered_from(node)[0], []).append(rank_node)
+    return RankGraph(len(ranks), nodes)
 
 
 class _Parts:
-    """What ranks hold of tensors; computed once for each layout."""
+    """The parts of tensors on ranks; computed once for each layout."""
 
     def __init__(self, ctx: PassContext, ranks: Iterable[int]) -> None:
         self._ctx, self._mesh, self._ranks = ctx, ctx.sharding.mesh, list(ranks)
@@ -83,7 +83,7 @@ class _Parts:
         self._fed = {t.name for t in ctx.model.graph.inputs}
 
     def of(self, tensors: Iterable[gs.Tensor]) -> tuple[Part, ...]:
-        """Returns the parts of tensors; those of open sizes have no shapes."""
+        """Returns the parts of tensors; tensors with open sizes have no shapes."""
         return tuple(self._part(tensor) for tensor in tensors if tensor.name)
 
     def _part(self, tensor: gs.Tensor) -> Part:
@@ -102,7 +102,7 @@ class _Parts:
         return Part(tensor.name, self._shapes[layout], spans, layout.text(self._mesh))
 
     def _held(self, layout: Layout) -> Texts:
-        """Returns the elements that each rank holds, as indices in Python are written."""
+        """Returns the elements of each rank, in Python's notation of indices."""
         for dim in layout.dims:
             if dim not in self._spans:
                 self._spans[dim] = tuple(_span(dim, self._mesh, rank) for rank in self._ranks)
@@ -111,14 +111,14 @@ class _Parts:
 
 
 def _span(dim: Dim, mesh: Mesh, rank: int) -> str:
-    found = runs(dim, mesh, rank)
-    if found == [(0, dim.size)]:
+    spans = runs(dim, mesh, rank)
+    if spans == [(0, dim.size)]:
         return ":"
-    told = "+".join(f"{start}:{start + length}" for start, length in found[:SPANS])
-    return f"{told}+..." if len(found) > SPANS else told or "0:0"
+    told = "+".join(f"{start}:{start + length}" for start, length in spans[:SPANS])
+    return f"{told}+..." if len(spans) > SPANS else told or "0:0"
 
 
 def _alike(texts: Iterable[str]) -> Texts:
-    """Returns a single text if all are equal."""
-    found = tuple(texts)
-    return found[:1] if len(set(found)) == 1 else found
+    """Returns the texts; a single one if all are equal."""
+    each = tuple(texts)
+    return each[:1] if len(set(each)) == 1 else each

@@ -1,4 +1,4 @@
-"""The table of the plan's page that shows the graph of a rank beside that of the model."""
+"""The table of the plan's page that shows the graph of a rank beside the model's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnxpar.report.rank_graph import Part, RankGraph, RankNode, Texts
 RANKS_ROOM = 900_000
 """The largest number of characters in the rows of ranks."""
 FEW = 3
-"""The largest number of nodes for one node of the model that are listed at once."""
+"""The largest number of rank nodes for one node of the model that are not folded away."""
 _HEADS = (("op", ""), ("node", ""), ("in the model", ""), ("on the rank", ""))
 Pair = tuple[Step, tuple[RankNode, ...]]
 """A step of the model, and the nodes that ranks run for it."""
@@ -29,7 +29,7 @@ class _Varying:
         self.lists: dict[Texts, int] = {}
 
     def html(self, texts: Texts) -> str:
-        """Returns the text of rank 0, marked so that the script can show that of another rank."""
+        """Returns the text of rank 0, marked so that the script can show another rank's."""
         if len(texts) == 1:
             return escape(texts[0])
         number = self.lists.setdefault(texts, len(self.lists))

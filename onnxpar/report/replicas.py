@@ -17,7 +17,8 @@ from onnxpar.trainer.trainer import Trainer
 def compare_replicas(
     session: Session, feeds: Mapping[str, Array], close: Closeness | None = None
 ) -> Report:
-    """Runs a model that returns all replicas of its outputs, and compares each with the first.
+    """Runs a model that returns all replicas of its outputs, and compares each replica with the
+    first.
 
     Errors: InputError; RankError.
     """
@@ -26,8 +27,8 @@ def compare_replicas(
     rows = []
     for name, copies in zip(names, outputs, strict=True):
         own = name.removesuffix(REPLICAS)
-        found = [compare_arrays(own, copy, copies[0], close=close) for copy in copies[1:]]
-        rows.append(max(found, key=lambda row: row.badness))
+        comparisons = [compare_arrays(own, copy, copies[0], close=close) for copy in copies[1:]]
+        rows.append(max(comparisons, key=lambda row: row.badness))
     return Report(tuple(rows))
 
 

@@ -50,7 +50,7 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
         for kind, p in _ports(plan)
     ]
     each = [grouped([row for row in rows if row[1] == kind]) for kind in _KINDS]
-    yield from table([row for found in each for row in found], ("tensor", "", *_PORT_HEADS))
+    yield from table([row for rows_of in each for row in rows_of], ("tensor", "", *_PORT_HEADS))
     yield ""
     yield from _state_lines(plan, full)
     yield from _collective_lines(plan["collectives"], plan.get("fused", {}), full)
@@ -92,7 +92,7 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
 
 
 def _stored(plan: Mapping[str, Any]) -> str:
-    """The word for the stored tensors of a plan. Those of a training step are constants, as its
+    """The word for the stored tensors of a plan. In a training step, they are constants: its
     parameters are states."""
     return "constant" if plan.get("step") else "weight"
 
@@ -104,7 +104,7 @@ def _other_sizes(typical: Mapping[str, int]) -> str:
 
 
 def _load_lines(loads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a table of what each rank holds and computes, where the devices of ranks differ."""
+    """Yields a table of the memory and compute of each rank, if the devices of ranks differ."""
     if not loads:
         return
     heads, rows = load_rows(loads)
@@ -114,7 +114,7 @@ def _load_lines(loads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def load_rows(
     loads: Sequence[Mapping[str, Any]],
 ) -> tuple[Sequence[str], list[tuple[str | int, ...]]]:
-    """The heads and rows of a table of what each rank holds and computes."""
+    """The heads and rows of a table of the memory and compute of each rank."""
     rows = [
         (
             _range(*load["ranks"]),

@@ -103,10 +103,10 @@ def _section(parts: Iterable[str]) -> Iterator[str]:
 def explained_of(plan: Plan) -> Explained:
     """Returns the predicted steps of a plan. Errors: StrategyError for a manual program, which has
     none."""
-    found = plan.explained
-    if not isinstance(found, Explained):
+    explained = plan.explained
+    if not isinstance(explained, Explained):
         raise StrategyError("of a manual program nothing is predicted; use `run --profile`")
-    return found
+    return explained
 
 
 @html_of.register

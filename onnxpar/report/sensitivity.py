@@ -29,9 +29,9 @@ from onnxpar.runtime.session.tensors import as_fed
 
 RUNS, CHANGE, COARSE_CHANGE, MARGIN = 16, 2.0**-22, 2.0**-18, 2.0
 """The number of runs of the unsplit model; the largest relative change of each element of small
-weights and float inputs in these runs; the same for models that round to steps, where it is larger
-because few values are close to a step; and the factor by which an error may exceed the largest
-measured change of a result."""
+weights and float inputs in these runs; the same for models that round to steps (larger, since few
+values are close to a step); and the factor by which an error may exceed the largest measured change
+of a result."""
 LARGE = 0.05
 """The relative change of a result above which a comparison may fail to notice that a rank's term of
 a sum is missing."""
@@ -176,16 +176,16 @@ def _open_weights(
     read = {name for node in proto.graph.node if opens(node) for name in node.input}
     ports = {port.name for port in proto.graph.input}
     ports |= {n for node in proto.graph.node if not opens(node) for n in node.input}
-    found, left = {}, _ALL_AT_MOST
+    weights, left = {}, _ALL_AT_MOST
     for tensor in proto.graph.initializer:
         size = math.prod(tensor.dims)
         is_small = 1 < size <= min(_READ_AT_MOST, left) and len(tensor.dims) > 0
         if is_small and tensor.name in read - ports and tensor.data_type in _FLOATS:
-            found[tensor.name] = read_stored(tensor, Path(folder or ""))
+            weights[tensor.name] = read_stored(tensor, Path(folder or ""))
             left -= size
             info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
             proto.graph.input.append(info)
-    return found
+    return weights
 
 
 def _changed(value: Array, change: float, random: np.random.Generator) -> Array:

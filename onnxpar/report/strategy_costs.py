@@ -42,7 +42,7 @@ class StrategyRow:
     cost     the predicted times and memory
     inputs   the layout in which the node reads each input; empty for an input without a layout
     outputs  the layout in which the node produces each result
-    shards   the number of shards of each dimension, by input: a strategy as MindSpore writes it
+    shards   the number of shards of each dimension, by input: MindSpore's notation of a strategy
     chosen   True for the strategy that the plan uses
     """
 
@@ -54,7 +54,7 @@ class StrategyRow:
 
     @property
     def layouts(self) -> str:
-        """The layouts in one line, as rules are written."""
+        """The layouts in one line, in the notation of rules."""
         return " -> ".join(", ".join(each or "?" for each in some) for some in self._both)
 
     @property
@@ -86,8 +86,8 @@ class NodeStrategies:
 
     rule      its sharding rule
     whole     the reason for each factor that cannot be split
-    complete  False if there are too many strategies to list: then only those that the search
-              compares are listed
+    complete  False if there are too many strategies: then only the ones that the search compares
+              are listed
     """
 
     node: str
@@ -144,7 +144,7 @@ def strategy_costs(path: Path, pattern: str, options: Options) -> StrategyCosts:
 
 class _Collector(Observer):
     """Collects the strategies of nodes: lists them after the pass that sets annotations, and marks
-    those that the plan uses after the pass that decides layouts."""
+    the plan's strategies after the pass that decides layouts."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern

@@ -8,7 +8,7 @@ from typing import Any
 
 WIDTH = 100
 WRAPPED = 36
-"""Characters that a column of texts keeps, where it is wrapped."""
+"""The least width of a wrapped column of texts."""
 MANY, FEW = 20, 3
 """The numbers of rows above which similar rows are joined: in tables of ports and weights, and in
 the table of nodes that run whole."""

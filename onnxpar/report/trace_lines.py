@@ -53,8 +53,8 @@ def trace_lines(trace: Trace) -> Iterator[str]:
 
 
 def expert_lines(load: ExpertLoad) -> Iterator[str]:
-    """Yields the lines of a mixture: the tokens of each expert; of many, those with the most and
-    those with the least."""
+    """Yields the lines of a mixture: the tokens of each expert; of many experts, only the ones with
+    most and with fewest tokens."""
     total = sum(load.tokens)
     runs = f"{load.runs} run{'s' if load.runs > 1 else ''}"
     yield f"tokens per expert of {load.mixture}, {total:,} in {runs}:"
@@ -72,7 +72,7 @@ def _of_expert(tokens: int, total: int) -> list[str]:
 
 
 def _transfers(trace: Trace, program: str) -> Iterator[str]:
-    """Yields a line about what a thread of each rank sent and received, if there is any."""
+    """Yields a line about communication in a thread of each rank, if there is any."""
     runs = set(trace.runs(program))
     sent = [e for e in trace.events if e.run in runs and e.collective and e.collective.transfer]
     if sent:

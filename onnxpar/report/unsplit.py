@@ -61,7 +61,7 @@ def open_unsplit(
     model: str | os.PathLike[str] | bytes, folder: str | os.PathLike[str] | None = None
 ) -> ort.InferenceSession:
     """Opens a session of the unsplit model that prints no warnings, such as those about
-    initializers that are inputs, and computes what the model says (see `kept_bounds` and
+    initializers that are inputs, and computes the model faithfully (see `kept_bounds` and
     `kept_ranges`). `folder` has the external data if `model` is bytes. Errors: ModelError."""
     source = model if isinstance(model, bytes) else os.fspath(model)
     options = quiet_options()
@@ -113,12 +113,12 @@ def _run_bound(
     for argument in arguments:
         binding.bind_output(argument.name, "cpu")
     session.run_with_iobinding(binding)
-    found = {}
+    results = {}
     for argument, value in zip(arguments, binding.get_outputs(), strict=True):
         dtype = dtype_of(argument.type)
         if dtype is None:
             raise ModelError(
                 f"output {argument.name!r} is a {argument.type}, which cannot be compared"
             )
-        found[argument.name] = view_of(value, dtype).copy()
-    return found
+        results[argument.name] = view_of(value, dtype).copy()
+    return results

@@ -1,4 +1,4 @@
-"""A plan with all that leads to it: the steps of its passes, and the graphs of its ranks."""
+"""A plan with its history: the steps of its passes, and the graphs of its ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnxpar.report.rank_graph import RankGraph, rank_graph
 @dataclass(frozen=True)
 class Walk:
     """The steps of a plan's passes in order, the graphs of its ranks, the model, and the `makers`:
-    by tensor, the node that makes it in the graph that passes get."""
+    by tensor, the node that computes it in the graph before the passes."""
 
     steps: tuple[PassStep, ...]
     ranks: RankGraph
@@ -28,7 +28,7 @@ class Walk:
 
     @staticmethod
     def of(passes: PassSteps, ctx: PassContext) -> Walk:
-        """Returns what was collected of a plan, whose context is given."""
+        """Returns the walk from the collected steps of a plan and its context."""
         return Walk(tuple(passes.steps), rank_graph(ctx), ctx.model, dict(passes.makers))
 
 

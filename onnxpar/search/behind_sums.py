@@ -34,8 +34,8 @@ class SplitBehindSums:
     goal: str = LATENCY
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves of these nodes that results of the sums have: tokens, and features.
-        Activations are whole where no node between the sums reads them."""
+        """Decides how these nodes split the leaves of the sums' results: tokens, and features. True
+        if a node is split. Activations are whole where no node between the sums reads them."""
         sketch = _settled(sharding)
         atoms = _summed_atoms(sketch)
         free = _undecided(sketch, atoms) if atoms else []
@@ -52,8 +52,8 @@ class SplitBehindSums:
     def _solved(
         self, sketch: ShardingState, atoms: Collection[int], free: Sequence[OpFactors]
     ) -> dict[str, OpStrategy]:
-        """The fastest strategies of the nodes `free`, if all others keep theirs; empty if there are
-        none."""
+        """The fastest strategies of the nodes `free`, if all other nodes keep theirs; empty if no
+        solution exists."""
         names = {op.node.name for op in free}
         others = [op for op in sketch.factors.ops if op.node.name not in names]
         decided = {op.node.name: OpStrategy(tuple(sketch.op_axes(op))) for op in others}
@@ -98,8 +98,8 @@ def _summed_atoms(sharding: ShardingState) -> set[int]:
 
 
 def _undecided(sharding: ShardingState, atoms: Collection[int]) -> list[OpFactors]:
-    """The nodes of the main graph that nobody splits, that have some of the atoms, and that are
-    joined with a sum over ranks by activations between such nodes."""
+    """The nodes of the main graph that no axis splits, that have some of the atoms, and that
+    activations between such nodes connect with a sum over ranks."""
     graph = _main_graph(sharding)
     readers: dict[str, list[OpFactors]] = defaultdict(list)
     todo: list[str] = []
@@ -110,13 +110,13 @@ def _undecided(sharding: ShardingState, atoms: Collection[int]) -> list[OpFactor
         if is_open and any(leaf.atom in atoms for leaf in op.leaves):
             for name in _activations(op):
                 readers[name].append(op)
-    found: dict[str, OpFactors] = {}
+    reached: dict[str, OpFactors] = {}
     while todo:
         for op in readers.pop(todo.pop(), ()):
-            if op.node.name not in found:
-                found[op.node.name] = op
+            if op.node.name not in reached:
+                reached[op.node.name] = op
                 todo += _activations(op)
-    return list(found.values())
+    return list(reached.values())
 
 
 def _activations(op: OpFactors) -> list[str]:

@@ -37,15 +37,16 @@ def fastest_with_tables(
     step: Step | None,
     solve: Callable[[Sequence[Annotation], float], Solution],
 ) -> Solution:
-    """The faster of two solutions: `solve` without more annotations, and with those that deal out
-    the tables, if the model has several large ones. `solve` also gets the bytes by which a rank may
-    need more than the search counts. Errors: StrategyError of the first, if both fail."""
+    """The faster of two solutions: `solve` without more annotations and, if the model has several
+    large tables, with annotations that deal them out. The second argument of `solve` is the bytes
+    that a rank may need beyond those that the search counts. Errors: StrategyError of the first, if
+    both fail."""
     dealt = _dealt(graph, sharding, step)
     other = None
     if dealt:
         with suppress(StrategyError):
-            found = solve(dealt, _beyond_mean(dealt, graph, sharding, step))
-            other = _joined(found, dealt, sharding)
+            solution = solve(dealt, _beyond_mean(dealt, graph, sharding, step))
+            other = _joined(solution, dealt, sharding)
     try:
         best = solve([], 0.0)
     except StrategyError as error:
@@ -80,26 +81,26 @@ def _dealt(
     mesh = sharding.mesh
     axes = tuple(mesh.axis(name) for name, size in mesh.shape if size > 1)
     batch = batch_atoms(graph, sharding, step)
-    found = list(tables(graph, sharding, batch)) if axes else []
+    candidates = list(tables(graph, sharding, batch)) if axes else []
     states = {slot.input for slot in step.slots if slot.kind != "parameter"} if step else set()
     weights = [t for t in graph.inputs if is_weight(t) and t.name not in states]
     total = sum(shape_bytes(t, t.shape) for t in [*weights, *constants(graph)])
-    few = len(found) < max(2, mesh.size)  # ranks without tables would wait for the others
-    if few or sum(table.bytes for table in found) < SHARE * total:
+    few = len(candidates) < max(2, mesh.size)  # ranks without tables would wait for the others
+    if few or sum(table.bytes for table in candidates) < SHARE * total:
         return []
     return table_annotations(graph, sharding, axes, batch, step)
 
 
 def _joined(solution: Solution, dealt: Sequence[Annotation], sharding: ShardingState) -> Solution:
     """The solution with the latency of one all-to-all for the lookups of all tables, and of one for
-    their gradients, instead of one for each table."""
+    their gradients, instead of one all-to-all for each table."""
     ports = Ports(sharding.factors.ops)
 
     def is_exchanged(name: str) -> bool:
         """True if nodes on one side of a border divide the tensor."""
         read = [port.required(solution.chosen[port.op.node.name]) for port in ports.readers[name]]
-        made = ports.producers[name]
-        sides = [*read, made.produced(solution.chosen[made.op.node.name])]
+        producer = ports.producers[name]
+        sides = [*read, producer.produced(solution.chosen[producer.op.node.name])]
         return any(axis.at is None for side in sides for over in side.leaves for axis in over)
 
     every = [one.borders for one in dealt if isinstance(one, HoldTable)]
@@ -108,5 +109,5 @@ def _joined(solution: Solution, dealt: Sequence[Annotation], sharding: ShardingS
     axes = tuple(sharding.mesh.axis(name) for name, size in sharding.mesh.shape if size > 1)
     latency = sharding.costs.collective("AllToAll", axes, 0.0)
     saved = sum(count - 1 for count in counts if count) * latency
-    most = sum(len(names) - 1 for names in passes) * latency  # that any strategy saves
+    most = sum(len(names) - 1 for names in passes) * latency  # the most that a strategy saves
     return replace(solution, seconds=solution.seconds - saved, bound=solution.bound - most)

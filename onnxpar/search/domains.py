@@ -14,8 +14,8 @@ from onnxpar.sharding.state import FactorSharding, ShardingState
 
 
 class States:
-    """The state pairs of which both tensors are known: `results` maps inputs to results, and
-    `inputs` maps results to inputs."""
+    """The state pairs whose two tensors are known: `results` maps inputs to results, and `inputs`
+    maps results to inputs."""
 
     def __init__(self, pairs: Sequence[tuple[str, str]], known: Collection[str]) -> None:
         self.results = {a: b for a, b in pairs if a in known and b in known}
@@ -72,8 +72,8 @@ class Tensors:
 
 class Domains:
     """The ShardingDomain of each tensor where it is produced, and where it is read. `strategies`
-    are those of each node, by name. Inputs and states have variables of their own, which this adds
-    to `sums`."""
+    has the strategies of each node, by name. Inputs and states get variables of their own in
+    `sums`."""
 
     def __init__(
         self, tensors: Tensors, strategies: Mapping[str, Sequence[OpStrategy]], sums: Sums

@@ -11,8 +11,8 @@ CONSECUTIVE = 8
 
 def enough_devices(fits: Callable[[int], bool], first: int, most: int) -> int | None:
     """The smallest number from `first` on for which `fits` is True; None if it is False even for
-    `most`. The first numbers are tried one by one, then ever larger ones; after the first that
-    fits, bisection continues between the last two."""
+    `most`. Tries the first numbers one by one, then with growing steps; bisects between the last
+    number that does not fit and the first that fits."""
     low, step = first - 1, 1
     while True:
         number = min(low + step, most)

@@ -1,9 +1,9 @@
 """The search for a strategy on a given mesh.
 
-It must find all that the search for a mesh (`meshes.py`) could find on this mesh. That search may
-try two axes in both orders, and gets to three axes by splitting one of two. So the search here
-tries the axes in all orders (unless distances between ranks depend on the order), and starts with
-neighbouring axes taken as one, which it then splits.
+It must find every solution that the search for a mesh (`meshes.py`) could find on this mesh. That
+search may try two axes in both orders, and gets to three axes by splitting one of two. So the
+search here tries the axes in all orders (unless distances between ranks depend on the order), and
+starts with neighbouring axes taken as one, which it then splits.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def best_on_mesh(
     solution of `best_mesh` on this mesh. Errors: StrategyError if there is none."""
     topology = topology or Topology.default()
     search = Meshes(factors, mesh.size, topology, solve, strategy, objective)
-    found = list(_GivenMesh(search, mesh).solutions())
-    if not found:
+    solutions = list(_GivenMesh(search, mesh).solutions())
+    if not solutions:
         raise search.why()
-    best = min(found, key=lambda solution: solution.seconds)
+    best = min(solutions, key=lambda solution: solution.seconds)
     return search.proved(best)
 
 
@@ -56,7 +56,7 @@ class _GivenMesh:
         for order in self._orders():
             axes = tuple((axis,) for axis in order)
             is_given = order == self._split_axes()
-            for solution in self._found(axes, directly=is_given or len(order) <= TOGETHER):
+            for solution in self._on_groups(axes, directly=is_given or len(order) <= TOGETHER):
                 names = {
                     new: old for (new, _), (old, _) in zip(solution.mesh.shape, order, strict=True)
                 }
@@ -66,20 +66,20 @@ class _GivenMesh:
         return tuple(axis for axis in self.mesh.shape if axis[1] > 1) or self.mesh.shape[:1]
 
     def _orders(self) -> Iterable[Group]:
-        """The orders of axes to start with: only that of the mesh if distances between ranks
-        differ, or if there are many axes; else all orders, but only one of those that differ just
-        in names that nobody requested."""
-        given = self._split_axes()
-        if not self.search.is_even or len(given) > MOST_AXES:
-            return [given]
+        """The orders of axes to start with: only the mesh's own if distances between ranks differ,
+        or if there are many axes; else all orders, but one of several that differ only in names
+        that nobody requested."""
+        axes = self._split_axes()
+        if not self.search.is_even or len(axes) > MOST_AXES:
+            return [axes]
         requested = self.search.requested
         alike: dict[object, Group] = {}
-        for order in permutations(given):
+        for order in permutations(axes):
             sign = tuple((name if name in requested else None, size) for name, size in order)
             alike.setdefault(sign, order)
         return alike.values()
 
-    def _found(self, groups: tuple[Group, ...], directly: bool) -> Iterator[Solution]:
+    def _on_groups(self, groups: tuple[Group, ...], directly: bool) -> Iterator[Solution]:
         """Solutions on a mesh with an axis for each group: one from a search over all axes at once
         (if `directly`), and one from each coarser mesh that has two neighbouring groups as one
         axis."""
@@ -97,8 +97,8 @@ class _GivenMesh:
     def _best(self, groups: tuple[Group, ...]) -> Solution | None:
         """The fastest solution on a mesh with an axis for each group; None if there is none."""
         if groups not in self.known:
-            found = self._found(groups, directly=len(groups) <= TOGETHER)
-            self.known[groups] = min(found, key=lambda one: one.seconds, default=None)
+            solutions = self._on_groups(groups, directly=len(groups) <= TOGETHER)
+            self.known[groups] = min(solutions, key=lambda one: one.seconds, default=None)
         return self.known[groups]
 
     def _direct(self, groups: Sequence[Group]) -> Solution | None:

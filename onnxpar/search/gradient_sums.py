@@ -44,8 +44,8 @@ class GradientSums:
         cls, graph: gs.Graph, step: Step | None, costs: Costs, are_hidden: bool = False
     ) -> GradientSums:
         """The gradient sums of a training step (none without a step); the costs are those of full
-        buckets, or of one smaller bucket for all gradients. If they `are_hidden`, compute hides
-        what sums between hosts take longer than those within one."""
+        buckets, or of one smaller bucket for all gradients. If they `are_hidden`, compute hides the
+        extra time of sums between hosts over sums within a host."""
         if step is None:
             return cls()
         ends = set(step.gradients.values())

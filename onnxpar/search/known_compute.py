@@ -13,7 +13,7 @@ from onnxpar.sharding.state import ShardingState
 
 class KnownCompute:
     """Computes the costs of nodes like `op`, whose signature has the number `sign`; `known` has
-    those of other meshes."""
+    costs from other meshes."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class KnownCompute:
         self._between = [i for i, leaf in enumerate(op.leaves) if leaf.factor in between]
 
     def cost(self, strategy: OpStrategy) -> tuple[float, float]:
-        """Seconds of compute, and of communication inside the node, as `op_cost` has them."""
+        """Seconds of compute, and of communication inside the node, as in `op_cost`."""
         sizes = self._sizes(strategy)
         if sizes is None:
             return op_cost(self.op, strategy, self.sharding)

@@ -35,10 +35,9 @@ class LiveRange:
 
 class MemoryTimeline:
     """Collects demands on memory, by step. Each node is a step; the nodes of a body count once, not
-    once per iteration. With several `profiles`, the steps of a profile follow those of the
-    profile before: a plan must fit in memory in each, and no tensor lives from one profile to the
-    next. A profile is one of the typical sizes, on one of the ranks that hold different
-    amounts."""
+    once per iteration. With several `profiles`, the steps of a profile follow those of the profile
+    before: a plan must fit in memory in each, and no tensor lives from one profile to the next. A
+    profile is one of the typical sizes, on one rank of those that hold different amounts."""
 
     def __init__(self, graph: gs.Graph, profiles: int) -> None:
         self.demands: list[Demand] = []
@@ -166,5 +165,5 @@ def weight_bytes(reshard_costs: ReshardCosts, scope: Sequence[ShardingDomain]) -
 def _where(sizes: Array, differ: Array) -> Array:
     """Sizes by profile and by the shardings of several domains: the size in the last domain where
     `differ` is True, else 0."""
-    found: Array = sizes.reshape(len(sizes), *[1] * (differ.ndim - 1), -1) * differ
-    return found
+    bytes_: Array = sizes.reshape(len(sizes), *[1] * (differ.ndim - 1), -1) * differ
+    return bytes_

@@ -41,26 +41,26 @@ SAME = 1e-6
 """A solution that is slower by at most this share counts as equally fast; of such solutions, the
 one on the mesh with the fewest axes is taken."""
 DIVIDED = 8
-"""The fewest ranks of an axis that is split further; to split one of 4 seldom saves anything."""
+"""The fewest ranks of an axis that is split further; splitting 4 ranks seldom saves time."""
 WORTH = 0.01
 """The share of a run's time that each axis beyond TOGETHER must save."""
 _NAMING = 0.1
-"""An axis may get the name of something that it splits only if that has at least this share in the
-seconds of all that the axis splits."""
+"""An axis may get a name only if the nodes that it splits in this way have at least this share of
+the seconds of all nodes that it splits."""
 
 BETTER = 1e-3
-"""The share of a run's time that a further mesh must save; the search on it ends when it is proved
-that it cannot."""
+"""The share of a run's time that a further mesh must save; the search on a mesh ends when it is
+proved to save less."""
 REFINING = 0.1
 """The largest share of a run's time that dividing an axis is expected to save: a solution that is
-slower by more than this than another is not divided."""
+slower than another by a larger share is not divided."""
 
 Solve = Callable[
     [ShardingState, Sequence[Sequence[Annotation]], Kept | None, float],
     Solution,
 ]
 """Finds the fastest strategy on a mesh, given a sharding state, batches of annotations, decisions
-to keep, and the seconds that it must be below to be of use."""
+to keep, and the seconds that the strategy must stay below."""
 
 
 def best_mesh(
@@ -122,7 +122,7 @@ class Meshes:
         if self.objective.any_fit:
             return self._first()
         coarse, by_place = list(self._coarse()), dict[int, Solution]()
-        # first those whose axes are alike in size: fast ones exclude the others early
+        # first meshes with axes of similar size: fast ones exclude the others early
         for place in sorted(range(len(coarse)), key=lambda i: _largest(coarse[i])):
             best_place = min(by_place, key=lambda i: by_place[i].seconds, default=place)
             least = by_place[best_place].seconds if by_place else math.inf
@@ -132,11 +132,11 @@ class Meshes:
                 by_place[place] = solution
         if not by_place:
             raise self.why()
-        found = [by_place[place] for place in sorted(by_place)]
-        least = min(map(_seconds, found))
-        best = next(s for s in found if s.seconds <= least * (1 + SAME))
-        most = max(len(solution.mesh.shape) for solution in found)
-        start = min((s for s in found if len(s.mesh.shape) == most), key=_seconds)
+        solutions = [by_place[place] for place in sorted(by_place)]
+        least = min(map(_seconds, solutions))
+        best = next(s for s in solutions if s.seconds <= least * (1 + SAME))
+        most = max(len(solution.mesh.shape) for solution in solutions)
+        start = min((s for s in solutions if len(s.mesh.shape) == most), key=_seconds)
         refined = self._refined(start, best.seconds)
         chosen = refined if refined.seconds < best.seconds * (1 - WORTH) else best
         return replace(self.proved(chosen), axes=max(TOGETHER, len(self.requested)))
@@ -157,9 +157,9 @@ class Meshes:
         raise self.why()
 
     def _refined(self, best: Solution, seconds: float) -> Solution:
-        """The solution after axes were split in two, one after the other, as long as each split
-        saves enough time, also compared with the `seconds` of another; the strategies over the
-        other axes are kept."""
+        """The solution after axes were split in two, one after the other, while each split saves
+        enough time compared with the solution before, and with the `seconds` of another one.
+        Strategies over the other axes are kept."""
         if best.seconds > seconds * (1 + REFINING):
             return best
         while TOGETHER <= len(best.mesh.shape) < MOST_AXES:
@@ -183,9 +183,9 @@ class Meshes:
                     yield Mesh(tuple(zip(order, sizes, strict=True)))
 
     def _finer(self, best: Solution, below: float) -> Iterator[Solution]:
-        """Solutions after one axis was split into two, if they are `below` these seconds, and below
-        those before; each axis of DIVIDED or more ranks that is not requested by name is tried. Its
-        parts are first alike in size, then more and more different, as long as that is faster."""
+        """Solutions after one axis was split into two, each faster than `below` seconds and than
+        those before. Tries each axis of DIVIDED or more ranks that is not requested by name: first
+        with parts of similar size, then with more and more different ones, while that is faster."""
         for at, (name, size) in enumerate(best.mesh.shape):
             if size < DIVIDED or name in self.requested:
                 continue
@@ -194,18 +194,19 @@ class Meshes:
             for direction in (ways[middle:], ways[:middle][::-1]):
                 last = math.inf
                 for sizes in direction:
-                    found = self.split(best, at, sizes, below)
-                    if found is None or found.seconds >= last:
+                    solution = self.split(best, at, sizes, below)
+                    if solution is None or solution.seconds >= last:
                         break
-                    last = found.seconds
+                    last = solution.seconds
                     below = min(below, last * (1 - BETTER))
-                    yield found
+                    yield solution
 
     def split(
         self, best: Solution, at: int, sizes: Sequence[int], below: float = math.inf
     ) -> Solution | None:
         """The solution after the axis at this position was split into two of these sizes; the
-        strategies over the other axes are kept. None if there is none `below` these seconds."""
+        strategies over the other axes are kept. None if no solution takes less than `below`
+        seconds."""
         shape = best.mesh.shape
         others = [n for i, (n, _) in enumerate(shape) if i != at]
         parts = zip(free_names(2, [*others, shape[at][0]]), sizes, strict=True)
@@ -215,14 +216,14 @@ class Meshes:
     def attempt(
         self, mesh: Mesh, kept: Kept | None = None, below: float = math.inf
     ) -> Solution | None:
-        """The fastest solution on a mesh; None if there is none `below` these seconds, and if there
-        is none at all, `why` has the reason. Also lowers `bound` to what is proved for the mesh,
-        unless decisions are kept."""
+        """The fastest solution on a mesh; None if no solution takes less than `below` seconds. If
+        there is no solution at all, `why` has the reason. Also lowers `bound` to the bound that is
+        proved for the mesh, unless decisions are kept."""
         self.objective.patience.tell(f"mesh {mesh}")
         sharding = ShardingState.open(mesh, self.factors, self.topology)
         try:
-            given = [] if self.strategy is None else annotations_of(self.strategy, sharding)
-            found = self.solve(sharding, [with_derived(given, sharding)], kept, below)
+            annotations = [] if self.strategy is None else annotations_of(self.strategy, sharding)
+            solution = self.solve(sharding, [with_derived(annotations, sharding)], kept, below)
         except NotBelow as error:
             self._note(error.bound, error.is_complete, kept)
             return None
@@ -231,8 +232,8 @@ class Meshes:
                 self._note(0.0, True, kept)
             self.refused.append((mesh, error))
             return None
-        self._note(found.bound, found.is_complete, kept)
-        return found
+        self._note(solution.bound, solution.is_complete, kept)
+        return solution
 
     def _note(self, bound: float, is_complete: bool, kept: Kept | None) -> None:
         if kept is None:

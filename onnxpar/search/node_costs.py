@@ -89,8 +89,8 @@ class NodeCosts:
     def of(self, op: OpFactors) -> list[StrategyCost]:
         """The strategies of a node with their costs, the fastest first; of equally fast ones, first
         the one that needs the fewest bytes."""
-        found = strategies_of(op, self.sharding, self.kinds, most=self.most, size=self._bytes)
-        costs = (self._cost(op, strategy) for strategy in found)
+        strategies = strategies_of(op, self.sharding, self.kinds, most=self.most, size=self._bytes)
+        costs = (self._cost(op, strategy) for strategy in strategies)
         return sorted(costs, key=lambda cost: (cost.seconds, cost.weights + cost.activations))
 
     def is_complete(self, op: OpFactors) -> bool:
@@ -131,8 +131,8 @@ class NodeCosts:
             used = dict.fromkeys(a for over in (*strategy.axes, strategy.passed) for a in over)
             own = {a for over in (*at.leaves, at.partial) for a in over}
             axes = tuple(a for a in used if a not in own)
-            found = _all_reduces(axes, [self._mean(tensor, at)], times, self.sums)
-            seconds, sent = seconds + found.seconds, sent + (found.bytes or 0)
+            sums = _all_reduces(axes, [self._mean(tensor, at)], times, self.sums)
+            seconds, sent = seconds + sums.seconds, sent + (sums.bytes or 0)
         return Communication(seconds, sent)
 
     def _held(self, tensor: gs.Tensor, at: FactorSharding) -> int:
@@ -170,19 +170,19 @@ def _all_reduces(axes: Axes, sizes: Iterable[float], times: int, costs: Costs) -
 
 
 def _derived(nodes: Sequence[gs.Node], sources: Collection[str]) -> set[str]:
-    """Names of the given tensors, and of those that nodes compute only from them."""
-    found = set(sources)
+    """Names of the `sources`, and of tensors that nodes compute only from them."""
+    names = set(sources)
     for node in nodes:
         read = [t.name for t in node.inputs if t.name]
-        if read and found.issuperset(read):
-            found.update(t.name for t in node.outputs)
-    return found
+        if read and names.issuperset(read):
+            names.update(t.name for t in node.outputs)
+    return names
 
 
 def _reached(nodes: Sequence[gs.Node], sources: Mapping[str, str]) -> set[str]:
-    """Names of the given tensors, and of all that nodes compute from any of them."""
-    found = set(sources)
+    """Names of the `sources`, and of tensors that nodes compute from any of them."""
+    names = set(sources)
     for node in nodes:
-        if any(t.name in found for t in node.inputs):
-            found.update(t.name for t in node.outputs)
-    return found
+        if any(t.name in names for t in node.inputs):
+            names.update(t.name for t in node.outputs)
+    return names

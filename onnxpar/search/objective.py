@@ -21,13 +21,12 @@ run to the next if runs overlap: only the larger of compute and communication co
 @dataclass(frozen=True)
 class Objective:
     """The objective of the search (`goal`), and its limits. `memory` is the bytes that a rank may
-    hold at any time; if `memories` has the bytes of each rank, the other ranks may hold as much
-    less as these say; weights and states `on_host` do not count. Repeated blocks get the same
-    strategy unless `untied`. With `any_fit`, the search ends at the first strategy within the
-    limit. Holding weights and states counts as the share `holding` of the time that it takes to
-    read them once from memory. If it `hides_sums`, a training step hides the sums of its gradients
-    between hosts behind compute, as far as the link does them. Copies share what is `known` of the
-    model."""
+    hold at any time; if `memories` has the bytes of each rank, that is the limit of the largest,
+    and other ranks may hold less in proportion; weights and states `on_host` do not count. Repeated
+    blocks get the same strategy unless `untied`. With `any_fit`, the search ends at the first
+    strategy within the limit. Holding weights and states costs `holding` times the time to read
+    them once from memory. With `hides_sums`, a training step hides gradient sums between hosts
+    behind compute, as far as the link allows. Copies share the results `known`."""
 
     goal: str = LATENCY
     memory: float | None = None
@@ -79,7 +78,7 @@ class Objective:
             )
 
     def seconds(self, compute: float, communication: float, hidden: float = 0.0) -> float:
-        """The seconds to minimize, given those of compute and of communication in a run, and those
+        """The seconds to minimize, from the seconds of compute and of communication in a run, and
         of further communication that compute hides."""
         if self.goal == THROUGHPUT:
             return max(compute, communication + hidden)
@@ -88,8 +87,8 @@ class Objective:
 
 class OverLimit(StrategyError):
     """No strategy within the limit on memory was found. Every strategy needs at least `least` bytes
-    (None: unknown), of which `states` are of states; the best one that was found needs `found`
-    bytes. If it `is_proved`, there is none."""
+    (None: unknown), including `states` bytes of states; the best strategy found needs `found`
+    bytes. `is_proved` is True if no strategy is within the limit."""
 
     def __init__(
         self,

@@ -45,22 +45,22 @@ _VISIT = 40
 _CACHE = 8.0
 """How many times as fast the first-level cache is as memory."""
 _EDGE_COPIES = 3
-"""Times that rows are copied for the edge of a shard: those of the edge to be sent, and those of
-the edge and of the shard to be joined."""
+"""Copies of rows for the edge of a shard: of the edge, to send it; of the edge and of the shard, to
+join them."""
 _ROUNDS = 2
-"""Number of small all-reduces among the ops that replace such an op."""
+"""Small all-reduces among the ops that replace an op whose communicating factors are split."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The largest shard of a tensor, or that of a rank; empty if its shape is unknown."""
+    """The largest shard of a tensor, or a rank's shard; empty if its shape is unknown."""
 
     shape: tuple[int, ...] = ()
     bytes: float = 0.0
 
 
 def op_cost(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> tuple[float, float]:
-    """Seconds of compute, and of communication inside the node, on the slowest rank: on that with
+    """Seconds of compute, and of communication inside the node, on the slowest rank: the one with
     the largest shards, if all have the same device. Compute is a roofline of operations and bytes
     read and written, plus the cost of rows. Both are averages over the sizes for which costs are
     computed."""
@@ -72,19 +72,19 @@ def op_cost(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> tup
 def _candidates(
     op: OpFactors, strategy: OpStrategy, sharding: ShardingState
 ) -> Sequence[int | None]:
-    """Ranks of which one is the slowest: of each device, those whose shards no other rank with
-    that device exceeds."""
+    """Ranks that include the slowest: for each device, the ranks whose shards no other rank with
+    this device exceeds."""
     columns = [
         sharding.sizes_by_rank(leaf.atom, over, op.extent(i))
         for i, (leaf, over) in enumerate(zip(op.leaves, strategy.axes, strict=True))
         if over
     ]
-    found: dict[Device, dict[tuple[int, ...], int]] = defaultdict(dict)
+    by_device: dict[Device, dict[tuple[int, ...], int]] = defaultdict(dict)
     for rank in range(sharding.mesh.size):
         sizes = tuple(column[rank] for column in columns)
-        found[sharding.costs.topology.device_of(rank)].setdefault(sizes, rank)
+        by_device[sharding.costs.topology.device_of(rank)].setdefault(sizes, rank)
     ranks: list[int] = []
-    for by_sizes in found.values():
+    for by_sizes in by_device.values():
         largest = tuple(map(max, zip(*by_sizes, strict=True)))
         ranks += [by_sizes[largest]] if largest in by_sizes else by_sizes.values()
     return ranks
@@ -110,8 +110,8 @@ def op_cost_on(
 def _mean_cost(
     rank: int | None, op: OpFactors, strategy: OpStrategy, sharding: ShardingState, ranks: int
 ) -> tuple[float, float]:
-    """The cost of a node of which one of so many ranks computes all, on average over these: other
-    ranks compute as much of other nodes. Each rank launches the node."""
+    """The mean cost, over `ranks` ranks, of a node that one of them computes as a whole: the others
+    compute as much of other nodes. Each rank launches the node."""
     undealt = tuple(tuple(a for a in over if a.at is None) for over in strategy.axes)
     seconds, communication = op_cost_on(rank, op, replace(strategy, axes=undealt), sharding)
     in_loop = sharding.factors.in_loops.get(op.node.name)
@@ -196,7 +196,7 @@ def _far(
     op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part], sharding: ShardingState
 ) -> float:
     """The bytes of operands and results that the cache does not hold: of inputs, of weights, and of
-    tensors in whose life the ranks write more than the cache holds."""
+    tensors that live while the ranks write more than the cache holds."""
     each = zip((*op.node.inputs, *op.node.outputs), (*held, *produced), strict=True)
     return sum(part.bytes for tensor, part in each if is_far(tensor, sharding))
 
@@ -241,22 +241,22 @@ def _of_chosen(
     sharding: ShardingState,
 ) -> tuple[list[_Part], list[_Part]]:  # fmt: skip
     """The operands and results of a node of a mixture, with the bytes of the chosen rows, and of
-    the weights of those experts that have rows."""
+    the weights of experts with rows."""
     assert op.chosen is not None
     of_experts = partial(sharding.factors.is_of_experts, chosen=op.chosen)
     rows = [part.shape[1] for part in (*produced, *held) if len(part.shape) == _MATRICES]
     filled = min(1.0, share * max(rows, default=1))
-    found = [
+    operands = [
         replace(part, bytes=part.bytes * (share if of_experts(tensor) else filled))
         for tensor, part in zip(op.node.inputs, held, strict=True)
     ]
     if op.node.op == "Transpose":  # onnxruntime transposes weights when it loads them
         return [replace(part, bytes=0) for part in held], [replace(p, bytes=0) for p in produced]
-    made = [
+    results = [
         replace(part, bytes=part.bytes * share) if of_experts(tensor) else part
         for tensor, part in zip(op.node.outputs, produced, strict=True)
     ]
-    return found, made
+    return operands, results
 
 
 def _of_pages(
@@ -285,8 +285,8 @@ def _attribute_flops(node: gs.Node, held: Sequence[_Part]) -> int:
 
 
 def _in_blocks(node: gs.Node, result: _Part, device: Device) -> float:
-    """How many output channels a convolution computes for each that it returns: onnxruntime's
-    kernels compute blocks of them, and pad the last one."""
+    """The output channels that a convolution computes per channel that it returns: onnxruntime's
+    kernels compute blocks of channels, and pad the last block."""
     channels = result.shape[1] if len(result.shape) > 1 else 0
     if not device.channels or not channels or node.attrs.get("group", 1) != 1:
         return 1.0
@@ -333,8 +333,9 @@ def _rows(op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part]) -> in
 def _edge_rows(
     op: OpFactors, leaves: set[int], held: Sequence[_Part], factors: GraphFactors
 ) -> int:
-    """The number of rows that a rank copies when it sends and joins the edges of shards
-    along the split `leaves`: for each of these, one for each element of the dimensions before."""
+    """The number of rows that a rank copies when it sends and joins the edges of shards along the
+    split `leaves`: for each copy, one row for each element of the dimensions before the last split
+    one."""
     dims = factors.tensors[op.node.inputs[0].name].dim_of_leaf
     split = [dim for dim, leaf in zip(dims, op.inputs[0], strict=True) if leaf in leaves]
     return _EDGE_COPIES * math.prod(held[0].shape[: max(split, default=0)])

@@ -132,9 +132,9 @@ def strategies_of(
     most: int = 1 << 12,
     size: Size | None = None,
 ) -> list[OpStrategy]:
-    """All strategies of a node that agree with its leaves that are decided already. If there are
-    more than `most` combinations of options for the axes, only the best options of each axis (by
-    `_ranked`, which needs `size`) are combined."""
+    """All strategies of a node that agree with its decided leaves. If there are more than `most`
+    combinations of options for the axes, only the best options of each axis (by `_ranked`, which
+    needs `size`) are combined."""
     axes = _split_axes(sharding)
     per_axis = _per_axis(op, sharding, kinds, kept)
     if prod(map(len, per_axis)) > most:
@@ -142,12 +142,12 @@ def strategies_of(
         per_axis = [_ranked(op, axis, options, sharding, size) for axis, options in each]
         while prod(map(len, per_axis)) > most:
             max(per_axis, key=len).pop()
-    found: dict[OpStrategy, None] = {}
+    strategies: dict[OpStrategy, None] = {}
     for options in product(*per_axis):
         strategy = _combined(op, dict(zip(axes, options, strict=True)))
         if strategy is not None and _is_legal(op, strategy, sharding):
-            found[strategy] = None
-    return list(found)
+            strategies[strategy] = None
+    return list(strategies)
 
 
 def combinations_of(
@@ -177,8 +177,8 @@ def _per_axis(
 
 
 def _held(op: OpFactors, axis: Axis, sharding: ShardingState) -> list[_Option]:
-    """The decided option of a node of which ranks at one coordinate of an axis hold a leaf; none
-    for other nodes."""
+    """The decided option of a node with a leaf that only ranks at one coordinate of an axis hold;
+    none for other nodes."""
     decided = enumerate(sharding.ops[op.node.name])
     own = [(i, a) for i, over in decided for a in over or () if a.name == axis.name]
     return [_Split(tuple(own))] if any(a.at is not None for _, a in own) else []
@@ -192,9 +192,9 @@ def _ranked(
     size: Size | None,
 ) -> list[_Option]:
     """The options of a node for an axis that agree with the decided leaves and are possible by
-    themselves, the best first: no split and partial operands that pass, then in alternation splits
-    of one leaf, of two, and of more, of each kind those with the smallest shards first.
-    Neighbouring nodes with the same factors get the same ranking."""
+    themselves, the best first: no split, and partial operands that pass; then alternately splits of
+    one leaf, of two, and of more, of each kind the smallest shards first. Neighbouring nodes with
+    the same factors get the same ranking."""
     by_leaves: dict[int, list[tuple[float, int, _Option]]] = defaultdict(list)
     for option in options:
         strategy = _combined(op, {axis: option})
@@ -286,14 +286,14 @@ def _splits(
 def _neighbours(op: OpFactors, sharding: ShardingState) -> set[tuple[int, int]]:
     """Pairs of leaves of a node that are in one dimension of some tensor, the second directly after
     the first."""
-    found = set()
+    pairs = set()
     for tensor, links in op.operands():
         factors = sharding.factors.tensors.get(tensor.name)
         dims = factors.dim_of_leaf if factors else ()
         for (i, a), (j, b) in pairwise(zip(links, dims, strict=False)):
             if i is not None and j is not None and a == b:
-                found.add((i, j))
-    return found
+                pairs.add((i, j))
+    return pairs
 
 
 def _passes(op: OpFactors, kinds: Kinds) -> Iterator[_Pass]:

@@ -22,9 +22,9 @@ def _nobody(text: str) -> None:
 
 @dataclass
 class Patience:
-    """The seconds of CPU time that a search may spend, and those it has `spent`, in which `passed`
-    seconds passed on the clock. The search calls `tell` with a few words on each thing that it
-    tries."""
+    """The seconds of CPU time that a search may spend, and the seconds `spent`, during which
+    `passed` seconds of wall time passed. The search calls `tell` with a few words on each
+    attempt."""
 
     seconds: float = SECONDS
     tell: Callable[[str], None] = _nobody
@@ -43,17 +43,17 @@ class Patience:
         return self.left <= 0.0
 
     def on_the_clock(self, seconds: float) -> float:
-        """The time on the clock in which this process spends these seconds if the machine stays as
-        busy as during the search so far."""
+        """The wall time in which this process spends these seconds of CPU time, if the machine
+        stays as busy as during the search so far."""
         spent, passed = self._until_now()
         return seconds * max(passed / spent, 1.0) if spent > 0 else seconds
 
     def renewed(self, seconds: float = SECONDS) -> Patience:
-        """A copy with this time limit, of which nothing is spent yet."""
+        """A copy with this time limit, and nothing spent."""
         return replace(self, seconds=seconds, spent=0.0, passed=0.0, _since=None)
 
     def telling(self, prefix: str) -> Patience:
-        """A copy of which nothing is spent yet, and that tells what it is told after a prefix."""
+        """A copy with nothing spent, which puts a prefix before each text that it tells."""
 
         def tell(text: str) -> None:
             self.tell(f"{prefix}: {text}" if text else "")
@@ -74,8 +74,7 @@ class Patience:
             self._since = None
 
     def _until_now(self) -> tuple[float, float]:
-        """The CPU time that is spent, and the time that has passed, with that of a block that has
-        not ended."""
+        """The CPU time spent, and the wall time passed, including a block that has not ended."""
         if self._since is None:
             return self.spent, self.passed
         spent, passed = (

@@ -43,8 +43,8 @@ class Port:
 
 
 class PortShardings:
-    """Finds the shardings at the ports of a node under all its strategies. Most strategies share
-    theirs with others: those that split the leaves of the tensor alike."""
+    """Finds the shardings at the ports of a node under all its strategies. Strategies that split
+    the leaves of a tensor alike share one sharding."""
 
     def __init__(self, strategies: Sequence[OpStrategy], op: OpFactors) -> None:
         numbers: dict[Hashable, int] = {}
@@ -62,14 +62,14 @@ class PortShardings:
         links = [link for link in port.leaves(reads) if link is not None]
         known: dict[tuple[int, ...], FactorSharding] = {}
         same: dict[FactorSharding, FactorSharding] = {}
-        found = []
+        shardings = []
         for strategy, axes, sums in zip(self.strategies, self._axes, self._sums, strict=True):
             key = (sums, *(axes[link] for link in links))
             if key not in known:
-                made = sharding_of(strategy)
-                known[key] = same.setdefault(made, made)
-            found.append(known[key])
-        return tuple(found)
+                sharding = sharding_of(strategy)
+                known[key] = same.setdefault(sharding, sharding)
+            shardings.append(known[key])
+        return tuple(shardings)
 
 
 class Ports:

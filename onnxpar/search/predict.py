@@ -85,21 +85,23 @@ def predict_nodes(nodes: Iterable[gs.Node], sharding: ShardingState) -> dict[str
     that passes added and that have no rule are left out."""
     nodes = list(nodes)
     times = repetitions(nodes)
-    found: dict[str, Prediction] = {}
+    predictions: dict[str, Prediction] = {}
     ops = {op.node.name: op for op in sharding.factors.ops}
     for node in nodes:
         if is_reshard(node):
             seconds = reshard_seconds(node, sharding) * times[node.name]
             is_local = node.op in LOCAL_STEPS
-            found[node.name] = Prediction(seconds, 0.0) if is_local else Prediction(0.0, seconds)
+            predictions[node.name] = (
+                Prediction(seconds, 0.0) if is_local else Prediction(0.0, seconds)
+            )
         elif node.name in ops:
             op = ops[node.name]
             strategy = OpStrategy(tuple(sharding.op_axes(op)))
             seconds, communication = op_cost(op, strategy, sharding)
-            found[node.name] = Prediction(
+            predictions[node.name] = Prediction(
                 seconds * times[node.name], communication * times[node.name]
             )
-    return found
+    return predictions
 
 
 def reshard_seconds(node: gs.Node, sharding: ShardingState) -> float:

@@ -54,15 +54,15 @@ from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
 MOST_STRATEGIES, FEWEST_STRATEGIES = 1 << 12, 1 << 3
-"""Most strategies of a node that the search compares; and the number below which it does not reduce
-them where tables would have more than MOST_ENTRIES entries."""
+"""Most strategies of a node that the search compares. Where tables would have more than
+MOST_ENTRIES entries, it compares fewer, but not fewer than the second number."""
 MOST_ENTRIES = 20 << 20
 """Most entries of all tables of a sum: 160 MB. Elimination and message passing need several times
 as much memory."""
 LESS = 0.75
 """Largest share of the strategies that remains each time their number is reduced."""
 SURE = 1e-3
-"""The share by which a floor must exceed `below`."""
+"""The share by which a floor must exceed `below`, so that the search gives up a mesh."""
 PASSING = 1e-12
 """Seconds added to the cost of a node that passes a partial sum on, so that the search chooses this
 only if it gains time."""
@@ -92,7 +92,7 @@ class Problem:
     timeline    memory that a rank holds at each step, if it is limited
     strategies  the strategies that each node can have, by name
     variable    the variable of each node, by name
-    in_place    results that replace a state in its own memory, and so take no other
+    in_place    results that overwrite their state, and so take no memory of their own
     floor       a lower bound on the seconds of every strategy, from the nodes' own costs
     """
 
@@ -168,7 +168,7 @@ class Problem:
         """The least seconds of a run, with their decisions. If nodes depend on each other too much,
         the seconds are low but maybe not the least; if no strategy takes less than `below`, they
         may also be infinite. Errors: TooLarge if there are too many strategies to try exhaustively;
-        TooMuch or Undecided if none was found within the limit on memory."""
+        TooMuch or Undecided if no strategy was found within the limit on memory."""
         most, below = self.objective.memory, self.below
         if self.is_given_up:
             return Found(math.inf, self.floor, {}, {})
@@ -195,7 +195,7 @@ class Problem:
         return Found(seconds, bound, chosen, inputs)
 
     def least_states(self) -> float:
-        """Bytes of the states on a rank, each in the sharding of which it holds the least."""
+        """Bytes of the states on a rank, each in the sharding with the fewest bytes."""
         states = self.tensors.states.results.keys() - {*self.objective.on_host}
         read = {t.name: t for op in self.sharding.factors.ops for t, _ in op.operands()}
         return sum(
@@ -259,8 +259,8 @@ class Problem:
     @property
     def is_given_up(self) -> bool:
         """True if the floor excludes this mesh. `below` may be a little less than the seconds of
-        another mesh, to save the proof that this one is hardly better; here, there is no proof to
-        save."""
+        another mesh, to save a proof that this one is hardly better. The floor is no such proof, so
+        it must exceed `below` clearly."""
         return self.floor * (1 - SURE) >= self.below
 
     def _least_of_nodes(self) -> float:
@@ -274,16 +274,16 @@ class Problem:
         return float(total.max())
 
     def _holders(self) -> tuple[tuple[int | None, float], ...]:
-        """Ranks that may hold different amounts, with the weights of their bytes; of ranks with
-        the same weight and the same shares along every axis, one."""
+        """Ranks that may hold different amounts, with the weights of their bytes; one of several
+        ranks with the same weight and the same shares along every axis."""
         objective, costs = self.objective, self.sharding.costs
         if objective.memory is None or not (objective.memories or costs.topology.shares):
             return Holders().ranks
         mesh = self.sharding.mesh
         shares = [
-            (found.weights, costs.places((axis,)))
+            (split.weights, costs.places((axis,)))
             for name, _ in mesh.shape
-            if (found := costs.shares((axis := mesh.axis(name),))) is not None
+            if (split := costs.shares((axis := mesh.axis(name),))) is not None
         ]
         kinds: dict[Hashable, tuple[int, float]] = {}
         for rank in range(mesh.size):
@@ -306,10 +306,10 @@ class Problem:
         for name, tensor in tensors.items():
             if name in self.sharding.factors.tensors:
                 groups[name in self.weights, self.tensors.signature(name)].append(tensor)
-        for (is_weight, _), found in groups.items():
-            held = [tensor for tensor in found if tensor.name not in self.objective.on_host]
+        for (is_weight, _), group in groups.items():
+            held = [tensor for tensor in group if tensor.name not in self.objective.on_host]
             if not is_weight:
-                self._add_tensor(found)
+                self._add_tensor(group)
             elif held:
                 self._add_weight(held)
 
@@ -343,7 +343,7 @@ class Problem:
         return known[key]
 
     def _rank_bytes(self, op: OpFactors, strategy: OpStrategy) -> float:
-        """Bytes of a rank's shards of all that a node reads and produces."""
+        """Bytes of a rank's shards of a node's operands and results."""
         each = [(t, strategy.operand(op, i)) for i, t in enumerate(op.node.inputs)]
         each += [(t, strategy.result(op, i)) for i, t in enumerate(op.node.outputs)]
         known = self.sharding.factors.tensors
@@ -361,17 +361,17 @@ class Problem:
         seconds[0] += [PASSING * bool(strategy.passed) for strategy in strategies]
         return seconds
 
-    def _add_tensor(self, found: Sequence[gs.Tensor]) -> None:
+    def _add_tensor(self, alike: Sequence[gs.Tensor]) -> None:
         """Adds the tables for the reshards of tensors with one signature, over the variables of the
         nodes that produce and read them; also adds further variables that these tables need."""
-        name, times = found[0].name, sum(self._iterations(tensor.name) for tensor in found)
+        name, times = alike[0].name, sum(self._iterations(tensor.name) for tensor in alike)
         required = self.domains.required(name)
         produced = self.domains.produced(name)
         requested = self.domains.requested(name, produced)
         is_gradient = name in self.gradients.tensors
         costs = ReshardCosts(
             self.gradients.within(self.sharding, name),
-            found[0],
+            alike[0],
             [
                 *(p for domain in (produced, requested, *required) for p in domain.distinct),
                 *(p.reduced() for p in requested.distinct),
@@ -380,7 +380,7 @@ class Problem:
             self._is_apart,
             self.holders,
         )
-        states = sum(tensor.name in self.tensors.states.results for tensor in found)
+        states = sum(tensor.name in self.tensors.states.results for tensor in alike)
         if states and self._holding_price:
             price = states * self._holding_price
             self.tables.add([produced], partial(self._holding, costs, [produced], price))
@@ -397,7 +397,7 @@ class Problem:
             at, common = serving.serve(requested, required)
         if self.objective.memory is not None:
             unheld = {*self.objective.on_host, *self.in_place}
-            held = [tensor for tensor in found if tensor.name not in unheld]
+            held = [tensor for tensor in alike if tensor.name not in unheld]
             ranges = [self._live_range(tensor.name, at) for tensor in held]
             add = self.timeline
             self.tables.later(lambda: add.add_produced(costs, produced, requested, ranges))
@@ -412,28 +412,28 @@ class Problem:
         around = self.times[producer.op.node.name]
         return around if producer.index is not None else around * iterations(producer.op.node)
 
-    def _add_weight(self, found: Sequence[gs.Tensor]) -> None:
-        """Adds the memory of weights with one signature, and what it costs to hold them."""
+    def _add_weight(self, alike: Sequence[gs.Tensor]) -> None:
+        """Adds the memory of weights with one signature, and the cost of holding them."""
         price = self._holding_price
         if self.objective.memory is None and not price:
             return
-        required = self.domains.required(found[0].name)
+        required = self.domains.required(alike[0].name)
         shardings = [p for domain in required for p in domain.distinct]
-        costs = ReshardCosts(self.sharding, found[0], shardings, None, self._is_apart, self.holders)
+        costs = ReshardCosts(self.sharding, alike[0], shardings, None, self._is_apart, self.holders)
         if self.objective.memory is not None:
             add = self.timeline.add_weight
-            self.tables.later(lambda: add(costs, required, len(found)))
+            self.tables.later(lambda: add(costs, required, len(alike)))
         for scope in weight_scopes(required) if price else ():
-            self.tables.add(scope, partial(self._holding, costs, scope, price * len(found)))
+            self.tables.add(scope, partial(self._holding, costs, scope, price * len(alike)))
 
     @property
     def _holding_price(self) -> float:
-        """What it costs to hold a byte of a weight or a state."""
+        """The cost of holding a byte of a weight or a state, in seconds."""
         read = self.sharding.costs.memory(1 << 30, far=1 << 30) / (1 << 30)
         return self.objective.holding * read
 
     def _holding(self, costs: ReshardCosts, scope: Sequence[ShardingDomain], price: float) -> Array:
-        """The table of what it costs to hold a weight or a state, for each sum."""
+        """The table of the cost of holding a weight or a state, for each sum."""
         most = price * weight_bytes(costs, scope).max(0)
         return np.broadcast_to(most, (2 if self._is_apart else 1, *most.shape))
 

@@ -1,4 +1,4 @@
-"""What the search has proved about strategies that it did not choose."""
+"""Bounds that the search has proved on strategies that it did not choose."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Proof:
     """How far the strategy that the search found may be from the best.
 
     seconds      of a run with this strategy, as the search counts them
-    bound        every strategy that was compared takes at least so many of these seconds; 0 if
-                 nothing is proved
-    axes         the bound holds for all meshes of up to so many axes; None: for the plan's mesh
-    memory       the bound holds for strategies that need at most so many bytes of a rank, as the
+    bound        every compared strategy takes at least this many seconds; 0 if nothing is proved
+    axes         the bound holds for all meshes with at most this many axes; None: for the plan's
+                 mesh
+    memory       the bound holds for strategies that need at most this many bytes of a rank, as the
                  search counts them; None: for all
     is_complete  false if nodes had too many strategies to compare all
     hides_sums   the sums of gradients between hosts count as hidden, in `seconds` and in `bound`
@@ -29,6 +29,6 @@ class Proof:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the proof in the form that plan.json has."""
-        found = asdict(self)
-        is_complete = found.pop("is_complete")
-        return {**found, "complete": is_complete}
+        data = asdict(self)
+        is_complete = data.pop("is_complete")
+        return {**data, "complete": is_complete}

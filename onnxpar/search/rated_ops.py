@@ -1,5 +1,5 @@
-"""The kinds of ops that have rates of their own (`cost/device.py`), and how much of them a node has
-to do."""
+"""The kinds of ops that have rates of their own (`cost/device.py`), and the work of a node in these
+units."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MASKS = frozenset(("Add", "Where"))
 
 
 def rated_as(node: gs.Node) -> str | None:
-    """The kind of RATED that a node is; None for others.
+    """The kind of a node, one of RATED; None for other nodes.
 
-    A softmax is of the kind Softmax where a mask may come before it: the exponentials of what is
-    masked are denormal numbers, which processors multiply many times slower.
+    A softmax is of the kind Softmax where a mask may come before it: the exponentials of masked
+    values are denormal numbers, which processors multiply many times slower.
     """
     if node.op == "Softmax" and any(maker.op in _MASKS for maker in node.inputs[0].inputs):
         return "Softmax"

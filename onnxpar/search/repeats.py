@@ -37,12 +37,12 @@ def signs(
 
 
 def numbered(signs: Sequence[int]) -> list[int]:
-    """The numbers of `tied`, given those of `signs`."""
-    found = list(range(len(signs)))
+    """The numbers of `tied`, from the numbers of `signs`."""
+    numbers = list(range(len(signs)))
     for start, end, period in runs(np.array(signs), 0):
         for i in range(start + period, end):
-            found[i] = found[i - period]
-    return found
+            numbers[i] = numbers[i - period]
+    return numbers
 
 
 def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
@@ -76,7 +76,7 @@ def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
 
 
 def _sizes(op: OpFactors, leaf: int, sharding: ShardingState) -> tuple[Hashable, ...]:
-    """What the sizes of a leaf's shards depend on, beside its size: its sizes where costs are
+    """All that determines the sizes of a leaf's shards, beside its size: its sizes where costs are
     computed, whether it is open, and sizes by hand."""
     atom = op.leaves[leaf].atom
     each = tuple((weight, at.extent(leaf)) for weight, at in op.costed)
@@ -97,7 +97,7 @@ def _operand(tensor: gs.Tensor, op: OpFactors, sharding: ShardingState, kinds: K
 
 def runs(signs: Array, offset: int) -> Iterator[tuple[int, int, int]]:
     """(start, end, period) of each stretch of `signs` that repeats with that period: the longest
-    first, then those before it and after it. `offset` is added to start and end."""
+    first, then the stretches before and after it. `offset` is added to start and end."""
     best = (0, 0, 0)
     for period in range(LEAST_NODES, len(signs) // LEAST_TIMES + 1):
         same = np.flatnonzero(signs[period:] != signs[:-period])

@@ -1,5 +1,5 @@
-"""Seconds of the reshards of a tensor from one factor sharding to another, or to those of several
-readers together."""
+"""Seconds of the reshards of a tensor from one factor sharding to another, or to the shardings of
+several readers together."""
 
 from __future__ import annotations
 
@@ -129,17 +129,17 @@ class ReshardCosts:
 
     def paths(self, start: ShardingDomain, goal: ShardingDomain) -> Array:
         """Seconds from each sharding of the tensor (`start`) to each goal."""
-        found: Array = self.seconds[self._pairs(start, goal)]
-        return found
+        seconds: Array = self.seconds[self._pairs(start, goal)]
+        return seconds
 
     def onward(self, start: ShardingDomain, goal: ShardingDomain) -> Array:
         """Seconds from each sharding of a copy that a reshard has made (`start`) to each goal."""
-        found: Array = self.again[self._pairs(start, goal)]
-        return found
+        seconds: Array = self.again[self._pairs(start, goal)]
+        return seconds
 
     def tree(self, domains: Sequence[ShardingDomain]) -> Array:
-        """Seconds to make the shardings of all domains from that of the first, in the best order;
-        each is made from the first, or from one made before."""
+        """Seconds of the reshards from the first domain to all others, in the best order: each copy
+        is made from the first, or from a copy made before."""
         count = len(domains)
         steps = {
             (source, goal): _spread(
@@ -191,8 +191,8 @@ class ReshardCosts:
         """An array with an axis for each domain: True where the sharding of the last domain differs
         from those of all others."""
         *others, last = np.ix_(*map(self._at, domains))
-        found: Array = np.logical_and.reduce(np.broadcast_arrays(*(o != last for o in others)))
-        return found
+        all_differ: Array = np.logical_and.reduce(np.broadcast_arrays(*(o != last for o in others)))
+        return all_differ
 
     def _pairs(self, start: ShardingDomain, goal: ShardingDomain) -> Any:
         """The index of the seconds from the shardings of one domain to those of another."""
@@ -200,11 +200,11 @@ class ReshardCosts:
 
     def _at(self, domain: ShardingDomain) -> Array:
         """The indices of a domain's shardings."""
-        found = self._places.get(domain)
-        if found is None:
-            found = np.array([self.index[p] for p in domain.distinct])[domain.which]
-            self._places[domain] = found
-        return found
+        places = self._places.get(domain)
+        if places is None:
+            places = np.array([self.index[p] for p in domain.distinct])[domain.which]
+            self._places[domain] = places
+        return places
 
 
 def faster(one: Array, other: Array) -> Array:

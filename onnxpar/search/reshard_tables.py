@@ -17,9 +17,9 @@ from onnxpar.sharding.sub_axes import Unordered
 
 
 class ReshardTables:
-    """Seconds between shardings, by what a reshard depends on (`key`) and the shardings. Tensors
-    with one key `add` their shardings; the first table `of` some computes those of all in one
-    graph, if they agree on the order of sub-axes, and the graph is small."""
+    """Seconds of reshards between shardings, by all else that they depend on (`key`). Tensors with
+    one key `add` their shardings. The first call of `of` computes the seconds between all of these
+    in one graph, if they agree on the order of sub-axes, and the graph is small."""
 
     def __init__(self) -> None:
         self._wanted: dict[Hashable, dict[FactorSharding, int]] = {}
@@ -50,7 +50,7 @@ class ReshardTables:
         apart: bool,
     ) -> Array:
         """Seconds from each sharding to each other, one table for the sum or, if `apart`, one for
-        local cuts and one for collectives. `size` is that of shards."""
+        local cuts and one for collectives. `size` returns the bytes of shards."""
         wanted = self._wanted[key]
         if key not in self._together:
             self._together[key] = _of_all(list(wanted), about, apart)

@@ -28,8 +28,8 @@ annotations."""
 
 
 class NotBelow(StrategyError):
-    """No strategy on a mesh takes less than the seconds that were asked for: all that were compared
-    take at least `bound`; `is_complete` as in Proof."""
+    """No strategy on a mesh takes less than the requested seconds: every compared one takes at
+    least `bound`; `is_complete` as in Proof."""
 
     def __init__(self, mesh: Mesh, bound: float, is_complete: bool = True) -> None:
         super().__init__(f"every strategy over {mesh} takes at least {bound * 1e3:.3f} ms")
@@ -51,7 +51,7 @@ class Solution:
     is_complete: bool = True
 
     def proof(self, objective: Objective) -> Proof:
-        """What the search has proved, for an objective."""
+        """The proof of the search, for an objective."""
         memory = objective.memory
         seconds, bound = float(self.seconds), max(float(self.bound), 0.0)
         hides = objective.hides_sums
@@ -71,16 +71,16 @@ def solve(
 ) -> Solution:
     """The fastest strategy on the sharding's mesh that agrees with the `given` annotations, and
     with the decisions `kept` of another search; `step` is given for a training step. Errors:
-    NotBelow if none takes less than `below` seconds (though one that takes more may be returned);
-    StrategyError if no strategy agrees, or if there are too many to try them all; OverLimit if none
-    was found that fits in memory."""
+    NotBelow if no strategy takes less than `below` seconds (a slower one may be returned, too);
+    StrategyError if no strategy agrees, or if there are too many to try them all; OverLimit if no
+    strategy was found that fits in memory."""
     sketch = ShardingState.open(sharding.mesh, sharding.factors, sharding.costs.topology)
     for batch in given:
         for annotation in batch:
             annotation.apply(sketch)
     problem = Problem(graph, sketch, states, kept, objective, step, below=below)
     try:
-        found = problem.solve(exhaustively=how == EXHAUSTIVE)
+        solution = problem.solve(exhaustively=how == EXHAUSTIVE)
     except TooLarge as error:
         raise StrategyError(f"--search {how}: {error}; use --search {AUTO}") from None
     except (TooMuch, Undecided) as error:
@@ -89,23 +89,23 @@ def solve(
         is_proved = isinstance(error, TooMuch)
         of_states = problem.least_states()
         raise OverLimit(text, error.least, error.found, is_proved, of_states) from None
-    if math.isinf(found.seconds):
-        if math.isfinite(found.bound):
-            raise NotBelow(sharding.mesh, found.bound, problem.is_complete)
+    if math.isinf(solution.seconds):
+        if math.isfinite(solution.bound):
+            raise NotBelow(sharding.mesh, solution.bound, problem.is_complete)
         raise StrategyError("no strategy satisfies all requested layouts; request fewer")
     annotations: list[Annotation] = [
         TensorAnnotation(name, factor_sharding.leaves)
-        for name, factor_sharding in found.inputs.items()
+        for name, factor_sharding in solution.inputs.items()
     ]
     annotations += [
-        NodeAnnotation(op, dict(enumerate(found.chosen[op.node.name].axes)), {})
+        NodeAnnotation(op, dict(enumerate(solution.chosen[op.node.name].axes)), {})
         for op in sharding.factors.ops
     ]
     return Solution(
         sharding.mesh,
-        found.seconds,
-        found.bound,
+        solution.seconds,
+        solution.bound,
         annotations,
-        found.chosen,
+        solution.chosen,
         is_complete=problem.is_complete,
     )

@@ -19,10 +19,10 @@ Values = dict[int, int]
 
 
 class AlongAxes:
-    """Finds values of the nodes' variables, given the strategies that these stand for. All nodes
-    start whole; then each mesh axis in turn gets what is best along it while nothing changes along
-    the others, as long as that saves time. Of what comes of it with each axis as the first, the
-    best counts. With one axis, whole nodes are the start."""
+    """Finds values of the nodes' variables, from the strategies of each. All nodes start whole;
+    then the strategies are optimized along one mesh axis at a time, unchanged along the others, as
+    long as that saves time. Each axis is the first one once; the best result counts. With one axis,
+    the result is whole nodes."""
 
     def __init__(self, strategies: Mapping[int, Sequence[OpStrategy]], axes: Sequence[str]) -> None:
         self._whole = {v: _first_whole(each) for v, each in strategies.items()}
@@ -30,39 +30,39 @@ class AlongAxes:
         self._beside = {axis: _numbers(strategies, axis) for axis in axes}
 
     def __call__(self, sizes: Sequence[int], tables: Sequence[Table]) -> Values:
-        """Values of those of the nodes' variables that are in these tables."""
+        """Values of the nodes' variables that are in these tables."""
         left = {v for table in tables for v in table.scope}
         whole = {v: value for v, value in self._whole.items() if v in left}
         if len(self._turns) < 2:
             return whole
-        found = [self._descended(sizes, tables, whole, turn) for turn in self._turns]
-        return min(found, key=itemgetter(0))[1]
+        results = [self._descended(sizes, tables, whole, turn) for turn in self._turns]
+        return min(results, key=itemgetter(0))[1]
 
     def _descended(
         self, sizes: Sequence[int], tables: Sequence[Table], whole: Values, axes: Sequence[str]
     ) -> tuple[float, Values]:
-        """The sum and the values that come of whole nodes, if the axes take turns in this order."""
+        """The sum and the values after descents from whole nodes, along the axes in this order."""
         total, best, tried = math.inf, whole, 0
         for axis in cycle(axes):
             beside = self._beside[axis]
             same = {v: np.flatnonzero(beside[v] == beside[v][value]) for v, value in best.items()}
-            found, values = _least(sizes, tables, same, best)
-            tried = 1 if found < total * (1 - NEAR) else tried + 1
-            if found < total:
-                total, best = found, values
+            lower, values = _least(sizes, tables, same, best)
+            tried = 1 if lower < total * (1 - NEAR) else tried + 1
+            if lower < total:
+                total, best = lower, values
             if tried >= len(axes):
                 break
         return total, best
 
 
 def _first_whole(strategies: Sequence[OpStrategy]) -> int:
-    """The number of the first strategy that splits nothing; of the first of all if each does."""
+    """The number of the first strategy that splits nothing; 0 if each splits something."""
     return next((i for i, one in enumerate(strategies) if not any((*one.axes, one.passed))), 0)
 
 
 def _numbers(strategies: Mapping[int, Sequence[OpStrategy]], axis: str) -> dict[int, Array]:
-    """For each strategy of each variable, a number that is equal for those that differ in nothing
-    but this axis."""
+    """For each strategy of each variable, a number that is equal for strategies that differ only in
+    this axis."""
     known: dict[int, Array] = {}
     for each in strategies.values():
         if id(each) not in known:
@@ -75,10 +75,10 @@ def _numbers(strategies: Mapping[int, Sequence[OpStrategy]], axis: str) -> dict[
 def _least(
     sizes: Sequence[int], tables: Sequence[Table], kept: Mapping[int, Array], first: Values
 ) -> tuple[float, Values]:
-    """A low sum among these values of some variables, no higher than that of the `first` ones, and
-    the values of these variables that give it."""
+    """A low sum over the values `kept` of some variables, no higher than the sum of the values
+    `first`; and the values of these variables that give it."""
     every = {v: kept.get(v, np.arange(size)) for v, size in enumerate(sizes)}
     few = [len(every[v]) for v in range(len(sizes))]
     at = {v: int(np.searchsorted(kept[v], value)) for v, value in first.items()}
-    total, found, _ = minimize_in_parts(few, among(tables, every), lambda *_: at)
-    return total, {v: int(kept[v][found[v]]) for v in first}
+    total, values, _ = minimize_in_parts(few, among(tables, every), lambda *_: at)
+    return total, {v: int(kept[v][values[v]]) for v in first}

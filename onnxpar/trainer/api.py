@@ -191,11 +191,11 @@ def grad(
     of_groups = [Group.parse(text) for text in group]
     options = StepOptions(optimizer, clip_norm, accumulate, of_groups, decay_all, ema)
     with model_file(model) as path:
-        made, _ = write_step(path, Path(output), wanted, options, source, untie, weights)
-    assert made.step is not None
-    for caution in made.step.cautions:
+        written, _ = write_step(path, Path(output), wanted, options, source, untie, weights)
+    assert written.step is not None
+    for caution in written.step.cautions:
         warnings.warn(caution, stacklevel=2)
-    return made.step
+    return written.step
 
 
 def train(

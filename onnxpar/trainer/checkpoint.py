@@ -74,13 +74,13 @@ _OF_SCHEDULE = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides which samples a run takes, and at which rates, besides the rate itself.
+    """The settings that decide which samples a run takes, and how its learning rate changes.
 
     batch    number of samples in a batch
     samples  number of samples in the data; None if only the end of an epoch tells
     data     digest of the data; "" if there is none
     shuffle  False if samples are used in the order of the file
-    seed     decides their order, and the random numbers of steps
+    seed     decides the order of samples, and the random numbers of steps
     schedule of the learning rate: the fields of `rates.Schedule`
     epochs   passes over the data, if the rates of the schedule depend on them; else None
     max_steps  most steps of the run, if the rates depend on them; else None
@@ -128,7 +128,7 @@ class Progress:
     current epoch.
 
     epoch      number of that epoch, from 0
-    settings   those of the run; None if steps were taken without one
+    settings   the settings of the run; None if steps were taken without a run
     best       the least loss of an evaluation so far, after step `best_step`; None if there is none
     worse      number of evaluations since then
     """
@@ -143,8 +143,8 @@ class Progress:
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> Progress:
-        """The progress in the form that `dataclasses.asdict` gives. Errors: TypeError, KeyError;
-        ModelError for one in steps, in the middle of an epoch."""
+        """Returns the progress that `dataclasses.asdict` turned into `data`. Errors: TypeError,
+        KeyError; ModelError for one that counts steps, in the middle of an epoch."""
         if "in_epoch" in data:
             if data["in_epoch"]:
                 raise ModelError(
@@ -174,8 +174,8 @@ class Progress:
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint on disk. `digest`, the SHA-256 of checkpoint.json, identifies the content; in
-    the format without digests of files, it covers only checkpoint.json. `taken` are the steps of
-    the trainer that wrote it, and of those before."""
+    the format without digests of files, it covers only checkpoint.json. `taken` is the number of
+    steps of the trainer that wrote it, and of trainers before."""
 
     path: Path
     progress: Progress
@@ -196,16 +196,16 @@ class Checkpoint:
 def load_together(path: Path, together: Together) -> Checkpoint:
     """Like `Checkpoint.load`, called in all processes of a run: each verifies its share of the
     bytes, and all return the same checkpoint."""
-    found, damaged = _find(path, together)
+    checkpoint, damaged = _find(path, together)
     if together.leads:
         for reason in damaged:
-            warn(f"{reason}; {found.path} is loaded instead")
-        if not found.files:
+            warn(f"{reason}; {checkpoint.path} is loaded instead")
+        if not checkpoint.files:
             warn(
-                f"{found.path} was written by an older onnxpar and has no SHA-256 digests: it is "
-                "not verified"
+                f"{checkpoint.path} was written by an older onnxpar and has no SHA-256 digests: it "
+                "is not verified"
             )
-    return found
+    return checkpoint
 
 
 def damage(path: Path, together: Together) -> str:
@@ -258,11 +258,11 @@ def checkpoints(folder: Path) -> dict[int, Path]:
         return {}
     except OSError as error:
         raise ModelError(f"cannot read {folder}: {unread(error)}") from None
-    found: dict[int, Path] = {}
+    by_step: dict[int, Path] = {}
     for name in names:  # a checkpoint that replaces another sorts after it, and so is kept here
         if match := _NAME.fullmatch(name):
-            found[int(match[1] or match[2])] = folder / name
-    return dict(sorted(found.items()))
+            by_step[int(match[1] or match[2])] = folder / name
+    return dict(sorted(by_step.items()))
 
 
 def _find(path: Path, together: Together) -> tuple[Checkpoint, list[str]]:
@@ -271,10 +271,10 @@ def _find(path: Path, together: Together) -> tuple[Checkpoint, list[str]]:
     damaged: dict[str, str] = {}
     while True:
         name, text = together.first(lambda: _candidate(path, damaged))
-        found = _read(path / name, text.encode())
-        fault = _fault(found, together)
+        checkpoint = _read(path / name, text.encode())
+        fault = _fault(checkpoint, together)
         if not fault:
-            return found, [why for one, why in damaged.items() if (path / one).exists()]
+            return checkpoint, [why for one, why in damaged.items() if (path / one).exists()]
         if not name:
             raise DamagedError(f"{fault}; {_RESTORE}")
         damaged[name] = fault
@@ -365,45 +365,45 @@ def _check_sealed(file: Path, text: bytes) -> None:
         raise DamagedError(str(error)) from None
 
 
-def _missing(found: Checkpoint) -> str:
+def _missing(checkpoint: Checkpoint) -> str:
     """Returns a description of a file that is missing or has another size; empty if there is
     none."""
     try:
-        for name, digests in found.files.items():
-            check_size(found.path / name, digests, "")
+        for name, digests in checkpoint.files.items():
+            check_size(checkpoint.path / name, digests, "")
     except ModelError as error:
         return str(error)
     return ""
 
 
-def _fault(found: Checkpoint, together: Together) -> str:
+def _fault(checkpoint: Checkpoint, together: Together) -> str:
     """Compares every byte with the digests; each process reads its share. Returns a description of
     the damage, the same in all processes; empty if there is none. Errors: ModelError if a process
     does not see the files that rank 0 sees."""
-    check_seen(lambda: _missing(found), together)
-    blocks = blocks_of(found.files)
+    check_seen(lambda: _missing(checkpoint), together)
+    blocks = blocks_of(checkpoint.files)
     step = _ROUND * together.size
     for start in range(0, len(blocks), step):
         share = blocks[start : start + step][together.rank :: together.size]
-        if fault := next(filter(None, together.each(_changed(found, share))), ""):
+        if fault := next(filter(None, together.each(_changed(checkpoint, share))), ""):
             return fault
-    return next(filter(None, together.each(_unopened(found))), "")
+    return next(filter(None, together.each(_unopened(checkpoint))), "")
 
 
-def _unopened(found: Checkpoint) -> str:
+def _unopened(checkpoint: Checkpoint) -> str:
     """Opens the files of a checkpoint, because a run may remove them later. Returns a description
     of the error, if any."""
     try:
-        if found.files:
-            found.states.open()
+        if checkpoint.files:
+            checkpoint.states.open()
     except (OSError, ValueError) as error:
-        return f"cannot read {found.path}: {error}"
+        return f"cannot read {checkpoint.path}: {error}"
     return ""
 
 
-def _changed(found: Checkpoint, blocks: list[Block]) -> str:
+def _changed(checkpoint: Checkpoint, blocks: list[Block]) -> str:
     try:
-        check_blocks(found.path, blocks, "")
+        check_blocks(checkpoint.path, blocks, "")
     except ModelError as error:
         return str(error)
     return ""

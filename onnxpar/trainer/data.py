@@ -1,4 +1,4 @@
-"""Batches of training data, from files or from what a program has, shuffled by a seed."""
+"""Batches of training data, from files or from objects of a program, shuffled by a seed."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ class Rest:
 
     def without(self, batch: Mapping[str, Array], count: int) -> dict[str, Array]:
         """Returns the inputs by which only the first `count` samples of a batch count."""
-        found = {self.samples: np.array(count, np.float32)} if self.samples else {}
+        inputs = {self.samples: np.array(count, np.float32)} if self.samples else {}
         if self.labels:
             labels, at = batch[self.labels], self.of_labels
             place = np.arange(labels.shape[at]) < count
             kept = place.reshape([-1 if axis == at else 1 for axis in range(labels.ndim)])
-            found[self.labels] = np.where(kept, labels, IGNORED)
-        return found
+            inputs[self.labels] = np.where(kept, labels, IGNORED)
+        return inputs
 
 
 @dataclass(frozen=True)
 class Data:
     """Training data: samples from a source, as batches for a step that reads `needs`. `rest` says
     how the step leaves out samples that only fill a batch; None if it cannot, so that the last
-    samples of each epoch are not used. `arrays` are those that were in memory from the start."""
+    samples of each epoch are not used. `arrays` has the arrays that were in memory from the
+    start."""
 
     source: Source
     needs: Needs
@@ -138,11 +139,11 @@ class Data:
         order; without a seed, samples are not shuffled. Errors: InputError for a shard or a sample
         that cannot be read."""
         size, batches = self.batch, Batches.of(self.needs, self.lengths)
-        if self.lengths:  # which samples are together follows from all that come before
-            found = batches.made(self.source.chunks(number, seed, 0, size), first // size)
+        if self.lengths:  # a batch depends on all samples before it
+            chunks = batches.made(self.source.chunks(number, seed, 0, size), first // size)
         else:
-            found = batches.made(self.source.chunks(number, seed, first, size))
-        for chunk in found:
+            chunks = batches.made(self.source.chunks(number, seed, first, size))
+        for chunk in chunks:
             count = self.needs.count(chunk)
             if count == size:
                 yield chunk
@@ -166,8 +167,8 @@ def _read(data: Samples, needs: Needs, rest: Rest | None) -> Data:
 
 def _in_memory(arrays: Mapping[str, Any], needs: Needs, rest: Rest | None, name: str) -> Data:
     chunk = needs.chunk(arrays, name)
-    made = _checked(in_memory(chunk, needs), needs, rest, name)
-    return replace(made, arrays=chunk)
+    data = _checked(in_memory(chunk, needs), needs, rest, name)
+    return replace(data, arrays=chunk)
 
 
 def _checked(source: Source, needs: Needs, rest: Rest | None, name: str) -> Data:

@@ -32,8 +32,7 @@ class Elastic:
 
     min_ranks     fewest ranks with which it goes on
     max_restarts  how often ranks that died are started again; after that, it goes on without them
-    step          the step of which the sharded one was made; default: the file of its name beside
-                  it
+    step          the unsharded step; default: the file of this name beside the sharded step
     """
 
     min_ranks: int = 1
@@ -48,20 +47,20 @@ class Elastic:
         step: str | os.PathLike[str] | None,
         is_profiled: bool,
     ) -> Elastic | None:
-        """Returns what a user's options say; None for a run that is not elastic. Errors: InputError
-        for options that do not go together."""
-        given = {"min_ranks": min_ranks, "max_restarts": max_restarts, "step": step}
-        given = {name: value for name, value in given.items() if value is not None}
+        """Returns the options that a user gave; None for a run that is not elastic. Errors:
+        InputError for options that do not go together."""
+        options = {"min_ranks": min_ranks, "max_restarts": max_restarts, "step": step}
+        options = {name: value for name, value in options.items() if value is not None}
         if not is_elastic:
-            for name in given:
+            for name in options:
                 flag = f"--{name.replace('_', '-')}"
                 raise InputError(f"{flag} is for runs with --elastic; give that too")
             return None
         if is_profiled:
             raise InputError("--profile is for the ranks of one generation; leave out --elastic")
         if step is not None:
-            given["step"] = Path(step)
-        return Elastic(**given)  # type: ignore[arg-type]
+            options["step"] = Path(step)
+        return Elastic(**options)  # type: ignore[arg-type]
 
 
 class Generations(Closing):
@@ -69,10 +68,10 @@ class Generations(Closing):
     run.
 
     par        the folder of the sharded step
-    must_stop  as of `loop.records`
+    must_stop  as in `loop.records`
     options    those of `Trainer`
 
-    Errors: as of `Trainer`; InputError if the run cannot be elastic.
+    Errors: those of `Trainer`; InputError if the run cannot be elastic.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Generations(Closing):
 
     def records(self, data: Data, held_out: Data | None = None) -> Iterator[Record]:
         """Yields the records of `loop.records`. After a rank has died, the steps since the last
-        checkpoint are taken again, so that `total` goes back. Errors: as of `loop.records`;
+        checkpoint are taken again, so that `total` goes back. Errors: those of `loop.records`;
         RankError if too few ranks are left."""
         run = self._run
         while True:
@@ -122,7 +121,8 @@ class Generations(Closing):
                 self._lose(error)
 
     def _lose(self, error: RankError) -> None:
-        """Notes that ranks have died. Raises the error if none has, or if the run ends with it."""
+        """Notes that ranks have died. Raises the error if no rank has died, or if the run ends with
+        it."""
         if self._places is None or not error.lost:
             raise error
         self._places.lose(error)
@@ -181,5 +181,5 @@ def checkpoint_folder(run: Run) -> Path:
 
 
 def generation_logs(logs: Path, number: int) -> Path:
-    """Returns the folder for the logs of a generation; those of earlier ones stay."""
+    """Returns the folder for the logs of a generation; logs of earlier generations stay."""
     return logs / f"generation.{number}" if number else logs

@@ -18,10 +18,10 @@ def batches(
     """Yields the batches of an epoch, after its `first` samples. Data without a digest, such as a
     loader that shuffles, may give the processes of a run different samples, so each batch is
     compared. Errors: InputError."""
-    found = data.epoch(epoch, seed, first)
+    in_epoch = data.epoch(epoch, seed, first)
     is_compared = together.size > 1 and not data.digest
     while True:
-        batch = next(found, None)
+        batch = next(in_epoch, None)
         if is_compared:
             check_same(together, None if batch is None else _checksum(batch))
         if batch is None:
@@ -30,15 +30,15 @@ def batches(
 
 
 def _checksum(batch: Mapping[str, Array]) -> int:
-    found = 0
+    checksum = 0
     for _, array in sorted(batch.items()):
-        found = zlib.crc32(array.tobytes(), found)
-    return found
+        checksum = zlib.crc32(array.tobytes(), checksum)
+    return checksum
 
 
 def check_same(together: Together, own: Any) -> None:
-    """Errors: InputError in all processes of a run unless they pass the same value, which tells
-    what they have read."""
+    """Errors: InputError in all processes of a run unless they pass the same value, such as a
+    checksum of what they have read."""
     each = together.each(own)
     odd = next((rank for rank, other in enumerate(each) if other != each[0]), None)
     if odd is not None:
@@ -48,10 +48,10 @@ def check_same(together: Together, own: Any) -> None:
         )
 
 
-def with_ends(found: Iterator[dict[str, Array]]) -> Iterator[tuple[dict[str, Array], bool]]:
+def with_ends(items: Iterator[dict[str, Array]]) -> Iterator[tuple[dict[str, Array], bool]]:
     """Yields each batch, and True with the last one."""
-    batch = next(found, None)
+    batch = next(items, None)
     while batch is not None:
-        following = next(found, None)
+        following = next(items, None)
         yield batch, following is None
         batch = following

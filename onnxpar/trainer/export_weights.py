@@ -30,7 +30,8 @@ def export_weights(
     max_shard_size: int = SHARD_SIZE,
 ) -> int:
     """Writes the trained weights and running statistics of a checkpoint to a new folder, under the
-    names that they have in the model, or in torch if the exporter says it; returns their number.
+    names that they have in the model, or in torch if the exporter recorded these; returns their
+    number.
 
     checkpoint      a checkpoint, or a folder whose newest complete checkpoint is used
     output          the folder: `model.safetensors`, or several files and an index of them
@@ -42,20 +43,20 @@ def export_weights(
     save_file = library("safetensors.numpy").save_file
     if max_shard_size < 1:
         raise InputError(f"--max-shard-size {max_shard_size}: must be above 0")
-    found = Checkpoint.load(checkpoint)
-    weights = [slot for slot in found.slots if slot.kind in IN_MODEL]
+    source = Checkpoint.load(checkpoint)
+    weights = [slot for slot in source.slots if slot.kind in IN_MODEL]
     slots = {name: slot for slot in weights for name in slot.torch or [slot.input]}
-    sizes = {name: found.states.blank(slot.input).nbytes for name, slot in slots.items()}
+    sizes = {name: source.states.blank(slot.input).nbytes for name, slot in slots.items()}
     files = _files(sizes, max_shard_size)
     place = check_place(Path(output), _foreign)
-    about = {"format": "pt", "checkpoint": found.digest}
+    about = {"format": "pt", "checkpoint": source.digest}
     with writing(place), new_folder(place, _foreign) as folder:
         for file, held in files.items():
-            tensors = {name: _value(found, slots[name]) for name in held}
+            tensors = {name: _value(source, slots[name]) for name in held}
             save_file(tensors, folder / file, about)
         if len(files) > 1:
             digests = {f: hashlib.sha256((folder / f).read_bytes()).hexdigest() for f in files}
-            metadata = {"total_size": sum(sizes.values()), "checkpoint": found.digest}
+            metadata = {"total_size": sum(sizes.values()), "checkpoint": source.digest}
             index = {
                 "metadata": {**metadata, "sha256": digests},
                 "weight_map": {name: file for file, held in files.items() for name in held},
@@ -74,9 +75,9 @@ def library(module: str) -> Any:
         ) from None
 
 
-def _value(found: Checkpoint, slot: Slot) -> Array:
+def _value(source: Checkpoint, slot: Slot) -> Array:
     """A weight as torch has it."""
-    value = found.states.read(slot.input)
+    value = source.states.read(slot.input)
     return np.ascontiguousarray(value.T if slot.transposed else value)
 
 
@@ -97,6 +98,6 @@ def _files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
 
 
 def _foreign(folder: Path) -> str | None:
-    """Why a folder must not be replaced; None for one that has only what this module writes."""
+    """The reason why a folder must not be replaced; None if it has only files of this module."""
     other = [f.name for f in folder.iterdir() if f.suffix != ".safetensors" and f.name != INDEX]
     return f"has other files, such as {other[0]}" if other else None

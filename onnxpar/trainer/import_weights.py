@@ -23,14 +23,14 @@ from onnxpar.trainer.export_weights import INDEX, library
 
 def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProto) -> Values:
     """Returns the values of a step's parameters and statistics that a safetensors file has, or the
-    files of a folder. They are found by name: in torch, if the exporter says it, else in the model.
-    All names of one side may begin with further modules, such as `network.` of a wrapper. Weights
-    that the files lack are among the step's cautions. Errors: InputError."""
+    files of a folder. Weights are found by name: in torch, if the exporter recorded it, else in the
+    model. All names of one side may begin with further modules, such as `network.` of a wrapper.
+    Weights that the files lack are among the step's cautions. Errors: InputError."""
     files = _keys(Path(place))
     slots = {slot.input: slot for slot in step.slots if slot.kind in IN_MODEL}
     wanted = {name: list(slot.torch) or [name] for name, slot in slots.items()}
     more, less = _prefixes([n for names in wanted.values() for n in names], files)
-    found: dict[str, str] = {}
+    key_of: dict[str, str] = {}
     read: set[str] = set()
     for weight, names in wanted.items():
         keys = [more + name.removeprefix(less) for name in names if name.startswith(less)]
@@ -38,14 +38,14 @@ def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProt
         _check_equal(weight, keys, files)
         read.update(keys)
         if keys:
-            found[weight] = keys[0]
-    if not found:
+            key_of[weight] = keys[0]
+    if not key_of:
         some = ", ".join(sorted(names[0] for names in wanted.values())[:3])
         raise InputError(
             f"--weights {place}: none of its {len(files)} tensors, such as {min(files)!r}, has the "
             f"name of a weight of the step: {some}; give the weights of the same network"
         )
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in wanted if name not in key_of]
     if missing:
         some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         step.cautions.append(
@@ -61,9 +61,9 @@ def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProt
     stored = {t.name: t for t in model.graph.initializer}
 
     def value(name: str) -> NewValue | None:
-        if name not in found:
+        if name not in key_of:
             return None
-        key, shape = found[name], tuple(stored[name].dims)
+        key, shape = key_of[name], tuple(stored[name].dims)
         with _opened(files[key]) as file:
             own = tuple(file.get_slice(key).get_shape())
         is_transposed = slots[name].transposed
@@ -101,8 +101,8 @@ def _fill(file: Path, key: str, is_transposed: bool, target: Array) -> None:
 
 
 def _prefixes(wanted: Iterable[str], files: Mapping[str, Path]) -> tuple[str, str]:
-    """What names in the files begin with beyond those of the step, and the other way round: the
-    pair by which most are the same."""
+    """The prefix that names in the files have in addition to the step's names, and the other way
+    round: the pair with which most names are equal."""
     matches: Counter[tuple[str, str]] = Counter()
     ends: dict[str, list[str]] = {}
     for key in files:
@@ -118,7 +118,7 @@ def _prefixes(wanted: Iterable[str], files: Mapping[str, Path]) -> tuple[str, st
 
 
 def _ends(name: str) -> list[str]:
-    """A name without none, one, two ... of its first modules."""
+    """A name without its first 0, 1, 2 ... modules."""
     parts = name.split(".")
     return [".".join(parts[i:]) for i in range(len(parts))]
 
@@ -141,15 +141,15 @@ def _keys(place: Path) -> dict[str, Path]:
             f"--weights {place}: no such file or folder, or a folder without .safetensors files; "
             "save_pretrained writes such a folder"
         )
-    found: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
     for name in names:
         with _opened(name) as file:
-            found |= dict.fromkeys(file.keys(), name)
-    return found
+            by_name |= dict.fromkeys(file.keys(), name)
+    return by_name
 
 
 def _opened(path: Path) -> Any:
-    """A safetensors file that was opened. Errors: InputError, ModelError."""
+    """Opens a safetensors file. Errors: InputError, ModelError."""
     safetensors = library("safetensors")
     try:
         return safetensors.safe_open(path, framework="np")

@@ -24,7 +24,7 @@ Samples = (
     | Items
     | Callable[[], Items]
 )
-"""What training takes: a path, arrays by input name, samples, batches, or a function of them."""
+"""Training data: a path, arrays by input name, samples, batches, or a function of them."""
 
 
 def source_of(data: Any, needs: Needs) -> Source:
@@ -61,7 +61,7 @@ def source_of(data: Any, needs: Needs) -> Source:
 
 def _taken(data: Sequence[Any], rows: Array, needs: Needs) -> Chunk:
     numbers = [int(i) for i in rows]
-    if hasattr(data, "__getitems__"):  # by which torch reads several at once, where there is one
+    if hasattr(data, "__getitems__"):  # torch's optional method for several at once
         samples = data.__getitems__(numbers)
     else:
         samples = [data[i] for i in numbers]
@@ -81,7 +81,7 @@ class Stream:
         """Only the end of an epoch tells the number of samples."""
 
     def digest(self) -> str:
-        """There is none."""
+        """Returns "": there is no digest."""
         return ""
 
     def chunks(self, number: int, seed: int | None, first: int, size: int) -> Iterator[Chunk]:

@@ -39,7 +39,7 @@ class NotNeededError(OnnxparError):
 
 @dataclass(frozen=True)
 class LaunchedGeneration:
-    """The trainer of this rank; the interface is that of `Generations`."""
+    """The trainer of this rank; it has the interface of `Generations`."""
 
     trainer: Trainer
     run: Run
@@ -60,7 +60,7 @@ def launched_generation(
     par      the folder of the sharded step, for any number of ranks
     options  those of `Trainer`
 
-    Errors: as of `Trainer`; InputError if the run cannot be elastic; NotNeededError.
+    Errors: those of `Trainer`; InputError if the run cannot be elastic; NotNeededError.
     """
     folder = checkpoint_folder(run)
     with Deferred() as stop, ExitStack() as locks:
@@ -79,7 +79,7 @@ def launched_generation(
 
 
 def _for_ranks(ranks: int, par: Path, folder: Path, elastic: Elastic) -> Path:
-    """Returns the folder of the step for so many ranks or fewer. Errors: OnnxparError."""
+    """Returns the folder of the step for `ranks` ranks or fewer. Errors: OnnxparError."""
     if ranks < elastic.min_ranks:
         raise StrategyError(
             f"{ranks} processes were started, fewer than --min-ranks {elastic.min_ranks}"
@@ -91,8 +91,8 @@ def _for_ranks(ranks: int, par: Path, folder: Path, elastic: Elastic) -> Path:
 
 def _agreed(launched: Launched, par: Path, prepare: Callable[[], str]) -> Path:
     """Returns the folder that rank 0 prepares for all ranks: `par`, or one that all hosts see. If
-    it is for fewer than were started, tells this process so. Errors: NotNeededError if this rank
-    is none of them; OnnxparError."""
+    it is for fewer ranks than were started, sets this process's number of ranks. Errors:
+    NotNeededError if this rank is not among them; OnnxparError."""
     rank, size, store = launched.rank, launched.size, launched.store
     with World.create("elastic", rank, size, store, launched.bind_address, _PREPARING) as world:
         together = Together(rank, size, lambda payload: gather_bytes(world, payload, "plan"))

@@ -1,4 +1,4 @@
-"""Makes batches of samples; of a step for several lengths, of samples that are about as long."""
+"""Makes batches of samples; for a step for several lengths, of samples of similar length."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Shapes = Mapping[str, Sequence[int]]
 class Batches:
     """Makes batches for a step that reads `needs`.
 
-    lengths  the shapes of the inputs in the programs of the step, the shortest first; those of the
-             last are in `needs`
+    lengths  the shapes of the inputs in the programs of the step, the shortest first; the last are
+             also in `needs`
 
-    The length of a sample ends with the last value that is not the one which fills samples. So an
-    epoch has as many batches as without lengths: all are full but the last.
+    The length of a sample ends with its last value other than the fill value. So an epoch has as
+    many batches as without lengths: all are full but the last.
     """
 
     needs: Needs
@@ -31,16 +31,16 @@ class Batches:
 
     @staticmethod
     def of(needs: Needs, lengths: Sequence[Shapes]) -> Batches:
-        """Returns batches of these lengths. Errors: InputError if it is not known what fills the
-        samples of an input that is shorter in some."""
-        made = Batches(needs, sorted(lengths, key=_elements))
-        for name, _ in made._open:
+        """Returns batches of these lengths. Errors: InputError if an input that is shorter in some
+        of them has no fill value."""
+        batches = Batches(needs, sorted(lengths, key=_elements))
+        for name, _ in batches._open:
             if name in needs.dims and name not in needs.pad:
                 raise InputError(
                     f"the step has programs for shorter samples: say what fills those of {name!r} "
                     f"with --pad {name}=VALUE, by which their lengths are found"
                 )
-        return made
+        return batches
 
     @property
     def _open(self) -> list[tuple[str, int]]:
@@ -54,9 +54,9 @@ class Batches:
         ]
 
     def made(self, chunks: Iterable[Chunk], first: int = 0) -> Iterator[Chunk]:
-        """Yields the samples of chunks, which have at most a batch each, as batches, without the
+        """Yields the samples of chunks, which have at most a batch each, as batches; skips the
         `first` ones. The last batch may have fewer samples. Samples that fill no batch of their
-        length are in one with longer ones."""
+        length join a batch of longer samples."""
         for number, batch in enumerate(self._every(chunks)):
             if number >= first:
                 yield batch
@@ -79,10 +79,10 @@ class Batches:
         """Returns a full batch of some samples, if there are enough, and the rest, if there is
         one. Both parts have at most a batch."""
         needs, size = self.needs, self.needs.batch
-        found = [part for part in parts if part is not None]
-        if not found:
+        present = [part for part in parts if part is not None]
+        if not present:
             return None, None
-        joined = needs.joined(found)
+        joined = needs.joined(present)
         have = needs.count(joined)
         if have < size:
             return None, joined
@@ -120,11 +120,11 @@ class Batches:
     def _cut(self, batch: Chunk) -> Chunk:
         """Returns a batch as long as the shortest program that holds all of its samples."""
         shapes = self.lengths[self._numbers(batch).max()] if self.lengths else {}
-        found = {
+        shorter = {
             name: batch[name][tuple(slice(size) for size in shape)]
             for name, shape in shapes.items()
         }
-        return {name: np.ascontiguousarray(array) for name, array in {**batch, **found}.items()}
+        return {name: np.ascontiguousarray(array) for name, array in {**batch, **shorter}.items()}
 
 
 def _elements(shapes: Shapes) -> int:

@@ -163,11 +163,11 @@ class Record:
         step in the run, which checkpoints have in their names; `loss` is the name of the loss among
         the values."""
         value = f"loss is {self.values[loss]:.6g}"
-        found = [f"epoch: {self.epoch} step: {self.step}, {value} (step {self.total} of the run)"]
+        lines = [f"epoch: {self.epoch} step: {self.step}, {value} (step {self.total} of the run)"]
         if self.evaluation is not None:
             each = ", ".join(f"{name} is {value:.6g}" for name, value in self.evaluation.items())
-            found.append(f"epoch: {self.epoch} evaluation: {each}")
-        return found
+            lines.append(f"epoch: {self.epoch} evaluation: {each}")
+        return lines
 
 
 def records(
@@ -232,7 +232,7 @@ def records(
                 raise StoppedError(f"the run was asked to end; {last_checkpoint(run)}")
             if run.has_ended(progress):
                 break
-        if progress is before:  # of another batch size, the samples that are left may fill none
+        if progress is before:  # after a change of batch size, none may be full
             progress = _after_nothing(progress)
     if run.has_stalled(progress) and trainer.leads:
         tell(
@@ -326,18 +326,18 @@ def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
     measured = [trainer.measure(batch) for batch in batches(trainer.together, data, 0, None)]
     if not measured:
         raise InputError("--eval: the data has no batch; give an iterable with samples")
-    found = {}
+    means = {}
     for name in measured[0]:
         parts = [each[name] for each in measured if each[name][1]]
         if not parts:
             raise InputError(f"--eval: every label is {IGNORED}, which does not count; give labels")
-        found[name] = sum(mean * weight for mean, weight in parts) / sum(w for _, w in parts)
-    return found
+        means[name] = sum(mean * weight for mean, weight in parts) / sum(w for _, w in parts)
+    return means
 
 
 def last_checkpoint(run: Run, goes_on: bool = False) -> str:
-    """Says where the newest checkpoint of a run is that was stopped, and how to continue, unless it
-    goes on by itself."""
+    """Says where the newest checkpoint of a stopped run is and, unless the run goes on by itself,
+    how to continue."""
     if run.checkpoint is None:
         return "there is no checkpoint, because --checkpoint is not given"
     newest = list(checkpoints(run.checkpoint).values())[-1:]

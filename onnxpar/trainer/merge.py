@@ -44,21 +44,21 @@ def merge(
         return _merge(Checkpoint.load(checkpoint), path, Path(output), training, ema)
 
 
-def _merge(found: Checkpoint, path: Path, target: Path, training: bool, ema: bool) -> int:
+def _merge(checkpoint: Checkpoint, path: Path, target: Path, training: bool, ema: bool) -> int:
     proto = read_proto(path)
     if not target.parent.is_dir():
         raise OnnxparError(f"{target.parent}: no such folder for the output")
     refuse_overwriting({"model": path, "output": target})
     if not training:
         _to_inference(proto.graph)
-    slots = [slot for slot in found.slots if slot.kind in IN_MODEL]
+    slots = [slot for slot in checkpoint.slots if slot.kind in IN_MODEL]
     states = {slot.input: slot.input for slot in slots}
     if ema:
-        averages = {slot.of: slot.input for slot in found.slots if slot.kind == AVERAGE}
+        averages = {slot.of: slot.input for slot in checkpoint.slots if slot.kind == AVERAGE}
         if not averages:
             raise ModelError(
-                f"{found.path} has no moving averages; leave --ema out, or write the step with "
-                "`onnxpar grad --ema`"
+                f"{checkpoint.path} has no moving averages; leave --ema out, or write the step "
+                "with `onnxpar grad --ema`"
             )
         states |= averages
     stored = {slot.input: slot.stored or {slot.input: False} for slot in slots}
@@ -72,8 +72,8 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool, ema: boo
     for name in trained:
         if name not in tensors:
             raise ModelError(
-                f"{path} has no weight {name!r}, which the checkpoint {found.path} has; give the "
-                "model from which the step was written"
+                f"{path} has no weight {name!r}, which the checkpoint {checkpoint.path} has; give "
+                "the model from which the step was written"
             )
     for tensor in tensors.values():
         check_stored(tensor, path)
@@ -81,15 +81,15 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool, ema: boo
     def value(name: str) -> NewValue | None:
         if name not in trained:
             return None
-        blank = _oriented(found.states.blank(trained[name]), name in turned)
+        blank = _oriented(checkpoint.states.blank(trained[name]), name in turned)
         if list(blank.shape) != list(tensors[name].dims):
             raise ModelError(
                 f"{path}: {name!r} has the shape {list(tensors[name].dims)}, but "
-                f"{list(blank.shape)} in the checkpoint {found.path}"
+                f"{list(blank.shape)} in the checkpoint {checkpoint.path}"
             )
 
         def fill(whole: Array) -> None:
-            found.states.fill(trained[name], _oriented(whole, name in turned))
+            checkpoint.states.fill(trained[name], _oriented(whole, name in turned))
 
         return NewValue(blank.dtype, blank.shape, fill)
 

@@ -1,4 +1,4 @@
-"""What a step reads: the shape of each input, and how samples become arrays of these shapes."""
+"""The data that a step reads: the shape of each input, and how samples become such arrays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Needs:
         pad: Mapping[str, float] | None = None,
         labels: str | None = None,
     ) -> Needs:
-        """Returns what a step reads. Shorter `labels` are filled with labels that do not count,
+        """Returns the needs of a step. Shorter `labels` are filled with labels that do not count,
         unless `pad` says otherwise. Errors: InputError if `pad` names no input whose samples can be
         shorter, or a value that the input cannot have."""
         by_name = {port.name: port for port in ports}
@@ -111,9 +111,9 @@ class Needs:
         """Returns samples that are given as an array, or as a list of samples, for each input.
         Errors: InputError."""
         check_keys(values, self.ports, source)
-        found = {name: self._whole(name, values[name], source) for name in self.ports}
-        self.counted({name: array.shape for name, array in found.items()}, source)
-        return found
+        arrays = {name: self._whole(name, values[name], source) for name in self.ports}
+        self.counted({name: array.shape for name, array in arrays.items()}, source)
+        return arrays
 
     def _whole(self, name: str, value: Any, source: str) -> Array:
         if _is_list(value) and self.dims.get(name) == 0:
@@ -121,18 +121,18 @@ class Needs:
         return self.filled(name, self._array(name, value, source), source)
 
     def stacked(self, samples: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> Chunk:
-        """Returns samples of which each has a value for each input; the first one's are those that
-        all share. Errors: InputError, with the name of the sample's source."""
+        """Returns samples that each have a value for each input. Inputs that all samples share have
+        the value of the first one. Errors: InputError, with the name of the sample's source."""
         for sample, source in zip(samples, sources, strict=True):
             check_keys(sample, self.ports, source)
-        found = {}
+        arrays = {}
         for name in self.ports:
             if name in self.dims:
-                found[name] = self._stack(name, [sample[name] for sample in samples], sources)
+                arrays[name] = self._stack(name, [sample[name] for sample in samples], sources)
             else:
                 array = self._array(name, samples[0][name], sources[0])
-                found[name] = self.filled(name, array, sources[0])
-        return found
+                arrays[name] = self.filled(name, array, sources[0])
+        return arrays
 
     def _stack(self, name: str, values: Sequence[Any], sources: Sequence[str]) -> Array:
         at, rows = self.dims[name], []
@@ -144,7 +144,7 @@ class Needs:
 
     def _array(self, name: str, value: Any, source: str) -> Array:
         """Returns a value as an array. Only Python's numbers and lists, which have no dtype, get
-        that of the input. Errors: InputError."""
+        the input's dtype. Errors: InputError."""
         try:
             array = np.asarray(value)
         except (ValueError, TypeError, RuntimeError) as error:  # the latter are torch's
@@ -202,10 +202,10 @@ def converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:
     if array.dtype.kind not in "biuf":
         raise InputError(f"{what} has the type {array.dtype.name}; the step needs {dtype.name}")
     with np.errstate(invalid="ignore", over="ignore"):
-        found = array.astype(dtype)
-    if dtype.kind in "biu" and not (found == array).all():
+        result = array.astype(dtype)
+    if dtype.kind in "biu" and not (result == array).all():
         raise InputError(f"{what} has numbers that {dtype.name} cannot hold")
-    return found
+    return result
 
 
 def _depth(value: Any) -> int:

@@ -62,7 +62,7 @@ def _open(file: Path, group: int, count: int, needs: Needs) -> Take:
 
 
 def _read(file: Path, read: Any) -> Any:
-    """Returns what `read` makes of a Parquet file. Errors: InputError."""
+    """Returns `read` of an open Parquet file. Errors: InputError."""
     import pyarrow
     import pyarrow.parquet
 
@@ -119,6 +119,6 @@ def _lists(column: Any, sizes: Sequence[int], name: str, needs: Needs, source: s
         raise InputError(f"{what} has a list of {odd[0]}; the step needs {size}{remedy}")
     if (lengths == size).all():
         return inner.reshape(len(column), size, *sizes[1:])
-    found = np.full((len(column), size, *sizes[1:]), needs.pad[name]).astype(inner.dtype)
-    found[np.arange(size) < lengths[:, None]] = inner
-    return found
+    filled = np.full((len(column), size, *sizes[1:]), needs.pad[name]).astype(inner.dtype)
+    filled[np.arange(size) < lengths[:, None]] = inner
+    return filled

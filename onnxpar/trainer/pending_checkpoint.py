@@ -41,8 +41,8 @@ class PendingCheckpoint:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Returns True once the checkpoint is complete, False if it is not after so many seconds.
-        Errors: OnnxparError if it cannot be completed; then nothing is left of it."""
+        """Returns True once the checkpoint is complete, False if it is not after `seconds`. Errors:
+        OnnxparError if it cannot be completed; then nothing is left of it."""
         if not self._has_ended.wait(seconds):
             return False
         if self._error is not None:
@@ -50,8 +50,8 @@ class PendingCheckpoint:
         return True
 
     def abandon(self, seconds: float) -> None:
-        """Gives the ranks so many seconds to finish, and then gives the checkpoint up, unless all
-        have written. Returns when the checkpoint is complete, or nothing is left of it."""
+        """Waits up to `seconds` for the ranks, and then gives the checkpoint up, unless all have
+        written. Returns when the checkpoint is complete, or nothing is left of it."""
         self._has_ended.wait(seconds)
         self._is_abandoned.set()
         self._thread.join(STALLED)
@@ -94,7 +94,7 @@ class PendingCheckpoint:
             self._is_abandoned.wait(min((time.monotonic() - start) / 8 + 0.001, _LOOK))
 
     def _look(self) -> int:
-        """Takes note of the ranks that have written; returns the bytes in the folder. Errors:
+        """Records the ranks that have written; returns the bytes in the folder. Errors:
         OnnxparError if a rank cannot write."""
         sizes = _sizes_in(self._written)
         for rank in range(self._ranks):
@@ -105,9 +105,9 @@ class PendingCheckpoint:
 
 def _sizes_in(folder: Path) -> dict[str, int]:
     """The sizes of the files in a folder, by name. Errors: OnnxparError."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     with writing(folder), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):  # it has just got another name
-                found[entry.name] = entry.stat().st_size
-    return found
+                sizes[entry.name] = entry.stat().st_size
+    return sizes

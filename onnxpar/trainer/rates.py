@@ -66,7 +66,7 @@ ENDING = ("linear", "cosine", "polynomial", "wsd")
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate of a run of so many steps; None if only its end tells how many."""
+    """The learning rate of a run of `steps` steps; None if only its end tells the number."""
 
     peak: float
     steps: int | None

@@ -1,4 +1,4 @@
-"""Folders of training data: files of NumPy arrays, of which one shard at a time is in memory."""
+"""Folders of training data: files of NumPy arrays; one shard at a time is in memory."""
 
 from __future__ import annotations
 
@@ -74,24 +74,24 @@ def _npy_shards(folder: Path, needs: Needs) -> Shards:
                 )
     shards = []
     for key in sorted(each[first]) if first else ():
-        files = {name: found.get(key) or found[""] for name, found in each.items()}
+        files = {name: by_key.get(key) or by_key[""] for name, by_key in each.items()}
         shapes = {name: _mapped(file).shape for name, file in files.items()}
         count = needs.counted(shapes, str(folder / first / key) if key else str(folder))
         shards.append(Shard(count, partial(partial, _take_npy, files, shapes, needs)))
-    every = sorted({file for found in each.values() for file in found.values()})
+    every = sorted({file for by_key in each.values() for file in by_key.values()})
     return Shards(shards, lambda: digest_of_files(every, folder, needs))
 
 
 def _npy_files(folder: Path, name: str, has_samples: bool) -> dict[str, Path]:
-    """Returns the files of an input by their names in its folder; "" is the name of one beside it.
-    Errors: InputError if there is none."""
+    """Returns the files of an input by their names in its folder; the key "" is a file beside the
+    folder. Errors: InputError if there is none."""
     file, inner = folder / f"{name}.npy", folder / name
     if file.is_file():
         return {"": file}
     if has_samples and inner.is_dir():
-        found = {key: inner / key for key in _names(inner) if key.endswith(".npy")}
-        if found:
-            return found
+        files = {key: inner / key for key in _names(inner) if key.endswith(".npy")}
+        if files:
+            return files
     or_folder = f", or a folder {name} of .npy files" if has_samples else ""
     raise InputError(f"{folder} has no array for the input {name!r}; give {file}{or_folder}")
 
@@ -100,9 +100,9 @@ def _mapped(file: Path) -> Array:
     """Returns an array whose elements the system reads from the file when they are used. Errors:
     InputError."""
     try:
-        found = np.load(file, mmap_mode="r", allow_pickle=False)
-        if isinstance(found, np.ndarray):
-            return found.view(np.ndarray)
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        if isinstance(array, np.ndarray):
+            return array.view(np.ndarray)
     except OSError as error:
         raise InputError(cannot_read(file, error, "give a .npy file")) from error
     except (ValueError, EOFError, ArithmeticError, MemoryError, *PARSING) as error:

@@ -1,4 +1,4 @@
-"""Where the samples of an epoch come from, and in which order."""
+"""Sources of the samples of an epoch, and their order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxpar.base.unreadable import cannot_read
 from onnxpar.trainer.needs import Chunk, Needs
 
 _DIGESTED = 1 << 28
-"""Most bytes of data of which a digest reads all."""
+"""Most bytes of data that a digest reads completely."""
 _BLOCK = 1 << 16
 """Bytes that the digest of a larger file reads at a place."""
 Take = Callable[[Array], Chunk]
@@ -30,10 +30,10 @@ class Source(Protocol):
 
     @property
     def count(self) -> int | None:
-        """Their number; None if only the end of an epoch tells."""
+        """The number of samples; None if only the end of an epoch tells."""
 
     def digest(self) -> str:
-        """Returns a digest of them; "" if there is none."""
+        """Returns a digest of the samples; "" if there is none."""
 
     def chunks(self, number: int, seed: int | None, first: int, size: int) -> Iterator[Chunk]:
         """Yields the samples of epoch `number`, after its `first` ones, in chunks of up to `size`;
@@ -42,8 +42,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """Some of the samples. `open` makes them ready to be taken in any order, until what it returns
-    is dropped."""
+    """Some of the samples. `open` returns a function that takes samples in any order; dropping it
+    closes the shard."""
 
     count: int
     open: Callable[[], Take]
@@ -94,16 +94,16 @@ def in_memory(chunk: Chunk, needs: Needs) -> Shards:
 
 def _digest_of_arrays(arrays: Chunk, needs: Needs) -> str:
     """Returns a digest of arrays: of every byte up to 256 MiB, else of 4,096 samples."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     is_large = sum(a.nbytes for a in arrays.values()) > _DIGESTED
     for name, array in sorted(arrays.items()):
-        found.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         parts = array
         if is_large and name in needs.dims:
             at = np.linspace(0, needs.count(arrays) - 1, 4096).astype(np.int64)
             parts = np.take(array, at, needs.dims[name])
-        found.update(np.ascontiguousarray(parts).tobytes())
-    return found.hexdigest()[:16]
+        digest.update(np.ascontiguousarray(parts).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def check_unchanged(file: Path, is_same: bool) -> None:
@@ -115,19 +115,19 @@ def check_unchanged(file: Path, is_same: bool) -> None:
 def digest_of_files(files: Sequence[Path], root: Path, needs: Needs) -> str:
     """Returns a digest of the names, sizes and bytes of files, and of how their samples are filled:
     of every byte up to 256 MiB, else of 4,096 places. Errors: InputError."""
-    found = hashlib.sha256(str(sorted(needs.pad.items())).encode())
+    digest = hashlib.sha256(str(sorted(needs.pad.items())).encode())
     blocks = max(4096 // len(files), 2)
     for file in files:
         try:
             size = os.stat(file).st_size
-            found.update(f"{file.relative_to(root)} {size}".encode())
+            digest.update(f"{file.relative_to(root)} {size}".encode())
             with file.open("rb", buffering=0) as source:
                 if size <= _DIGESTED // len(files):
-                    found.update(source.read())
+                    digest.update(source.read())
                     continue
                 for at in np.linspace(0, max(size - _BLOCK, 0), blocks).astype(np.int64):
                     source.seek(int(at))
-                    found.update(source.read(_BLOCK))
+                    digest.update(source.read(_BLOCK))
         except OSError as error:
             raise InputError(cannot_read(file, error)) from error
-    return found.hexdigest()[:16]
+    return digest.hexdigest()[:16]

@@ -1,5 +1,5 @@
-"""A sharded training step for any number of ranks: the one that a run began with, and others that
-are made of the same model by the same request when they are needed."""
+"""A sharded training step for any number of ranks: the one that a run began with, and others, made
+from the same model by the same request when needed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from onnxpar.planner.request import model_digest, requests_for
 from onnxpar.runtime.session.bundle import Bundle
 
 _WITHOUT = "topology"
-"""The option that may list a device for each rank, and so does not fit more."""
+"""The option that may list a device for each rank, and so fits no other number of ranks."""
 
 
 class StepPlans:
     """Finds or makes the folder of a step for a number of ranks.
 
     par     the folder that `onnxpar shard` wrote
-    folder  where others are put, under names such as `ranks_0003.par`
+    folder  where further folders are put, under names such as `ranks_0003.par`
     model   the step that was sharded; default: the file of its name beside `par`
     tell    called with a line when a step is sharded
 
@@ -61,8 +61,8 @@ class StepPlans:
         return [self._model.parent / name for name in self._shorter]
 
     def at_most(self, ranks: int, least: int) -> Path:
-        """Returns the folder of the step for so many ranks or, if there is no plan for these, for
-        the next smaller number, down to `least`. Errors: StrategyError if there is none for any;
+        """Returns the folder of the step for `ranks` ranks or, without a plan for these, for the
+        next smaller number, down to `least`. Errors: StrategyError without a plan for any;
         ModelError if the model has changed."""
         reason = ""
         for count in range(ranks, least - 1, -1):
@@ -79,7 +79,7 @@ class StepPlans:
         )
 
     def _for(self, ranks: int) -> Path:
-        """Returns the folder for so many ranks, made now unless it is there. Errors:
+        """Returns the folder for `ranks` ranks; makes it unless it exists. Errors:
         StrategyError."""
         # A pass imports onnxpar.training, whose entrance imports this module.
         from onnxpar.planner.plan_options import options_of
@@ -105,23 +105,23 @@ class StepPlans:
         raise failed
 
     def _requests(self, ranks: int) -> list[dict[str, Any]]:
-        """The requests to try for so many ranks: first all of them as they are."""
+        """The requests to try for `ranks` ranks: first all as they are, then without `topology`."""
         mesh = self._bundle.mesh
-        found = list(requests_for(self._request["options"], mesh, ranks))
-        bare = [{n: v for n, v in one.items() if n != _WITHOUT} for one in found]
-        return found + (bare if bare != found else [])
+        requests = list(requests_for(self._request["options"], mesh, ranks))
+        bare = [{n: v for n, v in one.items() if n != _WITHOUT} for one in requests]
+        return requests + (bare if bare != requests else [])
 
     def _is_made(self, target: Path, tries: list[dict[str, Any]]) -> bool:
-        """True if a folder has the same step for one of these requests, complete."""
+        """True if a folder has the complete step for one of these requests."""
         try:
             bundle = Bundle.load(target)
             bundle.files.check_complete()
         except ModelError:
             return False
-        made = bundle.data.get("request") or {}
+        request = bundle.data.get("request") or {}
         parts = "sha256", "shorter"
-        same = [made.get(part) for part in parts] == [self._request.get(part) for part in parts]
-        return same and made.get("options") in tries
+        same = [request.get(part) for part in parts] == [self._request.get(part) for part in parts]
+        return same and request.get("options") in tries
 
     def _check_model(self) -> None:
         """Errors: ModelError if the model is not the one that was sharded."""

@@ -52,7 +52,7 @@ from onnxpar.trainer.together import Together
 from onnxpar.trainer.write_checkpoint import begin, discard, finish, remove
 
 _MOMENT = 0.5
-"""Seconds after which processes that wait for a checkpoint tell each other that they still do."""
+"""Seconds between two exchanges of processes that wait for a checkpoint."""
 _CLOSING = 10.0
 """Seconds that a checkpoint gets to be completed when its trainer closes."""
 
@@ -78,13 +78,14 @@ class Trainer(Closing):
         self.problem = ""
         """Why the last step changed no state; "" if it did."""
         self._restored: frozenset[str] = frozenset()
-        """The frozen weights that a checkpoint had, which the next ones therefore have, too."""
+        """The frozen weights of the loaded checkpoint, which later checkpoints therefore have,
+        too."""
         self._is_whole: dict[Path, bool] = {}
         self._held: set[Path] = set()
         self._locks: list[FolderLock] = []
         self._given = held
         self._pending: PendingCheckpoint | None = None
-        """On rank 0, what completes the checkpoint that `async_save` began last."""
+        """On rank 0, the pending checkpoint that `async_save` began last."""
         self._unfinished: tuple[Path, Progress] | None = None
         """The folder and the progress of that checkpoint, until `finish_save`."""
         self.spec: Step
@@ -105,7 +106,7 @@ class Trainer(Closing):
 
     @property
     def data(self) -> list[NodeArg]:
-        """The inputs for which a batch needs arrays; of a step for several lengths, as long as the
+        """The inputs for which a batch needs arrays; for a step for several lengths, with the
         longest."""
         ports = [self.bundle.inputs[name] for name in self.spec.data]
         longest = self._lengths[-1] if self._lengths else {}
@@ -116,24 +117,24 @@ class Trainer(Closing):
         """The shapes of these inputs in each program of a step for several lengths, the shortest
         first."""
         bundle = self.bundle
-        found = []
+        lengths = []
         for sizes in bundle.programs:
             at = dict(zip(bundle.symbols, sizes, strict=True))
             shapes = {name: bundle.inputs[name].shape_at(at) for name in self.spec.data}
-            found.append({n: tuple(size or 0 for size in shape) for n, shape in shapes.items()})
-        return found
+            lengths.append({n: tuple(size or 0 for size in shape) for n, shape in shapes.items()})
+        return lengths
 
     def batches_of(
         self, data: Samples, trains: bool = True, pad: Mapping[str, float] | None = None
     ) -> Data:
-        """Returns samples as batches for training, or for evaluation: those of a file or folder,
-        arrays by input name, or an iterable or function of samples or batches, as `train` takes
-        them. `pad` fills shorter samples, by input. Errors: InputError."""
+        """Returns samples as batches for training, or for evaluation: from a file or folder, from
+        arrays by input name, or from an iterable or function of samples or batches, as in `train`.
+        `pad` fills shorter samples, by input. Errors: InputError."""
         rest = Rest.of(self.spec, trains)
-        given = self.spec.batch, rest, pad, self.spec.labels, self._lengths
-        found = Data.of(data, self.data, *given)
-        self._check_labels(found.arrays)
-        return found
+        options = self.spec.batch, rest, pad, self.spec.labels, self._lengths
+        batches = Data.of(data, self.data, *options)
+        self._check_labels(batches.arrays)
+        return batches
 
     def _check_labels(self, arrays: Mapping[str, Array]) -> None:
         """Errors: InputError for a label that is no class. onnxruntime takes -1 for the last."""
@@ -156,16 +157,16 @@ class Trainer(Closing):
         """
         names = [self.spec.loss, *self.spec.metrics]
         values = self.run(names, batch, rate, seed)
-        found = dict(zip(names, map(float, values), strict=True))
-        if not isfinite(found[self.spec.loss]) and not found.get(SKIPPED):
+        metrics = dict(zip(names, map(float, values), strict=True))
+        if not isfinite(metrics[self.spec.loss]) and not metrics.get(SKIPPED):
             raise DivergenceError(self.problem)
-        return {**found, SKIPPED: 1.0} if self.problem else found
+        return {**metrics, SKIPPED: 1.0} if self.problem else metrics
 
     def run(
         self, names: Sequence[str], batch: Mapping[str, Array], rate: float, seed: int | None = None
     ) -> list[Array]:
-        """Takes one step like `step`, and returns the outputs `names` as global arrays. What is not
-        finite is only said in `problem`. Errors: InputError, RankError."""
+        """Takes one step like `step`, and returns the outputs `names` as global arrays. Numbers
+        that are not finite are only reported in `problem`. Errors: InputError, RankError."""
         port = self.bundle.inputs[self.spec.rate]
         feeds = {**self._fed(batch), self.spec.rate: np.asarray(rate, port.dtype)}
         if self.spec.seed is not None:
@@ -181,7 +182,7 @@ class Trainer(Closing):
         return [values[name] for name in names]
 
     def _problem(self, values: Mapping[str, Array]) -> str:
-        """Why a step must not change the states; empty if it may."""
+        """The reason why a step must not change the states; empty if it may."""
         if values.get(SKIPPED):
             return "gradients are not finite"
         if not isfinite(loss := float(values[self.spec.loss])):
@@ -214,8 +215,8 @@ class Trainer(Closing):
         """Like `evaluate`; also returns the weight of each mean among those of other batches, which
         may be longer: the number of elements that count."""
         names = self.spec.evaluation
-        found = self.session.run(names, self._fed(batch))
-        values = dict(zip(names, map(float, found), strict=True))
+        outputs = self.session.run(names, self._fed(batch))
+        values = dict(zip(names, map(float, outputs), strict=True))
         each = batch.get(self.spec.labels or self.spec.target or "")
         size = 1 if each is None else np.size(each)
         shares = {
@@ -256,8 +257,8 @@ class Trainer(Closing):
         folder = Path(folder)
         with self._begun(folder, progress) as written:
             files = self.session.states.save(written)
-            given = self.steps, self.bundle, self._saved, files
-            self.together.first(lambda: finish(written, progress, *given))
+            arguments = self.steps, self.bundle, self._saved, files
+            self.together.first(lambda: finish(written, progress, *arguments))
         self._note(folder, progress)
 
     def async_save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
@@ -363,9 +364,9 @@ class Trainer(Closing):
         """Sets all states from a checkpoint, or from the newest complete one in a folder; returns
         the checkpoint. It may be from a run on another mesh, or with another compression of
         gradients; with `allow_changed`, also from a step that trains other weights or keeps other
-        states: what this step does not keep is left out, and if it keeps more, the optimizer starts
-        anew. Errors: ModelError if it belongs to another step, or if the
-        processes pass different checkpoints."""
+        states: states that this step does not keep are left out; if it keeps others, the optimizer
+        starts anew. Errors: ModelError if it belongs to another step, or if the processes pass
+        different checkpoints."""
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = self.find(checkpoint)
         each = self.together.each([checkpoint.digest, str(checkpoint.path)])
@@ -482,7 +483,7 @@ def _first(names: Sequence[str], of: str, what: str) -> str:
 
 
 def _not_here(slots: Sequence[Slot]) -> str:
-    """Says what a checkpoint has that a step does not keep, and the remedy."""
+    """Names a state of a checkpoint that a step does not keep, and the remedy."""
     trained = [slot.input for slot in slots if slot.kind == "parameter"]
     if not trained:
         return (

@@ -53,8 +53,8 @@ def finish(
 ) -> None:
     """Completes a checkpoint after all ranks have written their states to the folder `written`:
     writes checkpoint.json, with the digests `files` and the number of steps `taken`, and gives the
-    folder its final name. Replaces
-    a checkpoint of that name, which stays complete until then. Errors: OnnxparError."""
+    folder its final name. Replaces a checkpoint of that name, which stays complete until then.
+    Errors: OnnxparError."""
     layouts = {slot.input: bundle.inputs[slot.input].layout for slot in step.slots}
     data: Mapping[str, Any] = {
         "format": FORMAT,
@@ -86,7 +86,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 _TRIES = 10
-"""How often it is tried to remove a folder, to which ranks that still write may add a file."""
+"""Attempts to remove a folder: ranks that still write may add files to it."""
 
 
 def discard(left: Path) -> None:

@@ -103,8 +103,8 @@ class _Iterations:
     ) -> list[Value]:
         """Adds a Scan that sums up the values `sums` over the micro-batches, and carries `running`,
         pairs of a running statistic and its next value, from one iteration to the next. `known` are
-        pairs of a tensor and what is read in its place. Returns the totals and the last statistics;
-        adds nothing if there are no sums."""
+        pairs of a tensor and the tensor that is read in its place. Returns the totals and the last
+        statistics; adds nothing if there are no sums."""
         if not sums:
             return []
         self.graph.nodes = list(self.nodes)
@@ -116,13 +116,13 @@ class _Iterations:
         split = [t for t in self.split if t.name in read]
         self.graph.nodes = []
         totals = [outside.zeros(v.shape, v.dtype) for v in sums]
-        given = [*totals, *(outside.value(before) for before, _ in running)]
+        initial = [*totals, *(outside.value(before) for before, _ in running)]
         sequences = [self._micro_batches(outside, tensor) for tensor in split]
         sequences.append(outside.constant(np.arange(self.count, dtype=np.int64)))
-        shapes = [*(v.shape for v in given), *(v.shape[1:] for v in sequences)]
-        for value, shape in zip((*given, *sequences), shapes, strict=True):
+        shapes = [*(v.shape for v in initial), *(v.shape[1:] for v in sequences)]
+        for value, shape in zip((*initial, *sequences), shapes, strict=True):
             body.inputs.append(gs.Variable(inside.fresh("given"), value.dtype, list(shape)))
-        states, elements = body.inputs[: len(given)], body.inputs[len(given) :]
+        states, elements = body.inputs[: len(initial)], body.inputs[len(initial) :]
         instead: dict[int, gs.Tensor] = {id(tensor): other for tensor, other in known}
         instead |= {id(tensor): element for tensor, element in zip(split, elements, strict=False)}
         instead |= {
@@ -132,7 +132,7 @@ class _Iterations:
         iteration = inside.value(elements[-1])
         if self.seed is not None:
             instead[id(self.seed)] = (inside.value(self.seed) * self.count + iteration).tensor
-        if self.samples is not None:  # a micro-batch has those behind the ones before it
+        if self.samples is not None:  # the samples after those of earlier micro-batches
             before = iteration.cast(np.float32) * float(self.batch)
             instead[id(self.samples)] = (inside.value(self.samples) - before).tensor
         instead |= self._read_inside(inside, old, instead)
@@ -148,7 +148,7 @@ class _Iterations:
             gs.Variable(f"{name}:{i}", value.dtype, list(value.shape))
             for i, value in enumerate(ends)
         ]
-        operands = [v.tensor for v in (*given, *sequences)]
+        operands = [v.tensor for v in (*initial, *sequences)]
         attrs = {"body": body, "num_scan_inputs": len(sequences)}
         self.graph.nodes.append(gs.Node("Scan", name, attrs, operands, results))
         self.added += self.graph.nodes
@@ -167,8 +167,8 @@ class _Iterations:
         self, inside: Builder, nodes: Sequence[gs.Node], known: Mapping[int, gs.Tensor]
     ) -> dict[int, gs.Tensor]:
         """Adds an Identity to the body for each parameter that nodes read, and returns the results
-        by id of the parameter. Because of them, a sharded parameter can be gathered in each
-        iteration instead of once before the loop."""
+        by id of the parameter. With them, a sharded parameter can be gathered in each iteration
+        instead of once before the loop."""
         weights = {id(t): t for t in self.graph.inputs if getattr(t, "onnx_default", None)}
         read = {id(t): t for n in nodes for t in n.inputs if id(t) in weights.keys() - known.keys()}
         return {key: inside.value(tensor).op("Identity").tensor for key, tensor in read.items()}

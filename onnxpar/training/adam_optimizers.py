@@ -1,5 +1,5 @@
-"""Adam and its relatives, which step along moving averages of gradients over roots of those of
-squares."""
+"""Adam and its relatives: steps along a moving average of gradients, divided by the root of a
+moving average of their squares."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Moments(Optimizer):
         return mean, state["exp_avg_sq"] * self.beta2 + g * g * (1 - self.beta2)
 
     def corrections(self, g: Value, step: Value | None) -> tuple[Value, Value]:
-        """Returns by what the averages are divided, because they started as zeros."""
+        """Returns the bias corrections: divisors of the averages, which started as zeros."""
         assert step is not None
         of_mean, of_square = (
             (1.0 - step.builder.constant(beta, step.dtype) ** step).cast(g.dtype)
@@ -49,7 +49,7 @@ class Moments(Optimizer):
         return along, {"exp_avg": mean, "exp_avg_sq": square, **following}
 
     def kept(self, square: Value, state: State) -> Update:
-        """Returns the average of squares by which Adam divides, and what more it keeps of it."""
+        """Returns the average of squares by which Adam divides, and further state for it."""
         return square, {}
 
 
@@ -61,7 +61,7 @@ class Adam(Moments):
     amsgrad: bool = False
 
     def slots(self, shape: Sequence[int]) -> Slots:
-        """The moving averages, and the largest of squares."""
+        """The moving averages, and the largest average of squares."""
         more = {"max_exp_avg_sq": shape} if self.amsgrad else {}
         return {**super().slots(shape), **more}
 

@@ -116,16 +116,16 @@ class Backward:
     running     pairs of a running statistic, also such an input, and its next value
     scale       the factor by which gradients must be divided
     rows        the looked-up rows, by lazily trained table; the gradient of such a table is by slot
-    sample      the sampled classes, if the loss is that of a sample
-    targets     the inputs that the loss compares the output with, by what they are
-    counts      by what means over labels are divided: in a graph for one of several micro-batches,
-                its own part, in place of which `accumulate` puts the sum over all
+    sample      the sampled classes, if the loss is over a sample of them
+    targets     the inputs that the loss compares the output with, by role
+    counts      divisors of means over labels. In a graph for one of several micro-batches: its own
+                count, which `accumulate` replaces by the sum over all
     averages    the moving averages of the parameters, as graph inputs, by parameter; empty if there
                 are none
     weights_of  the weight of each mean of an evaluation, by name, if not all labels count
     cautions    sentences on gradients that may differ from torch's
     batch       the batch; None if there is none
-    frozen      the weights that the user's choice alone keeps from being trained, as graph inputs
+    frozen      the weights that only the user's choice keeps from training, as graph inputs
     """
 
     loss: Value
@@ -267,8 +267,8 @@ def add_backward(
 
 
 class _Means:
-    """Divides the sums of a batch, or of one of `turns` micro-batches, by how much counts on all
-    ranks of a program."""
+    """Divides the sums of a batch, or of one of `turns` micro-batches, by the number of elements
+    that count on all ranks of a program."""
 
     def __init__(self, graph: gs.Graph, program: Program, turns: int) -> None:
         self.graph, self.program = graph, program
@@ -280,7 +280,7 @@ class _Means:
         return mean.of(self.count_of(mean), self.turns * self.program.count)
 
     def count_of(self, mean: Mean) -> Value | None:
-        """Returns by what the sum is divided; None if all counts."""
+        """Returns the divisor of the sum; None if all elements count."""
         if mean.count is None:
             return None
         key = id(mean.count)
@@ -335,17 +335,17 @@ def _add_gradients(
     ends = [block.after for block in blocks]
     dense = [p for p in parameters if p.name not in lazy]
     looked_up = [node.outputs[0] for nodes in lazy.values() for node in nodes]
-    found = gradients(graph, {loss.name: seed}, [*dense, *ends, *looked_up])
-    followed = {t.name: found.pop(t.name) for t in ends}
+    by_name = gradients(graph, {loss.name: seed}, [*dense, *ends, *looked_up])
+    followed = {t.name: by_name.pop(t.name) for t in ends}
     recompute(graph, forward, blocks, {n: g for n, g in followed.items() if g is not None})
     values: dict[str, Value] = {}
     rows: dict[str, Rows] = {}
     for parameter in parameters:
         name = parameter.name
-        gradient = found.get(name)
+        gradient = by_name.get(name)
         if name in lazy and sample is not None and name == sample.table:
-            gradient, rows[name] = sampled_gradient(sample, parameter, found)
-        elif name in lazy and (of_rows := lookup_gradient(graph, parameter, lazy[name], found)):
+            gradient, rows[name] = sampled_gradient(sample, parameter, by_name)
+        elif name in lazy and (of_rows := lookup_gradient(graph, parameter, lazy[name], by_name)):
             gradient, rows[name] = of_rows
         if gradient is not None:
             values[name] = gradient
@@ -396,8 +396,8 @@ def _free_names(graph: gs.Graph) -> dict[str, str]:
                 f"the model has a tensor {LOSS!r}, a name that the step needs; rename the tensor"
             )
     nodes = list(all_nodes(graph))
-    made = {t.name for node in nodes for t in node.outputs}
-    taken = {n for n in made if n in PORTS or n.endswith(ENDINGS)}
+    results = {t.name for node in nodes for t in node.outputs}
+    taken = {n for n in results if n in PORTS or n.endswith(ENDINGS)}
     bounds = [t for scope in scopes(graph) for t in (*scope.inputs, *scope.outputs)]
     tensors = [*bounds, *(t for node in nodes for t in (*node.inputs, *node.outputs))]
     for tensor in {id(t): t for t in tensors}.values():

@@ -1,8 +1,9 @@
 """Finds which dimension of each input numbers the samples of a batch.
 
-It is the one from which the first dimension of the labels or of the target comes: the sharding
-rules say how dimensions of operands and results share factors. If the loss is an output of the
-model, it is the dimension that all nodes keep apart until a mean or sum over it ends in the loss.
+It is the dimension from which the first dimension of the labels or of the target comes: the
+sharding rules say how dimensions of operands and results share factors. If the loss is an output of
+the model, the batch is the dimension that all nodes keep apart until a mean or sum over it ends in
+the loss.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ Atoms = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of `size` samples. `dims` are the dimensions that number them, by input; inputs that
-    are not in it are the same for all samples. `of_labels` is the dimension of the labels or of the
-    target."""
+    """A batch of `size` samples. `dims` are the dimensions that number them, by input; other inputs
+    are the same for all samples. `of_labels` is the dimension of the labels or of the target."""
 
     size: int
     dims: Mapping[str, int]
@@ -46,8 +46,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Compared:
-    """The tensor that a loss compares with labels or a target, and its dimensions that these
-    have; none if it is the loss itself."""
+    """The tensor that a loss compares with labels or a target, and its dimensions that they share;
+    none if the tensor is the loss itself."""
 
     tensor: gs.Tensor
     axes: Sequence[int] = ()
@@ -64,22 +64,23 @@ def find_batch(
     """Returns the batch of a model with these inputs; None if it has none.
 
     given        dimensions that the user gives, by input, labels or target; None: has no batch
-    one_program  False for the program of one of several ranks, of which only sizes tell
+    one_program  False for the program of one of several ranks: then only sizes tell the batch
     grows        True if a step has several such batches
 
-    Errors: StrategyError if it cannot be told, or for a dimension that an input does not have.
+    Errors: StrategyError if the batch cannot be told, or for a dimension that an input does not
+    have.
     """
     _check(fed, compared, given)
     inputs = [t for t in fed if t.shape and given.get(t.name, 0) is not None]
     if not inputs:
         return None
-    found = {t.name: k for t in inputs if (k := given.get(t.name)) is not None}
+    chosen = {t.name: k for t in inputs if (k := given.get(t.name)) is not None}
     search = _Search(graph, inputs, compared) if one_program else None
-    atoms = search.atoms(found) if search else None
+    atoms = search.atoms(chosen) if search else None
     if search is None or atoms is None:
-        dims = _by_size(inputs, found, compared, grows)
+        dims = _by_size(inputs, chosen, compared, grows)
     else:
-        dims = search.dims(atoms) | found
+        dims = search.dims(atoms) | chosen
     sizes = {name: int(t.shape[dims[name]]) for t in inputs if (name := t.name) in dims}
     if len(set(sizes.values())) > 1:
         text = ", ".join(f"{size} of {name!r}" for name, size in sizes.items())
@@ -113,8 +114,8 @@ def _check(fed: Sequence[gs.Variable], compared: Compared, given: Mapping[str, i
 def _by_size(
     inputs: Sequence[gs.Variable], given: Mapping[str, int], compared: Compared, grows: bool
 ) -> dict[str, int]:
-    """Returns the first dimensions, if all have the same size; or, of a batch that does not grow,
-    those that have that of the labels or of the target. Errors: StrategyError."""
+    """Returns the first dimension of each input, if all have the same size; or, for a batch that
+    does not grow, those with the size of the labels or of the target. Errors: StrategyError."""
     dims = {t.name: given.get(t.name, 0) for t in inputs}
     sizes = {t.name: int(t.shape[dims[t.name]]) for t in inputs}
     if len(set(sizes.values())) == 1 or len(given) == len(inputs):
@@ -145,14 +146,14 @@ class _Search:
 
     def _moving(self) -> set[str]:
         """Returns the tensors that depend on the inputs."""
-        found, known = {t.name for t in self.inputs}, 0
-        while len(found) > known:  # nodes of a body come before the node that has it
-            known = len(found)
+        moving, known = {t.name for t in self.inputs}, 0
+        while len(moving) > known:  # nodes of a body come before the node that has it
+            known = len(moving)
             for op in self.factors.ops:
-                if any(t.name in found for t in read_by(op.node)):
-                    found |= {t.name for t in op.node.outputs if t.name}
-                    found |= {t.name for body in op.bodies for t in body.graph.inputs}
-        return found
+                if any(t.name in moving for t in read_by(op.node)):
+                    moving |= {t.name for t in op.node.outputs if t.name}
+                    moving |= {t.name for body in op.bodies for t in body.graph.inputs}
+        return moving
 
     def atoms(self, given: Mapping[str, int]) -> Atoms | None:
         """Returns the atoms of the batch; None if they cannot be told."""
@@ -169,8 +170,8 @@ class _Search:
         return None
 
     def dims(self, batch: Atoms) -> dict[str, int]:
-        """Returns the dimensions of inputs that are the batch. Of an input that the rules do not
-        connect with it, that is the first, if it has the same size."""
+        """Returns the dimensions of inputs that are the batch. For an input that the rules do not
+        connect with the batch, this is the first dimension if it has the same size."""
         with_it = [t for t in self.tensors.values() if batch[0] in {x.atom for x in t.leaves}]
         beside = {x.atom for t in with_it for x in t.leaves} - set(batch)
         sizes = [
@@ -178,14 +179,14 @@ class _Search:
             for t in self.inputs
             if batch in (dims := self._dims(t.name))
         ]
-        found = {}
+        batch_dims = {}
         for tensor in self.inputs:
             dims = self._dims(tensor.name)
             if batch in dims:
-                found[tensor.name] = dims.index(batch)
+                batch_dims[tensor.name] = dims.index(batch)
             elif sizes and tensor.shape[0] == sizes[0] and beside.isdisjoint(dims[0]):
-                found[tensor.name] = 0
-        return found
+                batch_dims[tensor.name] = 0
+        return batch_dims
 
     def of_labels(self, batch: Atoms) -> int:
         """Returns the dimension of the labels or of the target."""
@@ -227,14 +228,14 @@ class _Search:
         BatchNormalization do not count."""
         if op.node.op == "BatchNormalization":
             return True
-        given = {i for links in op.outputs for i in links}
+        produced = {i for links in op.outputs for i in links}
         for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
             if tensor.name not in self.moving:
                 continue
             for i in self._linked(tensor.name, links, atom):
                 if i is None or op.leaves[i].factor in op.rule.communicating:
                     return False
-                if i not in given and not drops and not op.bodies:
+                if i not in produced and not drops and not op.bodies:
                     return False
         return True
 
@@ -244,12 +245,12 @@ class _Search:
 
     def _of_loss(self) -> Atoms | None:
         """Returns the atoms of the one dimension of inputs over which the loss is a mean or sum; of
-        several, of the one that is the first of its inputs. None if this does not tell."""
+        several, those of the one that is first in its inputs. None if no single one is left."""
         dims = [(d, k) for t in self.inputs for k, d in enumerate(self._dims(t.name)) if d]
-        found = {d for d, _ in dims if self._is_averaged(d[0])}
-        if len(found) > 1:
-            found = {d for d in found if all(k == 0 for e, k in dims if e == d)}
-        return next(iter(found)) if len(found) == 1 else None
+        averaged = {d for d, _ in dims if self._is_averaged(d[0])}
+        if len(averaged) > 1:
+            averaged = {d for d in averaged if all(k == 0 for e, k in dims if e == d)}
+        return next(iter(averaged)) if len(averaged) == 1 else None
 
     def _is_averaged(self, atom: int) -> bool:
         """True if nodes keep the elements of an atom apart, until a sum or mean over them that ends
@@ -261,14 +262,14 @@ class _Search:
             if op.graph is self.graph and id(op.node) not in on_way:
                 continue
             names = {t.name for t in read_by(op.node)} & self.moving
-            made = [t.name for t in op.node.outputs if t.name]
+            results = [t.name for t in op.node.outputs if t.name]
             has_it = any(self._has(n, atom) for n in names)
             if has_it and not self._keeps(op, atom, drops=op.node.op in _MEANS):
                 return False
             if names & dropped:
                 if has_it or op.node.op not in _LINEAR:
                     return False
-                dropped |= set(made)
-            elif has_it and not any(self._has(n, atom) for n in made):
-                dropped |= set(made)
+                dropped |= set(results)
+            elif has_it and not any(self._has(n, atom) for n in results):
+                dropped |= set(results)
         return end in dropped

@@ -26,10 +26,10 @@ STATISTICS = ("global", "node", "local")
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """What BatchNormalization nodes compute in training.
+    """The computations of BatchNormalization nodes in training.
 
     statistics  the samples over which they take statistics, one of STATISTICS; None: nodes in
-                training mode take those of the batch, other nodes use their running statistics
+                training mode take statistics of the batch, other nodes use their running statistics
     groups      number of groups into which the batch is divided, each with its own statistics.
                 Ranks that split the batch by groups then need not communicate, and the model is
                 still one global program
@@ -52,9 +52,9 @@ class BatchNorm:
                 f"--batch-norm {text!r}: give one of {', '.join(STATISTICS)}, one of "
                 f"{', '.join(VARIANCES)}, or one of each with a comma between them"
             )
-        found = cls(next(iter(statistics), None), groups, next(iter(variances), None))
-        found._check()
-        return found
+        options = cls(next(iter(statistics), None), groups, next(iter(variances), None))
+        options._check()
+        return options
 
     def _check(self) -> None:
         """Checks what needs no model. Errors: StrategyError."""
@@ -102,8 +102,8 @@ def settle_batch_norms(
 
 
 def numbers_of(node: gs.Node, groups: int | None) -> int:
-    """Returns how many numbers of a channel each of the statistics of a BatchNormalization is
-    over."""
+    """Returns the number of values per channel that each statistic of a BatchNormalization
+    covers."""
     batch, _, *space = node.inputs[0].shape
     return int(batch // (groups or 1) * prod(space))
 

@@ -31,7 +31,7 @@ _FOLDED = re.compile(r"onnx::Conv_\d+$")
 BatchNormalization."""
 _STATISTICS = ".running_mean"
 _MANY = 100
-"""Of so many numbers, the unbiased variance is by 1 % larger."""
+"""With this many numbers, the unbiased variance is 1 % larger."""
 
 
 def cautions_of(model: Model, weights: Weights) -> list[str]:
@@ -116,12 +116,12 @@ def _of_folded(model: Model, weights: Weights) -> Iterator[str]:
             f"file ({_list(missing)}). The computed tensors are trained instead, so training "
             f"differs from PyTorch's; to keep the parameters, export with {_PLAIN}"
         )
-    made = [t for t in weights.trained if t.name not in computed and t.node.op != "MatMul"]
+    candidates = [t for t in weights.trained if t.name not in computed and t.node.op != "MatMul"]
     if model.exported:
-        made = [t for t in made if t.name not in model.exported]
+        candidates = [t for t in candidates if t.name not in model.exported]
     else:
-        made = [t for t in made if t.name.startswith("onnx::")]
-    repeated = [t.name for t in made if repeats_rows(first_values(t.tensor, model.folder))]
+        candidates = [t for t in candidates if t.name.startswith("onnx::")]
+    repeated = [t.name for t in candidates if repeats_rows(first_values(t.tensor, model.folder))]
     if repeated:
         yield (
             f"{_list(repeated)}: the exporter repeated rows of a parameter here, and each copy is "
@@ -144,8 +144,8 @@ def _of_shared(weights: Weights, shared: Mapping[str, int]) -> Iterator[str]:
 
 
 def _of_copies(model: Model, weights: Weights) -> Iterator[str]:
-    """Yields a sentence about matrices that are one parameter because they are equal: the file does
-    not say it."""
+    """Yields a sentence about matrices that are trained as one parameter only because they are
+    equal in the file."""
     called = model.called.torch
     tied = {w.name: called[w.name] for w in weights.trained if w.name in called}
     texts = [

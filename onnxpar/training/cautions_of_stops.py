@@ -1,5 +1,5 @@
-"""Warnings where a file looks as if torch's gradients were others: torch knows of `detach()`,
-`no_grad`, gradients of one's own and `padding_idx`, and most files do not say it."""
+"""Warnings where torch's gradients may differ from those of a file: torch has `detach()`,
+`no_grad`, custom gradients and `padding_idx`, which most files do not record."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _OF_DISTANCES = (
     *("Mul", "Pow", "Abs", "Sqrt", "Neg", "Div", "Add", "Cast", "Reshape", "Squeeze", "Identity"),
     *("ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL1", "ReduceL2"),
 )
-"""Ops behind a difference that make a loss of it."""
+"""Ops that turn a difference into a loss."""
 
 
 def cautions_of_stops(
     model: Model, weights: Weights, ends: Collection[str] | None, is_loss: bool
 ) -> Iterator[str]:
-    """Yields sentences on places where torch may stop a gradient, or make another, and the graph,
-    in which stops are marked, does not.
+    """Yields sentences on places where torch may stop or replace a gradient, but the graph, in
+    which stops are marked, does not.
 
-    ends     names of the outputs of which the loss is made; None: all of them
+    ends     names of the outputs from which the loss is computed; None: all
     is_loss  True if the output is the loss
     """
     trained = {t.name: t.tensor for t in weights.trained}
@@ -133,9 +133,9 @@ def _of_targets(outputs: Collection[gs.Tensor], trained: Collection[str]) -> Ite
                     "model, in every step; if this is a target, make it an input of the network"
                 )
         if node.op in _OF_DISTANCES:
-            found = {id(n): n for t in node.inputs for n in t.inputs if id(n) not in nodes}
-            nodes |= found
-            waiting += found.values()
+            behind = {id(n): n for t in node.inputs for n in t.inputs if id(n) not in nodes}
+            nodes |= behind
+            waiting += behind.values()
 
 
 def _of_padding(model: Model, trained: Mapping[str, gs.Constant]) -> Iterator[str]:

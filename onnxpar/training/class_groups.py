@@ -1,4 +1,4 @@
-"""Groups of consecutive classes, from each of which a step samples as many."""
+"""Groups of consecutive classes; a step samples the same number from each group."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from onnxpar.training.gradients.value import Value
 class ClassGroups:
     """Divides `classes` into `count` groups as equal as possible, the larger ones first.
 
-    The groups of one class more than others and these others are two segments of the classes: each
-    is divided evenly, so ranks that share groups hold whole groups of both.
+    The larger groups and the other groups are two segments of the classes. Each segment is divided
+    evenly, so ranks that share groups hold whole groups of both.
     """
 
     classes: int
@@ -32,7 +32,7 @@ class ClassGroups:
 
     @property
     def _larger(self) -> int:
-        """How many groups are larger than others."""
+        """The number of groups that are larger than the others."""
         return self.classes % self.count
 
     def apart(self, table: Value) -> Value:

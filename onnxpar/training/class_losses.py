@@ -24,8 +24,8 @@ def by_label(kind: str) -> LossFunction:
     def loss(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
         axis = _class_axis(y, settings)
         rest = [a for a in range(y.rank) if a != axis]
-        given = targets.sampled or targets.tensor("labels", np.int64, [y.shape[a] for a in rest])
-        labels = y.builder.value(given)
+        tensor = targets.sampled or targets.tensor("labels", np.int64, [y.shape[a] for a in rest])
+        labels = y.builder.value(tensor)
         is_counted = labels.equal(IGNORED).op("Not")
         counts = is_counted.cast(y.wide().dtype).mean()
         right = y.op("ArgMax", axis=axis, keepdims=0).equal(labels).cast(np.float32).mean()
@@ -97,8 +97,8 @@ def _cross_entropy(
 
 
 def _of_all_classes(y: Value, is_counted: Value, weights: Value | None) -> Value:
-    """Returns the sum over samples that count of the mean loss of all classes, times their
-    weights; classes are dimension 1."""
+    """Returns the sum, over the samples that count, of the mean weighted loss of all classes;
+    classes are dimension 1."""
     of_class = y.op("LogSoftmax", axis=1)
     if weights is not None:
         of_class = of_class * weights.reshape([-1 if a == 1 else 1 for a in range(y.rank)])
@@ -108,8 +108,8 @@ def _of_all_classes(y: Value, is_counted: Value, weights: Value | None) -> Value
 
 def divergence(is_of_batch: bool) -> LossFunction:
     """Returns a Kullback-Leibler divergence of log-probabilities from target probabilities: summed
-    over classes and divided by the number of samples (PyTorch's batchmean), or by that of all
-    elements (its mean). Takes the logarithm of a Softmax over the classes."""
+    over classes and divided by the number of samples (PyTorch's batchmean), or of all elements (its
+    mean). Takes the logarithm of a Softmax over the classes."""
 
     def loss(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
         axis = _class_axis(y, settings)

@@ -87,15 +87,15 @@ def _is_root(tensor: gs.Tensor) -> bool:
 
 
 def _is_of_mean(tensor: gs.Tensor) -> bool:
-    """True for a mean, to which a small number may be added, and which may be at least one."""
+    """True for a mean, perhaps plus a small number, or bounded from below."""
     node = _made_by(tensor)
     while node is not None and node.op in ("Add", "Max", "Clip"):
-        node = next((made for t in node.inputs if (made := _made_by(t)) is not None), None)
+        node = next((maker for t in node.inputs if (maker := _made_by(t)) is not None), None)
     return node is not None and node.op == "ReduceMean"
 
 
 def _made_by(tensor: gs.Tensor) -> gs.Node | None:
-    """Returns the node that makes a tensor, before nodes that only move its elements."""
+    """Returns the node that computes a tensor, before nodes that only move its elements."""
     while tensor.inputs and tensor.inputs[0].op in _MOVES:
         tensor = tensor.inputs[0].inputs[0]
     return tensor.inputs[0] if tensor.inputs else None

@@ -69,8 +69,8 @@ def seed_draws(graph: gs.Graph, seed: str) -> bool:
             results: list[gs.Tensor] = results,
         ) -> Sequence[Value | None]:
             source = _Source(builder, builder.value(tensor), number, results[0].shape)
-            made = _MAKERS[op](source, [builder.value(t) for t in inputs], attrs)
-            return made[: len(results)]
+            values = _MAKERS[op](source, [builder.value(t) for t in inputs], attrs)
+            return values[: len(results)]
 
         replace_node(graph, node, make)
     if draws:
@@ -80,7 +80,8 @@ def seed_draws(graph: gs.Graph, seed: str) -> bool:
 
 def integers_of(seed: Value, numbers: Value) -> Value:
     """Returns a random integer from 0 to 2**32 - 1 for each element of a tensor of int64: a hash of
-    the seed and of the element's number, which differs from those that nodes of a model draw."""
+    the seed and of the element's number, which differs from the numbers that nodes of a model
+    draw."""
     start = _started(seed, _APART)
     return _round(_low(_mixed(start + 1) + _mixed(numbers + 1)))
 

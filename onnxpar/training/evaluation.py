@@ -42,8 +42,9 @@ def copy_for_use(
 def read_averages(
     graph: gs.Graph, evaluated: Collection[str], parameters: Sequence[gs.Variable]
 ) -> dict[str, gs.Variable]:
-    """Makes the nodes that compute `evaluated`, which nothing else reads, read moving averages of
-    the parameters. Returns these, new inputs that start as the parameters do, by parameter."""
+    """Makes the nodes that compute `evaluated`, and nothing else, read moving averages of the
+    parameters. Returns the averages by parameter: new inputs with the parameters' initial
+    values."""
     averages: dict[str, gs.Variable] = {}
     for parameter in parameters:
         average = gs.Variable(f"{parameter.name}.{AVERAGE}", parameter.dtype, list(parameter.shape))

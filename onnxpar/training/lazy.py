@@ -29,7 +29,7 @@ class Rows(Protocol):
     """The rows of a table that a step updates."""
 
     def values(self) -> Sequence[Value]:
-        """The values that say which rows these are."""
+        """The values that identify these rows."""
 
     def read(self, table: Value) -> Value:
         """Returns these rows of a table."""
@@ -43,7 +43,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class LookedUp:
-    """The rows of a table that a step looks up, in ascending order and as often as it does.
+    """The rows of a table that a step looks up, in ascending order, repeated as often as looked up.
 
     indices  the index of each row, of shape [lookups]
     slots    the slot of each row in the gradient, of shape [lookups]
@@ -112,22 +112,22 @@ def lazy_lookups(
 def _lookups(
     tensor: gs.Tensor, table: str, sample: Sample | None, apart: Collection[int]
 ) -> list[gs.Node]:
-    found: list[gs.Node] = []
+    lookups: list[gs.Node] = []
     for node in {id(n): n for n in tensor.outputs}.values():
         if id(node) in apart:
             continue
         if sample is not None and any(node is reader for reader in sample.readers):
-            found.append(sample.readers[-1])
+            lookups.append(sample.readers[-1])
         elif node.op in _CASTS:
-            found += _lookups(node.outputs[0], table, sample, apart)
+            lookups += _lookups(node.outputs[0], table, sample, apart)
         elif node.op == "Gather" and node.inputs[1] is not tensor and _axis(node) == 0:
-            found.append(node)
+            lookups.append(node)
         else:
             raise StrategyError(
                 f"--lazy {table}: {node.op} '{node.name}' reads the whole table, so every step "
                 "changes all its rows; leave this table out"
             )
-    return found
+    return lookups
 
 
 def _axis(gather: gs.Node) -> int:
@@ -138,16 +138,16 @@ def lookup_gradient(
     graph: gs.Graph,
     table: gs.Variable,
     lookups: Collection[gs.Node],
-    found: Mapping[str, Value | None],
+    gradients: Mapping[str, Value | None],
 ) -> tuple[Value, Rows] | None:
     """Returns the gradient of a table by slot, and the rows that have gradients; None if the loss
-    depends on no lookup. `found` has the gradients of the results of `lookups`, by name. A slot
-    without a row is zero."""
+    depends on no lookup. `gradients` has those of the results of `lookups`, by name. A slot without
+    a row is zero."""
     builder = Builder(graph, f"lazy/{table.name}")
     height, *width = table.shape
     indices, rows = [], []
     for node in lookups:
-        gradient = found[node.outputs[0].name]
+        gradient = gradients[node.outputs[0].name]
         if gradient is not None:
             index = builder.value(node.inputs[1]).cast(np.int64)
             gradient = without_padding(node, index, builder.value(gradient.tensor))
@@ -172,11 +172,11 @@ def lookup_gradient(
 
 
 def sampled_gradient(
-    sample: Sample, table: gs.Variable, found: Mapping[str, Value | None]
+    sample: Sample, table: gs.Variable, gradients: Mapping[str, Value | None]
 ) -> tuple[Value | None, Drawn]:
-    """Returns the gradient of the sampled rows of a head, and these rows; `found` has the gradients
-    of results, by name."""
-    gradient = found[sample.readers[-1].outputs[0].name]
+    """Returns the gradient of the sampled rows of a head, and these rows; `gradients` has those of
+    results, by name."""
+    gradient = gradients[sample.readers[-1].outputs[0].name]
     return None if gradient is None else gradient.cast(table.dtype), Drawn(sample)
 
 

@@ -25,7 +25,7 @@ _OF: Mapping[str, Sequence[str]] = {
     "--delta": WITH_DELTA,
     "--pos-weight": ("bce",),
 }
-"""The losses for which a setting is, by the setting's option."""
+"""The losses that have a setting, by the setting's option."""
 
 Numbers = str | os.PathLike[str] | Sequence[float] | Array | float
 
@@ -65,14 +65,14 @@ class LossSettings:
     def check(self, loss: str) -> None:
         """Errors: StrategyError for a setting that a loss does not have."""
         self.margin.check(loss)
-        given = {
+        settings = {
             "--class-axis": self.class_axis,
             "--label-smoothing": self.label_smoothing,
             "--class-weights": self.class_weights,
             "--delta": self.delta,
             "--pos-weight": self.pos_weight,
         }
-        for option, value in given.items():
+        for option, value in settings.items():
             if value is not None and loss not in _OF[option]:
                 raise StrategyError(
                     f"{option}: the loss {loss!r} has none; only {', '.join(_OF[option])} have; "
@@ -84,7 +84,7 @@ DEFAULT_SETTINGS = LossSettings()
 
 
 def numbers_of(option: str, given: Numbers | None) -> tuple[float, ...] | None:
-    """Returns numbers that are given as such, as text ("1,2,0.5") or as an .npy file. Errors:
+    """Returns numbers from a sequence, from text ("1,2,0.5") or from an .npy file. Errors:
     StrategyError unless they are finite and 0 or more."""
     if given is None:
         return None
@@ -93,14 +93,14 @@ def numbers_of(option: str, given: Numbers | None) -> tuple[float, ...] | None:
             given = np.load(Path(given), allow_pickle=False)
         elif isinstance(given, str):
             given = [float(part) for part in given.split(",")]
-        found = np.asarray(given, np.float64)
+        numbers = np.asarray(given, np.float64)
     except (OSError, ValueError, EOFError) as error:
         raise StrategyError(
             f"{option} {given}: give numbers, such as 1,2,0.5, or an .npy file of them ({error})"
         ) from None
-    if found.ndim > 1 or not found.size or not (np.isfinite(found) & (found >= 0)).all():
+    if numbers.ndim > 1 or not numbers.size or not (np.isfinite(numbers) & (numbers >= 0)).all():
         raise StrategyError(
             f"{option}: give a vector of finite numbers that are 0 or more; these have the shape "
-            f"{list(found.shape)}"
+            f"{list(numbers.shape)}"
         )
-    return tuple(found.reshape(-1).tolist())
+    return tuple(numbers.reshape(-1).tolist())

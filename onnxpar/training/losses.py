@@ -59,19 +59,20 @@ def add_loss(
                 "a single number; choose another output, or reduce this one in the model"
             )
         return Metrics(Mean(value.reshape([])), {})
-    made = builder.value(outputs[output] if output else next(iter(outputs.values())))
-    if not is_float(made.tensor):
+    scores = builder.value(outputs[output] if output else next(iter(outputs.values())))
+    if not is_float(scores.tensor):
         raise StrategyError(
-            f"loss {kind}: output {made.tensor.name!r} is of type {made.dtype}, which has no "
+            f"loss {kind}: output {scores.tensor.name!r} is of type {scores.dtype}, which has no "
             "gradient; choose an output of floating-point numbers with --loss-of"
         )
-    return LOSSES[kind](made, settings, targets)
+    return LOSSES[kind](scores, settings, targets)
 
 
 def compared_by(
     outputs: Mapping[str, gs.Tensor], kind: str, output: str | None, settings: LossSettings
 ) -> Compared:
-    """Returns what a loss compares with labels or a target. The arguments are as for `add_loss`."""
+    """Returns the tensor that a loss compares with labels or a target. The arguments are as for
+    `add_loss`."""
     if kind not in LOSSES:
         return Compared(outputs[kind])
     tensor = outputs[output] if output else next(iter(outputs.values()))

@@ -99,8 +99,8 @@ class RankProgram(Program):
         return _OfParts(graph, prefix, self.manual.split_over(parameter), self.manual.mesh)
 
     def totals(self, builder: Builder, sums: Mapping[str, Value]) -> tuple[list[str], Value]:
-        """Returns sums over each whole parameter as a vector, and the parameters in its order;
-        given the sums over this rank's shards. Counts each shard once."""
+        """Returns the parameters in order, and a vector with the sum over each whole parameter,
+        from the sums over this rank's shards. Counts each shard once."""
         apart: dict[Axes, dict[str, Value]] = {}
         for name, value in sums.items():
             apart.setdefault(self.manual.split_over(name), {})[name] = value

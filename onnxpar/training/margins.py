@@ -40,7 +40,7 @@ def _cosface(cosine: Value, margin: float) -> Value:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A margin: how it changes a label's cosine, its default, and the bound that it is below."""
+    """A margin: its effect on a label's cosine, its default, and its upper bound."""
 
     change: Callable[[Value, float], Value]
     default: float
@@ -59,7 +59,8 @@ MARGINS = tuple(_KINDS)
 class Margin:
     """The numbers of a margin softmax; None for the default of the loss.
 
-    margin     what arcface adds to the angle of the label's class, or cosface takes from its cosine
+    margin     added by arcface to the angle of the label's class, or taken by cosface from its
+               cosine
     scale      the factor of all cosines
     threshold  cosines of other classes above it become 0: these samples may have a wrong label
     """
@@ -70,9 +71,9 @@ class Margin:
 
     def check(self, loss: str) -> None:
         """Checks the numbers for a loss. Errors: StrategyError."""
-        given = {"--margin": self.margin, "--logit-scale": self.scale, FILTER: self.threshold}
+        numbers = {"--margin": self.margin, "--logit-scale": self.scale, FILTER: self.threshold}
         if loss not in _KINDS:
-            for option, value in given.items():
+            for option, value in numbers.items():
                 if value is not None:
                     raise StrategyError(
                         f"{option} {value}: the loss {loss!r} has no margin; only "

@@ -16,7 +16,7 @@ from onnxpar.training.optimizer import Optimizer, Slots, State, Update, norm
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
-"""Of the Newton-Schulz iteration of Muon."""
+"""Coefficients and number of steps of Muon's Newton-Schulz iteration."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Muon(Optimizer):
 
     def _orthogonal(self, x: Value) -> Value:
         """Returns a matrix with the same singular vectors and singular values near 1. PyTorch
-        computes it in bfloat16; here it is computed in the type of the parameter."""
+        computes in bfloat16; this function computes in the parameter's type."""
         a, b, c = _COEFFICIENTS
         is_tall = x.shape[0] > x.shape[1]
         x = x.swap() if is_tall else x

@@ -1,4 +1,4 @@
-"""What losses are made of: inputs for labels and targets, and means over what counts."""
+"""Parts of losses: inputs for labels and targets, and means over the elements that count."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Targets:
         if batch is None or each.rank == 0 or each.shape[batch.of_labels] != batch.size:
             return Mean(each.mean())
         # a float: integers may decide shapes, so they could not be fed
-        given = self.tensor(SAMPLES, np.float32, [])
-        given.onnx_default = numpy_helper.from_array(np.array(batch.size, np.float32), given.name)
-        samples = each.builder.value(given)
+        port = self.tensor(SAMPLES, np.float32, [])
+        port.onnx_default = numpy_helper.from_array(np.array(batch.size, np.float32), port.name)
+        samples = each.builder.value(port)
         shape = [-1 if axis == batch.of_labels else 1 for axis in range(each.rank)]
         place = each.builder.arange(batch.size, np.float32).reshape(shape)
         counted = samples.cast(each.dtype).op("Max", 0.0).op("Min", float(batch.size))
@@ -58,15 +58,15 @@ class Targets:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over those elements of a batch that count: `total` is their sum, and `count` their
-    number, both divided by the number of all elements of the batch; 1 if all count."""
+    """A mean over the elements of a batch that count: `total` is their sum, and `count` their
+    number (None: all count), both divided by the number of all elements of the batch."""
 
     total: Value
     count: Value | None = None
 
     def of(self, count: Value | None, parts: int) -> Value:
-        """Returns the share of the batch in the mean over a larger batch of so many parts, which
-        are added up; `count` is the sum of the counts of all parts. NaN if nothing counts."""
+        """Returns the batch's summand in the mean over a larger batch of `parts` parts; `count` is
+        the sum of the counts of all parts. NaN if nothing counts."""
         if count is None:
             return self.total if parts == 1 else self.total * (1 / parts)
         return self.total / count.cast(self.total.dtype)

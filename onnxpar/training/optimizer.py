@@ -1,5 +1,5 @@
-"""What an optimizer is: nodes that compute the next parameter and state from parameter, gradient
-and state."""
+"""The interface of optimizers, which add nodes that compute the next parameter and state from
+parameter, gradient and state."""
 
 from __future__ import annotations
 

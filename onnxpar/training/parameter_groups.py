@@ -33,9 +33,9 @@ class Group:
     def parse(text: str) -> Group:
         """Parses GLOB:NAME=VALUE,... Errors: StrategyError."""
         glob, _, rest = text.rpartition(":")
-        given = dict(_pair(part, text) for part in rest.split(","))
-        scale, name = given.pop(_SCALE, "1"), given.pop("optimizer", None)
-        numbers = {key: _number(value, text) for key, value in given.items()}
+        values = dict(_pair(part, text) for part in rest.split(","))
+        scale, name = values.pop(_SCALE, "1"), values.pop("optimizer", None)
+        numbers = {key: _number(value, text) for key, value in values.items()}
         lr_scale = _number(scale, text)
         if not glob or not 0 <= lr_scale < float("inf"):
             raise _wrong(text)
@@ -45,10 +45,10 @@ class Group:
         """Returns the rule for this group in a step with the optimizer `base`. Errors:
         StrategyError."""
         if self.optimizer is not None:
-            found = make_optimizer(self.optimizer, **self.options)
-            if found is None:
+            optimizer = make_optimizer(self.optimizer, **self.options)
+            if optimizer is None:
                 raise _wrong(self.text)
-            return Rule(found, self.lr_scale)
+            return Rule(optimizer, self.lr_scale)
         known = [f.name for f in fields(base)]
         for key in self.options:
             if key not in known:
@@ -73,9 +73,10 @@ def rules_of(
     names: Collection[str],
     undecayed: Collection[str],
 ) -> tuple[dict[str, Rule], dict[str, list[str]]]:
-    """Returns the rule of each parameter, and the parameters by what a summary says of their rule.
+    """Returns the rule of each parameter, and the parameters by the summary's text about their
+    rule.
 
-    Of the groups that match a parameter, the last one holds, alone. Parameters in `undecayed` are
+    Of the groups that match a parameter, only the last one applies. Parameters in `undecayed` are
     not decayed, unless their group gives a weight decay. Errors: StrategyError for a group that
     matches no parameter.
     """

@@ -3,12 +3,12 @@
 As in PyTorch's autocast, matrix products, convolutions, attention and recurrent layers read and
 return 16 bits; exponentials, softmaxes, norms, sums and losses read and return 32 bits. Any other
 node returns 16 bits if all floats that it reads from other nodes have 16 bits, else 32 bits. So
-what is computed from inputs alone stays as it is until a product reads it. A product of integers
+values computed from inputs alone stay as they are until a product reads them. A product of integers
 and small constants alone stays in 32 bits, too: it computes positions, which would be rounded.
 
-Weights and single numbers take the type of what they meet, unless 16 bits cannot hold the number.
-Bodies of control flow receive and return 32 bits. Gradients need no further rules, because a Cast
-is differentiated like any other op.
+Weights and single numbers take the type of the other operands, unless 16 bits cannot hold the
+number. Bodies of control flow receive and return 32 bits. Gradients need no further rules, because
+a Cast is differentiated like any other op.
 
 A node that returns 16 bits is `plain` if it also computes in 16 bits. Else it computes in 32 bits,
 and its results are rounded: where 16 bits would lose too much, or where onnxruntime has no kernel
@@ -84,7 +84,7 @@ class _Lowering:
     def scope(self, scope: gs.Graph) -> None:
         """Rewrites a graph or body, and all bodies in it."""
         self.learned.update(id(t) for t in scope.inputs if self._is_float(t))
-        made: dict[tuple[str, str], gs.Tensor] = {}
+        converted: dict[tuple[str, str], gs.Tensor] = {}
         nodes: list[gs.Node] = []
         for node in scope.nodes:
             for body in bodies(node):
@@ -97,7 +97,7 @@ class _Lowering:
                 self._retype(node)
             form = "half" if is_plain else "rounded" if rounds and _is_product(node) else "single"
             if node.op != "Cast":
-                nodes += self._converted(node, form, made)
+                nodes += self._converted(node, form, converted)
             nodes.append(node)
             if rounds:
                 nodes += self._narrowed(node, is_plain)
@@ -115,10 +115,10 @@ class _Lowering:
         floats = [t for t in node.inputs if self._is_float(t)]
         if node.op in ("BatchNormalization", "InstanceNormalization"):
             floats = floats[:1]  # the others are by channel
-        given = [t for t in floats if isinstance(t, gs.Constant)]
+        constants = [t for t in floats if isinstance(t, gs.Constant)]
         others = [t for t in floats if not isinstance(t, gs.Constant) and tensor_shape(t) != ()]
         is_narrow = bool(others) and all(id(t) in self.narrow for t in others)
-        return is_narrow and all(map(self._is_bendable, given))
+        return is_narrow and all(map(self._is_bendable, constants))
 
     def _is_float(self, tensor: gs.Tensor) -> bool:
         """True for tensors of 32 bits, and for those that had them."""
@@ -135,7 +135,7 @@ class _Lowering:
         return constant.name in self.weights or np.prod(constant.shape) > FOLD_LIMIT
 
     def _is_bendable(self, constant: gs.Constant) -> bool:
-        """True for a constant that takes the type of what it meets: a weight, or a single number
+        """True for a constant that takes the type of other operands: a weight, or a single number
         that 16 bits can hold."""
         if self._is_weight(constant):
             return True
@@ -147,9 +147,9 @@ class _Lowering:
         """True if a node of 16 bits computes in 16 bits."""
         if self.half != np.float16:
             return node.op in _MOVES
-        made = [t for t in node.inputs if self._is_float(t) and not isinstance(t, gs.Constant)]
+        operands = [t for t in node.inputs if self._is_float(t) and not isinstance(t, gs.Constant)]
         if node.op in _SENSITIVE or not (
-            _is_product(node) or all(id(t) in self.narrow for t in made)
+            _is_product(node) or all(id(t) in self.narrow for t in operands)
         ):
             return False
         try:
@@ -170,10 +170,11 @@ class _Lowering:
             node.attrs["dtype"] = self.code
 
     def _converted(
-        self, node: gs.Node, form: str, made: dict[tuple[str, str], gs.Tensor]
+        self, node: gs.Node, form: str, known: dict[tuple[str, str], gs.Tensor]
     ) -> list[gs.Node]:
         """Makes a node read its operands in 16 bits (`half`), in 32 (`single`), or rounded to 16
-        but in 32 (`rounded`); returns the new casts. `made` has the tensors of this scope."""
+        but in 32 (`rounded`); returns the new casts. `known` has the tensors converted in this
+        scope."""
         casts: list[gs.Node] = []
         for i, tensor in enumerate(node.inputs):
             if not self._is_float(tensor):
@@ -181,15 +182,15 @@ class _Lowering:
             is_rounded = form == "rounded" and id(tensor) in self.narrow
             is_mask = node.op == "Attention" and i == _MASK and id(tensor) not in self.narrow
             key = str(tensor.name), f"mask {form}" if is_mask else "single" if is_rounded else form
-            if key not in made:
+            if key not in known:
                 read = self._bounded(tensor, casts) if is_mask else tensor
-                made[key] = self._in_form(read, form, casts)
-            node.inputs[i] = made[key]
+                known[key] = self._in_form(read, form, casts)
+            node.inputs[i] = known[key]
         return casts
 
     def _bounded(self, mask: gs.Tensor, nodes: list[gs.Node]) -> gs.Tensor:
-        """A mask whose finite numbers 16 bits can hold: the least one hides a key as far as the
-        rest of its row does, minus infinity always."""
+        """A mask whose finite numbers 16 bits can hold: the least one hides a key relative to the
+        other keys of its row, minus infinity always."""
         least = np.array(-self.largest, np.float32)
         if isinstance(mask, gs.Constant) and not self._is_weight(mask):
             values = np.asarray(mask.values)

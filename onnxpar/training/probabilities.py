@@ -1,4 +1,4 @@
-"""What a model's own graph says of an output: that it is probabilities, and of which scores."""
+"""Reads from a model's graph whether an output is probabilities, and of which scores."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _COMBINES = ("Mul", "Max", "Min", "Mean", "Concat")
 
 
 def scores_behind(y: Value, op: str, axis: int | None = None) -> Value | None:
-    """Returns the scores of which a Sigmoid or Softmax (`op`) makes this tensor, moved like the
-    node's results; None if no such node does, or if it normalizes another dimension than `axis`."""
+    """Returns the scores from which a Sigmoid or Softmax (`op`) computes this tensor, moved like
+    the node's results; None if no such node does, or if it normalizes another dimension than
+    `axis`."""
     node, moves = made_by(y.tensor)
     if node is None or node.op != op:
         return None
@@ -83,8 +84,8 @@ def _value(tensor: gs.Tensor) -> float | None:
 
 
 def _axis_after(node: gs.Node, moves: Sequence[gs.Node]) -> int | None:
-    """Returns the dimension in which moves leave the one that a Softmax normalizes; None if they
-    divide, merge or cut it."""
+    """Returns the position, after the moves, of the dimension that a Softmax normalizes; None if
+    the moves divide, merge or cut it."""
     shape = tensor_shape(node.outputs[0]) or ()
     axis: int | None = int(node.attrs.get("axis", -1)) % len(shape)
     for move in moves:
@@ -106,8 +107,8 @@ def _followed(
         at = int(move.attrs.get("axis", 0)) % len(before)
         return None if at == axis else axis + (len(after) - len(before) if at < axis else 0)
     if move.op in ("Slice", "Expand"):
-        found = axis + len(after) - len(before)
-        return found if after[found] == before[axis] else None
+        place = axis + len(after) - len(before)
+        return place if after[place] == before[axis] else None
     ahead = numel(before[:axis])
     fits = (i for i, s in enumerate(after) if s == before[axis] and numel(after[:i]) == ahead)
     return next(fits, None)

@@ -39,8 +39,7 @@ class Program:
         return value
 
     def over_ranks(self, graph: gs.Graph, back: Backward) -> Backward:
-        """Returns the loss, gradients and statistics over all ranks, given those that the graph
-        computes."""
+        """Returns the loss, gradients and statistics over all ranks, from those of the graph."""
         return back
 
     def builder(self, graph: gs.Graph, prefix: str, parameter: str) -> Builder:
@@ -48,8 +47,8 @@ class Program:
         return Builder(graph, prefix)
 
     def totals(self, builder: Builder, sums: Mapping[str, Value]) -> tuple[list[str], Value]:
-        """Returns sums over each whole parameter as a vector, and the parameters in its order;
-        given the sums over what the graph has of them."""
+        """Returns the parameters in order, and a vector with the sum over each whole parameter,
+        from the sums over the graph's part of it."""
         return list(sums), builder.add("Concat", *(v.reshape([1]) for v in sums.values()), axis=0)
 
     def finish(self, graph: gs.Graph, step: Step, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -26,8 +26,8 @@ from onnxpar.rules.rule import Rule, rule_of
 from onnxpar.rules.segments import slice_bounds
 
 _MOST = 0.5
-"""The largest part of the rows that is worth a Gather; a few rows less would only make sizes that
-do not divide."""
+"""The largest share of the rows that is worth a Gather; saving only a few rows would just make
+sizes that do not divide."""
 _SHAPED = ("Reshape", "Expand")
 """Ops whose operand 1 is the shape of the result."""
 
@@ -46,7 +46,7 @@ class Rows:
 
 Positions = npt.NDArray[np.int64]
 Wants = Sequence[Rows | None]
-"""What a node reads of each operand; None: all of it."""
+"""The rows that a node reads of each operand; None: all of them."""
 
 
 def drop_unread_rows(
@@ -62,7 +62,7 @@ def drop_unread_rows(
     rows: dict[int, Rows] = {}
     for node in reversed(graph.nodes):
         if not any(id(t) in kept or readings[id(t)] for t in node.outputs):
-            continue  # nobody needs it
+            continue  # no node needs it
         asked = None if id(node.outputs[0]) in kept else _common(readings[id(node.outputs[0])])
         passed = _passed(node, asked, weights) if asked is not None else None
         if passed is not None and asked is not None:
@@ -70,8 +70,8 @@ def drop_unread_rows(
         wants[id(node)] = passed or _selected(node)
         for i, tensor in enumerate(read_by(node)):
             if tensor.name:
-                given = wants[id(node)]
-                readings[id(tensor)].append(given[i] if i < len(given) else None)
+                wanted = wants[id(node)]
+                readings[id(tensor)].append(wanted[i] if i < len(wanted) else None)
     _Change(graph, wants, rows).run()
 
 
@@ -81,7 +81,7 @@ def _common(readings: Sequence[Rows | None]) -> Rows | None:
 
 
 def _selected(node: gs.Node) -> Wants:
-    """Returns what a node reads of its operands: some rows of the first if it picks few of them."""
+    """Returns the rows that a node reads of its operands: some of the first if it picks few."""
     axis, positions = _picked(node)
     unique = tuple(sorted({*positions.reshape(-1).tolist()}))
     is_few = unique and len(unique) <= _MOST * node.inputs[0].shape[axis]
@@ -107,8 +107,8 @@ def _picked(node: gs.Node) -> tuple[int, Positions]:
 def _passed(node: gs.Node, asked: Rows, weights: Collection[str]) -> Wants | None:
     """Returns the rows of operands from which a node computes these rows of its result; None if it
     needs other rows, too, or would read rows of a weight."""
-    made = [t for t in node.outputs if t.name]
-    if len(made) > 1 or node.domain == DOMAIN or bodies(node):
+    results = [t for t in node.outputs if t.name]
+    if len(results) > 1 or node.domain == DOMAIN or bodies(node):
         return None
     rule = rule_of(node)
     spec = rule.outputs[0]
@@ -117,13 +117,13 @@ def _passed(node: gs.Node, asked: Rows, weights: Collection[str]) -> Wants | Non
         return None
     if set(rule.ranks.local) - ({1} if node.op in _SHAPED else set()):
         return None
-    found: list[Rows | None] = []
+    wanted: list[Rows | None] = []
     for i, operand in enumerate(rule.inputs):
         axes = _axes(operand, factor.name)
         if axes is None or (axes and (node.inputs[i].name in weights or i in rule.ranks.constants)):
             return None
-        found.append(Rows(axes[0], asked.at) if axes else None)
-    return found if len(_axes(spec, factor.name) or ()) == 1 else None
+        wanted.append(Rows(axes[0], asked.at) if axes else None)
+    return wanted if len(_axes(spec, factor.name) or ()) == 1 else None
 
 
 def _is_free(rule: Rule, factor: str) -> bool:
@@ -151,7 +151,7 @@ def _axes(spec: Spec | None, factor: str) -> list[int] | None:
 class _Change:
     """Changes nodes so that tensors have only the rows that are read.
 
-    wants  what each node reads of its operands, by the id of the node
+    wants  the rows that each node reads of its operands, by the id of the node
     rows   the rows that are left of results, by the id of the tensor
     """
 
@@ -176,7 +176,7 @@ class _Change:
         self.graph.nodes = self.nodes
 
     def _reads_rows(self, node: gs.Node) -> bool:
-        """True if a node is the one that picks the rows that are left of its operand."""
+        """True if a node picks rows from an operand of which only some rows are left."""
         is_left = bool(node.inputs) and id(node.inputs[0]) in self.rows
         return is_left and id(node.outputs[0]) not in self.rows
 
@@ -196,10 +196,10 @@ class _Change:
         key = id(tensor), want
         if key not in self.gathered:
             name = f"{tensor.name}/rows.{len(self.gathered)}"
-            found = gs.Variable(name, tensor.dtype, want.shape_of(tensor.shape))
+            picked = gs.Variable(name, tensor.dtype, want.shape_of(tensor.shape))
             at = gs.Constant(f"{name}.at", np.array(want.at, np.int64))
-            self.nodes.append(gs.Node("Gather", name, {"axis": want.axis}, [tensor, at], [found]))
-            self.gathered[key] = found
+            self.nodes.append(gs.Node("Gather", name, {"axis": want.axis}, [tensor, at], [picked]))
+            self.gathered[key] = picked
         return self.gathered[key]
 
     def _pick(self, node: gs.Node, axis: int, positions: Positions) -> None:

@@ -26,7 +26,7 @@ from onnxpar.training.gradients.value import Value
 class Block:
     """Nodes of a forward pass that are computed again.
 
-    before  the tensors that they read, except parameters and constants
+    before  the tensors that the nodes read, except parameters and constants
     after   an activation that other nodes read; once its gradient is known, the nodes are computed
             again
     kept    the names of the results that stay in memory, `after` among them
@@ -131,13 +131,13 @@ def _block(
     of the last result that others read depends on no node of the group, so the group can wait for
     it."""
     inside = {id(node) for node in group}
-    made = [t for node in group for t in node.outputs if t.name]
-    names = {t.name for t in made}
+    results = [t for node in group for t in node.outputs if t.name]
+    names = {t.name for t in results}
     ends = nodes[-1].outputs  # the loss
     outside = {t.name for node in nodes if id(node) not in inside for t in node.inputs}
     outside |= {t.name for t in ends} | {t.name for node in nodes for t, _, _ in captured(node)}
     kept = frozenset(names & outside)
-    last = [t for t in made if t.name in kept and t.name in active]
+    last = [t for t in results if t.name in kept and t.name in active]
     if kept == names or not last:
         return None
     read = {t.name: t for node in group for t in node.inputs if t.name not in names}
@@ -157,15 +157,15 @@ def _single(nodes: Sequence[gs.Node], active: Collection[str]) -> dict[int, gs.T
         for tensor in node.inputs:
             last[tensor.name] = i
     alive: dict[str, gs.Tensor] = {}
-    found = {}
+    singles = {}
     for i, node in enumerate(nodes):
         alive = {name: t for name, t in alive.items() if last[name] > i}
         for tensor in node.outputs:
             if tensor.name in active and last.get(tensor.name, -1) > i:
                 alive[tensor.name] = tensor
         if len(alive) == 1 and next(iter(alive.values())) in node.outputs:
-            (found[i],) = alive.values()
-    return found
+            (singles[i],) = alive.values()
+    return singles
 
 
 def _bytes(node: gs.Node, active: Collection[str]) -> int:
@@ -205,8 +205,8 @@ def recompute(
     makers = {id(t): node for node in backward for t in node.outputs}
     added: dict[int, list[gs.Node]] = {}
     for number, block in enumerate(blocks):
-        made = [t for node in block.nodes for t in node.outputs]
-        inside = {id(t): t for t in made if t.name not in block.kept}
+        results = [t for node in block.nodes for t in node.outputs]
+        inside = {id(t): t for t in results if t.name not in block.kept}
         readers = [n for n in backward if any(id(t) in inside for t in n.inputs)]
         if not readers:
             continue

@@ -55,8 +55,8 @@ class Head:
                 sizes[axis - len(tensor_shape(node.outputs[0]) or ())] = count
                 node.inputs[1] = gs.Constant(f"{node.name}/sampled", sizes)
             shapes = [tensor_shape(t) if t.name else None for t in node.inputs]
-            (found,) = infer_results(node, shapes, graph.opset)  # type: ignore[arg-type]
-            node.outputs[0].shape = found[1]
+            (inferred,) = infer_results(node, shapes, graph.opset)  # type: ignore[arg-type]
+            node.outputs[0].shape = inferred[1]
 
 
 def find_head(graph: gs.Graph, output: gs.Tensor, weights: Sequence[gs.Tensor]) -> Head:
@@ -68,11 +68,11 @@ def find_head(graph: gs.Graph, output: gs.Tensor, weights: Sequence[gs.Tensor]) 
     stops: list[str] = []
     for weight in weights:
         for axis in (i for i, size in enumerate(weight.shape) if size == classes):
-            found = _follow(nodes, weight, axis)
-            if isinstance(found, str):
-                stops.append(found)
-            elif found.nodes and found.nodes[-1] == (nodes[-1], len(output.shape) - 1):
-                heads.append(found)
+            head = _follow(nodes, weight, axis)
+            if isinstance(head, str):
+                stops.append(head)
+            elif head.nodes and head.nodes[-1] == (nodes[-1], len(output.shape) - 1):
+                heads.append(head)
     if len(heads) == 1:
         return heads[0]
     if heads:
@@ -93,20 +93,20 @@ def _follow(nodes: Sequence[gs.Node], weight: gs.Tensor, axis: int) -> Head | st
     """Follows the classes from a weight through the nodes; returns the head, or the reason why it
     is none."""
     axes: dict[int, int] = {id(weight): axis}
-    found: list[tuple[gs.Node, int | None]] = []
+    path: list[tuple[gs.Node, int | None]] = []
     for node in nodes:
-        given = {i: axes[id(t)] for i, t in enumerate(node.inputs) if id(t) in axes}
-        if not given:
+        operands = {i: axes[id(t)] for i, t in enumerate(node.inputs) if id(t) in axes}
+        if not operands:
             continue
-        if node.op == "CastLike" and 0 not in given:
-            found.append((node, None))
+        if node.op == "CastLike" and 0 not in operands:
+            path.append((node, None))
             continue
-        at = _kept_axis(node, given)
+        at = _kept_axis(node, operands)
         if isinstance(at, str):
             return f"{node.op} '{node.name}' {at} {weight.name!r}"
         axes[id(node.outputs[0])] = at
-        found.append((node, at))
-    return Head(weight, axis, found)
+        path.append((node, at))
+    return Head(weight, axis, path)
 
 
 def _kept_axis(node: gs.Node, given: Mapping[int, int]) -> int | str:

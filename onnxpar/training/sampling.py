@@ -72,19 +72,19 @@ class Sampling:
                 f"--sample-groups {self.groups}: the head has only {classes} classes; give at most "
                 "as many groups"
             )
-        found = ClassGroups(classes, self.groups)
-        kept = self.kept(found.size, samples)
-        if kept > found.least:
+        groups = ClassGroups(classes, self.groups)
+        kept = self.kept(groups.size, samples)
+        if kept > groups.least:
             raise StrategyError(
                 f"--sample-groups {self.groups}: some groups of {classes} classes have only "
-                f"{found.least}, but a step keeps {kept} of each, because a batch of {samples} may "
-                f"have as many labels; give fewer groups, or a divisor of {classes}"
+                f"{groups.least}, but a step keeps {kept} of each, because a batch of {samples} "
+                f"may have as many labels; give fewer groups, or a divisor of {classes}"
             )
-        return found
+        return groups
 
     def kept(self, size: int, samples: int) -> int:
-        """Returns how many classes are kept of a group of this size: at least as many as there may
-        be different labels."""
+        """Returns the number of classes kept of a group of this size: at least the largest possible
+        number of different labels."""
         return max(int(self.rate * size), min(samples, size), 1)
 
 
@@ -99,7 +99,7 @@ class Sample:
     head     the nodes from the weight to the scores
     groups   the groups of its classes
     chosen   the positions of the sampled rows in their groups, of shape [groups, kept]
-    labels   the labels as positions among the sampled classes; ignored ones stay so
+    labels   the labels as positions among the sampled classes; ignored labels stay ignored
     readers  the nodes from the weight to its sampled rows
     """
 
@@ -142,7 +142,7 @@ def sample_loss(
     targets: Targets,
     sampling: Sampling,
 ) -> Sample:
-    """Restricts the output that a loss is of to a sample of its classes; returns the sample. Other
+    """Restricts the output that a loss reads to a sample of its classes; returns the sample. Other
     arguments are as for `add_loss` and `sample_classes`. Errors: StrategyError."""
     if loss not in BY_LABEL:
         raise StrategyError(
@@ -177,7 +177,7 @@ def sample_classes(
     sampling: Sampling,
 ) -> Sample:
     """Makes a graph compute an output for a sample of the classes only, in place; returns the
-    sample. `weights` are the trained ones. Errors: StrategyError."""
+    sample. `weights` are the trained weights. Errors: StrategyError."""
     if len(output.shape or ()) != 2:
         raise StrategyError(
             f"--sample-rate: output {output.name!r} has the shape {list(output.shape or ())}; only "
@@ -188,10 +188,10 @@ def sample_classes(
     groups = sampling.groups_of(head.classes, samples)
     before = len(graph.nodes)
     builder = Builder(graph, "sample")
-    given = builder.value(labels)
-    ignored = given.equal(IGNORED)
+    numbers = builder.value(labels)
+    ignored = numbers.equal(IGNORED)
     # labels that are no classes must be refused, so they become a number that is too large
-    known = ignored.where(0, (given < 0).where(head.classes, given))
+    known = ignored.where(0, (numbers < 0).where(head.classes, numbers))
     seed = builder.value(_seed(graph))
     chosen = _chosen(seed, known, groups, sampling.kept(groups.size, samples))
     position = _positions(chosen, groups).op("Gather", known, axis=0)
@@ -226,8 +226,8 @@ def _chosen(seed: Value, labels: Value, groups: ClassGroups, kept: int) -> Value
     count = np.array([kept], np.int64)
     scores = groups.apart(scores)
     _, best = builder.add_each("TopK", [scores, count], 2, axis=1, largest=1, sorted=0)
-    found, _ = builder.add_each("TopK", [best, count], 2, axis=1, largest=0, sorted=1)
-    return found
+    positions, _ = builder.add_each("TopK", [best, count], 2, axis=1, largest=0, sorted=1)
+    return positions
 
 
 def _by_group(table: Value, axis: int, groups: ClassGroups) -> Value:

@@ -240,8 +240,8 @@ class _Update:
     def _update(
         self, parameter: gs.Variable, rule: Rule, rate: Value, count: Value | None
     ) -> Value:
-        """Adds outputs for the next values of a parameter and its optimizer state; returns what
-        changes of the parameter: all of it, or the rows of a lazily trained table."""
+        """Adds outputs for the next values of a parameter and its optimizer state; returns the new
+        values: the whole parameter, or the rows of a lazily trained table."""
         name, optimizer = parameter.name, rule.optimizer
         p = self.program.builder(self.graph, f"update/{name}", name).value(parameter)
         g = p.builder.value(self.gradients[name].tensor)
@@ -252,8 +252,8 @@ class _Update:
                 f"optimizer, or --group '{name}:optimizer=adamw'"
             )
         slots = optimizer.slots(p.shape)
-        made = {s: self._input(f"{name}.{s}", p.dtype, shape) for s, shape in slots.items()}
-        state = {s: p.builder.value(value.tensor) for s, value in made.items()}  # in its parts
+        inputs = {s: self._input(f"{name}.{s}", p.dtype, shape) for s, shape in slots.items()}
+        state = {s: p.builder.value(value.tensor) for s, value in inputs.items()}  # in its parts
         own_rate = rate.cast(p.dtype) * rule.lr_scale
         rows = self.rows.get(name)
         if rows is None:
@@ -279,7 +279,7 @@ class _Update:
         return moved
 
     def _average(self, p: Value, following: Value, count: Value, decay: float) -> None:
-        """Adds the update of the moving average of a parameter. The first one makes it the
+        """Adds the update of the moving average of a parameter. The first update sets it to the
         parameter itself, as torch.optim.swa_utils.get_ema_multi_avg_fn does."""
         before = p.builder.value(self.averages[p.tensor.name])
         moved = before * decay + following * (1 - decay)
@@ -303,7 +303,7 @@ class _Update:
         self.step.metrics.append(SKIPPED)
 
     def _clip(self, most: float, norm: Value) -> None:
-        """Scales all gradients so that `norm`, that of all together, is at most `most`."""
+        """Scales all gradients so that `norm`, over all gradients together, is at most `most`."""
         factor = (most / (norm + 1e-6)).op("Min", 1.0)
         self.gradients = {n: g * factor.cast(g.dtype) for n, g in self.gradients.items()}
         add_output(self.graph, norm, "gradient_norm")

@@ -21,15 +21,15 @@ from onnxpar.training.gradients.trained import matching
 
 
 def stop_gradients(graph: gs.Graph, globs: Sequence[str], padding: Mapping[str, int]) -> list[str]:
-    """Marks the nodes through which no gradient flows back, in place; returns sentences on what
-    torch stops and the graph does not.
+    """Marks the nodes through which no gradient flows back, in place; returns sentences on
+    gradients that torch stops and the graph does not.
 
-    globs    names of tensors, or of nodes, behind which there is none
+    globs    names of tensors, or of nodes, behind which no gradient flows
     padding  by glob of tables, the row that lookups do not train; -1 is the last
     Errors: StrategyError for a glob that matches nothing, or a row that a table does not have.
     """
     stops = _Stops(graph)
-    cautions = [text for call, made in stops.calls() for text in stops.follow(call, made)]
+    cautions = [text for call, nodes in stops.calls() for text in stops.follow(call, nodes)]
     named, tables = stops.named(), _tables(graph)
     for glob in globs:
         for name in matching(glob, named, "--stop-gradient", "tensor or node"):
@@ -72,55 +72,55 @@ class _Stops:
 
     def calls(self) -> list[tuple[Call, list[gs.Node]]]:
         """Returns the calls of torch that the file names, each with its nodes."""
-        made: dict[tuple[int, Call], list[gs.Node]] = defaultdict(list)
+        by_call: dict[tuple[int, Call], list[gs.Node]] = defaultdict(list)
         for node in self.nodes:
             if (call := call_of(node)) is not None:
-                made[id(self.scope_of[id(node)]), call].append(node)
-        return [(call, nodes) for (_, call), nodes in made.items()]
+                by_call[id(self.scope_of[id(node)]), call].append(node)
+        return [(call, nodes) for (_, call), nodes in by_call.items()]
 
     def named(self) -> dict[str, list[gs.Tensor]]:
         """Returns the tensors behind which a gradient may be stopped, by their names, and by those
         of the nodes that make them."""
         named: dict[str, list[gs.Tensor]] = {t.name: [t] for t in constants(self.graph)}
         for node in self.nodes:
-            made = [t for t in node.outputs if t.name]
-            named |= {t.name: [t] for t in made}
+            results = [t for t in node.outputs if t.name]
+            named |= {t.name: [t] for t in results}
             for name in node_names(node):
-                named.setdefault(name, made)
+                named.setdefault(name, results)
         return named
 
-    def follow(self, call: Call, made: Sequence[gs.Node]) -> Iterator[str]:
-        """Stops gradients where torch does, at the nodes of a call. Yields sentences on what cannot
-        be followed."""
-        for node in made:
+    def follow(self, call: Call, nodes: Sequence[gs.Node]) -> Iterator[str]:
+        """Stops gradients where torch does, at the nodes of a call. Yields sentences on stops that
+        cannot be reproduced."""
+        for node in nodes:
             if node.op == "Identity" and call.is_detach:
                 mark_stop(node)
             if node.op == "Gather" and call.padding_row is not None:
                 mark_padding(node, call.padding_row)
         if call.scales_by_frequency:
             yield (
-                f"{made[0].name}: torch divides the gradient of each row by how often a batch "
+                f"{nodes[0].name}: torch divides the gradient of each row by how often a batch "
                 "looks it up (scale_grad_by_freq), and this step does not"
             )
         if not call.detached:
             return
-        reads = self._detached(call, made)
+        reads = self._detached(call, nodes)
         if reads is None:
             yield (
-                f"{made[-1].name}: torch stops the gradient of an operand of this node (detach), "
+                f"{nodes[-1].name}: torch stops the gradient of an operand of this node (detach), "
                 "but the exporter has removed the place; export with torch.onnx.export(..., "
                 "dynamo=True, optimize=False), or name the operand with --stop-gradient"
             )
         for node, index in reads or ():
             node.inputs[index] = self._copy(node.inputs[index])
 
-    def _detached(self, call: Call, made: Sequence[gs.Node]) -> list[tuple[gs.Node, int]] | None:
+    def _detached(self, call: Call, nodes: Sequence[gs.Node]) -> list[tuple[gs.Node, int]] | None:
         """Returns where the nodes of a call read tensors whose detach() is not in the file; None if
         that cannot be told."""
-        inner = {id(t) for node in made for t in node.outputs}
+        inner = {id(t) for node in nodes for t in node.outputs}
         reads = [
             (node, i)
-            for node in made
+            for node in nodes
             for i, t in enumerate(node.inputs)
             if t.name and id(t) not in inner and not isinstance(t, gs.Constant)
         ]
@@ -128,16 +128,16 @@ class _Stops:
             return []
         if len(call.detached) == len(call.tensors):
             return reads
-        (node, *others), names = made, call.tensors
+        (node, *others), names = nodes, call.tensors
         known = {t.name for n in self.nodes for t in n.outputs}
-        given = [t.name for t in node.inputs][: len(names)]
-        is_clear = len(given) == len(names) and not others
-        if is_clear and all(a == b for a, b in zip(given, names, strict=True) if b in known):
+        operands = [t.name for t in node.inputs][: len(names)]
+        is_clear = len(operands) == len(names) and not others
+        if is_clear and all(a == b for a, b in zip(operands, names, strict=True) if b in known):
             return [(node, i) for i in call.detached]
         return None
 
     def behind(self, tensor: gs.Tensor) -> None:
-        """Makes all that reads a tensor read it behind a stop, also the graph's outputs."""
+        """Inserts a stop between a tensor and all that reads it, including the graph's outputs."""
         if isinstance(tensor, gs.Constant):
             copy = gs.Variable(f"{tensor.name}/stopped", tensor.dtype, tensor.shape)
             replace_reads(tensor, copy)

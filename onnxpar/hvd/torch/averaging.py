@@ -1,4 +1,4 @@
-"""What makes the gradients and the buffers of a module those of all ranks."""
+"""Averages the gradients of a module over the ranks, and shares its buffers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Averaging(Passes):
     """Averages the gradients of a module's parameters in each backward pass, as long as this object
     or the result of a forward pass exists.
 
-    label        what errors call the module; equal on all ranks
+    label        the module's name in errors; equal on all ranks
     process_set  the ranks
     limit        size of a bucket in bytes
-    reducer      makes what reduces a bucket
+    reducer      returns an object that reduces a bucket
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Averaging(Passes):
         self.active = True
         """False while backward passes add up gradients on this rank alone."""
         self.root: int | None = None
-        """The rank whose buffers all get; None for the first."""
+        """The rank whose buffers all ranks get; None for the first rank."""
         self.factor = 1.0
-        """By what averages over all ranks are multiplied."""
+        """Factor of averages over all ranks."""
         self._module = module
         self._process_set = process_set
         self._trained = trained_of(module)
@@ -48,12 +48,12 @@ class Averaging(Passes):
             label, process_set, filled(in_turn, limit), reducer, _sparse_of(module)
         )
         self._times: Counter[str] = Counter()
-        """How often each parameter has had its gradient in this pass."""
+        """Number of gradients of each parameter in this pass."""
         self._late = set(self._trained)
-        """Parameters that wait for the end of the pass: those that have had a gradient several
-        times in one, which checkpoints can do, and in the first pass all."""
+        """Parameters that wait for the end of the pass: in the first pass, all; later, parameters
+        with several gradients in one pass, which checkpoints can cause."""
         self._differs = False
-        """True if the buffers may no longer be those of the root."""
+        """True if the buffers may differ from the root's."""
         self.watch(self._trained)
 
     def is_current(self) -> bool:
@@ -64,19 +64,19 @@ class Averaging(Passes):
         )
 
     def share_buffers(self) -> None:
-        """Gives all ranks the buffers of the root, if these may differ."""
+        """Gives all ranks the buffers of the root, if buffers may differ."""
         if self._differs:
             root = self._process_set.ranks[0] if self.root is None else self.root
             share(dict(self._module.named_buffers()), root, self._process_set)
             self._differs = False
 
     def buffers_differ(self) -> None:
-        """Tells that a forward pass may have changed the buffers."""
+        """Records that a forward pass may have changed the buffers."""
         self._differs = True
 
     def follow(self, outputs: Any) -> None:
-        """Makes the backward pass from these outputs one of all ranks, also where parameters get
-        their gradients in a pass inside of it, as in a checkpoint."""
+        """Makes the backward pass from these outputs a joint one of all ranks, even if parameters
+        get their gradients in a nested pass, as in a checkpoint."""
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 output.register_hook(self.enter)
@@ -92,7 +92,7 @@ class Averaging(Passes):
             self._trained[name].grad = grad
 
     def has_gradient(self, name: str) -> None:
-        """Tells that a backward pass has added to the gradient of a parameter."""
+        """Records that a backward pass has added to the gradient of a parameter."""
         if not self.active:
             return
         self.enter()

@@ -1,4 +1,4 @@
-"""Gradients of PyTorch's parameters, reduced over the ranks while backward passes go on."""
+"""Reduces gradients of PyTorch's parameters over the ranks during backward passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxpar.hvd.torch.tensors import array_of, put_gradient, slices_of
 
 
 class Reducer(Protocol):
-    """What reduces the gradients of a bucket over a process set."""
+    """An object that reduces the gradients of a bucket over a process set."""
 
     process_set: ProcessSet
 
@@ -26,15 +26,15 @@ class Reducer(Protocol):
 
 
 class Buckets:
-    """Reduces the gradients of parameters, those of a bucket together.
+    """Reduces the gradients of parameters, bucket by bucket.
 
-    label        what errors call it; equal on all ranks
+    label        the name in errors; equal on all ranks
     process_set  the ranks
     groups       the parameters of each bucket, by name; all ranks send the buckets in this order
-    reducer      makes what reduces a bucket, and keeps its buffers
-    sparse       parameters that get sparse gradients, also on ranks where they have none
+    reducer      returns an object that reduces a bucket, and keeps its buffers
+    sparse       parameters with sparse gradients, even on ranks where they have none
 
-    A gradient that this rank does not have counts as 0; one that no rank has stays None.
+    A gradient that this rank lacks counts as 0; a gradient that all ranks lack stays None.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Buckets:
         self._reducers.append(self._reducer())
 
     def count(self) -> None:
-        """Tells that a backward pass begins. Its number is part of the names of collectives: if a
-        rank has left one out after an error, all ranks notice."""
+        """Records that a backward pass begins. The number of the pass is part of the names of
+        collectives: if a rank has skipped a pass after an error, all ranks notice."""
         counts = current().counts
         counts[self._label] += 1
         self._called = f"{self._label}, backward pass {counts[self._label]}"
@@ -82,14 +82,14 @@ class Buckets:
         return self._places[name] < len(self._handles)
 
     def ready(self, name: str) -> None:
-        """Tells that this rank has the gradient of a parameter. Starts the buckets that are full
-        and whose turn it is."""
+        """Records that this rank has the gradient of a parameter. Starts full buckets in their
+        turn."""
         self._missing[self._places[name]] -= 1
         while len(self._handles) < len(self._groups) and not self._missing[len(self._handles)]:
             self._start()
 
     def finish(self) -> None:
-        """Sends what is left, and makes what all ranks have reduced the gradients."""
+        """Sends the remaining buckets, and writes the reduced gradients to the parameters."""
         try:
             self._finish()
         finally:

@@ -1,4 +1,4 @@
-"""Hooks that reduce buckets of gradients, as those of torch's DistributedDataParallel."""
+"""Hooks that reduce buckets of gradients, as in torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Hook = Callable[[Any, GradBucket], Any]
 
 
 class HookReducers:
-    """Makes what reduces each bucket by a hook."""
+    """Returns a reducer by a hook for each bucket."""
 
     def __init__(self, state: Any, hook: Hook, module: Any, process_set: ProcessSet) -> None:
         self.state = state
@@ -89,13 +89,13 @@ class HookReducer:
         ]
         is_last = self._index == every.count - 1
         bucket = GradBucket(self._index, is_last, torch.cat(flat), parameters)
-        found = every.hook(every.state, bucket)
+        reduced = every.hook(every.state, bucket)
 
         def finish(buffer: Any) -> dict[str, Any]:
             bucket.set_buffer(buffer[0] if isinstance(buffer, list) else buffer)
             return {n: array_of(g) for n, g in zip(grads, bucket.gradients(), strict=True)}
 
-        return converted(Handle(_Found(found)), finish)
+        return converted(Handle(_Found(reduced)), finish)
 
 
 class _Found:

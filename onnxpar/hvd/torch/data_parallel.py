@@ -33,12 +33,12 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     compression        dtype in which gradients are sent
     process_set        ranks that take part
 
-    The other arguments are torch's, and do nothing: they ask for what is always so here. A
-    parameter without a gradient on this rank counts as 0; where no rank has one, `grad` stays None.
-    As in torch, the gradients of a forward pass inside `no_sync` are added up, and averaged with
-    those of the next backward pass outside of it. Parameters may be frozen and unfrozen between
-    steps, on all ranks alike. After an exception in a backward pass on all ranks, go on with
-    `zero_grad`.
+    The other arguments are torch's, and do nothing: this class always behaves as they request. A
+    parameter without a gradient on this rank counts as 0; if no rank has one, `grad` stays None. As
+    in torch, the gradients of a forward pass inside `no_sync` are added to the gradients of the
+    next backward pass outside of it, and averaged with these. Parameters may be frozen and unfrozen
+    between steps, on all ranks alike. After an exception in a backward pass on all ranks, go on
+    with `zero_grad`.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True
     ) -> Iterator[None]:
-        """Lets ranks have different numbers of steps inside the block: those that have left it
-        contribute zeros to the steps of the others. In the end, all get the parameters and buffers
-        of the last rank that had a step.
+        """Lets ranks have different numbers of steps inside the block: ranks that have left it
+        contribute zeros to the steps of the others. In the end, all ranks get the parameters and
+        buffers of the last rank that had a step.
 
         divide_by_initial_world_size  averages divide by the number of all ranks; otherwise by the
-                                      number of those that have a step
+                                      number of ranks that have a step
         """
         if not enable:
             yield
@@ -130,16 +130,16 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             self._averaging.root, self._averaging.factor = None, 1.0
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Lets `hook(state, bucket)` reduce each bucket in the place of the average: it returns the
-        reduced `bucket.buffer()`, or a torch.futures.Future of it. All ranks call it for the same
-        buckets in the same order."""
+        """Lets `hook(state, bucket)` reduce each bucket instead of the average: the hook returns
+        the reduced `bucket.buffer()`, or a torch.futures.Future of it. All ranks call it for the
+        same buckets in the same order."""
         if self._compression is not Compression.none:
             raise InputError("register_comm_hook: a hook takes the place of compression")
         self._hook = state, hook
         self._average()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what copies and files keep, which have hooks of their own."""
+        """Returns the state for copies and files, which get hooks of their own."""
         return {name: value for name, value in vars(self).items() if name != "_averaging"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         self._average()
 
     def _share(self, root: int | None = None) -> None:
-        """Gives all ranks the parameters and buffers of one, by default of the first."""
+        """Gives all ranks the parameters and buffers of one rank, by default the first."""
         root = self._process_set.ranks[0] if root is None else root
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         share(tensors, root, self._process_set)

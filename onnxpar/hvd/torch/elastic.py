@@ -16,7 +16,8 @@ class TorchState(ArrayState):
 
     model      a module, or another object with `state_dict` and `load_state_dict`
     optimizer  an optimizer, or another such object
-    kwargs     more of them, samplers, and plain objects that `broadcast_object` can send
+    kwargs     more modules or optimizers, samplers, and plain objects that `broadcast_object` can
+               send
     """
 
     _broadcast: Callable[..., Any] = staticmethod(broadcast_object)

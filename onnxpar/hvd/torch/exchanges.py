@@ -78,7 +78,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's tensor; the other ranks pass one with the same dtype and shape."""
+    """Returns the root's tensor; the other ranks pass a tensor with the same dtype and shape."""
 
     def run(x: Any) -> Any:
         return in_new(x)(arrays.broadcast(array_of(x), root_rank, name, process_set))
@@ -107,7 +107,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Overwrites `tensor` with that of the root, and returns it."""
+    """Overwrites `tensor` with the root's tensor, and returns it."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
@@ -117,7 +117,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Any]:
-    """Starts to overwrite `tensor` with that of the root: `synchronize` does it."""
+    """Starts to overwrite `tensor` with the root's tensor; `synchronize` writes the result."""
     handle = arrays.broadcast_async(array_of(tensor), root_rank, name, process_set)
     return converted(handle, in_place(tensor))
 
@@ -128,8 +128,9 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends rows of `tensor` to all ranks, and returns those that this rank receives; with
-    `splits`, a list or a tensor of how many each rank gets, also how many came from each."""
+    """Sends rows of `tensor` to all ranks, and returns the rows that this rank receives; with
+    `splits`, a list or a tensor of the rows for each rank, also the number of rows from each
+    rank."""
     received: list[Any] = []
 
     def run(x: Any) -> Any:

@@ -31,12 +31,12 @@ class _Converted:
 
 
 def converted(handle: Handle[Any], finish: Callable[[Any], Any]) -> Handle[Any]:
-    """Returns a handle whose result is what `finish` makes of that of another."""
+    """Returns a handle that applies `finish` to the result of another."""
     return Handle(_Converted(handle, finish))
 
 
 def in_new(tensor: Any) -> Callable[[Any], Any]:
-    """Returns a function that makes a tensor like this one of a result."""
+    """Returns a function that converts a result to a tensor with the dtype of this one."""
     return lambda array: tensor_of(array, tensor.dtype)
 
 
@@ -67,8 +67,8 @@ class _Collective(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = ctx.back(*grads)
-        return None, None, *(found if isinstance(found, (tuple, list)) else [found])
+        results = ctx.back(*grads)
+        return None, None, *(results if isinstance(results, (tuple, list)) else [results])
 
 
 def differentiable(run: Run, back: Run, *tensors: Any) -> Any:

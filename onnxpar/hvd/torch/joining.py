@@ -10,9 +10,9 @@ from onnxpar.hvd.torch.averaging import Averaging
 
 
 class Join:
-    """Tells all ranks of a set, before each step, which of them have one.
+    """Tells all ranks of a set, before each step, which ranks have a step.
 
-    divides_by_all  averages divide by the number of all ranks, not of those that have a step
+    divides_by_all  averages divide by the number of all ranks, not of ranks with a step
     """
 
     def __init__(self, label: str, process_set: ProcessSet, divides_by_all: bool) -> None:
@@ -21,16 +21,16 @@ class Join:
         self._divides_by_all = divides_by_all
 
     def announce(self, averaging: Averaging) -> None:
-        """Tells that this rank has a step."""
+        """Announces a step of this rank."""
         self._exchange(averaging, True)
 
     def wait(self, averaging: Averaging) -> bool:
-        """Tells that this rank has none; returns True if others have."""
+        """Announces that this rank has no step; returns True if others have one."""
         return self._exchange(averaging, False)
 
     def _exchange(self, averaging: Averaging, has_step: bool) -> bool:
-        """Lets averages, and the rank whose buffers all get, be those of the ranks that have a
-        step."""
+        """Sets the factor of averages, and the rank whose buffers all ranks get, from the ranks
+        that have a step."""
         flags = allgather(np.array([has_step]), self._name, self._process_set)
         ranks = [rank for rank, flag in zip(self._process_set.ranks, flags, strict=True) if flag]
         if ranks:

@@ -40,7 +40,7 @@ def DistributedOptimizer(
     all ranks, reduced by `op` while the backward pass goes on.
 
     optimizer                  updates the parameters on each rank
-    named_parameters           names of all its parameters, for errors, such as
+    named_parameters           names of all parameters, for errors, such as
                                `model.named_parameters()`
     compression                dtype in which gradients are sent
     backward_passes_per_step   number of backward passes per call of `step`, which add up gradients
@@ -49,13 +49,13 @@ def DistributedOptimizer(
                                the ranks would make rather than the gradients
     gradient_predivide_factor  divides gradients before they are added; the sum is divided by the
                                rest of the number of ranks
-    groups, num_groups         parameters whose gradients are sent together: lists of them, or a
-                               number of groups of about equal counts
+    groups, num_groups         parameters whose gradients are sent together: lists of parameters, or
+                               a number of groups of about equal counts
     sparse_as_dense            reduces sparse gradients as whole tensors, not as their rows
     process_set                ranks that reduce; the others update with their own gradients
 
     `synchronize` waits for the reduced gradients, for instance to clip them; `step` then uses them
-    as they are. A gradient that this rank does not have counts as 0; one that no rank has stays
+    as they are. A gradient that this rank lacks counts as 0; a gradient that all ranks lack stays
     None.
     """
     if gradient_predivide_factor != 1 and op is not Average:
@@ -73,12 +73,14 @@ def DistributedOptimizer(
     trained = {name: each for name, each in named.items() if each.requires_grad}
     parts = _groups(trained, num_groups, groups)
     base = type(optimizer)
-    made: Any = object.__new__(type(base.__name__, (_Distributed, base), {}))
-    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    made._names = None if named_parameters is None else named
-    made._reductions = Reductions(parts, reducer, op)
-    made.set_backward_passes_per_step(backward_passes_per_step)
-    return made
+    distributed: Any = object.__new__(type(base.__name__, (_Distributed, base), {}))
+    vars(distributed).update(
+        {name: value for name, value in vars(optimizer).items() if name != "step"}
+    )
+    distributed._names = None if named_parameters is None else named
+    distributed._reductions = Reductions(parts, reducer, op)
+    distributed.set_backward_passes_per_step(backward_passes_per_step)
+    return distributed
 
 
 class Reductions(Passes):
@@ -94,12 +96,12 @@ class Reductions(Passes):
         self.reducer = reducer()
         self.named: dict[str, Any] = {}
         self.is_done = False
-        """True if the gradients are those of all ranks."""
+        """True if the gradients are reduced over all ranks."""
         process_set = self.reducer.process_set
         self._included = process_set.included()
         self.combines_updates = self._included and op is Adasum and current().size > 1
         self._times: Counter[str] = Counter()
-        """How often each parameter has had a gradient since the last step."""
+        """Number of gradients of each parameter since the last step."""
         self._buckets = Buckets(_label(process_set), process_set, [], reducer)
         for group in groups:
             self.add(group)
@@ -113,7 +115,7 @@ class Reductions(Passes):
 
     @property
     def waits(self) -> bool:
-        """True if there are gradients that no step has used, of passes without an error."""
+        """True if no step has used the gradients yet; False after a failed pass."""
         return bool(self._times) and not self.has_failed
 
     def has_gradient(self, name: str) -> None:
@@ -137,7 +139,7 @@ class Reductions(Passes):
         """Does nothing: `finish` waits for the gradients."""
 
     def finish(self) -> None:
-        """Waits until the gradients are those of all ranks."""
+        """Waits until the gradients are reduced over all ranks."""
         if self._included and not self.combines_updates and not self.is_done:
             self._times.clear()
             with torch.no_grad():
@@ -145,14 +147,14 @@ class Reductions(Passes):
             self.is_done = True
 
     def reset(self) -> None:
-        """Forgets which gradients there are."""
+        """Forgets earlier gradients."""
         self._times.clear()
         self._buckets.reset()
         self.is_done = False
 
 
 class _Distributed:
-    """What `DistributedOptimizer` adds to a class of optimizers."""
+    """The methods that `DistributedOptimizer` adds to a class of optimizers."""
 
     _names: Named | None
     _reductions: Reductions
@@ -173,7 +175,7 @@ class _Distributed:
         return loss
 
     def synchronize(self) -> None:
-        """Waits until the gradients are those of all ranks."""
+        """Waits until the gradients are reduced over all ranks."""
         known = {id(parameter) for parameter in self._reductions.named.values()}
         named = _named(self, None if self._names is None else self._names.items())
         self._reductions.add(
@@ -193,7 +195,7 @@ class _Distributed:
             self._synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets the number of backward passes per step, and forgets which there were."""
+        """Sets the number of backward passes per step, and forgets earlier ones."""
         if passes < 1:
             raise InputError(f"backward_passes_per_step={passes} must be at least 1")
         self._reductions.reset()
@@ -207,7 +209,7 @@ class _Distributed:
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restores a state, and forgets which backward passes there were."""
+        """Restores a state, and forgets earlier backward passes."""
         self._reductions.reset()
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
@@ -222,7 +224,7 @@ class _Distributed:
         return loss
 
     def _combine(self, step: Callable[[], Any]) -> Any:
-        """Lets this rank update the parameters, and replaces the update by that of all ranks."""
+        """Lets this rank update the parameters, and replaces the update by the combined one."""
         named = self._reductions.named
         before = {name: parameter.detach().clone() for name, parameter in named.items()}
         loss = step()
@@ -234,7 +236,7 @@ class _Distributed:
 
 
 def _label(process_set: ProcessSet) -> str:
-    """Returns what names the collectives of an optimizer, equal on all ranks."""
+    """Returns the name of an optimizer's collectives, equal on all ranks."""
     if not process_set.included():
         return "optimizer"
     among = f"optimizer over ranks {list(members_of(process_set, 'the optimizer').ranks)}"
@@ -275,9 +277,9 @@ def _groups(
         parts = np.array_split(np.arange(len(in_turn)), count)
         return [dict(in_turn[place] for place in part) for part in parts if len(part)]
     names = {id(parameter): name for name, parameter in in_turn}
-    found: list[dict[str, Any]] = []
+    buckets: list[dict[str, Any]] = []
     for group in groups:
         if not all(id(parameter) in names for parameter in group):
             raise InputError("groups: a tensor is in two groups, or no parameter of the optimizer")
-        found.append({names.pop(id(parameter)): parameter for parameter in group})
-    return found + filled({name: named[name] for name in names.values()}, default_threshold())
+        buckets.append({names.pop(id(parameter)): parameter for parameter in group})
+    return buckets + filled({name: named[name] for name in names.values()}, default_threshold())

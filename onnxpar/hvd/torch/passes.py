@@ -1,4 +1,4 @@
-"""Where a backward pass of PyTorch begins and ends."""
+"""Finds the begin and the end of a backward pass of PyTorch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Named = Mapping[str, Any]
 
 
 class _Run:
-    """One backward pass. The engine keeps it until the pass ends, by an exception, too."""
+    """One backward pass. The engine keeps it until the pass ends, even by an exception."""
 
 
 class Passes(ABC):
-    """Does something when hooks first run in a backward pass, and after the pass if it has not
-    ended by an exception."""
+    """Acts when the first hook runs in a backward pass, and after the pass unless it ends by an
+    exception."""
 
     _run: weakref.ref[_Run] | None = None
 
@@ -43,7 +43,7 @@ class Passes(ABC):
         weakref.finalize(self, _remove, hooks)
 
     def enter(self, _: Any = None) -> None:
-        """Tells that a hook runs."""
+        """Records that a hook runs."""
         if self._run is not None and self._run() is not None:
             return
         self.begin_pass()
@@ -64,9 +64,9 @@ class Passes(ABC):
 
 def _hook(passes: weakref.ref[Passes], name: str) -> Callable[[Any], None]:
     def ready(_: Any) -> None:
-        found = passes()
-        if found is not None:
-            found.has_gradient(name)
+        owner = passes()
+        if owner is not None:
+            owner.has_gradient(name)
 
     return ready
 

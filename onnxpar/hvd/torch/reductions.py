@@ -44,8 +44,8 @@ def allreduce(
     factors = prescale_factor, postscale_factor, process_set
 
     def run(x: Any) -> Any:
-        found = arrays.allreduce(array_of(x), None, name, compression, op, *factors)
-        return in_new(x)(found)
+        total = arrays.allreduce(array_of(x), None, name, compression, op, *factors)
+        return in_new(x)(total)
 
     def back(grad: Any) -> Any:
         _linear(op, "allreduce", name)
@@ -93,7 +93,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Any]:
-    """Starts to overwrite `tensor` with its reduction over the ranks: `synchronize` does it."""
+    """Starts to overwrite `tensor` with its reduction over the ranks; `synchronize` writes it."""
     op = _op(op, average, "allreduce_async_", name, [tensor])
     factors = prescale_factor, postscale_factor, process_set
     handle = arrays.allreduce_async(array_of(tensor), None, name, op, *factors)
@@ -115,8 +115,8 @@ def grouped_allreduce(
     factors = prescale_factor, postscale_factor, process_set
 
     def run(*xs: Any) -> Any:
-        found = arrays.grouped_allreduce(arrays_of(xs), None, name, compression, op, *factors)
-        return tuple(each([in_new(x) for x in xs])(found))
+        total = arrays.grouped_allreduce(arrays_of(xs), None, name, compression, op, *factors)
+        return tuple(each([in_new(x) for x in xs])(total))
 
     def back(*grads: Any) -> Any:
         _linear(op, "grouped_allreduce", name)
@@ -198,8 +198,8 @@ def reducescatter(
     factors = prescale_factor, postscale_factor
 
     def run(x: Any) -> Any:
-        found = arrays.reducescatter(array_of(x), name, compression, op, process_set, *factors)
-        return in_new(x)(found)
+        total = arrays.reducescatter(array_of(x), name, compression, op, process_set, *factors)
+        return in_new(x)(total)
 
     def back(grad: Any) -> Any:
         _linear(op, "reducescatter", name)
@@ -260,8 +260,8 @@ def grouped_reducescatter_async(
     """Starts the reducescatter of each tensor, without a gradient."""
     _op(op, None, "grouped_reducescatter_async", name, tensors)
     factors = prescale_factor, postscale_factor
-    given = arrays_of(tensors)
-    handle = arrays.grouped_reducescatter_async(given, name, op, process_set, *factors)
+    inputs = arrays_of(tensors)
+    handle = arrays.grouped_reducescatter_async(inputs, name, op, process_set, *factors)
     return converted(handle, each([in_new(tensor) for tensor in tensors]))
 
 
@@ -270,10 +270,10 @@ def _op(
 ) -> ReduceOp:
     """Returns the reduction. Errors: InputError if complex numbers have none of this kind."""
     what = called(function, name)
-    found = op_of(op, average, what)
-    if found not in (Average, Sum, Adasum) and any(torch.is_complex(each) for each in tensors):
+    chosen = op_of(op, average, what)
+    if chosen not in (Average, Sum, Adasum) and any(torch.is_complex(each) for each in tensors):
         raise InputError(f"{what}: complex tensors can only be reduced by hvd.Sum and hvd.Average")
-    return found
+    return chosen
 
 
 def _linear(op: ReduceOp, function: str, name: str | None) -> None:

@@ -1,4 +1,4 @@
-"""How data is dealt to the ranks."""
+"""Divides data among the ranks."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ _MARK = "torch.Tensor"
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any] | Iterable[tuple[str, Any]], root_rank: int
 ) -> None:
-    """Overwrites the tensors of every rank with those of the rank `root_rank`: a `state_dict()`,
-    `named_parameters()` or `parameters()`."""
-    given = params if isinstance(params, Mapping) else list(params)
-    share(named_arrays(given, "broadcast_parameters"), root_rank, global_process_set)
+    """Overwrites the tensors of every rank with the tensors of the rank `root_rank`: a
+    `state_dict()`, `named_parameters()` or `parameters()`."""
+    tensors = params if isinstance(params, Mapping) else list(params)
+    share(named_arrays(tensors, "broadcast_parameters"), root_rank, global_process_set)
 
 
 def share(named: Mapping[str, Any], root: int, process_set: ProcessSet) -> None:
-    """Overwrites tensors, by name, with those of one rank of a set."""
+    """Overwrites tensors, by name, with the tensors of one rank of a set."""
     for name in sorted(named):
         array = array_of(named[name], repr(name))
         if array.dtype.name.startswith("float8"):
@@ -52,11 +52,13 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the object of the rank `root_rank`: what `onnxpar.hvd.broadcast_object` takes, and
-    dense tensors. Nothing is pickled, so what another rank sends cannot run code."""
+    """Returns the object of the rank `root_rank`, of the types of `onnxpar.hvd.broadcast_object` or
+    a dense tensor. Nothing is pickled, so that data of another rank cannot run code."""
     is_root = current().rank == root_rank
-    found = arrays.broadcast_object(_packed(obj) if is_root else None, root_rank, name, process_set)
-    return obj if is_root else _unpacked(found)
+    received = arrays.broadcast_object(
+        _packed(obj) if is_root else None, root_rank, name, process_set
+    )
+    return obj if is_root else _unpacked(received)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:

@@ -14,8 +14,8 @@ from onnxpar.hvd.torch.reductions import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
-    """Normalizes as torch.nn.BatchNorm would the batches of all ranks in one, which may have
-    different sizes. The arguments are those of torch.nn.BatchNorm."""
+    """Normalizes like a torch.nn.BatchNorm on the concatenated batches of all ranks, whose sizes
+    may differ. The arguments are those of torch.nn.BatchNorm."""
 
     process_set: ProcessSet = global_process_set
 
@@ -23,16 +23,16 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     def convert_sync_batchnorm(
         cls, module: Any, process_set: ProcessSet = global_process_set
     ) -> Any:
-        """Returns the module with a SyncBatchNorm, of the same parameters and statistics, in the
-        place of each BatchNorm."""
-        made: Any = module
+        """Returns the module with a SyncBatchNorm, of the same parameters and statistics, instead
+        of each BatchNorm."""
+        new: Any = module
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-            made = cls.__new__(cls)
-            made.__dict__.update(vars(module))
-            made.process_set = process_set
+            new = cls.__new__(cls)
+            new.__dict__.update(vars(module))
+            new.process_set = process_set
         for name, child in module.named_children():
-            made.add_module(name, cls.convert_sync_batchnorm(child, process_set))
-        return made
+            new.add_module(name, cls.convert_sync_batchnorm(child, process_set))
+        return new
 
     def forward(self, input: Any) -> Any:
         """Returns the normalized input, of shape [batch, channels, ...]."""

@@ -18,13 +18,13 @@ _BITS = {
     torch.float8_e5m2: (torch.uint8, "float8_e5m2"),
     torch.float8_e5m2fnuz: (torch.uint8, "float8_e5m2fnuz"),
 }
-"""Dtypes that NumPy does not know by itself: one of as many bits, and the name in ml_dtypes."""
+"""Dtypes that NumPy does not know: a dtype with as many bits, and the name in ml_dtypes."""
 
 
 def array_of(tensor: Any, what: str = "a tensor") -> Array:
-    """Returns the values of a tensor as an array, where possible the same memory; a complex number
-    becomes two, in one more dimension. Errors: InputError for a tensor that is not dense and on the
-    CPU."""
+    """Returns the values of a tensor as an array, sharing memory if possible; a complex number
+    becomes two numbers, in one more dimension. Errors: InputError for a tensor that is not dense
+    and on the CPU."""
     if tensor.device.type != "cpu":
         raise InputError(f"{what} is on {tensor.device}; ranks exchange tensors on the CPU")
     if tensor.layout is not torch.strided:
@@ -36,8 +36,8 @@ def array_of(tensor: Any, what: str = "a tensor") -> Array:
         import ml_dtypes
 
         bits, name = _BITS[plain.dtype]
-        found: Array = plain.view(bits).numpy().view(getattr(ml_dtypes, name))
-        return found
+        typed: Array = plain.view(bits).numpy().view(getattr(ml_dtypes, name))
+        return typed
     array: Array = plain.numpy()
     return array
 
@@ -59,7 +59,7 @@ def store(tensor: Any, array: Array) -> None:
 
 
 def slices_of(parameter: Any, grad: Any) -> IndexedSlices:
-    """Returns the rows of a sparse gradient, all rows of a dense one, or none if it is None."""
+    """Returns the rows of a sparse gradient, all rows of a dense gradient, or no rows for None."""
     nothing = array_of(torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype))
     dense_shape = (len(parameter), *nothing.shape[1:])
     if grad is None:
@@ -71,8 +71,7 @@ def slices_of(parameter: Any, grad: Any) -> IndexedSlices:
 
 
 def sparse_of(rows: IndexedSlices, like: Any) -> Any:
-    """Returns rows, each of which occurs once, as a sparse tensor of the dtype and shape of
-    another."""
+    """Returns rows with distinct indices as a sparse tensor of the dtype and shape of another."""
     indices, values = torch.from_numpy(rows.indices)[None], tensor_of(rows.values, like.dtype)
     return torch.sparse_coo_tensor(
         indices, values, like.shape, is_coalesced=True, check_invariants=False
@@ -80,7 +79,7 @@ def sparse_of(rows: IndexedSlices, like: Any) -> Any:
 
 
 def put_gradient(parameter: Any, result: Array | IndexedSlices) -> None:
-    """Makes a reduced gradient that of a parameter: in the same tensor, where it has one."""
+    """Gives a parameter its reduced gradient, in the tensor of its old one if possible."""
     grad = parameter.grad
     if isinstance(result, IndexedSlices):
         if grad is None or grad.layout is torch.sparse_coo:

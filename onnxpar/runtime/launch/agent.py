@@ -1,9 +1,9 @@
 """Runs the ranks of one host for `onnxpar launch`: `python -m onnxpar.runtime.launch.agent`.
 
-Reads and writes lines of JSON. The first line that it reads says what to run; the secret of the
-launch is in it, and so on no command line. It tells what ranks print and how they end, and sends
-them signals. When its input ends, it ends its ranks. Rank 0 leaves the address of its hub in a
-folder of this process, from where it goes through the launcher to the same folder on other hosts.
+Reads and writes lines of JSON. The first line of the input says what to run; it carries the secret
+of the launch, which therefore appears on no command line. The agent reports what ranks print and
+how they end, and sends them signals. At the end of its input, it ends its ranks. Rank 0 writes the
+address of its hub to the agent's folder; the launcher passes it on to the agents of other hosts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from onnxpar.base.write_file import unread
 
 TICK = 0.05
 DRAIN = 1.0
-"""Most seconds for which a pipe is read that somebody holds open after its rank has ended."""
+"""Longest time, in seconds, to read the pipe of an ended rank that another process holds open."""
 HUB = "onnxpar-hub"
 LONGEST_LINE = 65536
-"""Bytes of a line after which it is passed on in parts."""
+"""A line of more bytes is passed on in parts."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 class Agent:
-    """The ranks of this host. `asked` is the first line of the input, and `rest` what was read
+    """The ranks of this host. `asked` is the first line of the input, and `rest` the bytes read
     after it."""
 
     def __init__(self, asked: Mapping[str, Any], rest: bytes, folder: Path) -> None:
@@ -67,7 +67,7 @@ class Agent:
         self._told = ""
         self._lines = b""
         self._ending: float | None = None
-        self._drained: dict[int, float] = {}  # when the output of a rank that has ended is over
+        self._drained: dict[int, float] = {}  # when to stop reading an ended rank's output
         self._unfinished: dict[tuple[int, int], bytes] = {}  # the last line of a rank's stream
         self._selector = selectors.DefaultSelector()
         self._selector.register(0, selectors.EVENT_READ, None)
@@ -116,7 +116,7 @@ class Agent:
         return process
 
     def _listen(self) -> None:
-        """Reads what the launcher says; at the end of the input, ends the ranks."""
+        """Reads messages of the launcher; at the end of the input, ends the ranks."""
         data = os.read(0, 65536)
         if not data:
             self._selector.unregister(0)
@@ -136,7 +136,7 @@ class Agent:
                 self._end()
 
     def _write_hub(self, text: str) -> None:
-        """Makes the file be like that of rank 0's host: with this text, or not there."""
+        """Writes this text to the hub file, or removes the file if the text is empty."""
         draft = self._hub.with_name("draft")
         draft.touch(0o600)
         draft.write_text(text)
@@ -145,8 +145,8 @@ class Agent:
             self._hub.unlink()
 
     def _tell_hub(self) -> None:
-        """Passes on where rank 0 listens, as soon as it says so: each of its worlds has a place of
-        its own, which is there until all ranks have joined."""
+        """Sends the address of rank 0's hub to the launcher when it changes: each world of rank 0
+        has its own address, which stays in the file until all ranks have joined."""
         if not self._has_first:
             return
         text = ""
@@ -157,7 +157,7 @@ class Agent:
             _say({"hub": text})
 
     def _pass_on(self, key: selectors.SelectorKey) -> None:
-        """Passes on what a rank has printed, in whole lines: those of ranks do not mix."""
+        """Passes on a rank's output in whole lines, so that lines of ranks do not mix."""
         data = os.read(key.fd, 65536)
         if not data:
             return self._close(key)
@@ -179,8 +179,8 @@ class Agent:
             _say({"rank": rank, "stream": number, "text": base64.b64encode(text).decode()})
 
     def _look_at_ranks(self) -> None:
-        """Tells which ranks have ended, and kills those that do not end in time, and what a rank
-        leaves behind."""
+        """Reports ranks that have ended, and kills processes that they leave behind. Kills ranks
+        that do not end in time."""
         if self._ending is not None and time.monotonic() > self._ending:
             for process in self._ranks.values():
                 _kill(process, signal.SIGKILL)
@@ -213,12 +213,12 @@ def _kill(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Makes Linux end this process when the agent ends, however that is."""
+    """Makes Linux end this process when the agent ends for any reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _say(message: Mapping[str, Any]) -> None:
-    """Sends a message to the launcher; nobody hears it if that has ended."""
+    """Sends a message to the launcher; does nothing if the launcher has ended."""
     data = json.dumps(message).encode() + b"\n"
     try:
         _write(data)

@@ -18,8 +18,8 @@ from onnxpar.runtime.session.options import SessionSpec
 
 
 def follow(orders: Orders) -> int:
-    """Does what rank 0 orders until that ends; returns the exit status that it gives. A run that
-    fails on all ranks ends nothing. Errors: RankError, which all ranks get soon."""
+    """Executes the orders of rank 0 until the order to end, and returns that order's exit status. A
+    run that fails on all ranks ends nothing. Errors: RankError, which soon reaches all ranks."""
     follower = _Follower(orders)
     try:
         while (status := follower.obey(orders.hear())) is None:
@@ -42,7 +42,7 @@ class _Follower:
         self._folders: dict[int, OwnFolder] = {}
 
     def obey(self, order: Order) -> int | None:
-        """Does what is ordered; returns the exit status if all is over. Errors: RankError."""
+        """Executes an order; returns the exit status of an order to end. Errors: RankError."""
         if order.do == END:
             (status,) = order.given
             return int(status)
@@ -65,7 +65,7 @@ class _Follower:
             raise RankError(f"rank 0 gave an order that there is not: {what}")
         if call is None:
             return self._close(order.session)
-        with suppress(RunError):  # rank 0 has the same one, and goes on
+        with suppress(RunError):  # rank 0 got the same error, and goes on
             call(session, *order.given)
 
     def _start(self, number: int, path: str, spec: Mapping[str, Any], timeout: float) -> None:

@@ -17,8 +17,7 @@ from onnxpar.runtime.launch.slots import Slots
 from onnxpar.runtime.launch.supervision import Supervisor
 
 FIRST_PROBE = 5.0
-"""Seconds after which a lost host is asked whether it is there again; each time that it is lost,
-twice as many."""
+"""Seconds until a lost host is probed; they double each time that the host is lost."""
 LONGEST_PROBE = 30.0
 
 
@@ -42,7 +41,8 @@ class _Rank:
 
 @dataclass
 class _LostHost:
-    """A host that may return: how often it was lost, when to ask it next, and what asks it."""
+    """A host that may return: how often it was lost, the time of the next probe, and the running
+    probe."""
 
     times: int = 0
     at: float = 0.0
@@ -50,8 +50,8 @@ class _LostHost:
 
 
 class Generations:
-    """Generations of ranks on the hosts of `slots`, of at least `min_ranks`; ranks that die start
-    again `max_restarts` times. Errors: InputError for limits that cannot be."""
+    """Runs generations of ranks, of at least `min_ranks`, on the hosts of `slots`. Restarts ranks
+    that die, `max_restarts` times. Errors: InputError for limits out of range."""
 
     def __init__(
         self, slots: Sequence[Slots], command: Command, min_ranks: int, max_restarts: int
@@ -63,7 +63,7 @@ class Generations:
 
     def run(self) -> int:
         """Returns 0 when all ranks of a generation are done, or the status of a rank that failed.
-        Errors: RankError if too few ranks are left, or a host cannot start its own."""
+        Errors: RankError if too few ranks are left, or a host cannot start its ranks."""
         supervisor = Supervisor(
             self._members,
             self._launched,
@@ -79,7 +79,7 @@ class Generations:
 
     @contextmanager
     def _launched(self, generation: Generation) -> Iterator[Sequence[_Rank]]:
-        """Starts the ranks of a generation, which find each other by the agents of their hosts."""
+        """Starts the ranks of a generation, which find each other through their hosts' agents."""
         ranks: dict[str, list[int]] = {}
         for rank, slot in enumerate(generation.slots):
             ranks.setdefault(slot.host, []).append(rank)
@@ -95,7 +95,7 @@ class Generations:
         lost.times += 1
 
     def _look(self, members: Membership) -> None:
-        """Lets the hosts join that have returned."""
+        """Probes lost hosts; a host that has returned joins again."""
         there = {slot.host for slot in members.slots}
         for name, host in self._lost.items():
             if name in there:
@@ -121,7 +121,7 @@ class Generations:
 
 
 def _drop(host: _LostHost) -> None:
-    """Ends the question to a host, if there is one."""
+    """Ends the probe of a host, if one runs."""
     if host.probe is not None:
         host.probe.kill()
         host.probe.wait()

@@ -17,7 +17,7 @@ GENERATION = "ONNXPAR_GENERATION"
 """The environment variable with the number of a generation: how often a launcher has started the
 ranks of a run again."""
 _TORCH_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""The variable of torchrun that counts such starts."""
+"""torchrun's variable for the same number."""
 
 HELP = """under a launcher, each process is one rank and makes the same calls. The rank and the
 number of ranks are read from the first pair that is set:

@@ -40,7 +40,7 @@ from onnxpar.runtime.states.state_files import Origin
 
 _worlds = itertools.count()
 _BY_A_RANK = re.compile(r"rank \d+( \(host [^)]*\))? failed: ")
-"""What a rank says that fails for a reason of its own."""
+"""The start of the message of a rank that failed by itself, not because of another rank."""
 _LONGEST_RECORD = 1 << 30
 """The largest record of a rank that is accepted, in bytes. onnxruntime records at most a million
 events, which need less."""
@@ -60,9 +60,9 @@ def _unpacked(data: bytes) -> bytes:
 
 
 class LaunchedRank:
-    """The ranks of a session, of which this process runs one. Every process gets all output shards
+    """The ranks of a session; this process runs one of them. Every process gets all output shards
     and assembles them. A rank whose folder lacks files of the `bundle` first fetches them from
-    others.
+    other ranks.
 
     All processes must make the same calls with the same feeds. If a call fails on one process, all
     raise the same RunError and can continue; after a RankError, every later call fails with the
@@ -157,8 +157,8 @@ class LaunchedRank:
         return {name: digests for text in each for name, digests in json.loads(text).items()}
 
     def save_states_later(self, folder: str, sizes: Sizes) -> None:
-        """Copies this rank's shards of all states, and writes them while it runs on. Returns after
-        all ranks have copied theirs."""
+        """Copies this rank's shards of all states, and writes the copies in the background. Returns
+        after all ranks have copied their shards."""
         with self._failing_together(f"copying states for {folder}"):
             self._executor.save_states_later(Path(folder), sizes)
             self._agree()
@@ -204,12 +204,12 @@ class LaunchedRank:
             raise RankError(f"this session is closed: {self._closed}; make a new one")
 
     def check_alive(self) -> None:
-        """Errors: RankError if the session is closed; the next call finds out about others."""
+        """Errors: RankError if the session is closed; only a call notices lost ranks."""
         self.check_usable()
 
     def close(self) -> None:
-        """Leaves the world; within an error, as at the end of a `with`, other ranks that wait for
-        this one get to know it."""
+        """Leaves the world. While an error is handled, as at the end of a `with`, tells it to the
+        ranks that wait for this one."""
         if self._closed is None:
             error = sys.exc_info()[1]
             if isinstance(error, Exception):
@@ -219,13 +219,13 @@ class LaunchedRank:
     def _gather_parts(
         self, names: Sequence[str], own: Mapping[str, Array], rows: Rows = None
     ) -> PartsOf:
-        """Returns the shards of these tensors from all ranks, or these rows of each, given this
-        rank's; whole tensors are not exchanged."""
+        """Returns the shards of these tensors, or these rows of each shard, from all ranks. `own`
+        are this rank's shards. Whole tensors are not exchanged."""
         split = [name for name in names if not self._parts[name].is_whole]
-        found: PartsOf = {name: {0: own[name]} for name in names if name not in split}
+        parts: PartsOf = {name: {0: own[name]} for name in names if name not in split}
         if not split:
             self._agree()
-            return found
+            return parts
         ranks = range(self.bundle.mesh.size)
         shapes = self._shapes(split, own)
         if rows is not None:
@@ -240,9 +240,9 @@ class LaunchedRank:
             for name in sent[rank]:
                 dtype, shape, count = extents[rank][name]
                 part = row[start : start + count].view(dtype).reshape(shape)
-                found.setdefault(name, {})[rank] = part
+                parts.setdefault(name, {})[rank] = part
                 start += count
-        return found
+        return parts
 
     def _shapes(
         self, names: Sequence[str], own: Mapping[str, Array]
@@ -289,8 +289,8 @@ class LaunchedRank:
             raise fail(f"{what} of {self._path}", reason) from error
 
     def _failed_start(self, what: str, reason: str) -> RankError:
-        """Returns the error that all ranks raise: why the first of them failed, if one has said so,
-        and not how this one noticed."""
+        """Returns the error that all ranks raise, with the reason of the first failed rank if that
+        is known, else with this rank's own reason."""
         told = self._world.failure()
         reason = told if _BY_A_RANK.match(told) else reason
         self._world.abort(reason)
@@ -325,8 +325,8 @@ def _ports(bundle: Bundle) -> dict[str, Port]:
 
 
 def _share(world: World) -> Share:
-    """Returns this rank's share of the cores that its launcher lets it use. Ranks of a host that
-    may use the same cores divide them: all of them, those of a container, or of a NUMA node."""
+    """Returns this rank's share of the cores that its launcher allows. Ranks of a host that may use
+    the same cores divide them: the cores of the host, of a container or of a NUMA node."""
     cores = own_cores()
     mine = f"{host_id()} {cores}".encode()
     return share_beside(gather_bytes(world, mine, "cores").count(mine), cores)

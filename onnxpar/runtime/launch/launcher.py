@@ -24,13 +24,13 @@ from onnxpar.runtime.ranks.redirect import HEAD_START
 from onnxpar.runtime.session.bundle_files import ranks_text
 
 GRACE = HEAD_START / 2
-"""Seconds that other ranks get to end by themselves, after one has failed. Those that fail for the
-same reason as rank 0 still wait then, and do not repeat it."""
+"""Seconds that other ranks get to end by themselves after one has failed. Fewer than HEAD_START: a
+rank that fails for the same reason as rank 0 is ended before it repeats the report."""
 END = 5.0
-"""Seconds that hosts get beyond that of their ranks to end."""
+"""Seconds that agents get to end, in addition to the grace period of their ranks."""
 TICK = 0.1
 SILENCE = 2.0
-"""Seconds after which the end says for whom it waits."""
+"""Seconds after which `close` says which ranks it waits for."""
 SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
@@ -42,9 +42,9 @@ PASSED_ON = ("ONNXPAR_", "OMP_")
 
 @dataclass(frozen=True)
 class Command:
-    """What runs as each rank: `words`, in the folder `folder` of each host, with the variables
-    `environment` in addition to those of ssh's login; `python` is the Python with onnxpar there.
-    Ranks that are to end get SIGTERM, and `grace` seconds until they are killed."""
+    """The command of each rank: `words`, in the folder `folder` of each host, with the variables
+    `environment` added to those of the ssh login. `python` is the Python with onnxpar on the hosts.
+    Ranks that must end get SIGTERM, and are killed after `grace` seconds."""
 
     words: Sequence[str]
     folder: str
@@ -55,7 +55,7 @@ class Command:
 
 @dataclass
 class _Agent:
-    """What runs the ranks of a host; `lost` is why it does not any more."""
+    """The agent that runs the ranks of a host; `lost` is the reason if the host is lost."""
 
     host: str
     process: subprocess.Popen[bytes]
@@ -70,15 +70,15 @@ class _Agent:
         assert self.process.stdin is not None
         if self.process.stdin.closed:
             return
-        with suppress(BrokenPipeError):  # how it ends says why
+        with suppress(BrokenPipeError):  # the end of the process says why
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 
 
 class Launcher(Closing):
-    """A launch of a command as the ranks of each host, which together are 0 to their number.
-    The output of all ranks goes to that of this process. The end of the block ends the ranks.
-    `on_loss` is called with each host that is lost, and why."""
+    """Runs a command as ranks; `ranks` has the numbers of the ranks on each host. The output of
+    ranks goes to the output of this process. The end of the `with` block ends the ranks. `on_loss`
+    is called with each host that is lost, and the reason."""
 
     def __init__(
         self,
@@ -87,8 +87,7 @@ class Launcher(Closing):
         on_loss: Callable[[str, str], None] = lambda host, why: None,
     ) -> None:
         self.ends: dict[int, int] = {}
-        """The exit status of each rank that has ended: minus a signal that has killed it, or
-        HOST_GONE."""
+        """The exit status of each rank that has ended: -N after signal N, or HOST_GONE."""
         self._selector = selectors.DefaultSelector()
         self._agents: list[_Agent] = []
         self._grace = command.grace
@@ -111,12 +110,12 @@ class Launcher(Closing):
 
     @property
     def lost(self) -> dict[str, str]:
-        """Why hosts are lost, by name."""
+        """The reason for the loss of each lost host, by name."""
         return {agent.host: agent.lost for agent in self._agents if agent.lost}
 
     def look(self, seconds: float = 0.0) -> None:
-        """Waits at most so long for something to happen on a host, and takes note of it. Errors:
-        RankError if a host cannot start its ranks."""
+        """Waits at most `seconds` for messages of agents, and handles them. Errors: RankError if a
+        host cannot start its ranks."""
         for key, _ in self._selector.select(seconds):
             self._read(key)
 
@@ -127,8 +126,9 @@ class Launcher(Closing):
             agent.send({"signals": [[rank, number]]})
 
     def wait(self) -> int:
-        """Returns 0 when all ranks have ended so; else the status of the first rank that failed,
-        after the others have ended. Errors: RankError if a host cannot be reached or is lost."""
+        """Returns 0 after all ranks have ended with 0; else the status of the first rank that
+        failed, after the others have ended. Errors: RankError if a host cannot be reached or is
+        lost."""
         until = None
         while any(agent.running for agent in self._agents):
             self.look(TICK)
@@ -166,7 +166,7 @@ class Launcher(Closing):
                 self._handle(agent, line)
 
     def _lose(self, agent: _Agent) -> None:
-        """Takes note that a host is lost, and why."""
+        """Records that a host is lost, and why."""
         try:
             agent.process.wait(END)
         except subprocess.TimeoutExpired:
@@ -211,7 +211,7 @@ class Launcher(Closing):
             self.ends.setdefault(message["ended"], message["status"])
 
     def close(self) -> None:
-        """Ends all ranks that still run, and passes on what they print until then."""
+        """Ends all ranks that still run, and passes on their last output."""
         try:
             for agent in self._agents:
                 agent.send({"end": True})
@@ -232,7 +232,7 @@ class Launcher(Closing):
                 agent.process.wait()
 
     def _tell_who_runs(self) -> None:
-        """Says for whom the end waits."""
+        """Says which ranks `close` waits for."""
         each = [
             f"{ranks_text(sorted(agent.running))} on host {agent.host}"
             for agent in self._agents
@@ -248,7 +248,7 @@ class Launcher(Closing):
 
 
 def is_here(host: str) -> bool:
-    """True if a name of a host means this one."""
+    """True if a host name means this host."""
     return host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
 
 

@@ -31,21 +31,21 @@ from onnxpar.runtime.states.state_files import Origin
 
 T = TypeVar("T")
 _BEATS = 4
-"""How often, within the timeout, ranks hear that there is nothing to do."""
+"""The least number of idle orders within the timeout."""
 _LONGEST_PAUSE = 1.0
 """Seconds within which an idle lead notices that a rank has died."""
 _LEAVING = 1.0
-"""Seconds that the end waits for a call which has not returned."""
+"""Seconds that `end` waits for a call that has not returned."""
 
 
 class Lead:
-    """Rank 0 of a launch, as `start_ranks` of sessions: whatever it calls, all ranks call. The
-    others run `follow`. As a context manager, ends these at the end, with the exit status of this
-    process.
+    """Rank 0 of a launch, as `start_ranks` of sessions: all ranks make the calls that are made
+    here; ranks other than 0 run `follow`. As a context manager, ends these ranks at the end, with
+    the exit status of this process.
 
-    Threads may share it and its sessions. If a rank dies or does not answer within the timeout,
-    the call, and each later one, raises a LaunchError that names the rank: processes that a
-    launcher has started are not started again. `check` raises it between calls.
+    Threads may share it and its sessions. If a rank dies or does not answer within the timeout, the
+    call, and each later one, raises a LaunchError that names the rank: processes that a launcher
+    has started are not started again. `check` raises the error between calls.
     """
 
     def __init__(self, orders: Orders) -> None:
@@ -68,12 +68,12 @@ class Lead:
     def __call__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> LedRanks:
         """Starts a session on all ranks. Errors: RankError."""
         number = next(self._sessions)
-        given = os.fspath(bundle.path), asdict(spec), timeout
+        arguments = os.fspath(bundle.path), asdict(spec), timeout
 
         def start() -> LaunchedRank:
             return LaunchedRank(bundle.path, spec, self._orders.launched, timeout)
 
-        return LedRanks(self, number, self.all_do(Order(START, number, given), start))
+        return LedRanks(self, number, self.all_do(Order(START, number, arguments), start))
 
     def check(self) -> None:
         """Errors: LaunchError if ranks have failed for good."""
@@ -81,8 +81,8 @@ class Lead:
             raise LaunchError(self._failure)
 
     def all_do(self, order: Order, own: Callable[[], T]) -> T:
-        """Tells the other ranks an order, does the same here by calling `own`, and returns its
-        result. Errors: RunError if the ranks can continue, else LaunchError."""
+        """Sends an order to the other ranks, executes it on this rank by calling `own`, and returns
+        the result of `own`. Errors: RunError if the ranks can continue, else LaunchError."""
         data = order.pack()
         with self._lock:
             self.check()
@@ -106,8 +106,8 @@ class Lead:
                 self._inside = None
 
     def close_session(self, number: int, own: LaunchedRank) -> None:
-        """Ends a session on all ranks; from within another call, as the garbage collector does it,
-        before the next one."""
+        """Ends a session on all ranks. Within another call, where the garbage collector may call
+        this, the session ends before the next order."""
         self._left.append((number, own))
         if self._inside != threading.get_ident():
             with suppress(RankError):  # the next call says so
@@ -153,7 +153,7 @@ class Lead:
             own.close()
 
     def _beat(self) -> None:
-        """Tells the other ranks, again and again, that this one is there: the thread."""
+        """The thread: sends idle orders, which tell the other ranks that rank 0 is alive."""
         pause = min(self._orders.timeout / _BEATS, _LONGEST_PAUSE)
         while not self._over.wait(pause) and self._failure is None:
             with suppress(RankError):  # the next call says so
@@ -182,10 +182,10 @@ class LedRanks:
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs all ranks, and returns their output shards."""
-        given = dict(vars(request)), dict(feeds)
-        found = self._do("run", given, lambda: self._own.run(request, feeds))
+        arguments = dict(vars(request)), dict(feeds)
+        parts = self._do("run", arguments, lambda: self._own.run(request, feeds))
         self.kept_shapes = self._own.kept_shapes
-        return found
+        return parts
 
     def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf:
         """Returns all ranks' shards of a state, or these rows of each."""
@@ -211,7 +211,7 @@ class LedRanks:
         )
 
     def save_states_later(self, folder: str, sizes: Sizes) -> None:
-        """Makes each rank copy its shards of all states, and write them while it runs on."""
+        """Makes each rank copy its shards of all states, and write the copies in the background."""
         self._do(
             "save_states_later",
             (folder, sizes),
@@ -255,8 +255,8 @@ class LedRanks:
         self._own.check_usable()
 
     def check_alive(self) -> None:
-        """Errors: RankError if the session is closed, or if a rank has died or does not answer, as
-        the orders notice while there is nothing to do."""
+        """Errors: RankError if the session is closed, or if a rank has died or does not answer,
+        which idle orders notice."""
         self.check_usable()
 
     def close(self) -> None:

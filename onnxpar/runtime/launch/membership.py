@@ -1,8 +1,8 @@
-"""Which places for ranks there are while a run lives on: generations of ranks.
+"""The slots for ranks, as hosts leave and join between generations of ranks.
 
 A slot is a place where a rank may run. All ranks of a generation start together and end together;
-the next generation has the slots that are then there. Who starts ranks keeps a `Membership`: the
-parent process of ranks on one host, or a launcher, which outlives the ranks that it starts.
+the next generation has the slots that exist then. The process that starts ranks keeps a
+`Membership`: the parent of ranks on one host, or a launcher, which outlives its ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_RESTARTS = 3
 
 @dataclass(frozen=True, order=True)
 class Slot:
-    """A place for a rank: one of those of a host, counted from 0."""
+    """A place for a rank: a host, and the number of the slot on the host, from 0."""
 
     host: str
     index: int
@@ -43,12 +43,12 @@ class Generation:
 class Membership:
     """The slots that the next generation has.
 
-    slots         those that there are at first
+    slots         the slots at the start
     min_ranks     fewest ranks with which a run goes on
     max_restarts  how often a generation whose ranks died is started again with all of its slots;
                   after that, slots whose ranks die are given up
 
-    Errors: InputError for limits that cannot be.
+    Errors: InputError for limits out of range.
     """
 
     def __init__(self, slots: Iterable[Slot], min_ranks: int, max_restarts: int) -> None:
@@ -90,9 +90,9 @@ class Membership:
         return False
 
     def leave(self, gone: Collection[Slot]) -> None:
-        """Removes slots, such as those of a host that is gone; this is no restart."""
+        """Removes slots, such as all slots of a lost host; this is no restart."""
         self._slots = [slot for slot in self._slots if slot not in gone]
 
     def join(self, come: Iterable[Slot]) -> None:
-        """Adds slots, such as those of a host that has returned."""
+        """Adds slots, such as all slots of a host that has returned."""
         self._slots = list(dict.fromkeys([*self._slots, *come]))

@@ -1,4 +1,4 @@
-"""Which hosts take how many ranks: `a:2,b:2`, or a host file as mpirun reads it."""
+"""The number of ranks on each host: `a:2,b:2`, or a host file of mpirun."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Slots:
 
 
 def parse_hosts(text: str) -> list[Slots]:
-    """Reads hosts and their numbers of ranks, such as `a:2,b:2`; without a number it is 1. Errors:
+    """Reads hosts and their numbers of ranks (default: 1), such as `a:2,b:2`. Errors:
     InputError."""
-    found = []
+    slots = []
     for part in text.split(","):
         match = _HOST.fullmatch(part.strip())
         if match is None:
             raise InputError(f"--hosts {text}: {part!r} must be HOST or HOST:RANKS, as in a:2,b:2")
-        found.append(_slots(match, f"--hosts {text}"))
-    return _each_once(found, f"--hosts {text}")
+        slots.append(_slots(match, f"--hosts {text}"))
+    return _each_once(slots, f"--hosts {text}")
 
 
 def read_hostfile(path: str | Path) -> list[Slots]:
@@ -40,7 +40,7 @@ def read_hostfile(path: str | Path) -> list[Slots]:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"the host file {path} cannot be read: {error}") from error
-    found = []
+    slots = []
     for number, line in enumerate(lines, 1):
         text = line.split("#")[0].strip()
         if not text:
@@ -48,10 +48,10 @@ def read_hostfile(path: str | Path) -> list[Slots]:
         match = _LINE.fullmatch(text)
         if match is None:
             raise InputError(f"{path}, line {number}: {text!r} must be HOST slots=N")
-        found.append(_slots(match, f"{path}, line {number}"))
-    if not found:
+        slots.append(_slots(match, f"{path}, line {number}"))
+    if not slots:
         raise InputError(f"the host file {path} names no host")
-    return _each_once(found, str(path))
+    return _each_once(slots, str(path))
 
 
 def ranks_of(slots: Sequence[Slots]) -> list[list[int]]:

@@ -1,13 +1,13 @@
-"""Runs generations of ranks that are processes of their own: what a launcher does that outlives the
-hosts of its ranks.
+"""Runs generations of ranks that are separate processes, for a launcher that outlives the hosts of
+its ranks.
 
-A rank says by the end of its process what its launcher should do:
+The end of a rank's process tells the launcher what to do:
 
     exit status 0       it is done, or was not needed
     AGAIN               other ranks are lost, or SIGTERM has asked it to make room: it has left a
                         checkpoint from which the next generation goes on
     killed by a signal  it is lost: its slot may get a new rank
-    HOST_GONE           so is its host
+    HOST_GONE           the host of the rank is lost
     any other           the run has failed, and would fail again
 """
 
@@ -28,7 +28,7 @@ AGAIN = 75
 HOST_GONE = 256
 """Stands for the exit status of a rank whose host is lost: no process ends with this number."""
 _BY_SIGNAL = 128
-"""What a shell adds to the number of the signal that killed its command."""
+"""The exit status of a shell is this number plus the signal that killed its command."""
 _SIGNALS = range(_BY_SIGNAL + 1, _BY_SIGNAL + signal.NSIG)
 _LOOK = 0.05
 """Seconds between two looks at the processes."""
@@ -43,8 +43,8 @@ class Process(Protocol):
 
 
 Launch = Callable[[Generation], AbstractContextManager[Sequence[Process]]]
-"""Starts the ranks of a generation, which find each other and none of an earlier one. The block
-ends after them."""
+"""Starts the ranks of a generation, which find each other and no rank of an earlier generation. The
+`with` block ends after the ranks."""
 
 
 class Supervisor:
@@ -52,8 +52,8 @@ class Supervisor:
 
     look    called again and again; it may let slots of the membership join or leave
     tell    called with a line when a generation ends before its run
-    grace   seconds in which ranks must end that have lost others or are asked to; then they are
-            killed, and count as lost
+    grace   seconds that ranks get to end after the loss of other ranks, or after SIGTERM; then they
+            are killed, and count as lost
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Supervisor:
         ]
 
     def _has_changed(self, generation: Generation, processes: Sequence[Process]) -> bool:
-        """True if a rank has not simply done its work, or if slots have joined or left."""
+        """True if a rank has ended with a status other than 0, or if slots have joined or left."""
         self._look(self._members)
         slots = self._members.slots
         return any(process.poll() for process in processes) or set(slots) != set(generation.slots)
 
     def _stop(self, processes: Sequence[Process]) -> tuple[Sequence[Process], Sequence[Process]]:
-        """Asks the ranks that still run to end, and kills those that have not after the grace
-        period; returns both. Errors: RankError if one cannot be killed."""
+        """Sends SIGTERM to the ranks that still run, and kills the ranks that outlive the grace
+        period. Returns both groups. Errors: RankError if a rank cannot be killed."""
         asked = _run_on(processes)
         for process in asked:
             process.terminate()
@@ -114,8 +114,9 @@ class Supervisor:
         return asked, stuck
 
     def _prepare_next(self, generation: Generation, ends: Sequence[_End]) -> None:
-        """Takes note of the slots that are lost. A rank that had to be killed is lost if that
-        explains the end of the generation. Errors: RankError if nothing explains it, too often."""
+        """Gives up lost slots. A rank that had to be killed counts as lost only if nothing else
+        explains the end of the generation. Errors: RankError without an explanation or a restart
+        left."""
         members = self._members
         gone = {end.slot.host for end in ends if end.status == HOST_GONE and not end.was_stuck}
         members.leave([slot for slot in members.slots if slot.host in gone])
@@ -142,8 +143,8 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class _End:
-    """How a rank ended: its exit status, and whether it was asked to end, and had to be killed,
-    because it did not."""
+    """How a rank ended: its exit status, whether it got SIGTERM, and whether it outlived the grace
+    period and was killed (`was_stuck`)."""
 
     slot: Slot
     status: int
@@ -152,19 +153,19 @@ class _End:
 
     @property
     def was_killed(self) -> bool:
-        """True if a signal of somebody else killed it, here or on another host."""
+        """True if a signal that the supervisor did not send killed the rank, on any host."""
         is_signal = self.status < 0 or self.status in _SIGNALS
         return is_signal and not self.was_stuck and not self._has_obeyed
 
     @property
     def has_failed(self) -> bool:
-        """True if it would fail again."""
+        """True if the rank failed by itself, and would fail again."""
         is_known = self.status in (0, AGAIN, HOST_GONE) or self._has_obeyed
         return not (is_known or self.was_killed or self.was_stuck)
 
     @property
     def _has_obeyed(self) -> bool:
-        """True if it ended by the signal that asked it to, as before it could handle that."""
+        """True if SIGTERM from the supervisor killed the rank, as before the rank handles it."""
         by_signal = (-signal.SIGTERM, _BY_SIGNAL + signal.SIGTERM)
         return self.was_asked and self.status in by_signal
 
@@ -174,7 +175,7 @@ def _run_on(processes: Sequence[Process]) -> list[Process]:
 
 
 def _wait_for(processes: Sequence[Process], seconds: float) -> None:
-    """Waits until processes have ended, at most so many seconds."""
+    """Waits until processes have ended, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while _run_on(processes) and time.monotonic() < deadline:
         time.sleep(_LOOK)

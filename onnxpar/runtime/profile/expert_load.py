@@ -27,17 +27,17 @@ class _Place:
 def expert_loads(
     mixtures: Sequence[Mapping[str, Any]], mesh: Mesh, events: Sequence[Sequence[Event]]
 ) -> Iterator[ExpertLoad]:
-    """Yields the load of each mixture of a plan that ran; `events` are those of each rank."""
-    found: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    """Yields the load of each mixture of a plan that ran; `events` are the events of each rank."""
+    recorded: dict[tuple[str, int, int], list[int]] = defaultdict(list)
     for rank, own in enumerate(events):
         for event in own:
             if event.rows is not None:
-                found[event.name, rank, event.run].append(event.rows)
+                recorded[event.name, rank, event.run].append(event.rows)
     for entry in mixtures:
         places = _places(Layout.from_json(entry["layout"]), mesh)
         tokens: Array = np.zeros(entry["experts"], np.int64)
         runs = set()
-        for (name, rank, run), rows in found.items():
+        for (name, rank, run), rows in recorded.items():
             place, (node, step) = places[rank], finder_of(name, [entry["node"]])
             if node is None or not place.counts:
                 continue
@@ -50,8 +50,8 @@ def expert_loads(
 
 
 def finder_of(name: str, finders: Collection[str]) -> tuple[str | None, int | None]:
-    """Which of these nodes in a Scan over experts an event is of, None if of none, and, if the rank
-    has it once for each of its experts, for which one."""
+    """Returns the node among `finders` (nodes in a Scan over experts) that an event belongs to, or
+    None; and the number of the expert, if the rank has the node once for each of its experts."""
     if name in finders:
         return name, None
     node, _, step = name.rpartition("@")
@@ -59,7 +59,7 @@ def finder_of(name: str, finders: Collection[str]) -> tuple[str | None, int | No
 
 
 def _places(layout: Layout, mesh: Mesh) -> list[_Place]:
-    """The place of each rank; `layout` is that of [expert, row, column]."""
+    """The place of each rank; `layout` is the layout of the tensor [expert, row, column]."""
     seen: set[tuple[object, ...]] = set()
     places = []
     split = [leaf for dim in layout.dims[:2] for leaf in leaves(dim)]

@@ -45,27 +45,27 @@ class Fused:
         reader = self._reader(node)
         while not results and reader is not None:
             results, reader = self._results(reader), self._reader(reader)
-        found: dict[str, NodeProto] = {}
+        members: dict[str, NodeProto] = {}
         wanted = list(results)
         while wanted:
             maker = self._makers[wanted.pop()]
-            found[maker.output[0]] = maker
+            members[maker.output[0]] = maker
             wanted += [
                 t
                 for t in maker.input
                 if t in self._makers
                 and t not in self._frontier
-                and self._makers[t].output[0] not in found
+                and self._makers[t].output[0] not in members
             ]
-        return list(found.values())
+        return list(members.values())
 
     def _results(self, node: NodeProto) -> list[str]:
         """Returns the tensors of the rank's graph that an optimized node computes, perhaps in a
         blocked memory format."""
         kept = self._by_name.get(node.name)
         names = [*node.output, node.name.removesuffix(_BLOCKED)]
-        found = [name for name in names if name in self._makers]
-        return found or [name for name in (kept.output if kept else ()) if name]
+        results = [name for name in names if name in self._makers]
+        return results or [name for name in (kept.output if kept else ()) if name]
 
     def _reader(self, node: NodeProto) -> NodeProto | None:
         """Returns a node that reads a result of this one, if any."""

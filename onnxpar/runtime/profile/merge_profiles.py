@@ -102,8 +102,8 @@ def _common_runs(records: Sequence[Record]) -> list[_Run]:
         program: min(len(record["programs"][program]["runs"]) for record in records)
         for program in records[0]["programs"]
     }
-    found = [(program, k) for program, count in counts.items() for k in range(count)]
-    return sorted(found, key=lambda run: _begin(records[0], run))
+    runs = [(program, k) for program, count in counts.items() for k in range(count)]
+    return sorted(runs, key=lambda run: _begin(records[0], run))
 
 
 def _begin(record: Record, run: _Run) -> int:
@@ -132,7 +132,7 @@ def _rank(
             if run is None or begin > sum(runs[k]):
                 continue
             node = record["nodes"][at]
-            name, made = _collective(node, begin + length - zero, told)
+            name, collective = _collective(node, begin + length - zero, told)
             events.append(
                 Event(
                     rank,
@@ -144,7 +144,7 @@ def _rank(
                     length / 1e6,
                     own / 1e6,
                     lanes.setdefault(thread, len(lanes)),
-                    made,
+                    collective,
                     None if finder_of(node["name"], finders)[0] is None else told,
                 )
             )
@@ -154,9 +154,9 @@ def _rank(
 
 
 def _collective(node: Mapping[str, Any], end: int, told: Any) -> tuple[str, Collective | None]:
-    """Returns the name of a recorded node, and what it communicates. The completion of a collective
-    has the name of the collective; it told when a thread ran that, in microseconds before `end`,
-    and the bytes that were sent if data decide these."""
+    """Returns the name of a recorded node, and its collective. The completion of a collective has
+    the name of the collective. It `told` when a thread ran the collective, in microseconds before
+    `end`, and the bytes sent if these depend on data."""
     if "group" not in node:
         return node["name"], None
     name, kind = node.get("started", (node["name"], node["op"]))
@@ -211,12 +211,12 @@ def _set_clocks(ranks: Sequence[_Rank]) -> None:
 def _ends(ranks: Sequence[_Rank]) -> dict[_Call, float]:
     """Returns when each call of a collective ended: the latest end on these ranks. Includes only
     kinds that end on all members at once."""
-    found: dict[_Call, float] = {}
+    ends: dict[_Call, float] = {}
     for rank in ranks:
         for call, event in _calls(rank.events):
             if event.collective and KINDS[event.collective.kind].ends_together:
-                found[call] = max(found.get(call, event.busy[0]), sum(event.busy))
-    return found
+                ends[call] = max(ends.get(call, event.busy[0]), sum(event.busy))
+    return ends
 
 
 def _calls(events: Sequence[Event]) -> Iterator[tuple[_Call, Event]]:
@@ -232,23 +232,23 @@ def _calls(events: Sequence[Event]) -> Iterator[tuple[_Call, Event]]:
 def _with_plan(
     events: Sequence[Event], planned: Mapping[str, Mapping[str, Any]], ranks: int
 ) -> Iterator[Event]:
-    """Yields the events; collectives get the plan's tensor and group, and its bytes, unless data
-    decided these. The plan has the bytes of a run, which are divided among the calls."""
+    """Yields the events; collectives get the plan's tensor and group, and its bytes, unless the
+    bytes depend on data. The plan has the bytes per run, which are divided among the calls."""
     calls = Counter((e.name, e.run) for e in events if e.collective)
     for event in events:
-        made = event.collective
-        if made is None:
+        collective = event.collective
+        if collective is None:
             yield event
             continue
         entry = planned.get(event.name, {})
-        of_run, sent = entry.get("bytes"), made.bytes
+        of_run, sent = entry.get("bytes"), collective.bytes
         if sent is None and of_run is not None:
             sent = of_run // calls[event.name, event.run]
         yield replace(
             event,
             collective=replace(
-                made,
-                group=made.group or tuple(range(ranks)),
+                collective,
+                group=collective.group or tuple(range(ranks)),
                 bytes=sent,
                 tensor=entry.get("tensor"),
             ),
@@ -260,20 +260,20 @@ def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Ite
     kind of collective waits."""
     calls = {id(event): call for call, event in _calls(rank.events)}
     for event in rank.events:
-        made = event.collective
-        if made is None or made.transfer or KINDS[made.kind].awaits is None:
+        collective = event.collective
+        if collective is None or collective.transfer or KINDS[collective.kind].awaits is None:
             yield event
             continue
         others = begins[calls[id(event)]]
-        awaited = [others.get(r, event.start) for r in _awaited(event, made, rank)]
+        awaited = [others.get(r, event.start) for r in _awaited(event, collective, rank)]
         wait = min(max(max(awaited) - event.start, 0.0), event.seconds)
-        yield replace(event, collective=replace(made, wait=wait))
+        yield replace(event, collective=replace(collective, wait=wait))
 
 
-def _awaited(event: Event, made: Collective, rank: _Rank) -> Sequence[int]:
+def _awaited(event: Event, collective: Collective, rank: _Rank) -> Sequence[int]:
     """Returns the ranks that the event's rank waits for in this collective."""
-    group, me = made.group, made.group.index(event.rank)
-    awaits = KINDS[made.kind].awaits
+    group, me = collective.group, collective.group.index(event.rank)
+    awaits = KINDS[collective.kind].awaits
     if awaits == "neighbors":
         return group[max(me - 1, 0) : me + 2]
     if awaits == "root":

@@ -78,7 +78,7 @@ class ProfiledSessions:
                   collective, `group`, `root` and `sources`; for the completion of a collective, its
                   name and kind as `started`
         programs  by name, `runs` [begin, duration], `events` [node, thread, begin, duration, told],
-                  and the number of `dropped` events; `told` is what the shapes of results tell
+                  and the number of `dropped` events; `told` is data from the shapes of results
         """
         record: Record = {"host": host_id(), "nodes": [], "programs": {}}
         numbers: dict[tuple[str, str], int] = {}
@@ -120,7 +120,7 @@ def _program(
 def _told(args: dict[str, Any]) -> int | list[int] | None:
     """Returns how many elements a NonZero found, or how many bytes an AllToAllV sent to others; for
     a Complete, how many microseconds before its end the collective began and ended, and then what
-    the collective tells; None for any other node. Profiles have no values, but shapes."""
+    the collective itself told; None for any other node. Profiles have shapes, but no values."""
     if args["op_name"] not in _TELL or not args.get("output_type_shape"):
         return None
     (shape,) = args["output_type_shape"][-1].values()

@@ -27,8 +27,8 @@ _LANES = ("runs", "compute", "communication")
 """The lanes of a rank in the viewer; each further thread of onnxruntime adds a compute and a
 communication lane."""
 TRANSFER, _TRANSFERS = "Transfer", 1 << 16
-"""The category and the first lane of what threads of the plugin send and receive; each group of
-ranks has a lane, as it may have a thread."""
+"""The category and the first lane of transfers by threads of the plugin. Each group of ranks has a
+lane, because it may have a thread."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ class Event:
 
     @property
     def busy(self) -> tuple[float, float]:
-        """The start and the seconds of what the event is about: for a collective that a thread ran,
-        those of the transfer."""
+        """Start and seconds of the transfer, if a thread ran the collective, else of the event."""
         transfer = self.collective and self.collective.transfer
         return transfer or (self.start, self.seconds)
 
@@ -90,12 +89,12 @@ class Event:
         return min(max(self.start - start, 0.0), seconds)
 
     def shifted(self, seconds: float) -> Event:
-        """The event so many seconds later."""
-        made = self.collective
-        if made is not None and made.transfer is not None:
-            start, length = made.transfer
-            made = replace(made, transfer=(start + seconds, length))
-        return replace(self, start=self.start + seconds, collective=made)
+        """Returns the event, `seconds` later."""
+        collective = self.collective
+        if collective is not None and collective.transfer is not None:
+            start, length = collective.transfer
+            collective = replace(collective, transfer=(start + seconds, length))
+        return replace(self, start=self.start + seconds, collective=collective)
 
 
 @dataclass(frozen=True)
@@ -169,8 +168,9 @@ class Trace:
         return {run: end[run] - begin[run] for run in sorted(begin)}
 
     def parts(self, rank: int, program: str = "") -> dict[str, float]:
-        """Returns the seconds of a rank in a run of a program by what it does: `total` is from the
-        start of the run on the first rank to its end on the last, and `idle` what is left of it."""
+        """Returns a rank's mean seconds per run of a program, by activity. `total` is the time from
+        the start of the run on the first rank to its end on the last rank; `idle` is the rest of
+        `total`."""
         lengths = self.lengths(program)
         events = [event for event in self.of(rank) if event.run in lengths]
         compute, inside = (
@@ -178,18 +178,18 @@ class Trace:
             for is_compute in (True, False)
         )
         waiting, total = sum(e.wait for e in events), sum(lengths.values())
-        found = {
+        sums = {
             "compute": compute,
             "communication": inside - waiting,
             "waiting": waiting,
             "idle": max(total - compute - inside, 0.0),
             "total": total,
         }
-        return {kind: seconds / len(lengths) for kind, seconds in found.items()}
+        return {kind: seconds / len(lengths) for kind, seconds in sums.items()}
 
     def session(self, runs: Collection[int]) -> float | None:
-        """Returns the mean seconds that these runs took the session beside the work of ranks; None
-        if that is not recorded."""
+        """Returns the mean seconds that these runs spent in the session, outside the ranks; None if
+        that is not recorded."""
         lengths = self.lengths()
         apart = [self.seconds[run] - lengths[run] for run in runs if run in self.seconds]
         return max(mean(apart), 0.0) if apart else None
@@ -205,10 +205,10 @@ class Trace:
     def nodes(self, rank: int | None = None) -> list[NodeTimes]:
         """Returns the times of each node on a rank, by default summed over all ranks; the longest
         total first."""
-        found: dict[tuple[str, str], list[Event]] = defaultdict(list)
+        calls: dict[tuple[str, str], list[Event]] = defaultdict(list)
         for event in self.events:
             if rank in (None, event.rank):
-                found[event.name, event.op].append(event)
+                calls[event.name, event.op].append(event)
         times = [
             NodeTimes(
                 name,
@@ -219,7 +219,7 @@ class Trace:
                 sum(e.own for e in events),
                 sum(e.wait for e in events),
             )
-            for (name, op), events in found.items()
+            for (name, op), events in calls.items()
         ]
         return sorted(times, key=lambda t: -t.seconds)
 
@@ -337,16 +337,16 @@ def _args(event: Event) -> dict[str, Any]:
         "run": event.run,
         "own_us": _us(event.own),
     }
-    made = event.collective
+    comm = event.collective
     if event.rows is not None:
         args["rows"] = event.rows
-    if made is None:
+    if comm is None:
         return args
-    args |= {"kind": made.kind, "group": made.group, "bytes": made.bytes, "tensor": made.tensor}
-    if made.transfer is not None:
-        args["transfer"] = [_us(each) for each in made.transfer]
-    if made.wait is not None:
-        args |= {"wait_us": _us(made.wait), "transfer_us": _us(event.seconds - made.wait)}
+    args |= {"kind": comm.kind, "group": comm.group, "bytes": comm.bytes, "tensor": comm.tensor}
+    if comm.transfer is not None:
+        args["transfer"] = [_us(each) for each in comm.transfer]
+    if comm.wait is not None:
+        args |= {"wait_us": _us(comm.wait), "transfer_us": _us(event.seconds - comm.wait)}
     return args
 
 
@@ -372,10 +372,10 @@ def _span(e: dict[str, Any]) -> Span:
 
 def _event(e: dict[str, Any]) -> Event:
     args = e["args"]
-    made = None
+    collective = None
     if "kind" in args:
         wait = args.get("wait_us")
-        made = Collective(
+        collective = Collective(
             args["kind"],
             tuple(args["group"]),
             args["bytes"],
@@ -393,7 +393,7 @@ def _event(e: dict[str, Any]) -> Event:
         e["dur"] / 1e6,
         args["own_us"] / 1e6,
         (e["tid"] - 1) // 2,
-        made,
+        collective,
         args.get("rows"),
     )
 

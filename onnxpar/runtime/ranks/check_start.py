@@ -1,4 +1,4 @@
-"""Checks, when ranks start, that all have the same sharded model, as it was written."""
+"""Checks, when ranks start, that all have the same, unchanged sharded model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from onnxpar.runtime.session.bundle_files import WRITE_AGAIN
 
 E = TypeVar("E", bound=OnnxparError)
 ROUND = 256
-"""Blocks that a rank checks before it tells the others, which wait for it at most that long."""
+"""Blocks that a rank checks between two exchanges with the other ranks, which wait that long."""
 
 
 def check_start(bundle: Bundle, world: World, whole: bool) -> None:
-    """Checks what a rank reads: samples of large files, or with `whole` every byte. All ranks call
-    it; those that read one folder share the work on files that several of them read.
+    """Checks the files that a rank reads: samples of large files, or with `whole` every byte. All
+    ranks call this; ranks that read the same folder divide the work on files that several of them
+    read.
 
     Errors: ModelError; after a `whole` check, and if ranks have different models, the same on all
     ranks.
@@ -90,22 +91,22 @@ def check_together(
 
 
 def place_of(folder: Path) -> dict[str, Any]:
-    """The host of this process by name, and an identifier of the folder that it sees there."""
+    """The name of this host, and an identifier of the folder on this host."""
     try:
         status = os.stat(folder)
-        found = [host_id(), status.st_dev, status.st_ino]
+        identity = [host_id(), status.st_dev, status.st_ino]
     except OSError:
-        found = [host_id(), os.fspath(folder)]
-    return {"host": socket.gethostname(), "folder": found}
+        identity = [host_id(), os.fspath(folder)]
+    return {"host": socket.gethostname(), "folder": identity}
 
 
 def exchange(world: World, own: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Returns what each rank passes as `own`, sent as JSON. Errors: RankError."""
+    """Returns the `own` of each rank, sent as JSON. Errors: RankError."""
     return [json.loads(text) for text in gather_bytes(world, json.dumps(own).encode(), name)]
 
 
 def _fault_of(bundle: Bundle, rank: int) -> str:
-    """What is wrong with the folder, without its content; empty if nothing is."""
+    """The fault of the folder's files by name or size; empty without a fault."""
     try:
         bundle.files.check_listed()
         bundle.files.check_sizes(bundle.files.of(rank))
@@ -115,7 +116,7 @@ def _fault_of(bundle: Bundle, rank: int) -> str:
 
 
 def _changed(path: Path, blocks: Sequence[Block]) -> str:
-    """Says which block has changed; empty if none has."""
+    """Returns a text about a changed block; empty if no block has changed."""
     try:
         check_blocks(path, blocks, WRITE_AGAIN)
     except ModelError as error:

@@ -148,7 +148,7 @@ def _joined(world: World | Group, x: Array, run: Callable[[Any], int]) -> tuple[
     """Calls `run`, which fills an array of rows like those of `x`. Returns the array, and the
     number of rows of each rank. When the library knows these numbers, it calls `allocate` for the
     memory."""
-    made: list[tuple[Array, list[int]]] = []
+    results: list[tuple[Array, list[int]]] = []
 
     def allocate(rows: Any) -> int | None:
         counts = [int(rows[rank]) for rank in range(world.size)]
@@ -157,11 +157,11 @@ def _joined(world: World | Group, x: Array, run: Callable[[Any], int]) -> tuple[
             memory = np.empty(sum(counts) * _row_bytes(x) + 1, np.uint8)
         except (MemoryError, ValueError):  # too large for memory, or for any array
             return None
-        made.append((memory[:-1].view(x.dtype).reshape(sum(counts), *x.shape[1:]), counts))
+        results.append((memory[:-1].view(x.dtype).reshape(sum(counts), *x.shape[1:]), counts))
         return memory.ctypes.data
 
     check(run(_Allocate(allocate)))
-    return made[0]
+    return results[0]
 
 
 def _row_bytes(x: Array) -> int:

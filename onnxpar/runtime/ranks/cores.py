@@ -12,7 +12,7 @@ from pathlib import Path
 from onnxpar.base.errors import InputError
 
 BINDINGS = ("cores", "numa", "none")
-"""What a rank can be bound to: its cores, the NUMA nodes of its cores, or nothing."""
+"""The bindings of a rank: to its cores, to the NUMA nodes of its cores, or none."""
 SYSTEM = Path("/sys/devices/system")
 """Where Linux describes the machine."""
 
@@ -65,8 +65,8 @@ def shares(
 def shares_of_replica(
     ranks: int, bind: str, per_node: int, replica: int, replicas: int
 ) -> list[Share]:
-    """Returns the shares of the ranks of one of several sessions with as many ranks, which divide
-    the cores that this process may use. Errors: as of `shares`."""
+    """Returns the shares of the ranks of session number `replica`: `replicas` sessions with `ranks`
+    ranks each divide the cores that this process may use. Errors: those of `shares`."""
     return shares(ranks * replicas, bind, per_node)[replica * ranks : (replica + 1) * ranks]
 
 
@@ -100,8 +100,8 @@ def _dealt(ranks: int, nodes: Sequence[Sequence[Core]], per_node: int) -> Deal:
 
 
 def _divided(own: Sequence[Core], ranks: int, bind: str, beside: Sequence[Core]) -> Iterator[Share]:
-    """Divides cores among ranks; `beside` are those that a rank is bound to unless it has several
-    of its own (none: it is not bound)."""
+    """Divides cores among ranks. A rank without several cores of its own is bound to the cores
+    `beside`; if there are none, it is not bound."""
     single = [Core(core.node, (thread,)) for core in own for thread in core.threads]
     units = own if ranks <= len(own) else single
     around = _threads(beside if bind != "none" else [])
@@ -123,7 +123,7 @@ def _equal_parts(size: int, parts: int) -> list[int]:
 
 def share_beside(alike: int, cores: Sequence[Core]) -> Share:
     """Returns the share of a rank that a launcher started. `alike` is the number of ranks of the
-    host, including this one, that may use just these cores."""
+    host, including this one, that may use exactly these cores."""
     hardware_threads = sum(len(core.threads) for core in cores)
     return Share((), max(1, len(cores) // alike), alike <= hardware_threads)
 
@@ -133,13 +133,13 @@ def _threads(cores: Iterable[Core]) -> tuple[int, ...]:
 
 
 def own_cores(system: Path = SYSTEM, own: Iterable[int] | None = None) -> list[Core]:
-    """Returns the cores whose hardware threads `own` this process may use, by default those that
-    Linux allows it. What Linux does not tell counts as a core of its own, in node 0."""
+    """Returns the cores of the hardware threads `own`, by default of the threads that Linux allows
+    this process. A thread that Linux does not describe counts as a core of its own, in node 0."""
     left = set(_allowed() if own is None else own)
     nodes = {
-        thread: int(found[1])
+        thread: int(match[1])
         for folder in system.glob("node/node*")
-        if (found := re.fullmatch(r"node(\d+)", folder.name))
+        if (match := re.fullmatch(r"node(\d+)", folder.name))
         for thread in _numbers(folder / "cpulist")
     }
     cores = []

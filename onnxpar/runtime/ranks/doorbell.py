@@ -1,5 +1,4 @@
-"""How a session and its ranks tell each other, through memory that they share, that a call or an
-answer is there."""
+"""Signals between a session and its ranks through shared memory: a call or an answer is there."""
 
 from __future__ import annotations
 
@@ -15,16 +14,20 @@ _LINE = 64
 """Bytes between words that different processes write: a cache line, the size of a bell."""
 _WORDS = _LINE // 4
 _CALLS, _ANSWERS, _KIND, _FIRST = range(4)
-"""The lines: two bells, the kind of the call, and the first rank's answer; one for each follows."""
+"""The lines: two bells, the kind of the call, and from _FIRST on the answer of each rank."""
 _MESSAGE, _AGAIN = range(2)
 _WRAP = 1 << 32
 _LONG = 10**6
-"""Milliseconds that a rank sleeps at once. Another thread of it notices the end of the session."""
+"""The longest sleep of a rank, in milliseconds. Another thread of the rank notices the end of the
+session."""
 
 
 class Doorbell:
-    """Counts the calls of a session, and the answers of its ranks. A call, and an answer, has a
-    message elsewhere, or is the same `again` as the one before: then nothing but the bell is rung.
+    """Counts the calls of a session, and the answers of its ranks. The message of a call or an
+    answer goes over a `Wire`. A call or an answer that equals the one before (`again`) has no
+    message: only the bell is rung. All ranks answer each call before the next. With `spins`, a
+    waiting process first spins for a while, and then sleeps; this needs a core for the session and
+    each rank.
 
     All ranks answer each call before the next. With `spins`, those who wait first look for a while,
     and then sleep; this needs a core for the session and each rank.
@@ -62,15 +65,15 @@ class Doorbell:
         return bool(self._wait(self._answer, self._last_answer, looks, round(seconds * 1000)))
 
     def is_again(self, rank: int) -> bool:
-        """True if the rank has answered the call, the same again."""
+        """True if the rank has answered the call with the same answer as before."""
         return bool(self._words[(_FIRST + rank) * _WORDS] == self._calls % _WRAP)
 
     def all_again(self) -> bool:
-        """True if all ranks have answered the call, the same again."""
+        """True if all ranks have answered the call with the same answers as before."""
         return all(map(self.is_again, range(self.ranks)))
 
     def wait_for_call(self) -> bool:
-        """Waits for the next call; returns True if it is the same again."""
+        """Waits for the next call; returns True if it equals the call before."""
         self._calls += 1
         while not self._wait(self._call, self._calls % _WRAP, self.spins, _LONG):
             pass
@@ -101,12 +104,12 @@ class Line:
         self._wire, self._bell, self._rank = wire, bell, rank
 
     def receive(self) -> Message | None:
-        """Waits for the next call and returns its message; None if it is the same again. Errors:
-        Closed."""
+        """Waits for the next call and returns its message; None if it equals the call before.
+        Errors: Closed."""
         return None if self._bell.wait_for_call() else self._wire.receive()
 
     def send(self, message: Message | None) -> None:
-        """Sends the answer; None if it is the same again. Errors: Closed."""
+        """Sends the answer; None if it equals the answer before. Errors: Closed."""
         if message is not None:
             self._wire.send(message)
         self._bell.answer(self._rank, message is None)

@@ -47,9 +47,9 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """A run: the outputs to return, whether to keep states, run options, and the values of the
-    open sizes; how many times to run, and, by input, the outputs that are its value the next time.
-    These are whole on all ranks."""
+    """A run: the outputs to return, whether to keep states, run options, the values of the open
+    sizes, and the number of runs. `carried` has, by input, the output that is the value of the
+    input in the next run; such tensors are whole on all ranks."""
 
     fetch: Sequence[str]
     keep: bool = False
@@ -108,19 +108,19 @@ class Executor:
         """The global shapes of the states that the last run kept, by input."""
 
     def _take(self, program: str) -> None:
-        """Makes a program the one that runs. Errors: ModelError if it does not load."""
+        """Selects the program that runs. Errors: ModelError if it does not load."""
         self._program = program
         self.session = self._sessions.open(program)
-        found = self.session.get_inputs()
-        self._inputs = [a.name for a in found if a.name in self._bundle.inputs]
+        inputs = self.session.get_inputs()
+        self._inputs = [a.name for a in inputs if a.name in self._bundle.inputs]
         self._binding = Binding(self.session)
         self._of_no_size = {a.name for a in self.session.get_outputs() if 0 in a.shape}
 
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
-        """Runs once, or as often as the request says. `feeds` are this rank's shards of the
-        inputs, which must be contiguous; returns this rank's shards of the outputs, in memory of
-        `room`; of several runs, those of each along a first dimension. A run with the same objects
-        as the one before may write to the same memory, instead of taking some of `room`.
+        """Runs once, or as often as the request says. `feeds` are this rank's shards of the inputs,
+        which must be contiguous; returns this rank's shards of the outputs, in memory of `room`;
+        several runs are stacked along a new first dimension. A run with the same objects `request`
+        and `feeds` as the one before may write to the same memory instead of `room`.
 
         Leaves out shards that other ranks return too. With `keep`, state outputs stay in the
         executor as inputs of the next run.
@@ -128,7 +128,7 @@ class Executor:
         self.kept_shapes = {}
         if self._last is None or self._last[0] is not request:
             self._options = run_options(request.options)
-        self.running = options = self._options  # which `stop` ends, and `undo` follows it
+        self.running = options = self._options  # `stop` ends the run by these; `undo` follows
         try:
             if request.carried:
                 return self._run_several(request, feeds, room, options)
@@ -219,7 +219,7 @@ class Executor:
         order: Sequence[str],
         slots: dict[str, Slot],
     ) -> RepeatedRun | None:
-        """Returns how to repeat the last run. Returns None if it needs other memory each time: if a
+        """Prepares repetitions of the last run. Returns None if each run needs other memory: if a
         size depends on data, if a kept state is also fetched, is an input or a table on the host,
         or if an input must be packed."""
         kept = self._states if request.keep else {}
@@ -286,8 +286,8 @@ class Executor:
         self._kept.clear(name, self._own[name])
 
     def save_states(self, folder: Path, sizes: Sizes) -> dict[str, Digests]:
-        """Writes this rank's shards of states to a folder, without those that a lower rank writes
-        too; returns the digests of the files."""
+        """Writes this rank's shards of states to a folder, except shards that a lower rank writes;
+        returns the digests of the files."""
         self._own.at(sizes)
         return self._kept.save(folder, {name: self._own[name] for name in self._states})
 
@@ -339,11 +339,11 @@ class Executor:
         session = self._sessions.open(self._program, EVALUATION)
         names = [port.name for port in session.get_inputs()]
         names += [p.name for p in session.get_overridable_initializers() if p.name in feeds]
-        given = {n: copy_of(feeds[n]) if n in feeds else self._state(n) for n in names}
+        inputs = {n: copy_of(feeds[n]) if n in feeds else self._state(n) for n in names}
         with self._kept.trimming():
-            values = session.run_with_ort_values(list(request.fetch), given, options)
-        found = dict(zip(request.fetch, values, strict=True))
-        return {n: self._ship(n, found[n], room) for n in request.fetch if self._own.are_given(n)}
+            values = session.run_with_ort_values(list(request.fetch), inputs, options)
+        outputs = dict(zip(request.fetch, values, strict=True))
+        return {n: self._ship(n, outputs[n], room) for n in request.fetch if self._own.are_given(n)}
 
     def _state(self, name: str) -> Any:
         """Returns the kept value of a state or, if none is kept, the initial one."""
@@ -361,13 +361,13 @@ class Executor:
         kept = list(self._states.values()) if request.keep else []
         order = list(dict.fromkeys([*request.fetch, *kept]))
         held = {n: self._state(n) for n in self._states if n in self._kept}
-        given = held | {
+        inputs = held | {
             name: value if self._ports[name].is_value else as_fed(value)
             for name, value in feeds.items()
         }
         if self._has_sizes:
-            given[SIZES] = as_fed(np.array(request.sizes, np.int64))
-        results = dict(zip(order, self.session.run(order, given, options), strict=True))
+            inputs[SIZES] = as_fed(np.array(request.sizes, np.int64))
+        results = dict(zip(order, self.session.run(order, inputs, options), strict=True))
         shapes = {n: self._own.check(n, r.shape) for n, r in results.items() if _is_tensor(r)}
         if request.keep:
             copies = {i: self._copied(i, results[o]) for i, o in self._states.items()}
@@ -394,16 +394,17 @@ class Executor:
         return list(dict.fromkeys(asked))
 
     def _computed(self, name: str) -> Sequence[str]:
-        """Returns the outputs of the rank's graph from which an output is made: of a table on the
-        host, the rows that change."""
+        """Returns the outputs of the rank's graph for an output: for a table on the host, the
+        indices and the values of changed rows; else the output itself."""
         return self._row_outputs[name][1:] if name in self._row_outputs else (name,)
 
     def _bind_outputs(
         self, order: Sequence[str], request: Request, feeds: Mapping[str, Array], room: Room
     ) -> dict[str, Slot]:
-        """Binds the outputs: to memory of `room` where possible, to that of a kept state which the
-        run changes in place, else to new memory of onnxruntime, as where onnxruntime expects no
-        elements: for some open sizes, ONNX infers 0. Returns the slots of the room."""
+        """Binds each output to memory of `room` if possible, to the memory of a kept state that the
+        run changes in place, or else to new memory of onnxruntime. The latter includes outputs in
+        which onnxruntime expects no elements, because ONNX infers 0 for some open sizes. Returns
+        the slots of the room."""
         kept = set(self._states.values()) if request.keep else set()
         others = kept | self._carried.keys() | self._of_no_size
         names = [name for name in order if name not in others]

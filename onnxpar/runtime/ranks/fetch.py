@@ -1,7 +1,8 @@
-"""Brings the files of a sharded model that a rank lacks from ranks that have them.
+"""Copies files of a sharded model from ranks that have them to ranks that lack them.
 
-All ranks tell each other what they have, and compute the same transfers. Files arrive under
-temporary names, compared with the digests of the plan, and get their names once all have arrived.
+All ranks exchange lists of their files, and compute the same transfers. Files arrive under
+temporary names, are compared with the digests of the plan, and get their names once all have
+arrived.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from onnxpar.runtime.session.bundle_files import ranks_text
 PREFIX = ".onnxpar-fetch-"
 """Prefix of the names of folders in which files arrive."""
 Told = Sequence[Mapping[str, Any]]
-"""What each rank tells the others."""
+"""The message of each rank to the others."""
 
 
 def complete(path: Path, world: World) -> Bundle:
-    """Returns the sharded model in a folder, after fetching what this rank lacks of it; all ranks
-    of the world call this. Rank 0 says what is fetched.
+    """Returns the sharded model in a folder, after fetching the files that this rank lacks. All
+    ranks of the world call this. Rank 0 prints what is fetched.
 
-    Errors: ModelError, RankError. Then each file that is left has arrived whole.
+    Errors: ModelError, RankError. Even after an error, each file in the folder is complete.
     """
     text = _text(path)
     own = Bundle.of(path, text) if text else None
@@ -74,8 +75,8 @@ def complete(path: Path, world: World) -> Bundle:
 
 
 def _text(path: Path) -> bytes:
-    """The text of plan.json; empty if there is none. Errors: ModelError for a folder that is not
-    that of a sharded model, and so must not get files of one."""
+    """The text of plan.json; empty if there is none. Errors: ModelError for a folder with other
+    content, which must not get files of a sharded model."""
     if path.is_file() or (path / PLAN).is_file():
         return read_plan(path)
     for each in path.iterdir() if path.is_dir() else ():
@@ -88,18 +89,18 @@ def _text(path: Path) -> bytes:
 
 
 def _sent_text(text: bytes, size: int, root: int, world: World) -> bytes:
-    """The text of plan.json on rank `root`, which all ranks get."""
-    given = np.frombuffer(text, np.uint8) if world.rank == root else np.empty(size, np.uint8)
-    return broadcast(world, given, root, PLAN).tobytes()
+    """Sends the text of plan.json from rank `root` to all ranks, and returns it."""
+    data = np.frombuffer(text, np.uint8) if world.rank == root else np.empty(size, np.uint8)
+    return broadcast(world, data, root, PLAN).tobytes()
 
 
 class _Fetch:
     """The fetching of one sharded model.
 
     each    the host of each rank, and whether it lacks files
-    told    of each rank: the listed files that it has and those that it needs, and its folder for
-            what arrives, by name; none if it lacks nothing
-    places  of each rank that lacks files, the ranks that see the same folder, itself among them
+    told    for each rank: the listed files that it has and needs, and the name of its folder for
+            arriving files (empty: it lacks nothing)
+    places  for each rank that lacks files, the ranks that see the same folder, including itself
     """
 
     def __init__(self, bundle: Bundle, world: World, each: Told, stack: ExitStack) -> None:
@@ -121,7 +122,8 @@ class _Fetch:
         self._places = self._same_places()
 
     def run(self, text: bytes) -> None:
-        """Fetches what is lacking; `text` is that of plan.json. Errors: ModelError, RankError."""
+        """Fetches the missing files; `text` is the text of plan.json. Errors: ModelError,
+        RankError."""
         transfers = self._transfers()
         mine = [one for one in transfers if self._rank in one.receivers]
         self._check_room(sum(one.bytes for one in mine))
@@ -148,7 +150,7 @@ class _Fetch:
 
     @property
     def _leads(self) -> bool:
-        """True if this rank is the first of those that lack files in its folder."""
+        """True if this rank is the first of the ranks that lack files in its folder."""
         return self._lacks and self._places[self._rank][0] == self._rank
 
     def _has(self, name: str) -> bool:
@@ -160,7 +162,7 @@ class _Fetch:
         return True
 
     def _new_folder(self) -> Path:
-        """A folder in which files arrive, in the file system of the sharded model. Errors:
+        """A folder for arriving files, in the file system of the sharded model. Errors:
         ModelError."""
         parent = self._path if self._path.is_dir() else self._path.absolute().parent
         try:
@@ -179,7 +181,8 @@ class _Fetch:
         return [[r for r, own in enumerate(firsts) if own == first] for first in firsts]
 
     def _transfers(self) -> list[Transfer]:
-        """Errors: ModelError if no rank has a file that one needs."""
+        """Returns the transfers of all missing files. Errors: ModelError if no rank has one of
+        them."""
         needs: dict[str, dict[int, list[int]]] = {}
         for rank, told in enumerate(self._told):
             for name in filter(self._files.listed.__contains__, told["needs"]):
@@ -189,8 +192,8 @@ class _Fetch:
             name: [rank for rank, told in enumerate(self._told) if name in told["has"]]
             for name in needs
         }
-        for name, found in holders.items():
-            if not found:
+        for name, owners in holders.items():
+            if not owners:
                 ranks = [rank for rank, told in enumerate(self._told) if name in told["needs"]]
                 text = (
                     f"{self._path}: no rank has {name}, which {ranks_text(ranks)} "
@@ -202,7 +205,8 @@ class _Fetch:
         return planned(sizes, holders, {name: [*places.values()] for name, places in needs.items()})
 
     def _kept(self) -> list[Block]:
-        """This rank's share of the blocks of files that are in a folder which lacks others."""
+        """This rank's share of the blocks to check: all blocks of the files that are in its folder,
+        if the folder lacks other files."""
         if not self._lacks:
             return []
         place = self._places[self._rank]
@@ -221,7 +225,7 @@ class _Fetch:
             )
 
     def _tell(self, transfers: Sequence[Transfer]) -> None:
-        """Says what goes where."""
+        """Says which files go to which ranks."""
         for place in sorted({tuple(place) for place in self._places}):
             to = [one for one in transfers if not {*place}.isdisjoint(one.receivers)]
             if to:

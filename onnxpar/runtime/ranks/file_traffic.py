@@ -23,8 +23,8 @@ from onnxpar.runtime.session.bundle_files import BundleFiles
 
 
 class FileTraffic(Closing):
-    """Sends files of a folder, and writes those that arrive to `folder`, None if none do. `ends`
-    are texts for the ranks."""
+    """Sends files of a folder, and writes arriving files to `folder` (None: no file arrives).
+    `ends` has a text that names each rank."""
 
     def __init__(
         self, files: BundleFiles, world: World, folder: Path | None, ends: Sequence[str]
@@ -35,7 +35,7 @@ class FileTraffic(Closing):
         self._groups: dict[tuple[int, ...], Group] = {}
         self._stack = ExitStack()
         self._sent = np.empty(PIECE, np.uint8)
-        # One is written to a file while the next piece arrives in the other.
+        # One buffer is written to a file while the next piece arrives in the other.
         self._received = [np.empty(PIECE, np.uint8) for _ in range(2)]
         self._writing: list[Future[None] | None] = [None, None]
         self._writer = ThreadPoolExecutor(1, "onnxpar-fetch")
@@ -46,9 +46,9 @@ class FileTraffic(Closing):
         self._stack.close()
 
     def move(self, transfers: Sequence[Transfer]) -> None:
-        """Sends and receives files; all ranks call it with the same transfers. Errors: ModelError
-        for bytes that are not those of the digests, and if a file cannot be read, naming both ends;
-        RankError; OSError."""
+        """Sends and receives files; all ranks call this with the same transfers. Errors:
+        ModelError, naming both ends, for bytes that contradict the digests, or if a file cannot be
+        read; RankError; OSError."""
         for one in transfers:
             if self._rank in one.receivers:
                 self._arriving[one.name] = self._new_file(one.name)
@@ -88,7 +88,7 @@ class FileTraffic(Closing):
             self._writing[turn] = self._writer.submit(self._write, one.name, part, way)
 
     def _way(self, one: Transfer) -> str:
-        """A file, and both ends."""
+        """A text that names a file, its source and its receivers."""
         to = " and ".join(self._ends[rank] for rank in one.receivers)
         return f"{one.name} from {self._ends[one.source]} to {to}"
 

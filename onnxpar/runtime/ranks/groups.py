@@ -67,9 +67,9 @@ class World(Closing):
         return cls(id, rank, size)
 
     def open_streams(self, count: int) -> None:
-        """Connects the ranks in as many streams, in which collectives run at once; all ranks must
-        call it. Does nothing if there are as many. Errors: RankError if a rank does not come within
-        the timeout."""
+        """Connects the ranks in `count` streams; collectives of different streams run at once. All
+        ranks must call this. Does nothing if there are `count` streams. Errors: RankError if a rank
+        does not come within the timeout."""
         check(library().onnxpar_world_open_streams(self.id.encode(), count))
 
     def abort(self, message: str) -> None:
@@ -108,8 +108,8 @@ class World(Closing):
         return _reason()
 
     def failure(self) -> str:
-        """Returns why every collective of this world fails from now on, on all ranks; an empty
-        string if none has to."""
+        """Returns the reason why every collective of this world fails from now on, on all ranks;
+        empty if the world can still be used."""
         check(library().onnxpar_world_failure(self.id.encode()))
         return _reason()
 
@@ -121,7 +121,7 @@ class World(Closing):
 
 
 def _reason() -> str:
-    """What the last call in this thread has to say."""
+    """The text that the last native call in this thread left."""
     reason: bytes = library().onnxpar_reason()
     return reason.decode(errors="replace")
 

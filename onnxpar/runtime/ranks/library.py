@@ -19,8 +19,8 @@ _REINSTALL = "install onnxpar again"
 
 def library_path() -> Path:
     """Returns the path of the custom-op library, for `SessionOptions.register_custom_ops_library`.
-    A source folder from which this package is imported, because Python runs there, has no library;
-    then it is that of the installed package. Errors: RankError if there is none."""
+    If this package was imported from a source folder, which has no library, returns that of the
+    installed package. Errors: RankError if there is none."""
     for package in (OWN, *(Path(entry, "onnxpar") for entry in sys.path)):
         path = package / "native" / _LIBRARY
         if path.exists():

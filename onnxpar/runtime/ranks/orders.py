@@ -1,4 +1,4 @@
-"""Orders by which rank 0 of a launch makes all ranks do the same, on a world of their own."""
+"""Orders of rank 0 of a launch to all ranks, sent over a world of their own."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from onnxpar.runtime.ranks.log import describe
 from onnxpar.runtime.states.host_memory import HostMemory, memory_of_hosts, told_memory
 
 START, CLOSE, IDLE, END = "start", "close", "idle", "end"
-"""What is done besides the calls of a session: it starts or ends; nothing; all is over."""
+"""Orders besides the calls of a session: start or close a session; do nothing; end all."""
 _worlds = itertools.count()
 
 
 @dataclass(frozen=True)
 class Order:
-    """What all ranks do: with the session of this number, and what else is given."""
+    """An order to all ranks: the action, the number of the session, and the arguments."""
 
     do: str
     session: int = 0
@@ -49,7 +49,7 @@ class Order:
 
 
 class Orders(Closing):
-    """This rank's end of the orders. All ranks make it together.
+    """Sends or receives orders on this rank. All ranks create theirs together.
 
     hosts  the memory of the hosts of all ranks
 
@@ -71,8 +71,8 @@ class Orders(Closing):
         self.hosts: Sequence[HostMemory] = memory_of_hosts(told)
 
     def fetch(self, path: Path) -> None:
-        """Brings the files of a sharded model that ranks lack to their hosts; all ranks call it.
-        Errors: those of `complete`."""
+        """Fetches the files of a sharded model that ranks lack; all ranks call this. Errors: those
+        of `complete`."""
         try:
             complete(path, self._world)
         except Exception as error:  # the others wait for this rank
@@ -80,7 +80,7 @@ class Orders(Closing):
             raise
 
     def tell(self, order: bytes) -> None:
-        """Tells all other ranks an order, on rank 0; returns when they have heard it."""
+        """On rank 0, sends an order to all other ranks; returns when they have received it."""
         gather_bytes(self._world, order, "orders")
 
     def hear(self) -> Order:

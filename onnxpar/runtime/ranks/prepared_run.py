@@ -1,4 +1,4 @@
-"""A run whose request was checked, so that the next one like it need not be."""
+"""A run whose request was checked, so that an equal run needs no checks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class PreparedRun:
         names: Sequence[str],
         request: Request,
     ) -> PreparedRun | None:
-        """Returns the run; None if the next one must be checked again, because values that are not
-        tensors of numbers are fed, or because it has run options."""
+        """Returns the run; None if an equal run must be checked again: if a feed is not a tensor of
+        numbers, or with run options."""
         if request.options is not None or any(bundle.inputs[name].is_value for name in feeds):
             return None
         if asked is not None and not isinstance(asked, list):

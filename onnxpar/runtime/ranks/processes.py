@@ -19,9 +19,9 @@ from onnxpar.runtime.states.lasting_memory import LastingMemory
 GRACE = 2.0
 """Seconds that the other ranks get to report what they were doing, after one rank failed."""
 MOMENT = 0.01
-"""Seconds after which a session that waits for answers looks whether a rank has ended."""
+"""Seconds between two looks of a waiting session at whether a rank has ended."""
 AGAIN: Message = {"again": True}
-"""Stands for the answer that a rank gave to the call before."""
+"""Stands for an answer that equals the rank's answer before."""
 
 
 class Processes:
@@ -89,7 +89,7 @@ class Processes:
             raise RankError(f"this session is closed: {self._closed}; make a new one")
 
     def check_alive(self) -> None:
-        """Errors: RankError if a process has ended or is stopped; then this ends all of them."""
+        """Errors: RankError if a process has ended or is stopped; then all processes are ended."""
         self.check_usable()
         ended = next((rank for rank in self.ranks if rank.fate() is not None), None)
         if ended is not None:
@@ -173,7 +173,7 @@ class Processes:
 
     def _lose(self, rank: RankProcess, what: str) -> NoReturn:
         """Fails the call because a rank closed its connection, perhaps after its answer. Waits for
-        the process's exit code, which follows a moment later, on a busy host a long one. Errors:
+        the process's exit code, which follows a moment later, or much later on a busy host. Errors:
         RankError."""
         if rank.fate() is None and not rank.wait(CLOSING):
             rank.reply = {"error": "it closed its connection, but its process still runs"}

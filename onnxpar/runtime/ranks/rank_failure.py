@@ -21,10 +21,10 @@ def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
     """Returns the text of an error: for a failed node, the op, the node's name in the unsplit
     model, and onnxruntime's message. `file` is the graph of the rank."""
     text = describe(error)
-    found = NODE_FAILED.search(str(error))
-    if found is None or ranks == 1:
+    match = NODE_FAILED.search(str(error))
+    if match is None or ranks == 1:
         return text
-    op, name, message = found.groups()
+    op, name, message = match.groups()
     if message.startswith(op):  # a collective, whose messages have global names
         return text
     origins = _origins(file)
@@ -44,9 +44,9 @@ def load_text(error: Exception, file: Path) -> str:
     """Returns why onnxruntime does not load the graph of a rank: the innermost node that its
     message names, by its name in the unsplit model, and the message; if files are damaged, the
     message and the remedy."""
-    found = _NODE_REFUSED.search(str(error))
-    if found is not None and not is_damaged(file):
-        name, op, message = found.groups()
+    match = _NODE_REFUSED.search(str(error))
+    if match is not None and not is_damaged(file):
+        name, op, message = match.groups()
         return f"onnxruntime does not load {op} '{_origins(file).get(name, name)}': {message}"
     text = f"onnxruntime does not load {file.name}: {error}"
     if is_damaged(file):
@@ -86,9 +86,9 @@ def _origins(file: Path) -> dict[str, str]:
 def _named(graph: onnx.GraphProto) -> list[tuple[str, str]]:
     from onnxpar.graph.origin import origin_of
 
-    found = [(node.name, origin_of(node)) for node in graph.node]
+    names = [(node.name, origin_of(node)) for node in graph.node]
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("g"):
-                found += _named(attribute.g)
-    return found
+                names += _named(attribute.g)
+    return names

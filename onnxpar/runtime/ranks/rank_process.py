@@ -74,7 +74,7 @@ class RankProcess:
         return RankProcess(process, work, control, outputs, log)
 
     def limit(self, seconds: float) -> None:
-        """Makes messages that cannot be sent within so many seconds an error."""
+        """Makes messages that cannot be sent within `seconds` an error."""
         self.work.limit(seconds)
         self.control.limit(seconds)
 
@@ -149,7 +149,7 @@ def call_in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment for such a process: that of this one, with its import path as
-    PYTHONPATH."""
+    """Returns the environment for a rank's process: the environment of this process, with its
+    import path as PYTHONPATH."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

@@ -28,7 +28,7 @@ class RankSessions:
         self._spin = spin
         self._opened: dict[str, ort.InferenceSession] = {}
         self._profiled = ProfiledSessions()
-        # Ranks that compute the whole model fuse what onnxruntime fuses, for its very bits.
+        # Ranks that compute the whole model keep all fusions, to match onnxruntime bit by bit.
         self._slow = SLOW_FUSIONS if _is_split(bundle) else ()
         self._has_own_profile = bool(spec.fields.get("enable_profiling")) and not spec.profile
 

@@ -34,18 +34,18 @@ PartsOf = dict[str, dict[int, Array]]
 KeptShapes = Mapping[str, tuple[int, ...]]
 
 
-def common_shapes(found: Sequence[KeptShapes]) -> KeptShapes:
+def common_shapes(reported: Sequence[KeptShapes]) -> KeptShapes:
     """Returns the shapes of kept states, which all ranks must report alike. Errors: RankError if
     they differ."""
-    for rank, shapes in enumerate(found):
+    for rank, shapes in enumerate(reported):
         for name, shape in shapes.items():
-            if shape != found[0][name]:
+            if shape != reported[0][name]:
                 raise RankError(
-                    f"state {name!r} has the shape {list(found[0][name])} on rank 0, but "
+                    f"state {name!r} has the shape {list(reported[0][name])} on rank 0, but "
                     f"{list(shape)} on rank {rank}: its size depends on data, which must be the "
                     "same on all ranks"
                 )
-    return found[0]
+    return reported[0]
 
 
 class Ranks(Protocol):
@@ -99,7 +99,7 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Run:
-    """A run that can be repeated: its request, the shapes of its feeds, the offsets of those in
+    """A run that can be repeated: its request, the shapes of its feeds, the offsets of feeds in
     lasting memory, the places of shards that are copied, the answers of the ranks and the shards of
     the outputs."""
 
@@ -108,7 +108,7 @@ class _Run:
     lasting: Mapping[str, int]
     pieces: Sequence[_Piece]
     answers: Sequence[Message] = ()
-    found: PartsOf = field(default_factory=dict)
+    outputs: PartsOf = field(default_factory=dict)
 
     def fits(
         self, request: Request, feeds: Mapping[str, Array], lasting: Mapping[str, int]
@@ -127,7 +127,7 @@ class _Run:
 
 
 Place = tuple[int, Sequence[int], bool]
-"""Offset and shape of an input in shared memory, and whether that is the lasting one."""
+"""Offset and shape of an input in shared memory, and whether the memory is lasting."""
 Places = dict[str, Place | list[Place]]
 """The places of inputs: one if all ranks use the same shard, or else one for each rank."""
 
@@ -202,10 +202,10 @@ class ProcessRanks:
                 before if answer is AGAIN else answer
                 for before, answer in zip(last.answers or answers, answers, strict=True)
             ]
-            last.found = self._found(last.answers)
+            last.outputs = self._parts_in(last.answers)
         if not self._has_values:
             self._last = last
-        return last.found
+        return last.outputs
 
     def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf:
         """Returns all ranks' shards of a state, or these rows of each."""
@@ -231,7 +231,7 @@ class ProcessRanks:
         return {name: digests for a in answers for name, digests in a["files"].items()}
 
     def save_states_later(self, folder: str, sizes: Sizes) -> None:
-        """Makes each rank copy its shards of all states, and write them while it runs on."""
+        """Makes each rank copy its shards of all states, and write the copies in the background."""
         ask = pack({"do": "save later", "folder": folder, "sizes": sizes})
         self._processes.call([ask] * self.bundle.mesh.size, f"copying states for {folder}")
 
@@ -285,44 +285,44 @@ class ProcessRanks:
         feeds = {n: to_bytes(v) if ports[n].is_value else v for n, v in feeds.items()}
         arena = self._processes.inputs
         arena.clear()
-        found: dict[str, dict[int, Place]] = {
+        by_rank: dict[str, dict[int, Place]] = {
             name: self._lasting_places(array, parts[name]) for name, array in feeds.items()
         }
-        pieces = [(n, rank) for n in feeds for rank in parts[n].sources if rank not in found[n]]
+        pieces = [(n, rank) for n in feeds for rank in parts[n].sources if rank not in by_rank[n]]
         shapes = [parts[n].local_shape(rank) or feeds[n].shape for n, rank in pieces]
         specs = [(feeds[n].dtype, shape) for (n, _), shape in zip(pieces, shapes, strict=True)]
         placed = []
         for (name, rank), slot in zip(pieces, arena.place(specs), strict=True):
             placed.append(_Piece(name, parts[name], rank, slot.array))
             placed[-1].write(feeds)
-            found[name][rank] = slot.offset, slot.array.shape, False
+            by_rank[name][rank] = slot.offset, slot.array.shape, False
         places = {
             name: at[0] if len(at) == 1 else [at[rank] for rank in parts[name].origins]
-            for name, at in found.items()
+            for name, at in by_rank.items()
         }
         return places, placed
 
     def _lasting_places(self, array: Array, parts: Shards) -> dict[int, Place]:
-        """Returns the places of those shards that need no copy, by rank."""
+        """Returns the places of the shards that need no copy, by rank."""
         memory = self._processes.lasting
-        found: dict[int, Place] = {}
+        places: dict[int, Place] = {}
         for rank in parts.sources if memory.place(array) is not None else ():
             part = parts.take(array, rank)
             at = memory.place(part)
             if at is not None:
-                found[rank] = at, part.shape, True
-        return found
+                places[rank] = at, part.shape, True
+        return places
 
     def _file_sizes(self) -> Message:
         return {"size": self._processes.inputs.size, "lasting": self._processes.lasting.size}
 
     def _ask(self, message: Message, what: str) -> PartsOf:
         self._last = None
-        return self._found(self._processes.call([pack(message)] * self.bundle.mesh.size, what))
+        return self._parts_in(self._processes.call([pack(message)] * self.bundle.mesh.size, what))
 
-    def _found(self, answers: Sequence[Message]) -> PartsOf:
-        """Returns the shards that answers tell of."""
-        found: PartsOf = {}
+    def _parts_in(self, answers: Sequence[Message]) -> PartsOf:
+        """Returns the shards whose places are in the answers."""
+        parts: PartsOf = {}
         kept = [{n: tuple(s) for n, s in a.get("kept", {}).items()} for a in answers]
         self.kept_shapes = common_shapes(kept)
         arenas = self._processes.outputs
@@ -332,5 +332,5 @@ class ProcessRanks:
                 port = self.bundle.outputs.get(name) or self.bundle.inputs[name]
                 dtype = BYTES if port.is_value else port.dtype
                 part = outputs.view(offset, dtype, tuple(shape))
-                found.setdefault(name, {})[number] = of_bytes(part) if port.is_value else part
-        return found
+                parts.setdefault(name, {})[number] = of_bytes(part) if port.is_value else part
+        return parts

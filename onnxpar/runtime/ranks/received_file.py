@@ -10,8 +10,8 @@ from onnxpar.base.digests import BLOCK, Digests
 from onnxpar.base.errors import ModelError
 
 _SYNCED = 32 << 20
-"""Bytes after which what has arrived is written to the disk: all at the end could take longer than
-other ranks wait."""
+"""The arrived bytes after which a file is synced to the disk: one sync at the end could take longer
+than other ranks wait."""
 
 
 class ReceivedFile:
@@ -24,8 +24,8 @@ class ReceivedFile:
         self._size = self._synced = 0
 
     def append(self, data: memoryview) -> None:
-        """Writes whole blocks; the last one may be shorter. Errors: ModelError for bytes that are
-        not those of the digests; OSError."""
+        """Writes whole blocks; the last one may be shorter. Errors: ModelError for bytes that
+        contradict the digests; OSError."""
         assert self._size % BLOCK == 0, "blocks begin at multiples of their size"
         for start in range(0, len(data), BLOCK):
             block = data[start : start + BLOCK]

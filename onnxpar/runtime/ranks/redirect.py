@@ -25,7 +25,8 @@ def redirect_output(
     log_dir: str | os.PathLike[str], launched: Launched, stdout: bool = True
 ) -> None:
     """Redirects the output of this process to `rank.N/stdout.log` and `rank.N/stderr.log` in
-    `log_dir`; with `stdout=False`, only standard error, and `write_log` alone writes the other."""
+    `log_dir`; with `stdout=False`, redirects only standard error, and only `write_log` writes
+    stdout.log."""
     log = Log.open(log_dir, launched.rank)
     assert log.folder is not None
     for descriptor, _ in _log:

@@ -27,8 +27,8 @@ class Turn(NamedTuple):
 class RepeatedRun:
     """A run that reads its inputs and writes its outputs in the same memory each time.
 
-    Runs that keep states alternate between two turns: what one writes, the other reads. So the
-    states before a run are there until the next one starts.
+    Runs that keep states alternate between two turns: each turn reads the states that the other
+    wrote. So the states before a run exist until the next run starts.
     """
 
     turns: Sequence[Turn]
@@ -50,8 +50,8 @@ def bound(
     states: Values,
     outputs: Mapping[str, Array | ort.OrtValue | None],
 ) -> Binding:
-    """Returns a binding to these inputs and states, and to the memory of outputs; to memory of
-    onnxruntime for None."""
+    """Returns a binding to these inputs and states, and to the memory of outputs (None: new memory
+    of onnxruntime)."""
     binding = Binding(session)
     for name, array in inputs.items():
         binding.feed(name, array)

@@ -74,7 +74,7 @@ class Server:
         self._last: tuple[Request, Mapping[str, Array]] | None = None
         self._ran: Message = {}
         self._told: tuple[Mapping[str, Slot], Mapping[str, tuple[int, ...]]] | None = None
-        """What the last answer to a run told of: slots and shapes of kept states."""
+        """The content of the last answer to a run: slots, and shapes of kept states."""
         self._actions: Mapping[str, Callable[[Message], Message]] = {
             "run": self._run,
             "read": self._read,
@@ -88,9 +88,9 @@ class Server:
         }
 
     def answer(self, message: Message | None) -> Message | None:
-        """Executes a message, or the last run again, and returns the answer; None if a run again
-        has the same answer. An error ends the call on all ranks; the rank is usable again after the
-        message "renew"."""
+        """Executes a message (None: the last run again), and returns the answer; None if the run
+        has the same answer as before. An error ends the call on all ranks; the rank is usable again
+        after the message "renew"."""
         self._calls += 1
         if message is not None and message["do"] == "renew":
             self._executor.undo()

@@ -18,8 +18,8 @@ class SeveralRuns:
     """The runs of a request.
 
     asked, given  the request, and the feeds of its first run
-    once, feeds   the request and the feeds of each run: of inputs that are carried, copies, because
-                  others may read the memory that was given
+    once, feeds   the request and the feeds of each run; carried inputs are copies, because others
+                  may read the caller's memory
     slots         the results of all runs, along a first dimension
     """
 
@@ -31,8 +31,8 @@ class SeveralRuns:
 
     @staticmethod
     def of(request: Request, feeds: Mapping[str, Array], before: SeveralRuns | None) -> SeveralRuns:
-        """Returns the runs of a request with these feeds. They go on with what is bound for those
-        `before`, if only the number of runs is another one."""
+        """Returns the runs of a request with these feeds. If only the number of runs differs from
+        the runs `before`, uses their bound memory again."""
         once = replace(request, times=1)
         if before is not None and before.once == once and before._have(feeds):
             return replace(before, asked=request, given=feeds, slots={})
@@ -44,8 +44,8 @@ class SeveralRuns:
         return self.asked is request and self.given is feeds
 
     def _have(self, feeds: Mapping[str, Array]) -> bool:
-        """True if these feeds are in the same memory as before, and those that are carried have the
-        same shapes."""
+        """True if these feeds have the shapes of the feeds before and, unless they are carried, are
+        in the same memory."""
         if feeds.keys() != self.feeds.keys():
             return False
         pairs = {name: (array, self.feeds[name]) for name, array in feeds.items()}
@@ -60,7 +60,7 @@ class SeveralRuns:
             self.feeds[name][...] = self.given[name]
 
     def take(self, number: int, slots: Mapping[str, Slot], room: Room) -> None:
-        """Keeps the results of a run, in memory of `room` that the first one takes."""
+        """Keeps the results of a run, in memory of `room` taken at the first run."""
         if not self.slots:
             names = [name for name in self.asked.fetch if name in slots]
             arrays = [slots[name].array for name in names]
@@ -69,7 +69,7 @@ class SeveralRuns:
         for name, slot in self.slots.items():
             slot.array[number] = slots[name].array
 
-    def carry(self, found: Mapping[str, Array]) -> None:
-        """Sets the inputs of the next run; `found` are the carried outputs of the last one."""
+    def carry(self, outputs: Mapping[str, Array]) -> None:
+        """Sets the inputs of the next run; `outputs` are the carried outputs of the last one."""
         for name, output in self.asked.carried.items():
-            self.feeds[name][...] = found[output]
+            self.feeds[name][...] = outputs[output]

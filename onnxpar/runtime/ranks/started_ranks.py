@@ -1,5 +1,5 @@
 """Starts the processes of a session's ranks. Imports nothing large: the command `run` starts ranks
-first, and imports what it needs itself while they do the same."""
+first, and imports its modules while the ranks import theirs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLOSING = 5.0
 @dataclass
 class StartedRanks:
     """Processes of ranks that wait for their first message, their doorbell, and the descriptors of
-    the files for their inputs: those that are copied for each run, and those that last."""
+    the files for their inputs: inputs copied for each run, and lasting inputs."""
 
     ranks: list[RankProcess]
     bell: Doorbell
@@ -67,8 +67,8 @@ _early: list[StartedRanks] = []
 
 @contextmanager
 def started_early(size: int) -> Iterator[None]:
-    """Starts ranks for the next session in the block that wants so many, without a `log_dir`. Ends
-    them after the block if no session wanted them. Errors: RankError."""
+    """Starts `size` ranks for the next session in the block that has this size and no `log_dir`.
+    Ends the ranks after the block if no session took them. Errors: RankError."""
     _early[:] = [StartedRanks.start(size, None)]
     try:
         yield

@@ -66,10 +66,10 @@ def _seconds(
     other = np.zeros(OTHER if cold else 0, np.int8)
     types = {"tensor(float)": np.float32, "tensor(bool)": np.bool_}
     feeds = {i.name: np.ones(i.shape, types[i.type]) for i in session.get_inputs()}
-    found = []
+    times = []
     for _ in range(WARM_UP + runs):
         other += 1
         start = clock()
         session.run(None, feeds)
-        found.append(clock() - start)
-    return found[WARM_UP:]
+        times.append(clock() - start)
+    return times[WARM_UP:]

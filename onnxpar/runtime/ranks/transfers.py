@@ -1,4 +1,4 @@
-"""Which rank sends which file to which ranks, in an order that all ranks compute alike."""
+"""Plans which rank sends which file to which ranks; all ranks compute the same plan."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def planned(
     needs: Mapping[str, Sequence[Collection[int]]],
 ) -> list[Transfer]:
     """Returns the transfers of all files that are needed. `sizes` are the bytes of each file,
-    `holders` the ranks that have it, and `needs` the places where it must go, each as the ranks
-    that can write there. Ranks send and write about equally many bytes."""
+    `holders` the ranks that have it, and `needs` the folders that lack it, each as the ranks that
+    can write there. Ranks send and write about equally many bytes."""
     sent, written = Counter[int](), Counter[int]()
-    found = []
+    transfers = []
     for name, places in needs.items():
         source = min(holders[name], key=lambda rank: (sent[rank], rank))
         receivers = tuple(min(place, key=lambda rank: (written[rank], rank)) for place in places)
         sent[source] += sizes[name] * len(receivers)
         written.update(dict.fromkeys(receivers, sizes[name]))
-        found.append(Transfer(name, sizes[name], source, receivers))
-    return found
+        transfers.append(Transfer(name, sizes[name], source, receivers))
+    return transfers
 
 
 def waves(transfers: Sequence[Transfer]) -> Iterator[list[Part]]:
-    """Yields the pieces that travel at the same time; no rank receives two of them, so that none
-    waits long for another."""
+    """Yields the pieces that travel at the same time; no rank receives two of these pieces, so that
+    no rank waits long for another."""
     done = dict.fromkeys(transfers, 0)
     waiting = [one for one in transfers if one.bytes]
     while waiting:

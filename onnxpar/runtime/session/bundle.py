@@ -130,8 +130,8 @@ class Bundle:
     limits   pairs of sizes; in a run, the first must not be greater than the second
     initial  the kind of initial value of each state, by input: "stored" or "zero"
     in_place  the states that runs change in their own memory, by input
-    row_outputs  of each state that is a table on the host, by input: the outputs of a rank's graph
-             that are the indices and the values of the rows that change
+    row_outputs  for each state that is a table on the host, by input: the outputs of a rank's graph
+             with the indices and the values of changed rows
     step     the roles of ports, if the model is a training step
     lookups  inputs that are indices
     programs  of a step for samples of several lengths: the program of each combination of open
@@ -206,8 +206,8 @@ class Bundle:
                 "shard`"
             )
         _check_together(inputs, outputs)
-        given = (fixed, symbols, limits, initial, in_place, rows, step, lookups, programs, plan)
-        return Bundle(folder, mesh, inputs, outputs, states, *given)
+        fields = (fixed, symbols, limits, initial, in_place, rows, step, lookups, programs, plan)
+        return Bundle(folder, mesh, inputs, outputs, states, *fields)
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]], kept: Collection[str] = ()) -> Sizes:
         """Returns the values of the symbols that follow from these shapes, given by input name; 0
@@ -216,7 +216,7 @@ class Bundle:
 
         Errors: InputError if two shapes contradict each other, naming both.
         """
-        found: dict[str, int] = {}
+        values: dict[str, int] = {}
         origin: dict[str, str] = {}
         every = [
             (
@@ -234,16 +234,16 @@ class Bundle:
             if isinstance(own, Polynomial)
         ]
         every.sort(key=lambda entry: (entry[3], len(entry[1].terms)))
-        given = [entry[:3] for entry in every if not entry[3]]
+        tied = [entry[:3] for entry in every if not entry[3]]
         for text, own, size, _ in every:
-            unknown = [v for v in own.variables if v not in found]
+            unknown = [v for v in own.variables if v not in values]
             if len(unknown) == 1:
-                value = own.solve(unknown[0], found, size)
+                value = own.solve(unknown[0], values, size)
                 if value is not None:
-                    found[unknown[0]] = value
+                    values[unknown[0]] = value
                     origin[unknown[0]] = text
-        for text, own, size in given:
-            if any(v not in found for v in own.variables) or own.at(found) != size:
+        for text, own, size in tied:
+            if any(v not in values for v in own.variables) or own.at(values) != size:
                 others = [origin[v] for v in own.variables if v in origin]
                 remedy = (
                     "give sizes that agree: dimensions are equal if they have one name in the "
@@ -255,21 +255,21 @@ class Bundle:
                 raise InputError("; ".join(told))
         for least, most in self.limits:
             symbols = dict.fromkeys(least.variables + most.variables)
-            if found.keys() >= symbols.keys() and least.at(found) > most.at(found):
-                at = [f"{s}={found[s]}" for s in symbols]
+            if values.keys() >= symbols.keys() and least.at(values) > most.at(values):
+                at = [f"{s}={values[s]}" for s in symbols]
                 raise InputError(
                     f"this sharded model needs {least} <= {most}, and the run has {', '.join(at)}; "
                     f"to run it there, shard the model with --dim {' --dim '.join(at)}"
                 )
-        return tuple(found.get(s, 0) for s in self.symbols)
+        return tuple(values.get(s, 0) for s in self.symbols)
 
     def check_program(self, sizes: Sizes) -> None:
         """Errors: InputError if there is no program for these sizes of a run."""
         if self.programs and sizes not in self.programs:
             have = ", ".join(" and ".join(map(str, each)) for each in self.programs)
-            found = " and ".join(map(str, sizes))
+            text = " and ".join(map(str, sizes))
             raise InputError(
-                f"this step takes samples of the lengths {have}, and these have {found}; fill them "
+                f"this step takes samples of the lengths {have}, and these have {text}; fill them "
                 "up to the next one"
             )
 
@@ -319,8 +319,8 @@ class Bundle:
 
 
 def with_encoder(bundle: Bundle) -> list[Bundle]:
-    """Returns a sharded model and, of an encoder-decoder, that of the encoder, in its folder.
-    Errors: ModelError."""
+    """Returns a sharded model and, for an encoder-decoder, the encoder's sharded model in its
+    folder. Errors: ModelError."""
     encoder = bundle.path / ENCODER_PART
     return [bundle, *([Bundle.load(encoder)] if (encoder / PLAN).is_file() else [])]
 
@@ -359,9 +359,9 @@ def _parsed(file: Path, text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not JSON: {error}; {WRITE_AGAIN}") from error
     if not isinstance(plan, dict) or plan.get("format") != FORMAT:
-        found = plan.get("format") if isinstance(plan, dict) else None
+        version = plan.get("format") if isinstance(plan, dict) else None
         raise ModelError(
-            f"{file} has format {found!r}, but this onnxpar reads {FORMAT}; shard the model again"
+            f"{file} has format {version!r}, but this onnxpar reads {FORMAT}; shard the model again"
         )
     check_seal(file, text, WRITE_AGAIN)
     return plan

@@ -1,5 +1,5 @@
-"""The files of a sharded model as its plan lists them: which rank reads which, and whether they are
-what was written."""
+"""The files of a sharded model as its plan lists them: the ranks that read each file, and checks
+that files are unchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BundleFiles:
 
     @cached_property
     def absent(self) -> list[int]:
-        """The ranks of which nothing is in the folder, because it was written for others."""
+        """The ranks without files in the folder, because the folder was written for other ranks."""
         return [rank for rank in range(self.size) if not any(map(self._names, self._alone(rank)))]
 
     def has(self, name: str) -> bool:
@@ -44,8 +44,8 @@ class BundleFiles:
         return (self.folder / name).is_file()
 
     def path(self, name: str) -> Path:
-        """Returns the path of a file. Errors: ModelError if it is missing, naming the ranks of
-        which the folder has nothing."""
+        """Returns the path of a file. Errors: ModelError if it is missing, naming the ranks without
+        files in the folder."""
         path = self.folder / name
         if path.is_file():
             return path
@@ -78,7 +78,7 @@ class BundleFiles:
         self._check(self.of(rank), whole=False)
 
     def check_whole(self) -> None:
-        """Checks every byte of the files in the folder, which may be those of some ranks alone.
+        """Checks every byte of the files in the folder, which may be files of some ranks only.
         Errors: ModelError."""
         self.check_listed()
         here = [rank for rank in range(self.size) if rank not in self.absent]
@@ -105,20 +105,21 @@ class BundleFiles:
                 )
 
     def share(self, rank: int, beside: Iterable[int]) -> list[Block]:
-        """Returns the blocks that a rank checks if the ranks `beside` it, itself among them, check
-        the same folder: all of its own, and its share of those that others read, too."""
-        ranks, found = [*beside], list[Block]()
+        """Returns the blocks that a rank checks if the ranks `beside`, including this one, check
+        the same folder: all blocks that only this rank reads, and its share of blocks that others
+        read, too."""
+        ranks, blocks = [*beside], list[Block]()
         for name, digests in self.of(rank).items():
             readers = [r for r in ranks if r in self._readers(name)]
-            found += blocks_of({name: digests})[readers.index(rank) :: len(readers)]
-        return found
+            blocks += blocks_of({name: digests})[readers.index(rank) :: len(readers)]
+        return blocks
 
     def _check(self, wanted: Mapping[str, Digests], whole: bool) -> None:
         self.check_sizes(wanted)
         check_files(self.folder, wanted, whole, WRITE_AGAIN)
 
     def _names(self, name: str) -> bool:
-        """True if the folder has such a name, if only of a link to nothing."""
+        """True if the folder has an entry of this name, even a broken link."""
         return os.path.lexists(self.folder / name)
 
     def _alone(self, rank: int) -> list[str]:
@@ -126,7 +127,7 @@ class BundleFiles:
         return [name for name in self.listed if [*self._readers(name)] == [rank]]
 
     def _readers(self, name: str) -> Iterable[int]:
-        """The ranks that read a file. Older plans do not say it of weights."""
+        """The ranks that read a file. Older plans do not list the readers of weights: all ranks."""
         owner = owner_of(name)
         ranks: Iterable[int] | None = self.listed[name].get("ranks")
         if ranks is not None:

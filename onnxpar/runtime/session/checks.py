@@ -84,9 +84,9 @@ def check_array(port: Port, value: Any) -> Any:
         remedy = "give the shape of the unsplit model's input"
     else:
         return array
-    given = f"{array.dtype.name} {list(array.shape)}"
+    actual = f"{array.dtype.name} {list(array.shape)}"
     raise InputError(
-        f"input {port.name!r} was given {given}, but expects {port.expects()}; {remedy}"
+        f"input {port.name!r} was given {actual}, but expects {port.expects()}; {remedy}"
     )
 
 
@@ -140,20 +140,20 @@ def _list(names: Collection[str]) -> str:
 
 
 def check_bind(bind: str) -> str:
-    """Returns what ranks are bound to. Errors: InputError unless it is one of BINDINGS."""
+    """Returns `bind`. Errors: InputError unless it is one of BINDINGS."""
     if bind not in BINDINGS:
         raise InputError(f"bind {bind!r}: give {', '.join(BINDINGS)}")
     return bind
 
 
 def check_elsewhere(of_host: Mapping[str, object], bind: str) -> None:
-    """Checks the options of ranks that do not run on this host. Errors: InputError for one that is
+    """Checks the options of ranks that do not run on this host. Errors: InputError for an option
     about processes of this host."""
-    given = [name for name, value in of_host.items() if value is not None]
+    names = [name for name, value in of_host.items() if value is not None]
     if bind != BINDINGS[0]:
-        given.append("bind")
-    if given:
-        raise InputError(f"{given[0]} is for ranks on this host; leave it out with start_ranks")
+        names.append("bind")
+    if names:
+        raise InputError(f"{names[0]} is for ranks on this host; leave it out with start_ranks")
 
 
 def check_replica(replica: int, replicas: int) -> None:
@@ -194,8 +194,8 @@ def check_threads(threads: int, most: float = math.inf) -> int:
 
 
 CROWD = 16
-"""Threads of a rank, for each hardware thread of its host, above which starting them takes too
-long: they spin."""
+"""Most threads of a rank for each hardware thread of its host: more threads take too long to start,
+because they spin."""
 LONGEST = 1e8
 """The longest timeout in seconds: three years, which sockets still accept."""
 
@@ -209,8 +209,8 @@ def check_timeout(seconds: float) -> None:
 
 
 def check_table_dir(bundle: Bundle, folder: str | os.PathLike[str] | None) -> str:
-    """Returns the folder for the files of tables on the host; empty for that of the sharded model.
-    Errors: InputError if there are such tables, and no file can be made in the folder."""
+    """Returns the folder for the files of tables on the host; empty for the folder of the sharded
+    model. Errors: InputError if there are such tables, and no file can be made in the folder."""
     if not bundle.row_outputs:
         return ""
     place = Path(folder or bundle.path)
@@ -229,9 +229,9 @@ def check_table_cache(size: float | str | None) -> int:
     if size is None:
         return CACHE
     try:
-        found = quantity(size, "B", "--table-cache", may_omit_unit=not isinstance(size, str))
+        size_ = quantity(size, "B", "--table-cache", may_omit_unit=not isinstance(size, str))
     except OnnxparError as error:
         raise InputError(str(error)) from None
-    if found < 0:
+    if size_ < 0:
         raise InputError(f"--table-cache {size}: give 0 or more")
-    return int(found)
+    return int(size_)

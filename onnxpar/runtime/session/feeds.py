@@ -1,4 +1,4 @@
-"""Feeds for a model: random ones, and those of an .npz file."""
+"""Feeds for a model: random, or from an .npz file."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def read_given(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dic
     """Like `read_feeds`, but returns only the inputs that the file has. Errors: InputError, also
     for an unknown array."""
     arrays = read_npz(Path(path))
-    given = [i for i in inputs if i[0] in arrays or ("(" in i[1] and f"{i[0]}.0" in arrays)]
-    return _fed(Path(path), arrays, given, [name for name, _, _ in inputs])
+    selected = [i for i in inputs if i[0] in arrays or ("(" in i[1] and f"{i[0]}.0" in arrays)]
+    return _fed(Path(path), arrays, selected, [name for name, _, _ in inputs])
 
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
@@ -105,10 +105,10 @@ def _take_list(name: str, arrays: dict[str, Array], type_: str) -> list[Array] |
     without arrays."""
     if not type_.removeprefix("optional(").startswith("seq(tensor("):
         raise InputError(f"input {name!r} is a {type_}; {_remedy(type_)}")
-    found: list[Array] = []
-    while (key := f"{name}.{len(found)}") in arrays:
-        found.append(arrays.pop(key))
-    return None if type_.startswith("optional(") and not found else found
+    items: list[Array] = []
+    while (key := f"{name}.{len(items)}") in arrays:
+        items.append(arrays.pop(key))
+    return None if type_.startswith("optional(") and not items else items
 
 
 def _remedy(type_: str) -> str:

@@ -126,16 +126,16 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
     def take(self, results: list[Any]) -> None:
         """Writes the results of a run to their bound memory. Errors: InputError, before anything is
         written, if one does not fit."""
-        found = dict(zip(self._targets, results, strict=True))
-        for name, result in found.items():
+        named = dict(zip(self._targets, results, strict=True))
+        for name, result in named.items():
             self._check_fits(name, result)
-        for name, result in found.items():
+        for name, result in named.items():
             target = self._targets[name]
             if isinstance(target, Memory):
                 target.write(result)
             elif target is not None:
                 _memory_of(target).write(result)
-        self._results = found
+        self._results = named
 
     def _last(self) -> dict[str, Any]:
         if self._results is None:

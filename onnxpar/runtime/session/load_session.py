@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 _PROPAGATION = "QDQPropagationTransformer"
 _MISTYPED = "does not match y_zero_point type"
-"""What onnxruntime 1.32 says where this optimizer, at opset 21 or later, moves the quantization of
+"""The error of onnxruntime 1.32 if this optimizer, at opset 21 or later, moves the quantization of
 int8 past a Transpose or Reshape, and gives it a zero point of uint8."""
 
 
@@ -20,8 +20,9 @@ def load_session(
     disabled: Sequence[str] = (),
     **how: Any,
 ) -> ort.InferenceSession:
-    """Returns a session; `disabled` are optimizers to switch off. Switches off another one where it
-    makes a model that does not load. Errors: those of onnxruntime."""
+    """Returns a session; `disabled` are optimizers to switch off. Also switches off
+    QDQPropagationTransformer if a model does not load because of it. Errors: those of
+    onnxruntime."""
     try:
         return ort.InferenceSession(model, options, disabled_optimizers=[*disabled], **how)
     except Exception as error:

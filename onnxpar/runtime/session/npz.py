@@ -20,7 +20,7 @@ from onnxpar.base.unreadable import cannot_read
 
 
 def read_npz(file: Path, names: Collection[str] | None = None) -> dict[str, Array]:
-    """Returns the arrays of an .npz file, by name, or those of them that are in `names`. Errors:
+    """Returns the arrays of an .npz file by name: all, or only the arrays in `names`. Errors:
     InputError."""
     arrays: dict[str, Array] = {}
     with _opened(file) as (archive, reading):
@@ -45,8 +45,8 @@ def npz_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[Any, list[str]]]:
-    """Yields an .npz file, and a list for the names of the arrays that the block reads, of which an
-    error names the last. Errors: InputError."""
+    """Yields an .npz file, and a list to which the block appends the name of each array that it
+    reads. An error names the last one. Errors: InputError."""
     reading: list[str] = []
     try:
         loaded = np.load(file, allow_pickle=False)
@@ -96,7 +96,7 @@ def _shape(archive: Any, name: str) -> tuple[int, ...]:
 
 
 PARSING = (SyntaxError, TypeError, NotImplementedError, tokenize.TokenError, RuntimeError)
-"""What NumPy's reader of headers also raises for a damaged one."""
+"""Further exceptions that NumPy's reader of headers raises for a damaged header."""
 
 
 def why(error: Exception) -> str:

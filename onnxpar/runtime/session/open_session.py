@@ -1,4 +1,4 @@
-"""Opens a session together with what the caller needs to know of the model."""
+"""Opens a session, and reads what the caller needs to know about the model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ def open_session(
     """Makes a session of a sharded model, with the options of `make`, such as `InferenceSession`;
     returns the session, and what `read` returns for the model.
 
-    `read` is called before ranks start, as it may find that the model is not what the caller wants;
-    after that if this process is a rank of a launcher, as ranks may have to fetch the folder.
-    Errors: those of both.
+    Calls `read` before ranks start, because it may refuse the model; under a launcher, after the
+    start, because ranks may have to fetch the folder. Errors: those of `make` and `read`.
     """
     if launched_rank() is None or options.get("start_ranks") is not None:
-        found = read(Bundle.load(par))
-        return make(par, **options), found
+        result = read(Bundle.load(par))
+        return make(par, **options), result
     session = make(par, **options)
     try:
         return session, read(Bundle.load(par))

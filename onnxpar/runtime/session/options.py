@@ -135,7 +135,7 @@ class SessionSpec:
     profile: str = ""
     """A folder for onnxruntime's recordings; empty: nothing is recorded."""
     table_dir: str = ""
-    """The folder for the files of tables on the host; empty: that of the sharded model."""
+    """The folder for the files of tables on the host; empty: the folder of the sharded model."""
     table_cache: int = CACHE
     """Most bytes of rows of tables on the host that a rank keeps in memory."""
     verify: bool = False
@@ -143,10 +143,10 @@ class SessionSpec:
     bind: str = BINDINGS[0]
     """What a rank is bound to."""
     ranks_per_numa: int = 0
-    """Ranks on each NUMA node; 0: where each gets most cores."""
+    """Ranks on each NUMA node; 0: each rank is on the node where it gets most cores."""
     replica: int = 0
     replicas: int = 1
-    """The number of this session, of so many that divide the cores of the host."""
+    """The number of this session, and of all sessions that divide the cores of the host."""
 
     @staticmethod
     def of(options: ort.SessionOptions | None, **others: Any) -> SessionSpec:
@@ -154,8 +154,8 @@ class SessionSpec:
         more fields of this class.
 
         Initializers, dimension overrides and custom-op libraries that were added to `options` are
-        lost, because onnxruntime does not reveal them; pass the libraries again as `libraries`,
-        to which those are added that this process uses (`use_libraries`).
+        lost, because onnxruntime does not reveal them; pass the libraries again as `libraries`.
+        Libraries that this process uses (`use_libraries`) are added.
         """
         own = others.pop("libraries", ())
         others["libraries"] = [*dict.fromkeys([*libraries(), *map(os.path.abspath, own)])]
@@ -250,13 +250,13 @@ def _plain(value: Any) -> Any:
 
 
 def _entries(get: Any, keys: Sequence[str]) -> dict[str, str]:
-    found = {}
+    entries = {}
     for key in keys:
         try:
-            found[key] = get(key)
+            entries[key] = get(key)
         except RuntimeError:  # raised if the key is not set
             continue
-    return found
+    return entries
 
 
 def _ranked(path: str, rank: int) -> str:

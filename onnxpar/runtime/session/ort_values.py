@@ -54,8 +54,8 @@ class Memory:
         if not size:
             return np.empty(0, np.uint8)
         memory: Any = (ctypes.c_ubyte * size).from_address(self.address)
-        found: Array = np.frombuffer(memory, np.uint8)
-        return found
+        data: Array = np.frombuffer(memory, np.uint8)
+        return data
 
 
 def element_dtype(element_type: Any) -> np.dtype[Any]:
@@ -84,8 +84,8 @@ def array_of(value: Any) -> Array:
         raise InputError(f"an OrtValue on {wrapped.device_name()}: the ranks read CPU memory only")
     dtype = dtype_of(wrapped.data_type())
     if dtype is None:  # strings
-        found: Array = wrapped.numpy()
-        return found
+        strings: Array = wrapped.numpy()
+        return strings
     return view_of(wrapped, dtype)
 
 

@@ -164,11 +164,11 @@ class Session(Interface, Closing):
         """Runs all ranks several times in one call, and returns the named outputs of each run, as
         global arrays.
 
-        In each run but the first, inputs have the values that outputs had in the run before;
-        `carried` names these by input. States are kept, as `run` does with `keep_states`, and must
-        be changed in place, as the caches of a decoder in pages.
+        `carried` has, by input, the output of the run before that is the value of the input in each
+        run but the first. States are kept, as in `run` with `keep_states`, and must be changed in
+        place, like a decoder's caches in pages.
 
-        Errors: as of `run`; InputError also for outputs that are not whole on all ranks or have
+        Errors: those of `run`; InputError also for outputs that are not whole on all ranks or have
         another shape or dtype than the input, and for states that are not changed in place.
         """
         if times < 1 or not carried:
@@ -339,7 +339,7 @@ class Session(Interface, Closing):
 
     def check_alive(self) -> None:
         """Checks that the ranks of this host still run, between calls. Errors: RankError, which
-        names a rank that does not; it ends the session."""
+        names a rank that has ended, and ends the session."""
         with self._lock:
             self._ranks.check_alive()
 

@@ -96,9 +96,9 @@ class ThreadRanks:
             parts = {n: ports[n].take(array, rank) for n, array in feeds.items()}
             return self._executors[rank].run(request, parts, Heap())
 
-        found = _by_name(self._all(run, "run"))
+        shards = _by_name(self._all(run, "run"))
         self.kept_shapes = common_shapes([e.kept_shapes for e in self._executors])
-        return found
+        return shards
 
     def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf:
         """Returns all ranks' shards of a state, or these rows of each."""
@@ -126,7 +126,7 @@ class ThreadRanks:
         return {name: digests for files in each for name, digests in files.items()}
 
     def save_states_later(self, folder: str, sizes: Sizes) -> None:
-        """Makes each rank copy its shards of all states, and write them while it runs on."""
+        """Makes each rank copy its shards of all states, and write the copies in the background."""
         target = Path(folder)
         self._all(lambda r: self._executors[r].save_states_later(target, sizes), "copying states")
 
@@ -134,8 +134,8 @@ class ThreadRanks:
         self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
     ) -> None:
         """Makes each rank read its shards of these states from a folder, and keep them."""
-        given = (Path(folder), names, sizes, origin)
-        self._all(lambda r: self._executors[r].load_states(*given), "loading states")
+        arguments = (Path(folder), names, sizes, origin)
+        self._all(lambda r: self._executors[r].load_states(*arguments), "loading states")
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Returns a list with only the own payload, because there is no other process."""
@@ -225,8 +225,8 @@ class ThreadRanks:
 
 
 def _by_name(slots: Sequence[Mapping[str, Slot]]) -> PartsOf:
-    found: PartsOf = {}
+    parts: PartsOf = {}
     for rank, named in enumerate(slots):
         for name, slot in named.items():
-            found.setdefault(name, {})[rank] = slot.array
-    return found
+            parts.setdefault(name, {})[rank] = slot.array
+    return parts

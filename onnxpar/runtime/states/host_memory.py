@@ -13,7 +13,7 @@ from onnxpar.runtime.profile.profile import host_id
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The memory of a host that has so many ranks: bytes that are free, and all."""
+    """The memory of a host with `ranks` ranks: free and total bytes."""
 
     host: str
     ranks: int
@@ -31,12 +31,12 @@ class HostMemory:
 
 
 def told_memory() -> dict[str, Any]:
-    """Returns what a rank tells the others of its host, as JSON."""
+    """Returns a rank's message about the memory of its host, as JSON."""
     return {"id": host_id(), **asdict(HostMemory.here(1))}
 
 
 def memory_of_hosts(told: Sequence[Mapping[str, Any]]) -> list[HostMemory]:
-    """Returns the memory of each host, from what its ranks have told."""
+    """Returns the memory of each host, from the messages of its ranks."""
     of_hosts: dict[str, list[Mapping[str, Any]]] = {}
     for each in told:
         of_hosts.setdefault(each["id"], []).append(each)

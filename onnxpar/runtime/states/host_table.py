@@ -1,4 +1,4 @@
-"""A state that stays in a file instead of in memory: a table of which each run changes some rows.
+"""A state that stays in a file instead of in memory: a table in which each run changes some rows.
 
 The file has no name, so it vanishes with its process, and a kill leaves nothing behind. The
 operating system keeps the rows that are used in memory, up to a limit, and writes the others to the
@@ -37,8 +37,8 @@ _STATM = Path("/proc/self/statm")
 
 @dataclass(frozen=True)
 class RowUpdate:
-    """New values of some rows of a table. Rows that a rank does not hold have the index of the row
-    after its last one; rows with equal indices are equal.
+    """New values of some rows of a table. The index after a rank's last row stands for rows that
+    the rank does not hold. Rows with equal indices are equal.
 
     indices  int64 of shape [count, 1]
     rows     of shape [count, ...] and the table's dtype
@@ -57,8 +57,8 @@ class RowUpdate:
 
 
 class HostTable:
-    """The file of a state, mapped into memory: `folder` is where, `name` the state. Starts as
-    zeros. Errors: InputError if the folder has no room for it, or cannot be written."""
+    """The memory-mapped file of the state `name`, in `folder`. Starts as zeros. Errors: InputError
+    if the folder has no room for it, or cannot be written."""
 
     def __init__(
         self, folder: Path, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class HostTable:
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             weakref.finalize(self, self._file.close)  # the map keeps the content
-            if size:  # a hole would end the process at the write for which the disk has no room
+            if size:  # in a sparse file, a write to a full disk would kill the process
                 os.posix_fallocate(self._file.fileno(), 0, size)
             self._map = mmap.mmap(self._file.fileno(), size) if size else None
         except OSError as error:
@@ -94,14 +94,14 @@ class HostTable:
     def duplicate(self) -> HostTable:
         """Returns a table in a new file in the same folder, with the same rows. Errors: InputError
         if the folder has no room for it."""
-        made = HostTable(self._folder, self._name, self.array.dtype, self.array.shape)
+        table = HostTable(self._folder, self._name, self.array.dtype, self.array.shape)
         try:
-            made._fill(self._file.fileno(), 0)
+            table._fill(self._file.fileno(), 0)
         except OSError as error:
             raise InputError(
                 f"cannot copy the table {self._name!r} in {self._folder}: {cause(error)}"
             ) from None
-        return made
+        return table
 
     def copy_from(self, path: Path, offset: int) -> None:
         """Copies the table from a file, where it starts at `offset`; file systems that can share
@@ -134,8 +134,8 @@ class HostTable:
         count = max(BLOCK * len(self.array) // max(self.array.nbytes, 1), 1)
         for start in range(0, len(at[0]), count):
             rows = slice(start, start + count)
-            found = part[np.ix_(of[0][rows], *of[1:])]
-            self.array[np.ix_(at[0][rows], *at[1:])] = found
+            block = part[np.ix_(of[0][rows], *of[1:])]
+            self.array[np.ix_(at[0][rows], *at[1:])] = block
             self.release()
             unmap(part)
 
@@ -172,8 +172,8 @@ class RowCache:
 
     @contextmanager
     def watching(self, tables: Sequence[HostTable]) -> Iterator[None]:
-        """Trims the tables again and again while the block runs: with a row of which the system has
-        the page, it maps those around it, too."""
+        """Trims the tables again and again while the block runs: with the page of a row, the system
+        also maps cached pages around it."""
         if not tables:
             yield
             return
@@ -208,8 +208,8 @@ def unmap(array: Array) -> None:
 
 
 def unmap_written(array: Array) -> None:
-    """Takes the file of an array from `numpy.memmap` out of the process's memory if what was
-    written is in the file; does nothing for any other array."""
+    """Takes the file of an array from `numpy.memmap` out of the process's memory if writes to the
+    array go to the file; does nothing for any other array."""
     if isinstance(array, np.memmap) and array.mode in ("r+", "w+"):
         unmap(array)
 

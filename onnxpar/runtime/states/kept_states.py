@@ -1,5 +1,5 @@
-"""The states that a rank keeps between runs: values in memory, or tables in files of which each run
-changes some rows.
+"""The states that a rank keeps between runs: values in memory, or tables in files, in which each
+run changes some rows.
 
 The changes of a call become permanent with `settle`, after the call succeeded on all ranks; `undo`
 reverts them. So rows are written to a table's file only when the run is over on all ranks.
@@ -38,7 +38,7 @@ class KeptStates:
         self._first = FirstStates(bundle, rank)
         slots = bundle.step.slots if bundle.step is not None else ()
         self._unsaved = {slot.input for slot in slots if slot.kind == FROZEN}
-        """Those that nothing has changed: they have the values of the model."""
+        """Frozen weights that still have the values of the model, and are not saved."""
         self._kept: Mapping[str, Any] = {}
         self._before: Mapping[str, Any] | None = None
         self._updates: Mapping[str, RowUpdate] = {}
@@ -49,14 +49,14 @@ class KeptStates:
     def value(self, name: str, parts: Shards) -> Any:
         """Returns the kept value of a state or, if none is kept, the initial one, in the form that
         onnxruntime takes; `parts` are the state's shards."""
-        found = self._held(name, parts)
-        return found.value if isinstance(found, HostTable) else found
+        held = self._held(name, parts)
+        return held.value if isinstance(held, HostTable) else held
 
     def array(self, name: str, parts: Shards) -> Array:
         """Returns the value of a state as an array over its memory."""
-        found = self._held(name, parts)
-        is_table = isinstance(found, HostTable)
-        return found.array if is_table else view_of(found, self._ports[name].dtype)
+        held = self._held(name, parts)
+        is_table = isinstance(held, HostTable)
+        return held.array if is_table else view_of(held, self._ports[name].dtype)
 
     def _held(self, name: str, parts: Shards) -> Any:
         if name not in self._kept:
@@ -80,7 +80,7 @@ class KeptStates:
         return HostTable(self._folder, name, self._ports[name].dtype, shape)
 
     def keep(self, states: Mapping[str, Any], fed: Mapping[str, Array]) -> None:
-        """Replaces all states by those after a run: values, or the rows that changed; `fed` are the
+        """Replaces all states by the states after a run: values, or changed rows; `fed` are the
         inputs of the run."""
         updates = {n: each for n, each in states.items() if isinstance(each, RowUpdate)}
         tables = {n: self._of(n, fed[n]) if n in fed else self._kept[n] for n in updates}
@@ -143,8 +143,8 @@ class KeptStates:
         return [each for each in self._kept.values() if isinstance(each, HostTable)]
 
     def save(self, folder: Path, parts: Mapping[str, Shards]) -> dict[str, Digests]:
-        """Writes this rank's shards of states to a folder, without those that a lower rank writes
-        too; returns the digests of the files."""
+        """Writes this rank's shards of states to a folder, except shards that a lower rank writes;
+        returns the digests of the files."""
         return write_parts(folder, self._rank, self._parts(parts))
 
     def save_later(self, folder: Path, parts: Mapping[str, Shards]) -> None:
@@ -152,13 +152,13 @@ class KeptStates:
         Snapshot(self._parts(parts)).write_later(folder, self._rank)
 
     def _parts(self, parts: Mapping[str, Shards]) -> Iterator[Part]:
-        """Yields this rank's shards of states, without those that a lower rank holds too, and
-        without frozen weights of the model."""
+        """Yields this rank's shards of states, except shards that a lower rank holds, and unchanged
+        frozen weights."""
         saved = [n for n in parts if n not in self._unsaved and self._rank in parts[n].sources]
         for name in saved:
-            found = self._held(name, parts[name])
-            is_table = isinstance(found, HostTable)
-            yield name, found if is_table else view_of(found, self._ports[name].dtype)
+            held = self._held(name, parts[name])
+            is_table = isinstance(held, HostTable)
+            yield name, held if is_table else view_of(held, self._ports[name].dtype)
 
     def load(self, folder: Path, parts: Mapping[str, Shards]) -> None:
         """Reads this rank's shards of states from a folder that ranks of the same mesh wrote, in
@@ -173,11 +173,11 @@ class KeptStates:
     def gather(self, files: StateFiles, parts: Mapping[str, Shards]) -> None:
         """Reads this rank's shards of tables from the files of ranks of any mesh, block by block,
         and keeps them."""
-        found = {}
+        tables = {}
         for name, each in parts.items():
             shape = each.local_shape(self._rank)
             layout = self._ports[name].layout
             assert shape is not None and layout is not None, "the layout of a table is fixed"
-            found[name] = self._table(name, shape)
-            files.copy_shard(name, layout, self._mesh, self._rank, found[name])
-        self._change({**self._kept, **found})
+            tables[name] = self._table(name, shape)
+            files.copy_shard(name, layout, self._mesh, self._rank, tables[name])
+        self._change({**self._kept, **tables})

@@ -17,8 +17,8 @@ from onnxpar.runtime.ranks.arena import ALIGNMENT, PAGE
 
 
 class LastingMemory:
-    """Arrays in a file without a name. The memory of an array is taken again when nobody uses the
-    array any more; the file never shrinks, so that no mapping can fault."""
+    """Arrays in a file without a name. The memory of an array is reused when nobody uses the array
+    any more; the file never shrinks, so that no mapping can fault."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -56,11 +56,11 @@ class LastingMemory:
         return None
 
     def places(self, arrays: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the offsets of those arrays that have a place, by name."""
+        """Returns the offsets of the arrays that are in this memory, by name."""
         if not self._blocks:
             return {}
-        found = {n: self.place(a) for n, a in arrays.items() if isinstance(a, np.ndarray)}
-        return {name: at for name, at in found.items() if at is not None}
+        offsets = {n: self.place(a) for n, a in arrays.items() if isinstance(a, np.ndarray)}
+        return {name: at for name, at in offsets.items() if at is not None}
 
     def _release(self, address: int) -> None:
         offset, count = self._blocks.pop(address)

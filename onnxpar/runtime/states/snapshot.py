@@ -84,6 +84,6 @@ def written_by(folder: Path, rank: int) -> dict[str, Digests]:
 
 
 def forget_written(folder: Path, ranks: int) -> None:
-    """Removes what tells that ranks have written. Errors: OSError."""
+    """Removes the markers of ranks that have written. Errors: OSError."""
     for rank in range(ranks):
         (folder / marker(rank)).unlink()

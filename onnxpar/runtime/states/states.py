@@ -55,8 +55,8 @@ class States:
     def read(self, name: str, out: Array | None = None) -> Array:
         """Returns the value of a state as a global array: the kept or the initial one. Ranks send
         it in blocks of 8 MiB; with `out`, an array of the state's shape and dtype, such as one from
-        `numpy.memmap`, it is written there. Errors: InputError if there is neither, or if `out`
-        does not fit."""
+        `numpy.memmap`, the value is written there. Errors: InputError if the state has no value, or
+        if `out` does not fit."""
         session = self._session
         port = state_port(session._bundle, name)
         with session._lock:
@@ -87,8 +87,8 @@ class States:
         widths = [(parts.local_shape(rank) or ())[1:] for rank in parts.sources]
         widest = max(widths, key=lambda shape: int(np.prod(shape, dtype=np.int64)))
         for rows in row_blocks((max(heights), *widest), whole.dtype):
-            given = rows.start, rows.stop
-            for rank, part in self._session._ranks.read_state(name, sizes, given)[name].items():
+            interval = rows.start, rows.stop
+            for rank, part in self._session._ranks.read_state(name, sizes, interval)[name].items():
                 parts.place(whole, rank, rows.start, part)
             unmap_written(whole)
 
@@ -107,15 +107,15 @@ class States:
         shards. Errors: InputError for a shape that the model does not take."""
         session = self._session
         ports = {name: state_port(session._bundle, name) for name in shapes}
-        given = {name: tuple(shape) for name, shape in shapes.items()}
-        for name, shape in given.items():
+        wanted = {name: tuple(shape) for name, shape in shapes.items()}
+        for name, shape in wanted.items():
             if not ports[name].admits(shape):
                 raise InputError(
                     f"state {name!r} is {ports[name].expects()}; it cannot have shape {list(shape)}"
                 )
         with session._lock:
-            sizes = session._bundle.sizes(given)
-            for name, shape in given.items():
+            sizes = session._bundle.sizes(wanted)
+            for name, shape in wanted.items():
                 session._ranks.clear_state(name, sizes)
                 session._kept[name] = shape
 
@@ -132,9 +132,9 @@ class States:
             return session._ranks.save_states(os.path.abspath(folder), self._sizes())
 
     def save_later(self, folder: str | os.PathLike[str]) -> None:
-        """Returns when each rank has copied what `save` writes; a thread of each then writes the
-        copies. `snapshot.written_by` tells when a rank has. Errors: InputError if a state has no
-        value."""
+        """Copies on each rank what `save` would write, and returns; a thread of each rank then
+        writes the copies. The file `snapshot.marker(rank)` tells that a rank has written. Errors:
+        InputError if a state has no value."""
         session = self._session
         with session._lock:
             session._ranks.save_states_later(os.path.abspath(folder), self._sizes())
@@ -156,8 +156,9 @@ class States:
         origin: Origin | None = None,
     ) -> None:
         """Reads these states from a folder that `save` wrote, in this session or in another one;
-        each rank reads its own shards. `origin` says the mesh and the layouts of the files; without
-        it, they must be the same as here. With it, the states must be tables on the host."""
+        each rank reads its own shards. `origin` has the mesh and the layouts of the files; without
+        it, both must be the same as in this session. With it, the states must be tables on the
+        host."""
         session = self._session
         ports = [state_port(session._bundle, name) for name in names]
         shapes = {port.name: _shape(port) for port in ports}

@@ -24,8 +24,7 @@ from onnxpar.search.solver.mixed_integer import integer_program
 CLOSE = 1e-9
 """A sum that is above its bound by at most this share counts as the least."""
 RAISES = 8
-"""How many prices of memory are tried to find an assignment that fits, each 4 times the one
-before."""
+"""Prices of memory that are tried to find an assignment that fits, each 4 times the one before."""
 ROUNDS_TO_FIT = 9
 """Most rounds to find an assignment that fits. A share of the prices, which shrinks from round to
 round, is the same for all steps; this damping keeps prices from jumping between steps."""
@@ -73,11 +72,11 @@ def minimize_within(
         if columns.value > columns.bound * (1 + NEAR) and not patience.is_out:
             seconds = patience.on_the_clock(patience.left / 2)  # another mesh may need the rest
             try:
-                found = integer_program(sizes, sums, limit, columns.steps, seconds)
+                solution = integer_program(sizes, sums, limit, columns.steps, seconds)
             except TooMuch as error:
                 raise TooMuch(error.least, columns.least_held) from None
-            if found is not None and found[0] <= columns.value:
-                return *found, columns.bound
+            if solution is not None and solution[0] <= columns.value:
+                return *solution, columns.bound
     if columns.best is None:
         raise Undecided(columns.least, columns.least_held)
     return columns.value, columns.best.values, min(columns.bound, columns.value)

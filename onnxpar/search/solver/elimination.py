@@ -45,12 +45,12 @@ def minimize(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list
     assignment is forbidden. Errors: TooLarge if an intermediate table would have more than ENTRIES
     entries.
     """
-    given = [diagonal(table) for table in tables]
-    found = order_within(ENTRIES, sizes, [table.scope for table in given])
-    if found.left:
-        raise TooLarge(f"{found.left} variables need tables of over {ENTRIES} entries")
-    elimination = Elimination(sizes, given)
-    elimination.follow(found)
+    diagonals = [diagonal(table) for table in tables]
+    order = order_within(ENTRIES, sizes, [table.scope for table in diagonals])
+    if order.left:
+        raise TooLarge(f"{order.left} variables need tables of over {ENTRIES} entries")
+    elimination = Elimination(sizes, diagonals)
+    elimination.follow(order)
     return elimination.constant, elimination.decide({})
 
 
@@ -69,7 +69,7 @@ def every_sum(sizes: Sequence[int], tables: Iterable[Table]) -> Array:
 
 @dataclass(frozen=True)
 class Order:
-    """The variables that can be eliminated, in this order, and the number of those `left` then."""
+    """The variables to eliminate, in order, and the number of variables `left` then."""
 
     variables: list[int]
     left: int
@@ -77,8 +77,8 @@ class Order:
 
 def order_within(limit: int, sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> Order:
     """Eliminates variables of tables with these scopes, always the one that needs the smallest
-    table, as long as that has at most `limit` entries. It takes numbers of entries only, not the
-    tables, so a search learns soon whether elimination can decide all variables."""
+    table, as long as that has at most `limit` entries. It only counts entries, so a search soon
+    learns whether elimination can decide all variables."""
     near: dict[int, set[int]] = {v: set() for v, size in enumerate(sizes) if size > 1}
     for scope in scopes:
         wide = near.keys() & set(scope)
@@ -153,11 +153,11 @@ class Elimination:
                     heapq.heappush(queue, (self._entries(v), v))
 
     def decide(self, values: Mapping[int, int]) -> list[int]:
-        """The best value of each variable, given the values of those that are left."""
-        found = [values.get(v, 0) for v in range(len(self.sizes))]
+        """The best value of each variable, given the values of the variables that are left."""
+        assignment = [values.get(v, 0) for v in range(len(self.sizes))]
         for variable, scope, best in reversed(self._rules):
-            found[variable] = int(best[tuple(found[v] for v in scope)])
-        return found
+            assignment[variable] = int(best[tuple(assignment[v] for v in scope)])
+        return assignment
 
     def _add(self, table: Table) -> None:
         """Adds a table to the sum. If another table has all its variables, the two are merged; so

@@ -38,9 +38,9 @@ class _Share:
     def least(self) -> Array:
         """The minimum of the table for each value of the variable."""
         first, before, _, after = self.values.shape
-        found: Array = np.minimum.reduce(self.values) if first > 1 else self.values[0]
-        found = np.minimum.reduce(found) if before > 1 else found[0]
-        return np.minimum.reduce(found, 1) if after > 1 else found[:, 0]
+        minima: Array = np.minimum.reduce(self.values) if first > 1 else self.values[0]
+        minima = np.minimum.reduce(minima) if before > 1 else minima[0]
+        return np.minimum.reduce(minima, 1) if after > 1 else minima[:, 0]
 
     def add(self, costs: Array) -> None:
         """Adds costs to the table, one for each value of the variable."""
@@ -97,8 +97,8 @@ class Messages:
         out of the tables, and distributes them to the tables that have later variables (earlier
         ones unless `ahead`); returns the costs that are not distributed."""
         shares = self._shares[variable]
-        found = [share.least() for share in shares]
-        total = sum(found, start=kept)
+        minima = [share.least() for share in shares]
+        total = sum(minima, start=kept)
         least = float(total.min())
         self.bound += least
         if math.isinf(least):
@@ -109,7 +109,7 @@ class Messages:
         count = max(sum(later), earlier, 1)
         each = total / count
         has_forbidden = math.isinf(total.max())
-        for share, is_later, had in zip(shares, later, found, strict=True):
+        for share, is_later, had in zip(shares, later, minima, strict=True):
             if has_forbidden:
                 had = np.where(np.isinf(had), 0.0, had)
             share.add(each - had if is_later else -had)

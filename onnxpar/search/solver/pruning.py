@@ -25,7 +25,7 @@ grows where the bound rises slowly."""
 FIRST = 0.02
 """The share of all values among which elimination looks for a low sum at first."""
 AGAIN = 2
-"""How many times the last share that elimination could handle it tries first."""
+"""The multiple of the last share that elimination could handle with which an attempt starts."""
 SMALL = 1 << 18
 """Most entries of a table in the search for a low sum."""
 LARGE = 1 << 22
@@ -79,8 +79,8 @@ class _Level:
     def decide(self, values: Mapping[int, int]) -> dict[int, int]:
         """The best values of all variables, numbered as in the level before, given the values of
         the variables that are left."""
-        found = self.elimination.decide(values)
-        return {v: int(kept[found[v]]) for v, kept in enumerate(self.kept)}
+        assignment = self.elimination.decide(values)
+        return {v: int(kept[assignment[v]]) for v, kept in enumerate(self.kept)}
 
 
 class _Search:
@@ -190,12 +190,12 @@ class _Search:
     def _take(self, values: Mapping[int, int]) -> None:
         """Completes values of the variables that are left in the last level to those of all
         variables, and stores them if their sum is the lowest so far."""
-        found = values
+        assignment = values
         for level in reversed(self.levels):
-            found = level.decide(found)
-        total = sum(table.at(found) for table in self.given)
+            assignment = level.decide(assignment)
+        total = sum(table.at(assignment) for table in self.given)
         if total < self.total:
-            self.total, self.values = total, [found[v] for v in range(len(self.values))]
+            self.total, self.values = total, [assignment[v] for v in range(len(self.values))]
             self.here = {v: values[v] for v in self.levels[-1].elimination.left}
 
     def _prune(self, slack: Mapping[int, Array]) -> bool:
