@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import onnx_graphsurgeon as gs
@@ -231,7 +231,8 @@ def stay_whole(
 
     `nodes` has factors by node of the lowered graph, or by weight, for the nodes that read it; if
     it has none for a node, its factors of open sizes are taken, first those between whose shards
-    ranks communicate. Empty if there is nothing left to forbid.
+    ranks communicate; of a reshard, the factors that cut the dimension into segments, and if there
+    are none, all of the dimension. Empty if there is nothing left to forbid.
     """
     factors = ctx.sharding.factors
     found: dict[str, Collection[str] | None] = {}
@@ -244,7 +245,8 @@ def stay_whole(
     for name, given in [*nodes.items(), *readers]:
         op = factors.find(name)
         if op is None:
-            found.update(_uncut(_resharded(name, graph, factors), factors, already))
+            dims = list(_resharded(name, graph, factors))
+            found.update(_uncut(dims, factors, already) or _unsplit(dims, factors, already))
             continue
         if op.result in already and already[op.result] is None:
             continue
@@ -272,11 +274,22 @@ def _resharded(name: str, graph: gs.Graph, factors: GraphFactors) -> Iterator[fr
                     yield atoms
 
 
-def _uncut(dims: Iterable[frozenset[int]], factors: GraphFactors, already: Whole) -> Whole:
+def _unsplit(dims: Sequence[frozenset[int]], factors: GraphFactors, already: Whole) -> Whole:
+    """Forbids the factors of one of these dimensions whose sizes are open."""
+    atoms = frozenset[int]().union(*dims) & factors.open_atoms
+    found = {}
+    for op in factors.ops:
+        before = already.get(op.result, ())
+        split = {factor for factor, own in op.atoms.items() if atoms.intersection(own)}
+        if before is not None and not split <= set(before):
+            found[op.result] = split | set(before)
+    return found
+
+
+def _uncut(dims: Sequence[frozenset[int]], factors: GraphFactors, already: Whole) -> Whole:
     """Forbids the factors by which a node cuts one of these dimensions into segments: a rank holds
     a shard of each segment, and the order of these shards in the whole dimension has no closed
     form."""
-    wanted = list(dims)
     found = {}
     for op in factors.ops:
         before = already.get(op.result, ())
@@ -284,7 +297,7 @@ def _uncut(dims: Iterable[frozenset[int]], factors: GraphFactors, already: Whole
             factor
             for group in joint(op.rule)
             for factor in group
-            for dim in wanted
+            for dim in dims
             if {*op.atoms[factor]} & dim and {a for f in group for a in op.atoms[f]} <= dim
         }
         if before is not None and not cut <= set(before):
