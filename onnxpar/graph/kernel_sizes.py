@@ -24,23 +24,57 @@ def correct_sizes(
     onnxruntime's kernel. `types` are the types of operands, `values` the known values; `opset` is
     the version of ONNX's own ops."""
     sizes_of = _SIZES.get(node.op_type)
-    own = types.get(node.input[0]) if node.input else None
-    if sizes_of is None or node.domain not in ("", "ai.onnx") or own is None:
+    if node.domain not in ("", "ai.onnx") or (sizes_of is None and node.op_type != "Einsum"):
         return
-    if not own.tensor_type.HasField("shape"):
+    operands = [_sizes_of(types.get(name)) for name in node.input]
+    if any(each is None for each in operands[: None if sizes_of is None else 1]):
         return
-    dims = own.tensor_type.shape.dim
-    sizes = [d.dim_value if d.HasField("dim_value") else None for d in dims]
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     constants = {
         i: numpy_helper.to_array(values[name])
         for i, name in enumerate(node.input[1:], 1)
         if name in values
     }
-    for axis, size in sizes_of(sizes, attributes, constants, opset):
+    corrected = (
+        _einsum(operands, attributes)
+        if sizes_of is None
+        else sizes_of(operands[0], attributes, constants, opset)
+    )
+    for axis, size in corrected:
         for type_ in (found[name] for name in node.output if name in found):
             if axis < len(type_.tensor_type.shape.dim):
                 type_.tensor_type.shape.dim[axis].dim_value = size
+
+
+def _sizes_of(type_: TypeProto | None) -> _Sizes | None:
+    if type_ is None or not type_.tensor_type.HasField("shape"):
+        return None
+    dims = type_.tensor_type.shape.dim
+    return [d.dim_value if d.HasField("dim_value") else None for d in dims]
+
+
+def _einsum(
+    operands: Sequence[_Sizes | None], attributes: Mapping[str, Any]
+) -> Iterable[tuple[int, int]]:
+    """The sizes of an Einsum: of a letter, that of an operand where it is not 1."""
+    left, arrow, right = attributes["equation"].decode().replace(" ", "").partition("->")
+    terms = left.split(",")
+    sizes: dict[str | int, int | None] = {}
+    for term, own in zip(terms, operands, strict=True):
+        before, _, after = term.partition("...")
+        width = len(own or ()) - len(before) - len(after)
+        for key, size in zip([*before, *range(-width, 0), *after], own or (), strict=True):
+            if sizes.get(key, 1) == 1:
+                sizes[key] = size
+    dots = [key for key in sorted(k for k in sizes if isinstance(k, int))]
+    if not arrow:
+        once = sorted({c for c in left if c.isalpha() and left.count(c) == 1})
+        right = ("..." if dots else "") + "".join(once)
+    before, ellipsis, after = right.partition("...")
+    for axis, key in enumerate([*before, *(dots if ellipsis else []), *after]):
+        known = sizes.get(key)
+        if known is not None:
+            yield axis, known
 
 
 @dataclass(frozen=True)
@@ -99,9 +133,24 @@ def _resized(
             yield axis % len(sizes), int(np.float32(size) * np.float32(scale))
 
 
+def _transposed(
+    sizes: _Sizes, attributes: Mapping[str, Any], constants: Mapping[int, Any], opset: int
+) -> Iterable[tuple[int, int]]:
+    """The sizes of a ConvTranspose that pads as it likes, which does not add `output_padding`."""
+    pads_itself = attributes.get("auto_pad", b"NOTSET") in (b"SAME_UPPER", b"SAME_LOWER")
+    if not pads_itself or attributes.get("output_shape"):
+        return
+    strides = attributes.get("strides") or [1] * (len(sizes) - 2)
+    for axis, (size, stride) in enumerate(zip(sizes[2:], strides, strict=True), 2):
+        if size is not None:
+            yield axis, size * stride
+
+
 POOLS = ("AveragePool", "LpPool", "MaxPool")
 _SIZES: Mapping[str, Callable[..., Iterable[tuple[int, int]]]] = {
     **dict.fromkeys(POOLS, _pooled),
     "Resize": _resized,
     "Upsample": _resized,
+    "ConvTranspose": _transposed,
+    "NonZero": lambda sizes, *_: [] if sizes else [(0, 1)],  # of a scalar, as of one element
 }

@@ -225,6 +225,17 @@ def _flattening(node: NodeProto, at: Surroundings) -> None:
     at.after.append(helper.make_node("Reshape", [flat, shape], [result]))
 
 
+def _softplus(node: NodeProto, at: Surroundings) -> None:
+    """In 16 bits, onnxruntime runs a kernel of 32 bits before opset 18, and Log(Exp(x) + 1) since,
+    which overflows."""
+    type_ = at.types.get(node.input[0])
+    if type_ is not None and type_.elem_type == TensorProto.FLOAT16:
+        node.input[0] = at.add(node, "Cast", [node.input[0]], to=TensorProto.FLOAT)
+        result, node.output[0] = node.output[0], at.free(node)
+        cast = helper.make_node("Cast", [node.output[0]], [result], to=TensorProto.FLOAT16)
+        at.after.append(cast)
+
+
 def _parts(node: NodeProto, at: Surroundings) -> None:
     if len(node.input) < 2:
         _set(node, "num_outputs", len(node.output))
@@ -257,11 +268,12 @@ CHANGES: dict[tuple[str, int], Change] = {
     ("BatchNormalization", 14): _statistics,
     ("RoiAlign", 16): _aligned,
     ("Split", 18): _parts,
+    ("Softplus", 18): _softplus,
     **{
         (f"Reduce{kind}", 18): _reduced
         for kind in ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
     },
 }
 """The change of a node to an opset, by its op and the opset."""
-NEED_TYPES = frozenset({"Clip", "Pad", "Softmax", "LogSoftmax", "Hardmax"})
+NEED_TYPES = frozenset({"Clip", "Pad", "Softmax", "LogSoftmax", "Hardmax", "Softplus"})
 """Ops whose change depends on the types of their operands."""

@@ -79,6 +79,13 @@ def test_nonzero_of_a_scalar(value: Any, tmp_path: Path) -> None:
     agree(text, {"c": value}, X, tmp_path)
 
 
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_nonzero_of_a_computed_scalar(value: float, tmp_path: Path) -> None:
+    text = """m (float[2,12] x) => (int64[a,b] y)
+    { s = ReduceMax <keepdims = 0> (x)  y = NonZero (s) }"""
+    agree(text, {}, [{"x": np.full((2, 12), value, np.float32)}], tmp_path, opset=17)
+
+
 @pytest.mark.parametrize("kind", ["Sum", "Mean", "Prod", "SumSquare", "L1", "Max"])
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_sums_of_integers_that_overflow(kind: str, dtype: type, tmp_path: Path) -> None:
@@ -185,3 +192,37 @@ def test_scales_whose_number_is_open(size: int, tmp_path: Path) -> None:
     for axis in (0, 1):
         split = {"mesh": {"x": 2}, "tensors": {"a": ["x" if i == axis else None for i in range(2)]}}
         agree(text, constants, [feed], tmp_path, split)
+
+
+@pytest.mark.parametrize("opset", [11, 17, 18, 22])
+def test_softplus_of_large_values_in_sixteen_bits(opset: int, tmp_path: Path) -> None:
+    text = "m (float16[2,4] x) => (float16[2,4] y) { y = Softplus (x) }"
+    x = np.array([[-9, 0, 20, 60], [80, 1000, 60000, 65504]], np.float16)
+    strategy = {"mesh": {"x": 2}, "tensors": {"x": [None, "x"]}}
+    agree(text, {}, [{"x": x}], tmp_path, strategy, opset)
+
+
+@pytest.mark.parametrize("equation", ["bij,bjk->bik", "bij,bjk", "...ij,...jk->...ik"])
+@pytest.mark.parametrize("split", ["a.1", "c.0", "c.2"])
+def test_letters_that_broadcast(equation: str, split: str, tmp_path: Path) -> None:
+    """onnx takes the size of the first operand; the mean divides by the number of elements."""
+    text = f"""m (float[1,3,4] a, float[5,4,2] c) => (float[] z) {{
+      y = Einsum <equation = "{equation}"> (a, c)  n = Size (y)  f = Cast <to = 1> (n)
+      s = ReduceSum <keepdims = 0> (y)  z = Div (s, f) }}"""
+    feed = {n: np.ones(s, np.float32) for n, s in (("a", (1, 3, 4)), ("c", (5, 4, 2)))}
+    name, axis = split.split(".")
+    layout = ["x" if i == int(axis) else None for i in range(3)]
+    agree(text, {}, [feed], tmp_path, {"mesh": {"x": 2}, "tensors": {name: layout}})
+
+
+@pytest.mark.parametrize("pads", ["SAME_UPPER", "SAME_LOWER"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_transposed_windows_that_pad_themselves(pads: str, axis: int, tmp_path: Path) -> None:
+    """onnxruntime does not add `output_padding` to these sizes, as onnx does."""
+    text = f"""m (float[2,3,5] x) => (float[] z) {{
+      y = ConvTranspose <output_padding = [1], strides = [3], auto_pad = "{pads}"> (x, w)
+      n = Size (y)  f = Cast <to = 1> (n)  s = ReduceSum <keepdims = 0> (y)  z = Div (s, f) }}"""
+    x = np.arange(30, dtype=np.float32).reshape(2, 3, 5)
+    layout = ["x" if i == axis else None for i in range(3)]
+    strategy = {"mesh": {"x": 2}, "tensors": {"x": layout}}
+    agree(text, {"w": np.ones((3, 2, 3), np.float32)}, [{"x": x}], tmp_path, strategy)

@@ -40,7 +40,8 @@ def without_padding(gather: gs.Node, indices: Value, dy: Value) -> Value:
     row = padding_row(gather)
     if row is None:
         return dy
-    counts = indices.equal(row).op("Not")
+    rows = gather.inputs[0].shape[0]  # from which negative indices count
+    counts = indices.equal(row).op("Or", indices.equal(row - rows)).op("Not")
     return counts.reshape([*counts.shape, *[1] * (dy.rank - counts.rank)]).where(dy, 0.0)
 
 
