@@ -119,10 +119,20 @@ def _pooled(
             yield 2 + i, pool_windows(attributes, i, size).count
 
 
+def keeps_size(attributes: Mapping[str, Any]) -> bool:
+    """True for a Resize that onnxruntime leaves as large as its operand: it keeps the aspect ratio,
+    and its axes count from the last one."""
+    policy = attributes.get("keep_aspect_ratio_policy", b"stretch")
+    return policy not in (b"stretch", "stretch") and min(attributes.get("axes") or [0]) < 0
+
+
 def _resized(
     sizes: _Sizes, attributes: Mapping[str, Any], constants: Mapping[int, Any], opset: int
 ) -> Iterable[tuple[int, int]]:
     """The sizes of a Resize or Upsample by scales: products of floats, rounded down."""
+    if keeps_size(attributes):
+        yield from ((axis, size) for axis, size in enumerate(sizes) if size is not None)
+        return
     scales = attributes.get("scales", constants.get(2 if opset >= 11 else 1))
     if scales is None or np.size(constants.get(3, ())):
         return

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
+from onnxpar.graph.kernel_sizes import keeps_size
 from onnxpar.graph.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
 from onnxpar.rules.communicate import finish, like, widen
 from onnxpar.rules.index_maps import IndexMap, tied_fields
@@ -33,6 +34,8 @@ def resize(node: gs.Node) -> Rule:
     shape = tensor_shape(node.inputs[0]) or ()
     axes = _axes(node)
     by_size = _has_values(given(node, 3))
+    if keeps_size(node.attrs):
+        return whole_rule(node, "onnxruntime takes its axes otherwise than ONNX says")
     changed = scalings(node)
     if changed is None:
         return whole_rule(node, "data-dependent scales")

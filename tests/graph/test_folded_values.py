@@ -226,3 +226,14 @@ def test_transposed_windows_that_pad_themselves(pads: str, axis: int, tmp_path: 
     layout = ["x" if i == axis else None for i in range(3)]
     strategy = {"mesh": {"x": 2}, "tensors": {"x": layout}}
     agree(text, {"w": np.ones((3, 2, 3), np.float32)}, [{"x": x}], tmp_path, strategy)
+
+
+@pytest.mark.parametrize("axes", ["[-2, -1]", "[2, 3]"])
+@pytest.mark.parametrize("axis", [0, 2, 3])
+def test_resizing_that_keeps_the_aspect_ratio(axes: str, axis: int, tmp_path: Path) -> None:
+    """With axes from the last one, onnxruntime keeps the size."""
+    text = f"""m (float[2,2,5,7] x) => (float[a,b,c,d] y) {{ y = Resize
+      <keep_aspect_ratio_policy = "not_larger", axes = {axes}> (x, , , s) }}"""
+    x = np.random.default_rng(3).standard_normal((2, 2, 5, 7), np.float32)
+    layout = ["x" if i == axis else None for i in range(4)]
+    agree(text, {"s": [3, 11]}, [{"x": x}], tmp_path, {"mesh": {"x": 2}, "tensors": {"x": layout}})
