@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import onnx_graphsurgeon as gs
@@ -277,31 +277,40 @@ def _resharded(name: str, graph: gs.Graph, factors: GraphFactors) -> Iterator[fr
 def _unsplit(dims: Sequence[frozenset[int]], factors: GraphFactors, already: Whole) -> Whole:
     """Forbids the factors of one of these dimensions whose sizes are open."""
     atoms = frozenset[int]().union(*dims) & factors.open_atoms
-    found = {}
-    for op in factors.ops:
-        before = already.get(op.result, ())
-        split = {factor for factor, own in op.atoms.items() if atoms.intersection(own)}
-        if before is not None and not split <= set(before):
-            found[op.result] = split | set(before)
-    return found
+
+    def split(op: OpFactors) -> set[str]:
+        return {factor for factor, own in op.atoms.items() if atoms.intersection(own)}
+
+    return _forbidden(split, factors, already)
 
 
 def _uncut(dims: Sequence[frozenset[int]], factors: GraphFactors, already: Whole) -> Whole:
     """Forbids the factors by which a node cuts one of these dimensions into segments: a rank holds
     a shard of each segment, and the order of these shards in the whole dimension has no closed
     form."""
-    found = {}
-    for op in factors.ops:
-        before = already.get(op.result, ())
-        cut = {
+
+    def cut(op: OpFactors) -> set[str]:
+        return {
             factor
             for group in joint(op.rule)
             for factor in group
             for dim in dims
             if {*op.atoms[factor]} & dim and {a for f in group for a in op.atoms[f]} <= dim
         }
-        if before is not None and not cut <= set(before):
-            found[op.result] = cut | set(before)
+
+    return _forbidden(cut, factors, already)
+
+
+def _forbidden(
+    more: Callable[[OpFactors], set[str]], factors: GraphFactors, already: Whole
+) -> Whole:
+    """The factors that must stay whole if each node forbids `more`, of the nodes where that is
+    new."""
+    found = {}
+    for op in factors.ops:
+        before, own = already.get(op.result, ()), more(op)
+        if before is not None and not own <= set(before):
+            found[op.result] = own | set(before)
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from onnx import NodeProto, TypeProto
 
+from onnxpar.graph.kernel_sizes import known_sizes
 from onnxpar.graph.result_sizes import (
     Divide,
     Operands,
@@ -16,7 +17,7 @@ from onnxpar.graph.result_sizes import (
     product,
     result_sizes,
 )
-from onnxpar.graph.shapes import Walk, known_sizes
+from onnxpar.graph.shapes import Walk
 from onnxpar.graph.size_arithmetic import Forms, NotFollowed, constants, follow
 from onnxpar.graph.stored import reads_of
 from onnxpar.layout.symbols import Polynomial

@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
+from onnxpar.graph.einsum import einsum_dims, einsum_sizes
+
 _Sizes = Sequence[int | None]
+_Found = Iterable[tuple[int, int]]
+"""Sizes by axis."""
 
 
 def correct_sizes(
@@ -24,10 +28,10 @@ def correct_sizes(
     onnxruntime's kernel. `types` are the types of operands, `values` the known values; `opset` is
     the version of ONNX's own ops."""
     sizes_of = _SIZES.get(node.op_type)
-    if node.domain not in ("", "ai.onnx") or (sizes_of is None and node.op_type != "Einsum"):
+    if sizes_of is None or node.domain not in ("", "ai.onnx"):
         return
-    operands = [_sizes_of(types.get(name)) for name in node.input]
-    if any(each is None for each in operands[: None if sizes_of is None else 1]):
+    operands = [known_sizes(types.get(name)) for name in node.input]
+    if not operands or operands[0] is None:
         return
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     constants = {
@@ -35,46 +39,47 @@ def correct_sizes(
         for i, name in enumerate(node.input[1:], 1)
         if name in values
     }
-    corrected = (
-        _einsum(operands, attributes)
-        if sizes_of is None
-        else sizes_of(operands[0], attributes, constants, opset)
-    )
-    for axis, size in corrected:
+    sized = _Sized(operands[0], operands, attributes, constants, opset)
+    for axis, size in sizes_of(sized):
         for type_ in (found[name] for name in node.output if name in found):
             if axis < len(type_.tensor_type.shape.dim):
                 type_.tensor_type.shape.dim[axis].dim_value = size
 
 
-def _sizes_of(type_: TypeProto | None) -> _Sizes | None:
-    if type_ is None or not type_.tensor_type.HasField("shape"):
+def known_sizes(type_: TypeProto | None) -> tuple[int | None, ...] | None:
+    """The sizes that a type gives, with None for unknown sizes; None if the rank is unknown."""
+    if type_ is None or not type_.HasField("tensor_type"):
+        return None
+    if not type_.tensor_type.HasField("shape"):
         return None
     dims = type_.tensor_type.shape.dim
-    return [d.dim_value if d.HasField("dim_value") else None for d in dims]
+    return tuple(d.dim_value if d.HasField("dim_value") else None for d in dims)
 
 
-def _einsum(
-    operands: Sequence[_Sizes | None], attributes: Mapping[str, Any]
-) -> Iterable[tuple[int, int]]:
-    """The sizes of an Einsum: of a letter, that of an operand where it is not 1."""
-    left, arrow, right = attributes["equation"].decode().replace(" ", "").partition("->")
-    terms = left.split(",")
-    sizes: dict[str | int, int | None] = {}
-    for term, own in zip(terms, operands, strict=True):
-        before, _, after = term.partition("...")
-        width = len(own or ()) - len(before) - len(after)
-        for key, size in zip([*before, *range(-width, 0), *after], own or (), strict=True):
-            if sizes.get(key, 1) == 1:
-                sizes[key] = size
-    dots = [key for key in sorted(k for k in sizes if isinstance(k, int))]
-    if not arrow:
-        once = sorted({c for c in left if c.isalpha() and left.count(c) == 1})
-        right = ("..." if dots else "") + "".join(once)
-    before, ellipsis, after = right.partition("...")
-    for axis, key in enumerate([*before, *(dots if ellipsis else []), *after]):
-        known = sizes.get(key)
-        if known is not None:
-            yield axis, known
+def _einsum(node: _Sized) -> _Found:
+    """The sizes of an Einsum: onnx takes that of the first operand, also where it is 1."""
+    shapes = [each for each in node.operands if each is not None]
+    if len(shapes) < len(node.operands):
+        return
+    equation = node.attributes["equation"].decode()
+    terms, out = einsum_dims(equation, [*map(len, shapes)], lambda n: [f"...{i}" for i in range(n)])
+    sizes = einsum_sizes(terms, shapes)
+    for axis, dim in enumerate(out):
+        size = sizes.get(dim)
+        if size is not None:
+            yield axis, size
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """A node's attributes, and what is known of its operands: the sizes of the first, those of all,
+    and the values of the others, by index."""
+
+    sizes: _Sizes
+    operands: Sequence[_Sizes | None]
+    attributes: Mapping[str, Any]
+    constants: Mapping[int, Any]
+    opset: int
 
 
 @dataclass(frozen=True)
@@ -111,12 +116,10 @@ def pool_windows(attributes: Mapping[str, Any], i: int, size: int) -> PoolWindow
     return PoolWindows(before, after, span, stride, count)
 
 
-def _pooled(
-    sizes: _Sizes, attributes: Mapping[str, Any], constants: Mapping[int, Any], opset: int
-) -> Iterable[tuple[int, int]]:
-    for i, size in enumerate(sizes[2:]):
+def _pooled(node: _Sized) -> _Found:
+    for i, size in enumerate(node.sizes[2:]):
         if size is not None:
-            yield 2 + i, pool_windows(attributes, i, size).count
+            yield 2 + i, pool_windows(node.attributes, i, size).count
 
 
 def keeps_size(attributes: Mapping[str, Any]) -> bool:
@@ -126,27 +129,24 @@ def keeps_size(attributes: Mapping[str, Any]) -> bool:
     return policy not in (b"stretch", "stretch") and min(attributes.get("axes") or [0]) < 0
 
 
-def _resized(
-    sizes: _Sizes, attributes: Mapping[str, Any], constants: Mapping[int, Any], opset: int
-) -> Iterable[tuple[int, int]]:
+def _resized(node: _Sized) -> _Found:
     """The sizes of a Resize or Upsample by scales: products of floats, rounded down."""
-    if keeps_size(attributes):
-        yield from ((axis, size) for axis, size in enumerate(sizes) if size is not None)
+    if keeps_size(node.attributes):
+        yield from ((axis, size) for axis, size in enumerate(node.sizes) if size is not None)
         return
-    scales = attributes.get("scales", constants.get(2 if opset >= 11 else 1))
-    if scales is None or np.size(constants.get(3, ())):
+    scales = node.attributes.get("scales", node.constants.get(2 if node.opset >= 11 else 1))
+    if scales is None or np.size(node.constants.get(3, ())):
         return
-    axes = attributes.get("axes") or range(len(sizes))
+    axes = node.attributes.get("axes") or range(len(node.sizes))
     for axis, scale in zip(axes, scales, strict=False):
-        size = sizes[axis]
+        size = node.sizes[axis]
         if size is not None:
-            yield axis % len(sizes), int(np.float32(size) * np.float32(scale))
+            yield axis % len(node.sizes), int(np.float32(size) * np.float32(scale))
 
 
-def _transposed(
-    sizes: _Sizes, attributes: Mapping[str, Any], constants: Mapping[int, Any], opset: int
-) -> Iterable[tuple[int, int]]:
+def _transposed(node: _Sized) -> _Found:
     """The sizes of a ConvTranspose that pads as it likes, which does not add `output_padding`."""
+    attributes, sizes = node.attributes, node.sizes
     pads_itself = attributes.get("auto_pad", b"NOTSET") in (b"SAME_UPPER", b"SAME_LOWER")
     if not pads_itself or attributes.get("output_shape"):
         return
@@ -157,10 +157,11 @@ def _transposed(
 
 
 POOLS = ("AveragePool", "LpPool", "MaxPool")
-_SIZES: Mapping[str, Callable[..., Iterable[tuple[int, int]]]] = {
+_SIZES: Mapping[str, Callable[[_Sized], _Found]] = {
     **dict.fromkeys(POOLS, _pooled),
     "Resize": _resized,
     "Upsample": _resized,
     "ConvTranspose": _transposed,
-    "NonZero": lambda sizes, *_: [] if sizes else [(0, 1)],  # of a scalar, as of one element
+    "Einsum": _einsum,
+    "NonZero": lambda node: [] if node.sizes else [(0, 1)],  # of a scalar, as of one element
 }

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from onnx import NodeProto, TypeProto, helper
 
 from onnxpar.base.errors import ModelError
-from onnxpar.graph.shapes import Walk, known_sizes
+from onnxpar.graph.kernel_sizes import known_sizes
+from onnxpar.graph.shapes import Walk
 
 
 def check_fits(walks: Sequence[Walk], node: NodeProto) -> None:

@@ -20,7 +20,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxpar.base.arrays import Array
 from onnxpar.graph.attribute_weights import ML
 from onnxpar.graph.custom_shapes import custom_shapes
-from onnxpar.graph.kernel_sizes import correct_sizes
+from onnxpar.graph.kernel_sizes import correct_sizes, known_sizes
 from onnxpar.graph.picked_sizes import compressed, part_of
 from onnxpar.graph.shapes_by_onnxruntime import RuntimeShapes
 from onnxpar.graph.stored import FOLD_LIMIT, SMALL_WEIGHT, is_folded, reads_of
@@ -53,7 +53,7 @@ _OF_SIZES = frozenset(
     (
         *("Add", "Sub", "Mul", "Max", "Min", "Neg", "Abs", "Equal", "Less", "Greater", "And", "Or"),
         *("Not", "Where", "Gather", "Concat", "Unsqueeze", "Squeeze", "Reshape", "Transpose"),
-        *("Slice", "Expand", "Range", "ConstantOfShape", "Cast", "Identity", "Shape", "Size"),
+        *("Slice", "Expand", "Range", "ConstantOfShape", "Cast", "Identity"),
     )
 )
 """Ops that onnx computes for sizes as onnxruntime does, without a session."""
@@ -436,22 +436,8 @@ def _constant(node: NodeProto) -> list[Any] | None:
     return [np.array(onnx.helper.get_attribute_value(attribute), dtypes[attribute.name])]
 
 
-def known_sizes(type_: TypeProto | None) -> tuple[int | None, ...] | None:
-    """The sizes of a tensor, with None for unknown ones; None if the rank is unknown."""
-    if type_ is None or not type_.HasField("tensor_type"):
-        return None
-    if not type_.tensor_type.HasField("shape"):
-        return None
-    dims = type_.tensor_type.shape.dim
-    return tuple(d.dim_value if d.HasField("dim_value") else None for d in dims)
-
-
 def _static_shape(type_: TypeProto | None) -> tuple[int, ...] | None:
-    if type_ is None or not type_.HasField("tensor_type"):
+    sizes = known_sizes(type_)
+    if sizes is None or None in sizes:
         return None
-    if not type_.tensor_type.HasField("shape"):
-        return None
-    dims = type_.tensor_type.shape.dim
-    if any(not d.HasField("dim_value") for d in dims):
-        return None
-    return tuple(d.dim_value for d in dims)
+    return tuple(size for size in sizes if size is not None)

@@ -12,9 +12,7 @@ from onnx import TensorProto
 
 from onnxpar.base.names import Names
 from onnxpar.graph.annotations import Configuration
-from onnxpar.graph.checker import (
-    Refusal,
-)
+from onnxpar.graph.checker import Refusal
 from onnxpar.graph.exported import TorchName
 from onnxpar.graph.open_sizes import OpenDims, OpenSizes
 from onnxpar.graph.training_spec import Step

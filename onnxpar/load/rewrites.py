@@ -136,9 +136,8 @@ def find_step(loading: Loading) -> None:
             f"{loading.path} is already a training step; give the model that it was made from"
         )
     if step is not None and step.samples is not None:
-        loading.defaults.pop(
-            step.samples, None
-        )  # onnxruntime warns of defaults; a Trainer feeds it
+        # onnxruntime warns of defaults; a Trainer feeds it
+        loading.defaults.pop(step.samples, None)
 
 
 def infer_shapes(loading: Loading) -> None:

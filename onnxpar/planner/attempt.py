@@ -38,10 +38,12 @@ class Attempt:
 
     def on(self, options: Options) -> Options:
         """The options with what the attempt changes."""
-        changes = (self.objective, self.devices, self.page_size, self.shares)
-        objective, devices, page_size, shares = changes
         return replace(
-            options, objective=objective, devices=devices, page_size=page_size, shares=shares
+            options,
+            objective=self.objective,
+            devices=self.devices,
+            page_size=self.page_size,
+            shares=self.shares,
         )
 
     def text(self, chosen: Attempt) -> str:
@@ -51,8 +53,8 @@ class Attempt:
     def _differences(self, chosen: Attempt) -> Iterator[str]:
         own, other = self.objective, chosen.objective
         if own.memory != other.memory:
-            most = "no limit on memory" if own.memory is None else f"{text_of(own.memory, 'B')} "
-            yield f"with {most}" + ("" if own.memory is None else "a rank in the search")
+            limit = "no limit" if own.memory is None else f"{text_of(own.memory, 'B')} a rank"
+            yield f"with {limit} in the search"
         if own.hides_sums != other.hides_sums:
             how = "hidden by compute" if own.hides_sums else "counted in full"
             yield f"with sums of gradients {how} in the search"

@@ -30,8 +30,10 @@ class Loader:
         """The model, with a graph that nothing has changed yet, and with more nodes `whole`.
         Errors: OnnxparError."""
         options.objective.patience.tell("reading the model")
-        request, is_manual = load_request(options), options.preset == MANUAL
-        if self._model is None or is_manual or not self._serves(request):
+        request = load_request(options)
+        if options.preset == MANUAL:  # a program per rank, whose types the request does not tell
+            model = load_model(self.path, options, show=self._show)
+        elif self._model is None or not self._serves(request):
             model = load_model(self.path, options, show=self._show)
             self._request, self._model = request, model.apart()
         else:

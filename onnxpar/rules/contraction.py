@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.graph.einsum import einsum_dims, einsum_sizes
 from onnxpar.graph.tensors import Size, dtype_of, given, tensor_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.quantization import integer_product
@@ -141,40 +143,22 @@ def _row(tensor: gs.Tensor | None, dim: str) -> str:
 @rule("Einsum")
 def einsum_op(node: gs.Node) -> Rule:
     """The equation of the op as a rule: `bij,bjk->bik` is `b i j, b j k -> b i k`."""
-    equation = str(node.attrs["equation"]).replace(" ", "")
-    left, arrow, right = equation.partition("->")
-    terms = left.split(",")
     shapes = [tensor_shape(t) or () for t in node.inputs]
-    rank = max(len(s) - len(t.replace("...", "")) for s, t in zip(shapes, terms, strict=True))
-    if not arrow:
-        letters = sorted({c for c in left if c.isalpha() and left.count(c) == 1})
-        right = ("..." if rank else "") + "".join(letters)
-    dims = [_subscripts(t, s, rank) for t, s in zip(terms, shapes, strict=True)]
-    if any(len(set(d)) < len(d) for d in dims):
+    ranks = [len(shape) for shape in shapes]
+    terms, out = einsum_dims(str(node.attrs["equation"]), ranks, partial(names, "e"))
+    if any(len(set(dims)) < len(dims) for dims in terms):
         return whole_rule(node, "a diagonal")
-    sizes: dict[str, Size] = {}
-    for of, shape in zip(dims, shapes, strict=True):
-        for dim, size in zip(of, shape, strict=True):
-            if dim not in sizes or sizes[dim] == 1:
-                sizes[dim] = size
+    sizes = einsum_sizes(terms, shapes)
     ones = [
         dims_text("1" if s == 1 != sizes[d] else d for d, s in zip(of, shape, strict=True))
-        for of, shape in zip(dims, shapes, strict=True)
+        for of, shape in zip(terms, shapes, strict=True)
     ]
-    out = dims_text(_subscripts(right, tensor_shape(node.outputs[0]) or (), rank))
     linear = tuple(frozenset({i}) for i in range(len(terms)))
     return einsum(
         node,
-        f"{', '.join(ones)} -> {out}",
+        f"{', '.join(ones)} -> {dims_text(out)}",
         sizes=sizes,
         linear=linear,
         # the kernel's transpose of an operand divides by the sizes of the dimensions
         nonempty=frozenset(sizes),
     )
-
-
-def _subscripts(term: str, shape: tuple[Size, ...], rank: int) -> list[str]:
-    """A term like `...ij` as factor names; the ellipsis is aligned at its last dimension."""
-    before, dots, after = term.partition("...")
-    width = len(shape) - len(before) - len(after) if dots else 0
-    return [*before, *names("e", rank)[rank - width :], *after]

@@ -14,7 +14,9 @@ import onnxruntime as ort
 import pytest
 from agreement import TIMEOUT, check_outputs, options, run_unsplit
 from onnx import TensorProto, helper, numpy_helper
+from small_models import write_text
 
+import onnxpar
 from onnxpar.base.errors import InputError, OnnxparError, StrategyError
 from onnxpar.planner import sharder
 from onnxpar.runtime.session.threads import ThreadSession
@@ -707,3 +709,32 @@ m (float[4,6] x) => (float[4,6] y) { y = Relu(x) }"""
     how = options("data-parallel 2", dims={"batch": 4})
     with pytest.raises(StrategyError, match=r"--dim batch: .*fixed\.onnx has no open sizes; leave"):
         sharder.shard(tmp_path / "fixed.onnx", tmp_path / "m.par", how)
+
+
+def test_the_search_takes_no_split_without_a_formula(tmp_path: Path) -> None:
+    """Over 4 ranks, the fastest strategy would cut an open width whose shards have none."""
+    channels, rows = "Transpose <perm = [0, 3, 1, 2]>", "Transpose <perm = [0, 2, 3, 1]>"
+    text = f"""<ir_version: 9, opset_import: ["" : 20]>
+    m (float[b,3,h,v] x, float[16,3,4,4] w1, float[32,16,2,2] w2, float[32,1,7,7] w3,
+      float[32] ws, float[32] wb, float[48,32,2,2] w4, float[48,1,7,7] w5, float[48,192] w6,
+      float[192,48] w7, float[48,1,7,7] w8, float[48,192] w9, float[192,48] w10,
+      float[48] wt, float[48] wc, float[64,48,2,2] w11) => (float[b,64,p,q] y) {{
+      c1 = Conv <strides = [4, 4]> (x, w1)  c2 = Conv <strides = [2, 2]> (c1, w2)
+      d1 = Conv <group = 32, pads = [3, 3, 3, 3]> (c2, w3)  r1 = {rows} (d1)
+      n1 = LayerNormalization (r1, ws, wb)  t1 = {channels} (n1)
+      s1 = {rows} (t1)  u1 = {channels} (s1)  c3 = Conv <strides = [2, 2]> (u1, w4)
+      d2 = Conv <group = 48, pads = [3, 3, 3, 3]> (c3, w5)  r2 = {rows} (d2)
+      m1 = MatMul (r2, w6)  m2 = MatMul (m1, w7)  t2 = {channels} (m2)
+      d3 = Conv <group = 48, pads = [3, 3, 3, 3]> (t2, w8)  r3 = {rows} (d3)
+      m3 = MatMul (r3, w9)  m4 = MatMul (m3, w10)  t3 = {channels} (m4)
+      a = Add (t2, t3)  r4 = {rows} (a)  n2 = LayerNormalization (r4, wt, wc)
+      t4 = {channels} (n2)  y = Conv <strides = [2, 2]> (t4, w11) }}"""
+    path = write_text(text, tmp_path / "m.onnx")
+    sizes = "b=1,h=224,v=224"
+    onnxpar.shard(path, tmp_path / "m.par", devices=4, for_any_host=True, typical=sizes)
+    whole = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    with ThreadSession(tmp_path / "m.par") as session:
+        for size in ((1, 3, 32, 32), (2, 3, 65, 33), (1, 3, 224, 97)):
+            x = np.random.default_rng(size).standard_normal(size, np.float32)
+            (wanted,), (y,) = whole.run(None, {"x": x}), session.run(None, {"x": x})
+            np.testing.assert_allclose(y, wanted, rtol=2e-4, atol=2e-4 * abs(wanted).max())

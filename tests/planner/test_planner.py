@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from committed import MODELS
+from small_models import HEAD, write_text
 
 from onnxpar.graph.write_model import export_model
+from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import load
 from onnxpar.planner.attempt import Attempt
 from onnxpar.planner.dump import Dump
@@ -38,6 +40,17 @@ def test_a_file_is_read_again_for_other_sizes() -> None:
     bound = loader.model(replace(options, dims={"batch": 2, "seq": 8}))
     assert sizes is not None and bound.sizes is None
     assert loader.model(replace(options, devices=64)).sizes not in (None, sizes)
+
+
+def test_a_program_of_one_rank_is_no_model_of_all(tmp_path: Path) -> None:
+    text = 'm (float[4,6] x) => (float[4,6] y) { y = onnxpar.AllReduce <axes = ["dp"]> (x) }'
+    head = HEAD.replace("]>", ', "onnxpar" : 1]>')
+    loader = Loader(write_text(head + text, tmp_path / "manual.onnx"))
+    manual = loader.model(Options(mesh=Mesh.parse("dp=2"), preset="manual"))
+    model = loader.model(Options(mesh=Mesh.parse("dp=2"), preset="data-parallel"))
+    assert (
+        manual.original is None and model.original is not None and model.graph is not manual.graph
+    )
 
 
 @pytest.mark.parametrize("best", [0, 1, 2])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onnxpar.graph.einsum import einsum_dims, einsum_sizes
 from onnxpar.training.gradients.value import Value
 from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
@@ -32,14 +33,14 @@ class Term:
 
 @vjp("Einsum", trained=(0, 1))
 def einsum(v: Vjp) -> Grads:
-    terms, out = _parse(v)
-    sizes: dict[str, int] = {}
-    for term in terms:
-        for letter, size in term.sizes.items():
-            sizes[letter] = size if sizes.get(letter, 1) == 1 else sizes[letter]
+    equation = v.attr("equation")
+    free = [a for a in string.ascii_letters if a not in equation]  # in place of an ellipsis
+    dims, out = einsum_dims(equation, [x.rank for x in v.operands], lambda n: free[:n])
+    sizes = einsum_sizes(dims, [x.shape for x in v.operands])
+    terms = [Term(x, "".join(letters)) for x, letters in zip(v.operands, dims, strict=True)]
     narrow = [{a for a, n in t.sizes.items() if n != sizes[a]} for t in terms]
     terms = [t.without(a) for t, a in zip(terms, narrow, strict=True)]
-    dy = Term(v.dy, out)
+    dy = Term(v.dy, "".join(out))
     gradients: list[Value | None] = []
     for i, (term, x) in enumerate(zip(terms, v.operands, strict=True)):
         if v.wanted[i]:
@@ -48,23 +49,6 @@ def einsum(v: Vjp) -> Grads:
         else:
             gradients.append(None)
     return gradients
-
-
-def _parse(v: Vjp) -> tuple[list[Term], str]:
-    """Returns the operands with their letters, and the letters of the result. Letters that the
-    equation does not use replace an ellipsis."""
-    equation = v.attr("equation").replace(" ", "")
-    left, arrow, out = equation.partition("->")
-    texts = left.split(",")
-    free = [a for a in string.ascii_letters if a not in equation]
-    ranks = [x.rank - len(t.replace("...", "")) for t, x in zip(texts, v.operands, strict=True)]
-    dots = "".join(free[: max(r for r, t in zip([0, *ranks], ["...", *texts], strict=True))])
-    texts = [t.replace("...", dots[len(dots) - r :]) for t, r in zip(texts, ranks, strict=True)]
-    if not arrow:
-        letters = left.replace("...", "").replace(",", "")
-        out = "..." + "".join(sorted(a for a in letters if letters.count(a) == 1))
-    terms = [Term(x, t) for t, x in zip(texts, v.operands, strict=True)]
-    return terms, out.replace("...", dots)
 
 
 def _gradient(factors: list[Term], letters: str, sizes: dict[str, int]) -> Value:
