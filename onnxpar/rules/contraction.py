@@ -100,7 +100,9 @@ def matmul_integer(node: gs.Node) -> Rule:
     product."""
     points = [given(node, i) for i in (2, 3)]
     if not _are_rows(points[:1], node.inputs[0], -2) or not _are_rows(points[1:], node.inputs[1]):
-        return whole_rule(node, "it has a zero point per matrix, or not one for each row or column")
+        return whole_rule(
+            node, "its zero points are neither one for all nor one for each row or column"
+        )
     left, right, out = _product(node, 0, 1)
     rows = [_row(point, dim) for point, dim in zip(points, "mn", strict=True)]
     operands = ", ".join([left, right, *rows][: len(node.inputs)])
@@ -113,7 +115,7 @@ def qlinear_matmul(node: gs.Node) -> Rule:
     they scale them."""
     are_columns = _are_rows(node.inputs[4:6], node.inputs[3])
     if not are_columns or not _are_rows(node.inputs[1:3], node.inputs[0], -2):
-        return whole_rule(node, "it has a scale per matrix, or not one for each row or column")
+        return whole_rule(node, "its scales are neither one for all nor one for each row or column")
     left, right, out = _product(node, 0, 3)
     of_a, of_b = (_row(node.inputs[i], dim) for i, dim in ((1, "m"), (4, "n")))
     point_a, point_b = (_row(node.inputs[i], dim) for i, dim in ((2, "m"), (5, "n")))

@@ -35,7 +35,7 @@ def resize(node: gs.Node) -> Rule:
     axes = _axes(node)
     by_size = _has_values(given(node, 3))
     if keeps_size(node.attrs):
-        return whole_rule(node, "onnxruntime takes its axes otherwise than ONNX says")
+        return whole_rule(node, "onnxruntime reads its axes differently from ONNX")
     changed = scalings(node)
     if changed is None:
         return whole_rule(node, "data-dependent scales")
