@@ -19,6 +19,7 @@ from onnxpar.load.load import Model
 from onnxpar.search.objective import Objective
 from onnxpar.search.proof import Proof
 from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.mixtures import CompactedMixture
 from onnxpar.sharding.reshard_steps import ReshardStep
 from onnxpar.sharding.state import FactorSharding, ShardingState
 from onnxpar.strategy.manual import Manual
@@ -96,7 +97,7 @@ class LoweredState:
 
     per_rank     constants and attributes that depend on the rank
     collectives  the collectives of the plan, in execution order, from localize-ops on
-    mixtures     (result, node that finds rows, layout of rows) of each compacted mixture
+    mixtures     the compacted mixtures
     programs     graphs that are computed apart, by name, from split-programs on
     row_outputs  outputs for the indices and the rows that change of each table on the host, by the
                  table's input, from place-tables on
@@ -110,7 +111,7 @@ class LoweredState:
 
     per_rank: PerRank = field(default_factory=PerRank)
     collectives: list[Collective] = field(default_factory=list)
-    mixtures: list[tuple[str, str, Layout]] = field(default_factory=list)
+    mixtures: list[CompactedMixture] = field(default_factory=list)
     programs: dict[str, gs.Graph] = field(default_factory=dict)
     row_outputs: dict[str, tuple[str, str]] = field(default_factory=dict)
     replays: list[tuple[gs.Graph, PassContext]] = field(default_factory=list)

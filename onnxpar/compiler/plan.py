@@ -22,6 +22,7 @@ from onnxpar.layout.symbols import Polynomial
 from onnxpar.rules.rule import is_lack
 from onnxpar.runtime.session.bundle import FORMAT
 from onnxpar.search.proof import Proof
+from onnxpar.sharding.mixtures import CompactedMixture
 from onnxpar.sharding.planned_collectives import Collective
 
 
@@ -172,26 +173,6 @@ class Predicted:
         return {"total": self.total, **asdict(self)}
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """A mixture of experts of which ranks compute the chosen rows alone.
-
-    name    its result in the unsplit model
-    node    the node of the ranks' graphs that finds the rows of an expert
-    layout  of [expert, row, column] where experts compute
-    """
-
-    name: str
-    node: str
-    layout: Layout
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the mixture in the form that plan.json has."""
-        layout = self.layout.to_json()
-        experts = self.layout.shape[0]
-        return {"name": self.name, "node": self.node, "experts": experts, "layout": layout}
-
-
 @dataclass(repr=False)
 class Plan(Shown):
     """The plan of a sharded model; `plan.json` is its `to_json`.
@@ -247,7 +228,7 @@ class Plan(Shown):
     lookups: Sequence[Lookup] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     fused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    mixtures: Sequence[Mixture] = ()
+    mixtures: Sequence[CompactedMixture] = ()
     notes: list[str] = field(default_factory=list)
     predicted: Predicted | None = None
     proof: Proof | None = None

@@ -19,9 +19,6 @@ from onnxpar.graph.used_names import names_of
 from onnxpar.load.gathered_experts import gathered_mixtures
 from onnxpar.load.scattered_experts import scattered_mixtures
 
-IN_NODES = "/experts/weight."
-"""A part of the names of the nodes that stack weights."""
-
 
 def stack_experts(graph: gs.Graph, folder: Path, in_nodes: bool = False) -> None:
     """Rewrites each mixture of the graph whose experts compute the same steps, in place. `folder`

@@ -16,7 +16,6 @@ from onnxpar.graph.origin import note_origin
 from onnxpar.graph.per_rank import PerRank
 from onnxpar.lowering.added_nodes import AddedNodes
 from onnxpar.lowering.lowering_builder import rank_constant
-from onnxpar.lowering.unroll_experts import EXPERTS
 from onnxpar.sharding.chosen_rows import RANK, ChosenRows, Shapes, flips
 
 
@@ -34,17 +33,12 @@ class Compaction:
         """`shapes` are global shapes; `width` gives the number of columns of a rank's result."""
         self.graph, self.mixture = graph, mixture
         self.shapes, self.width, self.per_rank = shapes, width, per_rank
-        self.name = f"{mixture.total.name}{EXPERTS}"
+        self.name = f"{mixture.total.name}::experts"
         self.sequences: list[gs.Tensor] = []
         self.elements: list[gs.Tensor] = []
         self.body = gs.Graph(name=self.name, opset=graph.opset)
         self.mapped: dict[int, gs.Tensor] = {}
         self.body_nodes = AddedNodes(self.name, mixture.total.name, self.body.nodes)
-
-    @property
-    def finder(self) -> str:
-        """The name of the node in the body that finds the rows of an expert."""
-        return f"{self.name}/NonZero.0"
 
     def replace(self) -> None:
         """Replaces the nodes of the mixture by a Scan over experts."""
@@ -106,7 +100,6 @@ class Compaction:
         """The indices of the rows that the body's expert computes."""
         mask = self._element(self.mixture.chosen)
         places = self._add("NonZero", [mask], np.int64)
-        assert places.name == self.finder
         zero = gs.Constant(f"{self.name}/first", np.array(0, np.int64))
         return self._add("Gather", [places, zero], np.int64, axis=0)
 

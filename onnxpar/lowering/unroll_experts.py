@@ -7,7 +7,7 @@ The number of experts may differ by rank, so each rank's file is rewritten separ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -16,8 +16,6 @@ from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnxpar.graph.stored import element_bits, external_location, nodes_of, subgraphs_of
 
-EXPERTS = "::experts"
-"""The end of the name of a Scan over experts."""
 MOST = 64
 """The most experts that are unrolled: beyond this number, loading and running so many nodes takes
 longer than packing weights."""
@@ -27,18 +25,19 @@ _MATRIX = 3
 Stored = Mapping[str, TensorProto]
 
 
-def unroll_experts(graph: GraphProto, outer: Stored | None = None) -> None:
-    """Replaces each Scan over stored weights of experts by the nodes of all its steps, in place,
-    also in subgraphs. `outer` are the initializers of the enclosing graphs."""
+def unroll_experts(graph: GraphProto, scans: Collection[str], outer: Stored | None = None) -> None:
+    """Replaces each of the named Scans over experts by the nodes of all its steps, in place, also
+    in subgraphs, if the experts' weights are stored. `outer` are the initializers of the enclosing
+    graphs."""
     stored = {**(outer or {}), **{t.name: t for t in graph.initializer}}
     for node in graph.node:
         for body in subgraphs_of(node):
-            unroll_experts(body, stored)
-    scans = [node for node in graph.node if _is_over_experts(node, stored)]
-    if not scans:
+            unroll_experts(body, scans, stored)
+    unrolled = [node for node in graph.node if node.name in scans and _has_matrices(node, stored)]
+    if not unrolled:
         return
-    names = {node.name for node in scans}
-    before = {name for node in scans for name in (*node.input, *_read_inside(node))}
+    names = {node.name for node in unrolled}
+    before = {name for node in unrolled for name in (*node.input, *_read_inside(node))}
     nodes: list[NodeProto] = []
     cut = {tensor.name for tensor in graph.initializer}
     for node in graph.node:
@@ -50,11 +49,9 @@ def unroll_experts(graph: GraphProto, outer: Stored | None = None) -> None:
     _drop_unread(graph, before)
 
 
-def _is_over_experts(node: NodeProto, stored: Stored) -> bool:
-    """True for a Scan over experts with one result, a sum, and with a stored stack of matrices in
-    which each matrix begins at a byte boundary."""
-    if node.op_type != "Scan" or not node.name.endswith(EXPERTS) or len(node.output) != 1:
-        return False
+def _has_matrices(node: NodeProto, stored: Stored) -> bool:
+    """True for a Scan that reads a stored stack of matrices, each of which begins at a byte
+    boundary."""
     stacks = [stored[name] for name in node.input[1:] if name in stored]
     whole = all(prod(s.dims[1:]) * element_bits(s.data_type) % 8 == 0 for s in stacks)
     return whole and any(len(s.dims) == _MATRIX and 0 < s.dims[0] <= MOST for s in stacks)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from onnxpar.base.log import LOG
 from onnxpar.base.pass_times import DUMP, SUMMARIZE, VERIFY, PassTimes
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
-from onnxpar.compiler.plan import Mixture, Plan
+from onnxpar.compiler.plan import Plan
 from onnxpar.compiler.run_pass import failures, run_pass
 from onnxpar.compiler.summary import summarize
 from onnxpar.compiler.verify import verify
@@ -77,7 +77,7 @@ def run_passes(
             plan.hidden = min(ctx.lowered.hidden, plan.predicted.communication)
             shown = plan.predicted.communication - plan.hidden
             plan.predicted = replace(plan.predicted, communication=shown)
-        plan.mixtures = [Mixture(*each) for each in ctx.lowered.mixtures]
+        plan.mixtures = list(ctx.lowered.mixtures)
         plan.row_outputs = dict(ctx.lowered.row_outputs)
         plan.fused = {k: (a, b) for k, (a, b) in (ctx.fused or {}).items() if a != b}
     return plan

@@ -10,7 +10,6 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.graph.tensors import Size, constant, tensor_shape
-from onnxpar.load.stack_experts import IN_NODES
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.movement import PERMUTES, int64
 from onnxpar.rules.notation import Cat, Expr, Spec, Var
@@ -22,7 +21,7 @@ def concat(node: gs.Node) -> Rule:
     """`a d, b d -> (a + b) d`: linear in all operands together."""
     out = tensor_shape(node.outputs[0]) or ()
     axis = node.attrs["axis"] % len(out)
-    if _stacks(node, node.inputs, axis):
+    if _are_single(node.inputs, axis):
         specs, stacked, stack_sizes, whole = _stack(node.outputs[0], node.inputs, axis)
         return Rule.of(
             specs, (stacked,), stack_sizes, linear=(frozenset(range(len(specs))),), whole=whole
@@ -44,22 +43,22 @@ def concat(node: gs.Node) -> Rule:
     )
 
 
-def _stacks(node: gs.Node, parts: Sequence[gs.Tensor], axis: int) -> bool:
-    """True for a node that stacks experts' weights, or splits the stack of their gradients."""
-    return IN_NODES in node.name and all((tensor_shape(t) or ())[axis] == 1 for t in parts)
+def _are_single(parts: Sequence[gs.Tensor], axis: int) -> bool:
+    """True for several tensors of one element along an axis."""
+    return len(parts) > 1 and all((tensor_shape(t) or ())[axis] == 1 for t in parts)
 
 
 def _stack(
     stacked: gs.Tensor, parts: Sequence[gs.Tensor], axis: int
 ) -> tuple[tuple[Spec, ...], Spec, dict[str, Size], dict[str, str]]:
     """`1 d, 1 d -> e d {whole: e}`: the specs of the parts and of the stack. Unlike `(a + b)`, e is
-    one factor, so nodes that read the stack can split the experts."""
+    one factor, so nodes that read the stack can split it."""
     shape = tensor_shape(stacked) or ()
     sizes: dict[str, Size] = {f"d{i}": s for i, s in enumerate(shape)}
     sizes |= {f"s{i}": 1 for i in range(len(parts))}
     dims = tuple(Var(f"d{i}") for i in range(len(shape)))
     specs = tuple((*dims[:axis], Var(f"s{i}"), *dims[axis + 1 :]) for i in range(len(parts)))
-    return specs, dims, sizes, {f"d{axis}": "each expert's weight is stored apart"}
+    return specs, dims, sizes, {f"d{axis}": "its elements are tensors of their own"}
 
 
 @rule("Split")
@@ -78,7 +77,7 @@ def split(node: gs.Node) -> Rule:
     def parts(local: Local) -> np.ndarray[Any, Any]:
         return int64([local.output_shape(i)[axis] for i in range(len(segments))])
 
-    if _stacks(node, node.outputs, axis):
+    if _are_single(node.outputs, axis):
         specs, stacked, stack_sizes, whole = _stack(node.inputs[0], node.outputs, axis)
         inputs = (stacked, *[None] * (len(node.inputs) - 1))
         return Rule.of(inputs, specs, stack_sizes, whole=whole, **PERMUTES)

@@ -20,8 +20,8 @@ from onnxpar.rules.rule import rule_of, whole_rule
 from onnxpar.sharding.apart import apart_in_dims
 from onnxpar.sharding.atoms import Atoms, unsplit_tree
 from onnxpar.sharding.bonds import edges_of, not_alike
-from onnxpar.sharding.expert_part import computed_shares
 from onnxpar.sharding.factors import Chosen, GraphFactors, OpFactors, TensorFactors
+from onnxpar.sharding.mixtures import Mixture, find_mixtures
 from onnxpar.sharding.narrow import narrowed
 from onnxpar.sharding.op_factors import Joined, op_factors
 from onnxpar.sharding.trained_rows import TrainedRows
@@ -87,8 +87,9 @@ class _Analysis:
             if tensor.name not in tensors and tensor_shape(tensor) is not None:
                 tensors[tensor.name] = self._tensor(self._dims(tensor) or [])
         fused = fused_tensors(self.graph) | attribute_weights(self.graph)
-        ops = _with_chosen(self.graph, self._ops(tensors, fused), tensors)
-        return GraphFactors(tensors, ops, fused=fused)
+        mixtures = tuple(find_mixtures(self.graph))
+        ops = _with_chosen(mixtures, self._ops(tensors, fused), tensors)
+        return GraphFactors(tensors, ops, fused=fused, mixtures=mixtures)
 
     def _ops(self, tensors: Mapping[str, TensorFactors], fused: frozenset[str]) -> list[OpFactors]:
         """The factors of all nodes.
@@ -161,16 +162,17 @@ class _Analysis:
 
 
 def _with_chosen(
-    graph: gs.Graph, ops: Sequence[OpFactors], tensors: Mapping[str, TensorFactors]
+    mixtures: Iterable[Mixture], ops: Sequence[OpFactors], tensors: Mapping[str, TensorFactors]
 ) -> list[OpFactors]:
     """The factors of the nodes, with `chosen` set for nodes of mixtures of experts."""
     chosen: dict[int, Chosen] = {}
-    for mixture, share in computed_shares(graph):
-        leaves = tensors[mixture.chosen.name].leaves if mixture.chosen.name in tensors else ()
-        if leaves:
+    for mixture in mixtures:
+        mask = mixture.rows.chosen.name
+        leaves = tensors[mask].leaves if mask in tensors else ()
+        if leaves and mixture.share is not None:
             rows = frozenset[int]()
-            if isinstance(mixture, TrainedRows):
+            if isinstance(mixture.rows, TrainedRows):
                 rows = frozenset(leaf.atom for leaf in leaves[1:])
-            choice = Chosen(share, leaves[0].atom, rows)
-            chosen.update((id(node), choice) for node in mixture.nodes)
+            choice = Chosen(mixture.share, leaves[0].atom, rows)
+            chosen.update((id(node), choice) for node in mixture.rows.nodes)
     return [replace(op, chosen=chosen[id(op.node)]) if id(op.node) in chosen else op for op in ops]

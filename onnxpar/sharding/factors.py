@@ -23,6 +23,7 @@ from onnxpar.sharding.bonds import edges_of, groups
 from onnxpar.sharding.in_convolutions import in_convolutions
 from onnxpar.sharding.in_loops import InLoop, in_loops
 from onnxpar.sharding.lifetimes import lifetimes
+from onnxpar.sharding.mixtures import Mixture
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ class GraphFactors:
                 never resharded
     on_host     tables that stay in files, and the results that replace them
     in_file     the names in the file of tensors that the loader has renamed
+    mixtures    the mixtures of experts
 
     `in_convolutions` has the names of nodes that onnxruntime runs inside convolutions; `lifetimes`
     has the bytes that are written while a tensor lives, by name of the tensor.
@@ -188,6 +190,7 @@ class GraphFactors:
     fused: frozenset[str] = frozenset()
     on_host: frozenset[str] = frozenset()
     in_file: Mapping[str, str] = field(default_factory=dict)
+    mixtures: Sequence[Mixture] = ()
 
     def op(self, name: str) -> OpFactors:
         """The factors of the node of that name. Errors: KeyError."""

@@ -17,10 +17,9 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.graph.interchange import is_weight
 from onnxpar.graph.subgraphs import constants
 from onnxpar.layout.mesh import Axes, parts_over
-from onnxpar.load.stack_experts import IN_NODES
 from onnxpar.rules.contrib_experts import EXPERT_WEIGHTS
-from onnxpar.sharding.expert_part import is_stored
 from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.mixtures import is_stored
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.contraction import convolves, is_contraction
 from onnxpar.strategy.strategy import Annotation, TensorAnnotation
@@ -42,7 +41,7 @@ def expert_annotations(
     inside = tuple(beside.items())
     annotations = [SplitExperts(atom, tuple(ops), axes, inside) for atom, ops in atoms.items()]
     others = next(iter(beside.values()), ())
-    for part in exchanged_parts(graph, sharding, axes, others) if batch else ():
+    for part in exchanged_parts(sharding, axes, others) if batch else ():
         members = {node.name for node in part.nodes}
         for i, each in enumerate(annotations):
             if members.issuperset(op.node.name for op in each.ops):
@@ -62,8 +61,7 @@ def apart_annotations(sharding: ShardingState, axes: Axes) -> Iterator[Annotatio
     so a rank stores its share of all experts, and an all-to-all gives it the whole matrices of its
     own."""
     for op in sharding.factors.ops:
-        for row in op.node.inputs if _stacks(op.node) else ():
-            weight = row.inputs[0].inputs[0]
+        for weight in _stacked_weights(op.node):
             factors = sharding.factors.tensors.get(weight.name)
             if factors is not None and factors.leaves:
                 sizes = [leaf.size for leaf in factors.leaves]
@@ -72,9 +70,14 @@ def apart_annotations(sharding: ShardingState, axes: Axes) -> Iterator[Annotatio
                 yield TensorAnnotation(weight.name, split)
 
 
-def _stacks(node: gs.Node) -> bool:
-    """True for a node that stacks weights which experts have of their own."""
-    return node.op == "Concat" and IN_NODES in node.name
+def _stacked_weights(node: gs.Node) -> list[gs.Tensor]:
+    """The weights that a node stacks: each has one element along the node's axis once it is
+    reshaped. Empty for other nodes."""
+    reshapes = [t.inputs[0] for t in node.inputs if t.inputs] if node.op == "Concat" else []
+    weights = [r.inputs[0] for r in reshapes if r.op == "Reshape" and is_weight(r.inputs[0])]
+    axis = node.attrs.get("axis", 0)
+    is_stack = len(weights) == len(node.inputs) and all(t.shape[axis] == 1 for t in node.inputs)
+    return weights if is_stack else []
 
 
 def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpFactors]]:
@@ -82,7 +85,7 @@ def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpF
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
     for op in sharding.factors.ops:  # weights in bodies and in the backward pass are copies
         is_same = op.node.op in ("Cast", "Identity", "Transpose")
-        if (is_same and op.node.inputs[0].name in weights) or _stacks(op.node):
+        if (is_same and op.node.inputs[0].name in weights) or _stacked_weights(op.node):
             weights.add(op.node.outputs[0].name)
     atoms: dict[int, list[OpFactors]] = defaultdict(list)
     for op in sharding.factors.ops:

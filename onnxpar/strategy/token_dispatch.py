@@ -6,14 +6,14 @@ Megatron-LM names the two dispatchers `allgather` and `alltoall`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.layout.layout import default_parts
 from onnxpar.layout.mesh import Axes, parts_over
-from onnxpar.sharding.chosen_rows import ChosenRows, find_chosen_rows, known_shapes
-from onnxpar.sharding.expert_part import ExpertPart, chosen_share, expert_part
+from onnxpar.sharding.chosen_rows import ChosenRows
+from onnxpar.sharding.mixtures import ExpertPart
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
@@ -22,54 +22,48 @@ _LAUNCHES = 30
 """How many nodes more a rank runs to sort the rows that it sends and gets."""
 
 
-def exchanged_parts(
-    graph: gs.Graph, sharding: ShardingState, over: Axes, others: Axes
-) -> Iterator[ExpertPart]:
+def exchanged_parts(sharding: ShardingState, over: Axes, others: Axes) -> Iterator[ExpertPart]:
     """What experts compute, of the mixtures for which the exchange of rows is cheaper.
 
     over    the axes that split experts
     others  the axes beside them that split tokens
     """
-    shapes = known_shapes(graph)
-    for found in find_chosen_rows(graph, shapes):
-        part, share = expert_part(found, shapes), chosen_share(found, shapes)
-        if (
-            part is None
-            or share is None
-            or not min(default_parts(shapes[found.chosen.name][0], over))
-        ):
+    for mixture in sharding.factors.mixtures:
+        rows, part, share = mixture.rows, mixture.part, mixture.share
+        if part is None or share is None or not isinstance(rows, ChosenRows):
             continue
-        if _exchange(found, part, share, sharding, over, others) < _gather(
-            found, share, sharding, over, others
-        ):
+        experts = sharding.factors.tensors[rows.chosen.name].dims[0].size
+        if not min(default_parts(experts, over)):
+            continue
+        moved = [share * _bytes(tensor, sharding) for tensor in mixture.moved]
+        gathered = _gather(rows, share, sharding, over, others)
+        if _exchange(moved, experts, sharding, over, others) < gathered:
             yield part
 
 
 def _exchange(
-    found: ChosenRows, part: ExpertPart, share: float, sharding: ShardingState, over: Axes,
-    others: Axes,
-) -> float:  # fmt: skip
-    """Seconds of the exchange: the chosen rows there and back, and their numbers before."""
+    moved: Sequence[float], experts: int, sharding: ShardingState, over: Axes, others: Axes
+) -> float:
+    """Seconds of the exchange: the bytes of chosen rows there and back, and their numbers
+    before."""
     ranks, costs = parts_over(over) * parts_over(others), sharding.costs
-    moved = [node.outputs[0] for node in found.enter] + [part.result]
-    sizes = [_bytes(t, sharding) * share / ranks for t in moved]
-    sizes.append(_COUNT_BYTES * sharding.factors.tensors[found.chosen.name].dims[0].size)
+    sizes = [*(size / ranks for size in moved), _COUNT_BYTES * experts]
     launches = _LAUNCHES * max(device.launch for device in costs.devices)
     return sum(costs.collective("AllToAll", over, size) for size in sizes) + launches
 
 
 def _gather(
-    found: ChosenRows, share: float, sharding: ShardingState, over: Axes, others: Axes
+    rows: ChosenRows, share: float, sharding: ShardingState, over: Axes, others: Axes
 ) -> float:
     """Seconds in which each rank gets all tokens, and the results are added up. Beside a split
     batch, every rank along `over` has these tokens already."""
     parts, costs = parts_over(others), sharding.costs
-    result = _bytes(found.total.outputs[0], sharding) / parts
+    result = _bytes(rows.total.outputs[0], sharding) / parts
     if others:
         return costs.collective("AllReduce", over, result)
-    marks = _bytes(found.chosen, sharding)  # one byte for each expert and row
+    marks = _bytes(rows.chosen, sharding)  # one byte for each expert and row
     decisions = share * marks * _COUNT_BYTES
-    tokens = [_bytes(node.inputs[1], sharding) for node in found.enter]
+    tokens = [_bytes(node.inputs[1], sharding) for node in rows.enter]
     gathered = sum(costs.collective("AllGather", over, size) for size in (*tokens, decisions))
     return gathered + costs.collective("ReduceScatter", over, result)
 

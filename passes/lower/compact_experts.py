@@ -22,6 +22,7 @@ from onnxpar.sharding.chosen_rows import (
     crossing,
     find_chosen_rows,
 )
+from onnxpar.sharding.mixtures import CompactedMixture
 from onnxpar.sharding.trained_rows import TrainedRows, find_trained_rows
 
 _COUNT_BYTES = 8
@@ -148,7 +149,7 @@ def _compact(scope: gs.Graph, mixture: ChosenRows, shapes: Shapes, ctx: PassCont
     if moves is None:
         rows = ctx.layouts[mixture.enter[0].outputs[0].name]
         compaction = Compaction(scope, mixture, shapes, width, per_rank)
-        ctx.lowered.mixtures.append((name, compaction.finder, rows))
+        ctx.lowered.mixtures.append(CompactedMixture(name, compaction.name, rows))
         compaction.replace()
         return True
     inner = ctx.layouts[moves.back.inputs[0].name]
@@ -162,7 +163,7 @@ def _compact(scope: gs.Graph, mixture: ChosenRows, shapes: Shapes, ctx: PassCont
     compaction = Compaction(
         scope, received, local_shapes, lambda rank: inner.local_shape(mesh, rank)[2], per_rank
     )
-    ctx.lowered.mixtures.append((name, compaction.finder, inner))
+    ctx.lowered.mixtures.append(CompactedMixture(name, compaction.name, inner))
     compaction.replace()
     return True
 

@@ -17,7 +17,6 @@ from onnxpar.graph.subgraphs import captured, constants, is_random
 from onnxpar.graph.tensors import element_bytes
 from onnxpar.lowering.order_nodes import schedule
 from onnxpar.sharding.chosen_rows import EXCHANGE
-from onnxpar.sharding.expert_part import chosen_shares
 from onnxpar.sharding.factors import BodyFactors, OpFactors
 from onnxpar.sharding.partial_sums import PartialSums, choose_partial
 from onnxpar.sharding.reshard_planner import Bytes, ReshardedTensor, cost, exchanges, plan_tree
@@ -93,11 +92,8 @@ class _Insertion:
         self.reads: dict[str, list[_Read]] = defaultdict(list)
         self.scopes: dict[str, gs.Graph] = {}
         self.changed = False
-        sizes = {
-            name: tuple(dim.size for dim in tensor.dims)
-            for name, tensor in self.sharding.factors.tensors.items()
-        }
-        self.shares = chosen_shares(graph, sizes)
+        mixtures = self.sharding.factors.mixtures
+        self.shares = {t.name: m.share for m in mixtures if m.share is not None for t in m.moved}
 
     def run(self) -> bool:
         self.sharding.settle()

@@ -110,6 +110,7 @@ class SplitRanks(Pass):
             _add_defaults(templates[suffix].graph, defaults)
         _note_layouts([model.graph for model in templates.values()], ctx)
         shapes = OpenShapes(opened) if opened else None
+        scans = {mixture.scan for mixture in ctx.lowered.mixtures}
         for rank in range(mesh.size):
             for suffix, template in templates.items():
                 model = onnx.ModelProto()
@@ -118,7 +119,7 @@ class SplitRanks(Pass):
                 if opened and shapes:
                     _open(model.graph, ctx, opened, rank)
                     shapes.declare(model.graph, rank)
-                unroll_experts(model.graph)
+                unroll_experts(model.graph, scans)
                 flatten_scatters(model.graph)
                 self.output.put(rank_name(rank, suffix), model.SerializeToString(), [rank])
             if first:

@@ -13,6 +13,14 @@ CASES = [
     (Case("Concat", [X], {"axis": 0}), "s0 d1 d2 -> s0 d1 d2"),
     (Case("Concat", [X, (4, 0, 3)], {"axis": 1}), "d0 s0 d2, d0 s1 d2 -> d0 s0 + s1 d2"),
     (
+        Case("Concat", [(1, 9, 3)] * 3, {"axis": 0}),
+        "s0 d1 d2, s1 d1 d2, s2 d1 d2 -> d0 d1 d2 {whole: d0}",
+    ),
+    (
+        Case("Split", [X], {"axis": 0, "num_outputs": 4}, outputs=4),
+        "d0 d1 d2 -> s0 d1 d2; s1 d1 d2; s2 d1 d2; s3 d1 d2 {whole: d0}",
+    ),
+    (
         Case("Split", [X, array([2, 3, 4])], {"axis": 1}, outputs=3),
         "d0 s0 + s1 + s2 d2, _ -> d0 s0 d2; d0 s1 d2; d0 s2 d2",
     ),

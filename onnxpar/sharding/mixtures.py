@@ -1,4 +1,4 @@
-"""The part of a mixture that runs at the ranks of its experts, and the share of chosen rows.
+"""Mixtures of experts: the share of chosen rows, and the part that runs at the ranks of experts.
 
 x = Where(chosen, tokens, 0)                  at the rank of the tokens
 ...    nodes with weights of experts          at the rank of the expert
@@ -11,12 +11,13 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from typing import Any
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.graph.interchange import is_weight
 from onnxpar.graph.subgraphs import scopes
+from onnxpar.layout.layout import Layout
 from onnxpar.sharding.chosen_rows import (
     RANK,
     ChosenRows,
@@ -50,6 +51,52 @@ class ExpertPart:
 
     nodes: tuple[gs.Node, ...]
     result: gs.Tensor
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts.
+
+    rows   the nodes that compute rows
+    share  the share of pairs of an expert and a row that the router chooses; None if unknown
+    part   the nodes that run at the ranks of experts if ranks exchange rows; None if they cannot
+    """
+
+    rows: ChosenRows | TrainedRows
+    share: float | None
+    part: ExpertPart | None
+
+    @property
+    def moved(self) -> list[gs.Tensor]:
+        """The tensors of rows that enter the experts, and their result, if ranks can exchange
+        rows."""
+        if self.part is None or not isinstance(self.rows, ChosenRows):
+            return []
+        return [*(node.outputs[0] for node in self.rows.enter), self.part.result]
+
+
+@dataclass(frozen=True)
+class CompactedMixture:
+    """A mixture of which ranks compute the chosen rows alone.
+
+    name    its result in the unsplit model
+    scan    the Scan over experts in the ranks' graphs
+    layout  of [expert, row, column] where experts compute
+    """
+
+    name: str
+    scan: str
+    layout: Layout
+
+    @property
+    def finder(self) -> str:
+        """The name of the node in the Scan's body that finds the rows of an expert."""
+        return f"{self.scan}/NonZero.0"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the mixture in the form that plan.json has."""
+        layout, experts = self.layout.to_json(), self.layout.shape[0]
+        return {"name": self.name, "node": self.finder, "experts": experts, "layout": layout}
 
 
 def expert_part(mixture: ChosenRows, shapes: Shapes) -> ExpertPart | None:
@@ -100,29 +147,14 @@ def chosen_share(mixture: ChosenRows | TrainedRows, shapes: Shapes) -> float | N
     return None
 
 
-def chosen_shares(graph: gs.Graph, shapes: Shapes) -> dict[str, float]:
-    """The share of chosen rows of each tensor that enters or leaves the experts, by name."""
-    shares = {}
-    for scope in scopes(graph):
-        for mixture in find_chosen_rows(scope, shapes):
-            part, share = expert_part(mixture, shapes), chosen_share(mixture, shapes)
-            if part is not None and share is not None:
-                moved = [node.outputs[0] for node in mixture.enter] + [part.result]
-                shares.update({tensor.name: share for tensor in moved})
-    return shares
-
-
-def computed_shares(graph: gs.Graph) -> Iterator[tuple[ChosenRows | TrainedRows, float]]:
-    """Yields the mixtures of a graph and its bodies, each with the share of chosen rows."""
+def find_mixtures(graph: gs.Graph) -> Iterator[Mixture]:
+    """Yields the mixtures of a graph and its bodies."""
     shapes = known_shapes(graph)
     for scope in scopes(graph):
-        mixtures: Iterator[ChosenRows | TrainedRows] = chain(
-            find_chosen_rows(scope, shapes), find_trained_rows(scope, shapes)
-        )
-        for mixture in mixtures:
-            share = chosen_share(mixture, shapes)
-            if share is not None:
-                yield mixture, share
+        for chosen in find_chosen_rows(scope, shapes):
+            yield Mixture(chosen, chosen_share(chosen, shapes), expert_part(chosen, shapes))
+        for trained in find_trained_rows(scope, shapes):
+            yield Mixture(trained, chosen_share(trained, shapes), None)
 
 
 def _reads_weight(
