@@ -27,6 +27,12 @@ class PerRank:
     attributes: dict[tuple[str, str], Callable[[int], Any]] = field(default_factory=dict)
     stand_ins: dict[str, frozenset[tuple[int, Axes]]] = field(default_factory=dict)
 
+    def copy_attributes(self, node: str, copy: str) -> None:
+        """Gives a node's copy, of another name, the attributes that depend on the rank."""
+        for (name, key), function in list(self.attributes.items()):
+            if name == node:
+                self.attributes[copy, key] = function
+
 
 @dataclass(frozen=True)
 class _GroupOf:

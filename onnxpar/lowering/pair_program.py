@@ -1,14 +1,14 @@
-"""Writes a mixture of experts and its backward pass for the chosen rows alone.
+"""Writes a mixture of experts, and its backward pass in a training step, for chosen rows alone.
 
-A pair is an expert and a row that the expert computes. Pairs are sorted by expert, and all tensors
-of rows become [1, pair, column]. So elementwise nodes stay single nodes; a product with experts'
-matrices takes each expert's range of pairs (Gale et al., "MegaBlocks", 2022). The forward and the
-backward pass read the same pairs.
+A pair is an expert and a row that the expert computes. Pairs are sorted by expert, and a tensor of
+rows is either one tensor [1, pair, column], or apart: a tensor [1, row, column] for each expert. A
+product with experts' matrices takes each expert's range of pairs (Gale et al., "MegaBlocks", 2022).
+The forward and the backward pass read the same pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,45 +18,53 @@ from onnxpar.base.arrays import Array
 from onnxpar.graph.per_rank import PerRank
 from onnxpar.graph.subgraphs import detach
 from onnxpar.graph.tensors import numpy_dtype
-from onnxpar.layout.layout import Layout
-from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.added_nodes import AddedNodes
 from onnxpar.lowering.lowering_builder import rank_constant
 from onnxpar.lowering.pairs import Pairs
-from onnxpar.sharding.chosen_rows import RANK, Shapes
-from onnxpar.sharding.trained_rows import (
+from onnxpar.sharding.expert_rows import (
     ELEMENTWISE,
+    RANK,
+    ExpertRows,
     Role,
-    TrainedRows,
+    Shapes,
     before_experts,
     expert_matrix,
 )
 
 Tensors = Sequence[gs.Tensor]
 _FLIP = [0, 2, 1]
+MOST_APART = 32
+"""The most experts of a rank whose rows stay apart between products: the caches of a CPU hold the
+rows of an expert, but each expert then has nodes of its own."""
 
 
 class PairProgram:
     """Replaces the nodes of a mixture in a rank's graph, each in its place.
 
-    shapes    global shapes of tensors, by name
-    layouts   layouts of tensors, by name; each rank has at least one expert
+    shapes   global shapes of tensors, by name
+    experts  the number of experts of each rank, at least one
+    width    the number of columns of a tensor of rows on a rank
     """
 
     def __init__(
-        self, graph: gs.Graph, mixture: TrainedRows, shapes: Shapes, layouts: Mapping[str, Layout],
-        mesh: Mesh, per_rank: PerRank,
+        self, graph: gs.Graph, mixture: ExpertRows, shapes: Shapes, experts: Sequence[int],
+        width: Callable[[gs.Tensor, int], int], per_rank: PerRank,
     ) -> None:  # fmt: skip
         self.graph, self.mixture, self.shapes = graph, mixture, shapes
-        self.layouts, self.mesh, self.per_rank = layouts, mesh, per_rank
-        total = next(n for n in mixture.nodes if mixture.roles[id(n)] is Role.TOTAL)
-        self.name = f"{total.name}::pairs"
-        self.added = AddedNodes(self.name, total.name, [])
+        self.width, self.per_rank = width, per_rank
+        self.name = f"{mixture.total.name}::pairs"
+        self.added = AddedNodes(self.name, mixture.total.name, [])
         self.add = self.added.add
-        self.mapped: dict[int, gs.Tensor] = {}
-        self.ranges: dict[int, list[gs.Tensor]] = {}
-        counts = [self._local(mixture.chosen, rank)[0] for rank in range(mesh.size)]
-        self.expert_counts, self.most, self.is_even = counts, max(counts), len(set(counts)) == 1
+        self.joined: dict[int, gs.Tensor] = {}
+        self.apart: dict[int, Tensors] = {}
+        self.shared: dict[tuple[int, int], gs.Tensor] = {}
+        self.expert_counts, self.most = experts, max(experts)
+        self.is_even = len(set(experts)) == 1
+
+    @property
+    def finder(self) -> str:
+        """The name of the node that splits the numbers of rows by expert."""
+        return f"{self.name}/rows"
 
     def replace(self) -> None:
         """Replaces the nodes of the mixture."""
@@ -100,15 +108,15 @@ class PairProgram:
             more = self._constant("more", lambda rank: [0] * (self.most - self.expert_counts[rank]))
             self.counts = self.add("Concat", [self.counts, more], np.int64, axis=0)
         self.experts = [self._expert_index(i) for i in range(self.most)]
+        self.row_numbers = [gs.Variable(f"{self.finder}.{i}", np.int64) for i in range(self.most)]
+        inputs = [self.pairs.row, self.counts]
+        self.added.note(gs.Node("Split", self.finder, {"axis": 0}, inputs, self.row_numbers))
 
     def _expert_index(self, expert: int) -> gs.Constant:
         """The index of an expert; on a rank with fewer experts, the index of its last expert."""
         return self._constant(
-            f"expert.{expert}", lambda rank: [min(expert, self.expert_counts[rank] - 1)]
+            f"expert.{expert}", lambda rank: min(expert, self.expert_counts[rank] - 1)
         )
-
-    def _local(self, tensor: gs.Tensor, rank: int) -> tuple[int, ...]:
-        return self.layouts[tensor.name].local_shape(self.mesh, rank)
 
     def _constant(
         self, name: str, value: Callable[[int], Any], dtype: Any = np.int64
@@ -118,25 +126,114 @@ class PairProgram:
 
         return rank_constant(f"{self.name}/{name}", by_rank(0), by_rank, self.per_rank)
 
+    def _has(self, tensor: gs.Tensor) -> bool:
+        """True for a tensor of rows."""
+        return id(tensor) in self.joined or id(tensor) in self.apart
+
+    def _pairs_of(self, tensor: gs.Tensor) -> gs.Tensor:
+        """The rows of all experts, [1, pair, column]."""
+        if id(tensor) not in self.joined:
+            parts = self.apart[id(tensor)]
+            joined = gs.Variable(f"{self.name}/{tensor.name}", tensor.dtype)
+            self.joined[id(tensor)] = self.add("Concat", parts, tensor.dtype, joined, axis=1)
+        return self.joined[id(tensor)]
+
+    def _parts(self, tensor: gs.Tensor) -> Tensors:
+        """The rows of each expert, [1, row, column]; no rows for an expert that a rank lacks."""
+        if id(tensor) not in self.apart:
+            x = self.joined[id(tensor)]
+            name = f"{x.name}/parts"
+            parts = [gs.Variable(f"{name}.{i}", x.dtype) for i in range(self.most)]
+            self.added.note(gs.Node("Split", name, {"axis": 1}, [x, self.counts], parts))
+            self.apart[id(tensor)] = parts
+        return self.apart[id(tensor)]
+
     def _mask(self, _: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
-        x = inputs[1]
-        rows = self.mapped.get(id(x))
-        if rows is None:
-            source = before_experts(x, self.shapes)
-            rows = self.pairs.beside(source)
-            if len(self.shapes[source.name]) == 2:
-                rows = self.pairs.as_rows(rows)
-        self.mapped[id(outputs[0])] = rows
+        x, (result,) = inputs[1], outputs
+        for form in (self.joined, self.apart):
+            if id(x) in form:
+                form[id(result)] = form[id(x)]
+        if self._has(result):
+            return
+        source = before_experts(x, self.shapes)
+        if self.most > MOST_APART or len(self.shapes[source.name]) == RANK:
+            self.joined[id(result)] = self._rows_of(source)
+            return
+        parts = [self.add("Gather", [source, r], source.dtype, axis=0) for r in self.row_numbers]
+        self.apart[id(result)] = [self.pairs.as_rows(part) for part in parts]
+
+    def _rows_of(self, tensor: gs.Tensor) -> gs.Tensor:
+        """The rows of the pairs, [1, pair, column], of a tensor [row, column] or [expert, row,
+        column]."""
+        rows = self.pairs.beside(tensor)
+        is_flat = len(self.shapes[tensor.name]) == RANK - 1
+        return self.pairs.as_rows(rows) if is_flat else rows
 
     def _flip(self, _: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
         """Adds nothing: products transpose the rows of each expert."""
 
     def _rows(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
-        read = [self.mapped.get(id(t)) or self._outer(node, t) for t in inputs]
-        results = [gs.Variable(f"{self.name}/{t.name}", t.dtype) for t in outputs]
-        self.mapped |= {id(t): m for t, m in zip(outputs, results, strict=True)}
-        self.added.copy(node, read, results)
-        self.added.nodes[-1].attrs.pop("allowzero", None)
+        if self.most > MOST_APART or not any(id(t) in self.apart for t in inputs):
+            read = [self._joined_operand(node, t) for t in inputs]
+            results = self._copy(node, read, outputs, "")
+            self.joined |= {id(t): r for t, r in zip(outputs, results, strict=True)}
+            return
+        each = []
+        for i in range(self.most):
+            read = [self._part(node, t, i) for t in inputs]
+            each.append(self._copy(node, read, outputs, f"@{i}"))
+        self.apart |= {id(t): parts for t, *parts in zip(outputs, *each, strict=True)}
+
+    def _copy(self, node: gs.Node, inputs: Tensors, outputs: Tensors, suffix: str) -> Tensors:
+        """Adds a copy of a node with other operands; the names of the copy and of its results end
+        with `suffix`. Returns the results."""
+        results = [gs.Variable(f"{self.name}/{t.name}{suffix}", t.dtype) for t in outputs]
+        self.added.copy(node, inputs, results)
+        copy = self.added.nodes[-1]
+        copy.name += suffix
+        copy.attrs.pop("allowzero", None)
+        self.per_rank.copy_attributes(node.name, copy.name)
+        return results
+
+    def _joined_operand(self, node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
+        """An operand of a node that computes the rows of all experts."""
+        if self._has(tensor):
+            return self._pairs_of(tensor)
+        if node.op in ELEMENTWISE:
+            return self.pairs.beside(tensor)
+        return self._target(node, tensor)
+
+    def _part(self, node: gs.Node, tensor: gs.Tensor, expert: int) -> gs.Tensor:
+        """An operand of a node that computes the rows of one expert."""
+        if self._has(tensor):
+            return self._parts(tensor)[expert]
+        if node.op not in ELEMENTWISE:
+            return self._target(node, tensor)
+        if self.pairs.is_of_experts(tensor):
+            return self._of_expert(tensor, expert)
+        if self.pairs.has_rows(tensor):
+            self.joined[id(tensor)] = self._rows_of(tensor)
+            return self._parts(tensor)[expert]
+        return tensor
+
+    def _target(self, node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
+        """An operand that is no tensor of rows; a target shape becomes that of pairs."""
+        if node.op not in ("Expand", "Reshape"):
+            return tensor
+        key = id(node), id(tensor)
+        if key not in self.shared:
+            behind = self.add("Slice", [tensor, [2], [RANK + 1], [0]], np.int64)
+            before = [1, 1] if node.op == "Expand" else [1, 0]  # 0: Reshape copies the size
+            self.shared[key] = self.add("Concat", [before, behind], np.int64, axis=0)
+        return self.shared[key]
+
+    def _of_expert(self, stack: gs.Tensor, expert: int) -> gs.Tensor:
+        """An expert's matrix or vector."""
+        key = id(stack), expert
+        if key not in self.shared:
+            number = self.experts[expert]
+            self.shared[key] = self.add("Gather", [stack, number], stack.dtype, axis=0)
+        return self.shared[key]
 
     def _reduced(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
         """Reduces all rows, with zeros for rows that are not chosen: so ranks exchange as many
@@ -144,38 +241,18 @@ class PairProgram:
         x = gs.Variable(f"{self.name}/{inputs[0].name}/all", inputs[0].dtype)
         self._leave(inputs[0], x)
         self.added.copy(node, [x], outputs)
-        self.mapped[id(outputs[0])] = self.pairs.beside(outputs[0])
-
-    def _outer(self, node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
-        """Converts an operand of a row-wise node that is no tensor of pairs: a target shape becomes
-        that of pairs, and an operand of an elementwise node becomes a tensor of pairs."""
-        if node.op in ("Expand", "Reshape"):
-            behind = self.add("Slice", [tensor, [2], [RANK + 1], [0]], np.int64)
-            before = [1, 1] if node.op == "Expand" else [1, 0]  # 0: Reshape copies the size
-            return self.add("Concat", [before, behind], np.int64, axis=0)
-        return self.pairs.beside(tensor) if node.op in ELEMENTWISE else tensor
-
-    def _parts(self, tensor: gs.Tensor) -> list[gs.Tensor]:
-        """The rows of each expert, [1, row, column]; no rows for an expert that a rank lacks."""
-        if id(tensor) not in self.ranges:
-            x = self.mapped[id(tensor)]
-            name = f"{x.name}/parts"
-            parts = [gs.Variable(f"{name}.{i}", x.dtype) for i in range(self.most)]
-            self.added.note(gs.Node("Split", name, {"axis": 1}, [x, self.counts], parts))
-            self.ranges[id(tensor)] = parts
-        return self.ranges[id(tensor)]
+        self.joined[id(outputs[0])] = self.pairs.beside(outputs[0])
 
     def _product(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
         (result,) = outputs
         stack, is_flipped = expert_matrix(inputs[1])
-        products = []
-        for part, number in zip(self._parts(inputs[0]), self.experts, strict=True):
-            matrix = self.add("Gather", [stack, number], stack.dtype, axis=0)
+        products: list[gs.Tensor] = []
+        for i, part in enumerate(self._parts(inputs[0])):
+            matrix = self._of_expert(stack, i)
             if is_flipped:
-                matrix = self.add("Transpose", [matrix], stack.dtype, perm=_FLIP)
-            products.append(self.add("MatMul", [part, matrix], result.dtype))
-        joined = gs.Variable(f"{self.name}/{result.name}", result.dtype)
-        self.mapped[id(result)] = self.add("Concat", products, result.dtype, joined, axis=1)
+                matrix = self.add("Transpose", [matrix], stack.dtype, perm=[1, 0])
+            products += self._copy(node, [part, matrix], [result], f"@{i}")
+        self.apart[id(result)] = products
 
     def _matrices(self, _: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
         left = self._parts(self.mixture.flipped[id(inputs[0])])
@@ -201,24 +278,25 @@ class PairProgram:
         self.add("Slice", [joined, [0], end, [0]], result.dtype, result)
 
     def _total(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
+        x = inputs[0]
+
         def row(rank: int) -> Any:
-            return np.zeros((1, self._local(inputs[0], rank)[2]))
+            return np.zeros((1, 1, self.width(x, rank)))
 
         zeros = self._constant(f"{outputs[0].name}/row", row, numpy_dtype(outputs[0]))
         keepdims = bool(node.attrs.get("keepdims", 1))
-        self.pairs.sum(self.mapped[id(inputs[0])], outputs[0], zeros, keepdims)
+        parts = self.apart.get(id(x)) or [self._pairs_of(x)]
+        self.pairs.sum(parts, outputs[0], zeros, keepdims)
 
     def _leave(self, tensor: gs.Tensor, written: gs.Tensor) -> None:
         """Writes all rows of a tensor for nodes outside the mixture; rows that are not chosen are
         zeros."""
-        columns = self._constant(
-            f"{tensor.name}/columns", lambda rank: [self._local(tensor, rank)[2]]
-        )
+        columns = self._constant(f"{tensor.name}/columns", lambda rank: [self.width(tensor, rank)])
         shape = self.add("Shape", [self.pairs.picks], np.int64)
         shape = self.add("Concat", [shape, columns], np.int64, axis=0)
         filler = gs.Constant(f"{self.name}/{tensor.name}/zero", np.zeros(1, numpy_dtype(tensor)))
         zeros = self.add("ConstantOfShape", [shape], tensor.dtype, value=filler)
-        rows = self.add("Squeeze", [self.mapped[id(tensor)]], tensor.dtype, axes=[0])
+        rows = self.add("Squeeze", [self._pairs_of(tensor)], tensor.dtype, axes=[0])
         self.add("ScatterND", [zeros, self.pairs.places, rows], tensor.dtype, written)
 
     def _drop_unread(self, tensors: Tensors) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.lowering.added_nodes import AddedNodes
-from onnxpar.sharding.chosen_rows import RANK, Shapes
+from onnxpar.sharding.expert_rows import Shapes
 
 
 class Pairs:
@@ -28,41 +30,43 @@ class Pairs:
         self.row = self.add("Gather", [indices, 1], np.int64, axis=0)
         self.places = self.add("Transpose", [indices], np.int64, perm=[1, 0])
 
-    def of_tokens(self, tokens: gs.Tensor) -> gs.Tensor:
-        """The row of each pair, [pair, column]."""
-        rows = self.beside(tokens)
-        is_flat = len(self.shapes[tokens.name]) < RANK
-        return rows if is_flat else self.add("Squeeze", [rows], tokens.dtype, axes=[0])
-
     def as_rows(self, x: gs.Tensor) -> gs.Tensor:
         """Reshapes [pair, column] to [1, pair, column], like the rows of one expert."""
         return self.add("Unsqueeze", [x], x.dtype, axes=[0])
 
-    def beside(self, tensor: gs.Tensor) -> gs.Tensor:
-        """The part of an operand that belongs to each pair. [expert, row, column] becomes [1, pair,
-        column]; [row, column] becomes [pair, column]; other operands stay as they are."""
-        shape = self.shapes.get(tensor.name, ())
-        if not tensor.name or len(shape) < RANK - 1:
-            return tensor
-        if len(shape) == RANK and shape[0] == self.experts:
-            if shape[1] == self.rows:
-                return self.as_rows(self.add("GatherND", [tensor, self.places], tensor.dtype))
-            parts = self.add("Gather", [tensor, self.expert], tensor.dtype, axis=0)
-            return self.add("Transpose", [parts], tensor.dtype, perm=[1, 0, 2])
-        at = len(shape) - 2
-        if shape[at] != self.rows:
-            return tensor
-        return self.add("Gather", [tensor, self.row], tensor.dtype, axis=at)
+    def is_of_experts(self, tensor: gs.Tensor) -> bool:
+        """True for a tensor [expert, 1, column]."""
+        return self.shapes.get(tensor.name, ())[:-1] == (self.experts, 1)
 
-    def sum(self, y: gs.Tensor, total: gs.Tensor, zeros: gs.Tensor, keeps: bool = False) -> None:
-        """Sums `y` [1, pair, column] over the pairs of each row, to [row, column], or [1, row,
-        column] with `keeps`; `zeros` are [1, column]."""
-        flat = self.add("Squeeze", [y], y.dtype, axes=[0])
-        padded = self.add("Concat", [zeros, flat], y.dtype, axis=0)
+    def has_rows(self, tensor: gs.Tensor) -> bool:
+        """True for a tensor whose last dimension but one is that of rows."""
+        return self.shapes.get(tensor.name, ())[-2:-1] == (self.rows,)
+
+    def beside(self, tensor: gs.Tensor) -> gs.Tensor:
+        """The part of an operand that belongs to each pair. [expert, row, column] and [expert, 1,
+        column] become [1, pair, column]; [row, column] becomes [pair, column]; other operands stay
+        as they are."""
+        shape = self.shapes.get(tensor.name, ())
+        if self.is_of_experts(tensor):
+            parts = self.add("Gather", [tensor, self.expert], tensor.dtype, axis=0)
+            return self.as_rows(self.add("Squeeze", [parts], tensor.dtype, axes=[1]))
+        if not self.has_rows(tensor):
+            return tensor
+        if shape[:-2] == (self.experts,):
+            return self.as_rows(self.add("GatherND", [tensor, self.places], tensor.dtype))
+        return self.add("Gather", [tensor, self.row], tensor.dtype, axis=len(shape) - 2)
+
+    def sum(
+        self, parts: Sequence[gs.Tensor], total: gs.Tensor, zeros: gs.Tensor, keeps: bool = False
+    ) -> None:
+        """Sums `parts` [1, pair, column] over the pairs of each row, to [row, column], or [1, row,
+        column] with `keeps`; `zeros` are [1, 1, column]."""
+        padded = self.add("Concat", [zeros, *parts], total.dtype, axis=1)
         if self.table is None:
             self.table = self._table(f"{total.name}/empty")
-        picked = self.add("Gather", [padded, self.table], y.dtype, axis=0)
-        self.add("ReduceSum", [picked], y.dtype, total, axes=[0], keepdims=int(keeps))
+        picked = self.add("Gather", [padded, self.table], total.dtype, axis=1)
+        axes = [1] if keeps else [0, 1]
+        self.add("ReduceSum", [picked], total.dtype, total, axes=axes, keepdims=0)
 
     def _table(self, name: str) -> gs.Tensor:
         """A table [slot, row] of the row's pairs, counted from 1; 0, the place of the zeros, fills

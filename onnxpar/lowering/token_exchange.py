@@ -17,23 +17,25 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.arrays import Array
 from onnxpar.graph.collectives import DOMAIN
 from onnxpar.graph.per_rank import PerRank
+from onnxpar.graph.subgraphs import detach
 from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.lowering.added_nodes import AddedNodes
 from onnxpar.lowering.lowering_builder import rank_constant
 from onnxpar.lowering.pairs import Pairs
-from onnxpar.sharding.chosen_rows import ChosenRows, Crossing, Shapes
+from onnxpar.sharding.expert_rows import RANK, ExpertRows, Role, Shapes
+from onnxpar.sharding.mixtures import Crossing
 
 
 class TokenExchange:
     """Replaces the exchanges of a mixture, which move all rows, by exchanges of chosen rows.
 
-    width     the number of columns of a rank's result
+    width     the number of columns of a tensor of rows on a rank
     tag       the tag of the collective that exchanges numbers of rows
     """
 
     def __init__(
-        self, graph: gs.Graph, mixture: ChosenRows, moves: Crossing, shapes: Shapes,
-        width: Callable[[int], int], per_rank: PerRank, tag: int,
+        self, graph: gs.Graph, mixture: ExpertRows, moves: Crossing, shapes: Shapes,
+        width: Callable[[gs.Tensor, int], int], per_rank: PerRank, tag: int,
     ) -> None:  # fmt: skip
         self.graph, self.mixture, self.moves, self.shapes = graph, mixture, moves, shapes
         self.width, self.per_rank, self.tag = width, per_rank, tag
@@ -49,14 +51,14 @@ class TokenExchange:
         """The name of the collective that exchanges numbers of rows."""
         return f"{self.name}/counts"
 
-    def replace(self) -> ChosenRows:
+    def replace(self) -> ExpertRows:
         """Replaces the nodes; returns the mixture of a rank's own experts and received rows."""
         mixture, moves = self.mixture, self.moves
         pairs = Pairs(self.added, mixture.chosen, self.shapes)
         counts = self.add("ReduceSum", [pairs.picks], np.int64, axes=[1], keepdims=0)
         sends, receives, arrived = self._amounts(counts)
         rows = [
-            self._travel(there, pairs.of_tokens(enter.inputs[1]), sends, receives)
+            self._travel(there, self._rows_of(pairs, enter.inputs[1]), sends, receives)
             for enter, there in zip(self._enters(), moves.there, strict=True)
         ]
         local_mixture = self._mixture(rows, self._owners(arrived))
@@ -67,8 +69,15 @@ class TokenExchange:
             outputs = [gs.Variable(f"{self.name}/{t.name}", t.dtype) for t in node.outputs]
             mapped |= {id(t): o for t, o in zip(node.outputs, outputs, strict=True)}
             self.added.copy(node, inputs, outputs)
+        assert mixture.leave is not None
         self._finish(pairs, mapped[id(mixture.leave.inputs[1])])
         return local_mixture
+
+    def _rows_of(self, pairs: Pairs, tokens: gs.Tensor) -> gs.Tensor:
+        """The row of each pair, [pair, column]."""
+        rows = pairs.beside(tokens)
+        is_flat = len(self.shapes[tokens.name]) < RANK
+        return rows if is_flat else self.add("Squeeze", [rows], tokens.dtype, axes=[0])
 
     def _enters(self) -> list[gs.Node]:
         """The node that computes the operand of each exchange on the way to the experts."""
@@ -153,7 +162,7 @@ class TokenExchange:
         turned = self.add("Transpose", [inside], bool, perm=[1, 0])
         return self.add("Unsqueeze", [turned], bool, axes=[2])
 
-    def _mixture(self, arrived: list[gs.Tensor], chosen: gs.Tensor) -> ChosenRows:
+    def _mixture(self, arrived: list[gs.Tensor], chosen: gs.Tensor) -> ExpertRows:
         """The mixture of the received rows: the experts' nodes, between new masks. `chosen`
         [expert, row, 1] is True if this rank's expert computes the row."""
         enter = []
@@ -170,25 +179,29 @@ class TokenExchange:
         axes = gs.Constant(f"{self.name}/axes", np.array([0], np.int64))
         total = gs.Node("ReduceSum", self.mixture.total.name, {"keepdims": 0}, [left, axes])
         total.outputs = [results]
-        self.added.nodes += [*enter, *self.moves.inside, leave, total]
-        return ChosenRows(chosen, leave, total, enter, list(self.moves.inside))
+        inside = {id(node): self.mixture.roles[id(node)] for node in self.moves.inside}
+        masks = {id(node): Role.MASK for node in (*enter, leave)}
+        nodes = [*enter, *self.moves.inside, leave, total]
+        self.added.nodes += nodes
+        return ExpertRows(chosen, nodes, {**inside, **masks, id(total): Role.TOTAL})
 
     def _finish(self, pairs: Pairs, y: gs.Tensor) -> None:
         """Adds the sum over experts, and puts the nodes in the place of the mixture's."""
         mixture, moves = self.mixture, self.moves
-        result = mixture.total.outputs[0]
+        left, result = mixture.total.inputs[0], mixture.total.outputs[0]
         at = next(i for i, node in enumerate(self.graph.nodes) if node is mixture.total)
-        old = [*mixture.enter, *moves.there, moves.back, *moves.after, mixture.leave, mixture.total]
-        for node in old:
-            node.inputs.clear()
-            node.outputs.clear()
+        experts = {id(node) for node in moves.inside}
+        for node in mixture.nodes:
+            if id(node) not in experts:
+                detach(node)
+                node.outputs.clear()
 
         def zeros(rank: int) -> Any:
-            return np.zeros((1, self.width(rank)), numpy_dtype(result))
+            return np.zeros((1, 1, self.width(left, rank)), numpy_dtype(result))
 
         name = f"{self.name}/row"
-        pairs.sum(y, result, rank_constant(name, zeros(0), zeros, self.per_rank))
-        gone = {id(node) for node in (*old, *moves.inside)}
+        pairs.sum([y], result, rank_constant(name, zeros(0), zeros, self.per_rank))
+        gone = {id(node) for node in mixture.nodes}
         before, after = self.graph.nodes[:at], self.graph.nodes[at + 1 :]
         self.graph.nodes[:] = [
             *(node for node in before if id(node) not in gone),

@@ -24,7 +24,6 @@ from onnxpar.sharding.factors import Chosen, GraphFactors, OpFactors, TensorFact
 from onnxpar.sharding.mixtures import Mixture, find_mixtures
 from onnxpar.sharding.narrow import narrowed
 from onnxpar.sharding.op_factors import Joined, op_factors
-from onnxpar.sharding.trained_rows import TrainedRows
 from onnxpar.sharding.unify import IndexVar, compose, unify
 
 _RANDOM = "one rank draws its random values for all ranks"
@@ -170,9 +169,7 @@ def _with_chosen(
         mask = mixture.rows.chosen.name
         leaves = tensors[mask].leaves if mask in tensors else ()
         if leaves and mixture.share is not None:
-            rows = frozenset[int]()
-            if isinstance(mixture.rows, TrainedRows):
-                rows = frozenset(leaf.atom for leaf in leaves[1:])
+            rows = frozenset(leaf.atom for leaf in leaves[1:])
             choice = Chosen(mixture.share, leaves[0].atom, rows)
             chosen.update((id(node), choice) for node in mixture.rows.nodes)
     return [replace(op, chosen=chosen[id(op.node)]) if id(op.node) in chosen else op for op in ops]

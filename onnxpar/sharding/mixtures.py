@@ -18,14 +18,14 @@ import onnx_graphsurgeon as gs
 from onnxpar.graph.interchange import is_weight
 from onnxpar.graph.subgraphs import scopes
 from onnxpar.layout.layout import Layout
-from onnxpar.sharding.chosen_rows import (
+from onnxpar.sharding.expert_rows import (
     RANK,
-    ChosenRows,
+    ExpertRows,
+    Role,
     Shapes,
-    find_chosen_rows,
     known_shapes,
 )
-from onnxpar.sharding.trained_rows import TrainedRows, find_trained_rows
+from onnxpar.sharding.find_expert_rows import find_expert_rows
 
 _MATCHES = ("Equal", "OneHot")
 """Ops that compare the expert indices that a router chose with the indices of all experts."""
@@ -62,7 +62,7 @@ class Mixture:
     part   the nodes that run at the ranks of experts if ranks exchange rows; None if they cannot
     """
 
-    rows: ChosenRows | TrainedRows
+    rows: ExpertRows
     share: float | None
     part: ExpertPart | None
 
@@ -70,7 +70,7 @@ class Mixture:
     def moved(self) -> list[gs.Tensor]:
         """The tensors of rows that enter the experts, and their result, if ranks can exchange
         rows."""
-        if self.part is None or not isinstance(self.rows, ChosenRows):
+        if self.part is None:
             return []
         return [*(node.outputs[0] for node in self.rows.enter), self.part.result]
 
@@ -80,28 +80,25 @@ class CompactedMixture:
     """A mixture of which ranks compute the chosen rows alone.
 
     name    its result in the unsplit model
-    scan    the Scan over experts in the ranks' graphs
+    node    the node of the ranks' graphs that splits the numbers of rows by expert
     layout  of [expert, row, column] where experts compute
     """
 
     name: str
-    scan: str
+    node: str
     layout: Layout
-
-    @property
-    def finder(self) -> str:
-        """The name of the node in the Scan's body that finds the rows of an expert."""
-        return f"{self.scan}/NonZero.0"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the mixture in the form that plan.json has."""
         layout, experts = self.layout.to_json(), self.layout.shape[0]
-        return {"name": self.name, "node": self.finder, "experts": experts, "layout": layout}
+        return {"name": self.name, "node": self.node, "experts": experts, "layout": layout}
 
 
-def expert_part(mixture: ChosenRows, shapes: Shapes) -> ExpertPart | None:
+def expert_part(mixture: ExpertRows, shapes: Shapes) -> ExpertPart | None:
     """The nodes up to the last node with a weight of experts; None if they read other rows than the
-    entering rows, or have several results."""
+    entering rows, have several results, or belong to a training step."""
+    if mixture.leave is None:
+        return None
     stored: dict[int, bool] = {}
     owners = [
         n for n in mixture.inside if n.op == "MatMul" or _reads_weight(n, mixture, shapes, stored)
@@ -126,7 +123,7 @@ def expert_part(mixture: ChosenRows, shapes: Shapes) -> ExpertPart | None:
     return ExpertPart(tuple(nodes), next(iter(leaving.values())))
 
 
-def chosen_share(mixture: ChosenRows | TrainedRows, shapes: Shapes) -> float | None:
+def chosen_share(mixture: ExpertRows, shapes: Shapes) -> float | None:
     """The share of pairs of an expert and a row that the router chooses; None if unknown. The
     router gives its choices as expert indices; a choice is at most one row of one expert."""
     experts, rows, _ = shapes[mixture.chosen.name]
@@ -151,14 +148,12 @@ def find_mixtures(graph: gs.Graph) -> Iterator[Mixture]:
     """Yields the mixtures of a graph and its bodies."""
     shapes = known_shapes(graph)
     for scope in scopes(graph):
-        for chosen in find_chosen_rows(scope, shapes):
-            yield Mixture(chosen, chosen_share(chosen, shapes), expert_part(chosen, shapes))
-        for trained in find_trained_rows(scope, shapes):
-            yield Mixture(trained, chosen_share(trained, shapes), None)
+        for rows in find_expert_rows(scope, shapes):
+            yield Mixture(rows, chosen_share(rows, shapes), expert_part(rows, shapes))
 
 
 def _reads_weight(
-    node: gs.Node, mixture: ChosenRows, shapes: Shapes, stored: dict[int, bool]
+    node: gs.Node, mixture: ExpertRows, shapes: Shapes, stored: dict[int, bool]
 ) -> bool:
     """True if a node reads a stored operand with a matrix for each expert."""
     experts = shapes[mixture.chosen.name][0]
@@ -195,3 +190,51 @@ def is_stored(tensor: gs.Tensor, known: dict[int, bool]) -> bool:
             and all(is_stored(t, known) for t in maker.inputs if t.name)
         )
     return known[id(tensor)]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The nodes of a mixture whose rows cross between ranks.
+
+    there   the exchanges that take rows to the ranks of experts
+    inside  the nodes between the exchanges, which run at the ranks of experts
+    back    the exchange that takes results to the ranks of the rows
+    after   the nodes after `back`, before the sum over experts
+    """
+
+    there: tuple[gs.Node, ...]
+    inside: tuple[gs.Node, ...]
+    back: gs.Node
+    after: tuple[gs.Node, ...]
+
+
+def crossing(mixture: ExpertRows) -> Crossing | None:
+    """The exchanges of a mixture's rows between ranks; None if ranks exchange other tensors."""
+    if mixture.leave is None or mixture.of(Role.REDUCED):
+        return None
+    entered = {id(node) for node in mixture.enter}
+    exchanges = mixture.of(Role.CROSSING)
+    there = [n for n in exchanges if n.inputs[0].inputs and id(n.inputs[0].inputs[0]) in entered]
+    backs = [node for node in exchanges if not any(node is n for n in there)]
+    if len(backs) != 1 or len(there) != len(entered) or not all(map(_goes, there)):
+        return None
+    (back,) = backs
+    late: set[int] = {id(back)}
+    for node in mixture.inside:
+        if any(id(maker) in late for t in node.inputs for maker in t.inputs):
+            late.add(id(node))
+    moved = {id(node) for node in exchanges}
+    after = tuple(n for n in mixture.inside if id(n) in late and id(n) not in moved)
+    inside = tuple(n for n in mixture.inside if id(n) not in late and id(n) not in moved)
+    apart = {id(node) for node in inside}
+    readers = [*after, mixture.leave]
+    leaks = any(id(m) in apart | entered for n in readers for t in n.inputs for m in t.inputs)
+    turns = (back.attrs.get("split_axis"), back.attrs.get("concat_axis")) == (1, 0)
+    reads = [m for n in inside for t in n.inputs for m in t.inputs]
+    if leaks or not turns or any(id(maker) in entered for maker in reads):
+        return None
+    return Crossing(tuple(there), inside, back, after)
+
+
+def _goes(node: gs.Node) -> bool:
+    return (node.attrs.get("split_axis"), node.attrs.get("concat_axis")) == (0, 1)

@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.layout.layout import default_parts
 from onnxpar.layout.mesh import Axes, parts_over
-from onnxpar.sharding.chosen_rows import ChosenRows
+from onnxpar.sharding.expert_rows import ExpertRows
 from onnxpar.sharding.mixtures import ExpertPart
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
@@ -30,7 +30,7 @@ def exchanged_parts(sharding: ShardingState, over: Axes, others: Axes) -> Iterat
     """
     for mixture in sharding.factors.mixtures:
         rows, part, share = mixture.rows, mixture.part, mixture.share
-        if part is None or share is None or not isinstance(rows, ChosenRows):
+        if part is None or share is None:
             continue
         experts = sharding.factors.tensors[rows.chosen.name].dims[0].size
         if not min(default_parts(experts, over)):
@@ -53,7 +53,7 @@ def _exchange(
 
 
 def _gather(
-    rows: ChosenRows, share: float, sharding: ShardingState, over: Axes, others: Axes
+    rows: ExpertRows, share: float, sharding: ShardingState, over: Axes, others: Axes
 ) -> float:
     """Seconds in which each rank gets all tokens, and the results are added up. Beside a split
     batch, every rank along `over` has these tokens already."""

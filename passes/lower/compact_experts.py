@@ -11,34 +11,27 @@ from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
 from onnxpar.cost.cost import bytes_sent
 from onnxpar.graph.subgraphs import scopes
 from onnxpar.layout.layout import Layout
-from onnxpar.lowering.compaction import Compaction
 from onnxpar.lowering.pair_program import PairProgram
 from onnxpar.lowering.token_exchange import TokenExchange
-from onnxpar.sharding.chosen_rows import (
-    EXCHANGE,
-    ChosenRows,
-    Crossing,
-    Shapes,
-    crossing,
-    find_chosen_rows,
-)
-from onnxpar.sharding.mixtures import CompactedMixture
-from onnxpar.sharding.trained_rows import TrainedRows, find_trained_rows
+from onnxpar.sharding.expert_rows import ExpertRows, Role, Shapes
+from onnxpar.sharding.find_expert_rows import find_expert_rows
+from onnxpar.sharding.mixtures import CompactedMixture, Crossing, crossing
 
 _COUNT_BYTES = 8
 
 
 @dataclass(frozen=True)
 class CompactExperts(Pass):
-    """Replace the rows of zeros of a mixture of experts by a Scan over the rank's experts.
+    """Make the experts of a mixture compute, and ranks exchange, only the rows that are chosen.
 
     The loader writes a mixture so that every expert has a row for each token: zeros for the tokens
-    of other experts. The body of the Scan computes only the rows that are not zeros. Where ranks
-    exchange the rows of all experts, this pass makes them exchange only rows that are not zeros:
-    first the numbers of rows, then the rows, and the results back. If nodes outside the mixture
-    read values inside, as a backward pass does, there is no Scan: forward and backward pass compute
-    one list of the rows of all experts. Requires local nodes. A mixture stays as it is if ranks
-    communicate in another way between its nodes, or if a rank has no expert.
+    of other experts. This pass makes a list of the pairs of an expert and a row that the expert
+    computes, sorted by expert; all tensors between router and sum get a row for each pair. If a
+    rank has few experts, the rows of each expert are a tensor of their own. Where ranks exchange
+    the rows of all experts, they exchange only chosen rows: first the numbers of rows, then the
+    rows, and the results back. The backward pass of a training step reads the same pairs. Requires
+    local nodes. A mixture stays as it is if ranks communicate in another way between its nodes, or
+    if a rank has no expert.
 
     Example: shard(mesh="ep=2", preset="expert-parallel")
 
@@ -67,50 +60,84 @@ class CompactExperts(Pass):
         mesh ep=2
         input  x: float32 3x2 [-, -]
         input  c: bool 1x3x1 [ep, -, -]
-        const  ReduceSum_y::experts/one: int64 1 whole = [1]
-        const  ReduceSum_y::experts/columns: int64 1 whole = per rank, rank 0: [2]
+        const  ReduceSum_y::pairs/Squeeze.0/axes: int64 1 whole = [2]
+        const  ReduceSum_y::pairs/Gather.3/1: int64 scalar whole = 0
+        const  ReduceSum_y::pairs/Gather.4/1: int64 scalar whole = 1
+        const  ReduceSum_y::pairs/ReduceSum.6/axes: int64 1 whole = [1]
+        const  ReduceSum_y::pairs/Unsqueeze.8/axes: int64 1 whole = [0]
         const  w: float32 2x2x2 [ep, -, -]
-        const  ReduceSum_y::experts/first: int64 scalar whole = 0
-        const  ReduceSum_y::experts/Unsqueeze.3/axes: int64 1 whole = [0]
-        const  ReduceSum_y::experts/Unsqueeze.4/axes: int64 1 whole = [0]
-        const  ReduceSum_y::experts/Squeeze.5/axes: int64 1 whole = [0]
-        const  ReduceSum_y::experts/Unsqueeze.8/axes: int64 1 whole = [1]
-        ReduceSum_y::experts/Shape: int64 ? whole = Shape(c)
-        ReduceSum_y::experts/Gather: int64 ? whole = Gather(ReduceSum_y::experts/Shape,
-                ReduceSum_y::experts/one) {axis=0}
-        ReduceSum_y::experts/Concat: int64 ? whole = Concat(ReduceSum_y::experts/Gather,
-                ReduceSum_y::experts/columns) {axis=0}
-        ReduceSum_y::experts/ConstantOfShape: float32 ? whole =
-                ConstantOfShape(ReduceSum_y::experts/Concat) {value=<ReduceSum_y::experts/zero>}
-        y@1: float32 3x2 [-, -] sum(ep) = Scan(ReduceSum_y::experts/ConstantOfShape, c, w)
-                {body=<ReduceSum_y::experts>, num_scan_inputs=2}
-          ReduceSum_y::experts:
-            input  ReduceSum_y::experts/sum: float32 ? whole
-            input  ReduceSum_y::experts/expert.0: bool ? whole
-            input  ReduceSum_y::experts/expert.1: float32 ? whole
-            ReduceSum_y::experts/NonZero.0: int64 ? whole = NonZero(ReduceSum_y::experts/expert.0)
-            ReduceSum_y::experts/Gather.1: int64 ? whole = Gather(ReduceSum_y::experts/NonZero.0,
-                ReduceSum_y::experts/first) {axis=0}
-            ReduceSum_y::experts/Gather.2: float32 ? whole = Gather(x,
-                ReduceSum_y::experts/Gather.1) {axis=0}
-            ReduceSum_y::experts/Unsqueeze.3: float32 ? whole =
-                Unsqueeze(ReduceSum_y::experts/Gather.2, ReduceSum_y::experts/Unsqueeze.3/axes)
-            ReduceSum_y::experts/Unsqueeze.4: float32 ? whole =
-                Unsqueeze(ReduceSum_y::experts/expert.1, ReduceSum_y::experts/Unsqueeze.4/axes)
-            ReduceSum_y::experts/b: float32 ? whole = MatMul(ReduceSum_y::experts/Unsqueeze.3,
-                ReduceSum_y::experts/Unsqueeze.4)
-            ReduceSum_y::experts/Squeeze.5: float32 ? whole = Squeeze(ReduceSum_y::experts/b,
-                ReduceSum_y::experts/Squeeze.5/axes)
-            ReduceSum_y::experts/Gather.6: float32 ? whole = Gather(ReduceSum_y::experts/sum,
-                ReduceSum_y::experts/Gather.1) {axis=0}
-            ReduceSum_y::experts/Add.7: float32 ? whole = Add(ReduceSum_y::experts/Gather.6,
-                ReduceSum_y::experts/Squeeze.5)
-            ReduceSum_y::experts/Unsqueeze.8: int64 ? whole =
-                Unsqueeze(ReduceSum_y::experts/Gather.1, ReduceSum_y::experts/Unsqueeze.8/axes)
-            ReduceSum_y::experts/ScatterND.9: float32 NonexNone whole =
-                ScatterND(ReduceSum_y::experts/sum, ReduceSum_y::experts/Unsqueeze.8,
-                ReduceSum_y::experts/Add.7)
-            output ReduceSum_y::experts/ScatterND.9: float32 NonexNone whole
+        const  ReduceSum_y::pairs/expert.0: int64 scalar whole = per rank, rank 0: 0
+        const  ReduceSum_y::pairs/y@1/row: float32 1x1x2 whole = per rank, rank 0: [[[0. 0.]]]
+        const  ReduceSum_y::pairs/ReduceSum.11/axes: int64 1 whole = [0]
+        const  ReduceSum_y::pairs/Concat.12/1: int64 1 whole = [1]
+        const  ReduceSum_y::pairs/CumSum.17/1: int64 scalar whole = 0
+        const  ReduceSum_y::pairs/Sub.18/1: int64 scalar whole = 1
+        const  ReduceSum_y::pairs/Unsqueeze.20/axes: int64 1 whole = [1]
+        const  ReduceSum_y::pairs/Unsqueeze.21/axes: int64 1 whole = [1]
+        const  ReduceSum_y::pairs/Squeeze.24/axes: int64 1 whole = [0]
+        const  ReduceSum_y::pairs/Add.25/1: int64 scalar whole = 1
+        const  ReduceSum_y::pairs/Range.26/0: int64 scalar whole = 1
+        const  ReduceSum_y::pairs/Range.26/2: int64 scalar whole = 1
+        const  ReduceSum_y::pairs/ReduceSum.29/axes: int64 2 whole = [0, 1]
+        ReduceSum_y::pairs/Squeeze.0: bool ? whole = Squeeze(c, ReduceSum_y::pairs/Squeeze.0/axes)
+        ReduceSum_y::pairs/Cast.1: int64 ? whole = Cast(ReduceSum_y::pairs/Squeeze.0) {to=7}
+        ReduceSum_y::pairs/NonZero.2: int64 ? whole = NonZero(ReduceSum_y::pairs/Squeeze.0)
+        ReduceSum_y::pairs/Gather.3: int64 ? whole = Gather(ReduceSum_y::pairs/NonZero.2,
+                ReduceSum_y::pairs/Gather.3/1) {axis=0}
+        ReduceSum_y::pairs/Gather.4: int64 ? whole = Gather(ReduceSum_y::pairs/NonZero.2,
+                ReduceSum_y::pairs/Gather.4/1) {axis=0}
+        ReduceSum_y::pairs/Transpose.5: int64 ? whole = Transpose(ReduceSum_y::pairs/NonZero.2)
+                {perm=[1, 0]}
+        ReduceSum_y::pairs/ReduceSum.6: int64 ? whole = ReduceSum(ReduceSum_y::pairs/Cast.1,
+                ReduceSum_y::pairs/ReduceSum.6/axes) {keepdims=0}
+        ReduceSum_y::pairs/rows.0: int64 ? whole = Split(ReduceSum_y::pairs/Gather.4,
+                ReduceSum_y::pairs/ReduceSum.6) {axis=0}
+        ReduceSum_y::pairs/Gather.7: float32 ? whole = Gather(x, ReduceSum_y::pairs/rows.0) {axis=0}
+        ReduceSum_y::pairs/Unsqueeze.8: float32 ? whole = Unsqueeze(ReduceSum_y::pairs/Gather.7,
+                ReduceSum_y::pairs/Unsqueeze.8/axes)
+        ReduceSum_y::pairs/Gather.9: float32 ? whole = Gather(w, ReduceSum_y::pairs/expert.0)
+                {axis=0}
+        ReduceSum_y::pairs/b@0: float32 ? whole = MatMul(ReduceSum_y::pairs/Unsqueeze.8,
+                ReduceSum_y::pairs/Gather.9)
+        ReduceSum_y::pairs/Concat.10: float32 ? whole = Concat(ReduceSum_y::pairs/y@1/row,
+                ReduceSum_y::pairs/b@0) {axis=1}
+        ReduceSum_y::pairs/ReduceSum.11: int64 ? whole = ReduceSum(ReduceSum_y::pairs/Cast.1,
+                ReduceSum_y::pairs/ReduceSum.11/axes) {keepdims=0}
+        ReduceSum_y::pairs/Concat.12: int64 ? whole = Concat(ReduceSum_y::pairs/ReduceSum.11,
+                ReduceSum_y::pairs/Concat.12/1) {axis=0}
+        ReduceSum_y::pairs/ReduceMax.13: int64 ? whole = ReduceMax(ReduceSum_y::pairs/Concat.12)
+                {keepdims=1}
+        ReduceSum_y::pairs/Shape.14: int64 ? whole = Shape(ReduceSum_y::pairs/ReduceSum.11)
+        ReduceSum_y::pairs/Concat.15: int64 ? whole = Concat(ReduceSum_y::pairs/ReduceMax.13,
+                ReduceSum_y::pairs/Shape.14) {axis=0}
+        ReduceSum_y::pairs/ConstantOfShape.16: int64 ? whole =
+                ConstantOfShape(ReduceSum_y::pairs/Concat.15) {value=<y@1/empty>}
+        ReduceSum_y::pairs/CumSum.17: int64 ? whole = CumSum(ReduceSum_y::pairs/Cast.1,
+                ReduceSum_y::pairs/CumSum.17/1)
+        ReduceSum_y::pairs/Sub.18: int64 ? whole = Sub(ReduceSum_y::pairs/CumSum.17,
+                ReduceSum_y::pairs/Sub.18/1)
+        ReduceSum_y::pairs/GatherND.19: int64 ? whole = GatherND(ReduceSum_y::pairs/Sub.18,
+                ReduceSum_y::pairs/Transpose.5)
+        ReduceSum_y::pairs/Unsqueeze.20: int64 ? whole = Unsqueeze(ReduceSum_y::pairs/GatherND.19,
+                ReduceSum_y::pairs/Unsqueeze.20/axes)
+        ReduceSum_y::pairs/Unsqueeze.21: int64 ? whole = Unsqueeze(ReduceSum_y::pairs/Gather.4,
+                ReduceSum_y::pairs/Unsqueeze.21/axes)
+        ReduceSum_y::pairs/Concat.22: int64 ? whole = Concat(ReduceSum_y::pairs/Unsqueeze.20,
+                ReduceSum_y::pairs/Unsqueeze.21) {axis=1}
+        ReduceSum_y::pairs/Shape.23: int64 ? whole = Shape(ReduceSum_y::pairs/Gather.4)
+        ReduceSum_y::pairs/Squeeze.24: int64 ? whole = Squeeze(ReduceSum_y::pairs/Shape.23,
+                ReduceSum_y::pairs/Squeeze.24/axes)
+        ReduceSum_y::pairs/Add.25: int64 ? whole = Add(ReduceSum_y::pairs/Squeeze.24,
+                ReduceSum_y::pairs/Add.25/1)
+        ReduceSum_y::pairs/Range.26: int64 ? whole = Range(ReduceSum_y::pairs/Range.26/0,
+                ReduceSum_y::pairs/Add.25, ReduceSum_y::pairs/Range.26/2)
+        ReduceSum_y::pairs/ScatterND.27: int64 ? whole =
+                ScatterND(ReduceSum_y::pairs/ConstantOfShape.16, ReduceSum_y::pairs/Concat.22,
+                ReduceSum_y::pairs/Range.26)
+        ReduceSum_y::pairs/Gather.28: float32 ? whole = Gather(ReduceSum_y::pairs/Concat.10,
+                ReduceSum_y::pairs/ScatterND.27) {axis=1}
+        y@1: float32 3x2 [-, -] sum(ep) = ReduceSum(ReduceSum_y::pairs/Gather.28,
+                ReduceSum_y::pairs/ReduceSum.29/axes) {keepdims=0}
         y: float32 3x2 [-, -] = onnxpar.AllReduce(y@1) {group=[0, 1]/rank, op=sum, tag=1}
         output y: float32 3x2 [-, -]
     """
@@ -124,60 +151,37 @@ class CompactExperts(Pass):
         changed = False
         shapes = {name: layout.shape for name, layout in ctx.layouts.items()}
         for scope in list(scopes(graph)):
-            for mixture in list(find_chosen_rows(scope, shapes)):
+            for mixture in list(find_expert_rows(scope, shapes)):
                 changed |= _compact(scope, mixture, shapes, ctx)
-            for trained in list(find_trained_rows(scope, shapes)):
-                changed |= _compact_trained(scope, trained, shapes, ctx)
         return changed
 
 
-def _compact(scope: gs.Graph, mixture: ChosenRows, shapes: Shapes, ctx: PassContext) -> bool:
+def _compact(scope: gs.Graph, mixture: ExpertRows, shapes: Shapes, ctx: PassContext) -> bool:
     """Makes a mixture compute and send only its chosen rows; False if it stays as it is."""
-    mesh, per_rank = ctx.sharding.mesh, ctx.lowered.per_rank
-    is_exchanged = any(node.op == EXCHANGE for node in mixture.inside)
+    mesh, per_rank, layouts = ctx.sharding.mesh, ctx.lowered.per_rank, ctx.layouts
+    is_exchanged = bool(mixture.of(Role.CROSSING))
     moves = crossing(mixture) if is_exchanged else None
-    experts = ctx.layouts[(moves.there[0].outputs[0] if moves else mixture.chosen).name]
-    has_experts = all(experts.local_shape(mesh, rank)[0] for rank in range(mesh.size))
-    if not has_experts or (is_exchanged and moves is None):
+    rows = layouts[(moves.there[0] if moves else mixture.enter[0]).outputs[0].name]
+    experts = [rows.local_shape(mesh, rank)[0] for rank in range(mesh.size)]
+    if not all(experts) or (is_exchanged and moves is None):
         return False
-    columns = ctx.layouts[mixture.leave.outputs[0].name]
 
-    def width(rank: int) -> int:
-        return columns.local_shape(mesh, rank)[2]
+    def width(tensor: gs.Tensor, rank: int) -> int:
+        return layouts.get(tensor.name, rows).local_shape(mesh, rank)[2]
 
     name = mixture.total.outputs[0].name.split("@")[0]
-    if moves is None:
-        rows = ctx.layouts[mixture.enter[0].outputs[0].name]
-        compaction = Compaction(scope, mixture, shapes, width, per_rank)
-        ctx.lowered.mixtures.append(CompactedMixture(name, compaction.name, rows))
-        compaction.replace()
-        return True
-    inner = ctx.layouts[moves.back.inputs[0].name]
-    tag = len(ctx.lowered.collectives) + 1
-    exchange = TokenExchange(scope, mixture, moves, shapes, width, per_rank, tag)
-    _update_plan(exchange, moves, inner, ctx)
-    received = exchange.replace()
-    # Received rows come from all ranks: no operand inside has a value for each of them.
-    local_shapes = {**shapes, received.chosen.name: (inner.shape[0], -1, 1)}
-    local_shapes |= {node.inputs[1].name: (-1, inner.shape[2]) for node in received.enter}
-    compaction = Compaction(
-        scope, received, local_shapes, lambda rank: inner.local_shape(mesh, rank)[2], per_rank
-    )
-    ctx.lowered.mixtures.append(CompactedMixture(name, compaction.name, inner))
-    compaction.replace()
-    return True
-
-
-def _compact_trained(
-    scope: gs.Graph, mixture: TrainedRows, shapes: Shapes, ctx: PassContext
-) -> bool:
-    """Makes the forward and the backward pass of a mixture compute only chosen rows; False if a
-    rank has no expert."""
-    mesh = ctx.sharding.mesh
-    experts = ctx.layouts[mixture.chosen.name]
-    if not all(experts.local_shape(mesh, rank)[0] for rank in range(mesh.size)):
-        return False
-    PairProgram(scope, mixture, shapes, ctx.layouts, mesh, ctx.lowered.per_rank).replace()
+    if moves is not None:
+        tag = len(ctx.lowered.collectives) + 1
+        exchange = TokenExchange(scope, mixture, moves, shapes, width, per_rank, tag)
+        rows = layouts[moves.back.inputs[0].name]
+        _update_plan(exchange, moves, rows, ctx)
+        mixture = exchange.replace()
+        # Received rows come from all ranks: no operand inside has a value for each of them.
+        shapes = {**shapes, mixture.chosen.name: (rows.shape[0], -1, 1)}
+        shapes |= {node.inputs[1].name: (-1, rows.shape[2]) for node in mixture.enter}
+    program = PairProgram(scope, mixture, shapes, experts, width, per_rank)
+    program.replace()
+    ctx.lowered.mixtures.append(CompactedMixture(name, program.finder, rows))
     return True
 
 

@@ -16,7 +16,7 @@ from onnxpar.graph.reshards import Reshard, reshard_node
 from onnxpar.graph.subgraphs import captured, constants, is_random
 from onnxpar.graph.tensors import element_bytes
 from onnxpar.lowering.order_nodes import schedule
-from onnxpar.sharding.chosen_rows import EXCHANGE
+from onnxpar.sharding.expert_rows import EXCHANGE
 from onnxpar.sharding.factors import BodyFactors, OpFactors
 from onnxpar.sharding.partial_sums import PartialSums, choose_partial
 from onnxpar.sharding.reshard_planner import Bytes, ReshardedTensor, cost, exchanges, plan_tree

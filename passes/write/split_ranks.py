@@ -25,7 +25,7 @@ from onnxpar.lowering.fuse_again import fuse_again
 from onnxpar.lowering.open_constants import Lowered, OpenConstants
 from onnxpar.lowering.open_shapes import OpenShapes
 from onnxpar.lowering.size_graph import SizeGraph, add_size_input, check_size_names
-from onnxpar.lowering.unroll_experts import unroll_experts
+from onnxpar.lowering.stored_parts import store_parts
 from onnxpar.lowering.weights import WeightStore, whole_layout
 
 
@@ -110,7 +110,6 @@ class SplitRanks(Pass):
             _add_defaults(templates[suffix].graph, defaults)
         _note_layouts([model.graph for model in templates.values()], ctx)
         shapes = OpenShapes(opened) if opened else None
-        scans = {mixture.scan for mixture in ctx.lowered.mixtures}
         for rank in range(mesh.size):
             for suffix, template in templates.items():
                 model = onnx.ModelProto()
@@ -119,7 +118,7 @@ class SplitRanks(Pass):
                 if opened and shapes:
                     _open(model.graph, ctx, opened, rank)
                     shapes.declare(model.graph, rank)
-                unroll_experts(model.graph, scans)
+                store_parts(model.graph)
                 flatten_scatters(model.graph)
                 self.output.put(rank_name(rank, suffix), model.SerializeToString(), [rank])
             if first:

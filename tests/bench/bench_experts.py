@@ -23,7 +23,7 @@ from training.expert_steps import mixture
 from training.steps import ThreadTrainer, batches, shard, write_step
 
 EXPERTS = 8
-FINDER = "onnxpar.passes.lower.compact_experts.find_trained_rows"
+FINDER = "onnxpar.passes.lower.compact_experts.find_expert_rows"
 
 
 def main() -> None:

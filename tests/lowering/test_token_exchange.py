@@ -75,7 +75,7 @@ def test_beside_split_columns(layout: str, tmp_path: Path) -> None:
 def test_experts_read_rows_that_arrived(tmp_path: Path) -> None:
     check_model("mixtral.loop.legacy", "expert-parallel 4", tmp_path)
     graph = onnx.load(tmp_path / "model.par/rank_0001.onnx", load_external_data=False).graph
-    finders = [n for n in graph.node if n.op_type == "NonZero" and n.name.endswith("@0")]
+    finders = [n for n in graph.node if n.op_type == "Split" and n.name.endswith("::pairs/rows")]
     products = [n for n in graph.node if n.op_type == "MatMul" and "/experts/" in n.name]
     assert len(finders) == 1 and len(products) == 3
     assert all(n.name.endswith("@0") for n in products)

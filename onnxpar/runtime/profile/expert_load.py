@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,34 +27,17 @@ def expert_loads(
     mixtures: Sequence[Mapping[str, Any]], mesh: Mesh, events: Sequence[Sequence[Event]]
 ) -> Iterator[ExpertLoad]:
     """Yields the load of each mixture of a plan that ran; `events` are the events of each rank."""
-    recorded: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for rank, own in enumerate(events):
-        for event in own:
-            if event.rows is not None:
-                recorded[event.name, rank, event.run].append(event.rows)
     for entry in mixtures:
         places = _places(Layout.from_json(entry["layout"]), mesh)
         tokens: Array = np.zeros(entry["experts"], np.int64)
         runs = set()
-        for (name, rank, run), rows in recorded.items():
-            place, (node, step) = places[rank], finder_of(name, [entry["node"]])
-            if node is None or not place.counts:
-                continue
-            of = place.experts if step is None else place.experts[[step]]
-            if len(rows) % len(of) == 0:
-                tokens[of] += np.reshape(rows, (-1, len(of))).sum(0)
-                runs.add(run)
+        for place, own in zip(places, events, strict=True):
+            for event in own if place.counts else ():
+                if event.name == entry["node"] and event.rows is not None:
+                    tokens[place.experts] += event.rows[: len(place.experts)]
+                    runs.add(event.run)
         if runs:
             yield ExpertLoad(entry["name"], tuple(tokens.tolist()), len(runs))
-
-
-def finder_of(name: str, finders: Collection[str]) -> tuple[str | None, int | None]:
-    """Returns the node among `finders` (nodes in a Scan over experts) that an event belongs to, or
-    None; and the number of the expert, if the rank has the node once for each of its experts."""
-    if name in finders:
-        return name, None
-    node, _, step = name.rpartition("@")
-    return (node, int(step)) if node in finders and step.isdigit() else (None, None)
 
 
 def _places(layout: Layout, mesh: Mesh) -> list[_Place]:

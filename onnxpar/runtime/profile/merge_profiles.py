@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.graph.collectives import KINDS
-from onnxpar.runtime.profile.expert_load import expert_loads, finder_of
+from onnxpar.runtime.profile.expert_load import expert_loads
 from onnxpar.runtime.profile.profile import Record
 from onnxpar.runtime.profile.trace import Collective, Event, Span, Trace
 from onnxpar.runtime.session.bundle import Bundle, Sizes
@@ -117,7 +117,7 @@ def _rank(
 ) -> _Rank:
     """Returns a rank's spans and events of the runs in `numbers`, which maps them to their numbers
     in the trace. Times are relative to `zero`, in microseconds of rank 0's clock. Nodes of the
-    names `finders` find the rows of an expert."""
+    names `finders` split rows by expert."""
     spans, events = [], []
     for program, recorded in record["programs"].items():
         runs = recorded["runs"]
@@ -145,7 +145,7 @@ def _rank(
                     own / 1e6,
                     lanes.setdefault(thread, len(lanes)),
                     collective,
-                    None if finder_of(node["name"], finders)[0] is None else told,
+                    tuple(told) if node["name"] in finders else None,
                 )
             )
     roots = {node["name"]: node["root"] for node in record["nodes"] if "root" in node}

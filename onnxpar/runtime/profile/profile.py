@@ -29,7 +29,7 @@ LEAST = "session.optimized_model_external_initializers_min_size_in_bytes"
 _ERRORS = 3
 _SUFFIX = "_kernel_time"
 _START, _COMPLETE = "Start", "Complete"
-_TELL = ("NonZero", "AllToAllV", _COMPLETE)
+_TELL = ("Split", "AllToAllV", _COMPLETE)
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,14 @@ def _program(
 
 
 def _told(args: dict[str, Any]) -> int | list[int] | None:
-    """Returns how many elements a NonZero found, or how many bytes an AllToAllV sent to others; for
+    """Returns the sizes of a Split's results, or how many bytes an AllToAllV sent to others; for
     a Complete, how many microseconds before its end the collective began and ended, and then what
     the collective itself told; None for any other node. Profiles have shapes, but no values."""
     if args["op_name"] not in _TELL or not args.get("output_type_shape"):
         return None
+    if args["op_name"] == "Split":
+        shapes = [shape for port in args["output_type_shape"] for shape in port.values()]
+        return [int(shape[0]) if shape else 1 for shape in shapes]
     (shape,) = args["output_type_shape"][-1].values()
     return list(map(int, shape[1:])) if args["op_name"] == _COMPLETE else int(shape[-1])
 

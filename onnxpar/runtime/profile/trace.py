@@ -56,7 +56,7 @@ class Event:
     nodes  the nodes of the unsplit model that it computes, in whole or in part
     own    seconds without the nodes of its body
     lane   number of the onnxruntime thread that ran it, from 0
-    rows   if the node finds the rows of an expert, their number
+    rows   if the node splits rows by expert, the numbers of rows
     """
 
     rank: int
@@ -69,7 +69,7 @@ class Event:
     own: float
     lane: int = 0
     collective: Collective | None = None
-    rows: int | None = None
+    rows: tuple[int, ...] | None = None
 
     @property
     def wait(self) -> float:
@@ -394,7 +394,7 @@ def _event(e: dict[str, Any]) -> Event:
         args["own_us"] / 1e6,
         (e["tid"] - 1) // 2,
         collective,
-        args.get("rows"),
+        tuple(args["rows"]) if "rows" in args else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Finds mixtures of experts together with their backward pass: all nodes that compute rows behind
+"""Finds mixtures of experts, alone or with their backward pass: all nodes that compute rows behind
 one mask, which chooses some rows.
 
     x: [expert, row, column] = Where(chosen, tokens, 0)       a mask
@@ -8,32 +8,35 @@ one mask, which chooses some rows.
 
 Behind a mask, rows that are not chosen are zeros, and so are values computed from zeros alone. Only
 tensors with such zeros may be summed over rows or experts, or be read by nodes outside the mixture.
-So ranks need not compute rows that are not chosen.
+So ranks need not compute or exchange rows that are not chosen.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.graph.collectives import DOMAIN
 from onnxpar.graph.lazy_values import peeked
 from onnxpar.graph.tensors import constant, given, numel, tensor_shape
-from onnxpar.load.row_program import BINARY, UNARY
-from onnxpar.sharding.chosen_rows import RANK, Shapes, axes_of, flips, is_mask
-
-_LOGIC = frozenset(
-    ["And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or", "Xor"]
+from onnxpar.sharding.expert_rows import (
+    ELEMENTWISE,
+    EXCHANGE,
+    INSIDE,
+    RANK,
+    ExpertRows,
+    Role,
+    Shapes,
+    flips,
 )
-ELEMENTWISE = UNARY | BINARY | _LOGIC | frozenset(["IsInf", "IsNaN", "Sign", "Sum", "Where"])
+
+_ALONG_COLUMNS = frozenset(["Slice", "Split", "Softmax", "ReduceMean", "ReduceSum", "ReduceMax"])
 _RESHAPES = frozenset(["Expand", "Reshape", "Squeeze", "Unsqueeze"])
 """Ops that may change the dimensions behind the dimensions of experts and rows."""
 _ZERO_IF_FIRST = _RESHAPES | frozenset(
-    ["AllReduce", "Div", "MatMul", "Pad", "ReduceSum", "Slice", "Split"]
+    ["AllReduce", EXCHANGE, "Div", "MatMul", "Pad", "ReduceSum", "Slice", "Split"]
 )
 _ZERO_IF_FIRST |= frozenset(
     ["Abs", "Cast", "Elu", "Erf", "Gelu", "HardSwish", "Identity", "LeakyRelu", "Mish", "Neg"]
@@ -46,61 +49,22 @@ _ZERO_IF_ALL = frozenset(["Add", "Concat", "Max", "Min", "Sub", "Sum"])
 """Ops whose results are zero where all operands are zero."""
 
 
-class Role(Enum):
-    """The effect of a node on the rows of experts.
-
-    MASK      chooses rows: Where(chosen, x, 0)
-    FLIP      transposes each expert's rows, for products that sum over rows
-    ROWS      computes each row from the same row
-    REDUCED   adds up rows over ranks that choose the same rows
-    PRODUCT   multiplies each expert's rows by its own matrix
-    MATRICES  sums products of rows, to a matrix for each expert
-    VECTORS   sums rows, to a vector for each expert
-    TOTAL     sums over experts
-    """
-
-    MASK = auto()
-    FLIP = auto()
-    ROWS = auto()
-    REDUCED = auto()
-    PRODUCT = auto()
-    MATRICES = auto()
-    VECTORS = auto()
-    TOTAL = auto()
+_MEETINGS = {"AllReduce": Role.REDUCED, EXCHANGE: Role.CROSSING}
 
 
-@dataclass
-class TrainedRows:
-    """A mixture and its backward pass; `chosen` [expert, row, 1] chooses the rows of all tensors.
-
-    nodes    the nodes, in graph order
-    roles    the role of each node, by id
-    zeros    for each tensor [expert, row, ...], by id: True if rows that are not chosen are zeros
-    flipped  the tensor that a FLIP transposes, by id of the FLIP's result
-    leaving  tensors that nodes outside the mixture read; rows that are not chosen are zeros
-    """
-
-    chosen: gs.Tensor
-    nodes: list[gs.Node] = field(default_factory=list)
-    roles: dict[int, Role] = field(default_factory=dict)
-    zeros: dict[int, bool] = field(default_factory=dict)
-    flipped: dict[int, gs.Tensor] = field(default_factory=dict)
-    leaving: list[gs.Tensor] = field(default_factory=list)
-
-
-def find_trained_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[TrainedRows]:
+def find_expert_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[ExpertRows]:
     """Yields the mixtures of a graph whose nodes are in execution order. A mixture has a matrix for
     each expert and a sum over experts; tensors that nodes outside the mixture read do not depend on
     rows that are not chosen."""
     masks: dict[int, list[gs.Node]] = {}
     for node in graph.nodes:
-        if is_mask(node, shapes):
+        if _is_mask(node, shapes):
             masks.setdefault(id(node.inputs[0]), []).append(node)
     order = {id(node): i for i, node in enumerate(graph.nodes)} if masks else {}
     for same in masks.values():
         apart: set[int] = set()
         while True:
-            search = _Search(graph, shapes, TrainedRows(same[0].inputs[0]), order, apart)
+            search = _Search(graph, shapes, ExpertRows(same[0].inputs[0]), order, apart)
             leaks = search.fill(same)
             if not leaks or not search.is_complete:
                 break
@@ -109,23 +73,14 @@ def find_trained_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[TrainedRows]:
             yield search.region
 
 
-def expert_matrix(tensor: gs.Tensor) -> tuple[gs.Tensor, bool]:
-    """The stack of matrices before all transpositions, and True if `tensor` is its transpose."""
-    is_flipped = False
-    while tensor.inputs and flips(tensor.inputs[0]):
-        tensor, is_flipped = tensor.inputs[0].inputs[0], not is_flipped
-    return tensor, is_flipped
-
-
-def before_experts(tensor: gs.Tensor, shapes: Shapes) -> gs.Tensor:
-    """The tensor that an Expand repeats for each expert, to [expert, row, column]; `tensor` itself
-    if it repeats nothing."""
-    if not tensor.inputs or tensor.inputs[0].op != "Expand":
-        return tensor
-    source = tensor.inputs[0].inputs[0]
-    shape, wide = shapes.get(source.name, ()), shapes.get(tensor.name, ())
-    repeats = shape[-2:] == wide[-2:] and len(wide) == RANK and shape[:-2] in ((), (1,))
-    return source if repeats and len(shape) >= RANK - 1 else tensor
+def _is_mask(node: gs.Node, shapes: Shapes) -> bool:
+    """True for Where(chosen, x, 0) on [expert, row, column]."""
+    if node.op != "Where" or node.domain not in (None, "", "ai.onnx"):
+        return False
+    shape = shapes.get(node.inputs[0].name, ())
+    if len(shape) != RANK or shape[2] != 1:
+        return False
+    return _is_single(node.inputs[2]) and not peeked(node.inputs[2]).any()
 
 
 class _Search:
@@ -133,7 +88,7 @@ class _Search:
     has the index of each node in the graph, by id."""
 
     def __init__(
-        self, graph: gs.Graph, shapes: Shapes, region: TrainedRows, order: Mapping[int, int],
+        self, graph: gs.Graph, shapes: Shapes, region: ExpertRows, order: Mapping[int, int],
         apart: Collection[int],
     ) -> None:  # fmt: skip
         self.graph, self.shapes, self.region = graph, shapes, region
@@ -165,7 +120,7 @@ class _Search:
             region.roles[id(node)] = role
             if role is Role.FLIP:
                 region.flipped[id(node.outputs[0])] = node.inputs[0]
-            elif role in (Role.MASK, Role.ROWS, Role.PRODUCT, Role.REDUCED):
+            elif role is Role.MASK or role in INSIDE:
                 is_zero = role is Role.MASK or self._keeps_zero(node)
                 region.zeros.update((id(t), is_zero) for t in node.outputs)
         return set(self._leaks())
@@ -187,12 +142,12 @@ class _Search:
     def _role(self, node: gs.Node) -> Role | None:
         """The role of a node; None if the node does not belong to the mixture."""
         zeros, flipped = self.region.zeros, self.region.flipped
-        if is_mask(node, self.shapes) and node.inputs[0] is self.region.chosen:
+        if _is_mask(node, self.shapes) and node.inputs[0] is self.region.chosen:
             return Role.MASK if self._enters(*node.inputs[1:2], *node.outputs) else None
         if not any(id(t) in zeros or id(t) in flipped for t in node.inputs):
             return None
-        if node.op == "AllReduce" and node.domain == DOMAIN:
-            return Role.REDUCED if len(self.shapes[node.inputs[0].name]) == RANK else None
+        if node.domain == DOMAIN and len(self.shapes[node.inputs[0].name]) == RANK:
+            return _MEETINGS.get(node.op)
         if node.domain not in (None, "", "ai.onnx") and node.op != "QuickGelu":
             return None
         first = node.inputs[0]
@@ -202,9 +157,9 @@ class _Search:
             return self._product(node)
         if flips(node):
             return Role.FLIP if len(self.shapes[first.name]) == RANK else None
-        if node.op == "ReduceSum" and zeros.get(id(first)) and axes_of(node, False) == [0]:
+        if node.op == "ReduceSum" and zeros.get(id(first)) and _axes_of(node, False) == [0]:
             return Role.TOTAL
-        if node.op == "ReduceSum" and zeros.get(id(first)) and axes_of(node, False) == [1]:
+        if node.op == "ReduceSum" and zeros.get(id(first)) and _axes_of(node, False) == [1]:
             return Role.VECTORS
         return Role.ROWS if self._is_row_wise(node) else None
 
@@ -239,7 +194,7 @@ class _Search:
     def _is_known(self, tensor: gs.Tensor) -> bool:
         """True for an operand from outside the mixture if each row's part of it is known."""
         shape = self.shapes.get(tensor.name)
-        return is_single(tensor) or (shape is not None and len(shape) <= RANK)
+        return _is_single(tensor) or (shape is not None and len(shape) <= RANK)
 
     def _is_row_wise(self, node: gs.Node) -> bool:
         """True if each row of the results depends on the same row of the operands alone."""
@@ -248,7 +203,7 @@ class _Search:
         if node.op in ELEMENTWISE:
             is_deep = any(len(shape) > RANK for shape in rows)
             others = [t for t in node.inputs if id(t) not in zeros]
-            others_known = all(is_single(t) if is_deep else self._is_known(t) for t in others)
+            others_known = all(_is_single(t) if is_deep else self._is_known(t) for t in others)
             return others_known and self._has_rows(rows[0])
         if id(node.inputs[0]) not in zeros or not all(map(self._has_rows, rows)):
             return False
@@ -261,7 +216,7 @@ class _Search:
             return axes is not None and all(int(axis) % deep > 1 for axis in axes)
         if node.op in _RESHAPES:
             return node.op == "Reshape" or len(rows[1]) == RANK
-        return _pads_columns(node) if node.op == "Pad" else axes_of(node) == [2]
+        return _pads_columns(node) if node.op == "Pad" else _axes_of(node) == [2]
 
     def _has_rows(self, shape: tuple[int, ...]) -> bool:
         return len(shape) >= RANK and shape[:2] == (self.experts, self.rows)
@@ -278,10 +233,10 @@ class _Search:
     def _is_zero(self, tensor: gs.Tensor) -> bool:
         if id(tensor) in self.region.zeros:
             return self.region.zeros[id(tensor)]
-        return is_single(tensor) and not peeked(tensor).any()
+        return _is_single(tensor) and not peeked(tensor).any()
 
 
-def is_single(tensor: gs.Tensor) -> bool:
+def _is_single(tensor: gs.Tensor) -> bool:
     """True for a constant of one element, and for an omitted operand."""
     is_constant = isinstance(tensor, gs.Constant)
     return not tensor.name or (is_constant and numel(tensor_shape(tensor) or ()) == 1)
@@ -291,8 +246,22 @@ def _pads_columns(node: gs.Node) -> bool:
     """True if a node adds zeros behind the dimensions of experts and rows."""
     pads, mode = constant(node.inputs[1]), node.attrs.get("mode", "constant")
     value = given(node, 2)
-    is_zero = value is None or (is_single(value) and not peeked(value).any())
+    is_zero = value is None or (_is_single(value) and not peeked(value).any())
     if pads is None or given(node, 3) is not None or mode != "constant" or not is_zero:
         return False
     half = len(pads) // 2
     return not pads[[0, 1, half, half + 1]].any()
+
+
+def _axes_of(node: gs.Node, keeps: bool = True) -> list[int] | None:
+    """The dimensions along which a node works; None if they are unknown, or, with `keeps`, if the
+    node removes them."""
+    if node.op not in _ALONG_COLUMNS:
+        return None
+    if node.op in ("Split", "Softmax"):
+        return [int(node.attrs.get("axis", 0 if node.op == "Split" else -1)) % RANK]
+    axes = given(node, 3 if node.op == "Slice" else 1)
+    removes = node.op.startswith("Reduce") and not node.attrs.get("keepdims", 1)
+    if not isinstance(axes, gs.Constant) or (keeps and removes):
+        return None
+    return [int(a) % RANK for a in axes.values.reshape(-1)]

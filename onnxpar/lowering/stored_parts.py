@@ -1,0 +1,90 @@
+"""Stores the matrices of a rank's experts apart.
+
+onnxruntime packs the weight of a product when it loads a model, if the weight is a stored matrix;
+the matrix that a node takes out of a stored stack would be packed in each run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from math import prod
+
+from onnx import GraphProto, NodeProto, TensorProto, numpy_helper
+
+from onnxpar.graph.stored import element_bits, external_location, graphs_of, nodes_of
+
+_Stored = Mapping[str, TensorProto]
+
+
+def store_parts(graph: GraphProto) -> None:
+    """Replaces stacks of which nodes only read single elements, of constant numbers, by these
+    elements, in place, also in subgraphs."""
+    stored = {tensor.name: tensor for each in graphs_of(graph) for tensor in each.initializer}
+    ports = {port.name for each in graphs_of(graph) for port in (*each.input, *each.output)}
+    gone: dict[str, str] = {}
+    for each in graphs_of(graph):
+        readers: dict[str, list[NodeProto]] = defaultdict(list)
+        for node in nodes_of(each):
+            for name in node.input:
+                readers[name].append(node)
+        for i, stack in reversed([*enumerate(each.initializer)]):
+            numbers = [_number(node, stack, stored) for node in readers[stack.name]]
+            if not numbers or None in numbers:
+                continue
+            results = {node.output[0]: node.input[1] for node in readers[stack.name]}
+            if ports & {stack.name, *results}:
+                continue
+            for name, number in zip(results, numbers, strict=True):
+                each.initializer.append(_part(stack, name, number or 0))
+            gone |= results
+            del each.initializer[i]
+    if gone:
+        _drop(graph, gone)
+
+
+def _drop(graph: GraphProto, results: Mapping[str, str]) -> None:
+    """Removes the nodes with these results, and their operands, by result, if no node reads them
+    any more."""
+    for each in graphs_of(graph):
+        for i, node in reversed([*enumerate(each.node)]):
+            if any(name in results for name in node.output):
+                del each.node[i]
+    unread = {*results.values()} - {name for node in nodes_of(graph) for name in node.input}
+    for each in graphs_of(graph):
+        for i, tensor in reversed([*enumerate(each.initializer)]):
+            if tensor.name in unread:
+                del each.initializer[i]
+
+
+def _number(node: NodeProto, stack: TensorProto, stored: _Stored) -> int | None:
+    """The number of the element of a stack of matrices or vectors that a node takes; None if it
+    does anything else, or if the element does not begin at a byte."""
+    index = stored.get(node.input[1]) if node.op_type == "Gather" else None
+    is_whole = prod(stack.dims[1:]) * element_bits(stack.data_type) % 8 == 0
+    if index is None or index.dims or any(a.i for a in node.attribute):
+        return None
+    if node.input[0] != stack.name:
+        return None
+    number = int(numpy_helper.to_array(index))
+    return number if is_whole and 0 <= number < stack.dims[0] else None
+
+
+def _part(stack: TensorProto, name: str, step: int) -> TensorProto:
+    """One tensor of a stack; the part of a stack in a file refers to that file."""
+    part = TensorProto(name=name, data_type=stack.data_type, dims=stack.dims[1:])
+    size = prod(part.dims) * element_bits(stack.data_type) // 8
+    if stack.data_location == TensorProto.EXTERNAL:
+        location, offset, _ = external_location(stack)
+        part.data_location = TensorProto.EXTERNAL
+        for key, value in (
+            ("location", location),
+            ("offset", offset + step * size),
+            ("length", size),
+        ):
+            part.external_data.add(key=key, value=str(value))
+    elif stack.HasField("raw_data"):
+        part.raw_data = stack.raw_data[step * size : (step + 1) * size]
+    else:
+        part.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(stack)[step], name))
+    return part
