@@ -12,7 +12,6 @@ import pytest
 from agreement import check_agrees, options, run_ranks, run_unsplit
 from onnx import TensorProto, helper
 
-from onnxpar.base.arrays import Array
 from onnxpar.graph.shapes_by_onnxruntime import RuntimeShapes
 from onnxpar.load.load import load
 from onnxpar.planner import sharder
@@ -84,33 +83,25 @@ def test_one_run_tells_what_inference_does_not() -> None:
     assert ask("NGramRepeatBlock", [places, (F, [3, 5])], ngram_size=2) == [[3, 5]]
 
 
-WORDS = np.array(["a b c", "d", "", "e f"], object)
-ROWS = np.float32([[1, 2, 1, 5], [3, 5, 1, 2], [2, 2, 5, 3], [5, 1, 4, 2], [4, 3, 1, 1]])
+OF_VALUES = {
+    "float[n] t": "r = Reshape(x, flat) t, i, c = com.microsoft.Unique(r)",
+    "int32[2,n] t": "t = com.microsoft.DynamicTimeWarping(x)",
+    "string[4,n] t": """t = com.microsoft.Tokenizer<mark = 0, pad_value = "-",
+        separators = [" "], mincharnum = 1>(words)""",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "x"),
-    [
-        ("g (float[20] x) => (float[m] y) { y, i, n = com.microsoft.Unique(x) }", ROWS.reshape(-1)),
-        (
-            "g (float[n] x) => (int64 y) { u, i, n = com.microsoft.Unique(x) y = Size(u) }",
-            ROWS.reshape(-1),
-        ),
-        ("g (float[5,4] x) => (int32[2,m] y) { y = com.microsoft.DynamicTimeWarping(x) }", ROWS),
-        (
-            """g (string[4] x) => (int64 y) { t = com.microsoft.Tokenizer<mark = 0,
-            pad_value = "-", separators = [" "], mincharnum = 1>(x) y = Size(t) }""",
-            WORDS,
-        ),
-    ],
-    ids=["unique", "their number", "warped", "words"],
-)
-def test_sizes_that_depend_on_values_of_any_type(text: str, x: Array, tmp_path: Path) -> None:
+@pytest.mark.parametrize("result", OF_VALUES)
+def test_sizes_that_depend_on_values_of_any_type(result: str, tmp_path: Path) -> None:
+    text = f"""g (float[5,4] x, string[4] words) => ({result}, int64 y, float[5,4] z)
+    <int64[1] flat = {{-1}}> {{ {OF_VALUES[result]} s = Size(t) y = Neg(s) z = Relu(x) }}"""
     path, par = tmp_path / "m.onnx", tmp_path / "m.par"
     onnx.save(onnx.parser.parse_model(HEAD + text), path)
-    sharder.shard(path, par, options("2"))
-    (y,), (wanted,) = run_ranks(par, {"x": x}), run_unsplit(path, {"x": x})
-    np.testing.assert_array_equal(y, wanted)
+    sharder.shard(path, par, options("tp=2", strategy={"tensors": {"x": ["tp", None]}}))
+    rows = [[1, 2, 1, 5], [3, 5, 1, 2], [2, 2, 5, 3], [5, 1, 4, 2], [4, 3, 1, 1]]
+    feeds = {"x": np.float32(rows), "words": np.array(["a b c", "d", "", "e f"], object)}
+    for found, wanted in zip(run_ranks(par, feeds), run_unsplit(path, feeds), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_an_op_of_the_runtime_in_the_standard_domain(tmp_path: Path) -> None:
