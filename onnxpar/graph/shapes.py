@@ -53,7 +53,7 @@ _OF_SIZES = frozenset(
     (
         *("Add", "Sub", "Mul", "Max", "Min", "Neg", "Abs", "Equal", "Less", "Greater", "And", "Or"),
         *("Not", "Where", "Gather", "Concat", "Unsqueeze", "Squeeze", "Reshape", "Transpose"),
-        *("Slice", "Expand", "Range", "ConstantOfShape", "Cast", "Identity"),
+        *("Slice", "Expand", "ConstantOfShape", "Cast", "Identity"),
     )
 )
 """Ops that onnx computes for sizes as onnxruntime does, without a session."""
