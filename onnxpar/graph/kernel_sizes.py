@@ -36,7 +36,7 @@ def correct_sizes(
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     constants = {
         i: numpy_helper.to_array(values[name])
-        for i, name in enumerate(node.input[1:], 1)
+        for i, name in enumerate(node.input)
         if name in values
     }
     sized = _Sized(operands[0], operands, attributes, constants, opset)
@@ -73,7 +73,7 @@ def _einsum(node: _Sized) -> _Found:
 @dataclass(frozen=True)
 class _Sized:
     """A node's attributes, and what is known of its operands: the sizes of the first, those of all,
-    and the values of the others, by index."""
+    and values by index."""
 
     sizes: _Sizes
     operands: Sequence[_Sizes | None]
@@ -156,6 +156,15 @@ def _transposed(node: _Sized) -> _Found:
             yield axis, size * stride
 
 
+def _counted(node: _Sized) -> _Found:
+    """The size of a Range of integers: onnx counts them with floats."""
+    if any(i not in node.constants or node.constants[i].dtype.kind != "i" for i in range(3)):
+        return
+    start, limit, delta = (int(node.constants[i]) for i in range(3))
+    if delta:
+        yield 0, max(0, -((start - limit) // delta))
+
+
 POOLS = ("AveragePool", "LpPool", "MaxPool")
 _SIZES: Mapping[str, Callable[[_Sized], _Found]] = {
     **dict.fromkeys(POOLS, _pooled),
@@ -163,5 +172,6 @@ _SIZES: Mapping[str, Callable[[_Sized], _Found]] = {
     "Upsample": _resized,
     "ConvTranspose": _transposed,
     "Einsum": _einsum,
+    "Range": _counted,
     "NonZero": lambda node: [] if node.sizes else [(0, 1)],  # of a scalar, as of one element
 }

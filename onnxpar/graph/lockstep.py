@@ -31,6 +31,7 @@ from onnxpar.graph.size_arithmetic import (
     Limit,
     NotFollowed,
     exact_range,
+    nonzero_range,
     scaled,
 )
 from onnxpar.layout.fits import ENOUGH, fit, fits
@@ -315,7 +316,8 @@ class Lockstep:
         self, node: NodeProto, forms: Sequence[Forms], values: Sequence[Any]
     ) -> list[Limit] | None:
         """The limits within which a node's results, and the values that they are computed from, are
-        exact in their dtypes; None if they are rounded, or overflow, at usual sizes."""
+        exact in their dtypes, and quotients of floats are numbers; None if results are rounded, or
+        overflow, at usual sizes."""
         try:
             own = [
                 limit
@@ -323,6 +325,9 @@ class Lockstep:
                 for form in each.reshape(-1)
                 for limit in exact_range(form, np.asarray(value).dtype)
             ]
+            if node.op_type == "Div" and np.asarray(values[0]).dtype.kind == "f":
+                divisors = self.forms.values.get(node.input[1], np.empty(0, object))
+                own += [limit for form in divisors.reshape(-1) for limit in nonzero_range(form)]
         except NotFollowed:
             return None
         limits = [limit for name in node.input for limit in self._ranges.get(name, ())] + own

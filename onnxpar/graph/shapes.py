@@ -53,7 +53,7 @@ _OF_SIZES = frozenset(
     (
         *("Add", "Sub", "Mul", "Max", "Min", "Neg", "Abs", "Equal", "Less", "Greater", "And", "Or"),
         *("Not", "Where", "Gather", "Concat", "Unsqueeze", "Squeeze", "Reshape", "Transpose"),
-        *("Slice", "Expand", "Range", "ConstantOfShape", "Cast", "Identity"),
+        *("Slice", "Expand", "ConstantOfShape", "Cast", "Identity"),
     )
 )
 """Ops that onnx computes for sizes as onnxruntime does, without a session."""
@@ -74,6 +74,12 @@ def _with_defaults(node: NodeProto) -> NodeProto:
     whole.CopyFrom(node)
     whole.attribute.extend(onnx.helper.make_attribute(*each) for each in missing.items())
     return whole
+
+
+def _schema(op: str, opset: int, domain: str) -> onnx.defs.OpSchema:
+    """The schema that infers an op's results; that of Mul for PRelu, as onnxruntime broadcasts both
+    operands. Errors: SchemaError for an unknown op."""
+    return onnx.defs.get_schema("Mul" if (op, domain) == ("PRelu", "") else op, opset, domain)
 
 
 def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool = False) -> None:
@@ -301,7 +307,7 @@ class Walk:
     def _inferred(self, node: NodeProto) -> dict[str, TypeProto]:
         domain = "" if node.domain == "ai.onnx" else node.domain
         try:
-            schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
+            schema = _schema(node.op_type, self.opsets.get(domain, 1), domain)
         except onnx.defs.SchemaError:
             schema = None
         if schema is None or not schema.has_type_and_shape_inference_function:
@@ -406,7 +412,7 @@ def infer_results(
     known = [a for a in proto.attribute if not a.name.startswith("onnxpar.")]
     del proto.attribute[:]
     proto.attribute.extend(known)
-    schema = onnx.defs.get_schema(node.op, opset, "")
+    schema = _schema(node.op, opset, "")
     inferred = onnx.shape_inference.infer_node_outputs(
         schema, proto, types, constants, opset_imports=[onnx.helper.make_opsetid("", opset)]
     )

@@ -38,6 +38,8 @@ _GROWN = {"GroupQueryAttention": (1, 2), "SparseAttention": (1, 2)}
 the input cache."""
 _NO_SIZES = frozenset(("DecoderMaskedMultiHeadAttention",))
 """Ops whose integer operands do not determine sizes of their results."""
+_OF_VALUES = frozenset(("DynamicTimeWarping", "Tokenizer", "Unique"))
+"""Ops whose results have sizes that depend on values of any type."""
 _SMALL = 4096
 """Bytes of a model of one node up to which its results are kept."""
 _SIZES = (TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL)
@@ -249,9 +251,11 @@ def _element(text: str) -> int:
     return int(TensorProto.DataType.Value(text.upper()))
 
 
-def _is_value_alone(node: NodeProto) -> bool:
-    """True for an op whose integer operands do not determine sizes of its results."""
-    return node.op_type in _NO_SIZES or node.domain == ML
+def _may_be_sizes(node: NodeProto, element: int) -> bool:
+    """True if values of an operand of this type may determine sizes of the node's results."""
+    if node.op_type in _NO_SIZES or node.domain == ML:
+        return False
+    return element in _SIZES or node.op_type in _OF_VALUES
 
 
 def _zeros(dims: list[int], dtype: np.dtype[Any]) -> Any:
@@ -265,8 +269,8 @@ def _run(session: Any, graph: onnx.GraphProto) -> list[_Shape | None] | None:
     for port in graph.input:
         tensor = port.type.tensor_type
         dims = [d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim]
-        may_be_size = tensor.elem_type in _SIZES and not _is_value_alone(graph.node[0])
-        if not tensor.HasField("shape") or -1 in dims or may_be_size:
+        may_be_sizes = _may_be_sizes(graph.node[0], tensor.elem_type)
+        if not tensor.HasField("shape") or -1 in dims or may_be_sizes:
             return None
         feeds[port.name] = (dims, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
     if sum(int(np.prod(dims)) for dims, _ in feeds.values()) > RUN_LIMIT:

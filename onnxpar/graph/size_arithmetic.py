@@ -91,6 +91,15 @@ def exact_range(form: Polynomial, dtype: np.dtype[Any]) -> Iterator[Limit]:
         yield MINUS * whole, most
 
 
+def nonzero_range(form: Polynomial) -> Iterator[Limit]:
+    """The limit within which a divisor is not 0, if it is 0 at some sizes. Errors: NotFollowed for
+    one that may be negative."""
+    if not form.is_natural:
+        raise NotFollowed
+    if not (form - ONE).is_natural:
+        yield ONE, scaled(form, Fraction(form.denominator))
+
+
 def numbers(forms: Forms, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Closed forms as numbers. Errors: NotFollowed if one depends on symbols."""
     values = [form.number for form in forms.reshape(-1)]

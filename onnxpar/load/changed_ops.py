@@ -208,7 +208,31 @@ def _statistics(node: NodeProto, at: Surroundings) -> None:
 
 
 def _scan(node: NodeProto, at: Surroundings) -> None:
-    raise NoEquivalentError("it scans a batch of sequences of different lengths")
+    """Before opset 9, a Scan had a batch of sequences: a Scan over the batch has one over each
+    sequence in its body."""
+    if node.input[0]:
+        raise NoEquivalentError("it scans sequences of different lengths")
+    body = _take(node, "body")
+    inputs, outputs = (
+        [
+            helper.make_tensor_value_info(
+                at.names.free(f"{port.name}.each"), port.type.tensor_type.elem_type, None
+            )
+            for port in ports
+        ]
+        for ports in (body.input, body.output)
+    )
+    inner = helper.make_node(
+        "Scan",
+        [port.name for port in inputs],
+        [port.name for port in outputs],
+        body=body,
+        num_scan_inputs=_take(node, "num_scan_inputs"),
+        scan_input_directions=_take(node, "directions"),
+    )
+    del node.input[0]
+    _set(node, "num_scan_inputs", len(node.input))
+    _set(node, "body", helper.make_graph([inner], "each", inputs, outputs))
 
 
 def _flattening(node: NodeProto, at: Surroundings) -> None:

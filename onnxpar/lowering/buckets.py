@@ -46,10 +46,12 @@ Wanted = Mapping[str, object]
 
 @dataclass
 class _Bucket:
-    """Collectives over the same axes; `dependent` are the tensors that depend on one of them."""
+    """Collectives over the same axes; `read` are the tensors that they read, and `dependent` the
+    tensors that depend on one of them."""
 
     nodes: list[gs.Node] = field(default_factory=list)
     size: int = 0
+    read: set[str] = field(default_factory=set)
     dependent: set[str] = field(default_factory=set)
 
     def takes(self, node: gs.Node, size: int, limit: int) -> bool:
@@ -250,10 +252,11 @@ def independent_groups(
                 bucket = open_buckets[key] = _Bucket()
             bucket.nodes.append(node)
             bucket.size += more
+            bucket.read |= {t.name for t in node.inputs}
             bucket.dependent |= {t.name for t in node.outputs}
             # a node that depends on one node of a bucket depends on the whole bucket
             for other in open_buckets.values():
-                if any(t.name in other.dependent for t in node.inputs):
+                if not other.dependent.isdisjoint(bucket.read):
                     other.dependent |= bucket.dependent
         for bucket in open_buckets.values():
             if any(t.name in bucket.dependent for t in read_by(node)):

@@ -84,7 +84,8 @@ def arg_extremum(node: gs.Node) -> Rule:
 
 @rule("Hardmax")
 def hardmax(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`; the ranks communicate if the op's axis is split."""
+    """`d0 d1 -> d0 d1`; the ranks communicate if the op's axis is split. As in onnxruntime, the
+    result is 0 everywhere if the first element is a NaN."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)
@@ -94,7 +95,9 @@ def hardmax(node: gs.Node) -> Rule:
         dtype = onnx.helper.np_dtype_to_tensor_dtype(dtype_of(build.local.node.outputs[0]))
         position = extreme_position(build, axis, dims[axis], shape[axis] or 0)
         at = held_positions(build, dims[axis], axis, len(dims))
-        build.finish("Cast", [build.add("Equal", [at, position])], to=dtype)
+        is_number = build.add("Not", [build.add("IsNaN", [build.input(0)])])
+        chosen = build.add("And", [build.add("Equal", [at, position]), is_number])
+        build.finish("Cast", [chosen], to=dtype)
 
     return einsum(
         node,

@@ -228,6 +228,17 @@ def test_transposed_windows_that_pad_themselves(pads: str, axis: int, tmp_path: 
     agree(text, {"w": np.ones((3, 2, 3), np.float32)}, [{"x": x}], tmp_path, strategy)
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_outputs_for_which_onnx_infers_other_sizes(axis: int, tmp_path: Path) -> None:
+    """onnxruntime does not write them to memory of the sizes that its kernels compute."""
+    text = """m (float[2,3,5] x) => (float[] z) { y = ConvTranspose
+      <output_padding = [1], strides = [3], auto_pad = "SAME_UPPER"> (x, w)  z = Identity (y) }"""
+    x = np.arange(30, dtype=np.float32).reshape(2, 3, 5)
+    layout = ["x" if i == axis else None for i in range(3)]
+    strategy = {"mesh": {"x": 2}, "tensors": {"x": layout}}
+    agree(text, {"w": np.ones((3, 2, 3), np.float32)}, [{"x": x}], tmp_path, strategy)
+
+
 @pytest.mark.parametrize("axes", ["[-2, -1]", "[2, 3]"])
 @pytest.mark.parametrize("axis", [0, 2, 3])
 def test_resizing_that_keeps_the_aspect_ratio(axes: str, axis: int, tmp_path: Path) -> None:
@@ -237,3 +248,17 @@ def test_resizing_that_keeps_the_aspect_ratio(axes: str, axis: int, tmp_path: Pa
     x = np.random.default_rng(3).standard_normal((2, 2, 5, 7), np.float32)
     layout = ["x" if i == axis else None for i in range(4)]
     agree(text, {"s": [3, 11]}, [{"x": x}], tmp_path, {"mesh": {"x": 2}, "tensors": {"x": layout}})
+
+
+@pytest.mark.parametrize(("x", "slope"), [("1,6", "4,1"), ("6", "4,6"), ("n,1", "n,6"), ("1", "4")])
+@pytest.mark.parametrize("split", ["x", "slope"])
+def test_slopes_of_more_elements(x: str, slope: str, split: str, tmp_path: Path) -> None:
+    """onnxruntime broadcasts x, too."""
+    text = f"""m (float[{x}] x, float[{slope}] slope) => (float[] z, float[] total) {{
+      y = PRelu (x, slope)  z = Abs (y)  total = ReduceSum <keepdims = 0> (y) }}"""
+    shapes = [[int(d) for d in dims.replace("n", "4").split(",")] for dims in (x, slope)]
+    values = [np.arange(np.prod(s), dtype=np.float32).reshape(s) - 2 for s in shapes]
+    name, shape = (("x", shapes[0]), ("slope", shapes[1]))[split == "slope"]
+    layout = [None] * (len(shape) - 1) + ["x"] if shape[-1] > 1 else ["x"] + [None] * len(shape[1:])
+    strategy = {"mesh": {"x": 2}, "tensors": {name: layout}}
+    agree(text, {}, [dict(zip(("x", "slope"), values, strict=True))], tmp_path, strategy)

@@ -86,6 +86,32 @@ def test_scaled_sizes(opset: int, scale: float) -> None:
         assert found == list(session.run(None, {"x": np.ones((1, 1, size), "f")})[0].shape)
 
 
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        (2**63 - 1, -(2**63), -(2**62 - 1)),
+        (-(2**63), 2**63 - 1, 2**62),
+        (622121725580376097, 185987009967995912, -218067357806190081),
+        (0, 2**62, 2**50),
+        (7, -6, -4),
+        (7, 9, -4),
+    ],
+)
+def test_ranges_of_large_steps(bounds: tuple[int, int, int]) -> None:
+    """Folded ones and their sizes alone: the differences of bounds need more than 64 bits, and
+    counts more than 53."""
+    model = parsed("m (float[1] x) => (int64[n] y) { y = Range(start, limit, delta) }", 20)
+    for name, bound in zip(("start", "limit", "delta"), bounds, strict=True):
+        model.graph.initializer.append(numpy_helper.from_array(np.array(bound, np.int64), name))
+    wanted = run_plainly(model).run(None, {"x": np.ones(1, np.float32)})[0]
+    walk = Walk(model)
+    results = walk.evaluate(model.graph.node[0])
+    walk.infer(model.graph.node[0])
+    assert walk.shape("y") == wanted.shape
+    assert results is None or np.array_equal(results[0], wanted)
+    assert results is not None or wanted.size > 1000
+
+
 @pytest.mark.matrix(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dims", ["2,3,5", "2,3,13", "B,3,5", "B,3,N"])

@@ -738,3 +738,48 @@ def test_the_search_takes_no_split_without_a_formula(tmp_path: Path) -> None:
             x = np.random.default_rng(size).standard_normal(size, np.float32)
             (wanted,), (y,) = whole.run(None, {"x": x}), session.run(None, {"x": x})
             np.testing.assert_allclose(y, wanted, rtol=2e-4, atol=2e-4 * abs(wanted).max())
+
+
+QUOTIENTS = {
+    "itself": ("y = Div (n, n)", "needs 1 <= rows"),
+    "a multiple": ("three = Mul (n, c) y = Div (three, n)", "needs 1 <= rows"),
+    "another size": ("nm = Mul (n, m) y = Div (nm, n)", ""),
+    "an integer": (
+        "nm = Mul (n, m) q = Div (nm, n) i = Cast <to = 7> (q) y = Cast <to = 1> (i)",
+        "needs 1 <= rows",
+    ),
+    "a difference": ("d = Sub (n, m) y = Div (d, d)", ""),
+    "never 0": ("d = Add (n, c) y = Div (d, d)", ""),
+}
+
+
+@pytest.mark.parametrize("what", QUOTIENTS)
+def test_a_size_of_0_divides_nothing(what: str, tmp_path: Path) -> None:
+    """0 / 0 is not a number: such a run is refused by name, or gives what onnxruntime gives."""
+    body, reason = QUOTIENTS[what]
+    model = save(
+        tmp_path / "ratio.onnx",
+        f"""
+        ratio (float[rows, columns] x) => (float[1] y) <float[1] c = {{3.0}}> {{
+            r = Shape <start = 0, end = 1> (x)
+            s = Shape <start = 1> (x)
+            n = Cast <to = 1> (r)
+            m = Cast <to = 1> (s)
+            {body}
+        }}
+        """,
+    )
+    how: dict[str, Any] = {"strategy": {"tensors": {"x": ["tp", None]}}}
+    sharder.shard(model, tmp_path / "m.par", options("tp=2", **how))
+    with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+        for shape in [(0, 5), (4, 4), (3, 7)]:
+            feeds = {"x": np.zeros(shape, np.float32)}
+            wanted = run_unsplit(model, feeds)
+            if reason and not shape[0]:
+                with pytest.raises(InputError, match=reason):
+                    session.run(None, feeds)
+                sharder.shard(model, tmp_path / "at0.par", options("tp=2", dims={"rows": 0}, **how))
+                with ThreadSession(tmp_path / "at0.par", timeout=TIMEOUT) as other:
+                    np.testing.assert_array_equal(other.run(None, feeds), wanted)
+            else:
+                np.testing.assert_array_equal(session.run(None, feeds), wanted)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from agreement import check_agrees, options
+from agreement import check_agrees, options, run_ranks, run_unsplit
 from onnx import TensorProto, helper
 
 from onnxpar.graph.shapes_by_onnxruntime import RuntimeShapes
 from onnxpar.load.load import load
+from onnxpar.planner import sharder
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>\n'
 F, I32 = TensorProto.FLOAT, TensorProto.INT32
@@ -79,6 +81,27 @@ def test_one_run_tells_what_inference_does_not() -> None:
     table, places = (F, [2, 4, 6]), (TensorProto.INT64, [3, 1])
     assert ask("UnfoldTensor", [table], size=2, step=2) == [[2, 4, 3, 2]]
     assert ask("NGramRepeatBlock", [places, (F, [3, 5])], ngram_size=2) == [[3, 5]]
+
+
+OF_VALUES = {
+    "float[n] t": "r = Reshape(x, flat) t, i, c = com.microsoft.Unique(r)",
+    "int32[2,n] t": "t = com.microsoft.DynamicTimeWarping(x)",
+    "string[4,n] t": """t = com.microsoft.Tokenizer<mark = 0, pad_value = "-",
+        separators = [" "], mincharnum = 1>(words)""",
+}
+
+
+@pytest.mark.parametrize("result", OF_VALUES)
+def test_sizes_that_depend_on_values_of_any_type(result: str, tmp_path: Path) -> None:
+    text = f"""g (float[5,4] x, string[4] words) => ({result}, int64 y, float[5,4] z)
+    <int64[1] flat = {{-1}}> {{ {OF_VALUES[result]} s = Size(t) y = Neg(s) z = Relu(x) }}"""
+    path, par = tmp_path / "m.onnx", tmp_path / "m.par"
+    onnx.save(onnx.parser.parse_model(HEAD + text), path)
+    sharder.shard(path, par, options("tp=2", strategy={"tensors": {"x": ["tp", None]}}))
+    rows = [[1, 2, 1, 5], [3, 5, 1, 2], [2, 2, 5, 3], [5, 1, 4, 2], [4, 3, 1, 1]]
+    feeds = {"x": np.float32(rows), "words": np.array(["a b c", "d", "", "e f"], object)}
+    for found, wanted in zip(run_ranks(par, feeds), run_unsplit(path, feeds), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_an_op_of_the_runtime_in_the_standard_domain(tmp_path: Path) -> None:

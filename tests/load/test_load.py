@@ -128,11 +128,15 @@ def test_what_cannot_be_converted_is_named(tmp_path: Path) -> None:
         [port("c", [4]), port("d", [4])],
     )
     node = helper.make_node(
-        "Scan", ["", "s", "x"], ["t", "y"], "scan", num_scan_inputs=1, body=body
+        "Scan", ["lengths", "s", "x"], ["t", "y"], "scan", num_scan_inputs=1, body=body
     )
-    ports = [port("s", [1, 4]), port("x", [1, 6, 4])]
+    lengths = helper.make_tensor_value_info("lengths", TensorProto.INT64, [1])
+    ports = [lengths, port("s", [1, 4]), port("x", [1, 6, 4])]
     proto = model([node], ports, [port("t", [1, 4]), port("y", [1, 6, 4])], opset=8)
-    with pytest.raises(ModelError, match="Scan 'scan' of opset 8 has no equivalent in opset 18"):
+    refusal = (
+        "Scan 'scan' of opset 8 has no equivalent in opset 18: it scans sequences of different"
+    )
+    with pytest.raises(ModelError, match=refusal):
         onnxpar.plan(write(proto, tmp_path), devices=2)
 
 

@@ -161,12 +161,23 @@ CASES = [
         "y = Scan <num_scan_inputs = 1, body = b (float[4] e) => (float[4] o) "
         "{ c = Clip <max = 0.5> (e) o = Softmax <axis = 0> (c) }> (x)",
     ),
+    *(
+        (
+            8,
+            "float[2,3,4] x, float[2,4] s, float[2,3] z",
+            f"t, y, u = Scan <num_scan_inputs = 2, directions = {directions}, body = b "
+            "(float[4] a, float[4] e, float f) => (float[4] c, float[4] d, float[4] g) "
+            "{ c = Add (a, e) h = Mul (c, f) d = Clip <max = 0.5> (h) g = Sub (d, e) }> "
+            "(, s, x, z)",
+        )
+        for directions in ([0, 0], [1, 0], [1, 1])
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2][-70:]}")
 def test_converted_models_compute_the_same(case: tuple[int, str, str]) -> None:
-    old = parsed(*case)
+    old = parsed(*case, results="t y u" if "t, y, u" in case[2] else "y")
     old.ir_version = 8
     feeds = fed(old)
     wanted = ran(old, feeds)
@@ -227,6 +238,12 @@ SPLIT = [
     (9, "y = Softmax <axis = 1> (x)"),
     (7, "a = ReduceMax <axes = [1]> (x) y = Clip <min = 0.0> (a)"),
     (10, "y = com.microsoft.Gelu (x)"),
+    (
+        8,
+        "a = Unsqueeze <axes = [0]> (x) s = ReduceMax <axes = [1], keepdims = 0> (a) t, b = Scan "
+        "<num_scan_inputs = 1, body = b (float[4] p, float[4] e) => (float[4] q, float[4] r) "
+        "{ q = Add (p, e) r = Tanh (q) }> (, s, a) y = Squeeze <axes = [0]> (b)",
+    ),
     (9, 'y = ai.onnx.ml.Normalizer <norm = "L2"> (x)'),
     (
         9,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -142,6 +143,27 @@ def test_circles_of_three() -> None:
              "y = sum a2@ b2@ c2@"]  # fmt: skip
     found = fused(build(lines, axes=axes))
     assert sorted(found) == ["a1", "a2", "b1 b2", "c1 c2"]
+
+
+def test_a_bucket_that_grows_after_it_waits_for_another() -> None:
+    """a2 waits for b1, so b2, which waits for a3, is not sent with b1."""
+    lines = ["b1 = matmul x v", "b1@ = reduce b1", "a2 = relu b1@", "a2@ = reduce a2",
+             "a3 = matmul x u", "a3@ = reduce a3", "b2 = relu a3@", "b2@ = reduce b2",
+             "y = sum a2@ b2@"]  # fmt: skip
+    found = fused(build(lines, axes={"b1@": TP, "b2@": TP}))
+    assert sorted(found) == ["a2 a3", "b1", "b2"]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_buckets_of_random_graphs_have_an_order(seed: int) -> None:
+    draw = random.Random(seed)
+    lines, axes = ["t0 = relu x"], {}
+    for i in range(1, 16):
+        lines += [f"t{i} = sum t{draw.randrange(i)} r{draw.randrange(i)}", f"r{i} = reduce t{i}"]
+        axes[f"r{i}"] = draw.choice([DP, TP, BOTH])
+    lines.insert(1, "r0 = relu t0")
+    left = fused(build(lines, axes=axes))
+    assert sorted(" ".join(left).split()) == sorted(f"t{i}" for i in range(1, 16))
 
 
 def firsts(

@@ -35,6 +35,8 @@ CASES = [
     ),
     (Case("Hardmax", [(2, 4, 3)], {"axis": -2}), "d0 d1 d2 -> d0 d1 d2 {communicating: d1}"),
     (Case("Hardmax", [TIES], fed=[0]), "d0 d1 -> d0 d1 {communicating: d1}"),
+    # in rows of other lengths, onnxruntime's result for a NaN depends on the memory of the row
+    (Case("Hardmax", [ODD[:, :4]], fed=[0]), "d0 d1 -> d0 d1 {communicating: d1}"),
     *(
         (
             Case("TopK", [X, array([k])], {"axis": 1, "largest": largest}, outputs=2),

@@ -114,7 +114,7 @@ class Executor:
         inputs = self.session.get_inputs()
         self._inputs = [a.name for a in inputs if a.name in self._bundle.inputs]
         self._binding = Binding(self.session)
-        self._of_no_size = {a.name for a in self.session.get_outputs() if 0 in a.shape}
+        self._inferred = {a.name: a.shape for a in self.session.get_outputs()}
 
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
         """Runs once, or as often as the request says. `feeds` are this rank's shards of the inputs,
@@ -402,13 +402,13 @@ class Executor:
         self, order: Sequence[str], request: Request, feeds: Mapping[str, Array], room: Room
     ) -> dict[str, Slot]:
         """Binds each output to memory of `room` if possible, to the memory of a kept state that the
-        run changes in place, or else to new memory of onnxruntime. The latter includes outputs in
-        which onnxruntime expects no elements, because ONNX infers 0 for some open sizes. Returns
-        the slots of the room."""
+        run changes in place, or else to new memory of onnxruntime. The latter includes outputs of
+        which onnxruntime expects another shape than its kernels compute. Returns the slots of the
+        room."""
         kept = set(self._states.values()) if request.keep else set()
-        others = kept | self._carried.keys() | self._of_no_size
-        names = [name for name in order if name not in others]
-        specs = {n: s for n in names if (s := self._own.direct(n)) is not None}
+        names = [name for name in order if name not in kept | self._carried.keys()]
+        direct = {n: s for n in names if (s := self._own.direct(n)) is not None}
+        specs = {n: s for n, s in direct.items() if _may_be(self._inferred[n], s[1])}
         slots = dict(zip(specs, room.place(list(specs.values())), strict=True))
         in_place = self._changed_in_place(feeds) if request.keep else ()
         held = {self._states[name]: name for name in in_place}
@@ -468,6 +468,14 @@ class Executor:
     def _copied(self, name: str, part: Array) -> Any:
         """Returns a copy of a shard that can be kept."""
         return part if self._ports[name].is_value else copy_of(part)
+
+
+def _may_be(inferred: Sequence[int | str | None], shape: Sequence[int]) -> bool:
+    """True if a shape that onnxruntime inferred, empty for an unknown rank, allows this shape."""
+    pairs = zip(inferred, shape, strict=False)
+    return not inferred or (
+        len(inferred) == len(shape) and all(a == b for a, b in pairs if isinstance(a, int))
+    )
 
 
 def _is_tensor(value: Any) -> bool:
