@@ -44,6 +44,7 @@ from onnxpar.cli.command_line import main as command
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
 from onnxpar.planner import sharder
+from onnxpar.planner.loader import Loader
 from onnxpar.planner.options import Options
 from onnxpar.report.candidates import Candidate, Refused, try_candidate
 from onnxpar.strategy.strategy import Strategy
@@ -112,7 +113,7 @@ def entries_of(case: Case, topology: Topology, folder: Path) -> list[Entry]:
         model = step
     known: dict[str, Entry] = {}
     for number, (name, options) in enumerate(options_of(case, topology)):
-        candidate = try_candidate(model, options)
+        candidate = try_candidate(model, options, Loader(model))
         if isinstance(candidate, Refused):
             print(f"{name} does not apply: {candidate.reason}")
             continue

@@ -13,6 +13,7 @@ from bench import model_shapes
 
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
+from onnxpar.planner.loader import Loader
 from onnxpar.planner.options import Options
 from onnxpar.report.candidates import Candidate, try_candidate
 from onnxpar.strategy.strategy import Strategy
@@ -81,14 +82,15 @@ WORKLOADS = {
 
 def searched(path: Path, given: Options) -> Candidate:
     """What the search finds."""
-    found = try_candidate(path, replace(given, search="auto"))
+    found = try_candidate(path, replace(given, search="auto"), Loader(path))
     assert isinstance(found, Candidate), found.reason
     return found
 
 
 def rivals(work: Workload, path: Path, given: Options) -> dict[str, float]:
     """Seconds of a run, by each strategy that applies to the mesh."""
-    tried = {name: try_candidate(path, how) for name, how in _rivals(work, given)}
+    loader = Loader(path)
+    tried = {name: try_candidate(path, how, loader) for name, how in _rivals(work, given)}
     return {n: c.predicted.total for n, c in tried.items() if isinstance(c, Candidate)}
 
 

@@ -12,6 +12,7 @@ from training.steps import write_step
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
 from onnxpar.planner import sharder
+from onnxpar.planner.loader import Loader
 from onnxpar.planner.options import Options
 from onnxpar.report.candidates import Candidate, choices, try_candidate
 
@@ -38,7 +39,7 @@ NEAR = Topology.of(
 def candidates(step: Path, mesh: str, topology: Topology) -> Iterator[Candidate]:
     """The presets that apply, and the search as the last."""
     for options in choices(step, Options(mesh=Mesh.parse(mesh), topology=topology)):
-        found = try_candidate(step, options)
+        found = try_candidate(step, options, Loader(step))
         if isinstance(found, Candidate):
             yield found
 
