@@ -173,7 +173,7 @@ class NoteJobs(Pass):
         makers: dict[int, int] = {}
         for i, node in enumerate(graph.nodes):
             entry = planned.get(node.name)
-            group = groups(node).by_rank[0] if entry is not None else ()
+            group = groups(node).each[0] if entry is not None else ()
             crosses = len({rank // self.ranks_per_host for rank in group}) > 1
             is_sent = entry is not None and crosses
             self.sent.append(
