@@ -1,5 +1,5 @@
 """Decides how the tokens of a mixture reach the ranks of their experts: each rank gathers all
-tokens, or ranks exchange rows, and each token goes only to the experts that were chosen for it.
+tokens, or ranks exchange rows, and each token reaches only the ranks of its own experts.
 
 Megatron-LM names the two dispatchers `allgather` and `alltoall`.
 """
@@ -19,62 +19,62 @@ from onnxpar.sharding.state import FactorSharding, ShardingState
 
 _COUNT_BYTES = 8
 _LAUNCHES = 30
-"""How many nodes more a rank runs to sort the rows that it sends and gets."""
+"""The number of additional nodes that a rank runs to sort the rows that it sends and receives."""
 
 
 def exchanged_parts(
-    graph: gs.Graph, sharding: ShardingState, over: Axes, others: Axes
+    graph: gs.Graph, sharding: ShardingState, over: Axes, beside: Axes
 ) -> Iterator[ExpertPart]:
-    """What experts compute, of the mixtures for which the exchange of rows is cheaper.
+    """Yields the part of experts in each mixture for which the exchange of rows is cheaper.
 
     over    the axes that split experts
-    others  the axes beside them that split tokens
+    beside  the other axes, which split tokens
     """
     shapes = known_shapes(graph)
-    for found in find_chosen_rows(graph, shapes):
-        part, share = expert_part(found, shapes), chosen_share(found, shapes)
+    for rows in find_chosen_rows(graph, shapes):
+        part, share = expert_part(rows, shapes), chosen_share(rows, shapes)
         if (
             part is None
             or share is None
-            or not min(default_parts(shapes[found.chosen.name][0], over))
+            or not min(default_parts(shapes[rows.chosen.name][0], over))
         ):
             continue
-        if _exchange(found, part, share, sharding, over, others) < _gather(
-            found, share, sharding, over, others
+        if _exchange(rows, part, share, sharding, over, beside) < _gather(
+            rows, share, sharding, over, beside
         ):
             yield part
 
 
 def _exchange(
-    found: ChosenRows, part: ExpertPart, share: float, sharding: ShardingState, over: Axes,
-    others: Axes,
+    rows: ChosenRows, part: ExpertPart, share: float, sharding: ShardingState, over: Axes,
+    beside: Axes,
 ) -> float:  # fmt: skip
-    """Seconds of the exchange: the chosen rows there and back, and their numbers before."""
-    ranks, costs = parts_over(over) * parts_over(others), sharding.costs
-    moved = [node.outputs[0] for node in found.enter] + [part.result]
+    """Seconds of the exchange: the chosen rows go there and back, after their numbers."""
+    ranks, costs = parts_over(over) * parts_over(beside), sharding.costs
+    moved = [node.outputs[0] for node in rows.enter] + [part.result]
     sizes = [_bytes(t, sharding) * share / ranks for t in moved]
-    sizes.append(_COUNT_BYTES * sharding.factors.tensors[found.chosen.name].dims[0].size)
+    sizes.append(_COUNT_BYTES * sharding.factors.tensors[rows.chosen.name].dims[0].size)
     launches = _LAUNCHES * max(device.launch for device in costs.devices)
     return sum(costs.collective("AllToAll", over, size) for size in sizes) + launches
 
 
 def _gather(
-    found: ChosenRows, share: float, sharding: ShardingState, over: Axes, others: Axes
+    rows: ChosenRows, share: float, sharding: ShardingState, over: Axes, beside: Axes
 ) -> float:
-    """Seconds in which each rank gets all tokens, and the results are added up. Beside a split
-    batch, every rank along `over` has these tokens already."""
-    parts, costs = parts_over(others), sharding.costs
-    result = _bytes(found.total.outputs[0], sharding) / parts
-    if others:
+    """Seconds in which each rank gathers all tokens, and ranks add up the results. If other axes
+    split the batch, every rank along `over` has its tokens already."""
+    parts, costs = parts_over(beside), sharding.costs
+    result = _bytes(rows.total.outputs[0], sharding) / parts
+    if beside:
         return costs.collective("AllReduce", over, result)
-    marks = _bytes(found.chosen, sharding)  # one byte for each expert and row
+    marks = _bytes(rows.chosen, sharding)  # one byte for each expert and row
     decisions = share * marks * _COUNT_BYTES
-    tokens = [_bytes(node.inputs[1], sharding) for node in found.enter]
+    tokens = [_bytes(node.inputs[1], sharding) for node in rows.enter]
     gathered = sum(costs.collective("AllGather", over, size) for size in (*tokens, decisions))
     return gathered + costs.collective("ReduceScatter", over, result)
 
 
 def _bytes(tensor: gs.Tensor, sharding: ShardingState) -> float:
-    """Bytes of a whole tensor, on average over the sizes for which costs are computed."""
+    """Bytes of a whole tensor, as the mean over the sizes for which costs are computed."""
     leaves = sharding.factors.tensors[tensor.name].leaves
     return mean_bytes(tensor, FactorSharding(tuple(() for _ in leaves)), sharding)
