@@ -99,7 +99,7 @@ def grad(args: argparse.Namespace) -> int:
         args.decay_all,
         args.ema,
     )
-    strategy = Strategy.given(args.strategy or None)
+    strategy = Strategy.from_argument(args.strategy or None)
     source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dims))
     output = Path(args.output)
     given = (loss, options, source, args.untie, args.weights)

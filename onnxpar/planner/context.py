@@ -149,7 +149,7 @@ def make_context(model: Model, options: Options) -> PassContext:
             preset=chosen.preset,
             annotated=chosen.annotated,
             objective=options.objective,
-            found=chosen.found,
+            solution=chosen.found,
             proof=chosen.proof,
         ),
         variants=others,

@@ -55,7 +55,7 @@ def options_of(
     options = table(kind)
     for name, value in asked.items():
         _check(name, value, caller, options)
-    strategy = Strategy.given(asked.get("strategy"))
+    strategy = Strategy.from_argument(asked.get("strategy"))
     if strategy is not None and strategy.context:
         asked = _with_context(asked, strategy, options)
     values = {**{name: each.option.default for name, each in table().items()}, **asked}
@@ -69,11 +69,13 @@ def options_of(
         mesh=mesh,
         strategy=strategy,
         dataset=read_dataset(values["dataset_strategy"]),
-        topology=Topology.given(values["topology"], mesh.size if mesh else values["devices"]),
+        topology=Topology.from_argument(
+            values["topology"], mesh.size if mesh else values["devices"]
+        ),
         host=unknown_host if any_host else partial(host_topology, shard_batch),
         on_any_host=any_host,
-        objective=Objective.given(*limits, Patience(tell=progress_line("search"))),
-        typical=Typical.given(values["typical"]),
+        objective=Objective.from_argument(*limits, Patience(tell=progress_line("search"))),
+        typical=Typical.from_argument(values["typical"]),
         states=_pairs(values["states"] or ()),
         page_size=_page_size(values["page_size"]),
         kv_dtype=_kv_dtype(values["kv_dtype"]),

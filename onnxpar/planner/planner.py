@@ -135,7 +135,7 @@ class Planner:
         gradients between hosts count in full, and of one in which compute hides them."""
         planned = self.make(attempt)
         is_step = planned.plan.step is not None and planned.ctx.model.sizes is None
-        was_searched = planned.ctx.request.found is not None
+        was_searched = planned.ctx.request.solution is not None
         may_hide = is_step and was_searched and may_overlap(self.options)
         if not may_hide or attempt.objective.any_fit:
             return planned

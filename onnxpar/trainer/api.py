@@ -185,7 +185,7 @@ def grad(
         batch_dim or {},
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    how = Strategy.given(strategy)
+    how = Strategy.from_argument(strategy)
     use_libraries(libraries)
     source = Options(devices=devices, mesh=mesh, preset=preset, strategy=how, dims=dims)
     of_groups = [Group.parse(text) for text in group]
