@@ -1,4 +1,5 @@
-"""Makes the tensors inside a graph outputs, so that each can be compared with the whole model's."""
+"""Makes tensors inside a graph outputs, to compare each with the same tensor of the unsplit
+model."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _TYPES = frozenset(
 )
 
 
-def expose(made: Plan, ctx: PassContext, names: Collection[str]) -> None:
+def expose(plan: Plan, ctx: PassContext, names: Collection[str]) -> None:
     """Makes the results of nodes with these names outputs of the ranks' graphs and of the plan.
 
     Leaves out results in bodies, and results whose shape or shards are not known before a run. The
@@ -48,7 +49,7 @@ def expose(made: Plan, ctx: PassContext, names: Collection[str]) -> None:
             if port is not None:
                 tensor.shape = list(ctx.layouts[tensor.name].shape)
                 graph.outputs.append(tensor)
-                made.outputs.append(port)
+                plan.outputs.append(port)
 
 
 def _port(tensor: gs.Tensor, ctx: PassContext) -> Port | None:
