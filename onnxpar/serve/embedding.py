@@ -23,10 +23,7 @@ from onnxpar.serve.visiting import Visiting
 
 
 class EmbeddingAnswering(Visiting):
-    """The endpoint of a route that embeds or ranks texts.
-
-    read  the requests of the route
-    """
+    """The endpoint of a route that embeds or ranks texts; `read` is the class of its requests."""
 
     def __init__(self, service: EmbeddingService, read: type[EncoderRequest]) -> None:
         super().__init__(service)
@@ -52,7 +49,7 @@ class EmbeddingAnswering(Visiting):
         return request, request.checked_tokens(self._service)
 
     async def _results(self, texts: Sequence[Tokens]) -> Array:
-        """What the model computes of the texts. Errors: ApiError if it does not."""
+        """The model's results for these texts. Errors: ApiError if it has none."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Array | End | Failure] = loop.create_future()
 
