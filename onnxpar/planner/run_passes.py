@@ -35,14 +35,14 @@ def run_passes(
     check: bool = False,
     times: PassTimes | None = None,
 ) -> Plan | None:
-    """Runs passes in order; returns the plan, which is taken after the passes with `plan_after`.
+    """Runs passes in order; returns the plan, which is made after the passes with `plan_after`.
 
-    observer  sees the graph after every pass, before the check; and the costs after the pass with
+    observer  sees the graph after every pass, before the check, and the costs after the pass with
               `costs_after`, unless sizes are open
     check     verify the invariants after every pass
     times     collects the wall time of each pass
 
-    Errors: OnnxparError of a pass; PassError for any other failure, naming the pass and those
+    Errors: OnnxparError of a pass; PassError for any other failure, naming the pass and the passes
     before it.
     """
     plan = None
@@ -77,7 +77,7 @@ def run_passes(
             plan.hidden = min(ctx.lowered.hidden, plan.predicted.communication)
             shown = plan.predicted.communication - plan.hidden
             plan.predicted = replace(plan.predicted, communication=shown)
-        plan.mixtures = [Mixture(*each) for each in ctx.lowered.mixtures]
+        plan.mixtures = [Mixture(*mixture) for mixture in ctx.lowered.mixtures]
         plan.row_outputs = dict(ctx.lowered.row_outputs)
         plan.fused = {k: (a, b) for k, (a, b) in (ctx.fused or {}).items() if a != b}
     return plan
@@ -91,7 +91,7 @@ def _run(
     observer: Observer,
     times: PassTimes,
 ) -> bool:
-    """Runs a pass, and shows what it leaves; returns whether anything changed."""
+    """Runs a pass, and shows the observer its result; returns True if anything changed."""
     known = known_of(model.graph) if step.stage is Stage.REWRITE else None
     with failures(step, ran):
         try:
@@ -110,7 +110,7 @@ def _run(
 
 
 def open_sharding(model: Model, mesh: Mesh, topology: Topology | None) -> ShardingState:
-    """A state of sharding in which nothing is split."""
+    """A state of sharding without any split."""
     if any(node.domain == DOMAIN for node in model.graph.nodes):
         return ShardingState.open(mesh, GraphFactors({}, []), topology)  # a program per rank
     factors = analyse(model.graph, model.states, model.sizes is None, model.whole)
