@@ -105,8 +105,8 @@ class _Lines(logging.Formatter):
 
 @contextmanager
 def _logged(args: argparse.Namespace) -> Iterator[None]:
-    """A context in which messages are lines on standard error, as many as --quiet or --verbose
-    allow. A quiet command whose result is a file writes nothing to standard output."""
+    """A context in which messages are lines on standard error, filtered by --quiet and --verbose. A
+    quiet command whose result is a file writes nothing to standard output."""
     quiet, verbose = getattr(args, "quiet", False), getattr(args, "verbose", False)
     handler = logging.StreamHandler()
     handler.setFormatter(_Lines())

@@ -75,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, rest
 
     def _with_file(self, args: Sequence[str]) -> Sequence[str]:
-        """The arguments, together with those of a file for commands that read one."""
+        """The arguments, together with the arguments in a file for commands that read a file."""
         if FLAG not in self._option_string_actions:
             return args
         try:

@@ -32,9 +32,9 @@ def talk(generator: Generator, chat: Chat, answer: Callable[[Chat], str]) -> Non
 
 
 def _within_room(generator: Generator, chat: Chat) -> Chat:
-    """The chat without its oldest messages, as many as must go to make room for a new token; a line
-    on standard error says how many. The system message stays. Errors: TooLongError if the last
-    message has no room."""
+    """Drops the oldest messages of a chat until there is room for a new token; a line on standard
+    error says how many. Keeps the system message. Errors: TooLongError if the last message has no
+    room."""
     first = int(chat[0]["role"] == "system")
     shortened, limit = chat, ""
     while True:

@@ -21,8 +21,8 @@ Options = argparse._ActionsContainer
 
 
 class GivenModel(argparse.Action):
-    """Stores the user's path as `given_model`. The path of its ONNX file replaces `model` once
-    messages are shown."""
+    """Stores the user's path as `given_model`, and as `model` until the command replaces `model` by
+    the path of an ONNX file: an export of a model prints messages, which must be set up first."""
 
     def __call__(
         self,

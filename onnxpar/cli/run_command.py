@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     rank = launched_rank()
     ranks = 0 if rank is not None or args.log_dir is not None else _count_ranks(args.par)
     with started_early(ranks) if ranks else nullcontext():
-        with quick_imports():  # beside those of the ranks
+        with quick_imports():  # at the same time as the imports of ranks
             from onnxpar.cli.run_model import run_model
 
         return run_model(args, rank)

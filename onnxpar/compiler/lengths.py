@@ -141,7 +141,7 @@ def check_lengths(plans: Sequence[Plan], files: Sequence[Path]) -> None:
 def _check_alike(
     first: Mapping[str, Any], other: Mapping[str, Any], file: Path, longest: Path
 ) -> None:
-    """Raises StrategyError unless two plans are of one step, and keep its states alike."""
+    """Raises StrategyError unless two plans are of the same step, with the same states."""
     remedy = "write both with the same options of `onnxpar grad`, but for the length in --dim"
     if first["step"]["deal"] or other["step"]["deal"]:
         raise StrategyError(f"--shorter {file}: a manual program has one length")

@@ -327,7 +327,7 @@ class Plan(Shown):
         return entry if rows is None else {**entry, "rows": list(rows)}
 
     def text(self) -> str:
-        """The JSON as text, with one line for each collective, weight and port."""
+        """The JSON as text."""
         return json.dumps(self.to_json(), indent=1)
 
 

@@ -150,8 +150,8 @@ def _with_leaves(base: GraphFactors, other: GraphFactors) -> GraphFactors | None
 
 
 def _odd_factors(rule: Rule, other: Rule) -> frozenset[str]:
-    """The factors of which two rules of a node disagree: they make up a dimension differently, or a
-    part has more than one element only in the other rule."""
+    """The factors about which two rules of a node disagree: they make up a dimension differently,
+    or a part has more than one element only in the other rule."""
     pairs = zip((*rule.inputs, *rule.outputs), (*other.inputs, *other.outputs), strict=True)
     exprs = [pair for a, b in pairs for pair in zip(a or (), b or (), strict=True)]
     odd = {v for pair in exprs if pair[0] != pair[1] for expr in pair for v in expr_vars(expr)}

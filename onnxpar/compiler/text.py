@@ -22,8 +22,8 @@ from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotati
 
 
 def graph_text(graph: gs.Graph, ctx: PassContext) -> str:
-    """The graph as text: a line for each input, weight, node and output. Layouts are those of
-    insert-collectives; before this pass, the propagated ones. While nothing is split yet, there is
+    """The graph as text: a line for each input, weight, node and output. Layouts are the results of
+    insert-collectives or, before this pass, of propagation. While nothing is split yet, there is
     also a line for each annotation."""
     return "\n".join(_lines(graph, ctx)) + "\n"
 

@@ -169,7 +169,7 @@ def _pending(
 
 
 def _every_segment(op: OpFactors, factor: str, leaf_axes: dict[int, tuple[Axis, ...]]) -> bool:
-    """True if all segments of a reduced factor are split over the same axes."""
+    """True if all segments of a factor are split over the same axes."""
     axes = iter([leaf_axes.get(i, ()) for i, leaf in enumerate(op.leaves) if leaf.factor == factor])
 
     def cover(dim: Dim) -> frozenset[Axis] | None:

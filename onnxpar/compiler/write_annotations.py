@@ -86,7 +86,8 @@ def operand_names(sharding: ShardingState) -> Operands:
 
 
 def write_annotations(model: onnx.ModelProto, ctx: PassContext, operands: Operands) -> None:
-    """Replaces the model's annotations by those of a plan after insert-collectives."""
+    """Replaces the model's annotations by annotations with the layouts of a plan after
+    insert-collectives."""
     sharding, mesh = ctx.sharding, ctx.sharding.mesh
     clear_annotations(model)
     pinned = {

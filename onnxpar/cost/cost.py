@@ -283,8 +283,8 @@ class Costs:
         return self._places[axes]
 
     def shares(self, axes: Axes) -> Shares | None:
-        """The shares of the work that ranks along axes take; None if all take the same. The shares
-        of ranks with the same index along the axes are added up."""
+        """The shares of the work that ranks along axes take; None if the shares are equal. The
+        shares of ranks with the same index along the axes are added up."""
         if not self.topology.shares:
             return None
         if axes not in self._shares:
@@ -341,7 +341,7 @@ class Costs:
         )
 
     def memory(self, size: float, device: Device | None = None, far: float = 0.0) -> float:
-        """Seconds to read or write `size` bytes, of which `far` bytes are in no cache, on a device
+        """Seconds to read or write `size` bytes, with `far` of these bytes in no cache, on a device
         or, without one, on the slowest device."""
         devices = self.devices if device is None else (device,)
         return max(d.move(size - far) + far / d.memory_bandwidth for d in devices)
@@ -368,7 +368,8 @@ class Costs:
 
 
 def by_cores(link: Link) -> Link:
-    """A link that is no slower than the cores of a host are in moving bytes."""
+    """A link on which a collective takes no longer than the cores of a host take to move its
+    bytes."""
     return Link(min(HOST.latency, link.latency), max(HOST.bandwidth, link.bandwidth))
 
 

@@ -130,7 +130,8 @@ def _of_busy(place: Path) -> Path:
 
 @contextmanager
 def _alone(place: Path | None) -> Iterator[None]:
-    """Waits until no other process measures; goes on without a lock where that is not possible."""
+    """A context in which no other process measures the host; does without a lock if locking is
+    impossible."""
     lock: int | None = None
     try:
         with suppress(OSError):

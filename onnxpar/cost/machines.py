@@ -1,8 +1,8 @@
 """Topologies of machines with short names, such as `8x64-core,25GbE`, for plans without a topology
 file.
 
-The figures are round ones of current servers; docs/how-to/topology.md says where each is from, and
-which figures are assumed.
+The figures are round numbers for current servers; docs/how-to/topology.md names the sources, and
+says which figures are assumed.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _as_rank(model: str, feeds: Mapping[str, Any], sizes: Mapping[str, int], sha
     """A run as in the process of a rank: on the rank's share of the cores, without the nodes that
     compute sizes. If all inputs and outputs are tensors of numbers, they are bound to memory."""
     if share.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, share.cores)  # of this thread, and of those that it starts
+        os.sched_setaffinity(0, share.cores)  # of this thread, and of threads that it starts
     options = quiet_options()
     SessionSpec().apply(options, 0, share.threads, share.spin)
     for symbol, size in sizes.items():

@@ -19,8 +19,8 @@ PATIENCE = 20.0
 
 @dataclass(frozen=True)
 class UnsplitRuns:
-    """Seconds of a run of the unsplit model in onnxruntime: `alone` with all cores; `beside` while
-    other such runs use the other cores, each with the cores of a rank."""
+    """Seconds of a run of the unsplit model in onnxruntime. `alone` is for all cores; `beside` is
+    for the cores of one rank, while a run for each other rank uses the other cores."""
 
     alone: float
     beside: float

@@ -225,12 +225,13 @@ def _lower(attempt: Attempt, make: Make) -> Planned:
 
 
 def _of_states(held: float) -> str:
-    """Says how many of the bytes that a rank needs are states; empty if there are none."""
+    """A phrase about the bytes of states among the bytes that a rank needs; empty without
+    states."""
     return f", {text_of(held, 'B')} of it for states" if held else ""
 
 
 class _OutOfTime(Exception):
-    """The time to look for a number of ranks is over."""
+    """Raised when the time to look for a number of ranks is over."""
 
 
 def _enough(

@@ -28,7 +28,7 @@ _BOOLS = {"true": True, "false": False}
 
 
 def by_name() -> dict[str, type[Pass]]:
-    """All passes by name, with those of plugins last. Errors: StrategyError if a plugin's pass has
+    """All passes by name; passes of plugins come last. Errors: StrategyError if a plugin's pass has
     the name of another pass."""
     of_plugins = registered_passes()
     for name in OWN.keys() & of_plugins.keys():

@@ -118,9 +118,9 @@ def _kv_dtype(dtype: str | None) -> str | None:
 def _with_context(
     options: Mapping[str, Any], strategy: Strategy, known: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Returns the options with those of a strategy's section `context`, unless the function lacks
-    them: `annotate` fuses nothing. Errors: StrategyError for a setting that an option contradicts,
-    or that a strategy cannot have."""
+    """Returns the options with the settings of a strategy's section `context`. Leaves out settings
+    that the function does not take: `annotate` fuses nothing. Errors: StrategyError for a setting
+    that an option contradicts, or that a strategy cannot have."""
     source = f"{strategy.source}: context"
     new = options_of_context(strategy.context, source)
     all_options = table()

@@ -28,7 +28,7 @@ _registered: dict[str, type[Pass]] = {}
 
 
 def registered_passes() -> dict[str, type[Pass]]:
-    """The passes of plugins, by name; those of installed packages first."""
+    """The passes of plugins, by name; passes of installed packages come first."""
     load_entry_points()
     return dict(_registered)
 

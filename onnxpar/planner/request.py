@@ -87,8 +87,8 @@ def requests_for(request: Request, mesh: Mesh, ranks: int) -> Iterator[dict[str,
 
 def _alike(mesh: Mesh, ranks: int) -> list[Mesh]:
     """Returns the meshes of other sizes with the same axes. Meshes whose inner axes keep their
-    sizes come first, then those with larger ones, because the inner axes divide the memory of a
-    rank."""
+    sizes come first, then meshes with larger inner axes, because the inner axes divide the memory
+    of a rank."""
     names = [name for name, _ in mesh.shape]
     before = [size for _, size in mesh.shape]
 

@@ -119,7 +119,8 @@ class _Saving:
         self.values: dict[tuple[Any, str], Any] = {}
 
     def strategy(self) -> Strategy:
-        """Adds entries until they give the same layouts, then drops those that are not needed."""
+        """Adds entries until they give the layouts of the plan, then drops entries that are not
+        needed."""
         batches: list[list[_Entry]] = []
         while differing := self._differing(batches):
             batches.append(self._next(differing, batches))

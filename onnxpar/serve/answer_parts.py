@@ -53,8 +53,8 @@ class Call:
 
 
 class Calls:
-    """Collects the calls of an answer from its parts; `well_formed` has those that are not
-    malformed."""
+    """Collects the calls of an answer from its parts; `well_formed` has all calls but malformed
+    ones."""
 
     def __init__(self) -> None:
         self.well_formed: list[Call] = []

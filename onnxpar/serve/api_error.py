@@ -62,7 +62,7 @@ class JsonResponse(Response):
 
 
 def quoted(value: object) -> str:
-    """Returns a value for a message: at most the beginning of it."""
+    """Returns a value as text for a message; long values are cut."""
     if isinstance(value, (str, int, float)) or value is None:
         text = repr(value[: _LONGEST + 1] if isinstance(value, str) else value)
         return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."

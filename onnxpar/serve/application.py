@@ -98,7 +98,7 @@ def _answering(engine: Served, settings: Settings) -> tuple[Service, Mapping[str
 
 
 class _Pages:
-    """The routes that do not run the model; `paths` are those of the routes that do."""
+    """The routes that do not run the model; `paths` are the other routes."""
 
     def __init__(self, service: Service, paths: Sequence[str]) -> None:
         self._service, self._paths = service, paths

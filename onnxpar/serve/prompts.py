@@ -75,8 +75,8 @@ def limits_of(
 
 
 def _form(service: GeneratingService, request: GenerationRequest) -> Form | None:
-    """The form of answers; None if the request has none. Errors: ApiError for tools if it is
-    unknown how the model calls them."""
+    """The form of answers; None if the request has none. Errors: ApiError for tools if the way in
+    which the model calls tools is unknown."""
     tools = request.callable_tools
     if tools is not None and tools.are_required:
         return Form(None, tools, "tools")
@@ -123,8 +123,8 @@ def _room(service: GeneratingService, request: GenerationRequest, prompt: Sequen
 
 
 def _ends(service: GeneratingService, request: GenerationRequest) -> frozenset[int]:
-    """The tokens that end an answer: those of the model, those in the request, and stop strings
-    that are special tokens, which no text has. Errors: ApiError for a token outside of the
+    """The tokens that end an answer: end tokens of the model, tokens in the request, and stop
+    strings that are special tokens, which no text has. Errors: ApiError for a token outside of the
     vocabulary."""
     vocabulary = range(service.engine.vocabulary)
     for token in request.stop_token_ids:

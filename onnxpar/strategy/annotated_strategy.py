@@ -56,7 +56,7 @@ def annotated_mesh(annotated: Configuration, requested: Mesh | None) -> Mesh:
 
 
 def onnx_annotations(annotated: Configuration, sharding: ShardingState) -> Iterator[Annotation]:
-    """Yields the model's annotations: those of nodes, then those of tensors.
+    """Yields the model's annotations: first for nodes, then for tensors.
 
     Errors: StrategyError for an annotation that cannot be met; it names the node and the tensor.
     """
@@ -341,8 +341,8 @@ class _NodeReader:
 
 
 def _components(dim: Dim, component_axes: Sequence[tuple[int | None, Axes]]) -> list[Dim] | None:
-    """The dimension cut into components of these sizes, one of which may be open. None if no
-    factors of the dimension make up a component."""
+    """The dimension cut into components of these sizes; one size may be open. None if no factors of
+    the dimension make up a component."""
     known = math.prod(size for size, _ in component_axes if size is not None)
     rest = list(dim.children) if isinstance(dim, Product) else [dim]
     out: list[Dim] = []

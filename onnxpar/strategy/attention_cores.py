@@ -85,9 +85,9 @@ class Cores:
         return False
 
     def _spread(self, start: OpFactors, keys: list[int]) -> Core:
-        """The core around a node that reduces its leaves `keys`: all nodes that tensors over pairs
-        of positions connect with the node. Nodes of masks belong to the core, but the search does
-        not continue through them to other layers that read the same mask."""
+        """The core around a node that reduces its leaves `keys`: all nodes that are connected with
+        this node through tensors over pairs of positions. Nodes of masks belong to the core, but
+        the search does not continue through them to other layers that read the same mask."""
         roles: set[tuple[str, int]] = set()
         members: dict[str, OpFactors] = {}
         todo: list[tuple[OpFactors, int]] = [(start, i) for i in keys]

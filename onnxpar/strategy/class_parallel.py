@@ -57,10 +57,13 @@ def _classifiers(
     graph: gs.Graph, sharding: ShardingState, step: Step | None
 ) -> Iterator[tuple[int, int, int, tuple[int, ...], str]]:
     """Yields (elements, products, classes, atoms of the classes, name) for each weight that is a
-    classifier. The results of products have its classes, and a loss or an output reads them; no
-    other weight of two or more dimensions and no input has these classes. Where a step samples
-    classes, the atoms number groups of classes: more products keep a group than the positions in
-    it. Groups of two sizes are two segments, each with its own atom."""
+    classifier: the results of products have its classes, and a loss or an output reads the classes;
+    no other weight of two or more dimensions and no input has them.
+
+    Where a step samples classes, the atoms number groups of classes, as more products keep the
+    groups than the positions in a group. Groups of two sizes are two segments, each with its own
+    atom.
+    """
     known = sharding.factors.tensors
     slots = {slot.input for slot in step.slots} if step else set()
     data = [t for t in graph.inputs if not is_weight(t) and t.name not in slots]

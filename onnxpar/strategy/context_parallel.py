@@ -108,7 +108,7 @@ def _computed(graph: gs.Graph) -> set[str]:
     features = [t for t in graph.inputs if is_float(t) and len(t.shape or ()) > 1]
     computed = {t.name for t in features if not is_weight(t)}
     count = -1
-    while count < len(computed):  # a body may come before what it reads
+    while count < len(computed):  # a body may come before the nodes whose results it reads
         count = len(computed)
         for node in all_nodes(graph):
             _follow(node, stored, computed)

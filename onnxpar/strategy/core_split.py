@@ -98,8 +98,8 @@ class CoreSplit:
 
     @cached_property
     def _heads(self) -> list[int]:
-        """The atoms that number heads: every product of the core has them, and the number of ranks
-        divides them."""
+        """The atoms that number heads: every product of the core has them, and heads divide evenly
+        among the ranks."""
         common: set[int] | None = None
         for op in self.core.ops:
             if len(self.core.ops) == 1 or (is_contraction(op) and self.cores.is_computed(op)):

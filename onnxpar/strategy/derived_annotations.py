@@ -28,8 +28,8 @@ class DerivedAnnotation:
     axes: Mapping[int, Axes]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves that are still open: first those that are split, then those that stay
-        whole."""
+        """Decides the leaves that are still open: first the leaves to split, then the leaves that
+        stay whole."""
         changed = False
         for leaf, axes in self.axes.items():
             if axes:

@@ -225,7 +225,8 @@ def _counted(item: Any) -> bool:
 def _spread(
     dim: Dim, over: Axes, links: Sequence[int | None], what: str, sharding: ShardingState
 ) -> list[Axes]:
-    """The axes for the leaves of an operand's dimension. Errors: SizeError if they do not fit."""
+    """The axes for the leaves of an operand's dimension. Errors: SizeError if the axes do not
+    fit."""
     blocked = frozenset(j for j, link in enumerate(links) if link is None)
     spread = spread_dim(dim, over, blocked)
     if spread is None:

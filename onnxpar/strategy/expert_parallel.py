@@ -94,8 +94,8 @@ def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpF
 
 def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
     """Yields the atoms that number the matrices of a product's weight, if the other operand and the
-    result have them, too; also the experts of onnxruntime's mixtures. The groups of a convolution
-    are not among them: groups are channels."""
+    result have them, too. In onnxruntime's mixtures, these are the atoms of the factor of experts.
+    The groups of a convolution are not among them: groups are channels."""
     if op.node.op in EXPERT_WEIGHTS:
         yield from (leaf.atom for leaf in op.leaves if leaf.factor == "e")
         return
@@ -131,8 +131,8 @@ class SplitExperts:
         return next(leaf.size for leaf in self.ops[0].leaves if leaf.atom == self.atom)
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits the leaves of the nodes inside. Keeps the atom whole in tensors at the border,
-        which are split by tokens."""
+        """Splits the leaves of nodes that compute separately for each expert. Keeps the atom whole
+        in tensors at the border of these nodes, which are split by tokens."""
         inside = self._inside(sharding)
         touched: dict[str, set[bool]] = defaultdict(set)
         for op in sharding.factors.ops:

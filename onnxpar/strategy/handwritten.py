@@ -172,7 +172,7 @@ class Handwritten:
                 self._give_alone(node, key)
 
     def _give_alone(self, node: gs.Node, key: str) -> None:
-        """Changes an attribute for ranks that are alone."""
+        """Changes an attribute on ranks that are alone in their group, to suit a group of one."""
         value = node.attrs[key]
         of_rank = self.per_rank.attributes.get((node.name, key))
         alone = {"root": 0, "sources": [0]}.get(key)
@@ -193,8 +193,8 @@ class Handwritten:
         self._unique.add(tag)
 
     def _table(self, node: gs.Node) -> None:
-        """Gives each member of an AllToAll its row of the table (the sizes that it sends) and its
-        column (the sizes that it receives)."""
+        """Gives each member of an AllToAll its row of the table `split_sizes` (the sizes that it
+        sends) and its column (the sizes that it receives)."""
         sizes = node.attrs.get("split_sizes") or []
         count = self._count_members(node)
         if len(sizes) != count * count or "concat_sizes" in node.attrs:

@@ -131,8 +131,7 @@ class Manual:
 
     @property
     def groups(self) -> Mapping[str, Groups]:
-        """The named groups: those of the training step if there is one, else those of the
-        strategy."""
+        """The named groups of the training step, or without one, of the strategy."""
         if self.deal is None:
             return self.strategy.groups
         return {name: tuple(map(tuple, lists)) for name, lists in self.deal.groups.items()}

@@ -73,7 +73,8 @@ class SplitCaches:
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the open leaves of all nodes that write to caches or attend to them."""
+        """Splits the open leaves of positions and heads, in all nodes that write to caches or
+        attend to them."""
         changed = False
         for op in sharding.factors.ops:
             atoms = [leaf.atom for leaf in op.leaves]

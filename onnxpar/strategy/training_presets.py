@@ -31,9 +31,9 @@ _MOVES = ("Reshape", "Transpose", "Identity")
 def sequence_annotations(
     graph: gs.Graph, axes: Axes, sharding: ShardingState, step: Step | None
 ) -> list[Annotation]:
-    """Annotations that split the second dimension of the first input, from each place on where
-    tensor-parallel sums up an activation. Errors: StrategyError if the input has no such
-    dimension."""
+    """Annotations that split activations along the sequence, the second dimension of the first
+    input. The split begins where tensor-parallel sums up an activation. Errors: StrategyError if
+    the input has no such dimension."""
     leaf = _second_dimension(_first_input(graph, step), sharding)
     if leaf is None:
         raise StrategyError(
@@ -125,8 +125,8 @@ class SplitSums:
 def zero_rounds(
     graph: gs.Graph, sharding: ShardingState, step: Step | None, preset: str, axes: Axes
 ) -> tuple[list[Annotation], list[Annotation]]:
-    """Returns two lists of annotations: those that must come before, and those that must come
-    after, all annotations that split the computation.
+    """Returns two lists of annotations: the first must come before, and the second after, all
+    annotations that split the computation.
 
     Stages 1 and 2 shard the optimizer state and the update of each parameter; stage 3 also shards
     the parameter. Stages 1 and 2 of one step are the same program, as both reduce-scatter the

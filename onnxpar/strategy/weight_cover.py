@@ -43,7 +43,7 @@ _PACKED = {"int8", "uint8", "int4", "uint4", "int2", "uint2"}
 
 class WeightCover:
     """The cover of the weights by atoms with the least cost. Starts from all atoms and removes the
-    most expensive ones."""
+    most expensive atoms."""
 
     def __init__(self, graph: gs.Graph, sharding: ShardingState, axes: Axes) -> None:
         self.sharding = sharding
@@ -81,7 +81,8 @@ class WeightCover:
         }
 
     def worth_splitting(self) -> list[gs.Constant]:
-        """The large weights without the smallest ones, which together are a negligible fraction."""
+        """The large weights except the smallest of them, which together are a negligible
+        fraction."""
         total = sum(map(_size, self.large))
         contracted = {w.name for w in self.weights}
         out: list[gs.Constant] = []
@@ -181,7 +182,7 @@ class WeightCover:
         for weight in self.weights:
             cost = SMALL_COVER if weight.name in small else LOCAL_COVER
             cost *= len(self.readers[weight.name])
-            price = self.recurrences.price(weight)  # what it takes, however large it is
+            price = self.recurrences.price(weight)  # includes the effect of the weight's size
             if not price and _size(weight) >= OUTLIER * self.middle:
                 cost *= _size(weight) / self.middle
             cost = (price or cost) / _size(weight)

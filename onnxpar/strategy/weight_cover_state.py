@@ -43,7 +43,7 @@ class CoverState:
             self._add(atom)
 
     def size(self, atom: int) -> float:
-        """The cost of leaving the segments of an atom uncovered."""
+        """The cost of leaving uncovered the segments that an atom covers."""
         return sum(self.price[i] for i in self.holders[atom])
 
     @property
