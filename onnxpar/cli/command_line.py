@@ -24,7 +24,7 @@ from onnxpar.cli.generate_command import add_generate
 from onnxpar.cli.rank_options import apply_to_process
 from onnxpar.cli.run_command import add_run
 from onnxpar.cli.serve_command import add_serve
-from onnxpar.planner.overwritten import refuse_overwriting
+from onnxpar.planner.refuse_overwriting import refuse_overwriting
 from onnxpar.runtime.ranks.redirect import report_for_all_ranks
 
 QUICK: Mapping[str, Callable[[Any], None]] = {

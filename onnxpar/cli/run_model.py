@@ -17,7 +17,7 @@ import numpy as np
 
 from onnxpar.base.bundle_names import PLAN
 from onnxpar.base.errors import InputError
-from onnxpar.cli.predicted import compared
+from onnxpar.cli.compare_prediction import compared
 from onnxpar.runtime.launch.launch import Launched
 from onnxpar.runtime.ranks.redirect import redirect_output
 from onnxpar.runtime.session.bundle import Bundle

@@ -19,8 +19,8 @@ from onnxpar.base.log import LOG
 from onnxpar.base.units import quantity
 from onnxpar.base.write_file import writing
 from onnxpar.cli.arguments import dims_of
+from onnxpar.cli.compare_prediction import compared
 from onnxpar.cli.error_line import report
-from onnxpar.cli.predicted import compared
 from onnxpar.cli.training_bar import Bar
 from onnxpar.graph.tensors import numel, shape_bytes
 from onnxpar.graph.training_spec import Step

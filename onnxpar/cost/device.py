@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.cost.entries import mapping, number
+from onnxpar.cost.topology_entries import mapping, number
 from onnxpar.layout.mesh import MOST_RANKS
 
 ROW_BYTES = 100

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.cost.calibration_models import FEW, NARROW, PICKED, PIXELS, RATED, ROWS, WIDE, WIDTH
 from onnxpar.cost.cost import messages
 from onnxpar.cost.device import Rate
 from onnxpar.cost.measure import (
@@ -22,7 +23,6 @@ from onnxpar.cost.measure import (
     Measurements,
     Work,
 )
-from onnxpar.cost.models import FEW, NARROW, PICKED, PIXELS, RATED, ROWS, WIDE, WIDTH
 from onnxpar.cost.topology import Device, Level, Link, Session, Topology
 
 BOTTLENECK = 2 * PIXELS**2 * NARROW * (2 * WIDE + 9 * NARROW)

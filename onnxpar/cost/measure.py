@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 
 from onnxpar.base.own_folder import OwnFolder
-from onnxpar.cost import models
+from onnxpar.cost import calibration_models as models
 from onnxpar.graph.collectives import KINDS
 from onnxpar.runtime.launch.launch import bind_address
 from onnxpar.runtime.ranks.cores import own_cores, shares

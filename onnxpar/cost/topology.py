@@ -16,9 +16,9 @@ from onnxpar.base.units import text_of
 from onnxpar.base.unreadable import cannot_read
 from onnxpar.cost.device import DEVICE_UNITS, Listed, device_in, devices_of
 from onnxpar.cost.device import Device as Device
-from onnxpar.cost.entries import mapping, number
 from onnxpar.cost.machines import is_machine, machine
 from onnxpar.cost.rank_table import hosts_of, is_rank_table
+from onnxpar.cost.topology_entries import mapping, number
 from onnxpar.graph.collectives import KINDS
 
 

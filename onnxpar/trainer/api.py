@@ -18,7 +18,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.planner.context import load_model
 from onnxpar.planner.options import Options, manual_of
-from onnxpar.planner.overwritten import refuse_overwriting
+from onnxpar.planner.refuse_overwriting import refuse_overwriting
 from onnxpar.runtime.profile.trace import check_place
 from onnxpar.runtime.ranks.cores import BINDINGS
 from onnxpar.runtime.ranks.ranks import StartRanks

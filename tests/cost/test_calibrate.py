@@ -16,7 +16,7 @@ from onnx import numpy_helper, shape_inference
 
 from onnxpar.base.errors import RankError
 from onnxpar.cli.command_line import main
-from onnxpar.cost import models
+from onnxpar.cost import calibration_models as models
 from onnxpar.cost.cost import messages
 from onnxpar.cost.fit import (
     FASTEST,
