@@ -13,7 +13,7 @@ _FAR = 1.5
 """If a prediction is off by this factor or more, the comparison says where."""
 
 
-def compared(
+def compare_prediction(
     predicted: Mapping[str, float], measured: float, what: str, trace: Trace | None = None
 ) -> str:
     """Returns a sentence about the time of a run or step (`what`) in comparison with its

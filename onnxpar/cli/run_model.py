@@ -17,7 +17,7 @@ import numpy as np
 
 from onnxpar.base.bundle_names import PLAN
 from onnxpar.base.errors import InputError
-from onnxpar.cli.compare_prediction import compared
+from onnxpar.cli.compare_prediction import compare_prediction
 from onnxpar.runtime.launch.launch import Launched
 from onnxpar.runtime.ranks.redirect import redirect_output
 from onnxpar.runtime.session.bundle import Bundle
@@ -97,7 +97,7 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
         after = f" after {warm_up} warm-up run{'s' * (warm_up > 1)}" if warm_up else ""
         print(f"{args.repeat - warm_up} runs{after}, in milliseconds: {said}")
         if predicted and predicted["total"]:
-            print(compared(predicted, times["median"], "run", trace))
+            print(compare_prediction(predicted, times["median"], "run", trace))
     if trace is not None:
         from onnxpar.report.trace_lines import trace_lines  # its tables need the compiler
 

@@ -19,7 +19,7 @@ from onnxpar.base.log import LOG
 from onnxpar.base.units import quantity
 from onnxpar.base.write_file import writing
 from onnxpar.cli.arguments import dims_of
-from onnxpar.cli.compare_prediction import compared
+from onnxpar.cli.compare_prediction import compare_prediction
 from onnxpar.cli.error_line import report
 from onnxpar.cli.training_bar import Bar
 from onnxpar.graph.tensors import numel, shape_bytes
@@ -255,7 +255,7 @@ def _follow(
     predicted = generations.trainer.bundle.data.get("predicted")
     if predicted and predicted["total"] and len(seconds) > 1:
         step_seconds = median(seconds[1:])
-        text = compared(predicted, step_seconds, "step")
+        text = compare_prediction(predicted, step_seconds, "step")
         if generations.trainer.bundle.programs:
             text = f"predicted for the longest samples: {predicted['total'] * 1e3:.3f} ms"
         say(f"{len(seconds)} steps, {step_seconds * 1e3:.3f} ms each (the median); {text}")

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.compiler.open_ports import opened_port
+from onnxpar.compiler.open_ports import with_open_sizes
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, Port
 from onnxpar.graph.interchange import type_text
@@ -59,6 +59,6 @@ def _port(tensor: gs.Tensor, ctx: PassContext) -> Port | None:
         return None
     dtype, shape = numpy_dtype(tensor).name, tuple(layout.shape)
     try:
-        return opened_port(Port(tensor.name, dtype, shape, layout, type_text(tensor)), ctx)
+        return with_open_sizes(Port(tensor.name, dtype, shape, layout, type_text(tensor)), ctx)
     except StrategyError:
         return None

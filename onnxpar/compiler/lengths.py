@@ -33,7 +33,7 @@ _ROLES = (
 """Entries of a step that must be equal in all steps, so that one trainer can take any of them."""
 
 
-def joined(plans: Sequence[Plan], files: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
+def join_plans(plans: Sequence[Plan], files: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
     """Returns the plan.json of a step and its shorter steps, and the name of each step's program.
     `files` has the file of each step. In the plan, the sizes of samples are open; `lengths` lists
     the programs, the shortest first, with their values of the symbols in `example`. Errors:

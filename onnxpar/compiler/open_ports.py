@@ -24,7 +24,7 @@ def open_ports(plan: Plan, ctx: PassContext) -> None:
     plan.samples = sizes.bindings
     plan.limits = [*sizes.limits, *_limits(ctx, sizes)]
     for ports in (plan.inputs, plan.outputs):
-        ports[:] = [opened_port(port, ctx) for port in ports]
+        ports[:] = [with_open_sizes(port, ctx) for port in ports]
     shapes = [port.open.shape for port in plan.inputs if port.open is not None]
     texts = {size for shape in shapes for size in shape if isinstance(size, str)}
     known = {symbol for text in texts for symbol in Polynomial.parse(text).variables}
@@ -53,7 +53,7 @@ def _limits(ctx: PassContext, sizes: OpenSizes) -> Iterator[tuple[Polynomial, Po
             yield Polynomial.constant(0), size
 
 
-def opened_port(port: Port, ctx: PassContext) -> Port:
+def with_open_sizes(port: Port, ctx: PassContext) -> Port:
     """Returns the port with its open sizes, or the port itself if none of its sizes is open.
     Errors: StrategyError for a size that is not a polynomial of the symbols."""
     sizes = ctx.model.sizes

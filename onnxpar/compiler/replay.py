@@ -174,7 +174,7 @@ def _notes(rule: Rule, factor: str) -> tuple[object, ...]:
     )
 
 
-def opened(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> GraphFactors:
+def mark_open_sizes(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> GraphFactors:
     """Returns the factors with marks for open sizes, which differ at other bindings, and with the
     typical sizes for costs."""
     if not others or model.sizes is None:

@@ -113,23 +113,23 @@ def fit_rate(kind: str, seconds: Sequence[float], device: Device) -> Rate:
     """Returns the rate of a kind of op: seconds for each row and element, at least 0, beyond the
     seconds that the device's other quantities explain, from measurements in the shapes of RATED."""
     took = np.array(seconds)
-    explained = np.array([accounted(kind, *shape, device) for shape in RATED[kind]])
-    work = np.array([worked(kind, *shape) for shape in RATED[kind]])
+    explained = np.array([explained_seconds(kind, *shape, device) for shape in RATED[kind]])
+    work = np.array([rows_and_elements(kind, *shape) for shape in RATED[kind]])
     row, element = _least_squares(work / took[:, None], np.maximum(1 - explained / took, 0))
     return Rate(_digits(row), _digits(element))
 
 
-def worked(kind: str, rows: int, length: int) -> tuple[int, int]:
+def rows_and_elements(kind: str, rows: int, length: int) -> tuple[int, int]:
     """Returns the rows and elements of an op of `models.rated`, in the sense of its rate."""
     if kind == "Erf":
         return 0, rows * length
     return rows, rows * length * (length if kind == "MatMul" else 1)
 
 
-def accounted(kind: str, rows: int, length: int, device: Device) -> float:
+def explained_seconds(kind: str, rows: int, length: int, device: Device) -> float:
     """Returns the seconds of an op of `models.rated` that the device explains without rates."""
     row = device.row or 0.0
-    size = 4 * worked(kind, rows, length)[1]
+    size = 4 * rows_and_elements(kind, rows, length)[1]
     if kind == "MatMul":
         flops = 2 * rows * length**3
         return (
@@ -156,7 +156,7 @@ def _least_squares(rows: Array, values: Array) -> Array:
     return coefficients
 
 
-def predicted(time: CollectiveTime, topology: Topology) -> float:
+def predict_seconds(time: CollectiveTime, topology: Topology) -> float:
     """Returns the seconds that the topology's first level predicts for a collective."""
     rounds, sent = messages(time.kind, time.ranks, time.size)
     link = topology.levels[0].link(time.kind)
@@ -176,7 +176,7 @@ def lines(measurements: Measurements, topology: Topology) -> Iterator[str]:
     yield ""
     yield f"{'collective':<18}{'ranks':>6}{'bytes':>10}{'measured':>12}{'fitted':>12}{'off':>7}"
     for time in measurements.collectives:
-        fitted = predicted(time, topology)
+        fitted = predict_seconds(time, topology)
         yield (
             f"{time.kind:<18}{time.ranks:>6}{time.size:>10}{time.seconds * 1e6:>9.1f} us"
             f"{fitted * 1e6:>9.1f} us{fitted / time.seconds - 1:>+7.0%}"

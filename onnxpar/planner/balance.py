@@ -32,7 +32,7 @@ PROGRESS = 0.999
 memory in the last plan: then other shares do not help."""
 
 
-def balanced(options: Options, model: Model, factors: GraphFactors) -> Topology | None:
+def balanced_topology(options: Options, model: Model, factors: GraphFactors) -> Topology | None:
     """The topology of the options; if the options ask for balance, with the share of the work that
     each rank takes. Errors: StrategyError if all ranks have the same device."""
     topology = options.topology
@@ -52,7 +52,7 @@ def balanced(options: Options, model: Model, factors: GraphFactors) -> Topology 
     total = sum(shape_bytes(t, [size or 1 for size in tensor_shape(t) or ()]) for t in stored)
     memories = limits(topology, options.objective)
     most = [limit / total if total else math.inf for limit in memories]
-    return replace(topology, shares=capped(speeds, most))
+    return replace(topology, shares=cap_shares(speeds, most))
 
 
 def sampled_remainders(options: Options) -> int:
@@ -80,11 +80,11 @@ def limits(topology: Topology, objective: Objective) -> list[float]:
     return [objective.memory / weight if weight else math.inf for weight in weights]
 
 
-def capped(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]:
+def cap_shares(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]:
     """Shares in proportion to weights, none above `most`: other ranks take the rest of a capped
     share. If the caps add up to less than 1, the shares are in proportion to the caps.
 
-    >>> capped([3.0, 1.0, 1.0], [0.5, 1.0, 1.0])
+    >>> cap_shares([3.0, 1.0, 1.0], [0.5, 1.0, 1.0])
     (0.5, 0.25, 0.25)
     """
     if math.fsum(most) <= 1:
@@ -112,7 +112,7 @@ def fitting_shares(
     except OverLimit:
         if not all(map(math.isfinite, most)):
             raise
-        first = make(replace(attempt, shares=capped(most, [1.0] * len(most))))
+        first = make(replace(attempt, shares=cap_shares(most, [1.0] * len(most))))
     planned, speeds = first, _shares(first)
     for _ in range(ROUNDS if topology is not None else 0):
         if not speeds or _fullness(planned, most) <= 1:
@@ -123,7 +123,7 @@ def fitting_shares(
         ]
         rest = [math.inf] * (len(speeds) - len(caps))
         before = planned
-        planned = make(replace(attempt, shares=capped(speeds, [*caps, *rest])))
+        planned = make(replace(attempt, shares=cap_shares(speeds, [*caps, *rest])))
         if _fullness(planned, most) > _fullness(before, most) * PROGRESS:
             break
     return first

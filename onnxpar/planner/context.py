@@ -10,14 +10,14 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.pass_times import ANALYSE, LOAD
 from onnxpar.compiler.pass_ import Pass, PassContext, Request, Stage
-from onnxpar.compiler.replay import opened, variants
+from onnxpar.compiler.replay import mark_open_sizes, variants
 from onnxpar.graph.training_spec import Step
 from onnxpar.graph.typical import Typical
 from onnxpar.load.importer import Show, unseen
 from onnxpar.load.load import Model, load
 from onnxpar.load.loading import InferTypes, LoadRequest
 from onnxpar.load.page_caches import HOLDING, USUAL
-from onnxpar.planner.balance import balanced, sampled_remainders
+from onnxpar.planner.balance import balanced_topology, sampled_remainders
 from onnxpar.planner.choose_strategy import choose_strategy
 from onnxpar.planner.dataset import with_dataset
 from onnxpar.planner.observer import Observer
@@ -138,8 +138,10 @@ def make_context(model: Model, options: Options) -> PassContext:
     factors, others = variants(model)
     if options.page_size:
         check_tokens_apart(model.graph, factors)
-    factors = opened(model, factors, others)
-    options = replace(options, topology=balanced(options, model, factors) or options.host())
+    factors = mark_open_sizes(model, factors, others)
+    options = replace(
+        options, topology=balanced_topology(options, model, factors) or options.host()
+    )
     chosen = choose_strategy(model, options, factors)
     return PassContext(
         model,

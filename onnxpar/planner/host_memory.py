@@ -37,7 +37,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def held_together(plan: Plan) -> int:
+def bytes_of_all_ranks(plan: Plan) -> int:
     """Bytes that all ranks of a plan hold together.
 
     A whole table that nodes only look up counts once, as all ranks map it from one file. Other

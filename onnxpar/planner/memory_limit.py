@@ -13,7 +13,7 @@ from onnxpar.base.units import text_of
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.planner.attempt import Attempt, Planned
-from onnxpar.planner.host_memory import PROCESS, SHARE, held_together, host_bytes
+from onnxpar.planner.host_memory import PROCESS, SHARE, bytes_of_all_ranks, host_bytes
 from onnxpar.search.enough_devices import enough_devices
 from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION
@@ -92,7 +92,7 @@ def _excess(plan: Plan, topology: Topology | None) -> _Excess | None:
             return None
         present = f"the {text_of(memory, 'B')} of a device of the topology"
         return _Excess(memory, f"a rank needs {text_of(held, 'B')}", present)
-    memory, held = host_bytes(), held_together(plan)
+    memory, held = host_bytes(), bytes_of_all_ranks(plan)
     if memory is None or held <= SHARE * memory:
         return None
     ranks = plan.mesh.size

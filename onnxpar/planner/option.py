@@ -72,7 +72,7 @@ def members(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def described(table: Mapping[str, NamedOption]) -> str:
+def option_lines(table: Mapping[str, NamedOption]) -> str:
     """Returns the names of options and their texts in two columns. In the texts, names replace
     flags."""
     names = {named.flag: name for name, named in table.items()}

@@ -31,7 +31,7 @@ from onnxpar.planner.option import (
     TRAINING,
     NamedOption,
     Option,
-    described,
+    option_lines,
 )
 from onnxpar.planner.placed_passes import Placed
 from onnxpar.strategy.presets import PRESETS, Preset
@@ -356,4 +356,4 @@ def _table(kind: Any) -> Mapping[str, NamedOption]:
 
 for _kind in (LayoutOptions, PlanOptions):
     _own = {name: each for name, each in table(_kind).items() if name in _kind.__annotations__}
-    _kind.__doc__ = f"{_kind.__doc__}\n\n{described(_own)}"
+    _kind.__doc__ = f"{_kind.__doc__}\n\n{option_lines(_own)}"

@@ -86,7 +86,7 @@ def check_order(
         hold.update(step.ensures)
 
 
-def made_in(graph: gs.Graph) -> set[str]:
+def computed_names(graph: gs.Graph) -> set[str]:
     """The names of all tensors that nodes of the graph compute."""
     return {t.name for node in all_nodes(graph) for t in node.outputs if t.name}
 
@@ -99,9 +99,9 @@ class Known:
     ops: Collection[str]
 
 
-def known_of(graph: gs.Graph) -> Known:
+def names_in(graph: gs.Graph) -> Known:
     """The names of all computed tensors and of all ops in the graph."""
-    return Known(made_in(graph), {node.op for node in all_nodes(graph)})
+    return Known(computed_names(graph), {node.op for node in all_nodes(graph)})
 
 
 def check_rewritten(step: Pass, graph: gs.Graph, known: Known) -> None:

@@ -40,7 +40,7 @@ OBJECT_SECONDS = 6e-7
 """Seconds for each string, and for each number in a map, on the same cores."""
 
 
-def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
+def predict_run(graph: gs.Graph, ctx: PassContext) -> Predicted:
     """The predicted time of a run, from the graph after fuse-all-reduces. The evaluation of a
     training step does not count."""
     step = ctx.model.step
@@ -204,7 +204,7 @@ def reckon_typical(
         run_pass(passes[at], graph, other)
         plan.loads = with_compute(plan.loads, graph, other)
         observer.priced(weight, graph, other)
-        costs.append(_Costs(weight, plan, predicted(graph, other), _sent(graph, other)))
+        costs.append(_Costs(weight, plan, predict_run(graph, other), _sent(graph, other)))
     main.typical = model.sizes.typical or first
     main.is_told, main.caches = model.sizes.is_told, model.sizes.caches
     main.memory = {key: max(c.plan.memory[key] for c in costs) for key in main.memory}

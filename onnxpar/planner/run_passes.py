@@ -20,8 +20,8 @@ from onnxpar.graph.used_names import check_names
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.planner.observer import Observer
-from onnxpar.planner.placed_passes import check_rewritten, known_of
-from onnxpar.planner.predicted_times import predicted, with_compute
+from onnxpar.planner.placed_passes import check_rewritten, names_in
+from onnxpar.planner.predicted_times import predict_run, with_compute
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
@@ -62,7 +62,7 @@ def run_passes(
                 plan = summarize(model.graph, ctx, model_name(model.path), ctx.request.preset)
         if step.costs_after and plan is not None and model.sizes is None:
             with times.of(SUMMARIZE):
-                plan.predicted = predicted(model.graph, ctx)
+                plan.predicted = predict_run(model.graph, ctx)
                 plan.loads = with_compute(plan.loads, model.graph, ctx)
                 observer.priced(1.0, model.graph, ctx)
     if plan is not None:
@@ -92,7 +92,7 @@ def _run(
     times: PassTimes,
 ) -> bool:
     """Runs a pass, and shows the observer its result; returns True if anything changed."""
-    known = known_of(model.graph) if step.stage is Stage.REWRITE else None
+    known = names_in(model.graph) if step.stage is Stage.REWRITE else None
     with failures(step, ran):
         try:
             changed = run_pass(step, model.graph, ctx)

@@ -40,7 +40,7 @@ Decided = Mapping[tuple[str, str], Pieces]
 """The axes of leaves, by the kind and the name of their node or tensor."""
 
 
-def saved_strategy(model: Model, ctx: PassContext) -> Strategy:
+def strategy_to_save(model: Model, ctx: PassContext) -> Strategy:
     """A strategy that, without other options, gives the layouts that propagate-layouts has just
     decided."""
     return _Saving(model, ctx).strategy()
@@ -59,7 +59,7 @@ class Saver(Observer):
 
     def passed(self, step: Pass, model: Model, ctx: PassContext) -> None:
         if self.path is not None and isinstance(step, PropagateLayouts):
-            self.text = strategy_text(saved_strategy(model, ctx), _comment(model, ctx))
+            self.text = strategy_text(strategy_to_save(model, ctx), _comment(model, ctx))
 
     def write(self) -> str | None:
         """Writes the file; returns a sentence for the user. Errors: InputError."""

@@ -16,7 +16,7 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.base.new_folder import new_folder
 from onnxpar.base.pass_times import WRITE, PassTimes
 from onnxpar.base.write_digested import DigestedFolder
-from onnxpar.compiler.lengths import joined
+from onnxpar.compiler.lengths import join_plans
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, foreign_part, write_plan
 from onnxpar.passes.write.split_ranks import SplitRanks
@@ -46,7 +46,7 @@ def write_bundle(
     """
     extra: dict[str, Any] = {"progress": progress} if progress else {}
     plans, paths = [plan, *(plan for plan, _ in shorter.values())], [Path(plan.model), *shorter]
-    data, names = joined(plans, paths) if shorter else (plan.to_json(), [""])
+    data, names = join_plans(plans, paths) if shorter else (plan.to_json(), [""])
     joins = None if ranks is None else _have_same_plan
     with new_folder(place, foreign_part, joins) as folder:
         files = DigestedFolder(folder, ranks)

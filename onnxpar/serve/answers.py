@@ -19,7 +19,7 @@ from onnxpar.serve.generation_request import GenerationRequest
 from onnxpar.serve.placed_text import PlacedText, PlacedToken
 from onnxpar.serve.prompts import Prepared, limits_of
 from onnxpar.serve.served_engine import ServedGeneration
-from onnxpar.serve.service import GeneratingService, failed
+from onnxpar.serve.service import GeneratingService, engine_error
 from onnxpar.serve.tool_families import BARE
 from onnxpar.serve.tool_parser import ToolParser
 
@@ -131,7 +131,7 @@ class Answers:
             self.__exit__()
             if isinstance(error, InputError):
                 raise ApiError(str(error)) from None
-            raise self._service.busy() if isinstance(error, Busy) else failed(error) from None
+            raise self._service.busy() if isinstance(error, Busy) else engine_error(error) from None
         except BaseException:
             self.__exit__()
             raise
@@ -151,7 +151,7 @@ class Answers:
             answer = self._answers[index]
             if isinstance(event, Failure):
                 answer.has_ended = True
-                raise failed(event.error)
+                raise engine_error(event.error)
             if isinstance(event, End):
                 running -= 1
                 answer.has_ended, answer.cached = True, event.cached

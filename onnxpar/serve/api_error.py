@@ -61,7 +61,7 @@ class JsonResponse(Response):
         return json_bytes(content)
 
 
-def quoted(value: object) -> str:
+def quote(value: object) -> str:
     """Returns a value as text for a message; long values are cut."""
     if isinstance(value, (str, int, float)) or value is None:
         text = repr(value[: _LONGEST + 1] if isinstance(value, str) else value)

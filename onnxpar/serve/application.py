@@ -29,7 +29,7 @@ from onnxpar.serve.responses_request import ResponsesRequest
 from onnxpar.serve.served_engine import Served, ServedEmbedder
 from onnxpar.serve.service import EmbeddingService, GeneratingService, Service
 from onnxpar.serve.settings import Settings
-from onnxpar.serve.tokenizing import Tokenizing, detokenized, tokenized
+from onnxpar.serve.tokenizing import Tokenizing, detokenize, tokenize
 from onnxpar.serve.visiting import Visiting
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -88,8 +88,8 @@ def _answering(engine: Served, settings: Settings) -> tuple[Service, Mapping[str
             RESPONSES: Answering(
                 service, ResponsesRequest, ResponsesFormat, stream=NumberedEventStream
             ),
-            TOKENIZE: Tokenizing(service, tokenized),
-            DETOKENIZE: Tokenizing(service, detokenized),
+            TOKENIZE: Tokenizing(service, tokenize),
+            DETOKENIZE: Tokenizing(service, detokenize),
         }
     embedding = EmbeddingService(engine, settings)
     if engine.model.pooling is None:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Json, T
 from onnxpar.base.errors import InputError
 from onnxpar.llm.chat_template import GIVEN
 from onnxpar.llm.tokenizer import Messages
-from onnxpar.serve.api_error import ApiError, quoted
+from onnxpar.serve.api_error import ApiError, quote
 from onnxpar.serve.generation_request import GenerationRequest, TopLogprobs
 from onnxpar.serve.request import Array, Filled, Part, Whole, refuse, unsupported
 from onnxpar.serve.service import GeneratingService
@@ -30,7 +30,7 @@ class Function(Part):
 
     def check(self, service: Any) -> None:
         if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", self.name):
-            refuse("name", f"is {quoted(self.name)}; give 1 to 64 letters, digits and _ . -")
+            refuse("name", f"is {quote(self.name)}; give 1 to 64 letters, digits and _ . -")
         if (self.parameters or {}).get("type", "object") != "object":
             refuse("parameters", "must be the JSON schema of an object")
 
@@ -81,7 +81,7 @@ class DialogRequest(GenerationRequest):
         names = [tool.function.name for tool in self.tools]
         for name in names:
             if names.count(name) > 1:
-                refuse("tools", f"has two functions {quoted(name)}; rename one")
+                refuse("tools", f"has two functions {quote(name)}; rename one")
         choice = self.tool_choice
         if choice == "required" and not names:
             refuse("tool_choice", "is 'required', and there are no tools; give some")
@@ -89,9 +89,9 @@ class DialogRequest(GenerationRequest):
             return
         if not isinstance(choice, dict) or choice.get("type") != "function":
             one_of = "none, auto, required or a function"
-            refuse("tool_choice", f"is {quoted(choice)}; it must be {one_of}")
+            refuse("tool_choice", f"is {quote(choice)}; it must be {one_of}")
         if _chosen(choice) not in names:
-            refuse("tool_choice", f"names {quoted(_chosen(choice))}, which is none of the tools")
+            refuse("tool_choice", f"names {quote(_chosen(choice))}, which is none of the tools")
 
     @property
     def _functions(self) -> list[Function]:

@@ -18,7 +18,7 @@ from onnxpar.serve.api_error import ApiError, JsonResponse
 from onnxpar.serve.embedding_request import EncoderRequest
 from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.request import object_of, read_request
-from onnxpar.serve.service import EmbeddingService, failed
+from onnxpar.serve.service import EmbeddingService, engine_error
 from onnxpar.serve.visiting import Visiting
 
 
@@ -66,15 +66,17 @@ class EmbeddingAnswering(Visiting):
         except InputError as error:
             raise ApiError(str(error)) from None
         except OnnxparError as error:
-            raise (self._service.busy() if isinstance(error, Busy) else failed(error)) from None
+            raise (
+                self._service.busy() if isinstance(error, Busy) else engine_error(error)
+            ) from None
         try:
             event = await future
         finally:
             running.cancel()  # has no effect on one that has ended
         if isinstance(event, Failure):
-            raise failed(event.error)
+            raise engine_error(event.error)
         if isinstance(event, End):
             raise self._service.busy()
         if not np.isfinite(event).all():
-            raise failed(OnnxparError("the model computes what is no finite number"))
+            raise engine_error(OnnxparError("the model computes what is no finite number"))
         return event

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onnxpar.base.errors import InputError
 from onnxpar.llm.requests import Limits
-from onnxpar.serve.api_error import ApiError, quoted
+from onnxpar.serve.api_error import ApiError, quote
 from onnxpar.serve.generation_request import CompletionRequest, GenerationRequest
 from onnxpar.serve.grammar import Form, JsonConstraint
 from onnxpar.serve.service import GeneratingService
@@ -129,7 +129,7 @@ def _ends(service: GeneratingService, request: GenerationRequest) -> frozenset[i
     vocabulary = range(service.engine.vocabulary)
     for token in request.stop_token_ids:
         if token not in vocabulary:
-            text = f"stop_token_ids has {quoted(token)}; ids are from 0 to {vocabulary[-1]}"
+            text = f"stop_token_ids has {quote(token)}; ids are from 0 to {vocabulary[-1]}"
             raise ApiError(text, param="stop_token_ids")
     of_model = frozenset() if request.ignore_eos else service.engine.model.ends
     named = service.engine.tokenizer.special_ids(request.stop)

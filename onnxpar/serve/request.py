@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from onnxpar.serve.api_error import ApiError, json_bytes, quoted
+from onnxpar.serve.api_error import ApiError, json_bytes, quote
 from onnxpar.serve.service import Service
 from onnxpar.serve.settings import Settings
 
@@ -32,7 +32,7 @@ def _served(name: str, info: Any) -> str:
 
 def unknown_model(name: str, settings: Settings) -> ApiError:
     """Returns the error for a model that this server does not serve."""
-    text = f"there is no model {quoted(name)}; this server has {settings.model_name!r}"
+    text = f"there is no model {quote(name)}; this server has {settings.model_name!r}"
     return ApiError(text, 404, param="model", code="model_not_found")
 
 
@@ -108,8 +108,8 @@ def _refusal(error: ErrorDetails, request: type[Request]) -> ApiError:
     param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place)[1:]
     if kind == "extra_forbidden":
         known = get_close_matches(param, request.model_fields, 1)
-        hint = f"{quoted(known[0])} is" if known else "leave it out"
-        text = f"{quoted(param)} is not a field of this request; {hint}"
+        hint = f"{quote(known[0])} is" if known else "leave it out"
+        text = f"{quote(param)} is not a field of this request; {hint}"
         return ApiError(text, param=param, code="unknown_field")
     if kind == "missing":
         return ApiError(f"{param} is missing; add it", param=param)
@@ -120,7 +120,7 @@ def _refusal(error: ErrorDetails, request: type[Request]) -> ApiError:
     if kind.startswith("json"):
         should = "it should be the JSON text of an object"
     verb = "has" if is_within else "is"
-    return ApiError(f"{param} {verb} {quoted(error['input'])}; {should}", param=param)
+    return ApiError(f"{param} {verb} {quote(error['input'])}; {should}", param=param)
 
 
 def refuse(name: str, why: str) -> NoReturn:

@@ -75,7 +75,7 @@ class EmbeddingService(Service):
         self.kind = embedder.model.kind
 
 
-def failed(error: OnnxparError) -> ApiError:
+def engine_error(error: OnnxparError) -> ApiError:
     """Logs an error of the ranks; returns the error for the client."""
     log_error(error)
     text = "the model cannot finish the answer; try again later"

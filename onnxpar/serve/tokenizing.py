@@ -9,7 +9,7 @@ from typing import Any
 from anyio.to_thread import run_sync
 from starlette.types import Receive, Scope
 
-from onnxpar.serve.api_error import JsonResponse, quoted
+from onnxpar.serve.api_error import JsonResponse, quote
 from onnxpar.serve.chat_request import ChatCompletionRequest
 from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.request import Array, Request, object_of, read_request, refuse
@@ -34,7 +34,7 @@ class DetokenizeRequest(Request):
         most = max(service.engine.tokenizer.size, service.engine.vocabulary)
         for token in self.tokens:
             if not 0 <= token < most:
-                refuse("tokens", f"has {quoted(token)}; ids are from 0 to {most - 1}")
+                refuse("tokens", f"has {quote(token)}; ids are from 0 to {most - 1}")
 
 
 class Tokenizing(Visiting):
@@ -56,7 +56,7 @@ class Tokenizing(Visiting):
         await JsonResponse(answer)(scope, receive, stream.raw)
 
 
-def tokenized(members: dict[str, Any], service: GeneratingService) -> dict[str, Any]:
+def tokenize(members: dict[str, Any], service: GeneratingService) -> dict[str, Any]:
     """Returns the answer with the tokens of a text or a chat. Errors: ApiError."""
     tokenizer = service.engine.tokenizer
     request: TokenizeCompletionRequest | TokenizeChatRequest
@@ -75,7 +75,7 @@ def tokenized(members: dict[str, Any], service: GeneratingService) -> dict[str, 
     }
 
 
-def detokenized(members: dict[str, Any], service: GeneratingService) -> dict[str, Any]:
+def detokenize(members: dict[str, Any], service: GeneratingService) -> dict[str, Any]:
     """Returns the answer with the text of tokens, including special tokens. Errors: ApiError."""
     request = read_request(DetokenizeRequest, members, service)
     return {"prompt": service.engine.tokenizer.decode(request.tokens, specials=True)}

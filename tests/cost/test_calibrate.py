@@ -25,7 +25,7 @@ from onnxpar.cost.fit import (
     fit,
     fit_link,
     lines,
-    predicted,
+    predict_seconds,
     with_cache,
     with_exposed,
     worked,
@@ -137,7 +137,7 @@ def test_what_follows_the_formula_is_found_again() -> None:
     for kind, rate in found.device.ops.items():
         assert (rate.row, rate.element) == pytest.approx(RATES[kind], rel=0.05), kind
     for one in talk:
-        assert predicted(one, found) == pytest.approx(one.seconds, rel=1e-3)
+        assert predict_seconds(one, found) == pytest.approx(one.seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize(
