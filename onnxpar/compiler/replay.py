@@ -52,7 +52,7 @@ def replay_typical(
     for sizes, weight in profiles:
         variant = _analysed(model, ctx.variants[0].number)
         with_leaves = _with_leaves(ctx.sharding.factors, variant.factors)
-        assert with_leaves is not None  # as at this binding before
+        assert with_leaves is not None  # these leaves existed at this binding before
         factors = at_sizes(with_leaves, atom_sizes(samples, sizes))
         other = _context(ctx, factors)
         run_again(passes, variant.graph, other, _text(sizes))

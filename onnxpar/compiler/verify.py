@@ -258,7 +258,7 @@ def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
     `token` is None before the first collective."""
     for node in graph.nodes:
         if node.op == "Gate" and (token is None or node.inputs[-1] is not token):
-            continue  # it waits for another gate
+            continue  # the gate waits for another gate
         if _has_token(node) and node.inputs:
             assert token is None or node.inputs[-1] is token, f"'{node.name}' is out of order"
             token = node.outputs[-1]

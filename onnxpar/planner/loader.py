@@ -30,7 +30,7 @@ class Loader:
         """The model, with a fresh graph, and with more nodes `whole`. Errors: OnnxparError."""
         options.objective.patience.tell("reading the model")
         request = load_request(options)
-        if options.preset == MANUAL:  # a program per rank, whose types the request does not tell
+        if options.preset == MANUAL:  # a program per rank: its types are not in the request
             model = load_model(self.path, options, show=self._show)
         elif self._model is None or not self._serves(request):
             model = load_model(self.path, options, show=self._show)

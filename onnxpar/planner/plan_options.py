@@ -96,7 +96,7 @@ _AS_GIVEN = (
 
 def shard_batch(model: Path, par: Path, ranks: int) -> None:
     """Writes a model over ranks, in parts of its batch, for the measurement of a session."""
-    from onnxpar.planner.sharder import shard  # most commands write none
+    from onnxpar.planner.sharder import shard  # most commands do not shard
 
     shard(model, par, Options(ranks, preset="data-parallel"))
 

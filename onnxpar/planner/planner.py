@@ -145,7 +145,7 @@ class Planner:
         objective = replace(attempt.objective, hides_sums=True)
         try:
             hiding = self.make(replace(attempt, objective=objective))
-        except OverLimit:  # the first one fits
+        except OverLimit:  # the first plan fits
             return planned
         assert planned.plan.predicted is not None and hiding.plan.predicted is not None
         gains = hiding.plan.predicted.total < planned.plan.predicted.total * (1 - BETTER)

@@ -215,7 +215,7 @@ class Answers:
             return Piece(index, "", self._of_prompt(index, event))
         if isinstance(event, End):
             if event.reason not in ("stop", "length"):
-                raise self._service.busy()  # the engine ended it
+                raise self._service.busy()  # the engine ended the answer
             if self._prepared.constraints:
                 self._prepared.constraints[index].check()
             text = answer.stops.add(answer.text.end(), is_last=True)

@@ -72,7 +72,7 @@ class EmbeddingAnswering(Visiting):
         try:
             event = await future
         finally:
-            running.cancel()  # has no effect on one that has ended
+            running.cancel()  # has no effect once the request has ended
         if isinstance(event, Failure):
             raise engine_error(event.error)
         if isinstance(event, End):

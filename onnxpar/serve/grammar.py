@@ -135,9 +135,7 @@ class Grammars:
         bytes_: bytes = self.load().decode_bytes([token])
         text = self._engine.tokenizer.decode([token], specials=True)
         if len(text) > len(bytes_.decode("utf-8", "replace")):
-            return (
-                b"\xff" + bytes_
-            )  # 0xff marks special tokens in the library, which leaves them out
+            return b"\xff" + bytes_  # the library's mark of special tokens, which it left out
         return bytes_
 
     def constraints(self, form: Form, number: int) -> list[JsonConstraint]:

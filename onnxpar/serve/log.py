@@ -18,9 +18,8 @@ Scope = MutableMapping[str, Any]
 def log_error(error: BaseException) -> None:
     """Prints an error of a request in one line, and its traceback if the user requests
     tracebacks."""
-    inner: Sequence[BaseException] = getattr(
-        error, "exceptions", []
-    )  # anyio groups errors of tasks
+    # anyio groups the errors of tasks
+    inner: Sequence[BaseException] = getattr(error, "exceptions", [])
     if len(inner) == 1:
         log_error(inner[0])
         return
@@ -34,7 +33,7 @@ def log_error(error: BaseException) -> None:
 def log_request(scope: Scope, status: int, seconds: float) -> None:
     """Prints a line about a finished request on standard output, as other servers do."""
     host, port = scope.get("client") or ("-", 0)
-    path = scope["raw_path"].decode("latin-1")[:_LONGEST_PATH]  # as it came: without control codes
+    path = scope["raw_path"].decode("latin-1")[:_LONGEST_PATH]  # raw: without control codes
     now = datetime.now().isoformat(" ", "milliseconds")
     line = f'{now} {host}:{port} "{scope["method"]} {path}" {status} {seconds:.3f} s\n'
     sys.stdout.write(line)

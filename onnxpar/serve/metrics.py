@@ -87,7 +87,7 @@ class _OfEngine(Collector):
             for member, (name, meaning) in table.items():
                 family = kind(f"onnxpar_{name}", meaning, labels=labels)
                 for label, counts in by_labels.items():
-                    if hasattr(counts, member):  # an embedder has fewer
+                    if hasattr(counts, member):  # an embedder has fewer counts
                         family.add_metric(label, getattr(counts, member))
                 if family.samples:
                     yield family

@@ -110,7 +110,7 @@ class ToolParser:
             if not text.is_complete and not marker:
                 end -= longest_beginning(text.text, self._family.begins)
             if marker or not text.is_complete:
-                end = len(text.text[:end].rstrip())  # it may be that in front of a call
+                end = len(text.text[:end].rstrip())  # white space may come before a call
             self._send(text.text[:end])
             self._raw = text.at = end
             if marker:

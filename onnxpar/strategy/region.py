@@ -101,7 +101,7 @@ def _cut(at: Border, region: Region) -> tuple[int, list[Border]]:
         return uncut
     number = next(i for i, t in enumerate(op.node.outputs) if t.name == at[0])
     link = op.outputs[number][at[1]]
-    if op.bodies:  # of accumulation: the body adds up gradients
+    if op.bodies:  # in a loop of accumulation, the body adds up gradients
         inner = op.bodies[0]
         is_sum = op.node.op == "Scan" and link is not None and link in inner.outputs[number]
         leaf = inner.outputs[number].index(link) if is_sum else 0

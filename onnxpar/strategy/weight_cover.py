@@ -98,9 +98,8 @@ class WeightCover:
         """Records the collectives that splitting each atom causes at this node."""
         if op.node.name in self.recurrences.ops:
             self.times["reduce", op.node.name] = self.recurrences.collectives(op)
-        is_number = (
-            numel(tensor_shape(op.node.outputs[0]) or ()) == 1
-        )  # a norm costs next to nothing
+        # the sum of a single number, such as a norm, costs next to nothing
+        is_number = numel(tensor_shape(op.node.outputs[0]) or ()) == 1
         for i, leaf in enumerate(op.leaves):
             reduces = op.reduction(i) and not is_number
             if reduces or leaf.factor in op.rule.communicating:
