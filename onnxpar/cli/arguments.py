@@ -8,7 +8,7 @@ from onnxpar.base.errors import StrategyError
 
 
 def dims_of(entries: Sequence[str]) -> dict[str, int | str]:
-    """Returns sizes of symbolic dimensions by name, given as NAME=N, or as NAME=EXPRESSION of other
+    """Returns sizes of symbolic dimensions by name, from texts NAME=N, or NAME=EXPRESSION of other
     symbols (`total=past + seq`). Errors: StrategyError."""
     dims: dict[str, int | str] = {}
     for entry in entries:
@@ -23,7 +23,7 @@ def dims_of(entries: Sequence[str]) -> dict[str, int | str]:
 
 
 def states_of(entries: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns state pairs, given as INPUT=OUTPUT. Errors: StrategyError."""
+    """Returns state pairs, from texts INPUT=OUTPUT. Errors: StrategyError."""
     pairs = []
     for entry in entries:
         source, _, result = entry.partition("=")

@@ -1,4 +1,4 @@
-"""Colours of what people read on a terminal; the words stay the same."""
+"""Adds colours to texts on a terminal; the words stay the same."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _COLOURED = {
     _GREEN: r"^all outputs agree",
     _YELLOW: r"(?<=^onnxpar: )warning:|^(?:warning|note):",
 }
-"""What is coloured, in any line."""
+"""The words that get each colour, in any line."""
 
 
 def coloured(text: str, stream: TextIO) -> str:
-    """Returns a text with colours if the stream shows them, else the text as it is."""
+    """Returns a text with colours if the stream shows colours, else the same text."""
     if not _shows_colours(stream):
         return text
     for colour, words in _COLOURED.items():

@@ -24,7 +24,7 @@ from onnxpar.cli.generate_command import add_generate
 from onnxpar.cli.rank_options import apply_to_process
 from onnxpar.cli.run_command import add_run
 from onnxpar.cli.serve_command import add_serve
-from onnxpar.planner.overwritten import refuse_overwriting
+from onnxpar.planner.refuse_overwriting import refuse_overwriting
 from onnxpar.runtime.ranks.redirect import report_for_all_ranks
 
 QUICK: Mapping[str, Callable[[Any], None]] = {
@@ -32,8 +32,8 @@ QUICK: Mapping[str, Callable[[Any], None]] = {
     "generate": add_generate,
     "serve": add_serve,
 }
-"""The commands that run a sharded model, and so need no compiler, with what adds their arguments to
-a parser."""
+"""The commands that run a sharded model, and so need no compiler; for each, a function that adds
+its arguments to a parser."""
 
 
 _WRITERS = (
@@ -44,7 +44,7 @@ _WRITERS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command, and returns its exit status."""
+    """Runs a command; returns its exit status."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed: `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (till the end)
@@ -105,8 +105,8 @@ class _Lines(logging.Formatter):
 
 @contextmanager
 def _logged(args: argparse.Namespace) -> Iterator[None]:
-    """A context in which messages are lines on standard error, as --quiet and --verbose want them.
-    A quiet command whose result is a file writes nothing to standard output."""
+    """A context in which messages are lines on standard error, filtered by --quiet and --verbose. A
+    quiet command whose result is a file writes nothing to standard output."""
     quiet, verbose = getattr(args, "quiet", False), getattr(args, "verbose", False)
     handler = logging.StreamHandler()
     handler.setFormatter(_Lines())
@@ -128,8 +128,8 @@ def _logged(args: argparse.Namespace) -> Iterator[None]:
 
 @contextmanager
 def _ends_of_imports() -> Iterator[None]:
-    """A context in which a signal ends the command also in the middle of an import, although
-    libraries that are written with pybind11 turn its exception into an ImportError."""
+    """A context in which a signal also ends the command during an import; libraries with pybind11
+    would turn the signal's exception into an ImportError."""
     try:
         yield
     except ImportError as error:
@@ -140,7 +140,7 @@ def _ends_of_imports() -> Iterator[None]:
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; `help COMMAND` is `COMMAND --help`. For a correct command in QUICK,
-    does not import what others need."""
+    does not import the modules of other commands."""
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
     add = QUICK.get(argv[0]) if argv else None
@@ -155,18 +155,18 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class _Wrong(Exception):
-    """Wrong arguments, about which the parser of all commands says more."""
+    """Wrong arguments; the parser of all commands has a better error for them."""
 
 
 class _QuickParser(CommandParser):
-    """A parser for correct arguments."""
+    """A parser for correct arguments; it raises `_Wrong` for others."""
 
     def error(self, message: str) -> NoReturn:
         raise _Wrong
 
 
 def _ended(number: signal.Signals, end: BaseException) -> int:
-    """Reports the signal that ended the command, and what `end` adds to it; returns the exit
+    """Reports the signal that ended the command, and the texts in `end`; returns the exit
     status."""
     word, status = STATUSES[number]
     print(f"onnxpar: {'; '.join([word, *map(str, end.args)])}", file=sys.stderr)
@@ -175,7 +175,8 @@ def _ended(number: signal.Signals, end: BaseException) -> int:
 
 
 def _flush() -> Exception | None:
-    """Flushes standard output; returns the error, if any. At exit, nothing would report it."""
+    """Flushes standard output; returns an error, or None. At exit, nothing would report the
+    error."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""A command-line parser whose errors are one line that names the argument and the remedy."""
+"""A command-line parser whose errors are one line with the argument and the remedy."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 
 class CommandParser(argparse.ArgumentParser):
     """argparse's parser, with four differences: an error is one line on standard error, with exit
-    status 2; a command may read options from a file; a group of commands prints its help if no
-    command is given; and a positional argument that may be left out may follow flags."""
+    status 2; a command may read options from a file; a group of commands without a command prints
+    its help; and an optional positional argument may follow flags."""
 
     commands: Any = None
     siblings: Mapping[str, argparse.ArgumentParser] = {}
-    """All commands of the same group, by name: hints name those that have a flag which this one
-    lacks."""
+    """All commands of the same group, by name. For a flag that this command lacks, the error names
+    the commands that have it."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
@@ -44,7 +44,8 @@ class CommandParser(argparse.ArgumentParser):
         return super().add_argument(*names, **_checked(how))
 
     def add_argument_group(self, *args: Any, **how: Any) -> Group:
-        """Like argparse's method; the arguments of a group are those of the parser."""
+        """Like argparse's method; the arguments of a group have the same errors as those of the
+        parser."""
         group = Group(self, *args, **how)
         self._action_groups.append(group)
         return group
@@ -64,17 +65,17 @@ class CommandParser(argparse.ArgumentParser):
             self.exit(0)
         args = self._with_file(args)
         self._check_names(args)
-        found, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         late = [a for a in self._actions if a.nargs == "?" and not a.option_strings]
         for action in late:  # argparse takes these only before the first flag
-            if rest and not _FLAG.match(rest[0]) and getattr(found, action.dest) is None:
-                action(self, found, self._get_values(action, [rest.pop(0)]))
+            if rest and not _FLAG.match(rest[0]) and getattr(parsed, action.dest) is None:
+                action(self, parsed, self._get_values(action, [rest.pop(0)]))
         if rest:
             self.error(f"unexpected argument {rest[0]!r}; leave it out")
-        return found, rest
+        return parsed, rest
 
     def _with_file(self, args: Sequence[str]) -> Sequence[str]:
-        """The arguments, with those of a file for commands that read one."""
+        """The arguments, together with the arguments in a file for commands that read a file."""
         if FLAG not in self._option_string_actions:
             return args
         try:
@@ -83,9 +84,9 @@ class CommandParser(argparse.ArgumentParser):
             self.error(str(error))
 
     def _check_names(self, args: Sequence[str]) -> None:
-        """Reports an unknown flag or command before argparse reports what is missing."""
-        left = iter(args)
-        for arg in left:
+        """Reports an unknown flag or command before argparse reports missing arguments."""
+        remaining = iter(args)
+        for arg in remaining:
             if arg == "--":
                 return
             if not arg:
@@ -102,16 +103,16 @@ class CommandParser(argparse.ArgumentParser):
                 self.error(f"there is no {name}{self._hint(name)}{self._remedy(args)}")
             action = self._option_string_actions.get(arg)
             if self.commands is not None and action is not None and action.nargs is None:
-                next(left, None)  # the value of the option is no command
+                next(remaining, None)  # the value of the option is no command
 
     def _remedy(self, args: Sequence[str]) -> str:
-        """Returns a hint for a command that runs another one, whose flags follow `--`."""
+        """Returns a hint for a command that runs another command, whose flags follow `--`."""
         takes_command = any(action.nargs == argparse.REMAINDER for action in self._actions)
         return "; put -- before the command to run" if takes_command and "--" not in args else ""
 
     def _hint(self, name: str) -> str:
-        """Returns a hint at other commands that have this flag, or else at the most similar flag of
-        this command."""
+        """Returns a hint: other commands that have this flag, or else the most similar flag of this
+        command."""
         having = [
             command
             for command, other in self.siblings.items()
@@ -155,17 +156,17 @@ class Group(argparse._ArgumentGroup):
 
 
 def _checked(how: dict[str, Any]) -> dict[str, Any]:
-    """The options of an argument whose errors about numbers and choices describe the expected
-    value."""
+    """The options of an argument, with a type whose errors about numbers and choices describe the
+    expected value."""
     if how.get("choices") is not None:
         return {**how, "type": _one_of(list(how["choices"]))}
     return {**how, "type": _NUMBERS[how["type"]]} if how.get("type") in _NUMBERS else how
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns a hint at the most similar name; empty if none is similar."""
-    found = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {found[0]}?)" if found else ""
+    """Returns a hint: the most similar name; empty if no name is similar."""
+    names = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {names[0]}?)" if names else ""
 
 
 def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
@@ -187,12 +188,12 @@ def _whole_number(text: str) -> int:
 
 def _number(text: str) -> float:
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not math.isfinite(found):
+    if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
-    return found
+    return value
 
 
 _NUMBERS: dict[Any, Callable[[str], Any]] = {int: _whole_number, float: _number}

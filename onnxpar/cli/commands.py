@@ -57,7 +57,8 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def _with_times(command: Command) -> Command:
-    """A command that prints the wall times of passes with --time-passes, also if it fails."""
+    """Wraps a command so that it prints the wall times of passes with --time-passes, also if it
+    fails."""
 
     @wraps(command)
     def timing(args: argparse.Namespace) -> int:
@@ -73,26 +74,27 @@ def _with_times(command: Command) -> Command:
 
 @_with_times
 def shard(args: argparse.Namespace) -> int:
-    """Runs `shard`: writes a model.par."""
+    """Runs `shard`: writes a sharded model."""
     output = output_of(args.given_model) if args.output is None else args.output
     options = _plan_options(args)
     saver = saver_of(args.save_strategy, options)
     observer = observers([saver], args.dump)
     with _progress("weights", _weight_bytes(args.model)) as progress:
         shorter = [Path(file) for file in args.shorter]
-        made = sharder.shard(args.model, output, options, progress, observer, args.ranks, shorter)
+        result = sharder.shard(args.model, output, options, progress, observer, args.ranks, shorter)
     saved = saver.write()
-    _print_plan(made, full=False)
+    _print_plan(result, full=False)
     print(f"written to {output}")
     if args.ranks is not None:
-        print(_told_ranks(output, args.ranks, made.mesh.size))
+        print(_ranks_line(output, args.ranks, result.mesh.size))
     if saved:
         print(saved)
     return 0
 
 
-def _told_ranks(output: str | Path, ranks: Sequence[int], size: int) -> str:
-    """Says which ranks a folder got, and by what other hosts know the plan."""
+def _ranks_line(output: str | Path, ranks: Sequence[int], size: int) -> str:
+    """The line about the ranks whose files a folder got, and about the digest by which hosts
+    compare their plans."""
     return (
         f"{ranks_text(sorted({*ranks}))} of {size}; the SHA-256 of the plan begins with "
         f"{Bundle.load(output).digest[:8]}, and must on each host"
@@ -101,7 +103,8 @@ def _told_ranks(output: str | Path, ranks: Sequence[int], size: int) -> str:
 
 @_with_times
 def plan(args: argparse.Namespace) -> int:
-    """Runs `plan`: prints the plan that shard would follow, a comparison, or costs of nodes."""
+    """Runs `plan`: prints the plan that `shard` would follow, or a comparison, or the costs of
+    nodes."""
     _check_one_result(args)
     options = _plan_options(args)
     if args.costs:
@@ -111,28 +114,33 @@ def plan(args: argparse.Namespace) -> int:
     if args.candidates or args.html or args.node_data:
         return _explain(args, replace(options, verify=False))
     saver = saver_of(args.save_strategy, options)
-    made, _ = sharder.plan(args.model, options, observers([saver], args.dump))
+    result, _ = sharder.plan(args.model, options, observers([saver], args.dump))
     saved = saver.write()
     if args.json:
-        print(made.text())
+        print(result.text())
         return 0
-    _print_plan(made)
+    _print_plan(result)
     if saved:
         print(f"\n{saved}")
     return 0
 
 
 def _check_one_result(args: argparse.Namespace) -> None:
-    """Raises StrategyError if options of `plan` ask for several results."""
-    others = [("--costs", args.costs), ("--compare", args.compare)]
-    others += [("--candidates", args.candidates), ("--html", args.html)]
-    others += [("--node-data", args.node_data)]
-    given = [flag for flag, value in others if value]
+    """Raises StrategyError if the options of `plan` request several results."""
+    results = [("--costs", args.costs), ("--compare", args.compare)]
+    results += [("--candidates", args.candidates), ("--html", args.html)]
+    results += [("--node-data", args.node_data)]
+    requested = [flag for flag, value in results if value]
     for flag, value in (("--save-strategy", args.save_strategy), ("--dump", args.dump)):
-        if value and given:
-            raise StrategyError(f"{flag} does not go with {given[0]}; leave one of them out")
-    if len(given) > 1 and given not in (["--candidates", "--html"], ["--html", "--node-data"]):
-        raise StrategyError(f"{given[0]} does not go with {given[1]}; leave one of them out")
+        if value and requested:
+            raise StrategyError(f"{flag} does not go with {requested[0]}; leave one of them out")
+    if len(requested) > 1 and requested not in (
+        ["--candidates", "--html"],
+        ["--html", "--node-data"],
+    ):
+        raise StrategyError(
+            f"{requested[0]} does not go with {requested[1]}; leave one of them out"
+        )
 
 
 def _explain(args: argparse.Namespace, options: Options) -> int:
@@ -164,15 +172,15 @@ def _print(
 
 
 def annotate(args: argparse.Namespace) -> int:
-    """Runs `annotate`: writes the model annotated with the plan."""
-    made = sharder.annotate(args.model, args.output, _options(args, LayoutOptions))
-    _print_plan(made, full=False)
+    """Runs `annotate`: writes the model with the plan as annotations."""
+    result = sharder.annotate(args.model, args.output, _options(args, LayoutOptions))
+    _print_plan(result, full=False)
     print(f"written to {args.output}")
     return 0
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Runs `inspect`: prints the plan of a model.par, or the SHA-256 of each file."""
+    """Runs `inspect`: prints the plan of a sharded model, or the SHA-256 of each of its files."""
     if args.sha256sums:
         print("\n".join(sum_lines(args.par)))
         return 0
@@ -187,11 +195,11 @@ def check(args: argparse.Namespace) -> int:
     mismatch."""
     way = Way(**{field.name: getattr(args, field.name) for field in fields(Way)})
     with _progress("weights", _weight_bytes(args.model)) as progress:
-        found = check_model(args.model, _options(args), way, progress, progress_line("check"))
-    _print(found, args.json)
-    if way.train and found.plan.step is not None:
-        warn_of(found.plan.step)
-    return 0 if found.ok else 1
+        result = check_model(args.model, _options(args), way, progress, progress_line("check"))
+    _print(result, args.json)
+    if way.train and result.plan.step is not None:
+        warn_of(result.plan.step)
+    return 0 if result.ok else 1
 
 
 @_with_times
@@ -219,23 +227,23 @@ def ops(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
-    asked = {name: value for name, value in vars(args).items() if name in table(kind)}
-    read = {
+    from_table = {name: value for name, value in vars(args).items() if name in table(kind)}
+    parsed = {
         "dims": dims_of(args.dims),
         "states": states_of(args.states),
         "typical": Typical.parse(args.typical),
     }
-    options = options_of({**asked, **read, "verify": True}, kind=kind)
+    options = options_of({**from_table, **parsed, "verify": True}, kind=kind)
     return timed(options, vars(args).get("times"))
 
 
 def _plan_options(args: argparse.Namespace) -> Options:
-    """Returns the options for the model of which `shard` and all kinds of `plan` make plans."""
+    """Returns the options of `shard` and of all kinds of `plan`."""
     return paged_by_default(args.given_model, _options(args))
 
 
-def _print_plan(made: Plan, full: bool = True) -> None:
-    print(coloured("\n".join(plan_lines(made.to_json(), full)), sys.stdout))
+def _print_plan(plan: Plan, full: bool = True) -> None:
+    print(coloured("\n".join(plan_lines(plan.to_json(), full)), sys.stdout))
 
 
 def _is_terminal() -> bool:
@@ -259,7 +267,8 @@ def _weight_bytes(model: Path) -> int:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar over bytes, on a terminal only; yields the function that advances it."""
+    """Shows a progress bar of bytes, on a terminal only; yields the function that advances the
+    bar."""
     with tqdm(
         total=total, desc=what, unit="B", unit_scale=True, disable=not _is_terminal(), leave=False
     ) as bar:

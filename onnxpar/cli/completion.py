@@ -1,4 +1,4 @@
-"""The option that prints a script for a shell, which completes commands, options and files.
+"""The option that prints a script for a shell, to complete commands, options and files.
 
 The script is static: a shell that starts Python at each TAB would wait more than a second.
 """
@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 SHELLS = "bash", "zsh"
 _FILE = re.compile(r"FILE|NPZ|PATH|TRACE|.*\.onnx")
 _FOLDER = re.compile(r"DIR|.*\.par")
-"""The metavars of arguments whose values are files, which may be folders, and of those whose values
-are folders."""
+"""The metavars of arguments whose values are files or folders, and of arguments whose values are
+only folders."""
 
 
 class PrintCompletion(argparse.Action):
@@ -43,7 +43,7 @@ class PrintCompletion(argparse.Action):
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """All arguments of a parser and of its commands."""
+    """Yields all arguments of a parser and of its commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

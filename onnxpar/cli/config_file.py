@@ -1,4 +1,4 @@
-"""Options of a command from a file."""
+"""Reads options of a command from a file."""
 
 from __future__ import annotations
 
@@ -24,58 +24,60 @@ def add_config(command: Any) -> None:
 
 
 def with_options_of_file(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:
-    """Returns the arguments of a command, behind those of the file that they name, if any. Errors:
-    InputError."""
-    found = list(args)
-    for at, arg in enumerate(found):
+    """Returns the arguments of a command, after the options of the file that they name, if they
+    name one. Errors: InputError."""
+    arguments = list(args)
+    for at, arg in enumerate(arguments):
         name, has_value, value = arg.partition("=")
         if arg == "--":
             break
         if len(name) > 2 and _flags(parser, name) == [FLAG]:
-            file = value if has_value else "".join(found[at + 1 : at + 2])
-            return [*_options(parser, file), *found]
-    return found
+            file = value if has_value else "".join(arguments[at + 1 : at + 2])
+            return [*_options(parser, file), *arguments]
+    return arguments
 
 
 def _flags(parser: argparse.ArgumentParser, name: str) -> list[str]:
-    """The flags of a command that a name, which may be shortened, means."""
+    """The flags of a command that begin with this name."""
     return [flag for flag in parser._option_string_actions if flag.startswith(name)]
 
 
 def _options(parser: argparse.ArgumentParser, file: str) -> Iterator[str]:
-    """Yields the arguments that a file stands for. Errors: InputError."""
+    """Yields the arguments for the options in a file. Errors: InputError."""
     from onnxpar.base.plain_yaml import parse, read_text  # most commands read no YAML
 
     try:
-        found = parse(read_text(file))
+        entries = parse(read_text(file))
     except (OSError, ValueError) as error:
         raise InputError(f"{FLAG} {file}: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         raise InputError(f"{FLAG} {file}: it has no options; write lines such as port: 8001")
-    for name, value in found.items():
+    for name, value in entries.items():
         action = parser._option_string_actions.get(f"--{name}")
         if action is None or name in (FLAG[2:], "help"):
             raise InputError(f"{FLAG} {file}: there is no option {name!r}; leave it out")
         for text in _texts(action, value):
             if text is None:
-                raise InputError(f"{FLAG} {file}: {name} is {value!r}; give {_wanted(action)}")
+                raise InputError(
+                    f"{FLAG} {file}: {name} is {value!r}; give {_kind_of_value(action)}"
+                )
             yield f"--{name}{text}"
 
 
-def _wanted(action: argparse.Action) -> str:
-    """The kind of value that an option has."""
+def _kind_of_value(action: argparse.Action) -> str:
+    """The kind of value that an option takes, in words."""
     if action.nargs == 0:
         return "true or false"
     return "a list" if isinstance(action, argparse._AppendAction) else "a text or a number"
 
 
 def _texts(action: argparse.Action, value: object) -> list[str | None]:
-    """What follows the flag of an option, for each time that it is to be given; None for a value of
-    another kind."""
+    """The texts after the flag of an option, one for each time that the option occurs; None for a
+    value of another kind."""
     if action.nargs == 0:
         return [""] * value if isinstance(value, bool) else [None]
     if isinstance(action, argparse._AppendAction):
-        return [_text(each) for each in value] if isinstance(value, list) else [None]
+        return [_text(item) for item in value] if isinstance(value, list) else [None]
     return [_text(value)]
 
 

@@ -1,4 +1,4 @@
-"""Reports a failure of a command in one line that names the cause and the remedy."""
+"""Reports a failure of a command in one line with the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onnxpar.runtime.ranks.redirect import report_failure, report_for_all_ranks
 
 
 def error_line(error: BaseException) -> str:
-    """Returns the line that reports an error to the user; several lines if the user asked for
+    """Returns the line that reports an error to the user; several lines if the user requests
     tracebacks."""
     text = str(error)
     if isinstance(error, RankError):
@@ -45,7 +45,7 @@ def error_line(error: BaseException) -> str:
 
 
 def report(error: BaseException) -> None:
-    """Prints an error in one line, after the traceback if the user asked for it."""
+    """Prints an error in one line, after the traceback if the user requests tracebacks."""
     if wants_traceback():
         import traceback
 
@@ -59,8 +59,8 @@ def report(error: BaseException) -> None:
 def quiet_ends() -> Iterator[None]:
     """A context in which a command ends cleanly. The first signal raises an exception: SIGTERM and
     SIGHUP raise Terminated, SIGINT raises KeyboardInterrupt; later signals are ignored. A failure
-    in another thread or in a destructor is reported in one line, too. On entry, removes temporary
-    folders of processes that were killed; on exit, those of this process."""
+    in another thread or in a destructor is also one line. On entry, removes temporary folders of
+    processes that were killed; on exit, those of this process."""
     remove_left(Path(tempfile.gettempdir()), OwnFolder.PREFIX)
     hooks = threading.excepthook, sys.unraisablehook
     threading.excepthook = lambda args: _report_aside(args.exc_value)
@@ -74,8 +74,8 @@ def quiet_ends() -> Iterator[None]:
 
             def end(number: int, frame: FrameType | None) -> None:
                 reacted.set()
-                for each in ours:  # nothing may interrupt the clean-up
-                    signal.signal(each, signal.SIG_IGN)
+                for signal_number in ours:  # nothing may interrupt the clean-up
+                    signal.signal(signal_number, signal.SIG_IGN)
                 raise_for(number)
 
             for number in ours:
@@ -89,19 +89,19 @@ def quiet_ends() -> Iterator[None]:
 
 
 _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler, end_now)
-"""Signal handlers that may be replaced: the defaults and onnxpar's own, but not those of a host
-program."""
+"""Signal handlers that may be replaced: the defaults and onnxpar's own, but not the handlers of a
+host program."""
 
 
 _PATIENCE = 2.0
-"""Seconds after a signal within which Python must start to handle it."""
+"""Seconds after a signal within which Python code must start to handle it."""
 
 
 @contextmanager
 def _ends_if_stuck(ours: Collection[int]) -> Iterator[threading.Event]:
     """A context in which a thread ends the process after one of the signals `ours`, unless Python
-    code sets the yielded event in time. Python cannot while, for example, a library computes or
-    waits for other ranks."""
+    code sets the yielded event in time. Python code cannot do so while, for example, a library
+    computes or waits for other ranks."""
     reacted = threading.Event()
     if not ours:
         yield reacted

@@ -1,4 +1,4 @@
-"""The command `generate`: its arguments, and what it prints."""
+"""The command `generate`: its arguments, and the text that it prints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMBERS: Mapping[str, tuple[type, str]] = {
     "min_p": (float, "draw one of the tokens with this fraction of the likeliest's probability"),
     "seed": (int, "the same seed draws the same tokens (default 0)"),
 }
-"""Options that say how tokens are drawn: type and help."""
+"""Options for the choice of tokens: type and help."""
 
 
 def add_generate(to: Any) -> None:
@@ -113,7 +113,7 @@ def add_generate(to: Any) -> None:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Runs `generate`. Returns the exit status."""
+    """Runs `generate`; returns the exit status."""
     prompt = _prompt(args)
     options = _options(args)
     rank = launched_rank()
@@ -152,8 +152,8 @@ def generate(args: argparse.Namespace) -> int:
 def _prompt(args: argparse.Namespace) -> str | None:
     """The text of the prompt; None for a chat on the terminal. Errors: InputError."""
     if args.audio is not None:
-        others = (args.prompt, args.file, args.system, args.chat or None)
-        if any(other is not None for other in others):
+        text_options = (args.prompt, args.file, args.system, args.chat or None)
+        if any(value is not None for value in text_options):
             raise InputError("--audio is the prompt: leave other prompts and --chat out")
         return None
     if args.task is not None:
@@ -178,15 +178,15 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `Generator.generate`. Errors: InputError."""
     if args.max_new_tokens < 1:
         raise InputError(f"--max-new-tokens is {args.max_new_tokens}; it must be at least 1")
-    drawn = {name: getattr(args, name) for name in _NUMBERS if getattr(args, name) is not None}
-    if drawn and not args.sample:
-        raise InputError(f"--{next(iter(drawn)).replace('_', '-')} is for drawing: add --sample")
+    options = {name: getattr(args, name) for name in _NUMBERS if getattr(args, name) is not None}
+    if options and not args.sample:
+        raise InputError(f"--{next(iter(options)).replace('_', '-')} is for drawing: add --sample")
     if args.repetition_penalty is not None:
-        drawn["repetition_penalty"] = args.repetition_penalty
-    named = {"language": args.language, "task": args.task}
-    drawn |= {name: value for name, value in named.items() if value is not None}
+        options["repetition_penalty"] = args.repetition_penalty
+    texts = {"language": args.language, "task": args.task}
+    options |= {name: value for name, value in texts.items() if value is not None}
     return {
-        **drawn,
+        **options,
         "do_sample": args.sample,
         "max_new_tokens": args.max_new_tokens,
         "stop_strings": args.stop,
@@ -194,7 +194,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sounds(file: Path, generator: Any) -> Iterator[tuple[str, Any]]:
-    """The windows of a sound, each with the text that says how much it is; or features. Errors:
+    """Yields (text about its length, window) for each window of a sound; or features. Errors:
     InputError."""
     import numpy as np
 
@@ -204,26 +204,26 @@ def _sounds(file: Path, generator: Any) -> Iterator[tuple[str, Any]]:
         raise InputError(f"--audio {file}: the model reads text, not sound; give a text")
     if file.suffix == ".npy":
         try:
-            given = np.load(file, allow_pickle=False)
+            array = np.load(file, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise InputError(f"--audio {file}: cannot read it as an array: {error}") from None
-        if given.dtype.kind != "f" or given.ndim not in (1, 2):
+        if array.dtype.kind != "f" or array.ndim not in (1, 2):
             raise InputError(
-                f"--audio {file}: it has {given.dtype} {list(given.shape)}; give samples between "
+                f"--audio {file}: it has {array.dtype} {list(array.shape)}; give samples between "
                 "-1 and 1 in one dimension, or features in two"
             )
-        if given.ndim == 2:
-            yield "features", given
+        if array.ndim == 2:
+            yield "features", array
             return
     else:
-        given = read_wave(file, generator.sound.rate)
-    for window in generator.sound.windows(given):
+        array = read_wave(file, generator.sound.rate)
+    for window in generator.sound.windows(array):
         yield f"{len(window) / generator.sound.rate:.1f} s of sound", window
 
 
 def _answer(generator: Any, prompt: Any, options: Mapping[str, Any], what: str = "") -> str:
-    """Prints an answer as it comes, and its speed; returns it. `what` says what is read, if it is
-    not counted in tokens."""
+    """Prints an answer token by token, and its speed; returns the answer. `what` describes the
+    prompt, if its length is not a number of tokens."""
     times = [time.perf_counter()]
     completion = None
     for piece, completion in generator.follow(prompt, **options):  # noqa: B007 (the last one counts)

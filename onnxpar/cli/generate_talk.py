@@ -1,4 +1,4 @@
-"""A talk on the terminal, whose oldest messages are forgotten once the model has no room left."""
+"""A talk on the terminal: its oldest messages are dropped once the model has no room for them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 from onnxpar.llm.generator import Generator, TooLongError
 
 Chat = list[dict[str, Any]]
-"""Messages, the oldest first: perhaps one of the system, then a user's and its answer in turn."""
+"""Messages, the oldest first: a system message or none, then messages of the user and answers in
+turn."""
 
 
 def talk(generator: Generator, chat: Chat, answer: Callable[[Chat], str]) -> None:
-    """Answers messages from the terminal, until the end of input. A message for which there is no
-    room is not kept; standard error says so."""
+    """Answers messages from the terminal, until the end of input. A message without room is
+    dropped, with a line on standard error."""
     while True:
         try:
             message = input("> " if sys.stdin.isatty() else "")
@@ -31,22 +32,23 @@ def talk(generator: Generator, chat: Chat, answer: Callable[[Chat], str]) -> Non
 
 
 def _within_room(generator: Generator, chat: Chat) -> Chat:
-    """The chat without as many of its oldest messages as a new token needs; standard error says
-    how many. The system's message stays. Errors: TooLongError if the last message has no room."""
+    """Drops the oldest messages of a chat until there is room for a new token; a line on standard
+    error says how many. Keeps the system message. Errors: TooLongError if the last message has no
+    room."""
     first = int(chat[0]["role"] == "system")
-    kept, limit = chat, ""
+    shortened, limit = chat, ""
     while True:
         try:
-            generator.check_room(kept)
+            generator.check_room(shortened)
             break
         except TooLongError as error:
-            if len(kept) == first + 1:
+            if len(shortened) == first + 1:
                 raise
-            kept, limit = [*kept[:first], *kept[first + 2 :]], error.limit
+            shortened, limit = [*shortened[:first], *shortened[first + 2 :]], error.limit
     if limit:
         print(
-            f"onnxpar: the talk is longer than {limit}; its oldest {len(chat) - len(kept)} "
+            f"onnxpar: the talk is longer than {limit}; its oldest {len(chat) - len(shortened)} "
             "messages are forgotten",
             file=sys.stderr,
         )
-    return kept
+    return shortened

@@ -30,7 +30,7 @@ OMP_."""
 
 
 def add_launch(to: Any) -> None:
-    """Adds the command."""
+    """Adds the command to the commands of a parser."""
     from onnxpar.cli.rank_options import add_network
 
     launch = to.add_parser(
@@ -91,7 +91,7 @@ def _launch(args: argparse.Namespace) -> int:
     if not words:
         raise InputError("launch needs a command, as in: onnxpar launch --hosts a:2,b:2 -- run ...")
     if words[0] in command_names():
-        arguments(words)  # what is wrong with them is told once, and not by each rank
+        arguments(words)  # reports wrong arguments once, and not on each rank
         words = [args.python, "-m", "onnxpar", *words]
     elif shutil.which(words[0]) is None and (hint := nearest(words[0], command_names())):
         raise InputError(f"there is no program {words[0]}{hint}")
@@ -100,9 +100,9 @@ def _launch(args: argparse.Namespace) -> int:
     slots = parse_hosts(args.hosts) if args.hosts else read_hostfile(args.hostfile)
     command = Command(words, os.getcwd(), passed_on(), args.python, args.grace)
     if args.min_ranks is not None or args.max_restarts is not None:
-        least = sum(each.count for each in slots) if args.min_ranks is None else args.min_ranks
+        least = sum(slot.count for slot in slots) if args.min_ranks is None else args.min_ranks
         restarts = MAX_RESTARTS if args.max_restarts is None else args.max_restarts
         return Generations(slots, command, least, restarts).run()
-    ranks = {each.host: own for each, own in zip(slots, ranks_of(slots), strict=True)}
+    ranks = {slot.host: numbers for slot, numbers in zip(slots, ranks_of(slots), strict=True)}
     with Launcher(ranks, command) as launcher:
         return launcher.wait()

@@ -1,5 +1,8 @@
-"""Options that several commands share. An option of a plan is a row of `planner/option_table.py`;
-one of a single command is in `parser.py`."""
+"""Options that several commands share.
+
+Options of a plan are rows of `planner/option_table.py`; options of a single command are in
+`parser.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from onnxpar.planner.option import GROUPS, NamedOption, members
 from onnxpar.planner.option_table import Kind, PlanOptions, table
 
 Options = argparse._ActionsContainer
-"""A parser, or a group of its arguments."""
+"""A parser, or a group of arguments."""
 
 
 class GivenModel(argparse.Action):
-    """Stores the path that the user gives as `given_model`, whose ONNX file takes the place of
-    `model` once messages are shown."""
+    """Stores the user's path as `given_model`, and as `model` until the command replaces `model` by
+    the path of an ONNX file: an export of a model prints messages, which must be set up first."""
 
     def __call__(
         self,
@@ -35,7 +38,7 @@ class GivenModel(argparse.Action):
 def add_model(
     to: argparse.ArgumentParser, kind: Kind = PlanOptions, nargs: str | None = None
 ) -> Mapping[str, Options]:
-    """Adds the model, and the options of a kind; returns the groups of the help by title."""
+    """Adds the model, and the options of this kind; returns the groups of the help by title."""
     what = "an ONNX model, or a folder of a language model (of GenAI, Optimum or transformers.js), "
     what += "also of an encoder-decoder; with onnxpar[hf] also a folder of Transformers, or a name "
     what += "on the hub of Hugging Face, which is exported first"
@@ -44,14 +47,14 @@ def add_model(
     usual = to._action_groups.pop()  # argparse's --help and the like stand last
     groups = {title: to.add_argument_group(title) for title in GROUPS}
     to._action_groups.append(usual)
-    for each in table(kind).values():
-        if each.option.group:
-            add_option(groups[each.option.group], each)
+    for named in table(kind).values():
+        if named.option.group:
+            add_option(groups[named.option.group], named)
     return groups
 
 
 def add_option(to: Options, named: NamedOption) -> None:
-    """Adds an option of the table."""
+    """Adds an option of the table of options."""
     option, kinds = named.option, [*members(named.type)]
     how: dict[str, Any] = {"dest": named.name, "help": option.help.replace("%", "%%")}
     literals = [get_args(kind) for kind in kinds if get_origin(kind) is Literal]
@@ -67,11 +70,11 @@ def add_option(to: Options, named: NamedOption) -> None:
 
 
 _REPEATED = ("dims", "typical", "states", "plugin", "libraries", "place", "passes")
-"""Options of the table that may be given several times."""
+"""Options of the table that a command takes several times."""
 
 
 def add_time_passes(to: Options) -> None:
-    """Wall times."""
+    """Adds the option to print wall times."""
     to.add_argument(
         "--time-passes",
         action="store_true",
@@ -81,7 +84,7 @@ def add_time_passes(to: Options) -> None:
 
 
 def add_save(to: Options) -> None:
-    """Adds options for further files to write: dumps and the strategy."""
+    """Adds the options for further files to write: dumps and the strategy."""
     add_dump(to)
     to.add_argument(
         "--save-strategy",
@@ -106,7 +109,7 @@ def add_dump(to: Options) -> None:
 
 def rank_numbers(text: str) -> list[int]:
     """Parses numbers of ranks, such as 0,1 or 4-7. Errors: argparse.ArgumentTypeError."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
         ends = (first, last if dash else first)
@@ -117,8 +120,8 @@ def rank_numbers(text: str) -> list[int]:
             raise argparse.ArgumentTypeError(f"{part!r}: give the lower rank first, such as 4-7")
         if end >= MOST_RANKS:
             raise argparse.ArgumentTypeError(f"{part!r}: ranks are below {MOST_RANKS}")
-        found += range(start, end + 1)
-    return found
+        numbers += range(start, end + 1)
+    return numbers
 
 
 def named_number(text: str) -> tuple[str, int]:
@@ -131,8 +134,7 @@ def named_number(text: str) -> tuple[str, int]:
 
 
 def named_value(text: str) -> tuple[str, float]:
-    """Parses NAME=VALUE, where the value may be a fraction. Errors:
-    argparse.ArgumentTypeError."""
+    """Parses NAME=VALUE; the value may be a fraction. Errors: argparse.ArgumentTypeError."""
     name, _, value = text.rpartition("=")
     try:
         return name, float(value)
@@ -156,4 +158,4 @@ def mesh(text: str) -> Mesh:
 
 
 _READERS: Mapping[Any, Callable[[str], Any]] = {Mesh: mesh, int: int, float: float}
-"""How the command line reads a value, by its type."""
+"""Functions that read a value on the command line, by its type."""

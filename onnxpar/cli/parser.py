@@ -367,12 +367,12 @@ def _command(
     to: Any, name: str, text: str, command: Any, examples: str = ""
 ) -> argparse.ArgumentParser:
     about = "\n".join(wrap(text[0].upper() + text[1:] + ".", 80))
-    made: argparse.ArgumentParser = to.add_parser(
+    subparser: argparse.ArgumentParser = to.add_parser(
         name,
         help=text,
         description=about,
         epilog=f"examples:{examples}" if examples else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.set_defaults(command=command)
-    return made
+    subparser.set_defaults(command=command)
+    return subparser

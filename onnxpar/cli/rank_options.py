@@ -1,4 +1,5 @@
-"""Options of commands that start ranks. `onnxpar run` imports these and not the compiler."""
+"""Options of commands that start ranks. This module imports no compiler, so that `onnxpar run`
+starts quickly."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from onnxpar.runtime.ranks.cores import BINDINGS
 
 
 def add_runtime(to: argparse.ArgumentParser) -> None:
-    """Adds options for running ranks."""
+    """Adds the options for running ranks."""
     add_timeout(to)
     add_network(to)
     to.add_argument("--log-dir", metavar="DIR", help="write what each rank prints to DIR/rank.N/")
@@ -30,7 +31,7 @@ def add_library(to: argparse._ActionsContainer) -> None:
 
 
 def add_cores(to: argparse.ArgumentParser) -> None:
-    """Adds options for the cores of ranks."""
+    """Adds the options for the cores of ranks."""
     to.add_argument(
         "--threads",
         type=int,
@@ -70,12 +71,12 @@ VARIABLES = {
     "tls_dir": "ONNXPAR_TLS_DIR",
     "insecure": "ONNXPAR_INSECURE",
 }
-"""The environment variables that the options of `add_network` set: the plugin and the processes of
-ranks read them."""
+"""The environment variables of the options of `add_network`, for the plugin and the processes of
+ranks."""
 
 
 def apply_to_process(args: argparse.Namespace) -> None:
-    """Sets the variables of the options for connections that were given, and uses the libraries."""
+    """Sets the environment variables of options for connections, and uses the libraries."""
     if getattr(args, "libraries", ()):
         from onnxpar.base.custom_ops import use_libraries
 
@@ -121,8 +122,8 @@ def add_verify(to: argparse.ArgumentParser) -> None:
 
 
 def add_profile(to: argparse.ArgumentParser, runs: str) -> None:
-    """Adds the option to record a trace of all ranks; `runs` is the help's word for the recorded
-    runs."""
+    """Adds the option to record a trace of all ranks; `runs` is the word for the recorded runs in
+    the help."""
     to.add_argument(
         "--profile",
         metavar="FILE",

@@ -1,5 +1,7 @@
-"""The command `run`: its arguments, and the start of its ranks. Imports nothing large, so that
-ranks start first."""
+"""The command `run`: its arguments, and the start of its ranks.
+
+This module imports nothing large, so that ranks start first.
+"""
 
 from __future__ import annotations
 
@@ -59,16 +61,16 @@ def add_run(to: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `run`: runs a model.par, under a launcher as one of its ranks."""
+    """Runs `run`: runs a sharded model; under a launcher, as one of its ranks."""
     rank = launched_rank()
     ranks = 0 if rank is not None or args.log_dir is not None else _count_ranks(args.par)
     with started_early(ranks) if ranks else nullcontext():
-        with quick_imports():  # beside those of the ranks
+        with quick_imports():  # at the same time as the imports of ranks
             from onnxpar.cli.run_model import run_model
 
         return run_model(args, rank)
 
 
 def _count_ranks(par: str) -> int:
-    """Returns the number of ranks that a folder has files for."""
+    """Returns the number of ranks whose files are in a folder."""
     return len([*Path(par).glob("rank_????.onnx")])

@@ -1,5 +1,7 @@
-"""Runs a sharded model for the command `run`. It does not import the compiler, which would take
-longer than a run."""
+"""Runs a sharded model for the command `run`.
+
+This module does not import the compiler: the import would take longer than a run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import numpy as np
 
 from onnxpar.base.bundle_names import PLAN
 from onnxpar.base.errors import InputError
-from onnxpar.cli.predicted import compared
+from onnxpar.cli.compare_prediction import compare_prediction
 from onnxpar.runtime.launch.launch import Launched
 from onnxpar.runtime.ranks.redirect import redirect_output
 from onnxpar.runtime.session.bundle import Bundle
@@ -26,7 +28,7 @@ from onnxpar.runtime.session.values import arrays_in
 
 
 def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
-    """Runs a model.par, under a launcher as one of its ranks."""
+    """Runs a sharded model; under a launcher, as one of its ranks."""
     log_dir = args.log_dir
     if rank is not None:
         redirect_output(log_dir or "log", rank, stdout=rank.rank != 0)
@@ -40,7 +42,7 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
             f"(--repeat {args.repeat})"
         )
     check_timeout(args.timeout)
-    # A rank may have to fetch the folder, and only a session does so.
+    # A rank may have to fetch the folder, and only a session fetches it.
     is_here = rank is None or (Path(args.par) / PLAN).is_file()
     bundle = Bundle.load(args.par) if is_here else None
     feeds = _feeds(args, bundle) if bundle is not None else None
@@ -95,7 +97,7 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
         after = f" after {warm_up} warm-up run{'s' * (warm_up > 1)}" if warm_up else ""
         print(f"{args.repeat - warm_up} runs{after}, in milliseconds: {said}")
         if predicted and predicted["total"]:
-            print(compared(predicted, times["median"], "run", trace))
+            print(compare_prediction(predicted, times["median"], "run", trace))
     if trace is not None:
         from onnxpar.report.trace_lines import trace_lines  # its tables need the compiler
 
@@ -105,7 +107,7 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
 
 
 def _feeds(args: argparse.Namespace, bundle: Bundle) -> dict[str, Any]:
-    """Returns the inputs that the user gives, or random ones at the plan's typical sizes."""
+    """Returns the user's inputs, or random inputs at the plan's typical sizes."""
     if not args.random:
         return read_feeds(args.inputs, bundle.input_specs)
     typical = bundle.data.get("typical")
@@ -119,8 +121,8 @@ def _feeds(args: argparse.Namespace, bundle: Bundle) -> dict[str, Any]:
 
 
 def _predicted(args: argparse.Namespace, bundle: Bundle) -> dict[str, float] | None:
-    """Returns the seconds that the plan predicts for such a run, by part; None if it predicts none,
-    or for other sizes of the inputs."""
+    """Returns the plan's predicted seconds of this run, by part; None if there is no prediction for
+    its sizes."""
     if bundle.data.get("typical") and not args.random:
         return None
     predicted: dict[str, float] | None = bundle.data.get("predicted")
@@ -128,18 +130,18 @@ def _predicted(args: argparse.Namespace, bundle: Bundle) -> dict[str, float] | N
 
 
 def _times(seconds: Sequence[float]) -> dict[str, float]:
-    """Returns what the times of runs are, by the name of the statistic."""
-    found = {
+    """Returns statistics of the times of runs, by name."""
+    statistics = {
         "min": min(seconds),
         "mean": float(np.mean(seconds)),
         "median": float(np.median(seconds)),
     }
-    found |= {f"p{n}": float(np.percentile(seconds, n)) for n in (90, 95, 99)}
-    return found | {"max": max(seconds)}
+    statistics |= {f"p{n}": float(np.percentile(seconds, n)) for n in (90, 95, 99)}
+    return statistics | {"max": max(seconds)}
 
 
 def _runs(count: int) -> Iterable[int]:
-    """Returns the numbers of the runs, and shows how many are over if a terminal is there."""
+    """Returns the numbers of the runs; on a terminal, shows the progress."""
     if count == 1 or not sys.stderr.isatty():
         return range(count)
     from tqdm import tqdm

@@ -19,7 +19,7 @@ KEY = "ONNXPAR_API_KEY"
 """The environment variable that holds the API key."""
 _ENGINE = ("kv_memory", "max_running", "max_waiting", "step_tokens")
 _GENERATING = ("kv_memory", "max_running", "max_tokens", "tool_call_parser")
-"""Options that embedding models and rerankers do not have."""
+"""Options that do not apply to embedding models and rerankers."""
 _LIMITS = ("max_body", "max_tokens", "max_choices", "max_inputs", "max_requests", "request_timeout")
 _RANKS_ELSEWHERE = ("timeout", "verify", "threads")
 _RANKS = (*_RANKS_ELSEWHERE, "log_dir", "bind", "ranks_per_numa")
@@ -51,7 +51,7 @@ def add_serve(to: Any) -> None:
 
 
 def _add_address(command: Any) -> None:
-    """Adds where the server is, and for whom."""
+    """Adds the options for the server's address and its clients."""
     command.add_argument(
         "--host",
         default="127.0.0.1",
@@ -101,7 +101,7 @@ def _add_address(command: Any) -> None:
 
 
 def _add_limits(command: Any) -> None:
-    """Adds what requests may do."""
+    """Adds the options for the limits of requests."""
     limits: tuple[tuple[str, type, Any, str], ...] = (
         ("max-body", int, 2 << 20, "most bytes of a request"),
         ("max-choices", int, 16, "most answers of a request: prompts times n"),
@@ -130,7 +130,7 @@ def _add_limits(command: Any) -> None:
 
 
 def _add_engine(command: Any) -> None:
-    """Adds how requests share the ranks."""
+    """Adds the options for the requests that run together."""
     command.add_argument(
         "--replicas",
         type=int,
@@ -168,7 +168,7 @@ def _add_engine(command: Any) -> None:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Runs `serve`. Returns the exit status."""
+    """Runs `serve`; returns the exit status."""
     _check(args)
     launched = launched_rank()
     if launched is None:
@@ -177,12 +177,14 @@ def serve(args: argparse.Namespace) -> int:
     from onnxpar.cli.serve_launched import check_launched, serve_launched
 
     check_launched(args)
-    own = {option: getattr(args, option) for option in _RANKS_ELSEWHERE}
-    return serve_launched(args, launched, lambda lead: _serve(args, {**own, "start_ranks": lead}))
+    rank_options = {option: getattr(args, option) for option in _RANKS_ELSEWHERE}
+    return serve_launched(
+        args, launched, lambda lead: _serve(args, {**rank_options, "start_ranks": lead})
+    )
 
 
 def _serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Serves until a signal comes, on ranks with these options of a session. Errors:
+    """Serves until a signal comes, with ranks of a session with these options. Errors:
     OnnxparError."""
     keys = _keys(args)
     try:
@@ -209,15 +211,15 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
 
 def _started(args: argparse.Namespace, options: dict[str, Any]) -> Any:
-    """What runs the requests: an engine or an embedder, or replicas. Errors: OnnxparError."""
+    """Starts and returns an engine or an embedder, or replicas of it. Errors: OnnxparError."""
     from onnxpar.llm.embedder import Embedder
     from onnxpar.llm.encoder_model import is_encoder
     from onnxpar.llm.engine import Engine
     from onnxpar.llm.replicas import EmbedderReplicas, EngineReplicas
 
     options = {**options, "tell": tell}
-    given = {option: getattr(args, option) for option in _ENGINE}
-    options |= {option: value for option, value in given.items() if value is not None}
+    values = {option: getattr(args, option) for option in _ENGINE}
+    options |= {option: value for option, value in values.items() if value is not None}
     is_alone = args.replicas == 1
     if not is_alone:
         options["replicas"] = args.replicas
@@ -235,7 +237,7 @@ def _started(args: argparse.Namespace, options: dict[str, Any]) -> Any:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Errors: InputError."""
+    """Checks the options. Errors: InputError."""
     if args.drain_timeout < 0:
         raise InputError(f"--drain-timeout {args.drain_timeout:g}: it must be at least 0")
     if not 0 <= args.port < 2**16:

@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 def check_launched(args: argparse.Namespace) -> None:
-    """Checks the options of ranks, on each of them. Errors: InputError for one that only ranks can
-    have which this process starts."""
+    """Checks the options on each rank. Errors: InputError for an option that applies only to ranks
+    that this process starts."""
     check_timeout(args.timeout)
-    given = (
+    options = (
         ("--replicas", args.replicas != 1, "each replica needs ranks of its own"),
         ("--ranks-per-numa", args.ranks_per_numa is not None, "the launcher places ranks"),
         ("--bind", args.bind != BINDINGS[0], "the launcher binds ranks"),
     )
-    for flag, is_given, why in given:
-        if is_given:
+    for flag, is_set, why in options:
+        if is_set:
             raise InputError(f"{flag}: a launcher has started the ranks, and {why}; leave it out")
 
 
 def serve_launched(
     args: argparse.Namespace, launched: Launched, serve: Callable[[Lead], None]
 ) -> int:
-    """Calls `serve` in rank 0, and follows its orders in the others; returns the exit status, the
-    same on all ranks. Errors: those of `serve`; RankError."""
+    """Calls `serve` in rank 0, and follows rank 0 in the others; returns the exit status, the same
+    on all ranks. Errors: those of `serve`; RankError."""
     if args.log_dir is not None:
         redirect_output(args.log_dir, launched, stdout=launched.rank != 0)
     with quick_imports():
@@ -54,15 +54,15 @@ def serve_launched(
         try:
             serve(lead)
         except OnnxparError:
-            lead.check()  # says more than what comes of it
+            lead.check()  # the first failure says more than its consequences
             raise
         lead.check()
     return 0
 
 
 def _follow(orders: Orders, par: Path) -> int:
-    """Follows rank 0 until it ends, which a signal makes it do that comes to all processes; a
-    second one ends this process at once."""
+    """Follows rank 0 until it ends, because of a signal that all processes get. A second signal
+    ends this process at once."""
     following = _Following(orders, par)
     try:
         return following.wait()
@@ -72,11 +72,11 @@ def _follow(orders: Orders, par: Path) -> int:
 
 
 class _Following:
-    """The following of rank 0 in a thread, so that signals stay with the main thread."""
+    """Follows rank 0 in a thread, so that signals reach the main thread."""
 
     def __init__(self, orders: Orders, par: Path) -> None:
         self._orders, self._par = orders, par
-        self._found: int | BaseException = 0
+        self._outcome: int | BaseException = 0
         self._is_over = threading.Event()  # a thread whose `join` a signal ends counts as ended
         threading.Thread(target=self._run, name="onnxpar-follow", daemon=True).start()
 
@@ -84,16 +84,16 @@ class _Following:
         """Returns the exit status. Errors: those of `follow`."""
         while not self._is_over.wait(1.0):
             pass
-        if isinstance(self._found, BaseException):
-            raise self._found
-        return self._found
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
 
     def _run(self) -> None:
         from onnxpar.runtime.launch.follow import follow
 
         try:
             self._orders.fetch(self._par)
-            self._found = follow(self._orders)
+            self._outcome = follow(self._orders)
         except BaseException as error:  # the main thread raises it
-            self._found = error
+            self._outcome = error
         self._is_over.set()

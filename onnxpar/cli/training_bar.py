@@ -1,4 +1,4 @@
-"""The progress of a training run on the terminal."""
+"""The progress bar of a training run on the terminal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from onnxpar.runtime.ranks.closing import Closing
 
 
 class Bar(Closing):
-    """A bar, drawn on a terminal only, with the samples that the run has trained on, how many it
-    trains on in a second, the time left, and the last loss.
+    """A progress bar, on a terminal only: the number of samples so far, samples in a second, the
+    remaining time, and the last loss.
 
-    steps   number of steps of the run; None if only its end tells
+    steps   number of steps of the run; None if unknown before its end
     batch   number of samples in a step
     """
 
@@ -24,8 +24,8 @@ class Bar(Closing):
         self._total = None if steps is None else steps * batch
 
     def show(self, step: int, lines: Sequence[str], loss: float) -> None:
-        """Shows the number of steps so far, below new lines. The rate does not count steps that an
-        earlier run has taken."""
+        """Shows the number of steps so far, below new lines. The rate does not count steps of an
+        earlier run."""
         if self._bar is None:
             self._bar = tqdm(
                 total=self._total,

@@ -19,8 +19,8 @@ from onnxpar.base.log import LOG
 from onnxpar.base.units import quantity
 from onnxpar.base.write_file import writing
 from onnxpar.cli.arguments import dims_of
+from onnxpar.cli.compare_prediction import compare_prediction
 from onnxpar.cli.error_line import report
-from onnxpar.cli.predicted import compared
 from onnxpar.cli.training_bar import Bar
 from onnxpar.graph.tensors import numel, shape_bytes
 from onnxpar.graph.training_spec import Step
@@ -99,11 +99,11 @@ def grad(args: argparse.Namespace) -> int:
         args.decay_all,
         args.ema,
     )
-    strategy = Strategy.given(args.strategy or None)
+    strategy = Strategy.from_argument(args.strategy or None)
     source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dims))
     output = Path(args.output)
-    given = (loss, options, source, args.untie, args.weights)
-    model, weights = write_step(args.model, output, *given)
+    settings = (loss, options, source, args.untie, args.weights)
+    model, weights = write_step(args.model, output, *settings)
     assert model.step is not None
     lines = [*_trained_lines(weights.trained), *_left_lines(weights), *_step_lines(model.step)]
     print("\n".join(lines))
@@ -113,7 +113,7 @@ def grad(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Runs `train`: trains, under a launcher as one of its ranks."""
+    """Runs `train`: trains; under a launcher, as one of its ranks."""
     run = Run(
         args.epochs,
         args.lr,
@@ -145,9 +145,9 @@ def train(args: argparse.Namespace) -> int:
     elastic = Elastic.of(
         args.elastic, args.min_ranks, args.max_restarts, args.step, bool(args.profile)
     )
-    with held_unless_launched(run, elastic) as held:
+    with held_unless_launched(run, elastic) as lock:
         try:
-            return _train(args, run, elastic, held)
+            return _train(args, run, elastic, lock)
         except (KeyboardInterrupt, Terminated) as end:
             end.args = (last_checkpoint(run),)
             raise
@@ -169,15 +169,15 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _train(
-    args: argparse.Namespace, run: Run, elastic: Elastic | None, held: FolderLock | None
+    args: argparse.Namespace, run: Run, elastic: Elastic | None, lock: FolderLock | None
 ) -> int:
-    """Trains; `held` is the lock on the folder of checkpoints, if any."""
+    """Trains; `lock` is the lock on the folder of checkpoints, if there is one."""
     logs = Path(args.log_dir)
     rank = launched_rank()
     files = _metrics_files(args, logs) if rank is None or rank.rank == 0 else []
     if rank is not None:
-        own = generation_logs(logs, generation_number() if elastic else 0)
-        redirect_output(own, rank, stdout=rank.rank != 0)
+        rank_logs = generation_logs(logs, generation_number() if elastic else 0)
+        redirect_output(rank_logs, rank, stdout=rank.rank != 0)
     options: dict[str, Any] = {
         "timeout": args.timeout,
         "profile": bool(args.profile),
@@ -189,7 +189,7 @@ def _train(
         "log_dir": None if rank else logs,
         "verify": args.verify,
     }
-    with living(Path(args.par), run, elastic, held, **options) as generations:
+    with living(Path(args.par), run, elastic, lock, **options) as generations:
         trainer = generations.trainer
         pad = dict(args.pad)
         data = trainer.batches_of(args.data, pad=pad)
@@ -204,9 +204,9 @@ def _train(
                 _follow(generations, data, run, held_out, logs, files, is_told=not args.json)
         except RankError as error:
             generations.trainer.close()  # may complete a checkpoint
-            first, *others = str(error).split("\n")
+            first, *more_lines = str(error).split("\n")
             goes_on = elastic is not None and rank is not None
-            error.args = ("\n".join([f"{first}; {last_checkpoint(run, goes_on)}", *others]),)
+            error.args = ("\n".join([f"{first}; {last_checkpoint(run, goes_on)}", *more_lines]),)
             raise
         trace = trainer.session.end_profile(args.profile, warm_up=1) if args.profile else None
     if trace is not None and not args.json:
@@ -224,8 +224,8 @@ def _follow(
     files: Sequence[MetricsFile],
     is_told: bool,
 ) -> None:
-    """Trains, and writes metrics to files, and a picture of the loss to the folder `logs`. If it
-    `is_told`, prints the loss of each step, and where the files are."""
+    """Trains, writes metrics to files, and draws the loss in the folder `logs`. If `is_told`,
+    prints the loss of each step, and the places of the files."""
 
     def say(text: str) -> None:
         if is_told:
@@ -233,8 +233,8 @@ def _follow(
 
     loss = generations.trainer.spec.loss
     metrics = logs / METRICS
-    for word, each in (("", data), ("evaluation: ", held_out)):
-        if each is not None and (left_out := each.left_out()):
+    for word, source in (("", data), ("evaluation: ", held_out)):
+        if source is not None and (left_out := source.left_out()):
             say(f"{word}{left_out}")
     last: int | None = None
     best_step = 0
@@ -254,11 +254,11 @@ def _follow(
         file.close()
     predicted = generations.trainer.bundle.data.get("predicted")
     if predicted and predicted["total"] and len(seconds) > 1:
-        taken = median(seconds[1:])
-        text = compared(predicted, taken, "step")
+        step_seconds = median(seconds[1:])
+        text = compare_prediction(predicted, step_seconds, "step")
         if generations.trainer.bundle.programs:
             text = f"predicted for the longest samples: {predicted['total'] * 1e3:.3f} ms"
-        say(f"{len(seconds)} steps, {taken * 1e3:.3f} ms each (the median); {text}")
+        say(f"{len(seconds)} steps, {step_seconds * 1e3:.3f} ms each (the median); {text}")
     with writing(logs / "loss.png"):
         draw_losses(metrics, logs / "loss.png")
     say(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
@@ -269,7 +269,7 @@ def _follow(
 
 
 def _metrics_files(args: argparse.Namespace, logs: Path) -> list[MetricsFile]:
-    """Returns the files that the user asked for, and the one in the folder `logs`. Errors:
+    """Returns the user's files of metrics, and the file in the folder `logs`. Errors:
     InputError."""
     files: list[MetricsFile] = [JsonLines(logs / METRICS)]
     if args.json:
@@ -299,14 +299,14 @@ def merge(args: argparse.Namespace) -> int:
 
 
 def _hyperparameters(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the hyperparameters that the user gave, by name."""
+    """Returns the user's hyperparameters, by name."""
     known = {f.name for kind in OPTIMIZERS.values() for f in fields(kind)}
     return {name: value for name in known if (value := getattr(args, name, None)) is not None}
 
 
 def warn_of(step: Step) -> None:
-    """Prints warnings on stderr about differences between the trained network and the exported
-    one."""
+    """Prints warnings on standard error about differences between the trained network and the
+    exported network."""
     for caution in step.cautions:
         LOG.warning(caution)
 
@@ -340,29 +340,29 @@ def _left_lines(weights: Weights) -> Iterator[str]:
     numbers = [w for w in weights.left if _elements(w) == 1 and w.reason not in by_choice]
     if numbers:
         like = f", such as {numbers[0].name}"
-        one = f"1 single number is not trained: {numbers[0].name}"
-        yield one if len(numbers) == 1 else f"{len(numbers)} single numbers are not trained{like}"
+        line = f"1 single number is not trained: {numbers[0].name}"
+        yield line if len(numbers) == 1 else f"{len(numbers)} single numbers are not trained{like}"
     yield ""
 
 
-def _elements(left: Left) -> int:
-    return numel(left.tensor.shape)
+def _elements(weight: Left) -> int:
+    return numel(weight.tensor.shape)
 
 
 def _step_lines(step: Step) -> Iterator[str]:
     """Yields lines about the states, inputs and outputs of a step."""
     kinds = dict.fromkeys(s.kind for s in step.slots if s.of and s.kind != "parameter")
     yield f"state of each parameter: {', '.join(kinds) or 'none'}"
-    for what, names in step.groups.items():
+    for group, names in step.groups.items():
         count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
-        yield f"{count}: {what}"
+        yield f"{count}: {group}"
     looked_up = [name for name in step.rows if name not in step.sampled]
     if looked_up:
         yield f"only looked-up rows are updated: {', '.join(looked_up)}"
-    for name, (groups, kept, classes) in step.sampled.items():
+    for name, (groups, sampled, classes) in step.sampled.items():
         updated = ", and updates only these" if name in step.rows else ""
-        share = f"{groups * kept:,} of {classes:,} classes"
-        yield f"a step samples {share}, {kept:,} from each of {groups} groups{updated}: {name}"
+        share = f"{groups * sampled:,} of {classes:,} classes"
+        yield f"a step samples {share}, {sampled:,} from each of {groups} groups{updated}: {name}"
     metrics = f", {', '.join(step.metrics)}" if step.metrics else ""
     seed = f", {step.seed}" if step.seed else ""
     yield f"a step takes {', '.join(step.data)}, {step.rate}{seed}; it returns {step.loss}{metrics}"

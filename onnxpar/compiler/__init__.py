@@ -1,1 +1,2 @@
-"""The interface of passes: the context that they share, the plan, verification, text."""
+"""The interface of passes: the context that passes share, the plan, verification, and the text of
+graphs."""

@@ -1,4 +1,5 @@
-"""Makes the tensors inside a graph outputs, so that each can be compared with the whole model's."""
+"""Makes tensors inside a graph outputs, to compare each with the same tensor of the unsplit
+model."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Collection
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.compiler.open_ports import opened_port
+from onnxpar.compiler.open_ports import with_open_sizes
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, Port
 from onnxpar.graph.interchange import type_text
@@ -32,7 +33,7 @@ _TYPES = frozenset(
 )
 
 
-def expose(made: Plan, ctx: PassContext, names: Collection[str]) -> None:
+def expose(plan: Plan, ctx: PassContext, names: Collection[str]) -> None:
     """Makes the results of nodes with these names outputs of the ranks' graphs and of the plan.
 
     Leaves out results in bodies, and results whose shape or shards are not known before a run. The
@@ -48,7 +49,7 @@ def expose(made: Plan, ctx: PassContext, names: Collection[str]) -> None:
             if port is not None:
                 tensor.shape = list(ctx.layouts[tensor.name].shape)
                 graph.outputs.append(tensor)
-                made.outputs.append(port)
+                plan.outputs.append(port)
 
 
 def _port(tensor: gs.Tensor, ctx: PassContext) -> Port | None:
@@ -58,6 +59,6 @@ def _port(tensor: gs.Tensor, ctx: PassContext) -> Port | None:
         return None
     dtype, shape = numpy_dtype(tensor).name, tuple(layout.shape)
     try:
-        return opened_port(Port(tensor.name, dtype, shape, layout, type_text(tensor)), ctx)
+        return with_open_sizes(Port(tensor.name, dtype, shape, layout, type_text(tensor)), ctx)
     except StrategyError:
         return None

@@ -1,5 +1,6 @@
-"""One plan for a training step and for the same step of shorter samples (length buckets): a run
-takes the program whose sizes its feeds have, and all programs read and change the same states."""
+"""Combines the plans of a training step and of the same step for shorter samples (length buckets)
+into one plan. A run takes the program for the sizes of its feeds; all programs read and change the
+same states."""
 
 from __future__ import annotations
 
@@ -29,35 +30,35 @@ _ROLES = (
     "evaluation",
     "magnitudes",
 )
-"""What steps must have alike, so that one trainer can take any of them."""
+"""Entries of a step that must be equal in all steps, so that one trainer can take any of them."""
 
 
-def joined(plans: Sequence[Plan], files: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the object of plan.json for a step and the shorter ones behind it, of these files,
-    and the name of the program of each. In the plan, the sizes of samples are open, and `lengths`
-    lists the programs, the shortest first, with their values of the symbols in `example`. Errors:
-    StrategyError if these are not the same step at other sizes."""
-    every = [plan.to_json() for plan in plans]
-    kept = {name for pair in plans[0].states for name in pair}
-    _check_shards(plans, files, kept)
-    columns = _columns(every, files)
+def join_plans(plans: Sequence[Plan], files: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the plan.json of a step and its shorter steps, and the name of each step's program.
+    `files` has the file of each step. In the plan, the sizes of samples are open; `lengths` lists
+    the programs, the shortest first, with their values of the symbols in `example`. Errors:
+    StrategyError if the plans are not of the same step at different sizes."""
+    plans_json = [plan.to_json() for plan in plans]
+    states = {name for pair in plans[0].states for name in pair}
+    _check_shards(plans, files, states)
+    columns = _columns(plans_json, files)
     symbols = {_symbol(i): column for i, column in enumerate(columns)}
     for key in ("inputs", "outputs"):
-        ports = zip(*(data[key] for data in every), strict=True)
-        every[0][key] = [
-            each[0] if each[0]["name"] in kept else _opened(each, symbols, each[0]["name"])
-            for each in ports
+        ports = zip(*(data[key] for data in plans_json), strict=True)
+        plans_json[0][key] = [
+            same[0] if same[0]["name"] in states else _opened(same, symbols, same[0]["name"])
+            for same in ports
         ]
     rows = list(zip(*columns, strict=True))
     names = ["", *(f"length_{'_'.join(map(str, row))}" for row in rows[1:])]
     programs = sorted(zip(rows, names, strict=True))
     longest = {symbol: column[0] for symbol, column in symbols.items()}
     data = {
-        **every[0],
+        **plans_json[0],
         "example": longest,
         "typical": [{"sizes": longest, "weight": 1.0}],
         "lengths": [{"program": name, "sizes": list(row)} for row, name in programs],
-        "streams": max(data["streams"] for data in every),
+        "streams": max(data["streams"] for data in plans_json),
     }
     return data, names
 
@@ -68,11 +69,11 @@ def _batch_of(plan: Mapping[str, Any]) -> int | None:
     return next((shapes[name][axis] for name, axis in plan["step"]["batch"].items()), None)
 
 
-def _check_shards(plans: Sequence[Plan], files: Sequence[Path], kept: Collection[str]) -> None:
-    """Errors: StrategyError unless all plans split the states alike."""
-    first, *others = [{p.name: p for p in (*plan.inputs, *plan.outputs)} for plan in plans]
-    for ports, file in zip(others, files[1:], strict=True):
-        for name in sorted(kept):
+def _check_shards(plans: Sequence[Plan], files: Sequence[Path], states: Collection[str]) -> None:
+    """Raises StrategyError unless all plans split the states alike."""
+    first, *shorter = [{p.name: p for p in (*plan.inputs, *plan.outputs)} for plan in plans]
+    for ports, file in zip(shorter, files[1:], strict=True):
+        for name in sorted(states):
             if first[name].shape != ports[name].shape or not same_cut(first[name], ports[name]):
                 raise StrategyError(
                     f"{file} does not split {name!r} like {files[0]}; give a --preset, or a "
@@ -80,10 +81,10 @@ def _check_shards(plans: Sequence[Plan], files: Sequence[Path], kept: Collection
                 )
 
 
-def same_cut(one: Port, two: Port) -> bool:
-    """True if ranks cut two ports in the same way, whatever the sizes. A whole dimension may be one
-    of parts."""
-    return bool(_cut(one) == _cut(two))
+def same_cut(a: Port, b: Port) -> bool:
+    """True if ranks cut both ports in the same way, for any sizes. A whole dimension may consist of
+    parts."""
+    return bool(_cut(a) == _cut(b))
 
 
 def _cut(port: Port) -> Any:
@@ -100,16 +101,19 @@ def _symbol(i: int) -> str:
     return "length" if i == 0 else f"length_{i + 1}"
 
 
-def _columns(every: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> list[tuple[int, ...]]:
-    """Returns the different columns of sizes of samples, of each step one. Errors: StrategyError
-    unless the first step has the largest of each, and no two have the same."""
-    shapes = [{p["name"]: p["shape"] for p in data["inputs"]} for data in every]
-    each = [
+def _columns(
+    plans_json: Sequence[Mapping[str, Any]], files: Sequence[Path]
+) -> list[tuple[int, ...]]:
+    """Returns the distinct columns of sizes of samples; a column has the size of one dimension in
+    each step. Errors: StrategyError unless the first step has the largest sizes, and no two steps
+    have the same."""
+    shapes = [{p["name"]: p["shape"] for p in data["inputs"]} for data in plans_json]
+    sizes_of_dims = [
         tuple(shape[name][axis] for shape in shapes)
-        for name in every[0]["step"]["data"]
+        for name in plans_json[0]["step"]["data"]
         for axis in range(len(shapes[0][name]))
     ]
-    columns = [column for column in dict.fromkeys(each) if len(set(column)) > 1]
+    columns = [column for column in dict.fromkeys(sizes_of_dims) if len(set(column)) > 1]
     rows = list(zip(*columns, strict=True)) or [()] * len(files)
     for i, row in enumerate(rows):
         if any(size > most for size, most in zip(row, rows[0], strict=True)):
@@ -126,18 +130,18 @@ def _columns(every: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> list[
 
 
 def check_lengths(plans: Sequence[Plan], files: Sequence[Path]) -> None:
-    """Errors: StrategyError unless plans are of one step, the first of these files for the longest
+    """Raises StrategyError unless these plans are of one step, the first of them for the longest
     samples."""
-    every = [plan.to_json() for plan in plans]
-    for data, file in zip(every[1:], files[1:], strict=True):
-        _check_alike(every[0], data, file, files[0])
-    _columns(every, files)
+    plans_json = [plan.to_json() for plan in plans]
+    for data, file in zip(plans_json[1:], files[1:], strict=True):
+        _check_alike(plans_json[0], data, file, files[0])
+    _columns(plans_json, files)
 
 
 def _check_alike(
     first: Mapping[str, Any], other: Mapping[str, Any], file: Path, longest: Path
 ) -> None:
-    """Errors: StrategyError unless two plans are of one step, and keep its states alike."""
+    """Raises StrategyError unless two plans are of the same step, with the same states."""
     remedy = "write both with the same options of `onnxpar grad`, but for the length in --dim"
     if first["step"]["deal"] or other["step"]["deal"]:
         raise StrategyError(f"--shorter {file}: a manual program has one length")
@@ -166,19 +170,19 @@ def _check_alike(
             )
 
 
-def _opened(each: Sequence[Any], symbols: Mapping[str, Sequence[int]], name: str) -> Any:
-    """Returns values of JSON that differ only in numbers, with these as polynomials of the symbols.
-    Errors: StrategyError."""
-    first = each[0]
-    if all(value == first for value in each[1:]):
+def _opened(values: Sequence[Any], symbols: Mapping[str, Sequence[int]], name: str) -> Any:
+    """Merges JSON values that differ only in numbers: numbers that differ become polynomials of the
+    symbols. Errors: StrategyError if they are no polynomials."""
+    first = values[0]
+    if all(value == first for value in values[1:]):
         return first
-    if all(isinstance(value, dict) and value.keys() == first.keys() for value in each):
-        return {key: _opened([v[key] for v in each], symbols, name) for key in first}
-    if all(isinstance(value, list) and len(value) == len(first) for value in each):
-        return [_opened(column, symbols, name) for column in zip(*each, strict=True)]
-    if all(type(value) is int for value in each):
+    if all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
+        return {key: _opened([v[key] for v in values], symbols, name) for key in first}
+    if all(isinstance(value, list) and len(value) == len(first) for value in values):
+        return [_opened(column, symbols, name) for column in zip(*values, strict=True)]
+    if all(type(value) is int for value in values):
         for symbol, sizes in symbols.items():
-            line = line_through(each, sizes)
+            line = line_through(values, sizes)
             if line is not None:
                 slope, base = map(Polynomial.constant, line)
                 return str(Polynomial.variable(symbol) * slope + base)

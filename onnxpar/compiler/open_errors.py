@@ -14,8 +14,7 @@ from onnxpar.load.load import Model
 
 @contextmanager
 def at_open_sizes(model: Model) -> Iterator[None]:
-    """Adds to a SizeError about an open size which sizes are open, and the --dim that fixes
-    them."""
+    """Extends a SizeError about an open size with the open sizes and the --dim that fixes them."""
     try:
         yield
     except SizeError as error:
@@ -31,10 +30,12 @@ def at_open_sizes(model: Model) -> Iterator[None]:
 
 def _open_values(graph: gs.Graph, sizes: OpenSizes) -> set[int]:
     """The sizes of all open dimensions at the first binding, which no weight has."""
-    tensors, others = graph.tensors(), sizes.graph(1).tensors()
+    tensors, other_tensors = graph.tensors(), sizes.graph(1).tensors()
     return {
         size
-        for name in tensors.keys() & others.keys()
-        for size, other in zip(tensors[name].shape or (), others[name].shape or (), strict=False)
+        for name in tensors.keys() & other_tensors.keys()
+        for size, other in zip(
+            tensors[name].shape or (), other_tensors[name].shape or (), strict=False
+        )
         if size != other
     }

@@ -1,4 +1,4 @@
-"""Gives the ports of a plan their open sizes, fitted to the layouts at every binding."""
+"""Gives the ports of a plan their open sizes, as formulas that fit the layouts at every binding."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def open_ports(plan: Plan, ctx: PassContext) -> None:
     plan.samples = sizes.bindings
     plan.limits = [*sizes.limits, *_limits(ctx, sizes)]
     for ports in (plan.inputs, plan.outputs):
-        ports[:] = [opened_port(port, ctx) for port in ports]
+        ports[:] = [with_open_sizes(port, ctx) for port in ports]
     shapes = [port.open.shape for port in plan.inputs if port.open is not None]
     texts = {size for shape in shapes for size in shape if isinstance(size, str)}
-    given = {symbol for text in texts for symbol in Polynomial.parse(text).variables}
-    for symbol in plan.example.keys() - given:
+    known = {symbol for text in texts for symbol in Polynomial.parse(text).variables}
+    for symbol in plan.example.keys() - known:
         raise StrategyError(
             f"the size {symbol} is that of no input, so that a run cannot tell it; fix sizes with "
             f"{sizes.flags}"
@@ -36,12 +36,12 @@ def open_ports(plan: Plan, ctx: PassContext) -> None:
 
 
 def _limits(ctx: PassContext, sizes: OpenSizes) -> Iterator[tuple[Polynomial, Polynomial]]:
-    """Limits such that no segment of a split dimension has a negative size: those of a dimension
-    that is whole need not exist."""
+    """Yields the limits under which no segment of a split dimension has a negative size. Segments
+    of a whole dimension have no limits: they need not exist."""
     contexts = [ctx, *(other for _, other in ctx.lowered.replays)]
     columns: dict[tuple[int, ...], None] = {}
     for name in ctx.layouts:
-        for dims in zip(*(each.layouts[name].dims for each in contexts), strict=True):
+        for dims in zip(*(context.layouts[name].dims for context in contexts), strict=True):
             split = [list(leaves(dim)) for dim in dims if dim_axes(dim)]
             if len(split) == len(dims) and len({*map(len, split)}) == 1:
                 columns.update(
@@ -53,7 +53,7 @@ def _limits(ctx: PassContext, sizes: OpenSizes) -> Iterator[tuple[Polynomial, Po
             yield Polynomial.constant(0), size
 
 
-def opened_port(port: Port, ctx: PassContext) -> Port:
+def with_open_sizes(port: Port, ctx: PassContext) -> Port:
     """Returns the port with its open sizes, or the port itself if none of its sizes is open.
     Errors: StrategyError for a size that is not a polynomial of the symbols."""
     sizes = ctx.model.sizes
@@ -62,15 +62,15 @@ def opened_port(port: Port, ctx: PassContext) -> Port:
     if port.layout is None:
         return _opened_strings(port, sizes)
     contexts = [ctx, *(other for _, other in ctx.lowered.replays)]
-    layouts = [each.layouts[port.name] for each in contexts]
+    layouts = [context.layouts[port.name] for context in contexts]
     shapes = [list(layout.shape) for layout in layouts]
     trees = [layout.to_json(normalized=False) for layout in layouts]
     for axis in range(len(shapes[0])):
         # At small sizes, a segment of an unsplit dimension may have fewer elements, or none.
         if not any(dim_axes(x.dims[axis]) for x in layouts):
             is_free = (port.name, axis) in sizes.free
-            for tree, own in zip(trees, shapes, strict=True):
-                tree["dims"][axis] = {"size": -1 if is_free else own[axis]}
+            for tree, sizes_there in zip(trees, shapes, strict=True):
+                tree["dims"][axis] = {"size": -1 if is_free else sizes_there[axis]}
     shape, tree = (_merged(x, sizes, port.name) for x in (shapes, trees))
     if any(s != -1 and _has_unknown(dim) for s, dim in zip(shape, tree["dims"], strict=True)):
         raise _no_formula(port.name, sizes)
@@ -80,7 +80,7 @@ def opened_port(port: Port, ctx: PassContext) -> Port:
 
 
 def _opened_strings(port: Port, sizes: OpenSizes) -> Port:
-    """Returns an input of strings with its open sizes; it has a shape, but no layout."""
+    """Returns an input of strings with its open sizes; this input has a shape, but no layout."""
     open_ = {axis: size for (name, axis), size in sizes.dims.items() if name == port.name}
     if port.shape is None or not open_:
         return port
@@ -89,10 +89,10 @@ def _opened_strings(port: Port, sizes: OpenSizes) -> Port:
 
 
 def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:
-    """Merges the JSON values of all bindings into one: where numbers differ, the formula as
-    text."""
+    """Merges the JSON values of all bindings into one value. Numbers that differ become a formula,
+    as text."""
     first = values[0]
-    if -1 in values:  # what only data decides, at some bindings at least
+    if -1 in values:  # the size depends on data, at least at some bindings
         return -1
     if all(v == first for v in values[1:]):
         return first
@@ -109,8 +109,8 @@ def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:
 
 
 def _has_unknown(dim: Any) -> bool:
-    """True if a part of a dimension that several factors make up has no size."""
-    parts = [each for kind in ("concat", "product") for each in dim.get(kind, ())]
+    """True if some part of a dimension of several parts has no size."""
+    parts = [part for kind in ("concat", "product") for part in dim.get(kind, ())]
     return any(part.get("size") == -1 or _has_unknown(part) for part in parts)
 
 

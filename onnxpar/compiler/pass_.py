@@ -32,18 +32,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Choices:
-    """Decisions of insert-collectives that depend on sizes; they are repeated at the other bindings
-    of open sizes.
+    """Decisions of insert-collectives that depend on sizes; passes repeat them at the other
+    bindings of open sizes.
 
     results, operands  the fields of `PartialSums`; `results` is None until they are decided
-    steps              reshards by tensor, and by the sharding and the goals that they lead to
-    fed                shardings of inputs that nobody asked for
+    steps              reshards by tensor, and by the shardings from which and to which they lead
+    fed                shardings of inputs that no request decides
     bytes              bytes of all-reduces that may be fused, by node
-    started            bytes of the collectives that overlap-collectives starts, by node; None until
-                       it ran
-    fillings           the nodes that overlap-collectives moves to where a collective is under way
-    units              the units of nodes that fuse-elementwise found, by name, for each scope; None
-                       until it ran
+    started            bytes of the collectives that overlap-collectives starts, by node; None
+                       before this pass
+    fillings           the nodes that overlap-collectives moves to places where a collective is
+                       under way
+    units              the names of nodes in each unit of fuse-elementwise, for each scope; None
+                       before this pass
     """
 
     results: dict[str, tuple[Axes, ReduceOp]] | None = None
@@ -71,15 +72,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Request:
-    """The user's request, and the choices made before passes run.
+    """The user's request, and the choices before passes run.
 
     strategy   the user's entries
     preset     the preset or the kind of search, by name
-    annotated  the model's own annotations that are followed
-    manual     the layouts of the model's ports, if it is a program per rank
-    objective  what a search minimizes
-    found      the annotations that a search has found; None if there was no search
-    proof      what the search has proved about other strategies; None if there was no search
+    annotated  the model's own annotations, if the plan follows them
+    manual     the layouts of the model's ports, if the model is a program per rank
+    objective  the objective of a search
+    solution   the annotations that a search returns; None if there was no search
+    proof      a search's proof about other strategies; None if there was no search
     """
 
     strategy: Strategy | None = None
@@ -87,7 +88,7 @@ class Request:
     annotated: Configuration | None = None
     manual: Manual | None = None
     objective: Objective = field(default_factory=Objective)
-    found: list[Annotation] | None = None
+    solution: list[Annotation] | None = None
     proof: Proof | None = None
 
 
@@ -98,15 +99,16 @@ class LoweredState:
     per_rank     constants and attributes that depend on the rank
     collectives  the collectives of the plan, in execution order, from localize-ops on
     mixtures     the compacted mixtures
-    programs     graphs that are computed apart, by name, from split-programs on
-    row_outputs  outputs for the indices and the rows that change of each table on the host, by the
-                 table's input, from place-tables on
+    programs     graphs that ranks run separately, by name, from split-programs on
+    row_outputs  outputs for the indices and the new values of changed rows of each table on the
+                 host, by the table's input, from place-tables on
     replays      the graph and context at the other bindings of open sizes
-    seconds      in which each node computes, by name, if ranks are on several hosts
+    seconds      seconds of compute of each node, by name, if ranks are on several hosts
     streams      number of the streams of collectives that run at once
     hidden       seconds of communication that compute hides, by the cost model
-    held         bytes by which moved nodes made the peak of activations grow
-    localized    true if nodes are rank-local; `ordered`, if collectives are chained
+    held         bytes by which moved nodes raise the peak of activations
+    localized    true if nodes are rank-local
+    ordered      true if collectives are chained
     """
 
     per_rank: PerRank = field(default_factory=PerRank)
@@ -125,19 +127,20 @@ class LoweredState:
 
 @dataclass
 class PassContext:
-    """The state that passes share besides the graph; tables are keyed by tensor or node name.
+    """The state that passes share beside the graph; tables are keyed by tensor or node name.
 
     request      the user's request, which no pass changes
     sharding     axes per leaf, while they are being decided
     annotations  annotations in rounds of falling priority, from annotate-strategy on
-    asked        those among them that the user or the model's own annotations ask for
+    asked        the annotations that the user or the model itself requests
     layouts      the layout of every tensor, from insert-collectives on
-    copies       weights that are stored in a second layout, and the weight each is a copy of
-    choices      decisions by sizes, to be repeated at other sizes
+    copies       for each weight that copies another in a second layout, the name of the other
+    choices      decisions that depend on sizes, to be repeated at other sizes
     variants     the graph at the other bindings of open sizes, before passes
     lowered      results of lowering
-    fused        number of collectives before and after fuse-all-reduces, by kind; None until it ran
-    facts        the facts that the passes so far have ensured
+    fused        number of collectives before and after fuse-all-reduces, by kind; None before this
+                 pass
+    facts        the facts that passes have ensured so far
     """
 
     model: Model
@@ -154,7 +157,7 @@ class PassContext:
     facts: set[str] = field(default_factory=set)
 
     def fresh(self, name: str) -> str:
-        """A tensor name that is not in use yet, made from this one."""
+        """A new tensor name that begins with this name."""
         i = self._count.get(name, 0) + 1
         while f"{name}@{i}" in self.layouts or f"{name}@{i}" in self.sharding.factors.tensors:
             i += 1
@@ -165,9 +168,9 @@ class PassContext:
 
 
 class Stage(IntEnum):
-    """When a pass runs. Passes run in the order of their stages.
+    """The stage of a pass. Passes run in the order of their stages.
 
-    REWRITE  changes the global graph, before anything is decided about it
+    REWRITE  changes the global graph, before any decision about it
     DECIDE   chooses mesh axes for dimensions; the graph stays as it is
     LOWER    turns the decisions into collectives and rank-local nodes; repeated at other sizes
              where sizes are open
@@ -187,16 +190,16 @@ FUSED = "fused collectives"
 
 
 class Pass(ABC):
-    """One rewriting step over the graph of all ranks. Subclasses are frozen dataclasses.
+    """One step of the compiler, which rewrites the graph of all ranks. Subclasses are frozen
+    dataclasses.
 
-    stage     when it runs; a pass of REWRITE must give each new node a name of its own and each
-              new tensor a dtype and a shape
-    requires  facts that earlier passes must have ensured
-    ensures   facts that hold after it
-    excludes  facts that must not hold yet
-
-    plan_after   true if the plan is taken after it: after the first such pass, and after others if
-                 they changed anything
+    stage        its place in the order; a pass of REWRITE must give each new node a unique name,
+                 and each new tensor a dtype and a shape
+    requires     facts that earlier passes must have ensured
+    ensures      facts that hold after it
+    excludes     facts that must not hold yet
+    plan_after   true if the plan is made after it: after the first such pass, and after further
+                 ones that change anything
     costs_after  true if the plan's times are predicted after it
     """
 
@@ -210,4 +213,4 @@ class Pass(ABC):
 
     @abstractmethod
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        """Rewrites the graph or the context in place; returns whether anything changed."""
+        """Rewrites the graph or the context in place; returns True if anything changed."""

@@ -1,4 +1,4 @@
-"""The plan of a sharded model, which people read and the runtime follows."""
+"""The plan of a sharded model, for people and for the runtime."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class OpenPort:
 
 @dataclass(frozen=True)
 class Port:
-    """A graph input or output: its global shape and its layout.
+    """An input or output of the graph: its global shape and its layout.
 
     `type` is onnxruntime's text; it also describes sequences and optionals, which have no dtype. A
     data-dependent size is None in `shape` and -1 in `layout`. An input with `has_default` need not
-    be fed. If `open` is given, `shape` and `layout` are examples.
+    be fed. If there is an `open` shape, `shape` and `layout` are examples.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Port:
     open: OpenPort | None = None
 
     def to_json(self, mesh: Mesh) -> dict[str, Any]:
-        """Returns the port in the form that plan.json has."""
+        """Returns the port's entry of plan.json."""
         shape: Any = None if self.shape is None else list(self.shape)
         layout = None if self.layout is None else self.layout.to_json()
         if self.open is not None:
@@ -79,8 +79,8 @@ class Port:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight: its layout, its bytes, and the bytes of the largest shard; `stacks` are the names
-    in the model file of the weights that the loader stacked to it."""
+    """A weight: its layout, its bytes, and the bytes of the largest shard. If the loader stacked it
+    from several weights, `stacks` has their names in the model file."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Whole:
-    """A node that runs whole on every rank although its operands are split; `bytes` are gathered
+    """A node that runs whole on every rank although its operands are split; ranks gather `bytes`
     for it."""
 
     node: str
@@ -109,9 +109,9 @@ class Whole:
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What a rank holds and computes, where the devices of ranks differ.
+    """The memory and work of a rank, where the devices of ranks differ.
 
-    weights, states, activations  bytes; of activations at any time
+    weights, states, activations  bytes; of activations, the peak
     flops                         of the contractions in a run
     memory                        bytes of its device; None if unknown
     compute                       seconds of a run, without waiting for others
@@ -132,7 +132,7 @@ class RankLoad:
 
 @dataclass(frozen=True)
 class OnHost:
-    """The weights and states that stay in files; `bytes_per_rank` is the most of any rank."""
+    """The weights and states that stay in files; `bytes_per_rank` is the maximum over ranks."""
 
     tensors: list[str]
     bytes_per_rank: int
@@ -140,14 +140,16 @@ class OnHost:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Seconds of a run, predicted by the cost model.
+    """Seconds of a run, as the cost model predicts them.
 
-    `compute` and `communication` add up the seconds of each node on the rank that is slowest in it,
-    without the communication that compute hides; `session` is what a run takes beside the work of
-    ranks, where that is known. `one_rank` is the time of the unsplit model on one rank, the fastest
-    if ranks differ, or in onnxruntime with all cores of a host, where that is known; `on_rank` is
-    its time with the cores of one of the ranks. With `is_timed`, both are of runs on this host, and
-    `compute` takes so many times longer as they took longer than predicted.
+    compute        the sum over nodes; each counts on the rank that is slowest in it
+    communication  the same for communication, without the part that compute hides
+    one_rank       the time of the unsplit model in onnxruntime with all cores of a host, if this is
+                   known; else on one rank (the fastest)
+    session        the time of a run without the work of ranks, if this is known
+    on_rank        the time of the unsplit model with the cores of one of the ranks
+    is_timed       `one_rank` and `on_rank` are from runs on this host, and `compute` is scaled by
+                   the ratio of such runs to their prediction
     """
 
     compute: float
@@ -159,17 +161,17 @@ class Predicted:
 
     @property
     def total(self) -> float:
-        """All parts, one after the other."""
+        """The sum of compute, communication and session."""
         return self.compute + self.communication + self.session
 
     def timed(self, alone: float, on_rank: float) -> Predicted:
-        """Returns the times given those of runs of the unsplit model."""
+        """Returns the times after a correction by the seconds of runs of the unsplit model."""
         longer = on_rank / self.on_rank if self.on_rank else 1.0
         compute = self.compute * longer
         return replace(self, compute=compute, one_rank=alone, on_rank=on_rank, is_timed=True)
 
     def to_json(self) -> dict[str, float]:
-        """Returns the times in the form that plan.json has."""
+        """Returns the times as in plan.json."""
         return {"total": self.total, **asdict(self)}
 
 
@@ -179,30 +181,31 @@ class Plan(Shown):
 
     example       a size for every open symbol
     limits        pairs of sizes; in a run, the first must not be greater than the second
-    typical       the sizes that `memory`, `flops` and `predicted` are computed at, with weights:
-                  means over these sizes, and for memory the maximum
+    typical       the sizes for `memory`, `flops` and `predicted`, with weights: these are means
+                  over the sizes, or the maximum for memory
     is_told       true if the user gave the typical sizes
     caches        as in OpenSizes
     predicted     None for a manual program
-    proof         how far the plan may be from the best; None if there was no search
-    loads         what each rank holds and computes, if the devices of ranks differ
-    initial       the first value of each state, by input name: STORED with the model, or ZERO
+    proof         bounds the distance of the plan from the best; None if there was no search
+    loads         the memory and work of each rank, if the devices of ranks differ
+    initial       the source of each state's first value, by input name: STORED with the model, or
+                  ZERO
     in_place      the states that runs change in their own memory, by input name
     on_host       the weights and states that stay in files; None if there are none
     row_outputs   as in LoweredState
     step          the roles of the ports, if the model is a training step
     fused         number of collectives before and after fuse-all-reduces, by kind
     notes         sentences that the user should read
-    costs         where the quantities of the cost model are from, in words
-    unpaired      inputs that look like states, but that no output feeds
+    costs         the source of the cost model's quantities, in words
+    unpaired      inputs that look like states, but to which no output is fed back
     streams       number of the streams of collectives that run at once
     request       the options with which a training step was sharded (`options`), and the digest of
                   its model (`sha256`); None for other models
-    explained     the steps of the plan, if they were asked for; a page is made from them
+    explained     the steps of the plan, for a page; None unless requested
     hidden        seconds of communication that compute hides, and that `predicted` leaves out
     samples       the sizes at which the compiler compared its decisions, if sizes are open
-    sent_at_runs  bytes that a rank sends in each collective, by name, at sizes of runs, if these
-                  were asked for
+    sent_at_runs  bytes that a rank sends in each collective, by name, at sizes of runs; empty
+                  unless requested
     """
 
     model: str
@@ -295,23 +298,23 @@ class Plan(Shown):
 
     def _state(self, source: str, result: str) -> dict[str, Any]:
         rows = self.row_outputs.get(source)
-        found: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "input": source,
             "output": result,
             "initial": self.initial.get(source),
         }
         if source in self.in_place:
-            found["in_place"] = True
-        return found if rows is None else {**found, "rows": list(rows)}
+            entry["in_place"] = True
+        return entry if rows is None else {**entry, "rows": list(rows)}
 
     def text(self) -> str:
-        """The JSON as text, with one line for each collective, weight and port."""
+        """The JSON as text."""
         return json.dumps(self.to_json(), indent=1)
 
 
 @dataclass(frozen=True, repr=False)
 class SavedPlan(Shown):
-    """The plan of a sharded model as its plan.json has it."""
+    """The plan of a sharded model, read from its plan.json."""
 
     data: Mapping[str, Any]
 
@@ -324,8 +327,8 @@ class SavedPlan(Shown):
 
 
 def _grouped(loads: Sequence[RankLoad]) -> Iterator[dict[str, Any]]:
-    """Yields the loads as plain JSON, with the first and the last of neighbouring ranks that have
-    the same load."""
+    """Yields the loads as JSON. Neighbouring ranks with the same load are one entry, with the first
+    and the last rank."""
     first = 0
     for load, same in groupby(loads):
         count = len(list(same))
@@ -338,8 +341,8 @@ def _dicts(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def foreign_part(folder: Path) -> str | None:
-    """Names something in a folder that does not belong to a sharded model; None if the folder holds
-    a sharded model, of any format, perhaps with that of its encoder, and nothing else."""
+    """Describes a file in a folder that does not belong to a sharded model. None if the folder
+    holds only a sharded model, of any format, perhaps with the sharded model of its encoder."""
     try:
         plan = json.loads(read_bounded(folder / PLAN))
     except (OSError, ValueError, RecursionError):
@@ -360,8 +363,8 @@ def foreign_part(folder: Path) -> str | None:
 def write_plan(
     folder: Path, plan: Mapping[str, Any], files: Mapping[str, Digests] | None = None
 ) -> None:
-    """Writes plan.json with the digests of the other files of a sharded model; by default, those of
-    the files in the folder. Errors: OSError."""
+    """Writes plan.json with the digests of the other files of a sharded model; by default, computes
+    the digests of the files in the folder. Errors: OSError."""
     if files is None:
         files = digests_of(sorted(f for f in folder.iterdir() if f.is_file() and f.name != PLAN))
     (folder / PLAN).write_text(sealed({**plan, "files": files}), encoding="utf-8")

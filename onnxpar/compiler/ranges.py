@@ -1,4 +1,4 @@
-"""Infers which integers an input may hold from the nodes that read it."""
+"""Infers the integers that an input may hold, from the nodes that read it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ _SAME_ELEMENTS = frozenset(
 _FOLLOW = frozenset((*_SAME_ELEMENTS, "Concat", "Slice", "Split"))
 _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 _COUNT = frozenset(("ReduceSum", "CumSum", "Sub"))
-"""Ops that make lengths or positions from a mask."""
+"""Ops that compute lengths or positions from a mask."""
 _MASK = (0, 2)
-"""The range of a mask: an input that is cast to floating point or bool, compared, or multiplied."""
+"""The range of a mask: an input that nodes cast to floating point or bool, compare, or multiply."""
 _ONES = (1, 2)
-"""The range of a mask whose lengths or positions are counted: it must hide nothing."""
+"""The range of a mask from which nodes compute lengths or positions: it must hide nothing."""
 _MICROSOFT = "com.microsoft"
 
 
 def integer_ranges(graph: gs.Graph) -> dict[str, Range]:
     """The values [low, high) that each integer input may hold, by name: the indices of the tables
-    that it indexes, or lengths or positions of a cache; else 0 and 1, as for a mask."""
+    that it indexes, or the lengths or positions of a cache; if there are none, 0 and 1, as for a
+    mask."""
     return {
         tensor.name: _range(tensor, set()) or _MASK
         for tensor in graph.inputs
@@ -40,9 +41,9 @@ def integer_ranges(graph: gs.Graph) -> dict[str, Range]:
 
 
 def lookups(graph: gs.Graph, is_open: bool) -> list[Lookup]:
-    """The integer inputs whose elements, all or those of certain columns, index a table, or are the
-    classes of a loss. If sizes are open, only stored tables count, as only their sizes are known to
-    be fixed."""
+    """The integer inputs whose elements, or whose elements in some columns, index a table or are
+    the classes of a loss. If sizes are open, only stored tables count, because only their sizes are
+    known to be fixed."""
     return [
         _lookup(tensor.name, node, rows, columns)
         for tensor in graph.inputs
@@ -60,8 +61,8 @@ def _lookup(name: str, node: gs.Node, rows: int, columns: tuple[int, ...]) -> Lo
 
 
 def _selections(tensor: gs.Tensor) -> Iterator[tuple[gs.Tensor, tuple[int, ...]]]:
-    """Yields each tensor that has some columns of an input, and which: (dimension, start, stop,
-    step)."""
+    """Yields each tensor that consists of some columns of an input, with these columns as
+    (dimension, start, stop, step)."""
     for node in tensor.outputs:
         if node.inputs[0] is not tensor:
             continue
@@ -107,38 +108,38 @@ def _is_stored(table: gs.Tensor) -> bool:
 
 
 def _range(tensor: gs.Tensor, seen: set[str]) -> Range | None:
-    """The intersection of the ranges that the readers of a tensor accept; None if no reader indexes
+    """The intersection of the ranges that the readers of a tensor accept. None if no reader indexes
     with it."""
     seen.add(tensor.name)
-    found: list[Range] = []
+    ranges: list[Range] = []
     for node in tensor.outputs:
         position = next(i for i, t in enumerate(node.inputs) if t is tensor)
         limit = _limit(node, position)
         if limit is not None:
-            found.append(limit)
+            ranges.append(limit)
             continue
         is_counted = node.op in _COUNT and position == 0
         if (node.op in _FOLLOW and position == 0) or node.op == "Concat" or is_counted:
             for result in node.outputs:
                 if result.name not in seen and "float" not in str(result.dtype):
                     inner = _range(result, seen)
-                    found += [_ONES if is_counted else inner] if inner else []
-    low = max((r[0] for r in found), default=0)
-    high = min((r[1] for r in found), default=0)
-    return (min(low, high - 1), high) if found else None
+                    ranges += [_ONES if is_counted else inner] if inner else []
+    low = max((r[0] for r in ranges), default=0)
+    high = min((r[1] for r in ranges), default=0)
+    return (min(low, high - 1), high) if ranges else None
 
 
 def _limit(node: gs.Node, position: int) -> Range | None:
-    """The range of values that a node accepts in the operand at this position; None if it accepts
-    any."""
+    """The range of values that a node accepts in the operand at this position; None for any
+    values."""
     domain = "" if node.domain in (None, "ai.onnx") else node.domain
     limits = _LIMITS.get((domain, node.op), {})
-    found = limits[position](node, position) if position in limits else None
-    return None if found is None or found[1] <= found[0] else found
+    accepted = limits[position](node, position) if position in limits else None
+    return None if accepted is None or accepted[1] <= accepted[0] else accepted
 
 
 def _size(node: gs.Node, index: int, axis: int) -> int | None:
-    """The size of an operand along an axis; None if it is not known."""
+    """The size of an operand along an axis; None if it is unknown."""
     tensor = given(node, index)
     shape = None if tensor is None else tensor_shape(tensor)
     return shape[axis] if shape and -len(shape) <= axis < len(shape) else None
@@ -158,7 +159,7 @@ def _rows(data: int, axis: int | None = None) -> Limit:
 
 
 def _coordinates(node: gs.Node, position: int) -> Range | None:
-    """Accepts index tuples (GatherND): one range for all indices, that of the smallest
+    """Accepts the index tuples of a GatherND: one range for all indices, from the smallest
     dimension."""
     count, start = _size(node, 1, -1), node.attrs.get("batch_dims", 0)
     shape = tensor_shape(node.inputs[0])
@@ -178,8 +179,8 @@ def _places(cache: int, axis: int, written: int, written_axis: int) -> Limit:
 
 
 def _lengths(of: int, axis: int, past: int | None = None, past_axis: int = 2) -> Limit:
-    """Accepts lengths from 1 to that of operand `of` plus that of `past`; None if the operand has
-    several dimensions, so that it is a mask."""
+    """Accepts lengths from 1 to the length of operand `of`, plus that of `past`. None if the
+    operand has several dimensions: then it is a mask."""
 
     def limit(node: gs.Node, position: int) -> Range | None:
         shape = tensor_shape(node.inputs[position])
@@ -191,16 +192,16 @@ def _lengths(of: int, axis: int, past: int | None = None, past_axis: int = 2) ->
 
 
 def _total(node: gs.Node) -> int | None:
-    """The number of keys that a GroupQueryAttention attends to: past and new ones, or the length of
-    the cache if that is fixed."""
-    own, past = _size(node, 0, 1), _size(node, 3, 2) or 0
+    """The number of keys that a GroupQueryAttention attends to: past and new keys, or the length of
+    the cache if this is fixed."""
+    new, past = _size(node, 0, 1), _size(node, 3, 2) or 0
     shape = tensor_shape(node.outputs[1]) if len(node.outputs) > 1 else None
     fixed = shape[2] if shape and len(shape) == 4 else None
-    return None if own is None else past if past and fixed == past else past + own
+    return None if new is None else past if past and fixed == past else past + new
 
 
 def _exact(less: int) -> Limit:
-    """Accepts one value only: the number of all keys minus `less`."""
+    """Accepts a single value: the number of all keys minus `less`."""
 
     def limit(node: gs.Node, position: int) -> Range | None:
         total = _total(node)
@@ -214,8 +215,8 @@ def _classes(node: gs.Node, position: int) -> Range | None:
 
 
 def _offsets(node: gs.Node, position: int) -> Range | None:
-    """Accepts rows of the table of angles; if one offset holds for a whole sequence, rows that the
-    rest of the sequence can follow."""
+    """Accepts rows of the table of angles; if one offset holds for a whole sequence, rows that are
+    followed by enough rows for the rest of the sequence."""
     rows, shape = _size(node, 2, 0), tensor_shape(node.inputs[0]) or ()
     is_one = len(tensor_shape(node.inputs[1]) or ()) == 1
     length = (shape[1] if len(shape) == 3 else shape[2] if len(shape) == 4 else 1) if is_one else 1
@@ -223,12 +224,13 @@ def _offsets(node: gs.Node, position: int) -> Range | None:
 
 
 def _one(node: gs.Node, position: int) -> Range | None:
+    """Accepts only 1."""
     return 1, 2
 
 
 def _compared(node: gs.Node, position: int) -> Range | None:
-    """Accepts the range of the constants that the operand is compared with, as in a one-hot
-    encoding; None for fewer than 3 different constants."""
+    """Accepts the range of the constants with which the operand is compared, as in a one-hot
+    encoding. None for fewer than 3 different constants."""
     listed = constant(node.inputs[1 - position])
     if listed is None or listed.dtype.kind not in "iu" or np.unique(listed).size < 3:
         return None
@@ -278,4 +280,4 @@ _LIMITS: Mapping[tuple[str, str], Mapping[int, Limit]] = {
     (_MICROSOFT, "DecoderMaskedMultiHeadAttention"): {7: _places(5, 2, 0, 1), 8: _one, 9: _beams},
     (_MICROSOFT, "DecoderMaskedSelfAttention"): {6: _places(4, 3, 0, 1), 7: _one, 8: _beams},
 }
-"""The ranges that ops accept, by operand."""
+"""The ranges that ops accept, by index of an operand."""

@@ -1,4 +1,4 @@
-"""Repeats the passes at other bindings of a model's open sizes, with the same decisions."""
+"""Repeats the passes at the other bindings of a model's open sizes, with the same decisions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from onnxpar.sharding.state import ShardingState
 
 def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
     """Runs the passes that follow propagation at every other binding, and adds the results to
-    `ctx.lowered.replays`; `ctx` is the context in which they ran first."""
+    `ctx.lowered.replays`. `ctx` is the context of their first run."""
     if model.sizes is None:
         return
     for variant in ctx.variants or variants(model)[1]:
@@ -46,54 +46,54 @@ def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
 def replay_typical(
     model: Model, ctx: PassContext, passes: Sequence[Pass], profiles: Sequence[Profile]
 ) -> Iterator[tuple[float, gs.Graph, PassContext]]:
-    """Yields, for each profile, its weight, and the graph and context that these passes make at its
+    """Yields, for each profile, its weight, and the graph and context of these passes at its
     sizes."""
-    found = _samples(model, ctx.sharding.factors, ctx.variants)
-    for wanted, weight in profiles:
+    samples = _samples(model, ctx.sharding.factors, ctx.variants)
+    for sizes, weight in profiles:
         variant = _analysed(model, ctx.variants[0].number)
-        own = _with_leaves(ctx.sharding.factors, variant.factors)
-        assert own is not None  # as at this binding before
-        factors = at_sizes(own, atom_sizes(found, wanted))
+        with_leaves = _with_leaves(ctx.sharding.factors, variant.factors)
+        assert with_leaves is not None  # these leaves existed at this binding before
+        factors = at_sizes(with_leaves, atom_sizes(samples, sizes))
         other = _context(ctx, factors)
-        run_again(passes, variant.graph, other, _text(wanted))
+        run_again(passes, variant.graph, other, _text(sizes))
         yield weight, variant.graph, other
 
 
 def variants(model: Model) -> tuple[GraphFactors, list[Variant]]:
     """The factors of the model's graph, and the graph at the other bindings of open sizes.
 
-    What rules split must not depend on sizes, such as whether a slice keeps everything: factors
-    that differ between bindings are added to `model.whole`. A binding at which the sizes of factors
-    are not known is removed from the model's.
+    The factors that rules split must not depend on sizes, such as whether a slice keeps all
+    elements: factors that differ between bindings are added to `model.whole`. A binding at which
+    the sizes of factors are unknown is removed from the model's bindings.
     """
     count = 0 if model.sizes is None else len(model.sizes.bindings)
-    each = [_analysed(model, i) for i in range(1, count)]
+    others = [_analysed(model, i) for i in range(1, count)]
     while True:
         factors = _factors(model, model.graph)
         more: dict[str, frozenset[str]] = {}
-        for other in each:
+        for other in others:
             for a, b in zip(factors.ops, other.factors.ops, strict=True):
                 if is_hidden(a.rule, b):
                     continue
                 if not is_alike(a.rule, b.rule):
                     raise _lacks_elements(model, a.node)
-                found = _odd_factors(a.rule, b.rule)
-                if found:
-                    more[a.result] = more.get(a.result, frozenset()) | found
+                odd = _odd_factors(a.rule, b.rule)
+                if odd:
+                    more[a.result] = more.get(a.result, frozenset()) | odd
         whole = {**model.whole}
-        for result, found in more.items():
+        for result, new in more.items():
             before = whole.get(result, ())
-            whole[result] = None if before is None or found <= {*before} else found | {*before}
-        growing = model.growing | _growing(model, [factors, *(v.factors for v in each)])
+            whole[result] = None if before is None or new <= {*before} else new | {*before}
+        growing = model.growing | _growing(model, [factors, *(v.factors for v in others)])
         if whole == model.whole and growing == model.growing:
-            return factors, _aligned(model, factors, each)
+            return factors, _aligned(model, factors, others)
         model.whole, model.growing = whole, growing
-        each = [replace(v, factors=_factors(model, v.graph)) for v in each]
+        others = [replace(v, factors=_factors(model, v.graph)) for v in others]
 
 
 def _lacks_elements(model: Model, node: gs.Node) -> OpenSizesError:
-    """An error for a node whose rule at the sizes at which the model is planned differs from those
-    at others, in most cases because it has no elements there."""
+    """The error for a node whose rule at the plan's sizes differs from its rule at other sizes, in
+    most cases because a tensor has no elements there."""
     assert model.sizes is not None
     return OpenSizesError(
         f"{node.op} '{node.name}' can be planned at {_first_sizes(model)} or at other sizes, but "
@@ -102,7 +102,7 @@ def _lacks_elements(model: Model, node: gs.Node) -> OpenSizesError:
 
 
 def _first_sizes(model: Model) -> str:
-    """The sizes at which the model is planned."""
+    """The sizes at which onnxpar plans the model, as text."""
     assert model.sizes is not None
     return _text(model.sizes.bindings[0])
 
@@ -111,58 +111,60 @@ def _text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def _growing(model: Model, each: Sequence[GraphFactors]) -> set[tuple[str, int]]:
-    """The dimensions of states, by input and axis, that have the same size before and after a run
+def _growing(model: Model, all_factors: Sequence[GraphFactors]) -> set[tuple[str, int]]:
+    """The dimensions of states, as (input, axis), whose size before and after a run is the same
     only at some bindings."""
-    found = set()
+    axes = set()
     for source, result in model.states:
-        for factors in each:
+        for factors in all_factors:
             both = (factors.tensors.get(source), factors.tensors.get(result))
             dims = [tensor.dims if tensor else () for tensor in both]
             sizes = zip(*dims, strict=False)
-            found |= {(source, i) for i, (a, b) in enumerate(sizes) if a.size != b.size}
-    return found
+            axes |= {(source, i) for i, (a, b) in enumerate(sizes) if a.size != b.size}
+    return axes
 
 
-def _aligned(model: Model, factors: GraphFactors, each: Sequence[Variant]) -> list[Variant]:
-    """The variants with the same leaves as `factors`. Errors: OpenSizesError if none has."""
-    found = []
-    for variant in each:
-        own = _with_leaves(factors, variant.factors)
-        if own is not None:
-            found.append(replace(variant, factors=own))
-    if model.sizes is not None and each and not found:
+def _aligned(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> list[Variant]:
+    """The variants, with the leaves of `factors`. Errors: OpenSizesError if no variant can have
+    these leaves."""
+    fitting = []
+    for variant in others:
+        with_leaves = _with_leaves(factors, variant.factors)
+        if with_leaves is not None:
+            fitting.append(replace(variant, factors=with_leaves))
+    if model.sizes is not None and others and not fitting:
         raise OpenSizesError(
             f"how the model is split is known only at {_first_sizes(model)}; fix sizes with "
             f"{model.sizes.flags}"
         )
-    if model.sizes is not None and len(found) < len(each):
-        model.sizes = model.sizes.at([0, *(variant.number for variant in found)])
-        found = [replace(variant, number=i) for i, variant in enumerate(found, 1)]
-    return found
+    if model.sizes is not None and len(fitting) < len(others):
+        model.sizes = model.sizes.at([0, *(variant.number for variant in fitting)])
+        fitting = [replace(variant, number=i) for i, variant in enumerate(fitting, 1)]
+    return fitting
 
 
 def _with_leaves(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
-    """The factors of `other` with the leaves of `base`; None if their sizes are not known."""
+    """The factors of `other` with the leaves of `base`; None if the sizes of these leaves are
+    unknown."""
     return aligned(base, other) if _is_different(base, other) else other
 
 
-def _odd_factors(one: Rule, other: Rule) -> frozenset[str]:
-    """The factors of the dimensions that two rules of a node make up differently, or of which one
-    part has more than one element only for the other rule."""
-    pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True)
+def _odd_factors(rule: Rule, other: Rule) -> frozenset[str]:
+    """The factors about which two rules of a node disagree: they make up a dimension differently,
+    or a part has more than one element only in the other rule."""
+    pairs = zip((*rule.inputs, *rule.outputs), (*other.inputs, *other.outputs), strict=True)
     exprs = [pair for a, b in pairs for pair in zip(a or (), b or (), strict=True)]
     odd = {v for pair in exprs if pair[0] != pair[1] for expr in pair for v in expr_vars(expr)}
-    for group in joint(one):
-        sizes = [(one.sizes[f], other.sizes.get(f)) for f in group]
+    for group in joint(rule):
+        sizes = [(rule.sizes[f], other.sizes.get(f)) for f in group]
         if any(a is not None and a <= 1 and a != b for a, b in sizes):
             odd |= set(group)
-    notes = {f for f in {*one.sizes, *other.sizes} if _notes(one, f) != _notes(other, f)}
+    notes = {f for f in {*rule.sizes, *other.sizes} if _notes(rule, f) != _notes(other, f)}
     return frozenset(odd | notes)
 
 
 def _notes(rule: Rule, factor: str) -> tuple[object, ...]:
-    """What a rule says of a factor."""
+    """The properties of a factor in a rule."""
     return (
         rule.reduce.get(factor),
         factor in rule.whole,
@@ -172,25 +174,28 @@ def _notes(rule: Rule, factor: str) -> tuple[object, ...]:
     )
 
 
-def opened(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> GraphFactors:
-    """Returns the factors with marks for those whose sizes are open, found by comparison with the
-    other bindings, and with the typical sizes for costs."""
+def mark_open_sizes(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> GraphFactors:
+    """Returns the factors with marks for open sizes, which differ at other bindings, and with the
+    typical sizes for costs."""
     if not others or model.sizes is None:
         return factors
-    found = _samples(model, factors, others)
-    each = [(atom_sizes(found, sizes), weight) for sizes, weight in model.sizes.typical]
-    return priced(factors.opened(others[0].factors), each)
+    samples = _samples(model, factors, others)
+    profiles = [(atom_sizes(samples, sizes), weight) for sizes, weight in model.sizes.typical]
+    return priced(factors.opened(others[0].factors), profiles)
 
 
 def _samples(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> list[Sample]:
-    """Pairs the factors at each binding with the values of the symbols and atoms there."""
+    """Pairs the factors at each binding with the values of symbols and atoms there."""
     assert model.sizes is not None
     pairs = [(model.sizes.bindings[0], factors), *((v.sizes, v.factors) for v in others)]
     atoms = model.sizes.atoms
     values: list[dict[Variable, int]] = [dict(at.items()) for at, _ in pairs]
-    for each, (at, _) in zip(values, pairs, strict=True):
-        each.update({atom: atom.at(at) for atom in atoms})
-    return [(each, found) for each, (_, found) in zip(values, pairs, strict=True)]
+    for at_binding, (at, _) in zip(values, pairs, strict=True):
+        at_binding.update({atom: atom.at(at) for atom in atoms})
+    return [
+        (at_binding, their_factors)
+        for at_binding, (_, their_factors) in zip(values, pairs, strict=True)
+    ]
 
 
 def _factors(model: Model, graph: gs.Graph) -> GraphFactors:
@@ -211,49 +216,49 @@ def _context(ctx: PassContext, factors: GraphFactors) -> PassContext:
     return PassContext(ctx.model, _sharding(factors, ctx.sharding), choices=ctx.choices)
 
 
-def _is_different(have: GraphFactors, other: GraphFactors) -> bool:
-    """True if a tensor or a node has other atoms in the two graphs."""
+def _is_different(base: GraphFactors, other: GraphFactors) -> bool:
+    """True if a tensor or a node has different atoms in the two graphs."""
     for name, tensor in other.tensors.items():
-        known = have.tensors.get(name)
+        known = base.tensors.get(name)
         if known is None or [x.atom for x in known.leaves] != [x.atom for x in tensor.leaves]:
             return True
     return any(
         [(x.atom, x.factor) for x in a.leaves] != [(x.atom, x.factor) for x in b.leaves]
-        for a, b in zip(have.ops, other.ops, strict=True)
+        for a, b in zip(base.ops, other.ops, strict=True)
     )
 
 
 def stay_whole(
     nodes: Mapping[str, frozenset[str]], graph: gs.Graph, ctx: PassContext, already: Whole
 ) -> Whole:
-    """The factors that must stay whole from now on, by the result of a node, so that open sizes
-    work.
+    """The factors that must stay whole from now on, by result of a node, so that open sizes work.
+    Empty if no factor is left to forbid.
 
-    `nodes` has factors by node of the lowered graph, or by weight, for the nodes that read it; if
-    it has none for a node, its factors of open sizes are taken, first those between whose shards
-    ranks communicate; of a reshard, the factors that cut the dimension into segments, and if there
-    are none, all of the dimension. Empty if there is nothing left to forbid.
+    `nodes` has the factors to forbid, by node of the lowered graph, or by weight, for the nodes
+    that read it. If it has no factors for a node, the node's factors of open sizes are forbidden,
+    first those between whose shards ranks communicate. For a reshard, these are the factors that
+    cut the dimension into segments, or if there are none, all factors of the dimension.
     """
     factors = ctx.sharding.factors
-    found: dict[str, Collection[str] | None] = {}
+    whole: dict[str, Collection[str] | None] = {}
     readers = [
-        (op.node.name, given)
-        for name, given in nodes.items()
+        (op.node.name, forbidden)
+        for name, forbidden in nodes.items()
         for op in factors.ops
         if name in factors.tensors and any(t.name == name for t in op.node.inputs)
     ]
-    for name, given in [*nodes.items(), *readers]:
+    for name, forbidden in [*nodes.items(), *readers]:
         op = factors.find(name)
         if op is None:
             dims = list(_resharded(name, graph, factors))
-            found.update(_uncut(dims, factors, already) or _unsplit(dims, factors, already))
+            whole.update(_uncut(dims, factors, already) or _unsplit(dims, factors, already))
             continue
         if op.result in already and already[op.result] is None:
             continue
         before = frozenset(already.get(op.result) or ())
-        narrow = (given or delicate(op.rule, _open_factors(op, factors))) - before
-        found[op.result] = narrow | before if narrow else None
-    return found
+        narrow = (forbidden or delicate(op.rule, _open_factors(op, factors))) - before
+        whole[op.result] = narrow | before if narrow else None
+    return whole
 
 
 def _open_factors(op: OpFactors, factors: GraphFactors) -> frozenset[str]:
@@ -261,7 +266,8 @@ def _open_factors(op: OpFactors, factors: GraphFactors) -> frozenset[str]:
 
 
 def _resharded(name: str, graph: gs.Graph, factors: GraphFactors) -> Iterator[frozenset[int]]:
-    """The atoms of each open dimension of the tensors that a reshard of this name makes."""
+    """Yields the atoms of each open dimension of the tensors that the reshard of this name
+    produces."""
     for node in graph.nodes:
         source = vars(node).get("onnx_source")
         if source is None or origin_of(source) != name:
@@ -275,11 +281,15 @@ def _resharded(name: str, graph: gs.Graph, factors: GraphFactors) -> Iterator[fr
 
 
 def _unsplit(dims: Sequence[frozenset[int]], factors: GraphFactors, already: Whole) -> Whole:
-    """Forbids the factors of one of these dimensions whose sizes are open."""
+    """Forbids the factors of these dimensions whose sizes are open."""
     atoms = frozenset[int]().union(*dims) & factors.open_atoms
 
     def split(op: OpFactors) -> set[str]:
-        return {factor for factor, own in op.atoms.items() if atoms.intersection(own)}
+        return {
+            factor
+            for factor, atoms_of_factor in op.atoms.items()
+            if atoms.intersection(atoms_of_factor)
+        }
 
     return _forbidden(split, factors, already)
 
@@ -304,14 +314,14 @@ def _uncut(dims: Sequence[frozenset[int]], factors: GraphFactors, already: Whole
 def _forbidden(
     more: Callable[[OpFactors], set[str]], factors: GraphFactors, already: Whole
 ) -> Whole:
-    """The factors that must stay whole if each node forbids `more`, of the nodes where that is
-    new."""
-    found = {}
+    """The factors that must stay whole if each node also forbids `more`; only nodes with a new
+    factor."""
+    whole = {}
     for op in factors.ops:
-        before, own = already.get(op.result, ()), more(op)
-        if before is not None and not own <= set(before):
-            found[op.result] = own | set(before)
-    return found
+        before, new = already.get(op.result, ()), more(op)
+        if before is not None and not new <= set(before):
+            whole[op.result] = new | set(before)
+    return whole
 
 
 def _sharding(factors: GraphFactors, decided: ShardingState) -> ShardingState:

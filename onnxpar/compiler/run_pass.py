@@ -1,4 +1,4 @@
-"""Runs one pass, with errors that name it."""
+"""Runs one pass; errors name the pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxpar.graph.used_names import check_names
 
 
 def run_pass(step: Pass, graph: gs.Graph, ctx: PassContext) -> bool:
-    """Runs a pass, and records the facts that it ensures; returns whether anything changed."""
+    """Runs a pass, and records the facts that it ensures; returns True if anything changed."""
     changed = step.run(graph, ctx)
     check_names(graph, f"pass {step.name}")
     ctx.facts.update(step.ensures)
@@ -21,9 +21,9 @@ def run_pass(step: Pass, graph: gs.Graph, ctx: PassContext) -> bool:
 
 
 def run_again(passes: Sequence[Pass], graph: gs.Graph, ctx: PassContext, at: str) -> None:
-    """Runs passes on the graph at other sizes, which `at` names. What they leave is not verified:
-    there, rules may see other factors of what stays whole. Errors: OnnxparError of a pass;
-    PassError for any other failure."""
+    """Runs passes on the graph at other sizes, which `at` names in errors. Does not verify the
+    results: at other sizes, rules may see other factors of dimensions that stay whole. Errors:
+    OnnxparError of a pass; PassError for any other failure."""
     ran: list[str] = []
     for step in passes:
         with failures(step, ran, at):
@@ -33,7 +33,7 @@ def run_again(passes: Sequence[Pass], graph: gs.Graph, ctx: PassContext, at: str
 
 @contextmanager
 def failures(step: Pass, ran: Sequence[str], at: str = "") -> Iterator[None]:
-    """Turns an exception that is no OnnxparError into a PassError, which names the pass, the sizes
+    """Turns an exception other than an OnnxparError into a PassError that names the pass, the sizes
     and the passes before."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Summarizes a graph as a plan: weights, memory, FLOPs, and nodes that stay whole."""
+"""Summarizes a graph as a plan: its weights, memory, FLOPs, and nodes that stay whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from onnxpar.strategy.contraction import is_contraction
 
 
 def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) -> Plan:
-    """Makes the plan of a graph after insert-collectives, while shapes are still global."""
+    """The plan of a graph after insert-collectives, while shapes are still global."""
     weights = _weights(graph, ctx)
     initial = _initial(graph, ctx)
     loads = _loads(graph, ctx)
@@ -64,25 +64,25 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
 
 
 def _assumptions(ctx: PassContext) -> Iterator[str]:
-    """What FLOPs, memory and times of mixtures of experts assume."""
-    found: dict[str, None] = {}
+    """Yields a sentence about the assumptions in FLOPs, memory and times of mixtures of experts."""
+    mixtures: dict[str, None] = {}
     for op in filter(is_contraction, ctx.sharding.factors.ops):
         if op.node.op in EXPERT_WEIGHTS:
             experts = (tensor_shape(op.node.inputs[1]) or ())[-1]
-            found[f"{op.node.attrs.get('k', 1)} of {experts} experts"] = None
+            mixtures[f"{op.node.attrs.get('k', 1)} of {experts} experts"] = None
         share = op.computed(ctx.sharding.op_axes(op))
         if share < 1 and op.chosen is not None:
             (experts,) = {leaf.size for leaf in op.leaves if leaf.atom == op.chosen.atom}
-            found[f"{share * experts:g} of {experts} experts"] = None
-    if found:
+            mixtures[f"{share * experts:g} of {experts} experts"] = None
+    if mixtures:
         yield (
-            f"each row of a mixture has {' or '.join(found)} (a token may be several rows); FLOPs, "
-            "activations and times are of a router that chooses all of them equally often"
+            f"each row of a mixture has {' or '.join(mixtures)} (a token may be several rows); "
+            "FLOPs, activations and times are of a router that chooses all of them equally often"
         )
 
 
 def _memory(graph: gs.Graph, ctx: PassContext, loads: Sequence[RankLoad]) -> dict[str, int]:
-    """The most bytes that any rank holds, by kind."""
+    """The maximum over ranks of the bytes that a rank holds, by kind."""
     if loads:
         return {
             "weights_per_rank": max(load.weights for load in loads),
@@ -97,7 +97,7 @@ def _memory(graph: gs.Graph, ctx: PassContext, loads: Sequence[RankLoad]) -> dic
 
 
 def _loads(graph: gs.Graph, ctx: PassContext) -> list[RankLoad]:
-    """What each rank holds and computes; empty if all have the same device."""
+    """The memory and work of each rank; empty if all ranks have the same device."""
     topology, mesh = ctx.sharding.costs.topology, ctx.sharding.mesh
     if len(ctx.sharding.costs.devices) == 1:
         return []
@@ -123,7 +123,7 @@ def _weight_bytes(tensor: gs.Constant, ctx: PassContext, rank: int) -> int:
 
 
 def _initial(graph: gs.Graph, ctx: PassContext) -> dict[str, str]:
-    """The first values of those states that have one, by input name."""
+    """The source of each state's first value, by input name, for states that have one."""
     states = dict(ctx.model.states)
     stored = {t.name for t in graph.inputs if t.name in states and default_of(t) is not None}
     zero = {slot.input for slot in ctx.model.step.slots} if ctx.model.step else set()
@@ -146,16 +146,16 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
         layout = ctx.layouts.get(tensor.name) or Layout.whole(tensor.shape)
         dtype = numpy_dtype(tensor)
         size = -(-math.prod(tensor.shape) * stored_bits(dtype) // 8)
-        held = max(_weight_bytes(tensor, ctx, r) for r in _sample(mesh.size))
+        largest = max(_weight_bytes(tensor, ctx, r) for r in _sample(mesh.size))
         name = ctx.copies.get(tensor.name, tensor.name)
         shape = tuple(int(s) for s in tensor.shape)
         stacks = tuple(part.name for part in stacked_parts(tensor))
-        out.append(Weight(name, shape, dtype.name, layout.text(mesh), size, held, stacks))
+        out.append(Weight(name, shape, dtype.name, layout.text(mesh), size, largest, stacks))
     return [*out, *_inner_weights(graph, mesh)]
 
 
 def _most_weights(graph: gs.Graph, ctx: PassContext) -> int:
-    """The most bytes of weights that any rank holds."""
+    """The maximum over ranks of the bytes of weights that a rank holds."""
     mesh = ctx.sharding.mesh
     inner = sum(weight.bytes for weight in _inner_weights(graph, mesh))
     ranks = _sample(mesh.size)
@@ -170,17 +170,17 @@ def _held_weight(tensor: gs.Constant, ctx: PassContext, rank: int) -> int:
 def _on_host(graph: gs.Graph, ctx: PassContext) -> OnHost | None:
     """The weights and states that stay in files."""
     mesh = ctx.sharding.mesh
-    found = [t for t in (*graph.inputs, *constants(graph)) if t.name in ctx.model.on_host]
-    layouts = {t.name: ctx.layouts.get(t.name) or Layout.whole(t.shape) for t in found}
-    held = [
-        sum(shard_bytes(t, layouts[t.name], mesh, rank) for t in found)
+    tensors = [t for t in (*graph.inputs, *constants(graph)) if t.name in ctx.model.on_host]
+    layouts = {t.name: ctx.layouts.get(t.name) or Layout.whole(t.shape) for t in tensors}
+    bytes_of_ranks = [
+        sum(shard_bytes(t, layouts[t.name], mesh, rank) for t in tensors)
         for rank in _sample(mesh.size)
     ]
-    return OnHost([t.name for t in found], max(held)) if found else None
+    return OnHost([t.name for t in tensors], max(bytes_of_ranks)) if tensors else None
 
 
 def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
-    """The Constant nodes in bodies that every rank runs whole, as weights."""
+    """Yields the Constant nodes in bodies that every rank runs whole, as weights."""
     for node in all_nodes(graph):
         value = node.attrs.get("value") if node.op == "Constant" else None
         if isinstance(value, gs.Constant):
@@ -199,21 +199,21 @@ def _states(graph: gs.Graph, ctx: PassContext, rank: int) -> int:
 
 
 def _sample(ranks: int) -> list[int]:
-    """Ranks among which to look for the largest shard: up to 64 ranks all of them, as a layout with
-    sizes by hand may put it on any rank; else the first and the last."""
+    """The ranks among which to look for the largest shard: all ranks if there are at most 64, as a
+    layout with sizes by hand may give any rank the largest; else the first and the last."""
     return list(range(ranks)) if ranks <= 64 else [0, ranks - 1]
 
 
 def _spread(ranks: int) -> list[int]:
-    """Ranks over which to average: up to 64 ranks all of them, else 64 that spread over each
-    axis."""
+    """The ranks over which to average: all ranks if there are at most 64; else 64 ranks that are
+    spread along each axis."""
     step = ranks // 64
     return list(range(ranks)) if ranks <= 64 else [i * step + i % step for i in range(64)]
 
 
 def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
-    """Lists three kinds of nodes: those whose split operands were gathered because their rule needs
-    them whole, contractions of which nothing is split, and nodes with bodies that every rank runs
+    """Lists three kinds of nodes: nodes whose rule needs operands whole that were split, so that
+    ranks gather them; contractions that no axis splits; and nodes with bodies that every rank runs
     whole."""
     out = []
     for op in ctx.sharding.factors.ops if ctx.sharding.mesh.size > 1 else []:
@@ -234,8 +234,8 @@ def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
 
 
 def _why_idle(preset: str | None, is_gathered: bool) -> str:
-    """Says why a node that could be split runs whole. Only a search compares costs, so only after a
-    search they can be the reason."""
+    """The reason why a node that could be split runs whole. Only a search compares costs, so costs
+    are a reason only after a search."""
     if preset not in (AUTO, EXHAUSTIVE):
         return "neither the strategy nor propagation splits it" + (
             ", so its operands are gathered" if is_gathered else ""
@@ -246,7 +246,7 @@ def _why_idle(preset: str | None, is_gathered: bool) -> str:
 
 
 def _gathered(op: OpFactors, ctx: PassContext) -> int:
-    """Bytes that were gathered for this node: of its operands, and of tensors that its bodies
+    """The bytes that ranks gathered for this node: of its operands, and of tensors that its bodies
     read."""
     whole = [
         tensor
@@ -259,7 +259,7 @@ def _gathered(op: OpFactors, ctx: PassContext) -> int:
 
 
 def _bytes(tensors: Iterable[gs.Tensor], ctx: PassContext) -> int:
-    """The bytes that a rank holds of these tensors, without constants."""
+    """The bytes of the largest shards of these tensors, without constants."""
     return sum(
         largest_shard_bytes(tensor, ctx.layouts[tensor.name])
         for tensor in tensors
@@ -280,20 +280,20 @@ def _gathers(node: gs.Node) -> bool:
 
 
 def _is_made_whole(node: gs.Node, links: Links) -> bool:
-    """True if a node gathers a leaf that its reader's rule cannot split; false if it gathers leaves
-    that the reader could have split as well."""
+    """True if a node gathers a leaf that its reader's rule cannot split; False if it only gathers
+    leaves that the reader could have split."""
     if not _gathers(node):
         return False
     ((_, before, after),) = operands_of(node)
-    had, have = (
+    old, new = (
         [leaf.axes for dim in layout.dims for leaf in leaves(dim) if leaf.is_leaf]
         for layout in (before, after)
     )
-    return any(link is None and a != b for link, a, b in zip(links, had, have, strict=True))
+    return any(link is None and a != b for link, a, b in zip(links, old, new, strict=True))
 
 
 def _flops(ctx: PassContext, loads: Sequence[RankLoad]) -> dict[str, int]:
-    """FLOPs of the contractions: of the whole model, of the rank with the most, and the mean of
+    """FLOPs of the contractions: of the whole model, the maximum over ranks, and the mean over
     ranks."""
     ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
     by_rank = [load.flops for load in loads]
@@ -311,34 +311,34 @@ def _flops(ctx: PassContext, loads: Sequence[RankLoad]) -> dict[str, int]:
 def activations(
     graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext, rank: int | None = None
 ) -> list[int]:
-    """Bytes of activations that are alive on a rank while each of these nodes runs, in this order;
-    without a rank, of the largest shards.
+    """The bytes of live activations on a rank while each of these nodes runs, in this order;
+    without a rank, the sum of their largest shards.
 
     An input counts all the time, a result until its last reader has run, an output to the end.
-    States and what replaces them in their own memory do not count, nor tensors inside bodies.
+    States do not count, nor results that replace them in their memory, nor tensors inside bodies.
     """
     in_place = written_in_place(graph, ctx.model.states)
-    kept = {source for source, _ in ctx.model.states}
-    kept |= {result for source, result in ctx.model.states if source in in_place}
-    alive = sum(_held(t, ctx, rank) for t in graph.inputs if t.name not in kept)
+    states = {source for source, _ in ctx.model.states}
+    states |= {result for source, result in ctx.model.states if source in in_place}
+    alive = sum(_activation_bytes(t, ctx, rank) for t in graph.inputs if t.name not in states)
     last: dict[str, int] = {}
     for i, node in enumerate(nodes):
         for tensor in read_by(node):
             last[tensor.name] = i
     last.update((tensor.name, len(nodes)) for tensor in graph.outputs)
     ends: dict[int, list[int]] = {}
-    found = []
+    live = []
     for i, node in enumerate(nodes):
         for tensor in node.outputs:
-            size = 0 if tensor.name in kept else _held(tensor, ctx, rank)
+            size = 0 if tensor.name in states else _activation_bytes(tensor, ctx, rank)
             alive += size
             ends.setdefault(last.get(tensor.name, i), []).append(size)
-        found.append(alive)
+        live.append(alive)
         alive -= sum(ends.pop(i, []))
-    return found
+    return live
 
 
-def _held(tensor: gs.Tensor, ctx: PassContext, rank: int | None) -> int:
+def _activation_bytes(tensor: gs.Tensor, ctx: PassContext, rank: int | None) -> int:
     """Bytes of an activation on a rank, or of its largest shard; 0 if it has no layout."""
     layout = ctx.layouts.get(tensor.name)
     if layout is None or tensor.name in ctx.model.on_host:
@@ -352,8 +352,8 @@ def _held(tensor: gs.Tensor, ctx: PassContext, rank: int | None) -> int:
 def peak_activations(
     graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext, rank: int | None = None
 ) -> int:
-    """The peak of bytes of activations on a rank, or of the largest shards, with those in bodies,
-    if the nodes of the graph run in this order."""
+    """The peak of bytes of live activations on a rank (or of their largest shards), including
+    activations in bodies, if the nodes of the graph run in this order."""
     alive = activations(graph, nodes, ctx, rank)
     inside = [
         max((peak_activations(body, body.nodes, ctx, rank) for body in subgraphs(node)), default=0)

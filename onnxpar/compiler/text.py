@@ -1,4 +1,4 @@
-"""The graph as text, with a layout after every tensor: what dumps and golden tests show."""
+"""The graph as text, with a layout after every tensor, for dumps and golden tests."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotati
 
 
 def graph_text(graph: gs.Graph, ctx: PassContext) -> str:
-    """Prints one line per input, weight, node and output; layouts are those of insert-collectives,
-    before it the propagated ones. As long as nothing is split, there is also one line per
-    annotation."""
+    """The graph as text: a line for each input, weight, node and output. Layouts are the results of
+    insert-collectives or, before this pass, of propagation. While nothing is split yet, there is
+    also a line for each annotation."""
     return "\n".join(_lines(graph, ctx)) + "\n"
 
 
@@ -37,20 +37,21 @@ def _lines(graph: gs.Graph, ctx: PassContext) -> Iterator[str]:
 
 
 def annotation_lines(ctx: PassContext) -> Iterator[str]:
-    """One line per annotation, with the number of its round; none once anything is split."""
+    """A line for each annotation, with the number of its round; none once any node or tensor is
+    split."""
     if ctx.layouts or any(map(any, (*ctx.sharding.tensors.values(), *ctx.sharding.ops.values()))):
         return
     for number, batch in enumerate(ctx.annotations, 1):
         for annotation in batch:
-            yield f"annotate {_asked(annotation, ctx)} {{round={number}}}"
+            yield f"annotate {_annotation_text(annotation, ctx)} {{round={number}}}"
 
 
-def _asked(annotation: Annotation, ctx: PassContext) -> str:
-    """The text of an annotation: the layout of a tensor, the axes of a node's factors, or another
-    kind with its fields."""
+def _annotation_text(annotation: Annotation, ctx: PassContext) -> str:
+    """The text of an annotation: the layout of a tensor, the axes of a node's factors, or for other
+    kinds, the fields."""
     if isinstance(annotation, TensorAnnotation):
-        asked = FactorSharding(tuple(axes or () for axes in annotation.axes))
-        layout = ctx.sharding.layout(annotation.tensor, asked)
+        requested = FactorSharding(tuple(axes or () for axes in annotation.axes))
+        layout = ctx.sharding.layout(annotation.tensor, requested)
         return f"{annotation.tensor}: {layout.text(ctx.sharding.mesh)}"
     if isinstance(annotation, (NodeAnnotation, DerivedAnnotation)):
         leaves = annotation.op.leaves
@@ -59,8 +60,8 @@ def _asked(annotation: Annotation, ctx: PassContext) -> str:
             for i, a in annotation.axes.items()
         ]
         return f"{annotation.op.node.name}: {' '.join(axes)}"
-    given = {f.name: getattr(annotation, f.name) for f in fields(annotation)}  # type: ignore[arg-type]
-    text = ", ".join(f"{name}={_attribute(value, ctx)}" for name, value in given.items())
+    values = {f.name: getattr(annotation, f.name) for f in fields(annotation)}  # type: ignore[arg-type]
+    text = ", ".join(f"{name}={_attribute(value, ctx)}" for name, value in values.items())
     return f"{type(annotation).__name__}({text})"
 
 
@@ -89,7 +90,7 @@ def _typed(tensor: gs.Tensor, ctx: PassContext) -> str:
 
 
 def layout_of(name: str, ctx: PassContext) -> Layout | None:
-    """The layout of a tensor in `ctx.layouts`, or else the one that propagation has decided so
+    """The layout of a tensor in `ctx.layouts`, or before these exist, its layout by propagation so
     far."""
     if name in ctx.layouts or ctx.layouts:
         return ctx.layouts.get(name)
@@ -106,15 +107,15 @@ def _value(tensor: gs.Constant, ctx: PassContext) -> str:
 
 
 def attributes_text(node: gs.Node, ctx: PassContext | None, rank: int | None = None) -> str:
-    """The attributes of a node in braces; nothing without any. Those that depend on the rank, if a
-    context tells them, are marked, or are those of the given rank."""
+    """The attributes of a node in braces; empty without attributes. With a context, attributes that
+    depend on the rank have a mark or, with `rank`, the values of this rank."""
     shown: Mapping[str, Any] = node.attrs
     if is_reshard(node):
         shown = {"axes": reshard_of(node).axes}
     varying = {} if ctx is None else ctx.lowered.per_rank.attributes
     if rank is not None:
-        own = {k: varying[node.name, k](rank) for k in shown if (node.name, k) in varying}
-        shown = {k: v for k, v in {**shown, **own}.items() if v is not None}
+        of_rank = {k: varying[node.name, k](rank) for k in shown if (node.name, k) in varying}
+        shown = {k: v for k, v in {**shown, **of_rank}.items() if v is not None}
         varying = {}
     parts = [
         f"{key}={_attribute(value, ctx)}" + ("/rank" if (node.name, key) in varying else "")

@@ -1,8 +1,7 @@
-"""Checks a graph with layouts from the rules alone: the type checker of sharded programs.
+"""Checks the layouts of a graph from the rules alone: the type checker of sharded programs.
 
-It shares no code with the passes that choose layouts, so that a wrong choice and a wrong check
-would have to agree. A failure is our own bug, hence an AssertionError that names the node and its
-layouts.
+It shares no code with the passes that choose layouts: an error would have to be in both to stay
+unnoticed. A failure is our own bug, hence an AssertionError that names the node and its layouts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ Fail = Callable[[str], None]
 
 
 def verify(graph: gs.Graph, ctx: PassContext) -> None:
-    """Checks after insert-collectives that every node's operands and results satisfy its rule.
+    """Checks that the operands and results of every node satisfy its rule, after
+    insert-collectives.
 
     After order-collectives, also checks that the token passes through every collective in graph
     order.
@@ -49,7 +49,7 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
         shown = ", ".join(f"{name} {layout.text(mesh)}" for name, layout in layouts.items())
         raise AssertionError(f"{op.node.op} '{op.node.name}': {what}; {op.rule.text()}; {shown}")
 
-    held: dict[int, tuple[Axis, ...]] = {}
+    leaf_axes: dict[int, tuple[Axis, ...]] = {}
     for tensor, links in op.operands():
         if tensor.name not in layouts:
             continue
@@ -61,30 +61,30 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
         for over, link in zip(axes, links, strict=True):
             if link is None and over:
                 fail(f"{tensor.name} is split where the node needs it whole")
-            if link is not None and held.setdefault(link, over) != over:
+            if link is not None and leaf_axes.setdefault(link, over) != over:
                 fail(
                     f"{tensor.name} splits {op.leaves[link].factor} differently from its neighbours"
                 )
     for group in op.co_sharded:
-        if len({held.get(i, ()) for i in group}) > 1:
+        if len({leaf_axes.get(i, ()) for i in group}) > 1:
             fail(f"{' and '.join(op.leaves[i].factor for i in group)} are split differently")
     for i, j in op.rings:
-        first, second = ({*_pieces(held.get(leaf, ()))} for leaf in (i, j))
+        first, second = ({*_pieces(leaf_axes.get(leaf, ()))} for leaf in (i, j))
         if first & second and first != second:
             fail(f"only some axes of the ring of {op.leaves[j].factor} split {op.leaves[i].factor}")
 
     def of(name: str) -> list[tuple[Axis, ...]]:
-        return [held.get(i, ()) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
+        return [leaf_axes.get(i, ()) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
 
     for factor in op.rule.communicating:
-        if not op.rule.may_overlap(factor, of) and not _every_segment(op, factor, held):
+        if not op.rule.may_overlap(factor, of) and not _every_segment(op, factor, leaf_axes):
             fail(f"only some segments of {factor} are split")
     carried = _carried(op, layouts, fail)
     for tensor in [t for body in op.bodies for t in (*body.graph.inputs, *body.graph.outputs)]:
         if tensor.name in layouts and layouts[tensor.name].partial and tensor.name not in carried:
             fail(f"{tensor.name} is partial where it enters or leaves a body")
     layouts = {name: layout for name, layout in layouts.items() if name not in carried}
-    pending = _pending(op, held, layouts, fail)
+    pending = _pending(op, leaf_axes, layouts, fail)
     for tensor in op.node.outputs:
         layout = layouts.get(tensor.name)
         if layout and {*_pieces(layout.partial)} != {*_pieces(pending[0])}:
@@ -95,23 +95,23 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
 
 def _carried(op: OpFactors, layouts: dict[str, Layout], fail: Fail) -> set[str]:
     """Names of the tensors of sums that a loop carries from iteration to iteration as partial
-    values."""
-    found: set[str] = set()
+    sums."""
+    carried: set[str] = set()
     for sum_ in accumulators(op.node) if op.bodies else ():
         names = [t.name for t in sum_.tensors(op.node)]
         over = {(frozenset(_pieces(x.partial)), x.reduce) for n in names if (x := layouts.get(n))}
         if any(axes for axes, _ in over):
             if len(over) > 1 or next(iter(over))[1] != "sum":
                 fail(f"{names[-1]} is carried through the loop with sums over different axes")
-            found.update(names)
-    return found
+            carried.update(names)
+    return carried
 
 
 _Piece = tuple[str, int]
 
 
 def _pieces(axes: Sequence[Axis]) -> list[_Piece]:
-    """Decomposes axes into steps of prime size, so that tp equals tp:(1)2 tp:(2)2."""
+    """Decomposes axes into sub-axes of prime size, so that tp equals tp:(1)2 tp:(2)2."""
     out = []
     for axis in axes:
         at, rest, prime = axis.pre, axis.size, 2
@@ -124,63 +124,63 @@ def _pieces(axes: Sequence[Axis]) -> list[_Piece]:
 
 
 def _pending(
-    op: OpFactors, held: dict[int, tuple[Axis, ...]], layouts: dict[str, Layout], fail: Fail
+    op: OpFactors, leaf_axes: dict[int, tuple[Axis, ...]], layouts: dict[str, Layout], fail: Fail
 ) -> tuple[tuple[Axis, ...], str]:
-    """The axes over which the rule makes the results partial, and the reduction, given the layouts
-    of the operands."""
-    own: tuple[Axis, ...] = ()
+    """The axes over which the rule makes the results partial, and the reduction, for operands with
+    these layouts."""
+    own_axes: tuple[Axis, ...] = ()
     reduce = "sum"
-    for leaf, axes in held.items():
+    for leaf, axes in leaf_axes.items():
         kind = op.reduction(leaf)
         if axes and kind:
-            if not set(axes) <= set(own):
-                own += axes
+            if not set(axes) <= set(own_axes):
+                own_axes += axes
             reduce = kind
-            if not _every_segment(op, op.leaves[leaf].factor, held):
+            if not _every_segment(op, op.leaves[leaf].factor, leaf_axes):
                 fail(f"only some segments of {op.leaves[leaf].factor} are split")
     carried = {
         i: layouts[t.name]
         for i, t in enumerate(op.node.inputs)
         if t.name in layouts and layouts[t.name].partial
     }
-    given = {i for i, t in enumerate(op.node.inputs) if t.name}
-    once = {i for i in op.rule.additive if i in given} if own else set()
+    present = {i for i, t in enumerate(op.node.inputs) if t.name}
+    once = {i for i in op.rule.additive if i in present} if own_axes else set()
     for i in once:
         if i not in carried:
             fail(f"operand {i} must count once")
     passed = {i: layout for i, layout in carried.items() if i not in once}
-    if own and (not passed or once or reduce != "sum"):
+    if own_axes and (not passed or once or reduce != "sum"):
         if passed:
             fail(f"operand {min(passed)} must be reduced first")
-        return own, reduce
+        return own_axes, reduce
     if not passed:
         return (), "sum"
     kinds = {(frozenset(_pieces(x.partial)), x.reduce) for x in passed.values()}
     if len(kinds) > 1:
         fail("the operands are partial by different reductions")
     first = next(iter(passed.values()))
-    if {*_pieces(own)} & {*_pieces(first.partial)} or (own and first.reduce != "sum"):
+    if {*_pieces(own_axes)} & {*_pieces(first.partial)} or (own_axes and first.reduce != "sum"):
         fail("the operands are partial over the axes of the node's own sum, or not by a sum")
-    groups = [g & given for g in op.rule.linear] if first.reduce == "sum" else []
+    groups = [g & present for g in op.rule.linear] if first.reduce == "sum" else []
     groups += [frozenset({i}) for i in op.rule.monotone] if first.reduce in ("max", "min") else []
     if set(passed) not in [set(g) for g in groups]:
         fail(f"a partial {first.reduce} does not pass through operands {sorted(passed)}")
-    return own + first.partial, first.reduce
+    return own_axes + first.partial, first.reduce
 
 
-def _every_segment(op: OpFactors, factor: str, held: dict[int, tuple[Axis, ...]]) -> bool:
-    """True if all segments of a reduced factor are split over the same axes."""
-    axes = iter([held.get(i, ()) for i, leaf in enumerate(op.leaves) if leaf.factor == factor])
+def _every_segment(op: OpFactors, factor: str, leaf_axes: dict[int, tuple[Axis, ...]]) -> bool:
+    """True if all segments of a factor are split over the same axes."""
+    axes = iter([leaf_axes.get(i, ()) for i, leaf in enumerate(op.leaves) if leaf.factor == factor])
 
     def cover(dim: Dim) -> frozenset[Axis] | None:
         if isinstance(dim, Factor):
             return frozenset(next(axes, ())) if dim.size > 1 else frozenset()
-        found = [cover(c) for c in dim.children]
-        if None in found:
+        parts = [cover(c) for c in dim.children]
+        if None in parts:
             return None
-        if isinstance(dim, Concat) and len({f for f in found if f is not None}) > 1:
+        if isinstance(dim, Concat) and len({f for f in parts if f is not None}) > 1:
             return None
-        return frozenset(a for f in found if f is not None for a in f)
+        return frozenset(a for f in parts if f is not None for a in f)
 
     return cover(op.trees[factor]) is not None
 
@@ -195,11 +195,11 @@ _CHANGES: dict[str, tuple[set[int], int]] = {
     "Select": (set(), 1),
     "Broadcast": (set(), 0),
 }
-"""For each kind of reshard: the changes of its axes on leaves that are allowed (1: added, -1:
-removed), and the change of the partial axes.
+"""The allowed changes of each kind of reshard: of its axes on leaves (1: added, -1: removed), and
+of its axes among the partial axes.
 
-The table of kinds (`graph/collectives.py`) says this too, for the passes. It is not read here: an
-error in it would then be in the check as well, which would prove nothing.
+The table of kinds (`graph/collectives.py`) says this too, for the passes. The check does not read
+it: an error in the table would then be in the check as well, which would prove nothing.
 """
 
 
@@ -220,22 +220,21 @@ def _verify_step(node: gs.Node, before: Layout, after: Layout, mesh: Mesh) -> No
         for d, e in zip(before.dims, after.dims, strict=True)
         for f, g in zip(leaves(d), leaves(e), strict=True)
     ]
-    found = {_change(old, new, over) for old, new in pairs if old != new}
+    changes = {_change(old, new, over) for old, new in pairs if old != new}
     partial = ({*_pieces(before.partial)}, {*_pieces(after.partial)})
-    is_right = found == factors and (_change(*partial, over) if pending else 0) == pending
+    is_right = changes == factors and (_change(*partial, over) if pending else 0) == pending
     assert is_right and (pending or partial[0] == partial[1]), (
         f"{node.op} '{node.name}': {before} -> {after} over {over}"
     )
 
 
 def _verify_permute(node: gs.Node, before: Layout, after: Layout, mesh: Mesh) -> None:
-    """Checks that every shard that a rank needs is held by a rank of its group, and by as many as
-    need it."""
+    """Checks that each group of ranks holds the same shards before and after the permute."""
 
     def shards(layout: Layout, group: Sequence[int]) -> list[tuple[object, ...]]:
-        every = [leaf for dim in layout.dims for leaf in leaves(dim)]
+        all_leaves = [leaf for dim in layout.dims for leaf in leaves(dim)]
         return sorted(
-            (*(leaf.part(mesh, rank) for leaf in every), mesh.coordinate(layout.partial, rank))
+            (*(leaf.part(mesh, rank) for leaf in all_leaves), mesh.coordinate(layout.partial, rank))
             for rank in group
         )
 
@@ -247,8 +246,8 @@ def _verify_permute(node: gs.Node, before: Layout, after: Layout, mesh: Mesh) ->
 
 
 def _change(old: set[_Piece], new: set[_Piece], over: set[_Piece]) -> int | None:
-    """1 if all of `over` is in `new` but none in `old`, -1 for the opposite, None for anything
-    else."""
+    """1 if all of `over` is in `new` and none of it in `old`; -1 for the opposite; None for any
+    other change."""
     if old.isdisjoint(over) and new == old | over:
         return 1
     return -1 if over <= old and new == old - over else None
@@ -259,7 +258,7 @@ def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
     `token` is None before the first collective."""
     for node in graph.nodes:
         if node.op == "Gate" and (token is None or node.inputs[-1] is not token):
-            continue  # it waits for another gate
+            continue  # the gate waits for another gate
         if _has_token(node) and node.inputs:
             assert token is None or node.inputs[-1] is token, f"'{node.name}' is out of order"
             token = node.outputs[-1]
@@ -269,13 +268,13 @@ def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
 
 
 def _has_token(node: gs.Node) -> bool:
-    """True for the plugin's ops except the loop over elements, which communicates with nobody."""
+    """True for the plugin's ops, except for fused elementwise ops, which do not communicate."""
     return bool(node.domain == DOMAIN and node.op != FUSED_ELEMENTWISE)
 
 
 def _verify_bodies(node: gs.Node, token: gs.Tensor | None) -> gs.Tensor:
     """Checks that each body starts with the token that the node reads, and ends with the token that
-    the node returns; returns the latter."""
+    the node returns; returns the token that the node returns."""
     if node.op == "If":
         for branch in bodies(node):
             last, result = _verify_order(branch, token), branch.outputs[-1]

@@ -1,8 +1,8 @@
-"""Writes the ranks of a plan that splits nothing: each runs the model as its file has it.
+"""Writes the ranks of a plan that splits nothing: each rank runs the model as it is in its file.
 
-The rewrites of the loader (folded constants, known shapes, newer ops, experts in one node) serve
-the plan. In a rank that computes the whole model they would only change what onnxruntime fuses, and
-with it the last bits of results.
+The loader's rewrites (folded constants, known shapes, newer ops, experts in one node) serve the
+plan. In a rank that computes the whole model they would only change which ops onnxruntime fuses,
+and so the last bits of results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onnxpar.lowering.weights import WeightStore, whole_layout
 
 
 def are_whole(ctx: PassContext) -> bool:
-    """True if the program of each rank is that of the model's file: no tensor is split, ranks
+    """True if the program of each rank is the model in the file: no tensor is split, and ranks
     neither communicate nor differ."""
     lowered = ctx.lowered
     if lowered.collectives or lowered.programs or lowered.row_outputs:
@@ -42,8 +42,9 @@ def write_whole_ranks(
     store: WeightStore,
     name: str = "",
 ) -> None:
-    """Writes the files of all ranks to a folder; weights go to the store, and first values of
-    states to files of their own, unless the program has a `name` beside another one."""
+    """Writes the files of all ranks to a folder, and weights to the store. First values of states
+    get files of their own, except for a program with a `name`, which stands beside another
+    program."""
     model = original.bound()
     _open_outputs(model.graph, ctx)
     states = dict(ctx.model.states)
@@ -69,11 +70,13 @@ def write_whole_ranks(
 
 
 def _open_outputs(graph: onnx.GraphProto, ctx: PassContext) -> None:
-    """Removes declared sizes of outputs that are wrong, if only in some runs: onnxruntime only
-    warns of them, unless an output is bound."""
+    """Removes declared sizes of outputs that are wrong in some or all runs: onnxruntime only warns
+    of them, unless an output is bound."""
     bindings = [ctx, *(other for _, other in ctx.lowered.replays)]
     for port in graph.output:
-        shapes = [each.layouts[port.name].shape for each in bindings if port.name in each.layouts]
+        shapes = [
+            binding.layouts[port.name].shape for binding in bindings if port.name in binding.layouts
+        ]
         if not shapes or not port.type.tensor_type.HasField("shape"):
             continue
         declared = port.type.tensor_type.shape.dim

@@ -1,7 +1,7 @@
 """Writes a plan's layouts into the original model, as ONNX's multi-device annotations.
 
-What the standard cannot say goes beside them in metadata: the names of mesh axes, axes of inner
-factors and segments, sizes by hand, and pending reductions.
+Metadata beside the annotations have everything that the standard cannot express: the names of mesh
+axes, axes of inner factors and segments, sizes by hand, and pending reductions.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from onnxpar.strategy.standard_shardings import axes_text, node_shardings
 
 CONFIGURATION = "onnxpar"
 Operands = Mapping[str, tuple[str, list[str]]]
-"""By node name: the key under which annotations know the node, and the names of all its operands
-and results."""
+"""For each node, by name: the key of its annotations, and the names of all its operands and
+results."""
 
 
 def original(path: Path) -> onnx.ModelProto:
-    """Loads the model as its file has it, with functions inlined, as annotations cannot refer to
-    nodes in functions."""
+    """Loads the model from its file, with functions inlined, as annotations cannot refer to nodes
+    in functions."""
     model = read_proto(path)
     return onnx.inliner.inline_local_functions(model) if model.functions else model
 
 
 def save(model: onnx.ModelProto, source: Path, output: Path) -> None:
-    """Writes a model that was read from `source`, with its external data, to `output`. Errors:
+    """Writes a model, which was read from `source`, with its external data to `output`. Errors:
     OnnxparError."""
     locations = {
         external_location(t)[0]
@@ -78,7 +78,7 @@ def save(model: onnx.ModelProto, source: Path, output: Path) -> None:
 
 
 def operand_names(sharding: ShardingState) -> Operands:
-    """The original names of each node's tensors, before passes insert others."""
+    """The names of each node's tensors in the model, before passes insert other tensors."""
     return {
         op.node.name: (node_key(op.node), [t.name for t in (*op.node.inputs, *op.node.outputs)])
         for op in sharding.factors.ops
@@ -86,7 +86,8 @@ def operand_names(sharding: ShardingState) -> Operands:
 
 
 def write_annotations(model: onnx.ModelProto, ctx: PassContext, operands: Operands) -> None:
-    """Replaces the model's annotations by those of a plan after insert-collectives."""
+    """Replaces the model's annotations by annotations with the layouts of a plan after
+    insert-collectives."""
     sharding, mesh = ctx.sharding, ctx.sharding.mesh
     clear_annotations(model)
     pinned = {
@@ -149,8 +150,8 @@ def _annotate(
         i: list(sizes)
         for i, leaf in enumerate(op.leaves)
         if leaf.atom not in sharding.factors.open_atoms
-        and (given := sharding.parts_of(leaf.atom, axes[i])) is not None
-        and (sizes := sizes_of(given, leaf.size, axes[i]))
+        and (shares := sharding.parts_of(leaf.atom, axes[i])) is not None
+        and (sizes := sizes_of(shares, leaf.size, axes[i]))
     }
     note = NodeConfiguration(op.node.name, {s.tensor: s for s in shardings}, None, metadata)
     if parts or not _says(op, names, note, axes, sharding):
@@ -163,24 +164,26 @@ def _annotate(
 
 
 def _layouts(op: OpFactors, names: list[str], ctx: PassContext) -> dict[str, str]:
-    """Returns metadata that say, for people, in which layouts a node reads and makes tensors; none
-    for a node that runs whole."""
-    found = [
+    """Returns metadata, for people, with the layouts of a node's operands and results; none for a
+    node that runs whole."""
+    layouts = [
         (ctx.model.file_name(name), ctx.layouts.get(tensor.name))
         for name, tensor in zip(names, (*op.node.inputs, *op.node.outputs), strict=True)
     ]
-    told = [(n, "" if x is None or x.is_whole else x.text(ctx.sharding.mesh)) for n, x in found]
+    texts = [(n, "" if x is None or x.is_whole else x.text(ctx.sharding.mesh)) for n, x in layouts]
     inputs = len(op.node.inputs)
-    return layouts_metadata(told[:inputs], told[inputs:])
+    return layouts_metadata(texts[:inputs], texts[inputs:])
 
 
-def _without_sizes(stated: TensorSharding, open_axes: set[tuple[str, int]]) -> TensorSharding:
+def _without_sizes(sharding: TensorSharding, open_axes: set[tuple[str, int]]) -> TensorSharding:
     """Returns the sharding of a tensor without the sizes of open dimensions."""
     dims = {
-        axis: tuple((None if (stated.tensor, axis) in open_axes else size, n) for size, n in found)
-        for axis, found in stated.dims.items()
+        axis: tuple(
+            (None if (sharding.tensor, axis) in open_axes else size, n) for size, n in components
+        )
+        for axis, components in sharding.dims.items()
     }
-    return replace(stated, dims=dims)
+    return replace(sharding, dims=dims)
 
 
 def _says(
@@ -190,7 +193,7 @@ def _says(
     axes: Mapping[int, Axes],
     sharding: ShardingState,
 ) -> bool:
-    """True if the standard annotation alone gives every factor its axes."""
+    """True if the standard part of an annotation alone gives every factor its axes."""
     try:
         return read_axes(op, names, note, sharding) == axes
     except StrategyError:

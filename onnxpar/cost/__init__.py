@@ -1,2 +1,2 @@
-"""The cost model: topologies, the time of communication, memory traffic and compute, and how a
-machine is measured."""
+"""The cost model: topologies; the time of communication, memory traffic and compute; and
+measurements of a machine."""

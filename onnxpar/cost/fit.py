@@ -1,4 +1,4 @@
-"""Fits a topology to measurements by least squares, and prints how well it fits."""
+"""Fits a topology to measurements by least squares, and prints the deviations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.cost.calibration_models import FEW, NARROW, PICKED, PIXELS, RATED, ROWS, WIDE, WIDTH
 from onnxpar.cost.cost import messages
 from onnxpar.cost.device import Rate
 from onnxpar.cost.measure import (
@@ -22,42 +23,41 @@ from onnxpar.cost.measure import (
     Measurements,
     Work,
 )
-from onnxpar.cost.models import FEW, NARROW, PICKED, PIXELS, RATED, ROWS, WIDE, WIDTH
 from onnxpar.cost.topology import Device, Level, Link, Session, Topology
 
 BOTTLENECK = 2 * PIXELS**2 * NARROW * (2 * WIDE + 9 * NARROW)
 """The floating-point operations of the three convolutions in a bottleneck."""
 SAME = 1.4
-"""Twice as many channels that take less than this many times as long are computed at once; it is
-halfway between 1 and 2 in proportion."""
+"""If twice as many channels take less than this multiple of the time, a convolution computes them
+at once. The multiple is the geometric mean of 1 and 2."""
 FASTEST = 1e12
 """The largest fitted bandwidth, in bytes per second, for times that do not grow with the size."""
 
 
-def fit(found: Measurements) -> Topology:
+def fit(measurements: Measurements) -> Topology:
     """Returns a topology of one level, for any number of ranks, with a link for each kind of
     collective."""
-    by_kind = {kind: [t for t in found.collectives if t.kind == kind] for kind in MEASURED}
+    by_kind = {kind: [t for t in measurements.collectives if t.kind == kind] for kind in MEASURED}
     links = {kind: fit_link(times) for kind, times in by_kind.items()}
-    other = fit_link(found.collectives)
-    host = Level("host", None, other.latency, other.bandwidth, links, found.ranks)
-    device, alone = fit_device(found.work), fit_device(found.alone)
-    session = fit_session(found.session) if found.session else None
+    other = fit_link(measurements.collectives)
+    host = Level("host", None, other.latency, other.bandwidth, links, measurements.ranks)
+    device, alone = fit_device(measurements.work), fit_device(measurements.alone)
+    session = fit_session(measurements.session) if measurements.session else None
     return Topology((host,), device, alone=alone, session=session)
 
 
 def fit_session(times: Sequence[tuple[int, int, float]]) -> Session:
-    """Returns the session that took these seconds, given with numbers of ranks and of bytes: few
-    bytes on one rank, and on all, then many on all."""
-    (one, few, alone), (ranks, _, least), (_, many, most) = times
+    """Returns the session whose runs took these seconds. The three (ranks, bytes, seconds) are for
+    few bytes on one rank, few bytes on all ranks, and many bytes on all ranks."""
+    (single, few, alone), (ranks, _, least), (_, many, most) = times
     bandwidth = min((many - few) / max(most - least, 1e-9), FASTEST)
-    rank = max(least - alone, 0.0) / (ranks - one)
+    rank = max(least - alone, 0.0) / (ranks - single)
     latency = max(least - rank * ranks - few / bandwidth, 0.0)
     return Session(_digits(latency), _digits(bandwidth), _digits(rank))
 
 
 def fit_device(work: Work) -> Device:
-    """Returns the device that took this time for the work."""
+    """Returns the device on which the work took this time."""
     launch = _digits(work.tiny)
     device = Device(
         flops=_digits(2 * ROWS * WIDTH**2 / max(work.product - launch, 1e-9)),
@@ -73,8 +73,9 @@ def fit_device(work: Work) -> Device:
 
 
 def channels_at_once(seconds: Sequence[float]) -> float | None:
-    """Returns how many output channels a convolution computes at once, given the seconds with each
-    number of CHANNELS: as many as take no longer than half as many do. None if all take longer."""
+    """Returns the number of output channels that a convolution computes at once, from the seconds
+    with each number in CHANNELS: the largest number that takes no longer than half of it. None if
+    each takes longer."""
     blocks = [
         more
         for (_, fewer_took), (more, took) in pairwise(zip(CHANNELS, seconds, strict=True))
@@ -84,8 +85,9 @@ def channels_at_once(seconds: Sequence[float]) -> float | None:
 
 
 def with_cache(device: Device, copies: Sequence[float]) -> Device:
-    """Returns the device with the bytes that move at the speed of a small copy, as many as explain
-    the time of a middle one; without, if a small copy is no faster than a large one."""
+    """Returns the device with a cache whose size explains the time of the middle copy: bytes in the
+    cache move at the speed of the small copy. Without a cache if a small copy is no faster than a
+    large one."""
     near, middle, _ = copies
     fast = 2 * NEAR / max(near - device.launch, 1e-9)
     if fast <= device.memory_bandwidth:
@@ -97,9 +99,9 @@ def with_cache(device: Device, copies: Sequence[float]) -> Device:
 
 
 def with_exposed(device: Device, few: float, apart: float) -> Device:
-    """Returns the device with the share of reading in which a product cannot compute, given the
-    seconds of one with few rows, and of one whose weight also comes from memory; without, if it
-    always can."""
+    """Returns the device with the share of reading in which a product cannot compute, from the
+    seconds of a product with few rows, and of a product whose weight also comes from memory.
+    Without the share if the product can always compute."""
     compute = few - device.launch
     memory = 4 * WIDTH**2 / device.memory_bandwidth
     beyond = apart - device.launch - max(compute, memory)
@@ -108,27 +110,26 @@ def with_exposed(device: Device, few: float, apart: float) -> Device:
 
 
 def fit_rate(kind: str, seconds: Sequence[float], device: Device) -> Rate:
-    """Returns the seconds for each row and element, both at least 0, that ops of a kind take beyond
-    what else the device's quantities account for, in the shapes of RATED."""
+    """Returns the rate of a kind of op: seconds for each row and element, at least 0, beyond the
+    seconds that the device's other quantities explain, from measurements in the shapes of RATED."""
     took = np.array(seconds)
-    known = np.array([accounted(kind, *shape, device) for shape in RATED[kind]])
-    work = np.array([worked(kind, *shape) for shape in RATED[kind]])
-    row, element = _least_squares(work / took[:, None], np.maximum(1 - known / took, 0))
+    explained = np.array([explained_seconds(kind, *shape, device) for shape in RATED[kind]])
+    work = np.array([rows_and_elements(kind, *shape) for shape in RATED[kind]])
+    row, element = _least_squares(work / took[:, None], np.maximum(1 - explained / took, 0))
     return Rate(_digits(row), _digits(element))
 
 
-def worked(kind: str, rows: int, length: int) -> tuple[int, int]:
-    """Returns the rows and elements of an op of `models.rated`, as its kind has them."""
+def rows_and_elements(kind: str, rows: int, length: int) -> tuple[int, int]:
+    """Returns the rows and elements of an op of `models.rated`, in the sense of its rate."""
     if kind == "Erf":
         return 0, rows * length
     return rows, rows * length * (length if kind == "MatMul" else 1)
 
 
-def accounted(kind: str, rows: int, length: int, device: Device) -> float:
-    """Returns the seconds of an op of `models.rated` by the quantities of a device other than
-    rates."""
+def explained_seconds(kind: str, rows: int, length: int, device: Device) -> float:
+    """Returns the seconds of an op of `models.rated` that the device explains without rates."""
     row = device.row or 0.0
-    size = 4 * worked(kind, rows, length)[1]
+    size = 4 * rows_and_elements(kind, rows, length)[1]
     if kind == "MatMul":
         flops = 2 * rows * length**3
         return (
@@ -138,7 +139,7 @@ def accounted(kind: str, rows: int, length: int, device: Device) -> float:
 
 
 def fit_link(times: Sequence[CollectiveTime]) -> Link:
-    """Returns the link whose latency and bandwidth, both at least 0, minimize the squares of
+    """Returns the link whose latency and bandwidth, both at least 0, have the least squares of
     relative errors."""
     rows = np.array([messages(t.kind, t.ranks, t.size) for t in times])
     seconds = np.array([[t.seconds] for t in times])
@@ -151,32 +152,31 @@ def _least_squares(rows: Array, values: Array) -> Array:
     `values`."""
     from scipy.optimize import nnls  # takes half a second to import
 
-    found: Array = nnls(rows, values)[0]
-    return found
+    coefficients: Array = nnls(rows, values)[0]
+    return coefficients
 
 
-def predicted(time: CollectiveTime, topology: Topology) -> float:
+def predict_seconds(time: CollectiveTime, topology: Topology) -> float:
     """Returns the seconds that the topology's first level predicts for a collective."""
     rounds, sent = messages(time.kind, time.ranks, time.size)
     link = topology.levels[0].link(time.kind)
     return rounds * link.latency + sent / link.bandwidth
 
 
-def lines(found: Measurements, topology: Topology) -> Iterator[str]:
-    """Yields the lines of a table of all cases, with measured times and, for collectives, fitted
-    times."""
-    ranks = f"each of {found.ranks} ranks"
+def lines(measurements: Measurements, topology: Topology) -> Iterator[str]:
+    """Yields the lines of a table of all measured times; collectives also have fitted times."""
+    ranks = f"each of {measurements.ranks} ranks"
     yield f"{'':<30}{ranks:>18}{'one rank alone':>18}"
-    both = zip(_seconds_of(found.work), _seconds_of(found.alone), strict=True)
+    both = zip(_seconds_of(measurements.work), _seconds_of(measurements.alone), strict=True)
     for (what, seconds), (_, alone) in both:
         yield f"{what:<30}{seconds * 1e6:>15.1f} us{alone * 1e6:>15.1f} us"
-    for count, size, seconds in found.session:
+    for count, size, seconds in measurements.session:
         what = f"a run over {count} {'rank' if count == 1 else 'ranks'}, {size >> 10} KiB"
         yield f"{what:<30}{seconds * 1e6:>15.1f} us"
     yield ""
     yield f"{'collective':<18}{'ranks':>6}{'bytes':>10}{'measured':>12}{'fitted':>12}{'off':>7}"
-    for time in found.collectives:
-        fitted = predicted(time, topology)
+    for time in measurements.collectives:
+        fitted = predict_seconds(time, topology)
         yield (
             f"{time.kind:<18}{time.ranks:>6}{time.size:>10}{time.seconds * 1e6:>9.1f} us"
             f"{fitted * 1e6:>9.1f} us{fitted / time.seconds - 1:>+7.0%}"
@@ -184,7 +184,7 @@ def lines(found: Measurements, topology: Topology) -> Iterator[str]:
 
 
 def _seconds_of(work: Work) -> list[tuple[str, float]]:
-    """What was measured of the work, in words, with its seconds."""
+    """The measured ops in words, each with its seconds."""
     return [
         (f"MatMul of {ROWS}x{WIDTH} by {WIDTH}x{WIDTH}", work.product),
         (f"MatMul of {FEW}x{WIDTH}", work.few),
@@ -202,16 +202,16 @@ def _seconds_of(work: Work) -> list[tuple[str, float]]:
     ]
 
 
-def file_text(found: Measurements, topology: Topology) -> str:
+def file_text(measurements: Measurements, topology: Topology) -> str:
     """Returns the text of the topology file, with the measurements as comments."""
-    threads = "1 thread" if found.threads == 1 else f"{found.threads} threads"
-    about = f"""Written by onnxpar calibrate, with {found.ranks} ranks of {threads} at once.
+    threads = "1 thread" if measurements.threads == 1 else f"{measurements.threads} threads"
+    about = f"""Written by onnxpar calibrate, with {measurements.ranks} ranks of {threads} at once.
 `host` has any number of ranks; more than `at_once` take turns. For more than this machine, give it
 a size, and add levels after it (rack, ...) with latency and bandwidth. Memory of a rank, such as
 16 GB, goes under device. `alone` is one rank with all cores, as onnxruntime is, and `session` what
 a run takes besides the work of ranks.
 Each collective listed has its own link; latency and bandwidth of the level are for all others."""
-    table = ["Measured times, and those that this file predicts:", *lines(found, topology)]
+    table = ["Measured times, and those that this file predicts:", *lines(measurements, topology)]
     return _comments(about.splitlines()) + topology.text() + _comments(table)
 
 

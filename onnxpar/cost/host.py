@@ -1,8 +1,8 @@
-"""The topology of this host, which is measured once and kept in a file of the user's cache.
+"""The topology of this host; onnxpar measures it once and keeps it in a file of the user's cache.
 
-It stands for a topology where a user gives none. The file's name has a digest of what changes the
-result: the processor, the cores that this process may use, the memory, the versions of onnxpar and
-onnxruntime, and how ranks communicate.
+Plans use this topology if the user gives none. The file's name has a digest of everything that
+changes the result: the processor, the cores that this process may use, the memory, the versions of
+onnxpar and onnxruntime, and how ranks communicate.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ if TYPE_CHECKING:
     from onnxpar.cost.measure import Shard
 
 MEASURED = "measured on this host"
-"""The origin of the topology."""
+"""The origin of the topology, for plans."""
 NEVER = "ONNXPAR_MEASURE"
-"""The environment variable that is 0 where no command measures the host."""
+"""The environment variable whose value 0 keeps all commands from measuring the host."""
 FORMAT = 6
-"""Changes when other quantities are measured, or in another way."""
+"""The version of the files: it changes if onnxpar measures other quantities, or in another way."""
 SECONDS = 1.0
-"""Duration of the measurement, beside the start of the ranks and of their sessions."""
+"""Duration of the measurement, without the start of the ranks and of their sessions."""
 TIMEOUT = 15.0
 """Longest wait for a rank, in seconds."""
 PATIENCE = 30.0
-"""Longest wait, in seconds, for another process that measures."""
+"""Longest wait, in seconds, for another process that measures the host."""
 BUSY = 0.25
-"""Fraction of the cores above which the work of others makes a result too bad to keep for long."""
+"""Fraction of the cores that other programs may keep busy; with more, a result is kept only for
+HOUR."""
 HOUR = 3600.0
-"""Seconds for which the result of a busy host is kept."""
+"""Seconds for which onnxpar keeps a result from a busy host."""
 
 
 def host_topology(shard: Shard | None = None) -> Topology | None:
-    """Returns the topology of this host, which is measured when it is first asked for, in less than
-    5 s; later processes read it from a file. `shard` is that of `measure`.
+    """Returns the topology of this host. The first call measures the host in less than 5 s; later
+    processes read the result from a file. `shard` is the argument of `measure`.
 
-    None, so that constants are taken: if the environment says ONNXPAR_MEASURE=0; on a single core;
-    if the measurement fails, after a message; and under a launcher, because ranks that make
-    the same plan must not have different figures.
+    Returns None, for which callers take constants, if the environment says ONNXPAR_MEASURE=0; on a
+    single core; if the measurement fails, after a message; and under a launcher, because ranks that
+    make the same plan must not have different figures.
     """
     cores = own_cores()
     if os.environ.get(NEVER) == "0" or len(cores) < 2 or _is_launched():
@@ -66,13 +67,13 @@ def host_topology(shard: Shard | None = None) -> Topology | None:
 
 @functools.cache
 def _host_topology(place: Path | None, shard: Shard | None = None) -> Topology | None:
-    """The topology in a file, or else measured and written there. A process asks once, even if
-    nothing can be kept."""
-    found = _kept(place)
-    if found is None:
+    """Reads the topology from a file; if there is none, measures it and writes the file. A process
+    does so once, even if it cannot write the file."""
+    topology = _read(place)
+    if topology is None:
         with _alone(place):
-            found = _kept(place) or _measured(place, shard)
-    return found
+            topology = _read(place) or _measured(place, shard)
+    return topology
 
 
 def place_of(cores: Sequence[Core]) -> Path | None:
@@ -111,9 +112,9 @@ def _is_launched() -> bool:
         return True
 
 
-def _kept(place: Path | None) -> Topology | None:
-    """The topology in a file, or in that of a busy host if it is new; None if there is none, or it
-    is damaged."""
+def _read(place: Path | None) -> Topology | None:
+    """Reads the topology from its file, or from the file of a busy host if this is new. None if
+    there is no file, or if it is damaged."""
     if place is None:
         return None
     for file, most in ((place, float("inf")), (_of_busy(place), HOUR)):
@@ -129,7 +130,8 @@ def _of_busy(place: Path) -> Path:
 
 @contextmanager
 def _alone(place: Path | None) -> Iterator[None]:
-    """Waits until no other process measures; goes on without a lock where that is not possible."""
+    """A context in which no other process measures the host; does without a lock if locking is
+    impossible."""
     lock: int | None = None
     try:
         with suppress(OSError):
@@ -156,17 +158,17 @@ def _take(lock: int) -> None:
 
 
 def _measured(place: Path | None, shard: Shard | None) -> Topology | None:
-    """Measures the host, writes the result to a file, and says so. None if it cannot be
+    """Measures the host, writes the result to a file, and reports this. None if the host cannot be
     measured."""
-    # what measures takes half a second to import
+    # these modules take half a second to import
     from onnxpar.cost.fit import file_text, fit
     from onnxpar.cost.measure import QUICK, default_ranks, measure
 
     show = progress_line("onnxpar")
     show("measuring this host, once")
-    start, others = time.monotonic(), _others_seconds()
+    start, others_before = time.monotonic(), _others_seconds()
     try:
-        found = measure(default_ranks(), SECONDS, TIMEOUT, effort=QUICK, shard=shard)
+        measurements = measure(default_ranks(), SECONDS, TIMEOUT, effort=QUICK, shard=shard)
     except (OnnxparError, OSError) as error:
         show("")
         reason = str(error).partition("\n")[0]
@@ -175,9 +177,9 @@ def _measured(place: Path | None, shard: Shard | None) -> Topology | None:
     finally:
         show("")
     seconds = time.monotonic() - start
-    topology = fit(found)
-    text = file_text(found, topology)
-    busy = (_others_seconds() - others) / seconds / len(own_cores())
+    topology = fit(measurements)
+    text = file_text(measurements, topology)
+    busy = (_others_seconds() - others_before) / seconds / len(own_cores())
     if place is None:
         said = "not kept, because there is no folder for caches"
     elif busy > BUSY:
@@ -189,7 +191,7 @@ def _measured(place: Path | None, shard: Shard | None) -> Topology | None:
 
 
 def _written(place: Path, text: str) -> str:
-    """Writes the file; returns where it is, or why it is not."""
+    """Writes the file; returns its place, or why it cannot be written, in words."""
     try:
         make_folders(place.parent)
         with whole_file(place) as file:
@@ -201,14 +203,14 @@ def _written(place: Path, text: str) -> str:
 
 
 def _others_seconds() -> float:
-    """Seconds that the cores of this process have worked for others until now; grows by 0 where the
-    system does not tell."""
-    own = {f"cpu{thread}" for core in own_cores() for thread in core.threads}
+    """Seconds that the cores of this process have worked for other processes until now; constant
+    where the system does not say."""
+    names = {f"cpu{thread}" for core in own_cores() for thread in core.threads}
     ticks = 0
     with suppress(OSError, ValueError):
         for line in Path("/proc/stat").read_text().splitlines():
             name, *counts = line.split()
-            if name in own:  # user, nice, system, (idle, waiting,) interrupts, soft ones, stolen
+            if name in names:  # user, nice, system, (idle, waiting,) interrupts, soft ones, stolen
                 ticks += sum(int(counts[i]) for i in (0, 1, 2, 5, 6, 7))
     spent = os.times()
     return ticks / os.sysconf("SC_CLK_TCK") - sum(spent[:4])

@@ -1,7 +1,8 @@
-"""Short names of machines, such as `8x64-core,25GbE`, for plans without a topology file.
+"""Topologies of machines with short names, such as `8x64-core,25GbE`, for plans without a topology
+file.
 
-The figures are round ones of current servers; docs/how-to/topology.md says where each is from, and
-which are assumed.
+The figures are round numbers for current servers; docs/how-to/topology.md names the sources, and
+says which figures are assumed.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ _NAME = re.compile(r"(?:(\d+)x)?(\d+)-?cores?(?:,(.*))?")
 _NETWORKS = {f"{gbits}GbE": gbits * 1e9 / 8 for gbits in (1, 10, 25, 50, 100, 200)}
 """Bytes per second of a host's network interface."""
 _TCP = {"latency": 50e-6, "share": 0.9}
-"""Seconds of a round of messages over TCP, and the share of a network's bytes that are theirs."""
+"""Seconds of a round of messages over TCP, and the share of a network's bytes that are payload."""
 _HOST = {"latency": 4e-6, "bandwidth": 7.2e9}
-"""Between ranks of a host: through shared memory, as fast as each can read memory."""
+"""The link between ranks of a host: shared memory, as fast as each rank can read it."""
 _CORE = {"flops": 100e9, "memory_bandwidth": 7.2e9, "cache": 4e6, "cache_bandwidth": 60e9}
-"""A core while all others of its host work, and its part of what they share."""
+"""A core while all other cores of its host work, and its part of the resources that cores share."""
 _OP = {"exposed": 1, "launch": 1e-6, "row": 2.5e-9}
 _TOGETHER = 0.8
-"""The share of the FLOP/s of all cores that one rank with a thread on each gets."""
+"""The share of the FLOP/s of all cores that a single rank with a thread on each core gets."""
 _MEMORY = 4e9
 """Bytes of memory for each core."""
 _SESSION = {"latency": 2e-6, "rank": 7e-6, "bandwidth": 30e9}
@@ -31,7 +32,8 @@ _MOST = 1 << 16
 
 
 def is_machine(name: str | os.PathLike[str]) -> bool:
-    """True for HOSTSxCORES-core,NETWORK, and CORES-core for one host, if there is no such file."""
+    """True for HOSTSxCORES-core,NETWORK and for CORES-core (one host), unless a file has this
+    name."""
     return bool(_parsed(os.fspath(name))) and not os.path.exists(name)
 
 
@@ -40,11 +42,11 @@ def _parsed(name: str) -> re.Match[str] | None:
 
 
 def machine(name: str, ranks: int | None) -> dict[str, Any]:
-    """The topology of so many ranks (None: one for each core) on the machines of this name, in the
-    form of a topology file. Errors: StrategyError for a network that is unknown or missing."""
-    found = _parsed(name)
-    assert found is not None
-    hosts, cores, network = int(found[1] or 1), int(found[2]), found[3] or ""
+    """The topology of these machines in the form of a topology file, for this number of ranks
+    (None: a rank for each core). Errors: StrategyError for a network that is unknown or missing."""
+    match = _parsed(name)
+    assert match is not None
+    hosts, cores, network = int(match[1] or 1), int(match[2]), match[3] or ""
     if not 1 <= hosts <= _MOST or not 1 <= cores <= _MOST:
         raise StrategyError(f"--topology {name}: give numbers from 1 to {_MOST:,}")
     here = cores if ranks is None else -(-ranks // hosts)

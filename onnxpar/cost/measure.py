@@ -1,4 +1,5 @@
-"""Times collectives and ops on rank processes of this host, like those of a session."""
+"""Measures the time of collectives and ops on rank processes of this host, like those of a
+session."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import numpy as np
 import onnx
 
 from onnxpar.base.own_folder import OwnFolder
-from onnxpar.cost import models
+from onnxpar.cost import calibration_models as models
 from onnxpar.graph.collectives import KINDS
 from onnxpar.runtime.launch.launch import bind_address
 from onnxpar.runtime.ranks.cores import own_cores, shares
@@ -24,26 +25,28 @@ from onnxpar.runtime.ranks.timing import WARM_UP
 from onnxpar.runtime.session.session import InferenceSession
 
 Shard = Callable[[Path, Path, int], object]
-"""Writes a model over so many ranks, in parts of its batch, to a folder: the compiler."""
+"""The compiler, as a function of a model's file, a folder for the result, and a number of ranks,
+over which it splits the model's batch."""
 MEASURED = tuple(kind.name for kind in KINDS.values() if kind.is_measured)
 SIZES = tuple(4 << 10 << shift for shift in (0, 3, 6, 8, 10))
 """Bytes of the tensors of collectives: 4 KiB to 4 MiB."""
 COPIED = NEAR, MIDDLE, LARGE = 128 << 10, 1 << 20, 32 << 20
-"""Bytes of tensors: one that the cache of a core holds, one that it may hold in part, and a larger
-one."""
+"""Bytes of tensors: the cache of a core holds the first, holds the second perhaps in part, and does
+not hold the third."""
 
 MOST_RANKS = 8
-"""The largest default number of ranks; more would take long and change the result little."""
+"""The largest default number of ranks; more ranks would take longer and change the result
+little."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """The extent of a measurement.
 
     sizes        bytes of the tensors of collectives
     rounds       the number of rounds; each runs every case, so that a short load from other
                  programs affects few runs of each case
-    every_group  False: groups of 2 and of all ranks alone, without those of other sizes
+    every_group  False: only groups of 2 and of all ranks
     most         seconds after which no further round begins
     """
 
@@ -58,10 +61,11 @@ QUICK = Effort((SIZES[0], SIZES[2], SIZES[-1]), rounds=2, every_group=False, mos
 FEWEST, MOST = 3, 100
 """The smallest and the largest number of runs of a case in a round."""
 QUANTILE = 0.2
-"""The time of a case is this quantile of its runs: a low one, because other load only adds time."""
+"""The time of a case is this quantile of its runs: a low quantile, because other load only adds
+time."""
 LEAST = 0.1
 """The time of a collective is the time with work before it, minus the time of the work alone, but
-at least this fraction of the time with the work: the difference may be below 0."""
+at least this fraction of the time with work: the difference may be below 0."""
 _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...] = (
     (partial(models.products, models.ROWS), 4, {}),
     (partial(models.products, models.FEW), 4, {}),
@@ -74,15 +78,16 @@ _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...]
 )
 """Functions that make models, the number of times that the model repeats its op, and options of the
 runs. Convolutions are optimized, because only then does onnxruntime use its blocked memory format.
-Caches are cold for products whose weights must come from memory; and for tiny ops, of which few
-run, because in real models other ops run between those of a kind."""
+Caches are cold for products whose weights must come from memory. They are cold for tiny ops, of
+which few run, because in real models other ops run between two of the same kind."""
 CHANNELS = (4, 8, 16, 32, 64)
-"""Output channels of convolutions: of those that kernels compute at once, fewer take as long."""
+"""Numbers of output channels of convolutions, to measure how many channels a kernel computes at
+once."""
 PASSED = (4 << 10, 4 << 20)
-"""Bytes of the input of a session, and of its output."""
+"""Bytes of inputs and outputs of a session: few, and many."""
 SESSION_SECONDS = 0.2
-"""Duration of the runs of a session for each of these; the first half is not counted, in which the
-system finds a core for each process."""
+"""Duration of the runs of a session for each size of PASSED. The first half does not count: in it,
+the system finds a core for each process."""
 IN_RATED = 4
 """The number of ops in models of rated ops."""
 _numbers = count()
@@ -91,7 +96,7 @@ _numbers = count()
 @dataclass(frozen=True)
 class CollectiveTime:
     """The time of a collective in groups of `ranks` ranks, on the slowest rank. `size` is the bytes
-    of its operand or of its result, whichever is larger."""
+    of the collective's operand or result, whichever is larger."""
 
     kind: str
     ranks: int
@@ -101,12 +106,18 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Work:
-    """The time of each op on the slowest rank, in seconds, while all ranks compute the same;
-    `few` is that of a product with few rows, `apart` that of one whose weight also comes from
-    memory, `bottleneck` that of three
-    convolutions, `narrow` that of one to each number of CHANNELS. `copies` are those of elementwise
-    ops on tensors of COPIED bytes, `rated` those of the kinds of ops in `models.RATED`, in each of
-    the shapes there."""
+    """Seconds of ops on the slowest rank, while all ranks compute the same op.
+
+    product     a matrix product
+    few         a product with few rows
+    apart       a product with few rows whose weight also comes from memory
+    bottleneck  three convolutions
+    copies      elementwise ops on tensors of COPIED bytes
+    picks       a Gather of elements one by one
+    tiny        an op on one element
+    narrow      a convolution to each number of CHANNELS
+    rated       ops of the kinds in `models.RATED`, in each shape there
+    """
 
     product: float
     few: float
@@ -121,9 +132,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Measurements:
-    """All measurements, taken with `ranks` ranks of `threads` threads each; `alone` with one rank
-    of all cores. `session` has numbers of ranks, the bytes of inputs and outputs, and the seconds
-    of runs that compute next to nothing."""
+    """All measurements with `ranks` ranks of `threads` threads each; `alone` is the work of one
+    rank with all cores. `session` has (ranks, bytes of inputs and outputs, seconds) of runs that
+    compute next to nothing."""
 
     ranks: int
     threads: int
@@ -159,30 +170,33 @@ def measure(
     effort: Effort = THOROUGH,
     shard: Shard | None = None,
 ) -> Measurements:
-    """Starts the ranks, measures for about `seconds` seconds, and returns the measurements. Calls
-    `note` after each case with the fraction of all work that the case was. Measures a session only
-    with `shard`. Errors: RankError if a
-    rank fails, or does not respond within the timeout."""
+    """Starts the ranks, measures for about `seconds` seconds, and returns the measurements. After
+    each case, calls `note` with the case's fraction of the whole measurement. Measures a session
+    only with `shard`. Errors: RankError if a rank fails, or does not respond within the timeout."""
     of_collectives = cases(ranks, effort)
     start = time.monotonic()
     parts = seconds * 0.7, seconds * 0.3
     with _ranks(ranks, timeout) as (processes, folder):
-        each = _cases_of_work(folder, ranks)
+        measured_cases = _cases_of_work(folder, ranks)
         for kind, members, size in of_collectives:
             repeats = max(2, min(20, (4 << 20) // size))
             of_groups = _of_groups(kind, size, members, ranks, repeats)
-            each.append(_Case(folder, of_groups, repeats, communicates=True))
-        _run_rounds(each, processes, parts[0], effort, start, lambda share: note(share * 0.7))
-    taken = iter([case.seconds for case in each])
-    work, between = _work_of(taken)
-    found = tuple(
+            measured_cases.append(_Case(folder, of_groups, repeats, communicates=True))
+        _run_rounds(
+            measured_cases, processes, parts[0], effort, start, lambda share: note(share * 0.7)
+        )
+    seconds_of_cases = iter([case.seconds for case in measured_cases])
+    work, between = _work_of(seconds_of_cases)
+    collectives = tuple(
         CollectiveTime(*case, max(seconds - between, seconds * LEAST))
-        for case, seconds in zip(of_collectives, taken, strict=True)
+        for case, seconds in zip(of_collectives, seconds_of_cases, strict=True)
     )
     with _ranks(1, timeout) as (processes, folder):
-        each = _cases_of_work(folder, 1)
-        _run_rounds(each, processes, parts[1], effort, start, lambda share: note(share * 0.3))
-    alone, _ = _work_of(iter([case.seconds for case in each]))
+        measured_cases = _cases_of_work(folder, 1)
+        _run_rounds(
+            measured_cases, processes, parts[1], effort, start, lambda share: note(share * 0.3)
+        )
+    alone, _ = _work_of(iter([case.seconds for case in measured_cases]))
     few, many = PASSED
     session: tuple[tuple[int, int, float], ...] = ()
     if shard is not None:
@@ -190,45 +204,48 @@ def measure(
             *_session_times(1, [few], timeout, shard),
             *_session_times(ranks, [few, many], timeout, shard),
         )
-    return Measurements(ranks, shares(ranks)[-1].threads, work, alone, session, found)
+    return Measurements(ranks, shares(ranks)[-1].threads, work, alone, session, collectives)
 
 
 def _cases_of_work(folder: Path, ranks: int) -> list[_Case]:
-    """All that `Work` has, computed by every rank."""
-    each = [_Case(folder, [model(count)] * ranks, count, **how) for model, count, how in _WORK]
+    """The cases for all seconds in `Work`; every rank computes them."""
+    work = [
+        _Case(folder, [model(count)] * ranks, count, **options) for model, count, options in _WORK
+    ]
     for channels in CHANNELS:
         model = models.narrow_convolutions(channels, 4)
-        each.append(_Case(folder, [model] * ranks, 4, optimized=True))
+        work.append(_Case(folder, [model] * ranks, 4, optimized=True))
     for kind, shapes in models.RATED.items():
         for shape in shapes:
             model = models.rated(kind, *shape, IN_RATED)
-            each.append(_Case(folder, [model] * ranks, IN_RATED))
-    return each
+            work.append(_Case(folder, [model] * ranks, IN_RATED))
+    return work
 
 
-def _work_of(taken: Iterator[float]) -> tuple[Work, float]:
-    """The work that took these seconds, and the seconds of that between collectives."""
-    product, few, apart, bottleneck, *copies, picks, tiny, between = islice(taken, len(_WORK))
-    narrow = tuple(islice(taken, len(CHANNELS)))
-    rated = {kind: tuple(islice(taken, len(shapes))) for kind, shapes in models.RATED.items()}
+def _work_of(seconds: Iterator[float]) -> tuple[Work, float]:
+    """Returns the work that took the next of these seconds, and the seconds of the product before
+    each collective."""
+    product, few, apart, bottleneck, *copies, picks, tiny, between = islice(seconds, len(_WORK))
+    narrow = tuple(islice(seconds, len(CHANNELS)))
+    rated = {kind: tuple(islice(seconds, len(shapes))) for kind, shapes in models.RATED.items()}
     work = Work(product, few, apart, bottleneck, tuple(copies), picks, tiny, narrow, rated)
     return work, between
 
 
 def _run_rounds(
-    each: Sequence[_Case],
+    cases: Sequence[_Case],
     processes: Processes,
     seconds: float,
     effort: Effort,
     start: float,
     note: Callable[[float], object],
 ) -> None:
-    """Runs the cases in rounds, for about so many seconds in all."""
-    share = 1 / len(each) / effort.rounds
+    """Runs the cases in rounds, for about `seconds` seconds altogether."""
+    share = 1 / len(cases) / effort.rounds
     for turn in range(effort.rounds):
         if turn and time.monotonic() - start > effort.most:
             break
-        for case in each:
+        for case in cases:
             case.run(processes, seconds * share)
             note(share)
 
@@ -236,34 +253,34 @@ def _run_rounds(
 def _session_times(
     ranks: int, sizes: Iterable[int], timeout: float, shard: Shard
 ) -> Iterator[tuple[int, int, float]]:
-    """Yields the number of ranks, the bytes that go in and out, and the seconds of runs of a
-    session whose ranks return what they are fed."""
+    """Yields (ranks, bytes of inputs and outputs, seconds of a run) for each size, in a session
+    whose ranks return their inputs negated."""
     with OwnFolder() as folder:
         onnx.save(models.negated(), folder / "model.onnx")
         shard(folder / "model.onnx", folder / "model.par", ranks)
         with InferenceSession(folder / "model.par", timeout=timeout) as session:
             for size in sizes:
                 x = np.zeros((ranks, size // 4 // ranks), np.float32)
-                taken: list[float] = []
+                times: list[float] = []
                 end = time.perf_counter() + SESSION_SECONDS
-                while len(taken) < 2 or time.perf_counter() < end:
+                while len(times) < 2 or time.perf_counter() < end:
                     begin = time.perf_counter()
                     session.run(None, {"X": x})
-                    taken.append(time.perf_counter() - begin)
-                counted = taken[len(taken) // 2 :]
+                    times.append(time.perf_counter() - begin)
+                counted = times[len(times) // 2 :]
                 yield ranks, 2 * x.nbytes, float(np.quantile(counted, QUANTILE))
 
 
 def _of_groups(
     kind: str, size: int, members: int, ranks: int, repeats: int
 ) -> list[onnx.ModelProto | None]:
-    """Returns a model for each rank, in which all groups communicate at once, as in a mesh; None
+    """Returns a model for each rank, in which all groups communicate at once, as in a mesh. None
     for ranks that are in no full group."""
-    found: list[onnx.ModelProto | None] = []
+    rank_models: list[onnx.ModelProto | None] = []
     for first in range(0, ranks - members + 1, members):
         model = models.collective(kind, size, range(first, first + members), repeats)
-        found += [model] * members
-    return found + [None] * (ranks - len(found))
+        rank_models += [model] * members
+    return rank_models + [None] * (ranks - len(rank_models))
 
 
 @contextmanager
@@ -289,39 +306,39 @@ def _ranks(ranks: int, timeout: float) -> Iterator[tuple[Processes, Path]]:
 
 
 class _Case:
-    """The models of all ranks for one measurement, each with an op `repeats` times, and the times
-    of their runs."""
+    """One measurement: a model for each rank, which repeats an op `repeats` times, and the times of
+    their runs."""
 
     def __init__(
         self,
         folder: Path,
-        each: Sequence[onnx.ModelProto | None],
+        rank_models: Sequence[onnx.ModelProto | None],
         repeats: int,
         optimized: bool = False,
         cold: bool = False,
         communicates: bool = False,
     ) -> None:
         files: dict[int, str] = {}
-        for model in each:
+        for model in rank_models:
             if model is not None and id(model) not in files:
                 files[id(model)] = path = str(folder / f"{next(_numbers)}.onnx")
                 onnx.save(model, path)
-        self._paths = [files.get(id(model)) for model in each]
+        self._paths = [files.get(id(model)) for model in rank_models]
         self._repeats = repeats
         self._how = {"optimized": optimized, "cold": cold, "communicates": communicates}
         self._runs = 0
-        self._found: list[list[float]] = [[] for _ in each]
+        self._times: list[list[float]] = [[] for _ in rank_models]
 
     def run(self, processes: Processes, seconds: float) -> None:
         """Runs the models and records the times. The first round runs them for about `seconds`
         seconds; later rounds run them as often as the first."""
         if not self._runs:
-            one = max(median(found) for found in self._ask(processes, FEWEST) if found)
-            self._runs = max(FEWEST, min(MOST, round(seconds / one) - WARM_UP))
-        for found, more in zip(self._found, self._ask(processes, self._runs), strict=True):
-            found += more
+            longest = max(median(times) for times in self._time(processes, FEWEST) if times)
+            self._runs = max(FEWEST, min(MOST, round(seconds / longest) - WARM_UP))
+        for times, more in zip(self._times, self._time(processes, self._runs), strict=True):
+            times += more
 
-    def _ask(self, processes: Processes, runs: int) -> list[list[float]]:
+    def _time(self, processes: Processes, runs: int) -> list[list[float]]:
         messages = [{"do": "time", "path": path, "runs": runs, **self._how} for path in self._paths]
         answers = processes.call(messages, "a case")
         return [answer["seconds"] for answer in answers]
@@ -329,5 +346,5 @@ class _Case:
     @property
     def seconds(self) -> float:
         """The seconds of one op on the slowest rank, at QUANTILE of the runs."""
-        slowest = max(np.quantile(found, QUANTILE) for found in self._found if found)
+        slowest = max(np.quantile(times, QUANTILE) for times in self._times if times)
         return float(slowest) / self._repeats

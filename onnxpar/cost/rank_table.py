@@ -1,7 +1,7 @@
-"""Rank tables of MindSpore and HCCL, which list the server of each rank.
+"""Reads rank tables of MindSpore and HCCL, which list the server of each rank.
 
 Formats: hiascend.com, "HCCL: ranktable"; `server_list` is its template 1 (version 1.0 and later),
-`group_list` its template 2, in which instances have a rank (MindSpore) or none.
+`group_list` its template 2, in which instances may have a rank (MindSpore).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ def is_rank_table(data: Any) -> bool:
 
 
 def hosts_of(data: Mapping[str, Any], source: str) -> tuple[int, int]:
-    """Number of servers, and of ranks on each. Errors: StrategyError if servers have different
-    numbers of ranks, or if ranks are not numbered server by server."""
+    """Returns the number of servers, and the number of ranks on each. Errors: StrategyError if
+    servers have different numbers of ranks, or if ranks are not numbered server by server."""
     ranks = list(_ranks(data, source))
     if sorted(rank for rank, _ in ranks) != list(range(len(ranks))) or not ranks:
-        found = sorted(rank for rank, _ in ranks)
+        numbers = sorted(rank for rank, _ in ranks)
         raise StrategyError(
-            f"{source}: the rank_ids are {found}; use each number from 0 to N-1 once"
+            f"{source}: the rank_ids are {numbers}; use each number from 0 to N-1 once"
         )
     servers: dict[str, list[int]] = defaultdict(list)
     for rank, server in sorted(ranks):
         servers[server].append(rank)
     sizes = {name: len(of) for name, of in servers.items()}
     if len(set(sizes.values())) > 1:
-        each = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        counts = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise StrategyError(
-            f"{source}: servers have different numbers of ranks ({each}); use the same number on "
+            f"{source}: servers have different numbers of ranks ({counts}); use the same number on "
             "each"
         )
     for name, of in servers.items():
@@ -47,8 +47,8 @@ def hosts_of(data: Mapping[str, Any], source: str) -> tuple[int, int]:
 
 
 def _ranks(data: Mapping[str, Any], source: str) -> Iterator[tuple[int, str]]:
-    """(rank, server) of every device. A device without a rank in the table gets its position in the
-    table as its rank."""
+    """Yields (rank, server) for every device. A device without a rank in the table gets its
+    position in the table as its rank."""
     number = count()
     try:
         for server in data.get("server_list", ()):

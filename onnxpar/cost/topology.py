@@ -16,16 +16,16 @@ from onnxpar.base.units import text_of
 from onnxpar.base.unreadable import cannot_read
 from onnxpar.cost.device import DEVICE_UNITS, Listed, device_in, devices_of
 from onnxpar.cost.device import Device as Device
-from onnxpar.cost.entries import mapping, number
 from onnxpar.cost.machines import is_machine, machine
 from onnxpar.cost.rank_table import hosts_of, is_rank_table
+from onnxpar.cost.topology_entries import mapping, number
 from onnxpar.graph.collectives import KINDS
 
 
 @dataclass(frozen=True)
 class Link:
-    """A rank's connection to others: `latency` in seconds until the first byte of a round arrives,
-    and `bandwidth` in bytes per second while all ranks of the level send."""
+    """A rank's connection to other ranks: `latency` in seconds until the first byte of a round
+    arrives, and `bandwidth` in bytes per second while all ranks of the level send."""
 
     latency: float
     bandwidth: float
@@ -33,16 +33,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Session:
-    """What a run of a session takes beside the work of ranks: `latency` seconds, `rank` more for
-    each rank, and the time of its inputs and outputs, of which `bandwidth` bytes are passed in a
-    second."""
+    """The time of a session's run without the work of ranks: `latency` seconds, `rank` seconds for
+    each rank, and the time of its inputs and outputs, of which a session passes `bandwidth` bytes
+    in a second."""
 
     latency: float
     bandwidth: float
     rank: float = 0.0
 
     def of_ranks(self, ranks: int) -> Link:
-        """Returns what a run takes over so many ranks of a host."""
+        """Returns the latency and bandwidth of a run over this number of ranks of a host."""
         return Link(self.latency + self.rank * ranks, self.bandwidth)
 
 
@@ -50,10 +50,13 @@ class Session:
 class Level:
     """A level of the topology, such as a host or a rack. A unit of it consists of `size` units of
     the next inner level (of ranks, in the innermost level), which communicate over links with this
-    latency and bandwidth. A `size` of None means as many as there are ranks for. `collectives` has
-    the links of kinds of collectives that were measured by themselves. `at_once` is the number of
-    ranks that a host runs at the speed of their devices; more take turns. None: as many as
-    there are."""
+    latency and bandwidth.
+
+    size         None: as many units as the ranks need
+    collectives  the links of kinds of collectives that were measured separately
+    at_once      the number of ranks that a host runs at the speed of their devices; further ranks
+                 take turns; None: all ranks
+    """
 
     name: str
     size: int | None
@@ -74,7 +77,7 @@ NETWORK = Link(100e-6, 1e9)
 CONSTANTS = "built-in constants, for slow cores of one host"
 """The origin of the default topology."""
 ANY_HOST = "built-in constants, for a plan that is the same on every machine and promises no times"
-"""What a plan says that takes the default topology because it must not depend on a host."""
+"""The origin of the default topology in a plan that must not depend on a host."""
 
 _LINKED = tuple(kind.name for kind in KINDS.values() if kind.has_link)
 """Kinds of collectives for which a level may have links."""
@@ -88,13 +91,13 @@ class Topology:
     device of each rank. Neighbouring ranks are on one host: rank r is on host r // (ranks per
     host).
 
-    device   the device of every rank, unless `devices` are given
+    device   the device of every rank, unless there are `devices`
     devices  the device of each rank, if they differ
     alone    the device of the only rank of a host, which has all of its cores; None: `device`
-    session  what a run takes beside the work of ranks; None: unknown
-    turns    of how many ranks of a host one runs at a time, in `for_ranks`
+    session  the time of a run without the work of ranks; None: unknown
+    turns    in `for_ranks`, the number of ranks of a host of which one runs at a time
     shares   the share of the work that each rank takes; empty: all take the same
-    origin   where the quantities are from, in words
+    origin   the source of the quantities, in words
 
     >>> Topology.of({"levels": [{"name": "host", "latency": "50 us", "bandwidth": "2 GB/s"}]})
     ... # doctest: +ELLIPSIS
@@ -112,22 +115,22 @@ class Topology:
 
     @staticmethod
     def default() -> Topology:
-        """One host of any number of ranks, on HOST links."""
+        """One host for any number of ranks, on HOST links."""
         host = Level("host", None, HOST.latency, HOST.bandwidth)
         return Topology((host,), origin=CONSTANTS)
 
     @staticmethod
-    def given(
+    def from_argument(
         topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None,
         ranks: int | None = None,
     ) -> Topology | None:
-        """The topology that a caller gives: a file, its structure in Python, a Topology, or the
-        name of machines for so many ranks."""
+        """The topology from a caller's argument: a file, a mapping with the structure of a file, a
+        Topology, or the name of machines for this number of ranks."""
         if isinstance(topology, Mapping):
             return Topology.of(topology)
         if isinstance(topology, str) and is_machine(topology):
-            found = Topology.of(machine(topology, ranks))
-            return replace(found, origin=f"built-in figures of {topology}")
+            parsed = Topology.of(machine(topology, ranks))
+            return replace(parsed, origin=f"built-in figures of {topology}")
         if isinstance(topology, (str, os.PathLike)):
             return Topology.read(topology)
         return topology
@@ -154,14 +157,14 @@ class Topology:
         if is_rank_table(data):
             return _of_rank_table(data, source)
         entries = mapping(data, ("levels", "device", "alone", "session"), source)
-        found = entries.get("levels")
+        entry_list = entries.get("levels")
         if "levels" not in entries and entries.get("device"):
-            found = [{"name": "host", "latency": HOST.latency, "bandwidth": HOST.bandwidth}]
-        if not isinstance(found, list) or not found:
+            entry_list = [{"name": "host", "latency": HOST.latency, "bandwidth": HOST.bandwidth}]
+        if not isinstance(entry_list, list) or not entry_list:
             raise StrategyError(
                 f"{source}: levels must be a list of at least one level, the innermost first"
             )
-        levels = [_level(entry, f"{source}: levels[{i}]") for i, entry in enumerate(found)]
+        levels = [_level(entry, f"{source}: levels[{i}]") for i, entry in enumerate(entry_list)]
         names = [level.name for level in levels]
         for name in names:
             if names.count(name) > 1:
@@ -169,25 +172,27 @@ class Topology:
                     f"{source}: two levels are named '{name}'; give each its own name"
                 )
         top = Listed.read(entries.get("device"), f"{source}: device")
-        own = [
+        listed_devices = [
             Listed.read(entry.get("device"), f"{source}: levels[{i}]: device")
-            for i, entry in enumerate(found)
+            for i, entry in enumerate(entry_list)
         ]
         _check_inner_sizes(levels, source)
-        levels[-1] = _sized(levels, own, top, source)
-        each = [(listed, level.size) for listed, level in zip(own, levels, strict=True)]
+        levels[-1] = _sized(levels, listed_devices, top, source)
+        by_level = [
+            (listed, level.size) for listed, level in zip(listed_devices, levels, strict=True)
+        ]
         alone, session = entries.get("alone"), entries.get("session")
         return Topology(
             tuple(levels),
-            *devices_of(top, each),
+            *devices_of(top, by_level),
             alone=None if alone is None else device_in(alone, f"{source}: alone"),
             session=None if session is None else _session(session, f"{source}: session"),
         )
 
     def for_ranks(self, ranks: int) -> Topology:
-        """The topology while so many ranks run: they share the cores of their hosts, so that a few
-        of them are faster, and more than fit at once take turns. Those must be woken for each
-        collective, as for a run of a session."""
+        """The topology while `ranks` ranks run. They share the cores of their hosts: few ranks are
+        faster, and more ranks than fit at once take turns. Ranks that take turns must be woken for
+        each collective, and for each run of a session."""
         host, *outer = self.levels
         if host.at_once is None or self.devices:
             return self
@@ -201,22 +206,22 @@ class Topology:
         if self.session is not None and turns > 1:
             woken = self.session.of_ranks(host.at_once).latency
         links = {kind: _slowed(link, turns, woken) for kind, link in host.collectives.items()}
-        own = _slowed(Link(host.latency, host.bandwidth), turns, woken)
+        link = _slowed(Link(host.latency, host.bandwidth), turns, woken)
         session = self.session
         if session is not None:
             run = session.of_ranks(here)
             session = Session(run.latency, run.bandwidth / turns)
-        level = Level(host.name, host.size, own.latency, own.bandwidth, links)
+        level = Level(host.name, host.size, link.latency, link.bandwidth, links)
         return replace(self, levels=(level, *outer), device=device, session=session, turns=turns)
 
     @property
     def ranks(self) -> int | None:
-        """Number of ranks; None if the outermost level has no size."""
+        """The number of ranks; None if the outermost level has no size."""
         sizes = [level.size for level in self.levels if level.size is not None]
         return math.prod(sizes) if len(sizes) == len(self.levels) else None
 
     def units(self) -> list[int]:
-        """Number of ranks in one unit of each level but the outermost."""
+        """The number of ranks in a unit of each level but the outermost."""
         sizes = [level.size or 1 for level in self.levels[:-1]]
         return [math.prod(sizes[: i + 1]) for i in range(len(sizes))]
 
@@ -225,12 +230,11 @@ class Topology:
         return self.devices[rank] if self.devices else self.device
 
     def of_ranks(self, ranks: int) -> tuple[Device, ...]:
-        """The devices that any of the first `ranks` ranks has, each once."""
+        """The distinct devices of the first `ranks` ranks."""
         return tuple(dict.fromkeys(self.devices[:ranks])) or (self.device,)
 
     def check(self, ranks: int) -> None:
-        """Checks that the topology has this number of ranks. Errors: StrategyError if it has
-        fewer."""
+        """Raises StrategyError if the topology has fewer ranks than this."""
         if self.devices and len(self.devices) < ranks:
             raise StrategyError(
                 f"the topology has devices for {len(self.devices)} ranks, but the mesh has "
@@ -292,8 +296,8 @@ def _device_lines(device: Device) -> list[str]:
 
 
 def _of_rank_table(data: Any, source: str) -> Topology:
-    """A topology with the hosts of a rank table and default speeds, because such a table has
-    none."""
+    """A topology with the hosts of a rank table and default speeds, because a rank table has no
+    speeds."""
     hosts, devices = hosts_of(data, source)
     host = Level("host", devices, HOST.latency, HOST.bandwidth)
     if hosts == 1:
@@ -310,22 +314,24 @@ def _check_inner_sizes(levels: Sequence[Level], source: str) -> None:
             )
 
 
-def _sized(levels: Sequence[Level], own: Sequence[Listed], top: Listed, source: str) -> Level:
-    """The outermost level, with the size that follows from a list of devices if it has none.
-    Errors: StrategyError if devices differ and the number of ranks is unknown."""
+def _sized(
+    levels: Sequence[Level], listed_devices: Sequence[Listed], top: Listed, source: str
+) -> Level:
+    """The outermost level; if it has no size, with the size that a list of devices implies. Errors:
+    StrategyError if devices differ and the number of ranks is unknown."""
     outermost, inner = levels[-1], math.prod(level.size or 1 for level in levels[:-1])
     if outermost.size is not None:
         return outermost
-    if own[-1].each:
-        return replace(outermost, size=len(own[-1].each))
-    if top.each:
-        if len(top.each) % inner:
+    if listed_devices[-1].by_unit:
+        return replace(outermost, size=len(listed_devices[-1].by_unit))
+    if top.by_unit:
+        if len(top.by_unit) % inner:
             raise StrategyError(
-                f"{top.where}: lists {len(top.each)} devices, which do not fill units of {inner} "
-                f"ranks of the level '{outermost.name}'; list one device for each rank"
+                f"{top.where}: lists {len(top.by_unit)} devices, which do not fill units of "
+                f"{inner} ranks of the level '{outermost.name}'; list one device for each rank"
             )
-        return replace(outermost, size=len(top.each) // inner)
-    if any(listed.each for listed in own):
+        return replace(outermost, size=len(top.by_unit) // inner)
+    if any(listed.by_unit for listed in listed_devices):
         raise StrategyError(
             f"{source}: devices differ, and level '{outermost.name}' has no size; give it, so that "
             "each rank has a device"
@@ -353,7 +359,7 @@ def _level(data: Any, where: str) -> Level:
     for key, count in (("size", size), ("at_once", at_once)):
         if count is not None and (type(count) is not int or count < 1):
             raise StrategyError(f"{where}: {key} is {count!r}; it must be an integer of at least 1")
-    own = _link({key: entries.get(key) for key in _LINK_UNITS}, where)
+    link = _link({key: entries.get(key) for key in _LINK_UNITS}, where)
     kinds = mapping(entries.get("collectives") or {}, _LINKED, f"{where}: collectives")
     links = {kind: _link(link, f"{where}: {kind}") for kind, link in kinds.items()}
-    return Level(name, size, own.latency, own.bandwidth, links, at_once)
+    return Level(name, size, link.latency, link.bandwidth, links, at_once)

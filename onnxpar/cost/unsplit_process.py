@@ -1,4 +1,4 @@
-"""The process that times runs of an unsplit model, with all cores and with those of ranks."""
+"""The process that times runs of an unsplit model, with all cores and with the cores of ranks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from onnxpar.runtime.session.options import SLOW_FUSIONS, SessionSpec
 from onnxpar.runtime.session.values import is_value
 
 SECONDS = 0.05
-"""Duration of the runs of each kind, at least."""
+"""Least duration of the runs of each kind."""
 LONGEST = 0.5
-"""A run that takes longer, in seconds, is not repeated."""
+"""Longest run, in seconds, that is repeated."""
 FEWEST = 3
-"""Runs of each kind, the first of which is not counted."""
+"""Fewest runs of each kind; the first run does not count."""
 _Run = Callable[[], object]
 
 
 def main() -> None:
-    """Reads what to run from standard input, and writes the seconds of runs to standard output.
-    Errors: those of onnxruntime."""
+    """Reads the model and its inputs from standard input; writes the seconds of runs to standard
+    output. Errors: those of onnxruntime."""
     message = json.load(sys.stdin)
     use_libraries(message["libraries"])
     ranges = {name: (low, high) for name, (low, high) in message["ranges"].items()}
@@ -58,10 +58,10 @@ def _sizes(session: ort.InferenceSession, feeds: Mapping[str, Any]) -> dict[str,
 
 
 def _as_rank(model: str, feeds: Mapping[str, Any], sizes: Mapping[str, int], share: Share) -> _Run:
-    """A run as in the process of a rank: on its share of the cores, without the nodes that compute
-    sizes, and with inputs and outputs that are bound to memory, as tensors of numbers can be."""
+    """A run as in the process of a rank: on the rank's share of the cores, without the nodes that
+    compute sizes. If all inputs and outputs are tensors of numbers, they are bound to memory."""
     if share.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, share.cores)  # of this thread, and of those that it starts
+        os.sched_setaffinity(0, share.cores)  # of this thread, and of threads that it starts
     options = quiet_options()
     SessionSpec().apply(options, 0, share.threads, share.spin)
     for symbol, size in sizes.items():
@@ -77,10 +77,10 @@ def _as_rank(model: str, feeds: Mapping[str, Any], sizes: Mapping[str, int], sha
     return lambda: session.run_with_iobinding(binding)
 
 
-def _shortest(each: Sequence[Callable[[], _Run]]) -> float:
-    """The seconds of the shortest run while all run, each in a thread that opens its session; of
-    the one that takes longest."""
-    are_open = Barrier(len(each))
+def _shortest(openers: Sequence[Callable[[], _Run]]) -> float:
+    """The seconds of the shortest run of each opener, while all run; returns the longest of these.
+    Each opener runs in a thread, which opens a session and then repeats its run."""
+    are_open = Barrier(len(openers))
 
     def runs(opened: Callable[[], _Run]) -> float:
         try:
@@ -89,15 +89,15 @@ def _shortest(each: Sequence[Callable[[], _Run]]) -> float:
             are_open.abort()
             raise
         are_open.wait()
-        taken: list[float] = []
+        times: list[float] = []
         end = time.perf_counter() + SECONDS
-        while len(taken) < FEWEST or time.perf_counter() < end:
+        while len(times) < FEWEST or time.perf_counter() < end:
             start = time.perf_counter()
             run()
-            taken.append(time.perf_counter() - start)
-            if taken[-1] > LONGEST:
+            times.append(time.perf_counter() - start)
+            if times[-1] > LONGEST:
                 break
-        return min(taken[1:] or taken)
+        return min(times[1:] or times)
 
-    with ThreadPoolExecutor(len(each)) as pool:
-        return max(pool.map(runs, each))
+    with ThreadPoolExecutor(len(openers)) as pool:
+        return max(pool.map(runs, openers))

@@ -1,4 +1,4 @@
-"""Times runs of an unsplit model on this host, as the measure of what its kernels take."""
+"""Times runs of an unsplit model on this host: the measure for the time of its kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PATIENCE = 20.0
 
 @dataclass(frozen=True)
 class UnsplitRuns:
-    """Seconds of a run of the unsplit model in onnxruntime: `alone` with all cores, `beside` others
-    with the cores of a rank each."""
+    """Seconds of a run of the unsplit model in onnxruntime. `alone` is for all cores; `beside` is
+    for the cores of one rank, while a run for each other rank uses the other cores."""
 
     alone: float
     beside: float
@@ -34,16 +34,16 @@ def time_unsplit(
     zeros: Iterable[str] = (),
 ) -> UnsplitRuns | None:
     """Times runs of a model on random inputs, in `ranges`, and on `zeros`: with all cores, and at
-    the same time on as many shares of the cores as so many ranks have at once. None if onnxruntime
-    does not run it on such inputs. They are of a process of their own, which a kernel may end. What
-    was timed is known from then on in this process, by file and sizes."""
+    the same time on as many shares of the cores as these ranks have at once. Runs are in another
+    process, which a kernel may end. This process remembers results by file and sizes. None if
+    onnxruntime does not run the model on such inputs."""
     cores = sum(share.threads for share in shares(1))
-    each = tuple(shares(ranks)[: min(ranks, cores)])
+    rank_shares = tuple(shares(ranks)[: min(ranks, cores)])
     path, file = os.path.abspath(model), os.stat(model)
     sizes = tuple((name, tuple(shape)) for name, _, shape in inputs)
-    key = (path, file.st_mtime_ns, file.st_size, sizes, each)
+    key = (path, file.st_mtime_ns, file.st_size, sizes, rank_shares)
     if key not in _timed:
-        _timed[key] = _timed_apart(path, inputs, ranges, each, zeros)
+        _timed[key] = _timed_apart(path, inputs, ranges, rank_shares, zeros)
     return _timed[key]
 
 
@@ -54,7 +54,7 @@ def _timed_apart(
     model: str,
     inputs: Sequence[InputSpec],
     ranges: Mapping[str, tuple[int, int]],
-    each: Sequence[Share],
+    rank_shares: Sequence[Share],
     zeros: Iterable[str],
 ) -> UnsplitRuns | None:
     message = {
@@ -62,7 +62,7 @@ def _timed_apart(
         "inputs": [(name, dtype, list(shape)) for name, dtype, shape in inputs],
         "ranges": {name: list(bounds) for name, bounds in ranges.items()},
         "zeros": sorted(zeros),
-        "shares": [asdict(share) for share in each],
+        "shares": [asdict(share) for share in rank_shares],
         "libraries": list(libraries()),
     }
     try:

@@ -33,7 +33,7 @@ class Typical:
     profiles: tuple[Profile, ...] = ()
 
     @staticmethod
-    def given(value: Typical | Mapping[str, int] | Sequence[Any] | str | None) -> Typical:
+    def from_argument(value: Typical | Mapping[str, int] | Sequence[Any] | str | None) -> Typical:
         """Typical sizes from a mapping of sizes by symbol, a sequence of (mapping, weight), a text
         for `parse`, or None. Errors: StrategyError."""
         if isinstance(value, str):

@@ -18,7 +18,7 @@ constexpr size_t kMaxStrangers = 128;
 /// The time until the next attempt to accept a connection, after the process has run out of
 /// descriptors.
 constexpr milliseconds kStarved{100};
-/// The largest number of connections that are accepted before others go on.
+/// The largest number of connections to accept before other connections continue.
 constexpr int kAtOnce = 32;
 
 }  // namespace
@@ -50,7 +50,7 @@ void Acceptor::Advance(const pollfd* ready) {
   if (arrived) AcceptAll();
 }
 
-/// Goes on with a handshake; returns true if it is still under way. It may end at once.
+/// Continues a handshake; returns true if it is still under way. It may end at once.
 bool Acceptor::Goes(Handshake& handshake) {
   const auto state = handshake.Advance();
   if (state == Handshake::State::kDone) {

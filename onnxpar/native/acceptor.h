@@ -1,4 +1,4 @@
-// Accepts the connections of those who have the key of the world, and drops all others.
+// Accepts connections from processes that have the key of the world, and drops all others.
 #pragma once
 
 #include <poll.h>
@@ -16,18 +16,19 @@ namespace onnxpar {
 /// A connection whose other end has proved that it has the key.
 struct Accepted {
   TcpSocket socket;
-  std::string identity;  // what the other end says it is
+  std::string identity;  // the name that the other end gives itself
 };
 
-/// A socket that listens, and the connections that have not yet proved anything. Strangers cost few
-/// descriptors, little memory and no waiting: each has 5 seconds, and a further one replaces the
-/// oldest of 128. Its owner polls it together with other descriptors.
+/// A socket that listens, and the connections whose handshakes are under way. Strangers cost few
+/// descriptors, little memory and no waiting: each handshake has 5 seconds, and a further
+/// connection replaces the oldest of 128. The owner polls the acceptor together with other
+/// descriptors.
 class Acceptor {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// Listens on `address`, and sets its port if that is 0. Throws std::system_error, and
-  /// std::runtime_error if CheckExposure does.
+  /// Listens on `address`, and sets the address's port if it is 0. Throws std::system_error, or
+  /// std::runtime_error as CheckExposure does.
   Acceptor(Address* address, Credentials credentials, std::string purpose);
   ~Acceptor();
   Acceptor(const Acceptor&) = delete;
@@ -35,10 +36,10 @@ class Acceptor {
 
   /// Adds the descriptors to wait for.
   void Watch(std::vector<pollfd>* descriptors) const;
-  /// Goes on after a poll; `ready` are the descriptors that the last Watch added. Must be called
-  /// after each poll, also after none is ready.
+  /// Continues the handshakes after a poll; `ready` are the descriptors that the last Watch added.
+  /// Must be called after each poll, even if none is ready.
   void Advance(const pollfd* ready);
-  /// When Advance must be called at the latest.
+  /// The latest time for the next call of Advance.
   Clock::time_point deadline() const;
   /// Returns a connection that has proved the key, if there is one.
   std::optional<Accepted> Next();

@@ -14,7 +14,7 @@ constexpr size_t kLanes = 8;
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 typedef int32_t WholeLanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
-/// Keys are fetched so many rows before they are read: the processor itself does not fetch beyond
+/// The number of rows by which keys are fetched ahead: the processor itself does not fetch beyond
 /// the end of a page.
 constexpr int64_t kAhead = 12;
 constexpr size_t kCacheLine = 64;
@@ -162,7 +162,7 @@ ONNXPAR_INLINE void Powers(float* scores, int64_t count, float largest) {
   std::memcpy(scores + j, &x, rest);
 }
 
-/// The sum in a fixed order, which is that of lanes.
+/// The sum, always in the same order: that of lanes.
 ONNXPAR_INLINE float Total(const float* x, int64_t count) {
   const int64_t whole = count / static_cast<int64_t>(kLanes) * static_cast<int64_t>(kLanes);
   Lanes sums = {};
@@ -207,8 +207,8 @@ void Attending::Take(int64_t position, const float* const* keys, const float* co
       [&] { AllMeans(weights_.data(), kBlock, values, count, sums_.data(), queries_, width_); });
 }
 
-/// Replaces the scores of one query by weights, and scales what it has so far to the largest score;
-/// those that it does not see become zeros.
+/// Replaces the scores of one query by weights, and scales the query's sums so far to the largest
+/// score. Weights of positions that the query does not see are zeros.
 void Attending::Weigh(size_t query, int64_t position, int64_t count) {
   float* const weights = weights_.data() + query * kBlock;
   const int64_t begin = std::clamp<int64_t>(seen_[query].begin - position, 0, count);

@@ -7,9 +7,9 @@
 
 namespace onnxpar {
 
-/// How scores become weights.
+/// How attention converts scores to weights.
 struct Scores {
-  float softcap;  // scores are cap * tanh(score / cap); 0: they stay
+  float softcap;  // scores become cap * tanh(score / cap); 0: no cap
   bool has_sink;  // one more score, whose weight goes to no value
   float sink;
 };
@@ -32,14 +32,15 @@ class Attending {
   /// Begins: `query` has the elements of each query, times the scale.
   void Start(const float* query, const Scores* scores, const Seen* seen);
 
-  /// Takes a block of keys and values that begins at `position`: rows of `width` elements, of which
-  /// `rows` gives the place of each position.
+  /// Processes a block of keys and values that begins at `position`: rows of `width` elements;
+  /// `rows` has the address of each position's row.
   void Take(int64_t position, const float* const* keys, const float* const* values, int64_t count);
 
-  /// Writes the result of each query: zeros if it has seen nothing.
+  /// Writes the result of each query: zeros if the query has seen no position.
   void End(float* const* results);
 
-  /// The logarithm of the sum of e^score of what a query has seen; -infinity if that is nothing.
+  /// The logarithm of the sum of e^score over the positions that a query has seen; -infinity if it
+  /// has seen none.
   float LogSum(size_t query) const;
 
  private:

@@ -8,8 +8,8 @@
 
 namespace onnxpar {
 
-/// Returns the axis as an index from 0; a negative one counts from the end. Throws if `shape` does
-/// not have it.
+/// Returns the axis as an index from 0; a negative axis counts from the end. Throws if `shape` does
+/// not have the axis.
 size_t NormalizeAxis(int64_t axis, const Shape& shape);
 
 /// Returns `shape` with another size along `axis`.
@@ -27,7 +27,8 @@ int64_t SumOf(const std::vector<int64_t>& sizes);
 Block SliceOf(const Shape& shape, size_t axis, size_t element_size, int member, int64_t begin,
               int64_t size);
 
-/// Returns consecutive slices of a tensor along `axis`: one of `sizes[i]` for each group member i.
+/// Returns consecutive slices of a tensor along `axis`: for each group member i, a slice of
+/// `sizes[i]` elements.
 std::vector<Block> SlicesOf(const Shape& shape, size_t axis, size_t element_size,
                             const std::vector<int64_t>& sizes);
 

@@ -39,7 +39,7 @@ void Background::RunJobs() {
     busy_ = true;
     lock.unlock();
     job();
-    job = nullptr;  // frees what it holds before anyone who awaits it goes on
+    job = nullptr;  // frees its memory before threads that await the job continue
     lock.lock();
     busy_ = false;
     changed_.notify_all();

@@ -9,11 +9,11 @@
 
 namespace onnxpar {
 
-/// The thread starts with the first job, and leaves the core to others where it waits. A job must
-/// not throw.
+/// The thread starts with the first job, and leaves its core to other threads while it waits. A job
+/// must not throw.
 class Background {
  public:
-  /// Runs what was added, and ends the thread.
+  /// Runs all jobs that were added, and ends the thread.
   ~Background();
 
   void Add(std::function<void()> job);

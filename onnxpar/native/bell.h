@@ -1,4 +1,4 @@
-// A counter in memory that processes share, on which they wait for each other.
+// A counter in shared memory, through which processes wait for each other.
 #pragma once
 
 #include <atomic>
@@ -7,17 +7,17 @@
 
 namespace onnxpar {
 
-/// Counts how often it was rung; wraps around. Memory of zeros is a bell.
+/// Counts its rings, modulo 2^32. Memory of zeros is a bell.
 struct alignas(64) Bell {
   std::atomic<uint32_t> count;
   std::atomic<uint32_t> sleepers;
 
-  /// Adds one to the count, and wakes all sleepers if the count is now at least `awaited`, which is
-  /// the count that they wait for. What a sleeper itself says would not do: by the time that it is
-  /// read, others may have seen this count and wait for the next one.
+  /// Adds one to the count, and wakes all sleepers if the count is now at least `awaited`, the
+  /// count for which they wait. Sleepers cannot store this number themselves: before it is read,
+  /// other processes may have seen the present count and wait for the next one.
   void Ring(uint32_t awaited);
-  /// Waits until it was rung `wanted` times, at most `longest`; returns whether it was. If `spins`
-  /// is false, it hardly looks before it sleeps.
+  /// Waits at most `longest` until the count is `wanted`; returns true if it is. If `spins` is
+  /// false, the thread sleeps almost at once.
   bool Wait(uint32_t wanted, bool spins, std::chrono::milliseconds longest);
 };
 

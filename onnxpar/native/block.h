@@ -1,5 +1,5 @@
-// Blocks: the places in memory of the part of a tensor that is sent to, or received from, one group
-// member.
+// Blocks: a block is the place in memory of the part of a tensor that is sent to, or received from,
+// one group member.
 #pragma once
 
 #include <cstddef>
@@ -12,11 +12,12 @@ struct Range {
   size_t size;
 };
 
-/// Divides `total` into `parts` as equal as possible, larger ones first; returns part `index`.
+/// Divides `total` into `parts` parts that are as equal as possible, larger ones first; returns
+/// part number `index`.
 Range PartOf(size_t total, size_t parts, size_t index);
 
-/// `rows` rows of `row_bytes` bytes; the first begins at `offset`, and each next one `stride` bytes
-/// later.
+/// A block has `rows` rows of `row_bytes` bytes; the first row begins at `offset`, and each next
+/// row `stride` bytes later.
 struct Block {
   int member;  // of the group
   size_t offset;
@@ -33,7 +34,7 @@ inline Block Run(int member, size_t bytes, size_t offset = 0) {
   return {member, offset, 1, bytes, bytes};
 }
 
-/// Copies a block to another one with the same number of bytes, row by row.
+/// Copies a block to another block with the same number of bytes, row by row.
 void CopyBlock(const void* from, const Block& source, void* to, const Block& target);
 
 /// Copies the bytes `range` of a block, counted row by row, to contiguous memory.

@@ -104,7 +104,8 @@ ONNXPAR_EXPORT int onnxpar_world_destroy(const char* id) {
   });
 }
 
-/// Says why this rank is going to leave a world before others expect it.
+/// Sets the reason for which this rank is going to leave a world too early, for the errors of other
+/// ranks.
 ONNXPAR_EXPORT int onnxpar_world_explain(const char* id, const char* why) {
   return Guard([&] { WorldNamed(id)->Explain(why); });
 }
@@ -138,8 +139,8 @@ ONNXPAR_EXPORT int onnxpar_world_renew(const char* id) {
   return Guard([&] { reason = WorldNamed(id)->Renew(); });
 }
 
-/// Makes onnxpar_reason() return, in this thread, why a world has failed for good; "" if it has
-/// not.
+/// Makes onnxpar_reason() return, in this thread, the reason why a world has failed for good; "" if
+/// it has not failed.
 ONNXPAR_EXPORT int onnxpar_world_failure(const char* id) {
   return Guard([&] { reason = WorldNamed(id)->Failure(); });
 }

@@ -75,8 +75,8 @@ Chunks::Lanes Chunks::LanesOf(const std::vector<Part>& parts, bool outgoing) {
   return all;
 }
 
-/// Gives a lane scratch memory where its messages lie nowhere else: shared memory has its own, and
-/// Gloo takes contiguous bytes from where they are.
+/// Gives a lane scratch memory if its messages have no other place: messages in shared memory have
+/// one, and Gloo sends contiguous bytes from their own place.
 void Chunks::Stage(Lanes& all, Lane& lane, bool outgoing) {
   const Part& first = all.parts[lane.begin];
   const bool in_place = first.placed && lane.end == lane.begin + 1 && first.block.Contiguous();
@@ -88,7 +88,7 @@ void Chunks::Stage(Lanes& all, Lane& lane, bool outgoing) {
   }
 }
 
-/// A phase in which anything goes between hosts is a round, even if it is an empty message.
+/// A phase with a message between hosts, even an empty one, counts as a round.
 void Chunks::CountCrossing() const {
   const auto crossing = [&](const Lanes& all, bool& any) {
     size_t bytes = 0;

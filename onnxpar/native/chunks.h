@@ -33,44 +33,45 @@ inline void* At(const void* base, size_t offset) {
   return static_cast<char*>(const_cast<void*>(base)) + offset;
 }
 
-/// What one chunk has of a block, and how many chunks there are.
+/// The division of blocks into chunks.
 struct Cut {
   size_t piece;  // bytes of a chunk of each block
 
-  /// Returns the largest pieces that find room if a step of a collective sends so many.
+  /// Returns the cut with the largest pieces for which there is room, if a step of a collective
+  /// sends this number of pieces.
   static Cut WithRoom(const Links& links, size_t pieces);
 
   /// Returns the number of chunks of a block. An empty block is one empty chunk, so that its two
   /// members still exchange a message.
   size_t CountOf(const Block& block) const;
-  /// Returns the bytes of a block that chunk number `chunk` has; an empty range if the block has
-  /// fewer chunks.
+  /// Returns the bytes of a block in chunk number `chunk`; an empty range if the block has fewer
+  /// chunks.
   Range RangeOf(const Block& block, size_t chunk) const;
 };
 
 /// A block that goes to, or comes from, the block's member.
 struct Part {
-  const void* base;  // to which the block is relative
+  const void* base;  // the address from which the block's offset counts
   Block block;
-  bool placed = true;  // if not, there is no base, and chunks lie in scratch memory
+  bool placed = true;  // false: there is no base; chunks are in scratch memory
 };
 
-/// Returns a part of so many bytes that has no place but scratch memory.
+/// Returns a part of `bytes` bytes whose only place is scratch memory.
 inline Part Unplaced(int member, size_t bytes) { return {nullptr, Run(member, bytes), false}; }
 
-/// Returns parts with one base, without those of the member itself.
+/// Returns parts with the same base, without the parts of the member itself.
 std::vector<Part> PartsAt(const void* base, const std::vector<Block>& blocks, const Call& call);
 
-/// The transfers between this rank and the others in one phase of a collective. A chunk of all
-/// blocks of a member is one message; these blocks must be neighbours in the list, and in one order
-/// at both ends. At most two chunks may be posted and not yet waited for.
+/// The transfers between this rank and the others in one phase of a collective. A message is a
+/// chunk of all blocks of one member; these blocks must be neighbours in the list, in the same
+/// order at both ends. At most two chunks may be posted and not yet waited for.
 class Chunks {
  public:
   /// Prepares to send and to receive these parts, each of another member.
   ///
-  /// What is received for an unplaced part stays where Arrived says, in scratch memory or in that
-  /// of its sender, until Release; either all received parts are placed or none. What is sent of an
-  /// unplaced part must be written to where Departing says, before Post.
+  /// A received unplaced part stays at the address that Arrived returns, in scratch memory or in
+  /// its sender's memory, until Release; either all received parts are placed or none. An unplaced
+  /// part to send must be written to the address that Departing returns, before Post.
   Chunks(Links& links, const Call& call, uint64_t phase, Cut cut, const std::vector<Part>& sends,
          const std::vector<Part>& receives, Scratch& scratch);
 
@@ -82,17 +83,18 @@ class Chunks {
 
   /// Posts and waits for all chunks.
   void Move();
-  /// Waits until all members have received what this rank has sent. Without it, a member can end a
-  /// collective about which another one disagrees, if it has received all that it expects.
+  /// Waits until all members have received the chunks of this rank. Without this wait, a member
+  /// that has received all its chunks can complete a collective about which another member
+  /// disagrees.
   void WaitUntilReceived();
 
-  /// Returns the address of a chunk of received part number `part` that was waited for.
+  /// Returns the address of a chunk of received part number `part`, after a wait for the chunk.
   const char* Arrived(size_t part, size_t chunk) const {
     return receives_.parts[part].arrived[chunk % 2];
   }
-  /// Returns where to write a chunk of sent part number `part`.
+  /// Returns the address at which to write a chunk of sent part number `part`.
   char* Departing(size_t part, size_t chunk) const { return Slot(sends_.parts[part], chunk); }
-  /// Gives the memory of a chunk of received unplaced parts back to its senders.
+  /// Returns the memory of a chunk of received unplaced parts to the senders of the parts.
   void Release(size_t chunk);
 
  private:

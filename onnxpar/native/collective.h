@@ -12,20 +12,19 @@
 
 namespace onnxpar {
 
-/// A kernel that runs together with those of the other ranks of its group, the members.
+/// A kernel that runs together with the kernels of the other ranks of its group, the members.
 class Collective : public Kernel {
  public:
   /// Runs Execute, and sets the token. If Execute throws, interrupts the run on all ranks, so that
-  /// none waits for this one.
+  /// no rank waits for this one.
   void Compute(KernelContext& context) final;
 
-  /// The shape of output 0 on this rank; 0 stands for a size that only the members
-  /// together know.
+  /// The shape of output 0 on this rank; 0 stands for a size that only all members together know.
   virtual Shape ResultShape(const KernelContext& context) const { return context.Input(0).shape; }
 
   const Group& group() const { return group_; }
 
-  /// The index of the optional input of ops that cut X: the sizes of the members' shards.
+  /// The index of the optional input, in ops that cut X, with the sizes of the members' shards.
   static constexpr size_t kSizes = 2;
 
  protected:
@@ -38,7 +37,7 @@ class Collective : public Kernel {
   int64_t AgreeInt(const KernelInfo& info, const char* attribute);
   /// Reads one size for each member, the same on all members; empty if the attribute is absent.
   std::vector<int64_t> AgreeSizes(const KernelInfo& info, const char* attribute);
-  /// Any integers; empty if the attribute is absent.
+  /// Reads integers of any number, the same on all members; empty if the attribute is absent.
   std::vector<int64_t> AgreeInts(const KernelInfo& info, const char* attribute);
   std::string AgreeString(const KernelInfo& info, const char* attribute, const char* otherwise);
   void Agree(const char* name, int64_t value);
@@ -49,18 +48,18 @@ class Collective : public Kernel {
   virtual void Execute(KernelContext& context) = 0;
 
   /// The shape of the token, which has no elements. Profiles of onnxruntime contain shapes, but no
-  /// values, so a kernel can tell there what data decided.
+  /// values, so a kernel can report in this shape the numbers that data decided.
   virtual Shape TokenShape(const KernelContext&) const { return {0}; }
 
-  /// Calls body(transport, call). Messages are exchanged only between members that agree on the
-  /// attributes, on the type of `x`, and on `common`, the part of its shape that must be the same.
+  /// Calls body(transport, call). Members exchange messages only if they agree on the attributes,
+  /// on the type of `x`, and on `common`, the part of its shape that must be the same.
   template <typename Body>
   void Run(const Tensor& x, const Shape& common, const Body& body) {
     Run(x, common, body, sends_, receives_);
   }
 
-  /// The same, with the numbers of elements that this rank sends to and receives from each member
-  /// in this run.
+  /// Calls body(transport, call), too; `sends` and `receives` have the numbers of elements that
+  /// this rank sends to and receives from each member in this run.
   template <typename Body>
   void Run(const Tensor& x, const Shape& common, const Body& body,
            const std::vector<int64_t>* sends, const std::vector<int64_t>* receives) {
@@ -69,8 +68,8 @@ class Collective : public Kernel {
     world_->Run({name_, details_, group_, signature, x.type, x.shape, sends, receives}, body);
   }
 
-  /// Returns the numbers of all members, in the order of the group; each member passes equally
-  /// many. Runs as a part of the collective `call`.
+  /// Returns the numbers of all members, in the order of the group; all members pass the same
+  /// number of numbers. Runs as a part of the collective `call`.
   static std::vector<int64_t> GatherNumbers(Transport& transport, const Call& call,
                                             const std::vector<int64_t>& own);
 
@@ -83,8 +82,8 @@ class Collective : public Kernel {
   /// Copies `x` to `y`, which may be the same memory.
   static void CopyTensor(const Tensor& x, void* y);
 
-  /// Declares how many elements along the axis this rank sends to and receives from each member, so
-  /// that the hub can compare them.
+  /// Declares the numbers of elements along the axis that this rank sends to and receives from each
+  /// member, so that the hub can compare them.
   void DeclareAmounts(const std::vector<int64_t>* sends, const std::vector<int64_t>* receives) {
     sends_ = sends;
     receives_ = receives;

@@ -89,8 +89,9 @@ bool Control::TryJoin(const Address& hub, Clock::time_point until, Setback* setb
   }
 }
 
-/// Where this rank listens for others: the given address, or that by which it reaches the hub. If
-/// it serves the hub, others may reach that by any of its interfaces.
+/// The address at which this rank listens for others: the given one, or the address by which it
+/// reaches the hub. If this rank serves the hub, others may reach the rank by any of its
+/// interfaces.
 std::string Control::Listening() const {
   if (!bind_address_.empty()) return bind_address_;
   return hub_ ? hub_->address().host : connection_.LocalHost();

@@ -30,15 +30,15 @@ class ControlListener {
   virtual void OnFailure(const std::string& reason) = 0;
   /// A rank cannot continue call `call` of epoch `epoch`.
   virtual void OnInterrupt(uint64_t epoch, uint64_t call, const std::string& reason) = 0;
-  /// All ranks have left the interrupted run, and epoch `epoch` begins; `reason` is why the last
-  /// epoch ended.
+  /// All ranks have left the interrupted run, and epoch `epoch` begins; `reason` is the reason why
+  /// the last epoch ended.
   virtual void OnRenewed(uint64_t epoch, const std::string& reason) = 0;
   /// Returns reports on the collectives that have become slow and were not reported before.
   virtual std::vector<Report> NewlySlow() = 0;
   virtual Answer HasBegun(const GroupId& group, uint64_t run) = 0;
 };
 
-/// The control channel of one rank, and the store by which it finds the other ranks.
+/// The control channel of one rank, and the store through which it finds the other ranks.
 class Control : public Store {
  public:
   /// Returns when all ranks have joined; throws if they do not join within the timeout. Rank 0 also
@@ -52,13 +52,14 @@ class Control : public Store {
   /// The process that serves the hub, e.g. "rank 0 (pid 4711)".
   const std::string& host() const { return host_; }
 
-  /// How this rank reaches others.
+  /// The addresses by which this rank listens and connects.
   const Network& network() const { return network_; }
 
   /// True if the hub ended normally; from then on, nothing notices failures of other ranks.
   bool ended() const { return ended_; }
 
-  /// Reports a slow collective to the hub; OnFailure follows if the hub knows why it does not end.
+  /// Reports a slow collective to the hub; OnFailure follows if the hub knows why the collective
+  /// does not end.
   void Waiting(const Report& report) { Send(messages::Waiting{report}); }
   /// Reports a collective that has reached the timeout; OnFailure follows.
   void Overdue(const Report& report) { Send(messages::Overdue{report}); }
@@ -69,7 +70,7 @@ class Control : public Store {
     Send(messages::Interrupt{epoch, call, message});
   }
   /// Tells the hub that this rank has left the interrupted run of epoch `epoch`; OnRenewed follows
-  /// when all ranks have.
+  /// when all ranks have left it.
   void Ready(uint64_t epoch) { Send(messages::Ready{epoch}); }
   /// Leaves the world normally; `runs` has the number of collectives that this rank has begun, by
   /// group.
@@ -84,8 +85,8 @@ class Control : public Store {
  private:
   using Clock = std::chrono::steady_clock;
 
-  /// Why an attempt to join has failed. What was seen at a later stage says more: it is kept until
-  /// an attempt comes as far again.
+  /// The reason why an attempt to join has failed. A reason from a later stage is better: it is
+  /// kept until another attempt reaches the same stage.
   struct Setback {
     enum class Stage { kUnknown, kUnreachable, kAnswered, kJoining };
     Stage stage = Stage::kUnknown;

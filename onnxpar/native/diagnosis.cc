@@ -15,7 +15,7 @@ std::string Joined(const std::vector<std::string>& clauses) {
 /// The most waits that an error lists.
 constexpr size_t kMostWaits = 4;
 
-/// Returns who waits for whom, those that wait for a rank of another host first.
+/// Returns which rank waits for which; first the ranks that wait for a rank of another host.
 std::vector<std::string> Waits(const std::vector<Member>& members,
                                const std::map<int, uint64_t>& awaited) {
   std::vector<std::string> between, inside;

@@ -18,15 +18,15 @@ struct Member {
   State state = State::kAbsent;
   std::string process;                 // e.g. pid 4711
   std::string host;                    // its name
-  bool names_host = false;             // if the ranks are on several
+  bool names_host = false;             // true if the ranks are on several hosts
   bool is_ready = false;               // it has left the interrupted run
   std::map<uint64_t, Report> waiting;  // its last report of each stream, which may be outdated
-  Runs ran;                            // at the time when it left
+  Runs ran;                            // collectives that it had begun when it left
   std::string why;                     // why it left, if it has failed
 
   /// E.g. "rank 2 (pid 4711)", or "rank 2 (pid 4711 on b)".
   std::string Name() const;
-  /// E.g. "rank 2 (pid 4711) left the world", with `before` and the reason behind it.
+  /// E.g. "rank 2 (pid 4711) left the world", with `before` and the reason after it.
   std::string Left(const std::string& before = "") const;
 };
 
@@ -40,10 +40,11 @@ struct Answer {
 /// E.g. "1.5 s".
 std::string Seconds(double seconds);
 
-/// Returns which ranks are missing, e.g. "rank 2 has not joined the world within 5 s".
+/// Returns a text about the ranks that are missing, e.g. "rank 2 has not joined the world within 5
+/// s".
 std::string DescribeAbsent(const std::vector<Member>& members, double seconds);
 
-/// Returns which ranks have not left an interrupted run.
+/// Returns a text about the ranks that have not left an interrupted run.
 std::string DescribeUnready(const std::vector<Member>& members, double seconds);
 
 /// Returns a text about a rank that disagrees with `rank` about a collective in which both wait;
@@ -54,8 +55,8 @@ std::optional<std::string> FindDisagreement(const std::vector<Member>& members, 
 /// none if no rank did.
 std::optional<std::string> FindDeserter(const std::vector<Member>& members, int rank);
 
-/// Returns which ranks delay the collective of `report`, given the `answers` of the ranks that
-/// replied to `server`, which asked.
+/// Returns a text about the ranks that delay the collective of `report`. `answers` are the replies
+/// of ranks to the question of `server`.
 std::string DescribeOverdue(const std::vector<Member>& members, const Report& report, int reporter,
                             const std::map<int, Answer>& answers, double seconds,
                             const std::string& server);

@@ -10,7 +10,8 @@
 
 #include "this_cpu.h"
 
-// A result may be in the memory of an operand, element by element; compilers cannot know.
+// Loops have no dependencies between elements, although a result may be in the memory of an
+// operand; compilers cannot know this.
 #if defined(__clang__)
 #define ONNXPAR_EACH_APART _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -20,8 +21,8 @@
 namespace onnxpar {
 namespace {
 
-/// The number of elements of a block, for which all steps run before the next one: the registers
-/// stay in the first-level cache.
+/// The number of elements of a block. All steps run for a block before the next block, so that the
+/// registers stay in the first-level cache.
 constexpr size_t kBlock = 1024;
 
 /// An operand of a step in a block: elements, or one value.
@@ -167,11 +168,12 @@ ElementwiseProgram::Operand ElementwiseProgram::Parse(const std::string& name) {
                            "value of an earlier step");
 }
 
-/// Gives each step a register until its last reader has run. A result is computed in place unless
-/// a later step reads a tensor, in whose memory it may be: then it is copied at the end of a block.
+/// Gives each step a register until its last reader has run. A result is computed in place, unless
+/// a later step reads a tensor whose memory the result may share: then the result is copied at the
+/// end of a block.
 void ElementwiseProgram::Place(const std::vector<int64_t>& results) {
   std::vector<size_t> last(steps_.size());
-  size_t reads = 0;  // after this step, none reads a tensor
+  size_t reads = 0;  // no later step reads a tensor
   for (size_t i = 0; i < steps_.size(); ++i) {
     last[i] = i;
     for (const Operand& operand : steps_[i].operands) {
@@ -199,7 +201,7 @@ void ElementwiseProgram::Place(const std::vector<int64_t>& results) {
     if (free.empty()) free.push_back(registers_++);
     steps_[i].place = free.back();
     free.pop_back();
-    if (last[i] == i) free.push_back(steps_[i].place);  // nobody reads it
+    if (last[i] == i) free.push_back(steps_[i].place);  // no step reads it any more
   }
   for (size_t i = 0; i < steps_.size(); ++i) {
     if (direct[i] != kNone) steps_[i].place = registers_ + direct[i];

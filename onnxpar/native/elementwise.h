@@ -8,11 +8,11 @@
 
 namespace onnxpar {
 
-/// A straight-line program. Its steps are separated by ";", each an operation and its operands:
-/// `x0` is element i of tensor 0, `s0` is scalar 0, and `v0` the value of step 0. So
-/// "Mul x0 s0; Sub x1 v0" computes x1[i] - x0[i] * s0.
+/// A straight-line program. Its steps are separated by ";"; a step is an operation with its
+/// operands: `x0` is element i of tensor 0, `s0` is scalar 0, and `v0` the value of step 0. So "Mul
+/// x0 s0; Sub x1 v0" computes x1[i] - x0[i] * s0.
 ///
-/// All operations are rounded exactly, so the bits of results are those of a loop for each step.
+/// All operations round exactly, so results have the same bits as those of a loop for each step.
 class ElementwiseProgram {
  public:
   /// `results` has the number of a step for each result. Throws for a program that is wrong.

@@ -33,7 +33,7 @@ struct Launcher {
   const char* other_size;  // used if `size` is not set, but `step` is
   const char* step;
   bool optional;       // true if the rank counts only together with a size
-  const char* lonely;  // a size that does not count: a shell under srun is a step of one task
+  const char* lonely;  // a size to ignore: a shell under srun is a step of one task
 };
 
 const Launcher kLaunchers[] = {

@@ -47,7 +47,7 @@ std::shared_ptr<Device> CreateDevice() {
   return device;
 }
 
-/// Gloo's text without the place in its source with which it begins: "[file:line] ".
+/// Gloo's text without the prefix "[file:line] ", the place in Gloo's source.
 std::string WithoutPlace(const std::string& text) {
   const size_t end = text.find("] ");
   return text.empty() || text[0] != '[' || end == std::string::npos ? text : text.substr(end + 2);

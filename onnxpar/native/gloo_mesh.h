@@ -16,11 +16,11 @@
 
 namespace onnxpar {
 
-/// Returns how many connections ONNXPAR_CONNECTIONS asks for between two ranks; 1 if it is not set.
-/// Throws for what is no number from 1 to 16.
+/// Returns the number of connections between two ranks that ONNXPAR_CONNECTIONS requests; 1 if it
+/// is not set. Throws unless it is a number from 1 to 16.
 int ConnectionsFromEnvironment();
 
-/// Bytes to or from one rank. Gloo delivers a message to the receive that has the same slot.
+/// Bytes to or from one rank. Gloo delivers a message to the receive with the same slot.
 struct Message {
   int rank;
   uint64_t slot;
@@ -35,7 +35,7 @@ class GlooMesh {
   GlooMesh(int rank, int size, Store& store, const Network& network,
            std::chrono::milliseconds timeout);
 
-  /// Messages that are posted and waited for together.
+  /// Messages that are posted together and awaited together.
   class Flight {
    public:
     Flight(GlooMesh& mesh, const std::vector<Message>& sends, const std::vector<Message>& receives);
@@ -66,7 +66,8 @@ class GlooMesh {
   /// Makes the current flights, and all later ones, throw. Any thread may call it.
   void Abort();
 
-  /// The rank for whose message this rank waits, or has waited in vain; -1 if there is none.
+  /// The rank for whose message this rank waits, or has waited until a failure; -1 if it waits for
+  /// none.
   int awaited() const { return awaited_; }
 
  private:

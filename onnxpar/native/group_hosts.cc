@@ -65,9 +65,9 @@ std::vector<Block> GroupHosts::Parts(size_t elements, size_t element_size) const
   return parts;
 }
 
-/// A member sends each other one of its host the pieces that this one handles, and all of them
-/// those that it handles itself; to other hosts go those that it handles for their owners, and its
-/// own, which are in shared memory only if hosts are simulated.
+/// A member sends to each other member of its host the pieces that the other member handles, and to
+/// all of them the pieces that it handles itself. To other hosts go the pieces that it handles for
+/// their owners, and its own pieces; these are in shared memory only if hosts are simulated.
 size_t GroupHosts::PiecesOfStep() const {
   size_t most = 0;
   for (const auto& members : hosts_) {

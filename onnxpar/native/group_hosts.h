@@ -1,4 +1,5 @@
-// Which members of a group share a host, and who of them exchanges what with other hosts.
+// Finds the members of a group that share a host, and the members that exchange bytes with other
+// hosts.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +12,9 @@ namespace onnxpar {
 /// The members of a group by host. Ranks are on one host if they reach each other through shared
 /// memory, or if a simulation says so.
 ///
-/// The bytes of each member are a block: what it owns of a result. On its own host, the member
-/// itself handles its block; on each other host, one member does. So the handlers of a block, one
-/// on each host, are the only ones that exchange it between hosts, and all members drive the link.
+/// Each member owns a block of a result. On its own host, the member itself handles its block; on
+/// each other host, one member handles it. Only the handlers of a block, one on each host, exchange
+/// it between hosts, so that all members drive the link.
 class GroupHosts {
  public:
   /// `ranks` are the members' ranks in group order, and `hosts` the host of each rank of the world.
@@ -29,23 +30,23 @@ class GroupHosts {
   size_t HostOf(int member) const { return host_of_[member]; }
   size_t Count() const { return hosts_.size(); }
   size_t Members() const { return host_of_.size(); }
-  /// The number of members of the host that has most.
+  /// The number of members of the host with the most members.
   size_t Largest() const;
 
-  /// Returns who handles the block of `owner` on a host.
+  /// Returns the member that handles the block of `owner` on a host.
   int Handler(int owner, size_t host) const { return handlers_[owner * Count() + host]; }
   /// Returns the owners of the blocks that a member handles, in group order.
   std::vector<int> HandledBy(int member) const;
 
-  /// Returns from whom, of another host, a member gets what all members of that host have.
+  /// Returns the member of another host from which a member gets the result of that host.
   int Counterpart(int member, size_t host) const;
 
-  /// Divides `elements` into a contiguous block for each member. All hosts have equal parts, and so
-  /// have all members of a host.
+  /// Divides `elements` into a contiguous block for each member. All hosts have equal parts, and
+  /// all members of a host have equal parts.
   std::vector<Block> Parts(size_t elements, size_t element_size) const;
 
-  /// Returns how many pieces of blocks a member may send in one step of a collective, through
-  /// shared memory, on the host where these are most: see SharedMesh::MaxBytes.
+  /// Returns the number of pieces of blocks that a member may send through shared memory in one
+  /// step of a collective, on the host where this number is largest: see SharedMesh::MaxBytes.
   size_t PiecesOfStep() const;
 
  private:

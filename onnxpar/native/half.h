@@ -16,12 +16,12 @@ struct Bfloat16 {
   uint16_t bits;
 };
 
-/// Converts `count` values without loss. float16 takes the CPU's instructions, where it has them.
+/// Converts `count` values without loss. For float16, uses the CPU's instructions, if it has them.
 void Widen(const Float16* in, float* out, size_t count);
 void Widen(const Bfloat16* in, float* out, size_t count);
 
-/// Rounds `count` values to the nearest ones, ties to even; keeps the upper bits of NaNs, and makes
-/// them quiet. All CPUs give the same bits.
+/// Rounds `count` values to the nearest values of 16 bits, ties to even; keeps the upper bits of
+/// NaNs, and makes them quiet. All CPUs give the same bits.
 void Round(const float* in, Float16* out, size_t count);
 void Round(const float* in, Bfloat16* out, size_t count);
 

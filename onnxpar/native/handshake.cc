@@ -18,7 +18,7 @@ constexpr size_t kNonceBytes = 32;
 constexpr size_t kProofBytes = 32;
 constexpr size_t kLongestIdentity = 255;
 
-/// Fields one after the other, each with its length, so that no two lists have the same bytes.
+/// Joins fields, each with its length, so that different lists never have the same bytes.
 std::string Joined(const std::vector<std::string>& fields) {
   std::string all;
   for (const std::string& field : fields) all += std::to_string(field.size()) + ":" + field;
@@ -75,7 +75,7 @@ Handshake::State Handshake::Advance() {
   return state_;
 }
 
-/// Goes on with this step; returns true at its end.
+/// Continues this step; returns true at its end.
 bool Handshake::Next() {
   switch (step_) {
     case Step::kConnect:
@@ -149,7 +149,7 @@ bool Handshake::ReadConfirmation() {
   return SameKey(incoming_, Proof("accepts")) || Fail("another key");
 }
 
-/// What only one who has the key can say about these two nonces.
+/// A MAC of these two nonces, which only a process with the key can compute.
 std::string Handshake::Proof(const char* role) const {
   const std::string& first = accepts_ ? own_nonce_ : other_nonce_;
   const std::string& second = accepts_ ? other_nonce_ : own_nonce_;
@@ -168,7 +168,8 @@ bool Handshake::Write() {
   return true;
 }
 
-/// Reads until this step has so many bytes, and never more: what follows belongs to others.
+/// Reads until this step has this number of bytes, and never more: later bytes belong to the owner
+/// of the connection.
 bool Handshake::Read(size_t bytes) {
   char buffer[kNonceBytes + 1 + kLongestIdentity + kProofBytes];
   while (incoming_.size() < bytes) {
@@ -179,7 +180,8 @@ bool Handshake::Read(size_t bytes) {
   return true;
 }
 
-/// Returns true if a call of the socket went on; else notes what it waits for, or fails.
+/// Returns true if a call of the socket made progress; else notes the events for which it waits, or
+/// fails.
 bool Handshake::Wait(ssize_t result) {
   if (result > 0) return true;
   if (result == 0) return Fail("the connection was closed");

@@ -1,4 +1,4 @@
-// What the two ends of a new connection do first: each proves that it has the key of the world.
+// The handshake at the beginning of a connection: each end proves that it has the key of the world.
 #pragma once
 
 #include <poll.h>
@@ -10,7 +10,7 @@
 
 namespace onnxpar {
 
-/// The secret of a world, and what its connections need besides.
+/// The secret of a world, and the TLS settings of its connections.
 struct Credentials {
   std::string key;
   std::shared_ptr<Tls> tls;  // null: connections are not encrypted
@@ -20,36 +20,37 @@ struct Credentials {
 Credentials CredentialsOf(std::string key);
 
 /// Throws std::runtime_error if other hosts can reach `address`, unless connections are encrypted
-/// or ONNXPAR_INSECURE=1 allows that they are not.
+/// or ONNXPAR_INSECURE=1 allows connections without encryption.
 void CheckExposure(const Address& address, const Credentials& credentials);
 
-/// The handshake of one end of a connection, which never blocks.
+/// The handshake of one end of a connection; its methods never block.
 ///
-/// First TLS, if it is asked for. Then the end that accepted sends a nonce; the one that connects
-/// sends a nonce, its identity, and a MAC of both nonces and the identity by the key; the first
-/// checks it, and answers with a MAC of its own. Nonces make what was recorded useless. The MACs
-/// cover what only these two ends of a TLS session know, so nobody can pass messages on from one
-/// session to another. A stranger learns nothing from which the key could be guessed.
+/// It begins with TLS, if TLS is requested. Then the end that accepted sends a nonce. The end that
+/// connects sends a nonce, its identity, and a MAC of both nonces and the identity by the key. The
+/// end that accepted checks this MAC, and answers with its own. Nonces make recorded messages
+/// useless. The MACs cover a secret of the two ends of the TLS session, so nobody can pass messages
+/// on from one session to another. A stranger learns nothing from which to guess the key.
 class Handshake {
  public:
   enum class State { kUnderWay, kDone, kFailed };
 
-  /// The end that accepts. `purpose` says what listens; the other end must expect it.
+  /// Begins the handshake of the end that accepts. `purpose` names the listening service; the other
+  /// end must expect the same service.
   static Handshake Accepts(TcpSocket socket, const Credentials& credentials, std::string purpose);
-  /// The end that connects, which tells who it is.
+  /// Begins the handshake of the end that connects and sends its identity.
   static Handshake Connects(TcpSocket socket, const Credentials& credentials, std::string purpose,
                             std::string identity);
 
-  /// Goes on as far as it can without waiting.
+  /// Continues as far as possible without waiting.
   State Advance();
-  /// The events of poll that let it go on.
+  /// The events of poll for which the handshake waits.
   short events() const { return events_; }
   int descriptor() const { return socket_.descriptor(); }
   /// True once there is a TCP connection.
   bool connected() const { return step_ != Step::kConnect; }
-  /// Who the end that connects says it is; proved once the handshake is done.
+  /// The identity that the end that connects has sent; proved once the handshake is done.
   const std::string& identity() const { return identity_; }
-  /// Why it has failed.
+  /// The reason of the failure.
   const std::string& error() const { return error_; }
   /// Returns the connection, once the handshake is done.
   TcpSocket Take() { return std::move(socket_); }

@@ -13,14 +13,14 @@ Block For(int member, Block block) {
   return block;
 }
 
-/// In a mean, each host divides what it has by the most members of a host, so that float16 does not
-/// overflow there if it does not in the result.
+/// For a mean, each host divides its sum by the number of members of the largest host, so that
+/// float16 overflows there only if it overflows in the result.
 Reduction Inside(Reduction reduction, const GroupHosts& hosts) {
   if (reduction.op == ReduceOp::kMean) reduction.divisor = static_cast<double>(hosts.Largest());
   return reduction;
 }
 
-/// The rest of the division.
+/// For a mean, the reduction between hosts does the rest of the division.
 Reduction Between(Reduction reduction, const GroupHosts& hosts) {
   reduction.divisor = static_cast<double>(hosts.Members()) / static_cast<double>(hosts.Largest());
   return reduction;
@@ -141,7 +141,8 @@ Reducing::Reducing(const Setting& setting, const Reduction& reduction, const voi
       between_(setting.links, setting.call, kReduceBetween, setting.cut, ToTargets(), FromSources(),
                scratch.between) {}
 
-/// Every other member of this host sends its operands of all that this member reduces.
+/// The parts that every other member of this host sends: its operands of the blocks that this
+/// member reduces.
 std::vector<Part> Reducing::FromLocals() const {
   std::vector<Part> parts;
   for (int local : setting_.hosts.locals()) {
@@ -153,7 +154,8 @@ std::vector<Part> Reducing::FromLocals() const {
   return parts;
 }
 
-/// A host of one member has no sum to make, and sends from `in`.
+/// True if this member computes a partial result. False if it sends its own operand from `in`,
+/// because no other member of its host has operands.
 bool Reducing::MakesPartial(const Partial& partial) const {
   return partial.mine || setting_.hosts.locals().size() > 1 || inside_reduction_.divisor != 1;
 }

@@ -1,4 +1,5 @@
-// The stages of collectives that reduce or gather: inside each host, and between hosts.
+// The stages of collectives that reduce or gather: the stage inside each host, and the stage
+// between hosts.
 #pragma once
 
 #include <functional>
@@ -15,7 +16,7 @@ namespace onnxpar {
 /// match.
 enum Phase { kMove, kReduceInside, kReduceBetween, kGatherBetween, kGatherInside };
 
-/// What the stages of one collective have in common.
+/// The settings that the stages of one collective share.
 struct Setting {
   Setting(Links& links, const Call& call, const GroupHosts& hosts);
 
@@ -23,8 +24,8 @@ struct Setting {
   const Call& call;
   const GroupHosts& hosts;
   const Cut cut;
-  /// How many chunks a stage that needs what came from other hosts is behind the one before it, so
-  /// that these messages are under way meanwhile.
+  /// The number of chunks by which a stage that needs messages from other hosts is behind the stage
+  /// before it, so that these messages travel meanwhile.
   const size_t lag;
 
   /// The number of chunks of the largest block.
@@ -36,27 +37,27 @@ struct StageScratch {
   Scratch inside, between, own;
 };
 
-/// A reduction in two stages. Inside each host, members reduce their operands of each block at the
-/// member that handles it there; between hosts, handlers send these partial results to the members
-/// that need them, and these reduce them in the order of hosts.
+/// A reduction in two stages. Inside each host, members send their operands of each block to its
+/// handler there, which reduces them. Between hosts, handlers send these partial results to the
+/// members that need them, which reduce them in the order of hosts.
 class Reducing {
  public:
-  /// Every member i gets the result of blocks[i] of `in`.
+  /// A reduction in which every member i gets the result of blocks[i] of `in`.
   static Reducing ToOwners(const Setting& setting, const Reduction& reduction, const void* in,
                            const std::vector<Block>& blocks, void* out, StageScratch& scratch);
-  /// Every member gets the result of all `bytes` of `in`.
+  /// A reduction in which every member gets the result of all `bytes` of `in`.
   static Reducing ToAll(const Setting& setting, const Reduction& reduction, const void* in,
                         size_t bytes, void* out, StageScratch& scratch);
 
-  /// Reduces into `out`; calls after_chunk(i) after chunk i of it is complete.
+  /// Reduces into `out`; calls after_chunk(i) after chunk i of `out` is complete.
   void Run(const std::function<void(size_t)>& after_chunk);
 
  private:
-  /// What this member reduces of the operands of its host.
+  /// A part of its host's operands that this member reduces.
   struct Partial {
     Block block;               // of `in`
-    bool mine;                 // and goes to `out`
-    std::vector<int> targets;  // members of other hosts that need it
+    bool mine;                 // true if the result goes to `out`
+    std::vector<int> targets;  // members of other hosts that need the result
   };
 
   struct Plan {
@@ -89,17 +90,17 @@ class Reducing {
   Chunks between_;
 };
 
-/// A gathering in two stages: every member sends its block to the members that handle it, on each
-/// host one, and these send it to the others of their host.
+/// A gathering in two stages: every member sends its block to the block's handlers, one on each
+/// host, and these send it to the other members of their host.
 class Gathering {
  public:
-  /// blocks[i] of `out` is that of member i, which gives it as `own`.
+  /// blocks[i] of `out` is the block of member i; this member's block is the part `own`.
   Gathering(const Setting& setting, const Part& own, void* out, const std::vector<Block>& blocks,
             StageScratch& scratch);
 
-  /// Sends chunk number `chunk` of this member's block; chunks come one after the other.
+  /// Sends chunk number `chunk` of this member's block; chunks must be in order.
   void Post(size_t chunk);
-  /// Waits until `out` is complete; all chunks have been posted.
+  /// Waits until `out` is complete, after all chunks have been posted.
   void Finish();
 
  private:

@@ -143,7 +143,7 @@ void Hub::ForgetClosed() {
                peers_.end());
 }
 
-/// Takes those who have proved the key.
+/// Takes over the connections that have proved the key.
 void Hub::WelcomeAccepted() {
   while (auto accepted = acceptor_.Next()) {
     auto peer = std::make_unique<Peer>();
@@ -167,8 +167,9 @@ void Hub::Read(Peer& peer) {
   if (!open) Lose(peer, " died");
 }
 
-/// Reacts to a malformed message: drops who is no rank yet, and ignores that of a rank. The world
-/// continues; if a collective needed the message, the collective will fail by itself.
+/// Reacts to a malformed message: drops the connection if it belongs to no rank yet, and ignores
+/// the message of a rank. The world continues; a collective that needed the message fails by
+/// itself.
 void Hub::Distrust(Peer& peer, const std::string& what) {
   if (peer.rank < 0) return peer.connection.Close();
   if (peer.is_distrusted) return;
@@ -233,7 +234,7 @@ void Hub::HandleHello(Peer& peer, const Frame& frame) {
   WelcomeIfComplete();
 }
 
-/// Returns why a Hello is refused; empty if it is valid. Sets `again` if a later attempt may
+/// Returns the reason to refuse a Hello; empty if it is valid. Sets `again` if a later attempt may
 /// succeed.
 std::string Hub::WhyRefused(const messages::Hello& hello, bool* again) const {
   *again = true;
@@ -352,7 +353,7 @@ void Hub::HandleInterrupt(const messages::Interrupt& interrupt) {
   RenewOnceReady();
 }
 
-/// A rank's Ready may arrive before the Interrupt, of another rank, that caused it.
+/// Handles a rank's Ready, which may arrive before its cause, the Interrupt of another rank.
 void Hub::HandleReady(int rank, uint64_t epoch) {
   if (epoch != epoch_ || !failure_.empty()) return;
   members_[rank].is_ready = true;

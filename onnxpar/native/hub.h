@@ -1,4 +1,5 @@
-// The hub of a world, to which all ranks have a control connection, separate from those for data.
+// The hub of a world. All ranks have a control connection to it, separate from the connections for
+// data.
 #pragma once
 
 #include <atomic>
@@ -22,7 +23,7 @@ constexpr char kHubPurpose[] = "hub";
 
 /// Serves one world: waits for its ranks, stores the keys and values through which they find each
 /// other, and informs all ranks if a rank has died, has left too early, or disagrees with another
-/// one.
+/// rank.
 class Hub {
  public:
   /// Starts a thread that listens on `address`. Ranks must prove that they have the key.
@@ -39,14 +40,15 @@ class Hub {
  private:
   using Clock = std::chrono::steady_clock;
 
-  /// A connection whose other end has the key. It is a rank's once a Hello has been accepted.
+  /// A connection whose other end has proved the key. It belongs to a rank once a Hello has been
+  /// accepted.
   struct Peer {
     Connection connection;
     int rank = -1;
     Clock::time_point until;       // deadline for its Hello
     bool is_refused = false;       // drop it once the refusal is written
     bool is_distrusted = false;    // has sent a malformed message
-    std::set<std::string> wanted;  // keys for which it waits
+    std::set<std::string> wanted;  // the keys that it awaits
     size_t stored = 0;             // bytes of the values it has set
   };
 
@@ -126,8 +128,8 @@ class Hub {
   bool welcomed_ = false;
   bool on_several_hosts_ = false;
   std::string failure_;
-  uint64_t epoch_ = 0;                            // how many runs were interrupted
-  std::optional<std::string> interruption_;       // why the run of this epoch ended, if it did
+  uint64_t epoch_ = 0;                            // number of interrupted runs
+  std::optional<std::string> interruption_;       // why the run of this epoch was interrupted
   std::optional<Clock::time_point> ready_until_;  // deadline for all ranks to leave that run
   uint64_t questions_ = 0;
   std::unique_ptr<Inquiry> inquiry_;

@@ -52,7 +52,8 @@ Sizes CutSizes(const Sizes& attribute, const KernelContext& context, int64_t ext
   return EqualParts(extent, group.ranks.size());
 }
 
-/// Returns what members must agree on: a part of the shape of X, and the sizes of shards.
+/// Returns the values on which members must agree: a part of the shape of X, and the sizes of
+/// shards.
 Shape Joined(Shape common, const Sizes& sizes) {
   common.insert(common.end(), sizes.begin(), sizes.end());
   return common;
@@ -207,9 +208,9 @@ class AllToAll : public Collective {
   const Sizes concat_sizes_;
 };
 
-/// AllToAll whose split axis is its concat axis, which only moves the bounds between the members'
-/// shards. Sizes differ between members: the number that one sends must be the number that the
-/// other one receives.
+/// AllToAll whose split axis is its concat axis: it only moves the bounds between the members'
+/// shards. Sizes differ between members: the number that one member sends must be the number that
+/// the other member receives.
 class Redistribute : public Collective {
  public:
   Redistribute(const KernelInfo& info, std::shared_ptr<World> world)
@@ -256,9 +257,9 @@ class Redistribute : public Collective {
   const Sizes takes_;
 };
 
-/// Sends each member the next `sends[i]` elements along one axis, and joins what they send along
-/// the same axis. Both lists are data: `receives[i]` must be what member i sends to this rank. The
-/// token has the shape [0, bytes sent to other members].
+/// Sends each member i the next `sends[i]` elements along one axis, and joins the received elements
+/// along the same axis. Both lists are data: `receives[i]` must be the number that member i sends
+/// to this rank. The token has the shape [0, bytes sent to other members].
 class AllToAllV : public Collective {
  public:
   AllToAllV(const KernelInfo& info, std::shared_ptr<World> world)
@@ -335,7 +336,7 @@ class Broadcast : public Collective {
   const int64_t root_;
 };
 
-/// Returns X. The token input delays it until an earlier collective has ended; it does not
+/// Returns X. The token input delays the op until an earlier collective has ended; the op does not
 /// communicate.
 class Gate : public Kernel {
  public:

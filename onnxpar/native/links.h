@@ -12,7 +12,7 @@
 
 namespace onnxpar {
 
-/// Where messages may go.
+/// The medium of messages.
 enum class Medium {
   kAuto,          // shared memory where two ranks reach each other by it, else Gloo
   kGloo,          // Gloo alone
@@ -24,9 +24,8 @@ enum class Medium {
 Medium MediumFromEnvironment();
 
 struct Links {
-  /// Connects to all ranks of the world. `simulated` has the host of each rank, where these are not
-  /// those that share memory; else it is empty. Throws if a rank cannot be reached within
-  /// `timeout`.
+  /// Connects to all ranks of the world. `simulated` has the host of each rank, if hosts are
+  /// simulated; else it is empty. Throws if a rank cannot be reached within `timeout`.
   Links(int rank, int size, Store& store, const Network& network, std::chrono::milliseconds timeout,
         Medium medium, std::vector<int> simulated);
 
@@ -35,7 +34,8 @@ struct Links {
 
   void Abort();
 
-  /// The rank for whose message this rank waits, or has waited in vain; -1 if there is none.
+  /// The rank for whose message this rank waits, or has waited until a failure; -1 if it waits for
+  /// none.
   int Awaited() const;
 
   SharedMesh shared;

@@ -27,7 +27,7 @@ int NewSocket() {
   throw std::system_error(errno, std::generic_category(), "cannot open a Unix socket");
 }
 
-/// The address of an abstract socket, which is no file.
+/// The address of an abstract socket, which is not a file.
 sockaddr_un AddressOf(const std::string& name, socklen_t* length) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;

@@ -16,11 +16,11 @@ class LocalSocket {
   LocalSocket(LocalSocket&& other) noexcept;
   LocalSocket& operator=(LocalSocket&& other) noexcept;
 
-  /// Listens under a name, which disappears with the socket. Other network namespaces do not have
-  /// the name. Throws std::system_error.
+  /// Listens under a name, which disappears with the socket. The name does not exist in other
+  /// network namespaces. Throws std::system_error.
   static LocalSocket Listen(const std::string& name);
-  /// Connects to the socket that listens under a name; returns a closed one if there is none on
-  /// this host, or none that accepts within 5 seconds. Throws std::system_error if this process
+  /// Connects to the socket that listens under a name; returns a closed socket if no socket on this
+  /// host has the name, or accepts within 5 seconds. Throws std::system_error if this process
   /// cannot open a socket.
   static LocalSocket Connect(const std::string& name);
   /// Accepts a connection; returns a closed socket if there is none.
@@ -31,10 +31,11 @@ class LocalSocket {
   /// True if the other end has been closed.
   bool HasEnded() const;
 
-  /// Sends a message that passes `descriptor`. A failure is one of the receiver.
+  /// Sends a message that passes `descriptor`. Ignores failures: they mean that the receiver has
+  /// ended.
   void Send(const void* data, size_t bytes, int descriptor) const;
-  /// Receives a message of so many bytes, and returns the descriptor that it passes; -1 if none
-  /// comes in time.
+  /// Receives a message of `bytes` bytes, and returns the descriptor that it passes; -1 if no
+  /// message comes in time.
   int Receive(void* data, size_t bytes, Clock::time_point until) const;
 
  private:

@@ -23,13 +23,13 @@ using std::chrono::milliseconds;
 constexpr milliseconds kRetry{20};
 /// The time of one attempt.
 constexpr milliseconds kAttempt{5000};
-/// How often to look whether the world has failed.
+/// The interval at which to check whether the world has failed.
 constexpr milliseconds kTick{100};
-/// Additional time for those who connect to this rank: they know better why they cannot.
+/// Additional time for the ranks that connect to this rank: they know better why they cannot.
 constexpr milliseconds kGrace{500};
 constexpr char kSameAsHub[] = "*";
 
-/// Where a rank listens.
+/// The address at which a rank listens.
 struct Place {
   Address address;
   std::string purpose;  // of handshakes there
@@ -171,7 +171,7 @@ class Connecting {
     if (!known) return;
     TcpSocket& socket = sockets_[other][number];
     if (!socket.open()) --missing_;
-    socket = std::move(accepted.socket);  // a second one: its rank has given up the first
+    socket = std::move(accepted.socket);  // a second connection: its rank has given up the first
   }
 
   [[noreturn]] void ThrowUnreached() const {

@@ -25,8 +25,8 @@ Sizes PairWithPeer(const KernelInfo& info, const World& world) {
   return {std::min<int64_t>(peer, world.rank()), std::max<int64_t>(peer, world.rank())};
 }
 
-/// One end of a message. A Send and its Recv are one collective of two ranks, of which the lower
-/// one is member 0. A rank without a peer does not communicate: its Send does nothing, and its Recv
+/// One end of a message. A Send and its Recv are one collective of two ranks; the lower rank is
+/// member 0. A rank without a peer does not communicate: its Send does nothing, and its Recv
 /// returns X.
 class PointToPoint : public Collective {
  public:
@@ -54,8 +54,8 @@ class PointToPoint : public Collective {
   const int peer_;
 };
 
-/// Gives each member the whole X of another one. `sources[i]` is the member whose X member i gets,
-/// or -1 for none: then member i gets zeros.
+/// Gives each member the whole X of another member. `sources[i]` is the member whose X member i
+/// gets, or -1 for none: then member i gets zeros.
 class CollectivePermute : public Collective {
  public:
   CollectivePermute(const KernelInfo& info, std::shared_ptr<World> world)
@@ -111,7 +111,7 @@ class CollectivePermute : public Collective {
     return found == sources_.end() ? -1 : static_cast<int>(found - sources_.begin());
   }
 
-  /// What all members have in common of the shape of X.
+  /// The part of the shape of X that all members have in common.
   Shape CommonShape(const Shape& x) const {
     if (shapes_.empty()) return {static_cast<int64_t>(x.size())};
     Shape common;
@@ -121,7 +121,7 @@ class CollectivePermute : public Collective {
     return common;
   }
 
-  /// The shape of X on a member, where -1 stands for this rank's own size.
+  /// The shape of X on a member; in `shapes`, -1 stands for this rank's own size.
   Shape ShapeOn(int member, const Sizes& shapes, const Shape& own) const {
     const size_t first = shapes.size() == own.size() ? 0 : own.size() * member;
     Shape shape(shapes.begin() + first, shapes.begin() + first + own.size());
@@ -258,8 +258,8 @@ class HaloExchange : public Collective {
     });
   }
 
-  /// Returns the place of the elements that are both held and wanted, in a tensor of shape `shape`
-  /// that has the elements `all`.
+  /// Returns the place of the elements that one rank holds and another one needs, in a tensor of
+  /// shape `shape` that has the elements `all`.
   static Block Shared(const Shape& shape, size_t axis, size_t element, int member, const Span& all,
                       const Member& both) {
     const int64_t begin = std::max(both.held.begin, both.wanted.begin);

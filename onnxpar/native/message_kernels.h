@@ -1,4 +1,4 @@
-// The kernels of ops in which ranks send messages to certain others.
+// The kernels of ops in which ranks send messages to particular other ranks.
 #pragma once
 
 #include <memory>
@@ -8,8 +8,8 @@
 
 namespace onnxpar {
 
-/// Creates the kernel of a node with op type `kind`; null if its op is not one of these. Throws if
-/// its attributes are wrong.
+/// Creates the kernel of a node with op type `kind`; null if its op is no such op. Throws if its
+/// attributes are wrong.
 std::unique_ptr<Kernel> MakeMessageKernel(const std::string& kind, const KernelInfo& info,
                                           std::shared_ptr<World> world);
 

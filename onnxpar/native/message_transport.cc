@@ -15,14 +15,14 @@ namespace {
 /// An AllReduce in which every member sends at most this many bytes takes one step, in which the
 /// members get all operands, instead of two steps.
 constexpr size_t kDirectBytes = 384 * 1024;
-/// The most bytes that a host may receive in such a step beyond what it needs: each of its members
-/// receives what the others receive.
+/// The most bytes beyond its need that a host may receive in such a step: each of its members
+/// receives all operands.
 constexpr size_t kSpareBytes = 64 * 1024;
 /// In a Broadcast of more bytes, the root sends a part to each host, and the hosts exchange the
 /// parts.
 constexpr size_t kScatteredBytes = 64 * 1024;
 
-/// Members of a group, by host, that get a tensor from the root in parts, and exchange these.
+/// Members of a group, by host, that get a tensor from the root in parts, and exchange the parts.
 using Audience = std::vector<std::vector<int>>;
 
 class MessageTransport : public Transport {
@@ -57,7 +57,7 @@ class MessageTransport : public Transport {
   StageScratch gather_scratch_;
 };
 
-/// Begins to count what crosses between hosts.
+/// Begins to count the bytes and rounds between hosts.
 GroupHosts MessageTransport::Begin(const Call& call) {
   links_.crossing = {};
   return {call.ranks, call.me, links_.hosts};
@@ -70,9 +70,9 @@ bool IsDirect(const GroupHosts& hosts, size_t bytes) {
   return bytes * (locals + elsewhere) <= kDirectBytes && bytes * locals * elsewhere <= kSpareBytes;
 }
 
-/// Small operands take one step; large ones are a ReduceScatter and an AllGather, overlapped chunk
-/// by chunk. `out` may be `in`: the result of a part comes from the member to which this rank sent
-/// that part, or its host's sum of it, so no part is overwritten before it was sent.
+/// Small operands take one step; large operands take a ReduceScatter and an AllGather, overlapped
+/// chunk by chunk. `out` may be `in`: the result of a part comes from the member to which this
+/// rank, or its host, sent its operand of the part, so no part is overwritten before it was sent.
 void MessageTransport::AllReduce(const Call& call, const Reduction& reduction, const void* in,
                                  void* out, size_t elements) {
   const GroupHosts hosts = Begin(call);
@@ -98,7 +98,8 @@ void MessageTransport::ReduceScatter(const Call& call, const Reduction& reductio
   Reducing::ToOwners(setting, reduction, in, blocks, out, reduce_scratch_).Run([](size_t) {});
 }
 
-/// A member that has received all blocks knows that all agree: the key has the sizes of all blocks.
+/// A member that has received all blocks knows that all members agree: the key includes the sizes
+/// of all blocks.
 void MessageTransport::AllGather(const Call& call, const void* in, void* out,
                                  const std::vector<Block>& blocks) {
   const GroupHosts hosts = Begin(call);
@@ -114,8 +115,9 @@ void MessageTransport::Gather(const Setting& setting, const Part& own, void* out
   gathering.Finish();
 }
 
-/// Returns who gets a tensor of so many bytes together. If there are many bytes, all other hosts
-/// do, so that the root's host sends it only once; and the others of the root's host.
+/// Returns the audiences of a tensor: members that get it together. For many bytes, all other hosts
+/// are one audience, so that the root's host sends the tensor only once; the other members of the
+/// root's host are another.
 std::vector<Audience> AudiencesOf(const GroupHosts& hosts, int root, size_t bytes) {
   const bool together = bytes > kScatteredBytes;
   Audience away;
@@ -135,7 +137,7 @@ std::vector<Audience> AudiencesOf(const GroupHosts& hosts, int root, size_t byte
   return audiences;
 }
 
-/// Divides `bytes` into a part for each of an audience: all hosts have equal parts.
+/// Divides `bytes` into a part for each member of an audience: all hosts have equal parts.
 std::vector<Part> PartsOf(const Audience& audience, void* data, size_t bytes) {
   std::vector<Part> parts;
   for (size_t host = 0; host < audience.size(); ++host) {
@@ -148,7 +150,7 @@ std::vector<Part> PartsOf(const Audience& audience, void* data, size_t bytes) {
   return parts;
 }
 
-/// The root sends each member of an audience a part, and these exchange their parts.
+/// The root sends each member of an audience a part, and the members exchange their parts.
 void MessageTransport::Broadcast(const Call& call, int root, void* data, size_t bytes) {
   const GroupHosts hosts = Begin(call);
   std::vector<Part> sends;
@@ -166,7 +168,7 @@ void MessageTransport::Broadcast(const Call& call, int root, void* data, size_t 
   if (call.me == root) Move(call, sends, {});
 }
 
-/// Exchanges the parts of an audience, a group of its own.
+/// Exchanges the parts of an audience, which is a group of its own.
 void MessageTransport::GatherParts(const Call& call, const std::vector<Part>& parts) {
   if (parts.size() == 1) return;
   std::vector<int> ranks;

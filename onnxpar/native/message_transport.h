@@ -11,7 +11,7 @@
 
 namespace onnxpar {
 
-/// Connects to the other ranks, which it finds through `store`, by the media that ONNXPAR_TRANSPORT
+/// Connects to the other ranks, whose addresses are in `store`, by the media that ONNXPAR_TRANSPORT
 /// allows (links.h). `simulated` has the host of each rank, if hosts are simulated; else it is
 /// empty. A collective throws if one of its messages does not arrive within `timeout`.
 std::unique_ptr<Transport> ConnectRanks(int rank, int size, Store& store, const Network& network,

@@ -1,5 +1,5 @@
-// The messages of the control channel. Each message lists its fields once, in Visit, which both the
-// writer and the reader use; the reader checks each field.
+// The messages of the control channel. Each message lists its fields once, in Visit, for both the
+// writer and the reader; the reader checks each field.
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,7 @@ namespace onnxpar {
 constexpr uint64_t kProtocol = 6;
 /// The largest number of ranks in a world.
 constexpr uint64_t kMaxWorld = 1 << 16;
-/// In place of a rank that another one waits for: it waits for none.
+/// Stands for the awaited rank if a rank waits for none.
 constexpr uint64_t kNobody = UINT64_MAX;
 /// The largest number of streams of a rank.
 constexpr uint64_t kMaxStreams = 64;
@@ -193,7 +193,7 @@ struct Get {
 
 /// A rank's report on its current collective.
 struct Report {
-  uint64_t epoch = 0;             // how many runs were interrupted before
+  uint64_t epoch = 0;             // number of runs that were interrupted before
   std::vector<int> ranks;         // of the group
   uint64_t stream = 0;            // of the group
   uint64_t run = 0;               // number of collectives of this group before it
@@ -202,7 +202,7 @@ struct Report {
   std::vector<int64_t> receives;  // elements from each member
   std::string name;
   std::string description;
-  uint64_t awaited = kNobody;  // the rank with which it exchanges a message, and waits
+  uint64_t awaited = kNobody;  // the rank for whose message it waits
 
   template <typename Fields>
   void Visit(Fields& fields) {
@@ -229,8 +229,8 @@ struct Overdue : Report {
   static constexpr Kind kKind = Kind::kOverdue;
 };
 
-/// Answers Ask: whether the rank has begun the collective, what it is doing, and for which rank it
-/// waits there.
+/// Answers Ask: whether the rank has begun the collective, the text of its present state, and the
+/// rank for which it waits.
 struct Status {
   static constexpr Kind kKind = Kind::kStatus;
   uint64_t question = 0;
@@ -275,7 +275,7 @@ struct CallEnd {
   }
 };
 
-/// Asks the hub to end a call on all ranks, or the call in which a rank still is.
+/// Asks the hub to end a call on all ranks; on a rank that has begun a later call, this later call.
 struct Interrupt : CallEnd {
   static constexpr Kind kKind = Kind::kInterrupt;
 };
@@ -292,7 +292,7 @@ struct Ready {
 };
 
 /// This rank leaves the world normally, after it has begun these numbers of collectives; `why` is
-/// empty unless it has failed.
+/// empty unless the rank has failed.
 struct Leave {
   static constexpr Kind kKind = Kind::kLeave;
   std::string why;

@@ -16,11 +16,11 @@ namespace onnxpar {
 namespace {
 
 /// The signature of an op. The last output is a token, unless the op has no inputs; the last
-/// required input is one, too. An optional input with the sizes of shards may follow. A variadic op
-/// has any number of inputs and outputs of one type, and no tokens. An op with `operands` computes
-/// without a world, and has no tokens either: a letter for each input, I for int64, F for float32,
-/// T for the fixed type and C for the type of caches, in lower case if it is optional; and one for
-/// each of its `results`.
+/// required input is a token, too. An optional input with the sizes of shards may follow. A
+/// variadic op has any number of inputs and outputs of one type, and no tokens. An op with
+/// `operands` computes without a world, and has no tokens either. Its `operands` have a letter for
+/// each input, and its `results` a letter for each output: I for int64, F for float32, T for the
+/// fixed type and C for the type of caches; a lower-case letter is optional.
 struct Schema {
   const char* name;
   size_t inputs;  // required ones
@@ -148,7 +148,7 @@ OrtStatus* InferShape(const OrtCustomOp* op, OrtShapeInferContext* context) {
   });
 }
 
-/// The type that a letter of an op which computes means.
+/// The type for a letter of `operands` or `results`.
 DataType TypeOf(const Schema& schema, char letter) {
   switch (letter) {
     case 'I':
@@ -246,9 +246,9 @@ std::shared_ptr<World> WorldOf(const OrtSessionOptions* options) {
                            "' names no world of this process; create it first, and keep it open");
 }
 
-/// Returns the domains with the ops of a world, created on first use; that of ops which compute
-/// only if onnxruntime is new enough. The ops are never freed, because sessions keep pointers to
-/// them and may outlive their options.
+/// Returns the domains with the ops of a world, created on first use; the domain of ops that
+/// compute is included only if onnxruntime is new enough. The ops are never freed, because sessions
+/// keep pointers to them and may outlive their options.
 const std::vector<OrtCustomOpDomain*>& DomainsOf(const std::shared_ptr<World>& world,
                                                  bool computes) {
   static std::mutex mutex;

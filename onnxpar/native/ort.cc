@@ -152,7 +152,7 @@ bool IsOlder(const OrtApiBase* base, int minor) {
 
 bool NegotiateApi(const OrtApiBase* base) {
   const bool old = IsOlder(base, static_cast<int>(kOrtApiVersion));
-  // For a version that it does not have, onnxruntime would print an error and return null.
+  // onnxruntime would print an error and return null for a version that it does not have.
   api = base->GetApi(old ? 1 : kOrtApiVersion);
   return !old;
 }
@@ -291,7 +291,8 @@ void* NodeContext::Output(size_t index, const Shape& shape) {
 
 namespace {
 
-/// What a thread of onnxruntime's calls. It has a name by which ThreadSanitizer knows such threads.
+/// The function that onnxruntime's threads call. Its name lets ThreadSanitizer recognize such
+/// threads.
 void InParallelFor(void* body, size_t i) {
   (*static_cast<const std::function<void(size_t)>*>(body))(i);
 }

@@ -63,7 +63,8 @@ struct Tensor {
   Shape shape;
   void* data;
 
-  /// Throws if there are more than memory can have, as with sizes that data decide.
+  /// Returns the number of elements. Throws if it exceeds any memory, as with sizes that data
+  /// decide.
   size_t Elements() const;
   size_t Bytes() const { return Elements() * ElementSize(type); }
 };
@@ -85,7 +86,7 @@ class KernelContext {
   }
 };
 
-/// Those of a node of a session; valid only while onnxruntime runs the kernel.
+/// The inputs and outputs of a node of a session; valid only while onnxruntime runs the kernel.
 class NodeContext : public KernelContext {
  public:
   explicit NodeContext(OrtKernelContext* context) : context_(context) {}
@@ -110,7 +111,7 @@ struct Dimension {
 class ShapeContext {
  public:
   explicit ShapeContext(OrtShapeInferContext* context) : context_(context) {}
-  /// Puts dimensions before those that are set for output 0.
+  /// Adds dimensions before the dimensions that are set for output 0.
   void PrefixOutput(const std::vector<Dimension>& dimensions) { prefix_ = dimensions; }
   /// Returns the dimensions of an input; empty for a scalar or if their number is unknown, because
   /// onnxruntime presents both alike.

@@ -32,7 +32,7 @@ enum Operand : size_t {
 
 /// The bytes of the scale of a row of int8.
 constexpr size_t kScaleBytes = sizeof(float);
-/// The most tokens whose queries attend together.
+/// The largest number of tokens whose queries attend together.
 constexpr size_t kTogether = 8;
 
 /// Reads elements of a tensor as float32.
@@ -80,7 +80,7 @@ void WriteRow(const float* in, size_t count, const Tensor& cache, size_t begin) 
   std::memcpy(row + count, &scale, kScaleBytes);
 }
 
-/// Throws unless a tensor has one of the types that are computed.
+/// Throws unless the kernel computes a tensor's type.
 void CheckType(const char* name, const Tensor& x) {
   if (x.type == DataType::kFloat || x.type == DataType::kFloat16) return;
   throw std::runtime_error(std::string(name) + " is " + TypeName(x.type) +
@@ -97,13 +97,14 @@ void CheckShape(const char* name, const Tensor& x, const Shape& expected) {
                            ToText(expected) + " (-1: any size)");
 }
 
-/// Some tokens of one text in a row, in the order of their positions.
+/// Consecutive tokens of one text, in the order of their positions.
 struct Run {
   size_t begin;
   size_t count;
 };
 
-/// Which positions of each page the caches of this process have: all of them, or those of a rank.
+/// The positions of each page that the caches of this process have: all positions, or the positions
+/// of a rank.
 class Held {
  public:
   /// All `size` positions of a page.
@@ -111,7 +112,7 @@ class Held {
     std::iota(before_.begin(), before_.end(), 0);
   }
 
-  /// Those that an operand names, of `size` positions of a page.
+  /// The positions in an operand, of `size` positions of a page.
   Held(int64_t size, const Tensor& positions) : before_(static_cast<size_t>(size) + 1) {
     const auto* const named = static_cast<const int64_t*>(positions.data);
     for (int64_t i = 0, last = -1; i < positions.shape[0]; last = named[i++]) {
@@ -125,12 +126,12 @@ class Held {
     std::partial_sum(before_.begin(), before_.end(), before_.begin());
   }
 
-  /// The number of positions of a page, and of those that are held.
+  /// The number of positions of a page, and the number of held positions.
   int64_t size() const { return static_cast<int64_t>(before_.size()) - 1; }
   int64_t count() const { return before_.back(); }
 
-  /// The number of held positions of a text before one, which is the place of that one if it is
-  /// held itself.
+  /// The number of held positions of a text before `position`; this is the place of `position` if
+  /// it is held itself.
   int64_t Before(int64_t position) const {
     return position / size() * count() + before_[static_cast<size_t>(position % size())];
   }
@@ -141,7 +142,8 @@ class Held {
   std::vector<int64_t> before_;  // for each position of a page, the held ones before it
 };
 
-/// Returns the positions that the caches have: all of a page, or if it has a size, the named ones.
+/// Returns the held positions: all positions of a page or, if the caches have parts of pages, the
+/// positions in an operand.
 Held HeldOf(const KernelContext& context, int64_t page_size, const Tensor& keys) {
   if (page_size == 0) return Held(keys.shape[2]);
   const Tensor held = context.Input(kHeld);
@@ -149,8 +151,8 @@ Held HeldOf(const KernelContext& context, int64_t page_size, const Tensor& keys)
   return Held(page_size, held);
 }
 
-/// The operands of one run of the node, checked. A place is the number of a position among those
-/// that are held.
+/// The checked operands of one run of the node. A place is the index of a position among the held
+/// positions.
 class Step {
  public:
   Step(KernelContext& context, size_t heads, size_t shared, int64_t window, bool scaled,
@@ -209,12 +211,12 @@ class Step {
 
   size_t tokens() const { return tokens_; }
   size_t width() const { return width_; }
-  /// The places that a token sees: those up to its own position, of which a window has the last
-  /// ones.
+  /// The places that a token sees: the places up to its own position; with a window, only the last
+  /// of these.
   Seen SeenBy(size_t token) const {
     return {held_.Before(FirstSeen(token)), held_.Before(positions_[token] + 1)};
   }
-  /// True if this process counts the sinks: of those that attend to parts, one does.
+  /// True if this process counts the sinks: one of the processes that attend to parts counts them.
   bool CountsSinks() const { return held_.Has(0); }
   const std::vector<float>& sinks() const { return sinks_; }
   DataType type() const { return query_.type; }
@@ -242,7 +244,8 @@ class Step {
     Turn(token, interleaved, out);
   }
 
-  /// Writes the key and the value of a token, of all heads, to the caches, if its position is held.
+  /// Writes the keys and values of a token, for all heads, to the caches, if the token's position
+  /// is held.
   void Keep(size_t token, bool interleaved) const {
     if (!held_.Has(positions_[token])) return;
     std::vector<float> x(width_);
@@ -259,8 +262,8 @@ class Step {
     }
   }
 
-  /// Gives the rows of one head's keys and values from `place` on. Those that are not float32 are
-  /// converted into `scratch`.
+  /// Gets the rows of one head's keys and values from `place` on. Converts rows of other types than
+  /// float32 into `scratch`.
   void Rows(size_t token, size_t head, int64_t place, int64_t count, std::vector<float>& scratch,
             const float** keys, const float** values) const {
     const size_t half = Attending::kBlock * width_;
@@ -315,8 +318,8 @@ class Step {
     }
   }
 
-  /// Returns the memory of a cache after the run: its own if onnxruntime is given the same memory
-  /// for both, else a copy.
+  /// Returns the memory of a cache after the run: the same memory if onnxruntime passes it for
+  /// both, else a copy.
   static void* Successor(KernelContext& context, size_t output, const Tensor& cache) {
     void* const data = context.Output(output, cache.shape);
     if (data != cache.data) std::memcpy(data, cache.data, cache.Bytes());
@@ -332,7 +335,7 @@ class Step {
   size_t Stride() const { return packed_ ? heads_ + 2 * shared_ : heads_; }
   size_t HalfTurned() const { return static_cast<size_t>(cosine_.shape[1]); }
 
-  /// Where the elements of a place and a head begin in a cache.
+  /// The index of the first element of a place and a head in a cache.
   size_t At(int64_t row, int64_t place, size_t head) const {
     const int64_t each = held_.count(), page = table_[row * pages_ + place / each];
     const int64_t line = (page * static_cast<int64_t>(shared_) + static_cast<int64_t>(head)) * each;
@@ -362,8 +365,8 @@ class Step {
   std::vector<float> sinks_;
 };
 
-/// Where a run of the node writes: the means in the type of `means`; unless it is null, `log_sums`
-/// gets those of each token and head.
+/// The memory to which a run of the node writes: the weighted means, in the type of `means`; and in
+/// `log_sums`, unless it is null, the logarithm of the sum of each token and head.
 struct Results {
   Tensor means;
   float* log_sums;
@@ -371,7 +374,8 @@ struct Results {
 
 class PagedAttention : public Kernel {
  public:
-  /// `page_size` is that of pages of which the caches have a part; 0 if they have all.
+  /// `page_size` is the size of pages if the caches have parts of them; 0 if the caches have whole
+  /// pages.
   PagedAttention(const KernelInfo& info, int64_t page_size)
       : page_size_(page_size),
         heads_(Count(info, "num_heads")),
@@ -406,7 +410,7 @@ class PagedAttention : public Kernel {
   }
 
  private:
-  /// Reads a count of heads: 0 on a rank without heads, where ranks are more than heads.
+  /// Reads a number of heads: 0 on a rank without heads, if there are more ranks than heads.
   static size_t Count(const KernelInfo& info, const char* name) {
     const int64_t count = info.Int(name);
     if (count >= 0) return static_cast<size_t>(count);

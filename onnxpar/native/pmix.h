@@ -1,4 +1,4 @@
-// Values that processes of one job exchange through their launcher, by PMIx.
+// Exchanges values between the processes of one job through their launcher, by PMIx.
 #pragma once
 
 #include <chrono>
@@ -11,16 +11,17 @@ namespace onnxpar {
 /// The connection of this process to a launcher that speaks PMIx, such as mpirun of Open MPI.
 class Pmix {
  public:
-  /// Throws std::runtime_error if this process was not started so, or without PMIx's library.
+  /// Throws std::runtime_error if no launcher with PMIx started this process, or if PMIx's library
+  /// is missing.
   Pmix();
-  /// The launcher would take the end of a process that still has a connection for a failure.
+  /// Closes the connection: otherwise the launcher would take the end of the process for a failure.
   ~Pmix();
   Pmix(const Pmix&) = delete;
   Pmix& operator=(const Pmix&) = delete;
 
   void Publish(const std::string& key, const std::string& value);
-  /// Returns what a rank of this job has published; none if it has not within `patience`, in
-  /// seconds.
+  /// Returns a value that a rank of this job has published; none if the rank has not published it
+  /// within `patience` seconds.
   std::optional<std::string> Find(uint32_t rank, const std::string& key,
                                   std::chrono::seconds patience) const;
 

@@ -22,7 +22,8 @@ template <typename T>
 using Accumulator =
     std::conditional_t<std::is_same_v<T, Float16> || std::is_same_v<T, Bfloat16>, float, T>;
 
-/// Returns `count` elements as accumulators: in `buffer`, or where they are if they are such.
+/// Returns `count` elements as accumulators: in `buffer`, or in their own memory if their type is
+/// the accumulator's.
 template <typename T>
 const Accumulator<T>* Load(const T* in, Accumulator<T>* buffer, size_t count) {
   if constexpr (std::is_same_v<T, Accumulator<T>>) {

@@ -1,10 +1,8 @@
-// Elementwise reductions, which always combine operands in the order of the group's members.
-//
 // Because the order does not depend on algorithm and size, results are bit-identical on all
 // members, from run to run, and between an AllReduce, the equivalent ReduceScatter + AllGather, and
 // any bucket into which it is fused. Where several members share a host, the operands of each host
-// are combined first, and then what the hosts have, in the order of their first members: so floats
-// may have other last bits on several hosts than on one.
+// are combined first, and then the results of the hosts, in the order of their first members: so
+// floats may have other last bits on several hosts than on one host.
 #pragma once
 
 #include <cstddef>

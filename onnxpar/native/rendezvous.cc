@@ -28,7 +28,7 @@ bool TakePrefix(const std::string& prefix, std::string* text) {
   return true;
 }
 
-/// Listens on all interfaces if no address is given.
+/// The address for `bind_address`: all interfaces if it is empty.
 Address Listening(const std::string& bind_address) {
   return {bind_address.empty() ? "0.0.0.0" : bind_address, 0};
 }
@@ -43,8 +43,8 @@ std::vector<Address> Reachable(const Hub& hub) {
   return all;
 }
 
-/// A hub that listens where others can find it, and the key of its world. ONNXPAR_KEY is a part of
-/// that where it is set.
+/// A hub that listens at an address that other processes can find, and the key of its world. If
+/// ONNXPAR_KEY is set, it is a part of the key.
 struct Served {
   std::shared_ptr<Hub> hub;
   HubAddress where;
@@ -183,7 +183,7 @@ class Directory : public Rendezvous {
 };
 
 /// A rendezvous of a user's processes on one host, which know the name of their job: a directory of
-/// temporary files that belongs to this user alone, so that no other one can put a hub there.
+/// temporary files that belongs to this user alone, so that no other user can put a hub there.
 class OwnDirectory : public Directory {
  public:
   OwnDirectory(const std::string& job, std::string host) : Directory(PathOf(job), std::move(host)) {
@@ -213,8 +213,8 @@ class OwnDirectory : public Directory {
 };
 
 /// A rendezvous through the launcher of all ranks, by PMIx. An entry cannot be replaced, because
-/// hosts keep a copy: each world of a process has its own, by its number, which is the same on all
-/// ranks.
+/// hosts keep copies of it: each world of a process has its own entry, by its number, which is the
+/// same on all ranks.
 class ByPmix : public Rendezvous {
  public:
   explicit ByPmix(std::string host) : host_(std::move(host)) {

@@ -12,16 +12,15 @@
 namespace onnxpar {
 
 struct HubAddress {
-  std::vector<Address> addresses;  // of one hub; not every rank may reach all
+  std::vector<Address> addresses;  // of one hub; some ranks may not reach all of them
   std::string key;
 };
 
 class Rendezvous {
  public:
   /// Parses a store: "hash:NAME", "file:/dir", "job:NAME", "pmix:" or "tcp://host:port". Throws for
-  /// anything else. The
-  /// hub listens on `bind_address`, the address or the name of an interface, unless the store says
-  /// where; if that is empty, on all interfaces.
+  /// any other text. The hub listens on `bind_address`, the address or the name of an interface,
+  /// unless the store names an address; if `bind_address` is empty, it listens on all interfaces.
   static std::unique_ptr<Rendezvous> Open(const std::string& store,
                                           const std::string& bind_address);
   virtual ~Rendezvous() = default;

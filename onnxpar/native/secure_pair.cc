@@ -17,8 +17,8 @@ using Buffer = gloo::NonOwningPtr<UnboundBuffer>;
 
 namespace {
 
-/// Gloo gives it to its sockets, where it has no effect, because they do not block; each wait for a
-/// message has a timeout of its own.
+/// A timeout that Gloo sets on its sockets, without effect, because they do not block; each wait
+/// for a message has its own timeout.
 constexpr std::chrono::milliseconds kUnused{60'000};
 
 }  // namespace
@@ -78,7 +78,7 @@ ssize_t SecurePair::Next(void* data, size_t bytes) {
   }
 }
 
-/// Looks at the start of a message: that it is one that this rank waits for.
+/// Checks from the start of a message that this rank waits for it.
 bool SecurePair::Check() {
   const auto& start = rx_.preamble;
   const bool notifies =
@@ -93,8 +93,8 @@ bool SecurePair::Check() {
   return expected;
 }
 
-/// Writes as much of a message as the connection takes; returns true at its end. That the
-/// connection has ended, read tells.
+/// Writes as much of a message as the connection takes; returns true at its end. If the connection
+/// has ended, read reports it.
 bool SecurePair::write(Op& op) {
   if (state_ == CLOSED) return false;
   Buffer buffer;

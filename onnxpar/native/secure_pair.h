@@ -1,4 +1,4 @@
-// Gloo's connection between two ranks, over a connection that exists already.
+// Gloo's connection between two ranks, on top of an existing connection.
 #pragma once
 
 #include <gloo/transport/tcp/context.h>
@@ -12,13 +12,13 @@
 
 namespace onnxpar {
 
-/// A pair of Gloo's TCP transport whose bytes go through a TcpSocket, so that they are encrypted
-/// where that is.
+/// A pair of Gloo's TCP transport whose bytes go through a TcpSocket, so that they are encrypted if
+/// the socket is.
 ///
-/// Gloo connects to whoever comes first, trusts the sizes in what it reads, and blocks in its own
-/// TLS transport, where both ends may write more than sockets hold. So connections are made
-/// elsewhere, and this class reads and writes: it closes the connection if a message is for no
-/// receive that was posted, or does not have its size.
+/// Gloo accepts whoever connects first, trusts the sizes in received messages, and blocks in its
+/// own TLS transport, where both ends may write more than sockets hold. So connections are made
+/// elsewhere, and this class reads and writes: it closes the connection if no receive was posted
+/// for a message, or if the message has another size than the receive.
 class SecurePair : public gloo::transport::tcp::Pair {
  public:
   SecurePair(gloo::transport::tcp::Context* context, gloo::transport::tcp::Device* device, int rank,

@@ -43,7 +43,7 @@ size_t AxisOf(const ShapeContext& node, const char* attribute, const Dimensions&
   return static_cast<size_t>(axis < 0 ? axis + rank : axis);
 }
 
-/// Sets the results of attention over caches in pages; the first one has this type.
+/// Sets the results of attention over caches in pages; the first result has the type `type`.
 void InferAttended(ShapeContext& node, DataType type) {
   const Dimensions keys = node.Input(3);
   Dimensions result = node.Input(0);

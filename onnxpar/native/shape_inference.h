@@ -25,7 +25,8 @@ void InferPagedAttention(ShapeContext& node, const World* world);
 void InferPagedAttentionPart(ShapeContext& node, const World* world);
 void InferElementwise(ShapeContext& node, const World* world);
 
-/// For an op that starts a collective, of which `infer` sets the shape of the result.
+/// The inference for an op that starts a collective; `infer` sets the shape of the collective's
+/// result.
 template <InferShapes infer>
 void InferStart(ShapeContext& node, const World* world) {
   node.PrefixOutput({{0, ""}, {}});  // and the number of the started collective

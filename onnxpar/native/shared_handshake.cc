@@ -1,6 +1,6 @@
-// A rank listens on a Unix socket with a random name, which the store of the world tells the
-// others, and connects to the sockets of the ranks below it. What can be connected to is on this
-// host: names of hosts and addresses say less, for instance in containers.
+// A rank listens on a Unix socket with a random name, which it tells the others through the store
+// of the world, and connects to the sockets of the ranks below it. A socket that can be connected
+// to is on this host: names of hosts and addresses say less, for instance in containers.
 #include "shared_handshake.h"
 
 #include <poll.h>
@@ -22,13 +22,13 @@ using std::chrono::milliseconds;
 
 /// The time that a connection gets to send its Hello.
 constexpr milliseconds kHelloTime{1000};
-/// How many connections may be without a Hello; a further one replaces the oldest.
+/// The largest number of connections without a Hello; a further connection replaces the oldest.
 constexpr size_t kMaxAsking = 128;
 constexpr milliseconds kTick{100};
 
-/// What two ranks tell each other, besides the descriptor of a segment.
+/// The message between two ranks, besides the descriptor of a segment.
 struct Hello {
-  char key[32];  // of the rank that gets it, from the store: strangers do not know it
+  char key[32];  // the receiver's key, from the store: strangers do not know it
   uint32_t rank;
   cpu_set_t cores;
 };
@@ -38,8 +38,9 @@ struct Asking {
   Clock::time_point until;  // deadline for its Hello
 };
 
-/// Returns the host of each rank from what each reaches of the ranks below it. A rank joins the
-/// first host of which it reaches all ranks: that some reach others, and not all, is possible.
+/// Returns the host of each rank; `reached` has the lower ranks that each rank reaches. A rank
+/// joins the first host all of whose ranks it reaches: it is possible that a rank reaches only some
+/// ranks of a host.
 std::vector<int> HostsOf(const std::vector<std::string>& reached) {
   std::vector<int> hosts;
   for (const std::string& theirs : reached) {
@@ -73,7 +74,7 @@ class Meeting {
     const std::string name = offered ? "onnxpar-" + RandomKey() : "";
     const LocalSocket listener = offered ? LocalSocket::Listen(name) : LocalSocket();
     store_.Set("memory/" + std::to_string(rank_), key_ + name);
-    std::string reached(rank_, '-');  // by lower rank; + if it can be connected to
+    std::string reached(rank_, '-');  // by lower rank; + if this rank can connect to it
     for (int other = 0; other < size_; ++other) {
       if (other == rank_) continue;
       const std::string value = store_.Get("memory/" + std::to_string(other));
@@ -102,7 +103,7 @@ class Meeting {
   }
 
  private:
-  /// Passes this rank's segment to a lower rank; returns false if it is elsewhere.
+  /// Passes this rank's segment to a lower rank; returns false if that rank is on another host.
   bool Ask(int other, const std::string& name) {
     LocalSocket socket = LocalSocket::Connect(name);
     if (!socket.open()) return false;
@@ -111,8 +112,8 @@ class Meeting {
     return true;
   }
 
-  /// Passes this rank's segment to so many higher ranks that ask, and drops all others, which do
-  /// not keep these waiting.
+  /// Passes this rank's segment to `expected` higher ranks that ask for it. Drops other
+  /// connections, which cannot delay these ranks.
   void AnswerAll(const LocalSocket& listener, int expected) {
     std::list<Asking> asking;  // oldest first
     while (expected > 0) {

@@ -1,4 +1,4 @@
-// How ranks of one host find each other and pass each other their segments.
+// Lets the ranks of one host find each other and pass each other their segments.
 #pragma once
 
 #include <sched.h>
@@ -16,16 +16,16 @@ namespace onnxpar {
 struct LocalRanks {
   std::vector<Segment> segments;     // by rank; not mapped for this rank and for ranks elsewhere
   std::vector<LocalSocket> sockets;  // by rank; the other end closes when its rank ends
-  int count = 1;                     // with this rank
+  int count = 1;                     // including this rank
   bool everyone = true;              // all pairs of ranks of the world have exchanged segments
   std::vector<int> hosts;            // by rank: ranks with one number have all exchanged segments
-  cpu_set_t cores;                   // on which any of the local ranks may run
+  cpu_set_t cores;                   // the cores on which any local rank may run
 };
 
 /// Passes this rank's segment `own` to every rank of the world that it reaches by a Unix socket,
-/// and maps theirs. Both ranks of a pair come to the same result. If `offered` is false, reaches
-/// none. All ranks must call it; throws if one does not within `timeout`, or if a rank that was
-/// reached passes no segment.
+/// and maps the segments of these ranks. Both ranks of a pair come to the same result. If `offered`
+/// is false, reaches no rank. All ranks must call it; throws if a rank does not within `timeout`,
+/// or if a reached rank passes no segment.
 LocalRanks MeetLocalRanks(int rank, int size, Store& store, const Segment& own, bool offered,
                           std::chrono::milliseconds timeout);
 

@@ -17,19 +17,20 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// The areas of small worlds. In larger ones, each rank has room for messages of kLeastBytes.
+/// The size of areas in small worlds. In larger worlds, each rank has room for messages of
+/// kLeastBytes.
 constexpr size_t kAreaBytes = 4 << 20;
 constexpr size_t kLeastBytes = 64 << 10;
 /// Pieces of messages are multiples of this, so that they are aligned.
 constexpr size_t kPage = 4 << 10;
 /// Room is reserved in units of this many bytes; all elements are aligned to it.
 constexpr size_t kAlignment = 64;
-/// How long to sleep before looking whether the other rank has ended. The hub says so at once, but
-/// the rank that serves it may have ended, too.
+/// The time to sleep before checking whether the other rank has ended. The hub reports this at
+/// once, but the rank that serves the hub may have ended, too.
 constexpr milliseconds kNap{50};
 
-/// The pieces that must find room in an area, if a step has so many: those of three steps, and more
-/// because messages are not divided at the end of the area.
+/// The number of pieces for which an area must have room, if a step has `step` pieces: the pieces
+/// of three steps, and more because messages are not divided at the end of the area.
 size_t PiecesInArea(size_t step) { return 4 * step + 4; }
 
 size_t AreaOf(int size) {
@@ -55,8 +56,8 @@ size_t SharedMesh::MaxBytes(size_t pieces) const {
                   room >= kPage ? room / kPage * kPage : room / kAlignment * kAlignment);
 }
 
-/// Takes room behind the newest region, or at the start of the area if there is not enough until
-/// its end; waits for the readers of the regions that are in the way.
+/// Reserves memory after the newest region, or at the start of the area if there is not enough
+/// until its end; waits for the readers of the regions that are in the way.
 char* SharedMesh::Reserve(size_t bytes) {
   const size_t needed = (bytes + kAlignment - 1) / kAlignment * kAlignment;
   size_t begin = regions_.empty() ? 0 : regions_.back().end;
@@ -120,8 +121,8 @@ void SharedMesh::WaitUntilReleased(int rank) {
        [&](uint32_t released) { return released == sent; });
 }
 
-/// The order of the store and the load is that of the store and the load in Wait, reversed: either
-/// this rank sees that the other one may sleep, or the other one sees the new value.
+/// The store and the load are in the opposite order to those in Wait: so either this rank sees that
+/// the other rank may sleep, or the other rank sees the new value.
 void SharedMesh::Publish(int rank, std::atomic<uint32_t>& word, uint32_t value) {
   word.store(value, std::memory_order_seq_cst);
   if (segments_[rank].lane(rank_).sleeping.load(std::memory_order_seq_cst) != 0) Wake(word);

@@ -13,8 +13,9 @@
 namespace onnxpar {
 
 /// The ranks of this host, and the messages that this rank exchanges with them. A rank writes a
-/// message into its own segment, once for all its readers, and announces it to each in a cell; they
-/// read it where it is. Between two ranks, messages arrive in the order in which they were sent.
+/// message into its own segment, once for all its readers, and announces it to each in a cell;
+/// readers read the message there. Between two ranks, messages arrive in the order in which they
+/// were sent.
 ///
 /// One thread sends and receives; any thread may call Abort.
 class SharedMesh {
@@ -31,8 +32,8 @@ class SharedMesh {
   /// The host of each rank of the world: all ranks of a host reach each other.
   const std::vector<int>& hosts() const { return hosts_; }
 
-  /// Sends a message to each of `readers`; fill(memory) writes it. See MaxBytes for
-  /// how large it may be. Waits until readers have released earlier messages, if there is no room.
+  /// Sends a message to each of `readers`; fill(memory) writes it. MaxBytes says how large it may
+  /// be. If there is no room, waits until readers have released earlier messages.
   template <typename Fill>
   void Send(const std::vector<int>& readers, uint64_t slot, size_t bytes, const Fill& fill) {
     char small[kInlineBytes];
@@ -41,11 +42,11 @@ class SharedMesh {
     for (int reader : readers) Announce(reader, slot, memory, bytes);
   }
 
-  /// Returns the next message of `rank`, which must have this slot and size, where it lies in that
-  /// rank's segment. It stays there until Release. Throws a TransportError if it does not come
-  /// within the timeout, or after Abort.
+  /// Returns the address of the next message of `rank`, in that rank's segment; the message must
+  /// have this slot and size. It stays there until Release. Throws a TransportError if the message
+  /// does not come within the timeout, or after Abort.
   const char* Receive(int rank, uint64_t slot, size_t bytes);
-  /// Gives the memory of the first received message of `rank` back to it.
+  /// Returns the memory of the first received message of `rank` to this rank.
   void Release(int rank);
   /// Waits until `rank` has released all messages of this rank.
   void WaitUntilReleased(int rank);
@@ -53,19 +54,20 @@ class SharedMesh {
   /// Makes Send, Receive and WaitUntilReleased throw, now and later.
   void Abort();
 
-  /// The rank for which this rank waits, or has waited in vain; -1 if there is none.
+  /// The rank for which this rank waits, or has waited until a failure; -1 if it waits for none.
   int awaited() const { return awaited_; }
 
-  /// The most bytes that a piece of a message may have if a collective sends so many pieces in each
-  /// of its steps, and goes on while those of three steps are unreleased. Equal on all ranks.
+  /// The largest number of bytes of a piece of a message, if a collective sends `pieces` pieces in
+  /// each of its steps, and continues while the pieces of three steps are unreleased. Equal on all
+  /// ranks.
   size_t MaxBytes(size_t pieces) const;
 
  private:
-  /// The bytes `begin` to before `end` of the area, in use until their readers have released the
-  /// message.
+  /// The bytes of the area from `begin` to before `end`, in use until their readers have released
+  /// the message.
   struct Region {
     size_t begin, end;
-    std::vector<std::pair<int, uint32_t>> readers;  // and the number of the message
+    std::vector<std::pair<int, uint32_t>> readers;  // with the number of the message
   };
   struct Peer {
     uint32_t sent = 0;
@@ -86,7 +88,7 @@ class SharedMesh {
   const int rank_;
   const std::chrono::milliseconds timeout_;
   Segment own_;
-  std::vector<Segment> segments_;  // of the others; not mapped for ranks elsewhere
+  std::vector<Segment> segments_;  // of the other ranks; not mapped for ranks on other hosts
   std::vector<LocalSocket> sockets_;
   bool everyone_ = false;
   std::vector<int> hosts_;

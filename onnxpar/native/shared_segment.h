@@ -21,26 +21,26 @@ struct alignas(64) Cell {
   char data[kInlineBytes];
 };
 
-/// What a rank tells one other rank.
+/// The words that a rank writes for one other rank.
 struct Lane {
   Cell cells[kCells];
-  /// How many messages of the other rank this rank has released.
+  /// The number of the other rank's messages that this rank has released.
   alignas(64) std::atomic<uint32_t> released;
-  /// Not 0 while this rank may sleep until the other one changes a stamp or `released`.
+  /// Not 0 while this rank may sleep until the other rank changes a stamp or `released`.
   std::atomic<uint32_t> sleeping;
 };
 
 static_assert(sizeof(Cell) == 64 && std::atomic<uint32_t>::is_always_lock_free);
 
-/// Memory that its rank can read and write, and that others can only read: a lane for each rank of
-/// the world, and an area for the data of messages.
+/// Memory that its own rank can read and write, and that other ranks can only read: a lane for each
+/// rank of the world, and an area for the data of messages.
 class Segment {
  public:
   /// Creates this rank's segment. Throws if the limits of this process or the memory do not allow
   /// it.
   static Segment Create(size_t lanes, size_t area_bytes);
-  /// Maps the segment of another rank, and takes over the descriptor. Throws unless it has this
-  /// size, which its rank cannot change any more.
+  /// Maps the segment of another rank, and takes over the descriptor. Throws unless the segment has
+  /// this size, which its rank cannot change any more.
   static Segment Map(int descriptor, size_t lanes, size_t area_bytes);
 
   Segment() = default;

@@ -20,7 +20,8 @@ class SlowLink {
   double bandwidth = 0;  // bytes per second; 0: no limit
   int ranks_per_host = 1;
 
-  /// Returns when the link has sent so many bytes behind those that it sends already.
+  /// Returns the time at which the link will have sent these bytes, after the bytes that it sends
+  /// already.
   Clock::time_point Send(double bytes) {
     const std::chrono::duration<double> seconds(bandwidth > 0 ? bytes / bandwidth : 0);
     std::lock_guard<std::mutex> lock(mutex_);

@@ -1,4 +1,5 @@
-// Simulates a slower network between ranks, to plan for one and to test what hides communication.
+// Simulates a slower network between ranks, to plan for it and to test the overlap of communication
+// and compute.
 #pragma once
 
 #include <memory>
@@ -20,12 +21,12 @@ std::shared_ptr<SlowLink> SlowLinkFromEnvironment();
 /// ranks_per_host, which is 1 unless given.
 std::vector<int> SimulatedHosts(const SlowLink* link, int size);
 
-/// Returns a transport whose collectives also take the time that they would take over `link`; the
-/// given one if `link` is null.
+/// Returns a transport whose collectives also take the time that they would take over `link`;
+/// returns `transport` itself if `link` is null.
 ///
 /// A collective first moves its bytes, and then waits for the latency of each round of messages,
-/// and for the bytes that this rank sends to or receives from ranks of other hosts; these go over
-/// the link one after the other, also those of several streams.
+/// and for the bytes that this rank sends to or receives from ranks of other hosts. Bytes go over
+/// the link in sequence, even those of different streams.
 std::unique_ptr<Transport> Slowed(std::unique_ptr<Transport> transport,
                                   std::shared_ptr<SlowLink> link);
 

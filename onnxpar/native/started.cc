@@ -26,8 +26,8 @@ class Pool {
     size_t size = 0;
   };
 
-  /// Returns memory of at least `size` bytes, and of less than twice as many if it was kept. There
-  /// are few sizes of it, so that not every size that data decide leaves memory of its own.
+  /// Returns memory of at least `size` bytes; reused memory has less than twice `size`. There are
+  /// few sizes of memory, so that sizes that data decide do not each leave memory of their own.
   Memory Take(size_t size) {
     const size_t step = StepOf(size);
     size = (size + step - 1) / step * step;
@@ -110,15 +110,15 @@ class Operands {
   std::vector<std::optional<Tensor>> tensors_;
 };
 
-/// A collective that was started: what its kernel sees of a node, with operands and a result in
-/// memory of the plugin.
+/// A collective that was started: its kernel's view of a node, with operands and a result in memory
+/// of the plugin.
 class Started : public KernelContext {
  public:
   Started(std::shared_ptr<Collective> collective, const KernelContext& node, bool in_place)
       : collective_(std::move(collective)), operands_(node), in_place_(in_place) {}
   ~Started() override { Buffers().GiveBack(std::move(result_)); }
 
-  /// Runs the collective; keeps what it throws for Await.
+  /// Runs the collective; keeps its exception for Await.
   void Run() {
     std::exception_ptr error;
     began_ = Clock::now();
@@ -134,7 +134,7 @@ class Started : public KernelContext {
     changed_.notify_all();
   }
 
-  /// Waits until the collective has ended, and returns its result. Throws what it threw.
+  /// Waits until the collective has ended; returns its result, or throws its exception.
   Tensor Await() {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return done_; });
@@ -142,8 +142,8 @@ class Started : public KernelContext {
     return y_;
   }
 
-  /// The shape of a token that tells when the collective began and ended, and then what its own
-  /// token tells.
+  /// The shape of a token with the times at which the collective began and ended, and the numbers
+  /// of the collective's own token.
   Shape Token() const {
     const Clock::time_point now = Clock::now();
     Shape token{0, MicrosecondsSince(began_, now), MicrosecondsSince(ended_, now)};
@@ -191,7 +191,7 @@ class Numbered {
     return last_;
   }
 
-  /// Removes and returns a collective; null if there is none of this number.
+  /// Removes and returns the collective with this number; null if there is none.
   std::shared_ptr<Started> Take(int64_t number) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = started_.find(number);
@@ -218,7 +218,8 @@ class Start : public Kernel {
       : collective_(std::move(collective)), in_place_(in_place), world_(std::move(world)) {}
   ~Start() override { AllStarted().Take(last_); }
 
-  /// Forgets what this node started before, if a run failed before it was completed.
+  /// Forgets the collective that this node started in an earlier run, if that run failed before the
+  /// collective was completed.
   void Compute(KernelContext& context) override {
     AllStarted().Take(last_);
     Shape result = context.Input(0).shape;

@@ -18,10 +18,10 @@ namespace onnxpar {
 std::unique_ptr<Kernel> MakeStart(std::unique_ptr<Collective> collective, bool in_place,
                                   std::shared_ptr<World> world);
 
-/// Returns the kernel that waits for a started collective, and returns its result. Its token has
-/// the shape [0, A, B, ...]: the thread began the collective A microseconds before, and ended it B
-/// microseconds before this kernel ended; behind is what the token of the collective tells behind
-/// its 0.
+/// Returns the kernel that waits for a started collective, and returns the collective's result. Its
+/// token has the shape [0, A, B, ...]: the thread began the collective A microseconds before the
+/// end of this kernel, and ended it B microseconds before. The numbers after these are those of the
+/// collective's own token after its 0.
 std::unique_ptr<Kernel> MakeComplete();
 
 /// Returns the kernel that passes a token on once its operand has been computed.

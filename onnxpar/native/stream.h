@@ -15,7 +15,7 @@
 namespace onnxpar {
 
 /// The ranks that run a collective together, as this rank knows them, and the stream in which they
-/// do.
+/// run it.
 struct Group {
   std::vector<int> ranks;
   uint64_t stream = 0;
@@ -45,7 +45,7 @@ struct Operation {
 struct Stream {
   std::mutex run_mutex;  // held by the collective that runs; taken before World::mutex_
 
-  // World::mutex_ guards these. Who writes `transport` holds run_mutex, too.
+  // World::mutex_ guards these. A thread that writes `transport` also holds run_mutex.
   std::shared_ptr<Transport> transport;  // null with one rank, and after Close
   const Operation* running = nullptr;
   std::chrono::steady_clock::time_point began;
@@ -54,7 +54,7 @@ struct Stream {
   Background background;  // the last member: its jobs use the others
 };
 
-/// Waits until what was started in these streams has ended. Nothing runs in them while the result
+/// Waits until all jobs in these streams have ended. Nothing runs in the streams while the result
 /// exists.
 std::vector<std::unique_lock<std::mutex>> Stopped(const std::vector<Stream*>& streams);
 

@@ -90,7 +90,7 @@ AddressInfo Resolve(const Address& address, int flags) {
   return {result, freeaddrinfo};
 }
 
-/// Returns what a rank listens on: an address of this host, or the name of an interface.
+/// Returns the address for listening, from an address of this host or the name of an interface.
 AddressInfo ResolveOwn(const Address& address, int flags) {
   try {
     return Resolve({AddressOfInterface(address.host), address.port}, flags);
@@ -169,7 +169,7 @@ ssize_t TcpSocket::Write(const void* data, size_t bytes) {
   return tls_ ? tls_->Write(data, bytes) : send(descriptor_, data, bytes, MSG_NOSIGNAL);
 }
 
-/// TLS takes one place at a time: what fits one of its records is copied to one.
+/// TLS writes one buffer at a time: bytes that fit one of its records are copied to one buffer.
 ssize_t TcpSocket::Write(const iovec* parts, int count) {
   if (!tls_) {
     msghdr message{};

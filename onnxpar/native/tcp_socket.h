@@ -29,8 +29,8 @@ class UnknownHost : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// One end of a TCP connection, closed on destruction. Its calls do not block: where they can do no
-/// more, they return -1 and set errno to EAGAIN.
+/// One end of a TCP connection, closed on destruction. Its calls do not block: if they would have
+/// to wait, they return -1 and set errno to EAGAIN.
 class TcpSocket {
  public:
   TcpSocket() = default;
@@ -39,9 +39,9 @@ class TcpSocket {
   TcpSocket(TcpSocket&& other) noexcept;
   TcpSocket& operator=(TcpSocket&& other) noexcept;
 
-  /// Begins to connect; poll says that the descriptor can be written when that is done, and
-  /// ConnectError how it ended. Returns a closed socket, and sets errno, if it has failed already.
-  /// Throws std::system_error if this process cannot open a socket.
+  /// Begins to connect. When the attempt is over, poll reports that the descriptor can be written,
+  /// and ConnectError returns its result. Returns a closed socket, and sets errno, if the attempt
+  /// has failed already. Throws std::system_error if this process cannot open a socket.
   static TcpSocket Connect(const Address& address);
   /// Returns the errno of Connect, 0 if the connection exists.
   int ConnectError() const;
@@ -49,16 +49,16 @@ class TcpSocket {
   int descriptor() const { return descriptor_; }
   bool open() const { return descriptor_ >= 0; }
   void Close();
-  /// Leaves it to others to close the descriptor.
+  /// Lets another owner close the descriptor.
   void Disown() { is_owner_ = false; }
-  /// Encrypts from now on what is written, and decrypts what is read.
+  /// From now on, encrypts written bytes, and decrypts read bytes.
   void Encrypt(std::unique_ptr<TlsSession> tls) { tls_ = std::move(tls); }
   TlsSession* tls() { return tls_.get(); }
 
   /// Reads some bytes; returns 0 at the end of the connection.
   ssize_t Read(void* data, size_t bytes);
   ssize_t Write(const void* data, size_t bytes);
-  /// Writes some bytes of several places.
+  /// Writes some bytes from several buffers.
   ssize_t Write(const iovec* parts, int count);
   /// True if Read has bytes that the descriptor no longer has.
   bool HasUnread() const { return tls_ && tls_->HasUnread(); }
@@ -85,7 +85,8 @@ std::vector<std::string> HostAddresses();
 /// Returns the name of this host.
 std::string HostName();
 
-/// Returns the text that says why this process can open no more sockets and files, and what to do.
+/// Returns a text for the user: why this process can open no more sockets and files, and the
+/// remedy.
 std::string OutOfDescriptors();
 
 }  // namespace onnxpar

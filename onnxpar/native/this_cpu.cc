@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint32_t Bit(int number) { return uint32_t{1} << number; }
 
-/// What CPUID says of a leaf; zeros where the CPU does not have it.
+/// The registers that CPUID returns for a leaf; zeros if the CPU does not have the leaf.
 struct Leaf {
   uint32_t a = 0, b = 0, c = 0, d = 0;
   explicit Leaf(uint32_t number) { __get_cpuid_count(number, 0, &a, &b, &c, &d); }

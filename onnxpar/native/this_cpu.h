@@ -3,8 +3,8 @@
 
 namespace onnxpar {
 
-/// Asks the CPU for its level of x86-64, of which the operating system must save the registers: 1,
-/// 3 or 4.
+/// Returns the CPU's level of x86-64: 1, 3 or 4. The operating system must save the registers of
+/// the level.
 int FindCpuLevel();
 
 inline int CpuLevel() {
@@ -12,7 +12,7 @@ inline int CpuLevel() {
   return level;
 }
 
-/// Compiled into what calls it: a version for each level has all its code for that level.
+/// Compiled into its callers: a version for each level has all its code for that level.
 #define ONNXPAR_INLINE inline __attribute__((always_inline))
 
 #if defined(__x86_64__)
@@ -31,10 +31,10 @@ __attribute__((target(ONNXPAR_LEVEL_3), flatten)) auto AtLevel3(const Work& work
 }
 #endif
 
-/// Runs a function of this file in the version for this CPU. What it calls is compiled into each
-/// version: all of it by GCC; by Clang, what it calls itself, and what is ONNXPAR_INLINE. Not the
-/// compiler's target_clones: Clang has none of templates, and asks a library for the level that
-/// always says 1 in the compiler of our wheels.
+/// Runs a function of this file in the version for this CPU. GCC compiles all functions that it
+/// calls into each version; Clang compiles into it the functions that it calls directly, and
+/// functions with ONNXPAR_INLINE. The compiler's target_clones would not do: Clang has no clones of
+/// templates, and asks a library for the level that always says 1 in the compiler of our wheels.
 template <typename Work>
 inline auto OnThisCpu(const Work& work) {
 #if defined(__x86_64__)

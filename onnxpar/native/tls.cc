@@ -1,5 +1,5 @@
-// Only what OpenSSL 1.1.1 and 3 have in common is used, by addresses that dlsym finds, so that the
-// plugin needs neither its headers nor one version of it.
+// Uses only functions that OpenSSL 1.1.1 and 3 have in common, by addresses that dlsym finds, so
+// that the plugin needs neither OpenSSL's headers nor a particular version.
 #include "tls.h"
 
 #include <dlfcn.h>
@@ -155,7 +155,8 @@ ssize_t TlsSession::Write(const void* data, size_t bytes) {
 
 bool TlsSession::HasUnread() const { return Ssl().SSL_pending(session_) > 0; }
 
-/// What a call of OpenSSL says, as a call of a socket says it: an end is 0, an error is -1.
+/// Converts the result of a call of OpenSSL to that of a call of a socket: an end is 0, an error is
+/// -1.
 ssize_t TlsSession::Result(int result) {
   const int system_error = errno;
   wants_to_write_ = false;

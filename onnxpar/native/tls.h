@@ -1,4 +1,4 @@
-// TLS 1.3 by the OpenSSL of the system, which is loaded where a user asks for TLS.
+// TLS 1.3 by the system's OpenSSL, which is loaded if a user requests TLS.
 #pragma once
 
 #include <sys/types.h>
@@ -8,8 +8,8 @@
 
 namespace onnxpar {
 
-/// One end of an encrypted connection. Its calls do not block: where they can do no more, they
-/// return -1 and set errno to EAGAIN, as those of sockets do.
+/// One end of an encrypted connection. Its calls do not block: if they would have to wait, they
+/// return -1 and set errno to EAGAIN, like the calls of sockets.
 class TlsSession {
  public:
   TlsSession(void* context, int descriptor, bool accepts);
@@ -27,7 +27,7 @@ class TlsSession {
   bool wants_to_write() const { return wants_to_write_; }
   /// Returns 32 bytes that only the two ends of this connection know. Throws std::runtime_error.
   std::string Binding() const;
-  /// Why the last call failed.
+  /// The reason why the last call failed.
   const std::string& error() const { return error_; }
 
  private:
@@ -41,8 +41,9 @@ class TlsSession {
 /// The certificate of this process, and the authority whose certificates it accepts.
 class Tls {
  public:
-  /// Reads ca.crt, tls.crt and tls.key of the folder that ONNXPAR_TLS_DIR names; returns null if it
-  /// is not set. Throws std::runtime_error if they are missing or invalid, and without OpenSSL.
+  /// Reads ca.crt, tls.crt and tls.key of the folder that ONNXPAR_TLS_DIR names; returns null if
+  /// the variable is not set. Throws std::runtime_error if files are missing or invalid, or if
+  /// OpenSSL is missing.
   static std::shared_ptr<Tls> FromEnvironment();
   explicit Tls(const std::string& folder);
   ~Tls();

@@ -24,17 +24,17 @@ struct Call {
   /// This rank's index in `ranks`.
   int me;
   /// A hash that is equal on two members if and only if they agree on the collective, its operands,
-  /// and how many the group ran before. Messages carry the key, so that members that disagree never
-  /// exchange a byte.
+  /// and the number of collectives that the group ran before. Messages carry the key, so that
+  /// members that disagree never exchange a byte.
   uint64_t key;
 
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
-/// What a rank exchanged with ranks of other hosts.
+/// The bytes and rounds that a rank exchanged with ranks of other hosts.
 struct Crossing {
-  int rounds = 0;    // of messages, each of which waits for the one before it
-  size_t bytes = 0;  // sent or received, whichever is more, of all rounds
+  int rounds = 0;    // of messages; each round waits for the round before it
+  size_t bytes = 0;  // sent or received in all rounds, whichever is more
 };
 
 /// Runs the collectives of one rank, one at a time. Every method blocks until its output is

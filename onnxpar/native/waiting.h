@@ -1,4 +1,4 @@
-// How processes of one host wait for words in memory that they share: first they look, then they
+// Lets processes of one host wait for words in shared memory: first they look repeatedly, then they
 // sleep.
 #pragma once
 
@@ -10,25 +10,26 @@
 
 namespace onnxpar {
 
-/// How long to look before sleeping. Waking a sleeper on an idle core takes up to 75 us in a
-/// virtual machine, and who looks offers its core to all who have work.
+/// The time to look before sleeping. Waking a sleeper on an idle core takes up to 75 us in a
+/// virtual machine, and a thread that looks offers its core to all that have work.
 constexpr std::chrono::microseconds kLookTime{1000};
 
 /// True in threads whose core computes meanwhile: they sleep without looking first.
 inline thread_local bool sleeps_at_once = false;
 
-/// Sleeps until another process or thread wakes this word, unless it has another value already.
+/// Sleeps until another process or thread wakes this word; returns at once if the word has another
+/// value than `value`.
 void Sleep(const std::atomic<uint32_t>& word, uint32_t value, std::chrono::milliseconds longest);
 
-/// Wakes all that sleep on this word.
+/// Wakes all threads that sleep on this word.
 void Wake(const std::atomic<uint32_t>& word);
 
-/// Tells the core that this thread looks at a word again and again.
+/// Tells the core that this thread looks at a word repeatedly.
 void Pause();
 
-/// Looks until has_come() is true; gives up after a while, or if is_over() is true. Returns whether
-/// it has come. Offers the core to others every now and then, as they may be what it waits for; if
-/// `spins` is false, each time.
+/// Looks until has_come() is true; gives up after a while, or if is_over() is true. Returns true if
+/// has_come() was true. Every now and then, offers the core to other threads, as the thread for
+/// which it waits may be among them; if `spins` is false, each time.
 template <typename HasCome, typename IsOver>
 bool Look(bool spins, const HasCome& has_come, const IsOver& is_over) {
   constexpr int kSpins = 64;

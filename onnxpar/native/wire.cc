@@ -16,8 +16,7 @@ constexpr size_t kChunk = 64 << 10;
 
 }  // namespace
 
-/// The bytes in `incoming_` are less than a frame: the caller has called Next until it returned
-/// none.
+/// The caller has called Next until it returned no frame, so `incoming_` has less than a frame.
 bool Connection::Fill() {
   char buffer[4096];
   const auto wants = [&](size_t read) {

@@ -17,7 +17,7 @@ using std::chrono::milliseconds;
 /// A rank reports to the hub each collective that takes longer; the hub compares the members'
 /// collectives.
 constexpr milliseconds kSlow{20};
-/// How long to wait until the hub sends the reason of a failure; the hub may ask other ranks first.
+/// The time to wait for the hub to send the reason of a failure; the hub may ask other ranks first.
 constexpr milliseconds kVerdictTime{2000};
 
 /// Makes a write to a socket whose other end is closed return an error instead of ending the
@@ -223,8 +223,8 @@ std::string World::Renew() {
     }
     throw WorldFailure(failure_);
   }
-  // All ranks report this reason, even if a rank ends now and breaks the others' connections: then
-  // the next call fails with that.
+  // All ranks report this reason, even if a rank ends now and breaks the connections of others:
+  // then the next call fails with the later reason.
   const std::string reason = interruption_;
   if (is_for_good_) return reason;
   std::vector<std::shared_ptr<Transport>> transports;

@@ -28,8 +28,8 @@ struct WorldConfig {
   std::chrono::milliseconds timeout{60000};
 };
 
-/// Thrown by a collective that did not run, because its world has failed or its run has been
-/// interrupted; has the reason.
+/// The exception of a collective that did not run, because its world has failed or its run has been
+/// interrupted; it has the reason.
 class WorldFailure : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -38,9 +38,9 @@ class WorldFailure : public std::runtime_error {
 /// One rank's membership in a world. Any thread may call any method; the collectives of a stream
 /// run one at a time. A world has one stream, until OpenStreams.
 ///
-/// No rank waits for another one in a circle if all ranks start, run and complete collectives in
-/// one order, and members agree on the stream of each: of the collectives that wait, the first in
-/// that order can go on.
+/// Ranks never wait for each other in a circle if all ranks start, run and complete collectives in
+/// the same order, and members agree on the stream of each collective: of the collectives that
+/// wait, the first in this order can continue.
 class World : public ControlListener {
  public:
   /// Joins the other ranks, and registers the world under `config.id`. Throws if they do not join
@@ -61,13 +61,13 @@ class World : public ControlListener {
   /// Throws unless they are distinct and include this rank, and if there is no such stream.
   Group& GroupOf(const std::vector<int64_t>& ranks, int64_t stream = 0);
 
-  /// Connects the ranks of the world in as many streams, if there are fewer. All ranks must call
+  /// Connects the ranks of the world in `count` streams, if there are fewer. All ranks must call
   /// it. In a world of n streams, stream i is a part of stream i modulo n.
   void OpenStreams(size_t count);
 
-  /// Runs a collective: calls body(transport, call). Throws a WorldFailure with the reason if the
-  /// collective fails or cannot run.
-  /// First waits until those in the background of its stream have ended.
+  /// Runs a collective: calls body(transport, call). First waits until the collectives in the
+  /// background of its stream have ended. Throws a WorldFailure with the reason if the collective
+  /// fails or cannot run.
   template <typename Body>
   void Run(const Operation& operation, const Body& body) {
     Stream& stream = StreamOf(operation.group);
@@ -81,8 +81,8 @@ class World : public ControlListener {
     }
   }
 
-  /// Adds a job that runs a collective of a group; the thread of its stream runs these one after
-  /// the other, in the order in which they were added. The job must not throw.
+  /// Adds a job that runs a collective of a group; the thread of the group's stream runs jobs one
+  /// after the other, in the order in which they were added. The job must not throw.
   void InBackground(const Group& group, std::function<void()> job) {
     StreamOf(group).background.Add(std::move(job));
   }
@@ -96,18 +96,19 @@ class World : public ControlListener {
   /// Makes every collective of this world, current and later, fail with `message` on all ranks.
   void Abort(const std::string& message);
   /// Marks the start of a call on this rank, so that a rank that fails in its next call does not
-  /// interrupt this one. Without Begin, everything counts as one call.
+  /// interrupt this call. Without Begin, all collectives count as one call.
   void Begin();
-  /// Makes every collective of this call fail with `message` on all ranks, until all have called
-  /// Renew.
+  /// Makes every collective of this call fail with `message` on all ranks, until all ranks have
+  /// called Renew.
   void Interrupt(const std::string& message);
   /// Waits until all ranks have left the interrupted run, and connects to them again. Returns the
   /// reason of the interruption, the same on all ranks. Throws if the world was aborted. If the
   /// ranks cannot connect, the next call fails.
   std::string Renew();
-  /// Why every collective fails from now on; empty if none has to.
+  /// The reason why every collective fails from now on; empty if the world has not failed.
   std::string Failure();
-  /// Says why this rank is going to leave the world before others expect it.
+  /// Sets the reason for which this rank is going to leave the world too early, for the errors of
+  /// other ranks.
   void Explain(const std::string& why);
   /// Leaves the world.
   void Close();
@@ -150,14 +151,14 @@ class World : public ControlListener {
   onnxpar::Runs Runs();
 
   const WorldConfig config_;
-  std::shared_ptr<SlowLink> link_;  // null without a simulated one
+  std::shared_ptr<SlowLink> link_;  // null without a simulated link
 
   std::mutex mutex_;                  // guards the members below
   std::shared_ptr<Control> control_;  // null with one rank, and after Close
   std::condition_variable changed_;
   std::string failure_;
   bool is_for_good_ = false;
-  uint64_t epoch_ = 0;        // how many runs were interrupted
+  uint64_t epoch_ = 0;        // number of interrupted runs
   std::string interruption_;  // why the last run was interrupted
   std::string explanation_;   // why this rank leaves, if it has failed
   uint64_t call_ = 0;

@@ -1,1 +1,2 @@
-"""Options of plans, attempts at a plan, the order of passes, how they run, and what is dumped."""
+"""From options to plans: the table of options, attempts at a plan, the order of passes, the running
+of passes, and dumps."""

@@ -1,4 +1,4 @@
-"""One way to plan a model, and the plan that it gives."""
+"""An attempt at a plan of a model, and the plan that results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from onnxpar.search.objective import Objective
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a planner may change from one plan of a model to the next; the rest is the user's.
+    """The options that a planner may change from one plan of a model to the next; all others are
+    the user's.
 
-    objective  of the search; its limit on memory may be lower than the user's
-    devices    the number of ranks; None: as the mesh has them
-    page_size  tokens of a page, in which caches are; 0 or None: they stay as the model has them
-    shares     of the work, by rank, if the parts of ranks may differ; empty: as speeds have them
+    objective  the objective of the search; its limit on memory may be lower than the user's
+    devices    the number of ranks; None: the ranks of the mesh
+    page_size  tokens of a page of the caches; 0 or None: the caches stay as in the model
+    shares     the shares of the work, by rank, if the parts of ranks may differ; empty: in
+               proportion to their speeds
     whole      nodes, and factors of them, that stay whole because sizes are open
     """
 
@@ -33,11 +35,11 @@ class Attempt:
 
     @classmethod
     def first(cls, options: Options) -> Attempt:
-        """The attempt that does what the user asks for, and nothing else."""
+        """The attempt with the user's own options."""
         return cls(options.objective, options.devices, options.page_size)
 
     def on(self, options: Options) -> Options:
-        """The options with what the attempt changes."""
+        """The options with the attempt's changes."""
         return replace(
             options,
             objective=self.objective,
@@ -47,16 +49,20 @@ class Attempt:
         )
 
     def text(self, chosen: Attempt) -> str:
-        """Says how the attempt differs from the chosen one."""
+        """The differences from the chosen attempt, as text."""
         return " and ".join(self._differences(chosen)) or "the same again"
 
     def _differences(self, chosen: Attempt) -> Iterator[str]:
-        own, other = self.objective, chosen.objective
-        if own.memory != other.memory:
-            limit = "no limit" if own.memory is None else f"{text_of(own.memory, 'B')} a rank"
+        objective, other = self.objective, chosen.objective
+        if objective.memory != other.memory:
+            limit = (
+                "no limit"
+                if objective.memory is None
+                else f"{text_of(objective.memory, 'B')} a rank"
+            )
             yield f"with {limit} in the search"
-        if own.hides_sums != other.hides_sums:
-            how = "hidden by compute" if own.hides_sums else "counted in full"
+        if objective.hides_sums != other.hides_sums:
+            how = "hidden by compute" if objective.hides_sums else "counted in full"
             yield f"with sums of gradients {how} in the search"
         if self.shares != chosen.shares:
             yield "with other shares of the work"
@@ -66,7 +72,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of an attempt, the context of its passes, and the observer that has seen them."""
+    """The plan of an attempt, the context of its passes, and the observer of these passes."""
 
     attempt: Attempt
     plan: Plan
@@ -74,7 +80,7 @@ class Planned:
     seen: Observer
 
     def text(self, promises_times: bool) -> str:
-        """The memory that the plan needs, and its predicted time, if there is one to promise."""
+        """The memory that the plan needs, and its predicted time if the plan promises times."""
         needed = f"{text_of(self.plan.held, 'B')} a rank"
         if self.plan.predicted is None or not promises_times:
             return needed

@@ -1,7 +1,8 @@
-"""MindSpore's names for parallel options: one table from each to the options of onnxpar.
+"""Options under MindSpore's names: a table from each name to options of onnxpar.
 
 The names and their meanings are those of `mindspore.set_auto_parallel_context`. A setting becomes
-options, or it holds in onnxpar anyway, or it is refused with the reason and the remedy.
+options, or has no effect because it always holds in onnxpar, or is refused with the reason and the
+remedy.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from onnxpar.planner.dataset import DATA_PARALLEL, FULL_BATCH, counts_of
 from onnxpar.search.search import AUTO, PROPAGATION
 from onnxpar.strategy.manual import MANUAL
 
-Given = Mapping[str, Any]
-"""All settings that were given, by name."""
-Setting = Callable[[Any, Given], Mapping[str, Any]]
-"""Returns the options for a value of a setting. Errors: StrategyError."""
+Settings = Mapping[str, Any]
+"""All settings of the user, by name."""
+Setting = Callable[[Any, Settings], Mapping[str, Any]]
+"""A function from a value of a setting, and all settings, to options. Errors: StrategyError."""
 STAND_ALONE, DATA, HYBRID = "stand_alone", "data_parallel", "hybrid_parallel"
 SEMI_AUTO, AUTO_PARALLEL = "semi_auto_parallel", "auto_parallel"
 _SEARCHES = {
@@ -31,7 +32,7 @@ _PIPELINE = "onnxpar has no pipeline parallelism yet; use more ranks of the othe
 
 
 def auto_parallel_context(**settings: Any) -> dict[str, Any]:
-    """Returns options of `onnxpar.shard`, `plan` and `check` for settings under the names of
+    """Returns options of `onnxpar.shard`, `plan` and `check` from settings under the names of
     `mindspore.set_auto_parallel_context`.
 
     context = onnxpar.auto_parallel_context(device_num=8, parallel_mode="data_parallel")
@@ -48,25 +49,25 @@ def auto_parallel_context(**settings: Any) -> dict[str, Any]:
     return options_of_context(settings)
 
 
-def options_of_context(settings: Given, source: str = "auto_parallel_context") -> dict[str, Any]:
-    """Returns the options for settings; `source` is where they are written, for errors. Errors:
+def options_of_context(settings: Settings, source: str = "auto_parallel_context") -> dict[str, Any]:
+    """Returns the options for settings; `source` names their place in errors. Errors:
     StrategyError, also for an unknown name and for settings that contradict each other."""
     options: dict[str, Any] = {}
-    came: dict[str, str] = {}
+    origin: dict[str, str] = {}
     for name, value in settings.items():
         if name not in SETTINGS:
             raise StrategyError(f"{source}: no setting {name!r}{did_you_mean(name, SETTINGS)}")
         try:
-            found = SETTINGS[name](value, settings)
+            new = SETTINGS[name](value, settings)
         except StrategyError as error:
             raise StrategyError(f"{source}: {name}={value!r}: {error}") from None
-        for option, wanted in found.items():
-            if option in options and options[option] != wanted:
+        for option, choice in new.items():
+            if option in options and options[option] != choice:
                 raise StrategyError(
-                    f"{source}: {came[option]} and {name} ask for different values of {option}: "
-                    f"{options[option]!r} and {wanted!r}; give one of them"
+                    f"{source}: {origin[option]} and {name} ask for different values of {option}: "
+                    f"{options[option]!r} and {choice!r}; give one of them"
                 )
-            options[option], came[option] = wanted, name
+            options[option], origin[option] = choice, name
     return options
 
 
@@ -77,9 +78,9 @@ def _flag(value: Any) -> bool:
 
 
 def _holds(reason: str) -> Setting:
-    """A flag that is always True in onnxpar."""
+    """A flag that must be True, because onnxpar always behaves in this way."""
 
-    def setting(value: Any, given: Given) -> Mapping[str, Any]:
+    def setting(value: Any, settings: Settings) -> Mapping[str, Any]:
         if not _flag(value):
             raise StrategyError(reason)
         return {}
@@ -87,16 +88,16 @@ def _holds(reason: str) -> Setting:
     return setting
 
 
-def _either(value: Any, given: Given) -> Mapping[str, Any]:
+def _either(value: Any, settings: Settings) -> Mapping[str, Any]:
     """A flag that makes no difference."""
     _flag(value)
     return {}
 
 
 def _off(reason: str) -> Setting:
-    """A flag, or a value, that can only be left off."""
+    """A setting that must stay off."""
 
-    def setting(value: Any, given: Given) -> Mapping[str, Any]:
+    def setting(value: Any, settings: Settings) -> Mapping[str, Any]:
         if value not in (False, None, "", {}):
             raise StrategyError(reason)
         return {}
@@ -105,9 +106,9 @@ def _off(reason: str) -> Setting:
 
 
 def _only(known: Any, reason: str) -> Setting:
-    """A setting with one value that onnxpar can follow."""
+    """A setting with a single value that onnxpar can follow."""
 
-    def setting(value: Any, given: Given) -> Mapping[str, Any]:
+    def setting(value: Any, settings: Settings) -> Mapping[str, Any]:
         if value != known or type(value) is not type(known):
             raise StrategyError(reason)
         return {}
@@ -115,46 +116,48 @@ def _only(known: Any, reason: str) -> Setting:
     return setting
 
 
-def _device_num(value: Any, given: Given) -> Mapping[str, Any]:
+def _device_num(value: Any, settings: Settings) -> Mapping[str, Any]:
     if type(value) is not int or value < 1:
         raise StrategyError("give a whole number from 1")
     return {"devices": value}
 
 
-def _parallel_mode(value: Any, given: Given) -> Mapping[str, Any]:
-    """The preset or the search. A node without a strategy is split by its batch in MindSpore's
-    semi-automatic mode; so the preset for it is data-parallel."""
+def _parallel_mode(value: Any, settings: Settings) -> Mapping[str, Any]:
+    """The preset or the search. In MindSpore's semi-automatic mode, a node without a strategy is
+    split by its batch; so the preset of this mode is data-parallel."""
     modes: dict[str, Mapping[str, Any]] = {
         STAND_ALONE: {"devices": 1},
         DATA: {"preset": "data-parallel"},
         HYBRID: {"preset": MANUAL},
         SEMI_AUTO: {"preset": "data-parallel"},
-        AUTO_PARALLEL: {"search": _SEARCHES.get(_search_mode_of(given), AUTO)},
+        AUTO_PARALLEL: {"search": _SEARCHES.get(_search_mode_of(settings), AUTO)},
     }
     if value not in modes:
         raise StrategyError(f"give one of {', '.join(modes)}")
-    return _optimizer_preset(given) or modes[value]
+    return _optimizer_preset(settings) or modes[value]
 
 
-def _search_mode_of(given: Given) -> str:
-    return str(given.get("search_mode", given.get("auto_parallel_search_mode", _DEFAULT_SEARCH)))
+def _search_mode_of(settings: Settings) -> str:
+    return str(
+        settings.get("search_mode", settings.get("auto_parallel_search_mode", _DEFAULT_SEARCH))
+    )
 
 
-def _search_mode(value: Any, given: Given) -> Mapping[str, Any]:
-    """The search, which `parallel_mode` sets."""
+def _search_mode(value: Any, settings: Settings) -> Mapping[str, Any]:
+    """The kind of search, for `parallel_mode` auto_parallel."""
     if value not in _SEARCHES:
         raise StrategyError(f"give one of {', '.join(_SEARCHES)}")
-    if given.get("parallel_mode") != AUTO_PARALLEL:
+    if settings.get("parallel_mode") != AUTO_PARALLEL:
         raise StrategyError(f"this is for parallel_mode='{AUTO_PARALLEL}'; give that, too")
     return {"search": _SEARCHES[value]}
 
 
-def _optimizer_preset(given: Given) -> Mapping[str, Any]:
+def _optimizer_preset(settings: Settings) -> Mapping[str, Any]:
     """The ZeRO preset of a parallel optimizer; empty without one. MindSpore splits the update in
-    its data-parallel mode, and in its semi-automatic mode also the parameters."""
-    if not any(given.get(name) is True for name in _OPTIMIZERS):
+    its data-parallel mode, and also the parameters in its semi-automatic mode."""
+    if not any(settings.get(name) is True for name in _OPTIMIZERS):
         return {}
-    mode, config = given.get("parallel_mode"), given.get("parallel_optimizer_config") or {}
+    mode, config = settings.get("parallel_mode"), settings.get("parallel_optimizer_config") or {}
     if mode == SEMI_AUTO:
         return {"preset": "zero3"}
     if mode == DATA:
@@ -166,20 +169,20 @@ def _optimizer_preset(given: Given) -> Mapping[str, Any]:
 _OPTIMIZERS = ("enable_parallel_optimizer", "parallel_optimizer")
 
 
-def _parallel_optimizer(value: Any, given: Given) -> Mapping[str, Any]:
+def _parallel_optimizer(value: Any, settings: Settings) -> Mapping[str, Any]:
     if not _flag(value):
         return {}
-    found = _optimizer_preset(given)
-    if not found:
+    preset = _optimizer_preset(settings)
+    if not preset:
         raise StrategyError(
             f"this is for parallel_mode='{DATA}' or '{SEMI_AUTO}'. A search decides by itself "
             "where to split parameters and optimizer states; --memory-limit makes it do so"
         )
-    return found
+    return preset
 
 
-def _parallel_optimizer_config(value: Any, given: Given) -> Mapping[str, Any]:
-    """Checks the configuration, which `_optimizer_preset` reads."""
+def _parallel_optimizer_config(value: Any, settings: Settings) -> Mapping[str, Any]:
+    """Checks the configuration; `_optimizer_preset` reads it."""
     if not isinstance(value, Mapping):
         raise StrategyError("give a mapping")
     for key, entry in value.items():
@@ -193,12 +196,13 @@ def _parallel_optimizer_config(value: Any, given: Given) -> Mapping[str, Any]:
     return {}
 
 
-def _comm_fusion(value: Any, given: Given) -> Mapping[str, Any]:
-    """Fusion by size or by index. One size is for all-reduces, all-gathers and reduce-scatters."""
+def _comm_fusion(value: Any, settings: Settings) -> Mapping[str, Any]:
+    """Fusion by size or by index. One mode and size is for all-reduces, all-gathers and
+    reduce-scatters."""
     if not isinstance(value, Mapping):
         raise StrategyError("give a mapping, such as {'allreduce': {'mode': 'size', 'config': 32}}")
     kinds = ("allreduce", "allgather", "reducescatter")
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, entry in value.items():
         if key == "openstate":
             if not _flag(entry):
@@ -206,14 +210,14 @@ def _comm_fusion(value: Any, given: Given) -> Mapping[str, Any]:
         elif key not in kinds or not isinstance(entry, Mapping):
             raise StrategyError(f"{key!r}: give mappings for openstate, {', '.join(kinds)}")
         else:
-            asked = _fusion(key, entry)
-            if found and asked != found:
+            fusion = _fusion(key, entry)
+            if options and fusion != options:
                 raise StrategyError("one mode and size is for all kinds; give the same for each")
-            found = asked
-    return found
+            options = fusion
+    return options
 
 
-def _fusion(kind: str, entry: Given) -> dict[str, Any]:
+def _fusion(kind: str, entry: Settings) -> dict[str, Any]:
     mode, config = entry.get("mode"), entry.get("config")
     if mode == "auto" and config is None:
         return {"fusion": "size"}
@@ -237,18 +241,18 @@ def _are_indices(value: Any) -> bool:
     )
 
 
-def _all_reduce_fusion_config(value: Any, given: Given) -> Mapping[str, Any]:
+def _all_reduce_fusion_config(value: Any, settings: Settings) -> Mapping[str, Any]:
     if not _are_indices(value):
         raise StrategyError("give a list of rising indices of gradients, such as [20, 35]")
     return {"fusion": f"index:{','.join(map(str, value))}"}
 
 
-def _full_batch(value: Any, given: Given) -> Mapping[str, Any]:
+def _full_batch(value: Any, settings: Settings) -> Mapping[str, Any]:
     return {"dataset_strategy": FULL_BATCH if _flag(value) else DATA_PARALLEL}
 
 
-def _dataset_strategy(value: Any, given: Given) -> Mapping[str, Any]:
-    """The layout of the data inputs, which the strategy keeps."""
+def _dataset_strategy(value: Any, settings: Settings) -> Mapping[str, Any]:
+    """The layouts of the data inputs, as an option of the same name."""
     if value in (FULL_BATCH, DATA_PARALLEL):
         return {"dataset_strategy": value}
     counts = counts_of(value)
@@ -257,10 +261,10 @@ def _dataset_strategy(value: Any, given: Given) -> Mapping[str, Any]:
             f"give '{DATA_PARALLEL}', '{FULL_BATCH}', or for each data input the number of shards "
             "of each dimension, such as ((8, 1), (8,))"
         )
-    return {"dataset_strategy": [list(each) for each in counts]}
+    return {"dataset_strategy": [list(numbers) for numbers in counts]}
 
 
-def _load_file(value: Any, given: Given) -> Mapping[str, Any]:
+def _load_file(value: Any, settings: Settings) -> Mapping[str, Any]:
     if value in ("", None):
         return {}
     if not str(value).endswith((".yaml", ".yml")):
@@ -271,11 +275,11 @@ def _load_file(value: Any, given: Given) -> Mapping[str, Any]:
     return {"strategy": value}
 
 
-def _save_file(value: Any, given: Given) -> Mapping[str, Any]:
+def _save_file(value: Any, settings: Settings) -> Mapping[str, Any]:
     return {} if value in ("", None) else {"save_strategy": value}
 
 
-def _strategy_ckpt_config(value: Any, given: Given) -> Mapping[str, Any]:
+def _strategy_ckpt_config(value: Any, settings: Settings) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise StrategyError("give a mapping with load_file and save_file")
     for key, entry in value.items():
@@ -285,8 +289,8 @@ def _strategy_ckpt_config(value: Any, given: Given) -> Mapping[str, Any]:
         ):
             raise StrategyError(f"{key}={entry!r} has no counterpart; give load_file and save_file")
     return {
-        **_load_file(value.get("load_file"), given),
-        **_save_file(value.get("save_file"), given),
+        **_load_file(value.get("load_file"), settings),
+        **_save_file(value.get("save_file"), settings),
     }
 
 
@@ -340,5 +344,5 @@ SETTINGS: Mapping[str, Setting] = {
     "dump_local_norm_path": _off("the norm of all gradients is in log/metrics.jsonl"),
     "dump_device_local_norm": _off("`onnxpar grad --clip-norm` returns the norm of all gradients"),
 }
-"""What onnxpar does for each name of `mindspore.set_auto_parallel_context`. `parameter_broadcast`
-changes nothing: the ranks read their shards of one model."""
+"""The setting behind each name of `mindspore.set_auto_parallel_context`. `parameter_broadcast` has
+no effect: the ranks read their shards of one model."""

@@ -22,18 +22,19 @@ from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 
 ROUNDS = 8
-"""Most plans that are made to find shares that fit into memory."""
+"""Most plans to make in search of shares that fit into memory."""
 SLACK = 0.98
-"""Fraction of a device's memory that the next plan aims at, if a rank needed more than it has."""
+"""Fraction of a device's memory at which the next plan aims, if a rank needed more than its
+memory."""
 
 PROGRESS = 0.999
-"""The search for shares ends when the fullest rank holds more than this fraction of what it held
-before: then other shares do not help."""
+"""The search for shares ends when the fullest rank still holds more than this fraction of its
+memory in the last plan: then other shares do not help."""
 
 
-def balanced(options: Options, model: Model, factors: GraphFactors) -> Topology | None:
-    """The topology of the options, with the share of the work that each rank takes if they ask for
-    that. Errors: StrategyError if all ranks have the same device."""
+def balanced_topology(options: Options, model: Model, factors: GraphFactors) -> Topology | None:
+    """The topology of the options; if the options ask for balance, with the share of the work that
+    each rank takes. Errors: StrategyError if all ranks have the same device."""
     topology = options.topology
     if not options.balance:
         return topology
@@ -47,24 +48,25 @@ def balanced(options: Options, model: Model, factors: GraphFactors) -> Topology 
     seconds = {d: _seconds(model, factors, topology, d) for d in dict.fromkeys(topology.devices)}
     speeds = [1 / seconds[device] for device in topology.devices]
     states = {source for source, _ in model.states}
-    held = [*constants(model.graph), *(t for t in model.graph.inputs if t.name in states)]
-    total = sum(shape_bytes(t, [size or 1 for size in tensor_shape(t) or ()]) for t in held)
-    own = limits(topology, options.objective)
-    most = [limit / total if total else math.inf for limit in own]
-    return replace(topology, shares=capped(speeds, most))
+    stored = [*constants(model.graph), *(t for t in model.graph.inputs if t.name in states)]
+    total = sum(shape_bytes(t, [size or 1 for size in tensor_shape(t) or ()]) for t in stored)
+    memories = limits(topology, options.objective)
+    most = [limit / total if total else math.inf for limit in memories]
+    return replace(topology, shares=cap_shares(speeds, most))
 
 
 def sampled_remainders(options: Options) -> int:
-    """The number modulo which samples of open sizes should have every remainder, so that shards
-    of equal weights, whose bounds are rounded differently, differ at one of the samples."""
+    """The modulus of which samples of open sizes should have every remainder: shards of equal
+    weights, whose bounds are rounded differently, then differ in at least one sample. 0 without
+    balance."""
     if not options.balance or options.topology is None:
         return 0
     return most_weight(len(options.topology.devices))
 
 
 def _seconds(model: Model, factors: GraphFactors, topology: Topology, device: Device) -> float:
-    """Seconds in which a device computes the whole model, without the launch of ops, which takes
-    the same time for any part of it."""
+    """Seconds in which a device computes the whole model, without the launch of ops: any part of
+    the model takes the same time for it."""
     alone = Topology(topology.levels, replace(device, launch=0.0))
     sharding = ShardingState.open(Mesh.of([("all", 1)]), factors, alone)
     return predict_on_one(model.graph.nodes, sharding) or 1.0
@@ -78,11 +80,11 @@ def limits(topology: Topology, objective: Objective) -> list[float]:
     return [objective.memory / weight if weight else math.inf for weight in weights]
 
 
-def capped(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]:
-    """Shares in proportion to weights, none above `most`, whose rest the others take. If all
-    together may take less than everything, the shares are in proportion to `most`.
+def cap_shares(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]:
+    """Shares in proportion to weights, none above `most`: other ranks take the rest of a capped
+    share. If the caps add up to less than 1, the shares are in proportion to the caps.
 
-    >>> capped([3.0, 1.0, 1.0], [0.5, 1.0, 1.0])
+    >>> cap_shares([3.0, 1.0, 1.0], [0.5, 1.0, 1.0])
     (0.5, 0.25, 0.25)
     """
     if math.fsum(most) <= 1:
@@ -91,26 +93,26 @@ def capped(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]
     while True:
         rest = 1 - math.fsum(most[i] for i in full)
         free = math.fsum(w for i, w in enumerate(weights) if i not in full)
-        found = [most[i] if i in full else w * rest / free for i, w in enumerate(weights)]
-        over = {i for i, share in enumerate(found) if share > most[i] and i not in full}
+        shares = [most[i] if i in full else w * rest / free for i, w in enumerate(weights)]
+        over = {i for i, share in enumerate(shares) if share > most[i] and i not in full}
         if not over:
-            return tuple(found)
+            return tuple(shares)
         full |= over
 
 
 def fitting_shares(
     attempt: Attempt, topology: Topology | None, make: Callable[[Attempt], Planned]
 ) -> Planned:
-    """Makes a plan whose shares of the work fit into the memory of each rank's device: where a rank
-    needs more than it has, the others take over some of its share. If no plan fits, returns the
-    first one. Errors: OverLimit if a search finds no strategy that fits."""
+    """Makes a plan whose shares of the work fit into the memory of each rank's device: if a rank
+    needs more than its memory, other ranks take over some of its share. If no plan fits, returns
+    the first one. Errors: OverLimit if a search finds no strategy that fits."""
     most = limits(topology or Topology.default(), attempt.objective)
     try:
         first = make(attempt)
     except OverLimit:
         if not all(map(math.isfinite, most)):
             raise
-        first = make(replace(attempt, shares=capped(most, [1.0] * len(most))))
+        first = make(replace(attempt, shares=cap_shares(most, [1.0] * len(most))))
     planned, speeds = first, _shares(first)
     for _ in range(ROUNDS if topology is not None else 0):
         if not speeds or _fullness(planned, most) <= 1:
@@ -121,7 +123,7 @@ def fitting_shares(
         ]
         rest = [math.inf] * (len(speeds) - len(caps))
         before = planned
-        planned = make(replace(attempt, shares=capped(speeds, [*caps, *rest])))
+        planned = make(replace(attempt, shares=cap_shares(speeds, [*caps, *rest])))
         if _fullness(planned, most) > _fullness(before, most) * PROGRESS:
             break
     return first
@@ -132,6 +134,6 @@ def _shares(planned: Planned) -> tuple[float, ...]:
 
 
 def _fullness(planned: Planned, most: Sequence[float]) -> float:
-    """The largest quotient of what a rank holds by what it may hold."""
+    """The largest quotient of the bytes that a rank holds by the bytes that it may hold."""
     pairs = zip(planned.plan.loads, most, strict=False)
     return max((load.held / limit for load, limit in pairs), default=0.0)

@@ -29,9 +29,10 @@ def calibrate(
     timeout: float = 60.0,
 ) -> Topology:
     """Measures this machine, which should be idle, and returns its topology, for the option
-    `topology` of `make_plan` and `shard`; also writes it to the file `output` if given.
+    `topology` of `make_plan` and `shard`. Also writes the topology to the file `output`, if there
+    is one.
 
-    ranks    number of ranks that run at once; by default one for each core, at most MOST_RANKS
+    ranks    number of ranks that run at once; by default a rank for each core, at most MOST_RANKS
     seconds  approximate duration
     timeout  limit of every wait for a rank, in seconds
 
@@ -43,11 +44,11 @@ def calibrate(
 def command(args: argparse.Namespace) -> int:
     """Runs `onnxpar calibrate`: writes the topology file, and prints measured and fitted times.
     Returns the exit status."""
-    found, topology = _calibrate(args.output, args.ranks, args.seconds, args.timeout)
+    measurements, topology = _calibrate(args.output, args.ranks, args.seconds, args.timeout)
     if args.json:
         print(json_text(parse(topology.text()), 1))
         return 0
-    print("\n".join(lines(found, topology)))
+    print("\n".join(lines(measurements, topology)))
     print()
     print(topology.text(), end="")
     print(f"written to {args.output}")
@@ -73,9 +74,9 @@ def _calibrate(
         raise InputError(f"{Path(output).parent}: no such folder for the output")
     is_quiet = not sys.stderr.isatty()
     with tqdm(total=1.0, desc="measured", disable=is_quiet, leave=False) as bar:
-        found = measure(ranks, seconds, timeout, bar.update, shard=shard_batch)
-    topology = fit(found)
+        measurements = measure(ranks, seconds, timeout, bar.update, shard=shard_batch)
+    topology = fit(measurements)
     if output is not None:
         with whole_file(output) as file:
-            file.write(file_text(found, topology))
-    return found, topology
+            file.write(file_text(measurements, topology))
+    return measurements, topology

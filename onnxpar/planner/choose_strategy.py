@@ -1,4 +1,4 @@
-"""Chooses the mesh, and the strategy or preset that the passes follow."""
+"""Chooses the mesh, and the strategy or preset for the passes."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class Chosen:
     """A choice of mesh and strategy.
 
     mesh       the mesh
-    preset     the preset or the kind of search, if any
-    annotated  the model's own annotations, if they are followed
-    found      the annotations that a search found; None if there was no search
-    proof      what the search has proved; None if there was no search
+    preset     the preset or the kind of search, if there is one
+    annotated  the model's own annotations, if the plan follows them
+    solution   the annotations that a search returns; None if there was no search
+    proof      a search's proof about other strategies; None if there was no search
     """
 
     mesh: Mesh
     preset: str | None
     annotated: Configuration | None = None
-    found: list[Annotation] | None = None
+    solution: list[Annotation] | None = None
     proof: Proof | None = None
 
 
 def choose_strategy(model: Model, options: Options, factors: GraphFactors) -> Chosen:
-    """Follows the model's annotations and the user's options; searches for what they leave open.
-    Errors: StrategyError."""
+    """Follows the model's annotations and the user's options, and searches for decisions that they
+    leave open. Errors: StrategyError."""
     mesh, how = wanted_mesh(options), preset_or_search(options)
     devices = mesh.size if mesh is not None else options.devices
     annotated = choose_configuration(model.annotations, options.configuration, devices)
@@ -78,23 +78,23 @@ def _search(
     mesh: Mesh | None,
     how: str,
 ) -> Solution:
-    """Searches for the fastest strategy that agrees with the model's annotations, on the given mesh
-    or on any mesh."""
+    """Searches for the fastest strategy that agrees with the model's annotations, on this mesh or,
+    without a mesh, on any mesh."""
 
     def on_mesh(
         sharding: ShardingState,
-        given: Sequence[Sequence[Annotation]],
+        annotations: Sequence[Sequence[Annotation]],
         kept: Kept | None,
         below: float = math.inf,
     ) -> Solution:
         states, objective = model.states, options.objective
 
         def with_more(more: Sequence[Annotation], spare: float) -> Solution:
-            goal, every = objective, [*given, more]
+            goal, rounds = objective, [*annotations, more]
             if goal.memory is not None and spare:
                 goal = replace(goal, memory=max(goal.memory - spare, 1.0))
             limited = goal, model.step, below
-            return solve(model.graph, sharding, states, every, how, kept, *limited)
+            return solve(model.graph, sharding, states, rounds, how, kept, *limited)
 
         # over several axes, dealing over all of them is the same as over one
         is_one = mesh is not None or sum(size > 1 for _, size in sharding.mesh.shape) == 1
@@ -106,10 +106,10 @@ def _search(
         assert mesh is not None
         sharding = ShardingState.open(mesh, factors, options.topology)
         with at_open_sizes(model):
-            _, given = requests(annotated, options.strategy, sharding)
-        return on_mesh(sharding, given, None)
-    asked = (options.topology, on_mesh, options.strategy, options.objective)
+            _, annotations = requests(annotated, options.strategy, sharding)
+        return on_mesh(sharding, annotations, None)
+    request = (options.topology, on_mesh, options.strategy, options.objective)
     if mesh is not None:
-        return best_on_mesh(factors, mesh, *asked)
+        return best_on_mesh(factors, mesh, *request)
     assert options.devices is not None
-    return best_mesh(model, factors, options.devices, *asked)
+    return best_mesh(model, factors, options.devices, *request)

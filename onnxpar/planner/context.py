@@ -1,4 +1,4 @@
-"""Loads the model, and makes the context of the passes: mesh and strategy."""
+"""Loads the model, chooses mesh and strategy, and makes the context of the passes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.pass_times import ANALYSE, LOAD
 from onnxpar.compiler.pass_ import Pass, PassContext, Request, Stage
-from onnxpar.compiler.replay import opened, variants
+from onnxpar.compiler.replay import mark_open_sizes, variants
 from onnxpar.graph.training_spec import Step
 from onnxpar.graph.typical import Typical
 from onnxpar.load.importer import Show, unseen
 from onnxpar.load.load import Model, load
 from onnxpar.load.loading import InferTypes, LoadRequest
 from onnxpar.load.page_caches import HOLDING, USUAL
-from onnxpar.planner.balance import balanced, sampled_remainders
+from onnxpar.planner.balance import balanced_topology, sampled_remainders
 from onnxpar.planner.choose_strategy import choose_strategy
 from onnxpar.planner.dataset import with_dataset
 from onnxpar.planner.observer import Observer
@@ -45,14 +45,14 @@ def load_model(
     shapes: Mapping[str, Sequence[int]] | None = None,
     show: Show = unseen,
 ) -> Model:
-    """Loads the model: as a global program, or with the preset `manual` as the program of each
+    """Loads the model: as a global program or, with the preset `manual`, as the program of each
     rank. `for_training`, `untied` and `shapes` are as in a `LoadRequest`, `show` as for `load`."""
     load_entry_points()
     request = load_request(options)
     request = replace(request, for_training=for_training, untied=untied, shapes=shapes)
     with options.times.of(LOAD):
         model = load(path, request, show, options.times)
-    if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
+    if options.preset == MANUAL:  # ports that look like a growing cache may be no pair here
         slots = model.step.slots if model.step is not None else []
         model.states = [*((slot.input, slot.output) for slot in slots), *options.states]
     model.on_host = tables_on_host(model, options.place, options.strategy)
@@ -60,7 +60,7 @@ def load_model(
 
 
 def load_request(options: Options) -> LoadRequest:
-    """What the options ask of the loader."""
+    """The request to the loader that follows from the options."""
 
     def own_types(step: Step | None) -> InferTypes | None:
         manual = manual_of(options, step)
@@ -113,7 +113,7 @@ def prepare(
 
 
 def _rewriting_context(model: Model, options: Options) -> PassContext:
-    """A context in which nothing is split, for passes that rewrite the global graph."""
+    """A context without any split, for passes that rewrite the global graph."""
     mesh = wanted_mesh(options) or preset_mesh(None, options.devices or 1)
     manual = manual_of(options, model.step) if options.preset == MANUAL else None
     return PassContext(model, open_sharding(model, mesh, options.topology), Request(manual=manual))
@@ -130,16 +130,18 @@ def make_context(model: Model, options: Options) -> PassContext:
     refuse_groups(options)
     options.objective.check(model.step)
     holding = HOLDING if options.page_size else 0.0
-    own = replace(options.objective, on_host=model.on_host, holding=holding)
-    options = replace(options, objective=own)
+    objective = replace(options.objective, on_host=model.on_host, holding=holding)
+    options = replace(options, objective=objective)
     if not options.compared:
         refuse_without_search(options)
     refuse_collectives(model.graph)
     factors, others = variants(model)
     if options.page_size:
         check_tokens_apart(model.graph, factors)
-    factors = opened(model, factors, others)
-    options = replace(options, topology=balanced(options, model, factors) or options.host())
+    factors = mark_open_sizes(model, factors, others)
+    options = replace(
+        options, topology=balanced_topology(options, model, factors) or options.host()
+    )
     chosen = choose_strategy(model, options, factors)
     return PassContext(
         model,
@@ -149,7 +151,7 @@ def make_context(model: Model, options: Options) -> PassContext:
             preset=chosen.preset,
             annotated=chosen.annotated,
             objective=options.objective,
-            found=chosen.found,
+            solution=chosen.solution,
             proof=chosen.proof,
         ),
         variants=others,

@@ -1,4 +1,4 @@
-"""Layouts of the data inputs as a whole, as MindSpore's `dataset_strategy` gives them."""
+"""The layouts of all data inputs together, as in MindSpore's `dataset_strategy`."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ _FORMS = (
 )
 
 
-def read_dataset(given: str | Sequence[Sequence[int]] | None) -> Dataset:
-    """Reads the option as users give it: one of two names, or numbers of shards, also as text.
-    Errors: StrategyError."""
-    if given is None or given in (DATA_PARALLEL, FULL_BATCH):
-        return given
+def read_dataset(value: str | Sequence[Sequence[int]] | None) -> Dataset:
+    """Reads the option of the user: one of two names, or numbers of shards, also as text. Errors:
+    StrategyError."""
+    if value is None or value in (DATA_PARALLEL, FULL_BATCH):
+        return value
     try:
-        counts = counts_of(json.loads(given) if isinstance(given, str) else given)
+        counts = counts_of(json.loads(value) if isinstance(value, str) else value)
     except (ValueError, RecursionError):
         counts = None
     if counts is None:
-        raise StrategyError(f"--dataset-strategy {given!s:.60}: {_FORMS}")
+        raise StrategyError(f"--dataset-strategy {value!s:.60}: {_FORMS}")
     return counts
 
 
-def counts_of(given: object) -> tuple[tuple[int, ...], ...] | None:
-    """Numbers of shards by input and dimension; None if the value is something else."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
+def counts_of(value: object) -> tuple[tuple[int, ...], ...] | None:
+    """Numbers of shards by input and dimension; None for any other value."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
         return None
-    if not all(isinstance(numbers, Sequence) for numbers in given):
+    if not all(isinstance(numbers, Sequence) for numbers in value):
         return None
-    counts = tuple(tuple(numbers) for numbers in given)
+    counts = tuple(tuple(numbers) for numbers in value)
     return counts if all(type(n) is int and n > 0 for c in counts for n in c) else None
 
 
 def with_dataset(options: Options, model: Model) -> Options:
     """Returns options whose strategy has an entry for each data input: the inputs of a batch in a
-    training step, else those that are no states. Entries of the user's strategy come later, so they
-    count. Errors: StrategyError."""
-    asked = options.dataset
-    if asked is None:
+    training step, else the inputs that are no states. Entries of the user's strategy come later, so
+    they override these. Errors: StrategyError."""
+    dataset = options.dataset
+    if dataset is None:
         return options
     if options.preset == MANUAL:
         raise StrategyError(
@@ -61,34 +61,34 @@ def with_dataset(options: Options, model: Model) -> Options:
         )
     ranks = _ranks(options, model)
     shapes = _data_shapes(model)
-    if not isinstance(asked, str) and len(asked) != len(shapes):
+    if not isinstance(dataset, str) and len(dataset) != len(shapes):
         raise StrategyError(
-            f"--dataset-strategy lists {len(asked)} inputs; the data inputs are "
+            f"--dataset-strategy lists {len(dataset)} inputs; the data inputs are "
             f"{', '.join(shapes) or 'none'}"
         )
     entries = {}
     for number, (name, rank) in enumerate(shapes.items()):
         dim = model.step.batch.get(name) if model.step is not None else 0
-        counts = _counts(asked, rank, dim, ranks) if isinstance(asked, str) else asked[number]
+        counts = _counts(dataset, rank, dim, ranks) if isinstance(dataset, str) else dataset[number]
         if len(counts) != rank:
             raise StrategyError(
                 f"--dataset-strategy: {name} has {rank} dimensions, but {len(counts)} numbers of "
                 "shards are given"
             )
         entries[name] = list(counts)
-    own = options.strategy or Strategy(source="--dataset-strategy")
+    strategy = options.strategy or Strategy(source="--dataset-strategy")
     is_open = options.strategy is None and options.preset is None and options.search is None
     return replace(
         options,
         dataset=None,
-        strategy=replace(own, tensors={**entries, **own.tensors}),
+        strategy=replace(strategy, tensors={**entries, **strategy.tensors}),
         search=AUTO if is_open else options.search,
     )
 
 
 def _ranks(options: Options, model: Model) -> int:
-    """The number of ranks: that of the options, or else of the model's annotations. If nothing
-    gives it, 1: then the choice of the mesh is what fails."""
+    """The number of ranks in the options, or else in the model's annotations. If neither says it,
+    1: then the choice of the mesh fails with an error."""
     mesh = wanted_mesh(options)
     if mesh is None and options.devices is None:
         annotated = choose_configuration(model.annotations, options.configuration, None)
@@ -96,10 +96,11 @@ def _ranks(options: Options, model: Model) -> int:
     return mesh.size if mesh is not None else options.devices or 1
 
 
-def _counts(asked: str, rank: int, dim: int | None, ranks: int) -> list[int]:
-    """Returns the numbers of shards of an input's dimensions: `dim` over all ranks, or none."""
+def _counts(dataset: str, rank: int, dim: int | None, ranks: int) -> list[int]:
+    """Returns the numbers of shards of an input's dimensions: `dim` over all ranks, or no
+    dimension."""
     counts = [1] * rank
-    if rank and dim is not None and asked == DATA_PARALLEL:
+    if rank and dim is not None and dataset == DATA_PARALLEL:
         counts[dim] = ranks
     return counts
 

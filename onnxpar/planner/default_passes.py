@@ -54,7 +54,7 @@ MANUAL_PASSES: tuple[type[Pass], ...] = (
 
 
 def passes_of(options: Options, model: Model) -> list[Pass]:
-    """The passes that run between loading and split-ranks: the default ones, and those of plugins
+    """The passes that run between loading and split-ranks: the default passes, and those of plugins
     in their places."""
     return insert(_own_passes(options, model), options.passes)
 
@@ -65,15 +65,17 @@ def _own_passes(options: Options, model: Model) -> list[Pass]:
     fusion = _fusion(options, model)
     together = 0 if fusion.by == "none" else fusion.bucket_bytes
     compression = CompressCollectives(options.compression or NONE, bucket_bytes=together)
-    given: dict[type[Pass], Pass] = {type(p): p for p in (fusion, compression, _overlap(options))}
+    with_options: dict[type[Pass], Pass] = {
+        type(p): p for p in (fusion, compression, _overlap(options))
+    }
     added = {type(p.step if isinstance(p, Placed) else p) for p in options.passes}
     own_fusion = fusion.by == "none" and FuseAllReduces in added  # --add-pass has it, with options
-    kept = [p for p in DEFAULT_PASSES if not (own_fusion and p is FuseAllReduces)]
+    kinds = [p for p in DEFAULT_PASSES if not (own_fusion and p is FuseAllReduces)]
     rings = [FuseAttention()] if options.preset == RING else []
     states = set(model.states)
     if options.preset == CONTEXT and any(can_split_cache(n, states) for n in model.graph.nodes):
         rings = [FuseAttention(only_caches=True)]
-    return [*rings, *(given.get(p) or p() for p in kept)]
+    return [*rings, *(with_options.get(p) or p() for p in kinds)]
 
 
 def _overlap(options: Options) -> OverlapCollectives:

@@ -1,11 +1,11 @@
 """Writes the graph after a pass as files: as text for people, and as a model that `opt` reads back.
 
-    03-insert-collectives.onnxtxt    one line a node, with layouts
-    03-insert-collectives.onnx       the graph, with what has been decided in its metadata
-    weights.data                     the weights of all of them, once
+    03-insert-collectives.onnxtxt    a line for each node, with layouts
+    03-insert-collectives.onnx       the graph, with the decisions so far in its metadata
+    weights.data                     the weights of all dumped models, once
 
-After localize-ops the graph is rank 0's, with tables for the other ranks beside it: that is shown
-as text only.
+After localize-ops, the graph is that of rank 0, with tables for the other ranks beside it: only the
+text shows it.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ DUMPED = "[0-9][0-9]-*.onnx"
 LOADING = "00-load"
 """The folder for the text of the model after each rewrite of the loader."""
 _ASIDE = ".attempts"
-"""The folder for files of attempts at a plan that are not the last one."""
+"""The folder for files of all attempts at a plan but the last."""
 _RESHARD = "onnxpar"
 """The attribute that holds a reshard, as JSON, in a written model."""
 _TABLES = ("annotations", "layouts", "copies", "facts", "fused")
 
 
 class Dump(Observer):
-    """Writes the graph after each pass to a numbered file in a folder, which in the end has the
-    files of the plan that was chosen; those of earlier attempts are in a hidden folder meanwhile.
-    Errors: OnnxparError if a file cannot be written."""
+    """Writes the graph after each pass to a numbered file in a folder. In the end, the folder has
+    the files of the chosen plan; meanwhile, a hidden folder has those of earlier attempts. Errors:
+    OnnxparError if a file cannot be written."""
 
     takes_time = True
 
@@ -89,7 +89,7 @@ class Dump(Observer):
         return attempt
 
     def keep(self, attempt: Dump) -> None:
-        number = 1 + next(i for i, each in enumerate(self._attempts) if each is attempt)
+        number = 1 + next(i for i, other in enumerate(self._attempts) if other is attempt)
         if number < len(self._attempts):
             for file in self._attempts[-1]._files:
                 file.unlink()
@@ -149,8 +149,8 @@ class Dump(Observer):
     def _move_weights(
         self, proto: onnx.ModelProto, source: Path, stacks: Mapping[str, StackedValues]
     ) -> None:
-        """Moves large weights to the file that all dumps share; each weight is written once, and
-        read only then."""
+        """Moves large weights to the file that all dumps share; reads and writes each weight only
+        once."""
         with (self.folder / WEIGHTS).open("ab") as sink:
             for tensor in stored_tensors(proto.graph):
                 key = f"{tensor.name} {tensor.data_type} {list(tensor.dims)}"
@@ -187,8 +187,8 @@ def is_dump(path: Path) -> bool:
 
 
 def read_dump(path: Path) -> tuple[Model, PassContext]:
-    """Reads the model and the decisions of a dump; for a dump's text, from the .onnx file beside
-    it. Errors: ModelError."""
+    """Reads the model and the decisions of a dump. For the text of a dump, reads the .onnx file
+    beside it. Errors: ModelError."""
     file = path.with_suffix(".onnx")
     if path.suffix == ".onnxtxt" and not file.is_file():
         raise ModelError(
@@ -214,15 +214,15 @@ def read_dump(path: Path) -> tuple[Model, PassContext]:
 def _state_of(proto: onnx.ModelProto) -> dict[str, Any] | None:
     text = next((e.value for e in proto.metadata_props if e.key == KEY), None)
     try:
-        found = json.loads(text) if text is not None else None
+        state = json.loads(text) if text is not None else None
     except ValueError:
-        found = {}
-    return found if found is None or isinstance(found, dict) else {}
+        state = {}
+    return state if state is None or isinstance(state, dict) else {}
 
 
 def _described(model: Model, ctx: PassContext) -> tuple[onnx.ModelProto, dict[str, StackedValues]]:
-    """The graph as a model; if anything is decided, with the decisions in its metadata. And the
-    values of stacked weights, of which the model has no data."""
+    """Returns the graph as a model, with the decisions so far in its metadata, and the values of
+    stacked weights, whose data the model does not have."""
     stacks: dict[str, StackedValues] = {}
     with _exportable(model.graph) as graph:
         proto = export_model(graph, model.header, stacks)
@@ -263,8 +263,7 @@ def _note_layouts(graph: onnx.GraphProto, ctx: PassContext) -> None:
 
 @contextmanager
 def _exportable(graph: gs.Graph) -> Iterator[gs.Graph]:
-    """Yields the graph with reshards as attributes that an ONNX model can have, then restores
-    it."""
+    """Yields the graph with reshards as attributes that ONNX can store, then restores the graph."""
     nodes = [(node, node.attrs) for node in all_nodes(graph)]
     values = [(tensor, tensor._values) for tensor in constants(graph)]
     domains = graph.import_domains
@@ -288,10 +287,10 @@ def _restored(
 ) -> tuple[Model, PassContext]:
     for tensor in stored_tensors(proto.graph):
         check_stored(tensor, file)
-    kept = [e for e in proto.metadata_props if e.key != KEY]
+    metadata = [e for e in proto.metadata_props if e.key != KEY]
     header = header_of(proto)
     del header.metadata_props[:]
-    header.metadata_props.extend(kept)
+    header.metadata_props.extend(metadata)
     inputs = {port.name for port in proto.graph.input}
     defaults = {t.name: t for t in proto.graph.initializer if t.name in inputs}
     weights = [t for t in proto.graph.initializer if t.name not in inputs]
@@ -331,10 +330,10 @@ def _restored(
     )
 
 
-def _check_leaves(have: Mapping[str, int], told: Mapping[str, list[Any]], file: Path) -> None:
-    """Checks that nodes have as many leaves as when the dump was written. Errors: ModelError."""
-    for name, count in have.items():
-        if name not in told or len(told[name]) != count:
+def _check_leaves(present: Mapping[str, int], dumped: Mapping[str, list[Any]], file: Path) -> None:
+    """Raises ModelError unless nodes have as many leaves as when the dump was written."""
+    for name, count in present.items():
+        if name not in dumped or len(dumped[name]) != count:
             raise ModelError(
                 f"{file}: the rule of node '{name}' has changed since the dump; write it again"
             )

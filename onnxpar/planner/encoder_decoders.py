@@ -1,4 +1,5 @@
-"""The options for the two parts of an encoder-decoder, and what its plan says of the encoder."""
+"""The options for the two parts of an encoder-decoder, and a note about the encoder in the
+decoder's plan."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from onnxpar.planner.options import Options, wanted_mesh
 
 def decoder_by_default(model: object, options: Options) -> Options:
     """Returns the options for the decoder, if the model is the folder of an encoder-decoder; else
-    the options as they are. Errors: ModelError if files are missing; StrategyError if pages are
-    asked for."""
+    the same options. Errors: ModelError if files are missing; StrategyError for options about
+    pages."""
     folder = exported(Path(model)) if isinstance(model, (str, os.PathLike)) else None
     if folder is None or not folder.is_dir() or (folder / "plan.json").exists():
         return options
     if encoder_decoder_in(folder) is None:
         return options
-    asked = {"page-size": options.page_size, "kv-dtype": options.kv_dtype}
-    for flag, value in asked.items():
+    page_options = {"page-size": options.page_size, "kv-dtype": options.kv_dtype}
+    for flag, value in page_options.items():
         if value:
             raise StrategyError(
                 f"--{flag} {value}: {model} is an encoder-decoder, whose caches stay as the model "
@@ -37,8 +38,8 @@ def decoder_by_default(model: object, options: Options) -> Options:
 
 
 def encoder_options(options: Options, decoder: Plan) -> Options:
-    """Returns the options for the encoder, which runs on as many ranks as the decoder. What names
-    tensors, nodes and sizes is of the decoder alone."""
+    """Returns the options for the encoder, which runs on as many ranks as the decoder. Options that
+    name tensors, nodes or sizes are only for the decoder."""
     return replace(
         options,
         part=ENCODER,
@@ -55,7 +56,7 @@ def encoder_options(options: Options, decoder: Plan) -> Options:
 
 
 def note_encoder(decoder: Plan, encoder: Plan) -> None:
-    """Adds to the plan of a decoder what its encoder needs."""
+    """Adds a note to the plan of a decoder: the mesh and the memory of its encoder."""
     weights = text_of(sum(w.bytes_per_rank for w in encoder.weights), "B")
     decoder.notes.append(
         f"the encoder, and the keys and values that the decoder reads of it, are a sharded model "

@@ -1,4 +1,4 @@
-"""Bytes of memory that this host has, and that all ranks of a plan hold together."""
+"""The bytes of memory of this host, and the bytes that all ranks of a plan hold together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from onnxpar.compiler.plan import Plan
 SHARE = 0.9
 """Fraction of the host's memory that ranks may take; the system needs the rest."""
 PROCESS = 30 << 20
-"""Bytes that the process of a rank has for itself beside what the plan counts, such as the
-interpreter's objects; measured."""
+"""Bytes that the process of a rank needs beyond the plan's count, such as the interpreter's
+objects; measured."""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -19,15 +19,15 @@ _CGROUPS = (
 
 
 def host_bytes() -> int | None:
-    """Bytes of memory of this host, or of the container of this process if that has less; None if
-    neither can be read."""
-    found = []
+    """Bytes of memory of this host, or of this process's container if that has less; None if both
+    are unknown."""
+    sizes = []
     for line in _text(_MEMINFO).splitlines():
         if line.startswith("MemTotal:"):
-            found.append(int(line.split()[1]) * 1024)
+            sizes.append(int(line.split()[1]) * 1024)
     limits = [_text(path).strip() for path in _CGROUPS]
-    found += [int(limit) for limit in limits if limit.isdigit()]
-    return min(found, default=None)
+    sizes += [int(limit) for limit in limits if limit.isdigit()]
+    return min(sizes, default=None)
 
 
 def _text(path: Path) -> str:
@@ -37,7 +37,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def held_together(plan: Plan) -> int:
+def bytes_of_all_ranks(plan: Plan) -> int:
     """Bytes that all ranks of a plan hold together.
 
     A whole table that nodes only look up counts once, as all ranks map it from one file. Other

@@ -1,4 +1,4 @@
-"""What makes the plans of one training step for samples of several lengths agree."""
+"""Makes the plans of one training step for samples of several lengths agree."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from onnxpar.search.search import AUTO
 from onnxpar.strategy.strategy import Strategy
 
 _LOSS, _UPDATE = "loss/", "update/"
-"""What names of the nodes and constants of a loss and of an optimizer begin with."""
+"""Prefixes of the names of a loss's and an optimizer's nodes and constants."""
 
 
 @dataclass(frozen=True)
 class Pins:
-    """How states, inputs and outputs are to be split, by name, so that all plans split them alike.
+    """Requested layouts of states, inputs and outputs, by name, so that all plans split them alike.
 
-    whole  those that every rank holds whole in all plans, such as a table of positions, of which
-           each length reads other rows; with their number of dimensions
+    whole  tensors that every rank holds whole in all plans, with their number of dimensions; such
+           as a table of positions, of which each length reads different rows
     alike  the layouts that the shorter steps take over from the longest
     """
 
@@ -43,26 +43,28 @@ class Pins:
     alike: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def more(self, plans: Sequence[Plan]) -> Pins:
-        """Returns what is needed besides to make these plans agree, the longest first; the same if
-        they do."""
-        first, *others = [{p.name: p for p in (*plan.inputs, *plan.outputs)} for plan in plans]
+        """Returns these pins and further ones, to make these plans agree; the same pins if the
+        plans agree. The longest step's plan is first."""
+        first, *shorter = [{p.name: p for p in (*plan.inputs, *plan.outputs)} for plan in plans]
         whole, alike = dict(self.whole), dict(self.alike)
         paired = {name for pair in plans[0].states for name in pair}
         for names in [*plans[0].states, *((name,) for name in first if name not in paired)]:
-            each = [[ports[name] for ports in (first, *others) if name in ports] for name in names]
-            alone = [one[0] for one in each]
+            ports_by_name = [
+                [ports[name] for ports in (first, *shorter) if name in ports] for name in names
+            ]
+            longest = [same[0] for same in ports_by_name]
             if all(
-                same_cut(one, port)
-                for one, ports in zip(alone, each, strict=True)
+                same_cut(of_longest, port)
+                for of_longest, ports in zip(longest, ports_by_name, strict=True)
                 for port in ports
             ):
                 continue
             fits = all(
-                _has_parts(one, port)
-                for one, ports in zip(alone, each, strict=True)
+                _has_parts(of_longest, port)
+                for of_longest, ports in zip(longest, ports_by_name, strict=True)
                 for port in ports
             )
-            for name, port in zip(names, alone, strict=True):
+            for name, port in zip(names, longest, strict=True):
                 if fits and name not in alike and port.layout is not None:
                     alike[name] = [
                         dim_text(dim, plans[0].mesh) for dim in port.layout.normalized().dims
@@ -88,37 +90,41 @@ class Pins:
         search = AUTO if searches and options.search is None else options.search
         pins = {escape(name): entry for name, entry in entries.items()}
         strategy = replace(before, tensors={**before.tensors, **pins})
-        own = replace(options, strategy=strategy, search=search) if pins else options
-        return own if mesh is None else replace(own, devices=mesh.size, mesh=mesh)
+        pinned = replace(options, strategy=strategy, search=search) if pins else options
+        return pinned if mesh is None else replace(pinned, devices=mesh.size, mesh=mesh)
 
 
-def _has_parts(one: Port, two: Port) -> bool:
-    """True if the dimensions of two ports consist of as many parts."""
-    layouts = [port.layout for port in (one, two)]
+def _has_parts(a: Port, b: Port) -> bool:
+    """True if the dimensions of two ports consist of the same numbers of parts."""
+    layouts = [port.layout for port in (a, b)]
     counts = [[len(list(leaves(d))) for d in each.dims] for each in layouts if each]
     return all(each == counts[0] for each in counts)
 
 
 def check_same_step(longest: Path, shorter: Sequence[Path]) -> None:
-    """Checks what plans do not show: that steps begin with the same values, and have the same loss
-    and hyperparameters. Errors: StrategyError for a file that differs."""
+    """Checks differences that plans do not show: steps must begin with the same values, and have
+    the same loss and hyperparameters. Errors: StrategyError for a file that differs."""
     first = read_proto(longest)
-    kept = {slot.input for slot in _step_of(first, longest).slots}
+    states = {slot.input for slot in _step_of(first, longest).slots}
     for file in shorter:
         other = read_proto(file)
         _step_of(other, file)
-        own, given = (_values(proto, kept) for proto in (first, other))
-        odd = [name for name in own.keys() | given.keys() if name not in own or name not in given]
+        values, other_values = (_values(proto, states) for proto in (first, other))
+        odd = [
+            name
+            for name in values.keys() | other_values.keys()
+            if name not in values or name not in other_values
+        ]
         odd += [
             name
-            for name in own.keys() & given.keys()
-            if not _are_equal((own[name], longest.parent), (given[name], file.parent))
+            for name in values.keys() & other_values.keys()
+            if not _are_equal((values[name], longest.parent), (other_values[name], file.parent))
         ]
         ops = [
             [n.op_type for n in p.graph.node if n.name.startswith(_LOSS)] for p in (first, other)
         ]
         if odd or ops[0] != ops[1]:
-            weights = sorted(name for name in odd if name in kept)
+            weights = sorted(name for name in odd if name in states)
             what = f"{weights[0]!r} has other values" if weights else "its hyperparameters differ"
             what = "its loss is another one" if not odd else what
             raise StrategyError(
@@ -128,23 +134,23 @@ def check_same_step(longest: Path, shorter: Sequence[Path]) -> None:
 
 
 def _step_of(proto: onnx.ModelProto, file: Path) -> Step:
-    """Errors: StrategyError if a model is no training step."""
+    """Returns the training step of a model. Errors: StrategyError if the model is none."""
     step = Step.of(proto)
     if step is None:
         raise StrategyError(f"--shorter: {file} is no training step; write one with `onnxpar grad`")
     return step
 
 
-def _values(proto: onnx.ModelProto, kept: Collection[str]) -> dict[str, onnx.TensorProto]:
-    """The first values of states, and the numbers by which the optimizer updates them."""
+def _values(proto: onnx.ModelProto, states: Collection[str]) -> dict[str, onnx.TensorProto]:
+    """The first values of states, and the optimizer's constants."""
     return {
-        t.name: t for t in proto.graph.initializer if t.name in kept or t.name.startswith(_UPDATE)
+        t.name: t for t in proto.graph.initializer if t.name in states or t.name.startswith(_UPDATE)
     }
 
 
-def _are_equal(*each: tuple[onnx.TensorProto, Path]) -> bool:
-    one, two = (numpy_helper.to_array(tensor, str(folder)) for tensor, folder in each)
-    return one.dtype == two.dtype and np.array_equal(one, two)
+def _are_equal(*tensors: tuple[onnx.TensorProto, Path]) -> bool:
+    a, b = (numpy_helper.to_array(tensor, str(folder)) for tensor, folder in tensors)
+    return a.dtype == b.dtype and np.array_equal(a, b)
 
 
 def digests_beside(path: Path, shorter: Sequence[Path]) -> dict[str, Any]:

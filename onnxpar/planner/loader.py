@@ -17,8 +17,8 @@ from onnxpar.strategy.manual import MANUAL
 
 
 class Loader:
-    """Reads the model of a file when it is first asked for it, and again only for options that
-    change what the loader does. `show` is called after each rewrite of the loader."""
+    """Reads the model of a file at the first request, and again only for options that change the
+    loader's result. `show` is called after each rewrite of the loader."""
 
     def __init__(self, path: str | Path, show: Show = unseen) -> None:
         self.path = Path(path)
@@ -27,11 +27,10 @@ class Loader:
         self._model: Model | None = None
 
     def model(self, options: Options, whole: Whole | None = None) -> Model:
-        """The model, with a graph that nothing has changed yet, and with more nodes `whole`.
-        Errors: OnnxparError."""
+        """The model, with a fresh graph, and with more nodes `whole`. Errors: OnnxparError."""
         options.objective.patience.tell("reading the model")
         request = load_request(options)
-        if options.preset == MANUAL:  # a program per rank, whose types the request does not tell
+        if options.preset == MANUAL:  # a program per rank: its types are not in the request
             model = load_model(self.path, options, show=self._show)
         elif self._model is None or not self._serves(request):
             model = load_model(self.path, options, show=self._show)
@@ -44,9 +43,9 @@ class Loader:
         return model
 
     def _serves(self, request: LoadRequest) -> bool:
-        """True if the loader would make of the file what it has made of it."""
+        """True if the loader's result for this request would be the same as before."""
         assert self._model is not None and self._request is not None
-        own = self._request
+        before = self._request
         if self._model.sizes is None:  # then no sizes were sampled
-            own = replace(own, least=request.least, remainders=request.remainders)
-        return own == request
+            before = replace(before, least=request.least, remainders=request.remainders)
+        return before == request

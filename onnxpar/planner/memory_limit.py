@@ -1,5 +1,5 @@
-"""Finds plans that keep to a limit on the bytes of a rank, or the number of ranks that this
-takes."""
+"""Finds plans within a limit on the bytes of a rank, or the number of ranks that the limit
+requires."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from onnxpar.base.units import text_of
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.planner.attempt import Attempt, Planned
-from onnxpar.planner.host_memory import PROCESS, SHARE, held_together, host_bytes
+from onnxpar.planner.host_memory import PROCESS, SHARE, bytes_of_all_ranks, host_bytes
 from onnxpar.search.enough_devices import enough_devices
 from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION
 
 SLACK, LEAST = 0.005, 0.5
-"""Fractions of the limit: the search lowers its own limit by at least the first one each time, and
-never below the second."""
+"""Fractions of the limit: the search lowers its own limit by at least SLACK each time, and never
+below LEAST."""
 MORE = 16
-"""At most this many times `devices` ranks are tried."""
+"""The largest number of ranks to try, as a multiple of `devices`."""
 GROWING = 12.0
-"""Seconds in which to look for a number of ranks."""
+"""Seconds for the search for a number of ranks."""
 _FEWER_PAGES = (
     "; or give --typical pages=N: the states are caches in pages, whose number a plan assumes, and "
     "--kv-memory decides how many there are when the model runs"
@@ -39,10 +39,10 @@ class _FixedError(StrategyError):
 
 
 def within_limit(attempt: Attempt, may_grow: bool, make: Make) -> Planned:
-    """Returns a plan that keeps to the memory limit of the attempt's objective.
+    """Returns a plan within the memory limit of the attempt's objective.
 
-    Errors: StrategyError if there is no such plan; if `may_grow`, it names a number of ranks that
-    would do; if the states are caches in pages, it says how to plan for fewer pages.
+    Errors: StrategyError if there is no such plan. If `may_grow`, the error names a sufficient
+    number of ranks; if the states are caches in pages, it says how to plan for fewer pages.
     """
     pages = _FEWER_PAGES if attempt.page_size else ""
     patience = attempt.objective.patience.renewed()
@@ -63,12 +63,12 @@ def within_limit(attempt: Attempt, may_grow: bool, make: Make) -> Planned:
 
 @dataclass(frozen=True)
 class _Excess:
-    """The memory that a plan needs beyond what there is.
+    """The memory that a plan needs beyond the present memory.
 
-    per_rank  bytes that a rank may hold, or that the rank may hold which may hold the most
-    needed    who needs how many bytes
-    present   the memory that there is, and whose it is
-    memories  bytes that each rank may hold, if that differs; infinite if unknown
+    per_rank  bytes that a rank may hold; if ranks differ, the largest number
+    needed    the bytes that are needed, and by whom, as text
+    present   the present memory, and where, as text
+    memories  bytes that each rank may hold, if ranks differ; infinite if unknown
     """
 
     per_rank: float
@@ -78,8 +78,8 @@ class _Excess:
 
 
 def _excess(plan: Plan, topology: Topology | None) -> _Excess | None:
-    """None if the plan fits the memory of a rank's device, as the topology has it; without a
-    topology, if all ranks together fit the memory of this host. Also None if the memory is
+    """The excess of a plan over the memory of a rank's device in the topology; without a topology,
+    of all ranks together over the memory of this host. None if the plan fits, or if the memory is
     unknown."""
     if plan.mesh.size == 1:
         return None
@@ -92,7 +92,7 @@ def _excess(plan: Plan, topology: Topology | None) -> _Excess | None:
             return None
         present = f"the {text_of(memory, 'B')} of a device of the topology"
         return _Excess(memory, f"a rank needs {text_of(held, 'B')}", present)
-    memory, held = host_bytes(), held_together(plan)
+    memory, held = host_bytes(), bytes_of_all_ranks(plan)
     if memory is None or held <= SHARE * memory:
         return None
     ranks = plan.mesh.size
@@ -101,7 +101,7 @@ def _excess(plan: Plan, topology: Topology | None) -> _Excess | None:
 
 
 def _excess_of_devices(plan: Plan, memories: Sequence[float | None]) -> _Excess | None:
-    """The excess of the rank that needs the most beyond the memory of its own device."""
+    """The excess of the rank that most exceeds the memory of its own device."""
     held = _held_by_rank(plan)
     over = [
         (need / memory, rank, need, memory)
@@ -127,17 +127,16 @@ def _held_by_rank(plan: Plan) -> list[int]:
 
 
 def _held(plan: Plan, objective: Objective) -> float:
-    """Bytes of the rank that is nearest to its limit, in relation to the rank that may hold the
-    most."""
+    """Bytes of the rank that is nearest to its limit, scaled to the rank with the largest limit."""
     if not plan.loads:
         return sum(plan.memory.values())
     return max(load.held * objective.weight_of(rank) for rank, load in enumerate(plan.loads))
 
 
 def within_hardware(planned: Planned, topology: Topology | None, make: Make) -> Planned:
-    """Returns a plan that fits the memory of the topology's devices, or without a topology that of
-    this host: the given one if it fits; also, with a note in it, if the user's strategy decides, or
-    if no plan was found that fits."""
+    """Returns a plan that fits the memory of the topology's devices or, without a topology, of this
+    host. Returns `planned` itself if it fits, or with a note if the user's strategy decides or no
+    plan fits."""
     plan, present = planned.plan, host_bytes()
     ranks = plan.mesh.size
     if topology is None and present is not None and ranks * PROCESS > SHARE * present:
@@ -176,7 +175,7 @@ def within_hardware(planned: Planned, topology: Topology | None, make: Make) -> 
 
 
 def _advice(error: OverLimit, attempt: Attempt, may_grow: bool, make: Make) -> str:
-    """The error message if no strategy over this many ranks keeps to the limit, with a remedy."""
+    """The error message, with a remedy, if no strategy over this many ranks is within the limit."""
     devices, limit = attempt.devices, attempt.objective.memory or 0
     text = f"{error}, more than --memory-limit {text_of(limit, 'B')}"
     states = _of_states(error.states)
@@ -196,8 +195,8 @@ def _advice(error: OverLimit, attempt: Attempt, may_grow: bool, make: Make) -> s
 
 
 def _lower(attempt: Attempt, make: Make) -> Planned:
-    """Lowers the memory limit of the search until the plan keeps to the real one: the search cannot
-    count what reshards hold. Errors: OverLimit; StrategyError if no search decides."""
+    """Lowers the memory limit of the search until the plan is within the real limit: the search
+    cannot count the bytes of reshards. Errors: OverLimit; StrategyError if no search decides."""
     objective = attempt.objective
     limit = most = objective.memory or math.inf
     over: OverLimit | None = None
@@ -226,22 +225,23 @@ def _lower(attempt: Attempt, make: Make) -> Planned:
 
 
 def _of_states(held: float) -> str:
-    """Says how much of what a rank needs is states; empty if it holds none."""
+    """A phrase about the bytes of states among the bytes that a rank needs; empty without
+    states."""
     return f", {text_of(held, 'B')} of it for states" if held else ""
 
 
 class _OutOfTime(Exception):
-    """The time in which to look for a number of ranks is over."""
+    """Raised when the time to look for a number of ranks is over."""
 
 
 def _enough(
     attempt: Attempt, devices: int, make: Make, least: float
 ) -> tuple[int | None, bool, bool]:
-    """Finds a number of ranks of which a plan keeps to the limit; tries multiples of `devices`
-    first, then fewer.
+    """Finds a number of ranks for which a plan is within the limit; tries multiples of `devices`
+    first, then fewer ranks.
 
-    Returns the number or None, whether no smaller number was found that would do, and whether there
-    was time to try all.
+    Returns the number or None, whether it is the fewest ranks, and whether there was time to try
+    all numbers.
     """
     objective = attempt.objective
     patience = objective.patience.renewed(GROWING)

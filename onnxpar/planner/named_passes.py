@@ -1,4 +1,4 @@
-"""Runs the passes that a user names on a model or a dump, and shows the graph between them."""
+"""Runs passes that a user names on a model or a dump, and shows the graph between them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def run_named(
 ) -> None:
     """Runs the named passes on a model or a dump.
 
-    show    called with the text of the graph after each of `print_after`, by default after the last
+    show    a function for the text of the graph after each pass in `print_after`, by default after
+            the last
     dump    folder for the graph after every pass
     output  file for the graph after the last pass
 
@@ -43,7 +44,7 @@ def run_named(
 
 
 class _Printer(Observer):
-    """Shows the text of the graph after some passes, by name, or after all."""
+    """Shows the text of the graph after passes with these names, or after all passes."""
 
     def __init__(self, names: Sequence[str], show: Callable[[str], object]) -> None:
         self.names, self.show = names, show

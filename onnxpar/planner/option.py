@@ -1,4 +1,4 @@
-"""What the table of options says of each option."""
+"""The entries of the table of options."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ GROUPS = (NEEDED, SPLIT, DECIDE, HARDWARE, SIZES, LANGUAGE, TRAINING, OUTPUT, EX
 """The groups of options in --help, in order."""
 
 MANUAL_PROGRAM, DUMP = "manual program", "dump"
-"""Models of which some things are decided: the program of one rank, and the graph after passes."""
+"""Kinds of models for which some options are decided already: the program of one rank, and the
+graph after passes."""
 
 
 @dataclass(frozen=True)
 class Option:
     """An entry of the table of options.
 
-    help      the text for --help, help() and the documentation; other options in it are flags
-    group     its group in --help; empty: it is of Python alone
+    help      the text for --help, help() and the documentation; it names other options by their
+              flags
+    group     its group in --help; empty: the option exists only in Python
     metavar   its value in --help
     flag      its flag without dashes; default: the name, with hyphens
-    field     the attribute of the pipeline's `Options` that has its value; default: the name
-    default   its value if it is not given
+    field     the attribute of the pipeline's `Options` with its value; default: the name
+    default   its default value
     decided   the kinds of models for which it has no effect, and is refused
     """
 
@@ -57,31 +59,32 @@ class NamedOption:
         return self.option.flag or self.name.replace("_", "-")
 
     def value(self, options: object) -> Any:
-        """The value that the pipeline's options have."""
+        """The option's value in the pipeline's options."""
         return attrgetter(self.option.field or self.name)(options)
 
 
 def members(hint: Any) -> Iterator[Any]:
     """Yields the types that a type annotation admits."""
     if get_origin(hint) in (Union, UnionType):
-        for each in get_args(hint):
-            yield from members(each)
+        for part in get_args(hint):
+            yield from members(part)
     else:
         yield hint
 
 
-def described(table: Mapping[str, NamedOption]) -> str:
-    """Returns the names of options and their texts in two columns, with names instead of flags."""
-    names = {each.flag: name for name, each in table.items()}
+def option_lines(table: Mapping[str, NamedOption]) -> str:
+    """Returns the names of options and their texts in two columns. In the texts, names replace
+    flags."""
+    names = {named.flag: name for name, named in table.items()}
 
     def name_of(flag: re.Match[str]) -> str:
         return names.get(flag[1], flag[0])
 
     width = max(map(len, names.values())) + 2
     lines = []
-    for name, each in table.items():
-        text = re.sub(r"--([a-z][a-z-]*)", name_of, each.option.help)
-        text = f"False: {text}" if each.option.default is True else text
+    for name, named in table.items():
+        text = re.sub(r"--([a-z][a-z-]*)", name_of, named.option.help)
+        text = f"False: {text}" if named.option.default is True else text
         how: dict[str, Any] = {"subsequent_indent": " " * width, "break_on_hyphens": False}
         lines += wrap(name.ljust(width) + text, 96, **how)
     return "\n".join(lines)

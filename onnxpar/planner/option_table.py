@@ -1,7 +1,7 @@
 """The table of options of every function and command that makes plans.
 
 The command line, the signatures of Python's functions, help() and the documentation, and the
-refusal of options without effect follow from it.
+refusal of options without effect use this table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from onnxpar.planner.option import (
     TRAINING,
     NamedOption,
     Option,
-    described,
+    option_lines,
 )
 from onnxpar.planner.placed_passes import Placed
 from onnxpar.strategy.presets import PRESETS, Preset
@@ -266,7 +266,7 @@ class LayoutOptions(TypedDict, total=False):
 
 
 class PlanOptions(LayoutOptions, total=False):
-    """Options that decide a plan: those of `LayoutOptions`, and these."""
+    """Options that decide a plan: those of `LayoutOptions`, and further ones."""
 
     fusion: Annotated[
         str | None,
@@ -350,10 +350,10 @@ def table(kind: Kind = PlanOptions) -> Mapping[str, NamedOption]:
 @cache
 def _table(kind: Any) -> Mapping[str, NamedOption]:
     hints = get_type_hints(kind, include_extras=True)
-    each = ((name, *get_args(hint)) for name, hint in hints.items())
-    return {name: NamedOption(name, hint, option) for name, hint, option in each}
+    entries = ((name, *get_args(hint)) for name, hint in hints.items())
+    return {name: NamedOption(name, hint, option) for name, hint, option in entries}
 
 
 for _kind in (LayoutOptions, PlanOptions):
     _own = {name: each for name, each in table(_kind).items() if name in _kind.__annotations__}
-    _kind.__doc__ = f"{_kind.__doc__}\n\n{described(_own)}"
+    _kind.__doc__ = f"{_kind.__doc__}\n\n{option_lines(_own)}"

@@ -26,7 +26,7 @@ Dataset = str | tuple[tuple[int, ...], ...] | None
 
 
 def unknown_host() -> None:
-    """No topology."""
+    """A `Host` that returns None."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,16 @@ class Options:
     balance    True: ranks share the work in proportion to the speed of their devices
     shares     the shares to take with `balance`; if empty, they follow from the speeds
     place      where tables are, by glob: HOST
-    page_size  tokens of a page, in which a decoder's caches are; 0 or None: they stay as the model
-               has them
-    pages_if_possible  true if a decoder that cannot have pages keeps its caches as they are
-    kv_dtype   the type of these caches; None: that of the model
-    part       the part of an encoder-decoder that is made of its folder; None: any other model
+    page_size  tokens of a page of a decoder's caches; 0 or None: the caches stay as in the model
+    pages_if_possible  true if a decoder whose caches cannot be in pages keeps them as they are
+    kv_dtype   the type of these caches; None: as in the model
+    part       the part of an encoder-decoder that is loaded from its folder; None: any other model
     compared   true if the plan is one of several that are compared by the objective
     on_any_host  true if the plan must not depend on this host, and promises no times for it
     host       called when costs are needed and there is no `topology`; if it returns None, costs
                are those of the default topology
     times      collects the wall time of each pass
-    request    the options as the user gave them, in a form that plan.json can have; None if there
-               is none
+    request    the user's options in a form for plan.json; None if they have no such form
     """
 
     devices: int | None = None
@@ -91,7 +89,8 @@ NO_RANKS = "how many ranks? give --devices N or --mesh dp=..,tp=.."
 
 
 def wanted_mesh(options: Options) -> Mesh | None:
-    """The mesh that the user gives as an option or in the strategy; None if there is none."""
+    """The mesh in the user's options or strategy; None if neither has a mesh. Errors: StrategyError
+    for another number of ranks than in --devices."""
     mesh, strategy = options.mesh, options.strategy
     whose = "the mesh"
     if mesh is None and strategy is not None and strategy.mesh is not None:
@@ -106,7 +105,7 @@ def wanted_mesh(options: Options) -> Mesh | None:
 
 def preset_or_search(options: Options) -> str | None:
     """The preset or the kind of search that the user names; None for neither, and for the search
-    `propagation`. Errors: StrategyError if both are given."""
+    `propagation`. Errors: StrategyError if the user names both."""
     search, preset = options.search, options.preset
     if search is None:
         return preset
@@ -118,8 +117,8 @@ def preset_or_search(options: Options) -> str | None:
 
 
 def least_size(options: Options) -> int:
-    """The least size at which to sample an open dimension: every rank can then have an element of
-    it."""
+    """The least size at which to sample an open dimension, so that every rank can have an element
+    of it."""
     mesh = wanted_mesh(options)
     if options.devices is not None:
         check_ranks(options.devices)
@@ -138,13 +137,13 @@ def manual_of(options: Options, step: Step | None = None) -> Manual | None:
         return None
     mesh = wanted_mesh(options)
     if deal is not None:
-        own = Mesh.of((name, size) for name, size in deal.mesh)
-        if mesh not in (None, own) or options.devices not in (None, own.size):
+        step_mesh = Mesh.of((name, size) for name, size in deal.mesh)
+        if mesh not in (None, step_mesh) or options.devices not in (None, step_mesh.size):
             raise StrategyError(
-                f"the training step was written for the mesh {own}; give that mesh, or write the "
-                "step again with `onnxpar grad`"
+                f"the training step was written for the mesh {step_mesh}; give that mesh, or write "
+                "the step again with `onnxpar grad`"
             )
-        return Manual(own, options.strategy or Strategy(), deal)
+        return Manual(step_mesh, options.strategy or Strategy(), deal)
     if mesh is None and options.devices is None:
         raise StrategyError(NO_RANKS)
     mesh = mesh or preset_mesh(MANUAL, options.devices or 1)

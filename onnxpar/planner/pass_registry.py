@@ -1,4 +1,5 @@
-"""Passes by name, and the text form of a pipeline: `propagate-layouts,insert-collectives{...}`."""
+"""Finds passes by name, and reads a pipeline of passes from text:
+`propagate-layouts,insert-collectives{...}`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from onnxpar.planner.plugins import registered_passes
 _BEFORE: tuple[type[Pass], ...] = (Differentiate, FuseAttention)
 OWN: dict[str, type[Pass]] = {p.name: p for p in (*_BEFORE, *DEFAULT_PASSES, *MANUAL_PASSES)}
 LIST = "list"
-"""A word in place of passes, which lists them."""
+"""A word in place of passes, to list them."""
 _ENTRY = re.compile(r"\s*([\w.-]+)\s*(?:\{([^}]*)\})?\s*")
 _LIST = re.compile(rf"\s*|{_ENTRY.pattern}(?:,{_ENTRY.pattern})*")
 _PLACE = re.compile(r"(.*\S)\s+(before|after)\s+([\w.-]+)\s*")
@@ -27,18 +28,18 @@ _BOOLS = {"true": True, "false": False}
 
 
 def by_name() -> dict[str, type[Pass]]:
-    """All passes by name, those of plugins last. Errors: StrategyError if a plugin's pass has the
-    name of another pass."""
-    others = registered_passes()
-    for name in OWN.keys() & others.keys():
+    """All passes by name; passes of plugins come last. Errors: StrategyError if a plugin's pass has
+    the name of another pass."""
+    of_plugins = registered_passes()
+    for name in OWN.keys() & of_plugins.keys():
         raise StrategyError(
             f"a plugin has a pass called {name!r}, but onnxpar has one of that name; rename it"
         )
-    return OWN | others
+    return OWN | of_plugins
 
 
 def passes_help() -> str:
-    """The list of passes for --help."""
+    """The text of --help about passes."""
     return (
         "comma-separated, with options in braces, NAME{option=value}; of: "
         + ", ".join(OWN)
@@ -48,7 +49,7 @@ def passes_help() -> str:
 
 
 def pass_lines() -> list[str]:
-    """One line for each pass: its stage, its name with its options, and what it does."""
+    """Lines about each pass: its stage, its name, its options, and its effect."""
     lines = []
     for name, kind in by_name().items():
         options = ", ".join(f"{key}={f.default}" for key, f in _fields(kind).items())
@@ -77,20 +78,20 @@ def parse_passes(text: str, facts: Sequence[str] = ()) -> list[Pass]:
 
 
 def parse_placed(text: str) -> Placed:
-    """Parses a pass with its place, `drop-identities{limit=3} before insert-collectives`, or
-    without one. Errors: StrategyError."""
-    found = _PLACE.fullmatch(text)
-    entry, where, beside = found.groups() if found else (text, "", None)
+    """Reads a pass with or without a place, such as `drop-identities{limit=3} before
+    insert-collectives`. Errors: StrategyError."""
+    match = _PLACE.fullmatch(text)
+    entry, where, beside = match.groups() if match else (text, "", None)
     step = _parse(entry, "--add-pass")
     return Placed(step, **{where: beside} if where else {})
 
 
 def _parse(entry: str, flag: str) -> Pass:
-    known, found = by_name(), _ENTRY.fullmatch(entry)
-    name = found[1] if found else entry.strip()
-    if found is None or name not in known:
+    known, match = by_name(), _ENTRY.fullmatch(entry)
+    name = match[1] if match else entry.strip()
+    if match is None or name not in known:
         raise StrategyError(f"{flag}: no pass {name!r}; there are {', '.join(known)}")
-    return known[name](**_options(known[name], found[2] or "", flag))
+    return known[name](**_options(known[name], match[2] or "", flag))
 
 
 def _fields(kind: type[Pass]) -> Mapping[str, dataclasses.Field[Any]]:
@@ -108,9 +109,9 @@ def _options(kind: type[Pass], text: str, flag: str) -> dict[str, Any]:
         try:
             values[fields[key].name] = _reader(fields[key])(value)
         except (KeyError, ValueError):
-            have = ", ".join(fields) or "none"
+            names = ", ".join(fields) or "none"
             raise StrategyError(
-                f"{flag}: {kind.name} has no option {option!r}; it has: {have}"
+                f"{flag}: {kind.name} has no option {option!r}; it has: {names}"
             ) from None
     return values
 

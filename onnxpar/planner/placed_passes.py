@@ -16,21 +16,21 @@ from onnxpar.graph.subgraphs import all_nodes
 
 @dataclass(frozen=True)
 class Placed:
-    """A pass and its place: before or after the pass of the given name."""
+    """A pass and its place: before or after the pass with this name."""
 
     step: Pass
     before: str | None = None
     after: str | None = None
 
     def __post_init__(self) -> None:
-        """Errors: StrategyError if both `before` and `after` are given."""
+        """Raises StrategyError for both `before` and `after`."""
         if self.before is not None and self.after is not None:
             raise StrategyError(f"pass {self.step.name}: give before= or after=, not both")
 
 
 def insert(passes: Sequence[Pass], added: Sequence[Pass | Placed]) -> list[Pass]:
     """Inserts `added` into `passes` at their places. A pass of the stage REWRITE needs no place: it
-    runs after the others of its stage. Errors: StrategyError."""
+    runs after the other passes of its stage. Errors: StrategyError."""
     out = list(passes)
     for entry in added:
         placed = entry if isinstance(entry, Placed) else Placed(entry)
@@ -50,8 +50,8 @@ def _position(passes: Sequence[Pass], placed: Placed) -> int:
         return sum(p.stage is Stage.REWRITE for p in passes)
     at = next((i for i, p in enumerate(passes) if p.name == beside), None)
     if at is None:
-        have = ", ".join(p.name for p in passes)
-        raise StrategyError(f"pass {step.name}: no pass {beside!r} runs here; there are {have}")
+        names = ", ".join(p.name for p in passes)
+        raise StrategyError(f"pass {step.name}: no pass {beside!r} runs here; there are {names}")
     return at + (placed.after is not None)
 
 
@@ -86,8 +86,8 @@ def check_order(
         hold.update(step.ensures)
 
 
-def made_in(graph: gs.Graph) -> set[str]:
-    """The names of all tensors that nodes of the graph make."""
+def computed_names(graph: gs.Graph) -> set[str]:
+    """The names of all tensors that nodes of the graph compute."""
     return {t.name for node in all_nodes(graph) for t in node.outputs if t.name}
 
 
@@ -99,14 +99,14 @@ class Known:
     ops: Collection[str]
 
 
-def known_of(graph: gs.Graph) -> Known:
-    """The names of all tensors that nodes make, and of all ops, in the graph."""
-    return Known(made_in(graph), {node.op for node in all_nodes(graph)})
+def names_in(graph: gs.Graph) -> Known:
+    """The names of all computed tensors and of all ops in the graph."""
+    return Known(computed_names(graph), {node.op for node in all_nodes(graph)})
 
 
 def check_rewritten(step: Pass, graph: gs.Graph, known: Known) -> None:
-    """Checks that a graph can be analysed after a pass of the stage REWRITE. Errors: PassError,
-    naming the node or tensor."""
+    """Checks that the compiler can analyse a graph after a pass of the stage REWRITE. Errors:
+    PassError, naming the node or tensor."""
     names: set[str] = set()
     for node in all_nodes(graph):
         if not node.name or node.name in names:
@@ -124,20 +124,21 @@ def check_rewritten(step: Pass, graph: gs.Graph, known: Known) -> None:
 
 
 def _check_operands(step: Pass, node: gs.Node, opset: int, known: Known) -> None:
-    """Checks that ONNX's opset has a node's op with so many inputs. Ignores ops of other domains,
-    and ops that the opset lacks but that the graph had before the pass. Errors: PassError."""
+    """Checks that ONNX's opset has a node's op with this number of inputs. Ignores ops of other
+    domains, and ops that the opset lacks but that the graph had before the pass. Errors:
+    PassError."""
     if node.domain not in (None, "", "ai.onnx"):
         return
-    left = f"pass {step.name} left {node.op} '{node.name}'"
+    subject = f"pass {step.name} left {node.op} '{node.name}'"
     try:
         schema = onnx.defs.get_schema(node.op, opset, "")
     except onnx.defs.SchemaError:
         if node.op in known.ops:
             return
-        raise PassError(f"{left}, an op that opset {opset} does not have") from None
+        raise PassError(f"{subject}, an op that opset {opset} does not have") from None
     count = len(node.inputs)
     if not schema.min_input <= count <= schema.max_input:
         least, most = schema.min_input, schema.max_input
         takes = f"{least}" if least == most else f"{least} to {most}"
         takes = takes if most < 1 << 20 else f"{least} or more"
-        raise PassError(f"{left} with {count} input{'s' * (count != 1)}; it takes {takes}")
+        raise PassError(f"{subject} with {count} input{'s' * (count != 1)}; it takes {takes}")

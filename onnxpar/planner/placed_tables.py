@@ -1,4 +1,4 @@
-"""Finds the tables that stay in files of the host, as the user places them."""
+"""Finds the tables that the user places in files of the host."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from onnxpar.strategy.strategy import Strategy
 HOST = "host"
 
 
-def places_of(given: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
-    """Returns the places of tables by glob, given so or as texts GLOB=PLACE. Errors: StrategyError
-    for a text of another form."""
-    if isinstance(given, Mapping):
-        return {str(pattern): str(place) for pattern, place in given.items()}
-    found = {}
-    for text in given:
+def places_of(value: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
+    """Returns the places of tables by glob, from a mapping or from texts GLOB=PLACE. Errors:
+    StrategyError for a text of another form."""
+    if isinstance(value, Mapping):
+        return {str(pattern): str(place) for pattern, place in value.items()}
+    places = {}
+    for text in value:
         pattern, _, place = text.rpartition("=")
         if not pattern:
             raise StrategyError(f"--place {text}: write TABLE={HOST}")
-        found[pattern] = place
-    return found
+        places[pattern] = place
+    return places
 
 
 def tables_on_host(
     model: Model, place: Mapping[str, str], strategy: Strategy | None
 ) -> tuple[str, ...]:
-    """Returns the weights and states that the user places on the host, with the optimizer's state
-    of each, and the results that replace these states. Errors: StrategyError for a glob that
-    matches nothing, and for a tensor of which a run reads or changes all rows."""
-    given = [("--place", place)]
+    """Returns the weights and states that the user places on the host, with the optimizer states of
+    each, and the results that replace these states. Errors: StrategyError for a glob that matches
+    nothing, and for a tensor if a run reads or changes all its rows."""
+    requests = [("--place", place)]
     if strategy is not None:
-        given.append((f"{strategy.source}: place", strategy.place))
-    found: dict[str, str] = {}
-    for source, each in given:
-        for pattern, where in each.items():
+        requests.append((f"{strategy.source}: place", strategy.place))
+    texts: dict[str, str] = {}
+    for source, places in requests:
+        for pattern, where in places.items():
             if where != HOST:
                 raise StrategyError(
                     f"{source} {pattern}={where}: give {HOST}, or leave it out for a table in the "
@@ -55,20 +55,20 @@ def tables_on_host(
             sources = _sources(model)
             tables = [n for n, t in sources.items() if any(_is_lookup(r, t) for r in t.outputs)]
             names = [pattern] if pattern in sources else matching(pattern, tables, "table", source)
-            found |= dict.fromkeys(names, f"{source} {pattern}={where}")
-    found |= _targeted(model.graph, strategy)
-    found = _with_slots(found, model.step)
-    for name, asked in found.items():
-        _check(model, name, asked)
+            texts |= dict.fromkeys(names, f"{source} {pattern}={where}")
+    texts |= _targeted(model.graph, strategy)
+    texts = _with_slots(texts, model.step)
+    for name, text in texts.items():
+        _check(model, name, text)
         if any(is_value(type_text(t)) for t in (*model.graph.inputs, *model.graph.outputs)):
-            raise StrategyError(f"{asked}: the model has ports that are not tensors of numbers")
+            raise StrategyError(f"{text}: the model has ports that are not tensors of numbers")
     outputs = {t.name: t for t in model.graph.outputs}
-    after = [outputs[output] for state, output in model.states if state in found]
-    return (*found, *(name for tensor in after for name in _written(tensor)))
+    after = [outputs[output] for state, output in model.states if state in texts]
+    return (*texts, *(name for tensor in after for name in _written(tensor)))
 
 
 def _written(output: gs.Variable) -> Iterator[str]:
-    """Yields the names of an output and of the result of the ScatterND that it is."""
+    """Yields the name of an output and, before Identity nodes, that of the ScatterND's result."""
     yield output.name
     node = output.inputs[0]
     if node.op == "Identity":
@@ -83,13 +83,13 @@ def _sources(model: Model) -> dict[str, gs.Tensor]:
 
 
 def _targeted(graph: gs.Graph, strategy: Strategy | None) -> dict[str, str]:
-    """The tables that lookups read for which a strategy has MindSpore's attribute, each with the
-    text of the entry. Errors: StrategyError if an entry is for no lookup."""
-    found: dict[str, str] = {}
+    """The tables of lookups for which a strategy has MindSpore's attribute, each with the text of
+    the entry. Errors: StrategyError if an entry matches no lookup."""
+    tables: dict[str, str] = {}
     for pattern, entry in strategy.shard.items() if strategy is not None else ():
         if not isinstance(entry, Mapping) or PRIMITIVE_TARGET not in entry:
             continue
-        asked = f"{pattern}: {PRIMITIVE_TARGET}={entry[PRIMITIVE_TARGET]!r}"
+        text = f"{pattern}: {PRIMITIVE_TARGET}={entry[PRIMITIVE_TARGET]!r}"
         lookups = [node for node in all_nodes(graph) if _is_lookup(node, node.inputs[0])]
         names = [
             node.inputs[0].name
@@ -98,10 +98,10 @@ def _targeted(graph: gs.Graph, strategy: Strategy | None) -> dict[str, str]:
         ]
         if not names:
             raise StrategyError(
-                f"{asked} is for a Gather that looks up rows of a table; leave it out here"
+                f"{text} is for a Gather that looks up rows of a table; leave it out here"
             )
-        found |= dict.fromkeys(names, asked)
-    return found
+        tables |= dict.fromkeys(names, text)
+    return tables
 
 
 def _is_lookup(node: gs.Node, table: gs.Tensor) -> bool:
@@ -111,21 +111,24 @@ def _is_lookup(node: gs.Node, table: gs.Tensor) -> bool:
     return node.inputs[0] is table and int(node.attrs.get("axis", 0)) in (0, -len(table.shape))
 
 
-def _with_slots(found: Mapping[str, str], step: Step | None) -> dict[str, str]:
-    """Adds the optimizer's state of each table, and the table of each such state."""
+def _with_slots(texts: Mapping[str, str], step: Step | None) -> dict[str, str]:
+    """Adds the optimizer states of each table, and the table of each such state."""
     of = {slot.input: slot.of for slot in (step.slots if step is not None else ()) if slot.of}
-    asked = {of.get(name, name): text for name, text in found.items()}
-    return {**asked, **{name: asked[table] for name, table in of.items() if table in asked}}
+    of_tables = {of.get(name, name): text for name, text in texts.items()}
+    return {
+        **of_tables,
+        **{name: of_tables[table] for name, table in of.items() if table in of_tables},
+    }
 
 
-def _check(model: Model, name: str, asked: str) -> None:
-    """Errors: StrategyError if a run reads or changes all rows of a weight or state."""
+def _check(model: Model, name: str, text: str) -> None:
+    """Raises StrategyError if a run reads or changes all rows of a weight or state."""
     table, step = _sources(model)[name], model.step
     is_state = name in dict(model.states)
     if is_state:
         slot = next((s for s in step.slots if s.input == name), None) if step else None
         if step is None or slot is None:
-            raise StrategyError(f"{asked}: {name} is a state that each run replaces; leave it out")
+            raise StrategyError(f"{text}: {name} is a state that each run replaces; leave it out")
         if slot.of in step.sampled or slot.of not in step.rows:
             why = (
                 "a step draws its rows from all of its classes, which must be in memory; leave it "
@@ -134,11 +137,11 @@ def _check(model: Model, name: str, asked: str) -> None:
                 else "each step changes all its rows; write the step with `onnxpar grad --lazy "
                 f"'{slot.of or name}'`, or leave it out"
             )
-            raise StrategyError(f"{asked}: {name}: {why}")
+            raise StrategyError(f"{text}: {name}: {why}")
     for node in table.outputs:
         is_update = is_state and node.op == "ScatterND" and node.inputs[0] is table
         if not (is_update or _is_lookup(node, table)):
             raise StrategyError(
-                f"{asked}: {node.op} '{node.name}' reads all of {name}; only tables of which "
+                f"{text}: {node.op} '{node.name}' reads all of {name}; only tables of which "
                 "nodes look up rows can be there, so leave it out"
             )

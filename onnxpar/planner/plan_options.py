@@ -1,4 +1,4 @@
-"""Turns the options that users give into those of the pipeline."""
+"""Converts the options that users give to those of the pipeline."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ _ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
 
 
 def options_of(
-    asked: Mapping[str, Any], caller: str = "options_of", kind: Kind = PlanOptions
+    user_options: Mapping[str, Any], caller: str = "options_of", kind: Kind = PlanOptions
 ) -> Options:
     """Converts the options that a user gives to those of the pipeline.
 
     Errors: TypeError for a name that `caller` does not have, as in any Python call; StrategyError
-    for a value of the wrong type, or one that cannot be read.
+    for a value of the wrong type, or a value that cannot be read.
     """
     options = table(kind)
-    for name, value in asked.items():
+    for name, value in user_options.items():
         _check(name, value, caller, options)
-    strategy = Strategy.given(asked.get("strategy"))
+    strategy = Strategy.from_argument(user_options.get("strategy"))
     if strategy is not None and strategy.context:
-        asked = _with_context(asked, strategy, options)
-    values = {**{name: each.option.default for name, each in table().items()}, **asked}
+        user_options = _with_context(user_options, strategy, options)
+    values = {**{name: named.option.default for name, named in table().items()}, **user_options}
     for module in values["plugin"]:
         load_plugin(module)
     use_libraries(values["libraries"])
@@ -69,18 +69,20 @@ def options_of(
         mesh=mesh,
         strategy=strategy,
         dataset=read_dataset(values["dataset_strategy"]),
-        topology=Topology.given(values["topology"], mesh.size if mesh else values["devices"]),
+        topology=Topology.from_argument(
+            values["topology"], mesh.size if mesh else values["devices"]
+        ),
         host=unknown_host if any_host else partial(host_topology, shard_batch),
         on_any_host=any_host,
-        objective=Objective.given(*limits, Patience(tell=progress_line("search"))),
-        typical=Typical.given(values["typical"]),
+        objective=Objective.from_argument(*limits, Patience(tell=progress_line("search"))),
+        typical=Typical.from_argument(values["typical"]),
         states=_pairs(values["states"] or ()),
         page_size=_page_size(values["page_size"]),
         kv_dtype=_kv_dtype(values["kv_dtype"]),
         bucket_bytes=None if bucket_mb is None else int(bucket_mb * (1 << 20)),
         place=places_of(values["place"]),
         passes=[parse_placed(p) if isinstance(p, str) else p for p in values["passes"]],
-        request=request_of(asked),
+        request=request_of(user_options),
         **{name: values[name] for name in _AS_GIVEN},
     )
 
@@ -89,50 +91,50 @@ _AS_GIVEN = (
     *("devices", "preset", "search", "configuration", "balance", "dims", "find_states"),
     *("fusion", "overlap", "compression", "strict", "verify"),
 )
-"""The options whose values the pipeline takes as they are."""
+"""The options whose values the pipeline takes unchanged."""
 
 
 def shard_batch(model: Path, par: Path, ranks: int) -> None:
-    """Writes a model over ranks, in parts of its batch, as measuring a session needs it."""
-    from onnxpar.planner.sharder import shard  # most commands write none
+    """Writes a model over ranks, in parts of its batch, for the measurement of a session."""
+    from onnxpar.planner.sharder import shard  # most commands do not shard
 
     shard(model, par, Options(ranks, preset="data-parallel"))
 
 
-def _page_size(asked: int | None) -> int | None:
-    """Errors: StrategyError for a negative size."""
-    if asked is not None and asked < 0:
-        raise StrategyError(f"--page-size {asked}: a page has at least one token; 0 is for none")
-    return asked
+def _page_size(size: int | None) -> int | None:
+    """Returns a size of pages. Errors: StrategyError for a negative size."""
+    if size is not None and size < 0:
+        raise StrategyError(f"--page-size {size}: a page has at least one token; 0 is for none")
+    return size
 
 
-def _kv_dtype(asked: str | None) -> str | None:
-    """Errors: StrategyError for a type that caches cannot have."""
-    if asked is not None and asked not in DTYPES:
-        raise StrategyError(f"--kv-dtype {asked}: give {', '.join(DTYPES)}")
-    return asked
+def _kv_dtype(dtype: str | None) -> str | None:
+    """Returns a type of caches. Errors: StrategyError for a type that caches cannot have."""
+    if dtype is not None and dtype not in DTYPES:
+        raise StrategyError(f"--kv-dtype {dtype}: give {', '.join(DTYPES)}")
+    return dtype
 
 
 def _with_context(
-    asked: Mapping[str, Any], strategy: Strategy, known: Mapping[str, Any]
+    options: Mapping[str, Any], strategy: Strategy, known: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Returns the options with those of a strategy's section `context`, as far as the call has
-    them: `annotate` fuses nothing. Errors: StrategyError for a setting that an option contradicts,
-    or that a strategy cannot have."""
+    """Returns the options with the settings of a strategy's section `context`. Leaves out settings
+    that the function does not take: `annotate` fuses nothing. Errors: StrategyError for a setting
+    that an option contradicts, or that a strategy cannot have."""
     source = f"{strategy.source}: context"
-    found = options_of_context(strategy.context, source)
-    every = table()
-    found = {name: value for name, value in found.items() if name in known or name not in every}
-    for name, value in found.items():
+    new = options_of_context(strategy.context, source)
+    all_options = table()
+    new = {name: value for name, value in new.items() if name in known or name not in all_options}
+    for name, value in new.items():
         if name not in known or name == "strategy":
             flag = f"--{name.replace('_', '-')}"
             raise StrategyError(f"{source}: files belong to the command; give {flag} {value} there")
-        if asked.get(name) not in (None, value):
+        if options.get(name) not in (None, value):
             raise StrategyError(
-                f"{source} asks for {name}={value!r}, and the option for {asked[name]!r}; give one "
-                "of them"
+                f"{source} asks for {name}={value!r}, and the option for {options[name]!r}; give "
+                "one of them"
             )
-    return {**asked, **found}
+    return {**options, **new}
 
 
 def lists(kind: Kind) -> Callable[[Call], Call]:
@@ -140,15 +142,18 @@ def lists(kind: Kind) -> Callable[[Call], Call]:
     and editors."""
     options = [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=each.option.default, annotation=each.type
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=named.option.default,
+            annotation=named.type,
         )
-        for name, each in table(kind).items()
+        for name, named in table(kind).items()
     ]
 
     def shown(function: Call) -> Call:
-        own = inspect.signature(function)
-        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        signature = own.replace(parameters=[*parameters, *options])
+        present = inspect.signature(function)
+        parameters = [p for p in present.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        signature = present.replace(parameters=[*parameters, *options])
         function.__signature__ = signature  # type: ignore[attr-defined]
         return function
 
@@ -164,9 +169,9 @@ def _check(name: str, value: Any, caller: str, options: Mapping[str, NamedOption
         not isinstance(value, str) or str in kinds
     )  # a string is a Sequence, but not a valid list
     if not is_list or not isinstance(value, tuple(_ABSTRACT.get(kind, kind) for kind in kinds)):
-        wanted = ", ".join(kind.__name__ for kind in kinds if kind is not NoneType)
+        type_names = ", ".join(kind.__name__ for kind in kinds if kind is not NoneType)
         raise StrategyError(
-            f"{name}={value!r:.60} is of type {type(value).__name__}; give {wanted}"
+            f"{name}={value!r:.60} is of type {type(value).__name__}; give {type_names}"
         )
 
 

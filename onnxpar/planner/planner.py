@@ -52,8 +52,8 @@ def _no_collector() -> Iterator[None]:
 
 
 class Planner:
-    """Plans a model with the user's options, in as many attempts as that takes; each gets a graph
-    of its own from the loader, which reads the file once."""
+    """Plans a model with the user's options, in one or several attempts. Each attempt gets a new
+    graph from the loader, which reads the file once."""
 
     def __init__(self, loader: Loader, options: Options, observer: Observer) -> None:
         self.loader, self.options, self.observer = loader, options, observer
@@ -61,7 +61,8 @@ class Planner:
         self._seen: Observer | None = None
 
     def plan(self) -> Planned:
-        """The best plan. Errors: OnnxparError; the observer has then seen the last attempt."""
+        """The best plan. Errors: OnnxparError; the observer then has the state of the last
+        attempt."""
         with self.options.times.of(OTHER):
             try:
                 planned = self._paged_if_possible()
@@ -74,7 +75,8 @@ class Planner:
                     self.observer.keep(self._seen)
 
     def _note(self, planned: Planned) -> None:
-        """Adds to a plan what follows from the topology, and from the other attempts."""
+        """Adds notes to a plan about the topology and the other attempts; corrects the predicted
+        times by runs of the unsplit model."""
         plan, topology = planned.plan, planned.ctx.sharding.costs.topology
         beaten = [
             f"{attempt.text(planned.attempt)}: {outcome}"
@@ -98,8 +100,8 @@ class Planner:
         return self.options.topology is not None or not self.options.on_any_host
 
     def _paged_if_possible(self) -> Planned:
-        """A plan with caches in pages, if the options ask for that; if the model's caches cannot be
-        in pages and need not be, one with caches as they are."""
+        """A plan with caches in pages, if the options ask for pages. If the model's caches cannot
+        be in pages, and the user does not require pages, a plan without pages."""
         attempt = Attempt.first(self.options)
         try:
             return self._fitting(attempt)
@@ -112,7 +114,7 @@ class Planner:
             return planned
 
     def _fitting(self, attempt: Attempt) -> Planned:
-        """A plan that keeps to the memory limit, or without a limit fits the hardware."""
+        """A plan within the memory limit or, without a limit, within the memory of the hardware."""
         options, topology = self.options, self.options.topology
         if attempt.objective.memory is not None:
             is_bounded = topology is not None and bool(topology.devices)
@@ -124,32 +126,33 @@ class Planner:
         return within_hardware(planned, topology, self._balanced)
 
     def _balanced(self, attempt: Attempt) -> Planned:
-        """A plan; of ranks that may take different shares of the work, one whose shares fit."""
+        """A plan; if ranks may take different shares of the work, a plan whose shares fit into
+        memory."""
         if self.options.balance:
             return fitting_shares(attempt, self.options.topology, self.make)
         return self._with_hidden_sums(attempt)
 
     def _with_hidden_sums(self, attempt: Attempt) -> Planned:
-        """A plan; of a training step that communicates while it computes, and on which a search
-        decides, the faster one of two, as the passes predict them: of a search in which sums of
-        gradients between hosts count in full, and of one in which compute hides them."""
+        """The faster of two plans, by predicted time: in the search for the first, sums of
+        gradients between hosts count in full; in the other, compute hides them. The second is only
+        for a training step that communicates while it computes, and for which a search decides."""
         planned = self.make(attempt)
         is_step = planned.plan.step is not None and planned.ctx.model.sizes is None
-        was_searched = planned.ctx.request.found is not None
+        was_searched = planned.ctx.request.solution is not None
         may_hide = is_step and was_searched and may_overlap(self.options)
         if not may_hide or attempt.objective.any_fit:
             return planned
         objective = replace(attempt.objective, hides_sums=True)
         try:
             hiding = self.make(replace(attempt, objective=objective))
-        except OverLimit:  # the first one fits
+        except OverLimit:  # the first plan fits
             return planned
         assert planned.plan.predicted is not None and hiding.plan.predicted is not None
         gains = hiding.plan.predicted.total < planned.plan.predicted.total * (1 - BETTER)
         return hiding if gains else planned
 
     def make(self, attempt: Attempt) -> Planned:
-        """The plan of one attempt; where open sizes do not allow it, of the same one with more
+        """The plan of one attempt; if open sizes do not allow it, of the same attempt with more
         nodes whole. Errors: OnnxparError."""
         outcome: Planned | Attempt = attempt
         try:
@@ -162,7 +165,8 @@ class Planner:
         return outcome
 
     def _tell(self, attempt: Attempt, outcome: str) -> None:
-        """Records the outcome of an attempt, unless it only asks how many ranks would do."""
+        """Records the outcome of an attempt, unless the attempt is only part of the search for a
+        number of ranks."""
         if self._is_shown(attempt):
             self.tried.append((attempt, outcome))
 
@@ -171,8 +175,8 @@ class Planner:
 
     @_no_collector()
     def _run(self, attempt: Attempt) -> Planned | Attempt:
-        """Makes a plan; or returns the attempt to make instead, if open sizes do not allow this
-        one. Errors: OnnxparError."""
+        """Makes a plan. If open sizes do not allow it, returns the attempt to make instead. Errors:
+        OnnxparError."""
         options, tell = attempt.on(self.options), self.options.objective.patience.tell
         model, seen = self.loader.model(options, attempt.whole), Observer()
         if self._is_shown(attempt):
@@ -197,7 +201,7 @@ class Planner:
 
     def _repeat(self, plan: Plan, ctx: PassContext, passes: Sequence[Pass], seen: Observer) -> None:
         """Runs the passes of the stage LOWER at the other bindings of open sizes, and gives the
-        plan its costs at the typical ones. Errors: OpenSizesError."""
+        plan its costs at the typical sizes. Errors: OpenSizesError."""
         model, times = ctx.model, self.options.times
         if model.sizes is None:
             return
@@ -210,8 +214,8 @@ class Planner:
         open_ports(plan, ctx)
 
     def _complete(self, plan: Plan, ctx: PassContext, unread: Sequence[str]) -> None:
-        """Adds to a plan what is known of its model and its options. Errors: StrategyError if an op
-        has no rule, and the options are strict."""
+        """Adds to a plan the data and notes that depend on its model and its options. Errors:
+        StrategyError if an op has no rule, and the options are strict."""
         options, model, path = self.options, ctx.model, self.loader.path
         plan.metadata = metadata_of(model.header)
         if plan.step is not None and plan.step.deal is None and options.request is not None:

@@ -28,14 +28,14 @@ _registered: dict[str, type[Pass]] = {}
 
 
 def registered_passes() -> dict[str, type[Pass]]:
-    """The passes of plugins, by name; those of installed packages first."""
+    """The passes of plugins, by name; passes of installed packages come first."""
     load_entry_points()
     return dict(_registered)
 
 
 def load_plugin(module: str) -> None:
     """Imports a module by its dotted name, or a file `x.py`, and registers its passes; rules
-    register themselves. Errors: StrategyError, naming the module and what is wrong with it."""
+    register themselves. Errors: StrategyError, naming the module and its mistake."""
     try:
         loaded = _from_file(Path(module)) if module.endswith(".py") else _from_name(module)
     except OnnxparError:
@@ -58,10 +58,10 @@ def register_pass(kind: type[Pass]) -> None:
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not name:
         raise StrategyError(f"{kind.__module__}.{kind.__qualname__}: a pass needs a `name`")
-    have = _registered.setdefault(name, kind)
-    if (have.__module__, have.__qualname__) != (kind.__module__, kind.__qualname__):
+    present = _registered.setdefault(name, kind)
+    if (present.__module__, present.__qualname__) != (kind.__module__, kind.__qualname__):
         raise StrategyError(
-            f"two passes are called {name!r}: {have.__module__}.{have.__qualname__} and "
+            f"two passes are called {name!r}: {present.__module__}.{present.__qualname__} and "
             f"{kind.__module__}.{kind.__qualname__}; rename one"
         )
     _registered[name] = kind
@@ -101,7 +101,7 @@ def _from_name(module: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """Imports a module from a file; the same file is loaded once per process."""
+    """Imports a module from a file; loads each file once per process."""
     file = path.resolve()
     name = f"onnxpar_plugin_{path.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:

@@ -1,4 +1,4 @@
-"""Predicts the times of a plan, at the sizes that runs typically have."""
+"""Predicts the times of a plan, at the typical sizes of runs."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ from onnxpar.sharding.planned_collectives import Collective, collective_of
 from onnxpar.sharding.state import ShardingState
 
 _LOSS = 1.1
-"""By how many times a run must be predicted to be longer than unsplit for a note."""
+"""If the predicted time of a run is at least this multiple of the unsplit model's, the plan gets a
+note."""
 
 
 VALUE_SECONDS, VALUE_OF_RANK_SECONDS = 25e-6, 33e-6
-"""Seconds that a run takes more for each input and output that is no tensor of numbers, and for
-each of these and each rank, on two cores of an AMD EPYC."""
+"""Additional seconds of a run for each input and output that is no tensor of numbers, and for each
+of these and each rank, on two cores of an AMD EPYC."""
 OBJECT_SECONDS = 6e-7
-"""Seconds for each string, and for each number in a map, there."""
+"""Seconds for each string, and for each number in a map, on the same cores."""
 
 
-def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
-    """The predicted time of a run, from the graph after fuse-all-reduces; the evaluation of a
+def predict_run(graph: gs.Graph, ctx: PassContext) -> Predicted:
+    """The predicted time of a run, from the graph after fuse-all-reduces. The evaluation of a
     training step does not count."""
     step = ctx.model.step
     nodes = list(nodes_within(nodes_of_run(graph, step.evaluation if step is not None else ())))
-    each = predict_nodes(nodes, ctx.sharding).values()
+    of_nodes = predict_nodes(nodes, ctx.sharding).values()
     return Predicted(
-        sum(p.compute for p in each),
-        sum(p.communication for p in each),
+        sum(p.compute for p in of_nodes),
+        sum(p.communication for p in of_nodes),
         predict_on_one(nodes, ctx.sharding),
         _session_seconds(graph, ctx),
         predict_on_one(nodes, ctx.sharding, alone=False),
@@ -55,7 +56,7 @@ def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
 
 
 def _session_seconds(graph: gs.Graph, ctx: PassContext) -> float:
-    """The seconds that a run takes to hand inputs to the ranks, and their outputs back."""
+    """The seconds in which a run passes inputs to the ranks, and outputs back."""
     session = ctx.sharding.costs.topology.session
     if session is None:
         return 0.0
@@ -70,21 +71,21 @@ def _session_seconds(graph: gs.Graph, ctx: PassContext) -> float:
 
 
 def _value_seconds(ports: Sequence[gs.Tensor], ctx: PassContext) -> float:
-    """The seconds that a run takes more to hand over strings, sequences and maps, which become
-    objects of Python: of a ZipMap, one for each number; of a tensor of strings, whose shape is not
-    known, one for each row of the tensors."""
+    """The additional seconds in which a run passes strings, sequences and maps, which become
+    objects of Python: an object for each number of a ZipMap; for a tensor of strings, whose shape
+    is unknown, an object for each row of the other tensors."""
     values = [t for t in ports if t.name not in ctx.layouts]
     shapes = [ctx.layouts[t.name].shape for t in ports if t.name in ctx.layouts]
     rows = max((shape[0] for shape in shapes if shape), default=1)
     zipped = [n.inputs[0].name for t in values for n in t.inputs if n.op == "ZipMap"]
     maps = [ctx.layouts[name].shape for name in zipped if name in ctx.layouts]
     objects = sum(map(numel, maps)) + rows * (len(values) - len(zipped))
-    each = VALUE_SECONDS + VALUE_OF_RANK_SECONDS * ctx.sharding.mesh.size
-    return len(values) * each + objects * OBJECT_SECONDS
+    value_seconds = VALUE_SECONDS + VALUE_OF_RANK_SECONDS * ctx.sharding.mesh.size
+    return len(values) * value_seconds + objects * OBJECT_SECONDS
 
 
 def with_compute(loads: Sequence[RankLoad], graph: gs.Graph, ctx: PassContext) -> list[RankLoad]:
-    """The loads with the seconds in which each rank computes in a run of the graph."""
+    """The loads, with the seconds in which each rank computes in a run of the graph."""
     if not loads:
         return []
     step = ctx.model.step
@@ -93,34 +94,34 @@ def with_compute(loads: Sequence[RankLoad], graph: gs.Graph, ctx: PassContext) -
     return [replace(load, compute=s) for load, s in zip(loads, seconds, strict=True)]
 
 
-def note_weights(made: Plan, sharding: ShardingState) -> None:
-    """Adds a note to the plan if the ranks split no weight, and names a preset that splits them, if
+def note_weights(plan: Plan, sharding: ShardingState) -> None:
+    """Adds a note to the plan if the ranks split no weight, with a preset that splits them, if
     there is one. The weights of a training step are its parameters, which are states."""
-    if made.mesh.size == 1 or made.predicted is None:
+    if plan.mesh.size == 1 or plan.predicted is None:
         return
-    note = _whole_states(made) if made.step is not None else _whole_weights(made, sharding)
+    note = _whole_states(plan) if plan.step is not None else _whole_weights(plan, sharding)
     if note is not None:
-        made.notes.append(note)
+        plan.notes.append(note)
 
 
-def _whole_states(made: Plan) -> str | None:
-    states = {source for source, _ in made.states}
-    layouts = [port.layout for port in made.inputs if port.name in states and port.layout]
+def _whole_states(plan: Plan) -> str | None:
+    states = {source for source, _ in plan.states}
+    layouts = [port.layout for port in plan.inputs if port.name in states and port.layout]
     if not all(layout.is_whole for layout in layouts):
         return None
     return (
         "every rank holds all parameters and optimizer states, "
-        f"{text_of(made.memory['states_per_rank'], 'B')}; to split them, give --preset zero3 or "
+        f"{text_of(plan.memory['states_per_rank'], 'B')}; to split them, give --preset zero3 or "
         "tensor-parallel, or --memory-limit SIZE for the search"
     )
 
 
-def _whole_weights(made: Plan, sharding: ShardingState) -> str | None:
-    total = sum(weight.bytes for weight in made.weights)
-    if not total or made.memory["weights_per_rank"] < total:
+def _whole_weights(plan: Plan, sharding: ShardingState) -> str | None:
+    total = sum(weight.bytes for weight in plan.weights)
+    if not total or plan.memory["weights_per_rank"] < total:
         return None
     known = sharding.factors.tensors
-    free = sum(weight.bytes for weight in made.weights if weight.name in known)
+    free = sum(weight.bytes for weight in plan.weights if weight.name in known)
     if 2 * free >= total:
         rest = "to split them, give --preset tensor-parallel, or --memory-limit SIZE for the search"
     elif free:
@@ -133,40 +134,40 @@ def _whole_weights(made: Plan, sharding: ShardingState) -> str | None:
     return f"every rank holds all weights, {text_of(total, 'B')}; {rest}"
 
 
-def note_unsplit(made: Plan, sharding: ShardingState) -> None:
-    """Adds a note to the plan if every rank computes everything, as under data-parallel with a
+def note_unsplit(plan: Plan, sharding: ShardingState) -> None:
+    """Adds a note to the plan if every rank computes the whole model, as under data-parallel with a
     batch of one."""
     split = (*sharding.tensors.values(), *sharding.ops.values())
-    if made.mesh.size > 1 and made.predicted is not None and not any(any(axes) for axes in split):
-        made.notes.append(
-            f"nothing is split: each of the {made.mesh.size} ranks runs the whole model"
+    if plan.mesh.size > 1 and plan.predicted is not None and not any(any(axes) for axes in split):
+        plan.notes.append(
+            f"nothing is split: each of the {plan.mesh.size} ranks runs the whole model"
         )
 
 
-def note_host(made: Plan, topology: Topology) -> None:
+def note_host(plan: Plan, topology: Topology) -> None:
     """Adds notes to the plan if ranks of a host take turns, and if onnxruntime alone is faster."""
-    found = made.predicted
-    if found is None or made.mesh.size == 1:
+    times = plan.predicted
+    if times is None or plan.mesh.size == 1:
         return
     if topology.turns > 1:
-        here = min(made.mesh.size, topology.levels[0].size or made.mesh.size)
-        made.notes.append(
+        here = min(plan.mesh.size, topology.levels[0].size or plan.mesh.size)
+        plan.notes.append(
             f"a host runs {here / topology.turns:.0f} ranks at a time, and {here} take turns: a "
             f"run takes {topology.turns:.3g} times as long as with enough cores; --topology FILE "
             "plans for other machines"
         )
-    if topology.alone is not None and found.total > _LOSS * found.one_rank:
-        made.notes.append(
+    if topology.alone is not None and times.total > _LOSS * times.one_rank:
+        plan.notes.append(
             f"splitting does not pay here: onnxruntime on the unsplit model takes "
-            f"{found.one_rank * 1e3:.3f} ms with all cores, and these {made.mesh.size} ranks "
-            f"{found.total * 1e3:.3f} ms; it can pay for larger models or batches, and where a "
+            f"{times.one_rank * 1e3:.3f} ms with all cores, and these {plan.mesh.size} ranks "
+            f"{times.total * 1e3:.3f} ms; it can pay for larger models or batches, and where a "
             "model does not fit into the memory of one process"
         )
 
 
 @dataclass(frozen=True)
 class _Costs:
-    """The costs of a plan at one of the typical sizes, and the weight of these sizes."""
+    """The costs of a plan at one of the typical sizes, and the weight of the size."""
 
     weight: float
     plan: Plan
@@ -175,79 +176,82 @@ class _Costs:
 
 
 def reckon_typical(
-    made: Plan,
+    main: Plan,
     model: Model,
     ctx: PassContext,
     passes: Sequence[Pass],
     observer: Observer,
 ) -> None:
-    """Gives a plan of a model with open sizes its costs: means over the typical sizes, and for
-    memory the maximum.
+    """Gives the plan `main` of a model with open sizes its costs: means over the typical sizes, and
+    for memory the maximum.
 
-    passes    those from insert-collectives on
-    observer  sees each graph and its weight; if it wants other sizes, those of runs, then at these,
-              and the plan gets the bytes that a rank sends at them (`sent_at_runs`)
+    passes    the passes from insert-collectives on
+    observer  sees each graph and its weight; if it needs the costs at other sizes (`priced_at`), it
+              sees the graphs at these, and the plan gets the bytes that a rank sends at them
+              (`sent_at_runs`)
     """
     assert model.sizes is not None
     at = next(i for i, step in enumerate(passes) if step.costs_after)
     first = ((model.sizes.bindings[0], 1.0),)
     if observer.priced_at:
-        made.sent_at_runs = _reckon_runs(made, model, ctx, passes[: at + 1], observer)
+        main.sent_at_runs = _reckon_runs(main, model, ctx, passes[: at + 1], observer)
         observer = Observer()
-    each: list[_Costs] = []
+    costs: list[_Costs] = []
     for weight, graph, other in replay_typical(
         model, ctx, passes[:at], model.sizes.typical or first
     ):
-        plan = summarize(graph, other, made.model, made.preset)
+        plan = summarize(graph, other, main.model, main.preset)
         run_pass(passes[at], graph, other)
         plan.loads = with_compute(plan.loads, graph, other)
         observer.priced(weight, graph, other)
-        each.append(_Costs(weight, plan, predicted(graph, other), _sent(graph, other)))
-    made.typical = model.sizes.typical or first
-    made.is_told, made.caches = model.sizes.is_told, model.sizes.caches
-    made.memory = {key: max(c.plan.memory[key] for c in each) for key in made.memory}
-    made.flops = {key: _mean((c.weight, c.plan.flops[key]) for c in each) for key in made.flops}
-    made.whole = each[0].plan.whole
-    made.loads = _joined_loads([(c.weight, c.plan.loads) for c in each])
-    made.predicted = Predicted(
-        sum(c.weight * c.predicted.compute for c in each),
-        sum(c.weight * c.predicted.communication for c in each),
-        sum(c.weight * c.predicted.one_rank for c in each),
-        sum(c.weight * c.predicted.session for c in each),
-        sum(c.weight * c.predicted.on_rank for c in each),
+        costs.append(_Costs(weight, plan, predict_run(graph, other), _sent(graph, other)))
+    main.typical = model.sizes.typical or first
+    main.is_told, main.caches = model.sizes.is_told, model.sizes.caches
+    main.memory = {key: max(c.plan.memory[key] for c in costs) for key in main.memory}
+    main.flops = {key: _mean((c.weight, c.plan.flops[key]) for c in costs) for key in main.flops}
+    main.whole = costs[0].plan.whole
+    main.loads = _joined_loads([(c.weight, c.plan.loads) for c in costs])
+    main.predicted = Predicted(
+        sum(c.weight * c.predicted.compute for c in costs),
+        sum(c.weight * c.predicted.communication for c in costs),
+        sum(c.weight * c.predicted.one_rank for c in costs),
+        sum(c.weight * c.predicted.session for c in costs),
+        sum(c.weight * c.predicted.on_rank for c in costs),
     )
-    sent = _bytes(made, ctx, [(c.weight, _sizes(c.sent)) for c in each], model.sizes.typical)
-    layouts = {name: (found.before, found.after) for name, found in each[0].sent.items()}
-    made.collectives = [
+    sent = _bytes(main, ctx, [(c.weight, _sizes(c.sent)) for c in costs], model.sizes.typical)
+    layouts = {
+        name: (collective.before, collective.after) for name, collective in costs[0].sent.items()
+    }
+    main.collectives = [
         replace(entry, bytes=size, before=before, after=after)
-        for entry, size in zip(made.collectives, sent, strict=True)
+        for entry, size in zip(main.collectives, sent, strict=True)
         for before, after in [layouts.get(entry.name, (entry.before, entry.after))]
     ]
 
 
 def _reckon_runs(
-    made: Plan,
+    main: Plan,
     model: Model,
     ctx: PassContext,
     passes: Sequence[Pass],
     observer: Observer,
 ) -> dict[str, int]:
-    """Shows the observer the graph at each of its sizes; returns the bytes that a rank sends in
-    a run, by collective. The last of `passes` must be fuse-all-reduces."""
+    """Shows the observer the graph at each of its sizes; returns the bytes that a rank sends in a
+    run, by collective. The last of `passes` must be fuse-all-reduces."""
     *first, fuse = passes
-    each: list[tuple[float, Mapping[str, int]]] = []
+    sent_at: list[tuple[float, Mapping[str, int]]] = []
     sizes = observer.priced_at
     for weight, graph, other in replay_typical(model, ctx, first, sizes):
-        each.append((weight, _sizes(_sent(graph, other))))
+        sent_at.append((weight, _sizes(_sent(graph, other))))
         run_pass(fuse, graph, other)
         observer.priced(weight, graph, other)
-    sent = _bytes(made, ctx, each, sizes)
-    return {entry.name: size for entry, size in zip(made.collectives, sent, strict=True)}
+    sent = _bytes(main, ctx, sent_at, sizes)
+    return {entry.name: size for entry, size in zip(main.collectives, sent, strict=True)}
 
 
-def _joined_loads(each: Sequence[tuple[float, Sequence[RankLoad]]]) -> list[RankLoad]:
-    """The load of each rank over the typical sizes: maxima of bytes, means of work."""
-    weights = [weight for weight, _ in each]
+def _joined_loads(at_sizes: Sequence[tuple[float, Sequence[RankLoad]]]) -> list[RankLoad]:
+    """The load of each rank over the typical sizes: maxima of bytes, and means of work."""
+    weights = [weight for weight, _ in at_sizes]
     return [
         replace(
             same[0],
@@ -257,12 +261,12 @@ def _joined_loads(each: Sequence[tuple[float, Sequence[RankLoad]]]) -> list[Rank
             flops=_mean((w, load.flops) for w, load in zip(weights, same, strict=True)),
             compute=sum(w * load.compute for w, load in zip(weights, same, strict=True)),
         )
-        for same in zip(*(loads for _, loads in each), strict=True)
+        for same in zip(*(loads for _, loads in at_sizes), strict=True)
     ]
 
 
-def _mean(each: Iterable[tuple[float, int]]) -> int:
-    return round(sum(weight * value for weight, value in each))
+def _mean(weighted: Iterable[tuple[float, int]]) -> int:
+    return round(sum(weight * value for weight, value in weighted))
 
 
 def _sent(graph: gs.Graph, ctx: PassContext) -> dict[str, Collective]:
@@ -278,26 +282,26 @@ def _sizes(sent: Mapping[str, Collective]) -> dict[str, int]:
 
 
 def _bytes(
-    made: Plan,
+    main: Plan,
     ctx: PassContext,
-    each: Sequence[tuple[float, Mapping[str, int]]],
+    sent_at: Sequence[tuple[float, Mapping[str, int]]],
     profiles: Sequence[Profile],
 ) -> Iterator[int]:
-    """Yields, for each collective of the plan, the bytes that a rank sends: the weighted mean of
-    `each`. For a collective inside an op, a polynomial through the bindings gives the bytes of its
-    operand at each profile."""
+    """Yields the bytes that a rank sends in each collective of the plan: the weighted mean of
+    `sent_at`. For a collective inside an op, a polynomial through the bindings gives the bytes of
+    its operand at each profile."""
     sizes = ctx.model.sizes
     assert sizes is not None
     variables = sizes.variables()
-    for at, entry in enumerate(made.collectives):
-        if all(entry.name in sent for _, sent in each):
-            yield _mean((weight, sent[entry.name]) for weight, sent in each)
+    for at, entry in enumerate(main.collectives):
+        if all(entry.name in sent for _, sent in sent_at):
+            yield _mean((weight, sent[entry.name]) for weight, sent in sent_at)
             continue
-        found = [
+        operands = [
             entry.operand,
             *(other.lowered.collectives[at].operand for _, other in ctx.lowered.replays),
         ]
-        operand, ranks = fit(found, variables), len(entry.group)
+        operand, ranks = fit(operands, variables), len(entry.group)
         if operand is None or not profiles:
             yield entry.bytes
         else:

@@ -1,5 +1,5 @@
-"""The options with which a training step was sharded, as plan.json keeps them: with these, the same
-step can be sharded for another number of ranks."""
+"""The options with which a training step was sharded, for plan.json: with them, onnxpar can shard
+the same step for another number of ranks."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.read_file import read_proto
 
 _NOT_KEPT = ("verify", "typical", "page_size", "kv_dtype")
-"""Options that decide nothing about a training step, whose sizes are fixed."""
+"""Options that do not affect a training step, whose sizes are fixed."""
 _IN_FILES = ("strategy", "topology")
-"""Options that are a file, or the structure in it."""
+"""Options whose value is a file, or the structure of such a file."""
 _MOST_MESHES = 4
 """Most meshes to try for a number of ranks."""
 
 Request = Mapping[str, Any]
-"""Options of `shard` by name, all of which JSON has."""
+"""Options of `shard` by name, as values of JSON."""
 
 
-def request_of(asked: Mapping[str, Any]) -> Request | None:
-    """Returns the options that a user gave, in the order of names, with what is in files instead
-    of their paths; None if some are objects of Python, which JSON lacks. The files must be valid.
-    Errors: InputError if one cannot be read."""
-    found: dict[str, Any] = {}
-    for name, value in sorted(asked.items()):
+def request_of(user_options: Mapping[str, Any]) -> Request | None:
+    """Returns a user's options, ordered by name, with the contents of files instead of their paths.
+    None if some are objects of Python, which JSON lacks. The files must be valid. Errors:
+    InputError for a file that cannot be read."""
+    request: dict[str, Any] = {}
+    for name, value in sorted(user_options.items()):
         if value is None or name in _NOT_KEPT:
             continue
         is_file = isinstance(value, (str, os.PathLike)) and not is_machine(value)
@@ -49,14 +49,14 @@ def request_of(asked: Mapping[str, Any]) -> Request | None:
         if name == "strategy" and isinstance(value, Mapping):
             value = {key: entry for key, entry in value.items() if key != "context"}
         try:
-            found[name] = _plain(value)
+            request[name] = _plain(value)
         except TypeError:
             return None
-    return found
+    return request
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON has it. Errors: TypeError for another object."""
+    """Returns a value in the types of JSON. Errors: TypeError for other objects."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Mesh):
@@ -71,22 +71,24 @@ def _plain(value: Any) -> Any:
 
 
 def requests_for(request: Request, mesh: Mesh, ranks: int) -> Iterator[dict[str, Any]]:
-    """Yields the options with which to shard for so many ranks what was sharded over `mesh` with a
-    request, the most alike first: if the user has named axes, over meshes of the same ones."""
+    """Yields options to shard a step for another number of ranks, after it was sharded over `mesh`
+    with `request`. The most similar come first; if the user has named axes, they are over meshes
+    with these axes."""
     strategy = request.get("strategy") or {}
-    others = {name: value for name, value in request.items() if name not in ("devices", "mesh")}
+    rest = {name: value for name, value in request.items() if name not in ("devices", "mesh")}
     if "strategy" in request:
-        others["strategy"] = {key: entry for key, entry in strategy.items() if key != "mesh"}
+        rest["strategy"] = {key: entry for key, entry in strategy.items() if key != "mesh"}
     if "mesh" in request or "mesh" in strategy or (len(mesh.shape) > 1 and "preset" in request):
-        for made in _alike(mesh, ranks)[:_MOST_MESHES]:
-            yield {**others, "mesh": str(made)}
+        for similar in _alike(mesh, ranks)[:_MOST_MESHES]:
+            yield {**rest, "mesh": str(similar)}
     else:
-        yield {**others, "devices": ranks}
+        yield {**rest, "devices": ranks}
 
 
 def _alike(mesh: Mesh, ranks: int) -> list[Mesh]:
-    """Returns the meshes of other sizes with the same axes: first those whose inner axes keep their
-    sizes, or are larger rather than smaller, because these axes divide what a rank holds."""
+    """Returns the meshes of other sizes with the same axes. Meshes whose inner axes keep their
+    sizes come first, then meshes with larger inner axes, because the inner axes divide the memory
+    of a rank."""
     names = [name for name, _ in mesh.shape]
     before = [size for _, size in mesh.shape]
 
@@ -94,12 +96,12 @@ def _alike(mesh: Mesh, ranks: int) -> list[Mesh]:
         pairs = list(zip(sizes, before, strict=True))[1:]
         return [(new < old, abs(math.log(new / old))) for new, old in reversed(pairs)]
 
-    found = sorted(_factors(ranks, len(names)), key=change)
-    return [Mesh.of(zip(names, sizes, strict=True)) for sizes in found]
+    ordered = sorted(_factors(ranks, len(names)), key=change)
+    return [Mesh.of(zip(names, sizes, strict=True)) for sizes in ordered]
 
 
 def _factors(product: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yields all tuples of so many positive numbers with this product."""
+    """Yields all tuples of `count` positive numbers with this product."""
     if count == 1:
         yield (product,)
         return
@@ -114,8 +116,8 @@ def model_digest(path: Path) -> str:
     tensors = stored_tensors(read_proto(path).graph)
     names = {external_location(t)[0] for t in tensors if t.data_location == t.EXTERNAL}
     try:
-        own = digests_of([path])[path.name]
-        others = {name: digests_of([path.parent / name]) for name in sorted(names)}
+        of_model = digests_of([path])[path.name]
+        of_weights = {name: digests_of([path.parent / name]) for name in sorted(names)}
     except OSError as error:
         raise ModelError(f"cannot read {path}: {unread(error)}") from None
-    return hashlib.sha256(json.dumps([own, others]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([of_model, of_weights]).encode()).hexdigest()

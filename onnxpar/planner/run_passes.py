@@ -20,8 +20,8 @@ from onnxpar.graph.used_names import check_names
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.planner.observer import Observer
-from onnxpar.planner.placed_passes import check_rewritten, known_of
-from onnxpar.planner.predicted_times import predicted, with_compute
+from onnxpar.planner.placed_passes import check_rewritten, names_in
+from onnxpar.planner.predicted_times import predict_run, with_compute
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
@@ -35,14 +35,14 @@ def run_passes(
     check: bool = False,
     times: PassTimes | None = None,
 ) -> Plan | None:
-    """Runs passes in order; returns the plan, which is taken after the passes with `plan_after`.
+    """Runs passes in order; returns the plan, which is made after the passes with `plan_after`.
 
-    observer  sees the graph after every pass, before the check; and the costs after the pass with
+    observer  sees the graph after every pass, before the check, and the costs after the pass with
               `costs_after`, unless sizes are open
     check     verify the invariants after every pass
     times     collects the wall time of each pass
 
-    Errors: OnnxparError of a pass; PassError for any other failure, naming the pass and those
+    Errors: OnnxparError of a pass; PassError for any other failure, naming the pass and the passes
     before it.
     """
     plan = None
@@ -62,7 +62,7 @@ def run_passes(
                 plan = summarize(model.graph, ctx, model_name(model.path), ctx.request.preset)
         if step.costs_after and plan is not None and model.sizes is None:
             with times.of(SUMMARIZE):
-                plan.predicted = predicted(model.graph, ctx)
+                plan.predicted = predict_run(model.graph, ctx)
                 plan.loads = with_compute(plan.loads, model.graph, ctx)
                 observer.priced(1.0, model.graph, ctx)
     if plan is not None:
@@ -91,8 +91,8 @@ def _run(
     observer: Observer,
     times: PassTimes,
 ) -> bool:
-    """Runs a pass, and shows what it leaves; returns whether anything changed."""
-    known = known_of(model.graph) if step.stage is Stage.REWRITE else None
+    """Runs a pass, and shows the observer its result; returns True if anything changed."""
+    known = names_in(model.graph) if step.stage is Stage.REWRITE else None
     with failures(step, ran):
         try:
             changed = run_pass(step, model.graph, ctx)
@@ -110,7 +110,7 @@ def _run(
 
 
 def open_sharding(model: Model, mesh: Mesh, topology: Topology | None) -> ShardingState:
-    """A state of sharding in which nothing is split."""
+    """A state of sharding without any split."""
     if any(node.domain == DOMAIN for node in model.graph.nodes):
         return ShardingState.open(mesh, GraphFactors({}, []), topology)  # a program per rank
     factors = analyse(model.graph, model.states, model.sizes is None, model.whole)

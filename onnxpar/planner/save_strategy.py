@@ -1,4 +1,4 @@
-"""Saves a strategy that was found, as few entries that give the same layouts by propagation."""
+"""Saves the strategy of a plan, with few entries, from which propagation gives the same layouts."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ SHARD, TENSORS = "shard", "tensors"
 WHOLE: LeafSplit = ((), None)
 Pieces = tuple[LeafSplit, ...]
 Decided = Mapping[tuple[str, str], Pieces]
-"""The axes of leaves, by kind and name of their node or tensor."""
+"""The axes of leaves, by the kind and the name of their node or tensor."""
 
 
-def saved_strategy(model: Model, ctx: PassContext) -> Strategy:
+def strategy_to_save(model: Model, ctx: PassContext) -> Strategy:
     """A strategy that, without other options, gives the layouts that propagate-layouts has just
     decided."""
     return _Saving(model, ctx).strategy()
@@ -51,8 +51,7 @@ class Saver(Observer):
     file."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        """If `path` is None, nothing is saved. Errors: InputError if no file can be written
-        there."""
+        """If `path` is None, saves nothing. Errors: InputError if no file can be written there."""
         if path is not None:
             check_place(path)
         self.path = path
@@ -60,7 +59,7 @@ class Saver(Observer):
 
     def passed(self, step: Pass, model: Model, ctx: PassContext) -> None:
         if self.path is not None and isinstance(step, PropagateLayouts):
-            self.text = strategy_text(saved_strategy(model, ctx), _comment(model, ctx))
+            self.text = strategy_text(strategy_to_save(model, ctx), _comment(model, ctx))
 
     def write(self) -> str | None:
         """Writes the file; returns a sentence for the user. Errors: InputError."""
@@ -86,7 +85,7 @@ def _comment(model: Model, ctx: PassContext) -> str:
 
 @dataclass(frozen=True)
 class _Entry:
-    """An entry of the file, and the annotations that it stands for."""
+    """An entry of the file, and the annotations into which it converts."""
 
     kind: str
     pattern: str
@@ -95,18 +94,20 @@ class _Entry:
 
 
 class _Saving:
+    """Finds the entries of a strategy for the decisions of propagate-layouts."""
+
     def __init__(self, model: Model, ctx: PassContext) -> None:
         self.model = model
         self.sharding = ctx.sharding
         sharding = _copy(ctx.sharding)
         tensors = sharding.factors.tensors
         pairs = [(a, b) for a, b in model.states if a in tensors and b in tensors]
-        self.held = sorted((sharding.pinned | {a for a, _ in pairs}) - {b for _, b in pairs})
-        self.wanted = self._decided(sharding)
+        self.pinned = sorted((sharding.pinned | {a for a, _ in pairs}) - {b for _, b in pairs})
+        self.goal = self._decided(sharding)
         self.ops = {op.node.name: op for op in sharding.factors.ops}
         self.weights = self._weights()
         fed = readers_of_sources(sharding.factors)
-        self.readers = {name: [op.node.name for op in found] for name, found in fed.items()}
+        self.readers = {name: [op.node.name for op in ops] for name, ops in fed.items()}
         self.alike: dict[int, list[OpFactors]] = defaultdict(list)
         self.number: dict[str, int] = {}
         numbers = tied(sharding, partial_kinds(sharding.factors.ops))
@@ -118,7 +119,8 @@ class _Saving:
         self.values: dict[tuple[Any, str], Any] = {}
 
     def strategy(self) -> Strategy:
-        """Adds entries until they give the wanted layouts, then drops those that are not needed."""
+        """Adds entries until they give the layouts of the plan, then drops entries that are not
+        needed."""
         batches: list[list[_Entry]] = []
         while differing := self._differing(batches):
             batches.append(self._next(differing, batches))
@@ -136,51 +138,51 @@ class _Saving:
 
     def _decided(self, sharding: ShardingState) -> Decided:
         """The axes of every node, and of every tensor whose own layout insert-collectives reads."""
-        found: dict[tuple[str, str], Pieces] = {}
+        decided: dict[tuple[str, str], Pieces] = {}
         for op in sharding.factors.ops:
             sharding.legalize(op)
             atoms = [leaf.atom for leaf in op.leaves]
-            found[SHARD, op.node.name] = _pieces(sharding, atoms, sharding.op_axes(op))
-        for name in self.held:
+            decided[SHARD, op.node.name] = _pieces(sharding, atoms, sharding.op_axes(op))
+        for name in self.pinned:
             atoms = [leaf.atom for leaf in sharding.factors.tensors[name].leaves]
             axes = sharding.tensor_sharding(name).leaves
-            found[TENSORS, name] = _pieces(sharding, atoms, axes)
-        return found
+            decided[TENSORS, name] = _pieces(sharding, atoms, axes)
+        return decided
 
     def _differing(self, batches: Iterable[Sequence[_Entry]]) -> list[tuple[str, str]]:
-        """The nodes and tensors that these entries alone do not shard as wanted."""
+        """The nodes and tensors that get another layout from these entries alone."""
         mesh, factors = self.sharding.mesh, self.sharding.factors
         sharding = ShardingState.open(mesh, factors, self.sharding.costs.topology)
-        asked = [
+        annotations = [
             annotation for batch in batches for entry in batch for annotation in entry.annotations
         ]
-        rounds = [*self.before, with_derived(asked, sharding), *self.after]
+        rounds = [*self.before, with_derived(annotations, sharding), *self.after]
         ctx = PassContext(self.model, sharding, annotations=rounds)
         PropagateLayouts().run(self.model.graph, ctx)
-        found = self._decided(sharding)
+        decided = self._decided(sharding)
         free = {(TENSORS, name) for name in self.sharding.pinned - sharding.pinned}
-        return [key for key, pieces in self.wanted.items() if found[key] != pieces or key in free]
+        return [key for key, pieces in self.goal.items() if decided[key] != pieces or key in free]
 
     def _weights(self) -> dict[str, Pieces]:
-        """The weights that an entry may give a layout: all readers need the same one, without
-        partial sums."""
+        """The weights that an entry may give a layout: all their readers need the same layout,
+        without partial sums."""
         reads: dict[str, set[Pieces | None]] = defaultdict(set)
         for op in self.ops.values():
-            own = self.wanted[SHARD, op.node.name]
+            node_pieces = self.goal[SHARD, op.node.name]
             may_pend = op.rule.additive.union(*(g for g in op.rule.linear if len(g) > 1))
             for i, (tensor, links) in enumerate(zip(op.node.inputs, op.inputs, strict=True)):
-                pieces = tuple(WHOLE if k is None else own[k] for k in links)
+                pieces = tuple(WHOLE if k is None else node_pieces[k] for k in links)
                 reads[tensor.name].add(None if i in may_pend else pieces)
             for tensor in [t for body in op.bodies for t in body.graph.outputs]:
                 reads[tensor.name].add(None)
             for tensor, _, _ in [] if op.bodies else captured(op.node):
                 reads[tensor.name].add(None)
-        found: dict[str, Pieces] = {}
+        weights: dict[str, Pieces] = {}
         for weight in constants(self.model.graph):
             needs = reads[weight.name]
             if len(needs) == 1 and None not in needs and weight.name in self.sharding.tensors:
-                found[weight.name] = needs.pop() or ()
-        return found | {name: p for (kind, name), p in self.wanted.items() if kind == TENSORS}
+                weights[weight.name] = needs.pop() or ()
+        return weights | {name: p for (kind, name), p in self.goal.items() if kind == TENSORS}
 
     def _matrices(self, node: str) -> list[str]:
         """The weights of a node that have more than one dimension."""
@@ -190,7 +192,7 @@ class _Saving:
     def _next(
         self, differing: Sequence[tuple[str, str]], batches: Iterable[Sequence[_Entry]]
     ) -> list[_Entry]:
-        """The entries to try next: for nodes with weight matrices first, and for all nodes like
+        """The entries to try next: first for nodes with weight matrices, and for all nodes like
         them."""
         tried = {(e.kind, e.pattern, repr(e.value)) for batch in batches for e in batch}
         heavy = [(kind, n) for kind, n in differing if kind == SHARD and self._matrices(n)]
@@ -202,7 +204,7 @@ class _Saving:
         raise AssertionError(f"no entry makes {differing[0]} what it is")
 
     def _candidates(self, kind: str, name: str) -> Iterator[list[_Entry]]:
-        """Yields lists of entries that shard this node or tensor as wanted, the most readable
+        """Yields lists of entries that give this node or tensor its layout, the most readable
         first."""
         if kind == TENSORS:
             yield [self._entry(TENSORS, name, self._tensor_value)]
@@ -212,30 +214,31 @@ class _Saving:
         split = [w for w in matrices if any(axes for axes, _ in self.weights[w])]
         by_node = [self._entry(SHARD, n, self._node_value) for n in group]
         by_weight = [self._entry(TENSORS, w, self._tensor_value) for w in split]
-        by_read = [self._entry(SHARD, w, self._reader_value) for n in group for w in self._own(n)]
+        by_read = [
+            self._entry(SHARD, w, self._reader_value) for n in group for w in self._read_weight(n)
+        ]
         if "/" in name:
             yield from (by_node, by_weight)
         else:
             yield from (by_weight, by_read if len(by_read) == len(group) else [], by_node)
         yield [self._entry(SHARD, n, self._factor_value) for n in group]
 
-    def _own(self, node: str) -> list[str]:
-        """The last weight of a node whose readers are all split alike, as a list; empty if there is
-        none."""
-        found = [t.name for t in self.ops[node].node.inputs if t.name in self.readers]
-        return [name for name in found if self._value(self._reader_value, name) is not None][-1:]
+    def _read_weight(self, node: str) -> list[str]:
+        """The last weight of a node whose readers are all split alike, as a list; empty if the node
+        has none."""
+        names = [t.name for t in self.ops[node].node.inputs if t.name in self.readers]
+        return [name for name in names if self._value(self._reader_value, name) is not None][-1:]
 
     def _entry(self, kind: str, name: str, value: Callable[[str], Any]) -> _Entry:
-        """An entry for this name, with a pattern that also matches similar names with the same
-        value."""
-        own = self._value(value, name)
+        """An entry for this name; its pattern also matches similar names with the same value."""
+        own_value = self._value(value, name)
         names: Iterable[str] = self.ops if kind == SHARD else self.sharding.factors.tensors
         if name in self.readers and kind == SHARD:
             names = self.readers
-        pattern = widest_pattern(name, names, lambda n: bool(self._value(value, n) == own))
-        data = {pattern: own}
+        pattern = widest_pattern(name, names, lambda n: bool(self._value(value, n) == own_value))
+        data = {pattern: own_value}
         strategy = Strategy(shard=data) if kind == SHARD else Strategy(tensors=data)
-        return _Entry(kind, pattern, own, tuple(annotations_of(strategy, self.sharding)))
+        return _Entry(kind, pattern, own_value, tuple(annotations_of(strategy, self.sharding)))
 
     def _value(self, value: Callable[[str], Any], name: str) -> Any:
         if (value, name) not in self.values:
@@ -243,13 +246,13 @@ class _Saving:
         return self.values[value, name]
 
     def _node_value(self, name: str) -> Any:
-        return node_entry(self.ops[name], self.wanted[SHARD, name], self.sharding)
+        return node_entry(self.ops[name], self.goal[SHARD, name], self.sharding)
 
     def _factor_value(self, name: str) -> Any:
-        return factor_entry(self.ops[name], self.wanted[SHARD, name], self.sharding.mesh)
+        return factor_entry(self.ops[name], self.goal[SHARD, name], self.sharding.mesh)
 
     def _reader_value(self, name: str) -> Any:
-        """The value that fits all readers of a weight; None if they differ."""
+        """The value for all readers of a weight; None if they differ."""
         values = [self._node_value(node) for node in self.readers[name]]
         return values[0] if all(value == values[0] for value in values) else None
 
@@ -259,16 +262,16 @@ class _Saving:
 
 
 def widest_pattern(name: str, names: Iterable[str], fits: Callable[[str], bool]) -> str:
-    """The glob, made from `name` with `*` for one number or for all, that matches the most `names`
-    and only those that fit; `name` itself if there is none."""
+    """The glob that matches the most `names`, all of which fit. It is `name` with `*` for one
+    number or for all numbers; `name` itself if no such glob is better."""
     words = [escape(word) for word in re.split(r"(\d+)", name)]
     numbers = range(1, len(words), 2)
     best, most = name, 1
     for starred in (*({i} for i in numbers), set(numbers)):
         pattern = "".join("*" if i in starred else word for i, word in enumerate(words))
-        found = [n for n in names if fnmatchcase(n, pattern)]
-        if len(found) > most and all(map(fits, found)):
-            best, most = pattern, len(found)
+        matches = [n for n in names if fnmatchcase(n, pattern)]
+        if len(matches) > most and all(map(fits, matches)):
+            best, most = pattern, len(matches)
     return best
 
 

@@ -1,4 +1,4 @@
-"""Makes plans, annotated models, and folders for ranks from models."""
+"""Makes plans, annotated models, and sharded models."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def plan(
     observer: Observer | None = None,
     loader: Loader | None = None,
 ) -> tuple[Plan, PassContext]:
-    """Makes the plan that `shard` writes, and its context. `observer` sees how; `loader` has read
-    the model for another plan. Errors: OnnxparError."""
+    """Makes the plan that `shard` writes, and its context. `observer` observes the making; `loader`
+    has read the model for another plan. Errors: OnnxparError."""
     observer = observer or Observer()
     planned = Planner(loader or Loader(path, observer.loading), options, observer).plan()
     return planned.plan, planned.ctx
 
 
 def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
-    """Writes the original model with the plan as ONNX's multi-device annotations. Errors:
-    OnnxparError."""
+    """Writes the original model with the layouts of the plan as ONNX's multi-device annotations.
+    Errors: OnnxparError."""
     if options.preset == MANUAL:
         raise StrategyError(
             "a manual program is one rank's graph, and annotations describe the graph of all "
@@ -61,10 +61,10 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
     refuse_paging(options, "annotate")
     output = Path(output)
     annotator = _Annotator(Path(path))
-    made, _ = plan(path, options, annotator)
+    result, _ = plan(path, options, annotator)
     assert annotator.annotated is not None
     save(annotator.annotated, Path(path), output)
-    return made
+    return result
 
 
 class _Annotator(Observer):
@@ -92,9 +92,9 @@ def shard(
     ranks: Collection[int] | None = None,
     shorter: Sequence[Path] = (),
 ) -> Plan:
-    """Writes the sharded model to the folder `output`, which an InferenceSession runs; of `ranks`
-    alone, if they are given. `shorter` are files of the same training step for shorter samples.
-    Errors: OnnxparError."""
+    """Writes the sharded model to the folder `output`, which an InferenceSession runs; with
+    `ranks`, only the files of these ranks. `shorter` are files of the same training step for
+    shorter samples. Errors: OnnxparError."""
     place = check_place(Path(output), foreign_part)
     if ranks is not None:
         mesh = wanted_mesh(options)
@@ -103,29 +103,31 @@ def shard(
             sorted({**options.request, "for_any_host": True}.items())
         )
         options = replace(options, host=unknown_host, on_any_host=True, request=request)
-    made, ctx = plan(path, options, observer)
-    others: dict[Path, tuple[Plan, PassContext]] = {}
+    result, ctx = plan(path, options, observer)
+    of_shorter: dict[Path, tuple[Plan, PassContext]] = {}
     if shorter:
         check_same_step(Path(path), shorter)
     pins, before = Pins(), None
     while shorter and pins != before:
         if before is not None and pins.whole != before.whole:
-            made, ctx = plan(path, pins.on(options), observer)
-        others = {file: plan(file, pins.on(options, made.mesh)) for file in shorter}
-        plans = [made, *(other for other, _ in others.values())]
-        check_lengths(plans, [Path(path), *others])
+            result, ctx = plan(path, pins.on(options), observer)
+        of_shorter = {file: plan(file, pins.on(options, result.mesh)) for file in shorter}
+        plans = [result, *(other for other, _ in of_shorter.values())]
+        check_lengths(plans, [Path(path), *of_shorter])
         pins, before = pins.more(plans), pins
     if ranks is not None:
-        check_chosen_ranks(ranks, made.mesh.size)
+        check_chosen_ranks(ranks, result.mesh.size)
     encoder = None
     if options.part == DECODER:
-        encoder = plan(encoder_file(Path(path)), encoder_options(options, made))
-        note_encoder(made, encoder[0])
+        encoder = plan(encoder_file(Path(path)), encoder_options(options, result))
+        note_encoder(result, encoder[0])
     carried = carried_files(Path(path), options.part is not None)
-    if made.request is not None:
-        made.request = {**made.request, "sha256": model_digest(Path(path))}
+    if result.request is not None:
+        result.request = {**result.request, "sha256": model_digest(Path(path))}
         if shorter:
-            made.request = {**made.request, "shorter": digests_beside(Path(path), shorter)}
+            result.request = {**result.request, "shorter": digests_beside(Path(path), shorter)}
     with options.times.of(OTHER), writing(output):
-        write_bundle(place, made, ctx, encoder, others, carried, options.times, progress, ranks)
-    return made
+        write_bundle(
+            place, result, ctx, encoder, of_shorter, carried, options.times, progress, ranks
+        )
+    return result

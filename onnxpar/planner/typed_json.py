@@ -1,4 +1,5 @@
-"""Encodes values of the compiler as JSON, and back; a type that JSON lacks is written as a tag.
+"""Encodes values of the compiler as JSON, and back; a type that JSON lacks becomes an object with
+one key, the name of the type.
 
 A tuple is `{"tuple": [...]}`, a dict with any keys `{"dict": [[key, value], ...]}`, a dataclass of
 TYPES `{"Axis": {"name": "tp", ...}}`, a node's factors `{"op": "MatMul_3"}`.
@@ -29,16 +30,16 @@ from onnxpar.strategy.training_presets import Closed, SplitSums, SplitTogether
 
 
 def _with_parts(kinds: Iterable[type[Any]]) -> dict[str, type[Any]]:
-    """Dataclasses, and those that their fields may have, and so on, by name."""
-    found: dict[str, type[Any]] = {}
-    left = list(kinds)
-    while left:
-        kind = left.pop()
-        if kind.__name__ not in found and kind is not OpFactors and is_dataclass(kind):
-            found[kind.__name__] = kind
+    """Dataclasses and, recursively, the dataclasses in the types of their fields, by name."""
+    by_type_name: dict[str, type[Any]] = {}
+    todo = list(kinds)
+    while todo:
+        kind = todo.pop()
+        if kind.__name__ not in by_type_name and kind is not OpFactors and is_dataclass(kind):
+            by_type_name[kind.__name__] = kind
             types = [t for hint in get_type_hints(kind).values() for t in (hint, *_arguments(hint))]
-            left += [t for t in types if isinstance(t, type)]
-    return found
+            todo += [t for t in types if isinstance(t, type)]
+    return by_type_name
 
 
 def _arguments(hint: Any) -> Iterator[Any]:
@@ -74,7 +75,7 @@ TYPES = _with_parts(
 
 
 def encode(value: Any) -> Any:
-    """The value as plain JSON."""
+    """The value in the types of JSON."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, np.integer)):
@@ -97,7 +98,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, factors: GraphFactors) -> Any:
-    """Decodes a value that `encode` made; nodes are looked up in `factors`. Errors: ValueError."""
+    """Decodes a result of `encode`; looks nodes up in `factors`. Errors: ValueError."""
     if isinstance(value, list):
         return [decode(item, factors) for item in value]
     if not isinstance(value, dict):

@@ -15,8 +15,8 @@ from onnxpar.search.search import AUTO, EXHAUSTIVE
 
 
 def refuse_for_manual(options: Options) -> None:
-    """Errors: StrategyError for an option that has no effect on a manual program, which has layouts
-    and collectives of its own."""
+    """Raises StrategyError for an option that has no effect on a manual program, which has its own
+    layouts and collectives."""
     for flag in _without_effect(options, MANUAL_PROGRAM):
         instead = _INSTEAD if flag in ("fusion", "bucket-mb") else "leave it out"
         raise StrategyError(
@@ -26,12 +26,12 @@ def refuse_for_manual(options: Options) -> None:
 
 
 def _without_effect(options: Options, kind: str) -> Iterator[str]:
-    """Yields the flags of options that are given, though a kind of model has decided them."""
+    """Yields the flags of the user's options that have no effect on this kind of model."""
     defaults = Options()
-    for each in (e for e in table().values() if kind in e.option.decided):
-        value, default = each.value(options), each.value(defaults)
+    for named in (e for e in table().values() if kind in e.option.decided):
+        value, default = named.value(options), named.value(defaults)
         if value != default and (value or default):
-            yield each.flag
+            yield named.flag
 
 
 _INSTEAD = (
@@ -41,7 +41,7 @@ _INSTEAD = (
 
 
 def refuse_groups(options: Options) -> None:
-    """Errors: StrategyError if the strategy names groups, which only manual programs have."""
+    """Raises StrategyError if the strategy names groups, which only manual programs have."""
     if options.strategy is not None and options.strategy.groups:
         raise StrategyError(
             f"{options.strategy.source}: groups are for --preset manual; leave them out, and split "
@@ -50,7 +50,7 @@ def refuse_groups(options: Options) -> None:
 
 
 def refuse_for_dump(options: Options, path: Path, mesh: Mesh) -> None:
-    """Errors: StrategyError for an option that has no effect on the dump `path`, whose sizes, mesh
+    """Raises StrategyError for an option that has no effect on the dump `path`, whose sizes, mesh
     and layouts are decided."""
     for flag in _without_effect(options, DUMP):
         if flag in ("mesh", "devices") and getattr(options, flag) in (mesh, mesh.size):
@@ -62,8 +62,8 @@ def refuse_for_dump(options: Options, path: Path, mesh: Mesh) -> None:
 
 
 def refuse_without_plan(options: Options) -> None:
-    """Errors: StrategyError for an option that is checked on a whole plan, which `opt` does not
-    make."""
+    """Raises StrategyError for an option that applies to a whole plan; `opt` does not make a
+    plan."""
     is_searched = options.preset is None and options.strategy is None
     name = _first_of(
         {
@@ -79,7 +79,7 @@ def refuse_without_plan(options: Options) -> None:
 
 
 def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
-    """Errors: StrategyError for an option of the search if there is no search."""
+    """Raises StrategyError for an option of the search if there is no search."""
     is_open = options.preset is None and options.strategy is None and not is_annotated
     if options.search in (AUTO, EXHAUSTIVE) or (options.search is None and is_open):
         return
@@ -100,6 +100,6 @@ def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
     )
 
 
-def _first_of(given: Mapping[str, bool]) -> str | None:
-    """The first option that was given."""
-    return next((name for name, is_given in given.items() if is_given), None)
+def _first_of(is_set: Mapping[str, bool]) -> str | None:
+    """The first option that is set."""
+    return next((name for name, value in is_set.items() if value), None)

@@ -1,7 +1,7 @@
-"""Writes the folder of a sharded model: of all ranks, or of those that one host needs.
+"""Writes the folder of a sharded model: of all ranks, or of the ranks that one host needs.
 
-The digests of all files are in plan.json, which is the same on every host: a host computes those of
-ranks whose files it does not write.
+The digests of all files are in plan.json, which is the same on every host: a host also computes the
+digests of files that it does not write.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.base.new_folder import new_folder
 from onnxpar.base.pass_times import WRITE, PassTimes
 from onnxpar.base.write_digested import DigestedFolder
-from onnxpar.compiler.lengths import joined
+from onnxpar.compiler.lengths import join_plans
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, foreign_part, write_plan
 from onnxpar.passes.write.split_ranks import SplitRanks
 
-Made = tuple[Plan, PassContext]
+PlanAndContext = tuple[Plan, PassContext]
 Ranks = Collection[int] | None
-"""The ranks whose files are written; None: all."""
+"""The ranks whose files to write; None: all ranks."""
 
 
 def write_bundle(
     place: Path,
-    made: Plan,
+    plan: Plan,
     ctx: PassContext,
-    encoder: Made | None,
-    shorter: Mapping[Path, Made],
+    encoder: PlanAndContext | None,
+    shorter: Mapping[Path, PlanAndContext],
     carried: Mapping[str, Path],
     times: PassTimes,
     progress: Callable[[int], None] | None = None,
     ranks: Ranks = None,
 ) -> None:
-    """Writes a folder that gets the name `place` when it is complete, with the sharded encoder, if
-    there is one, in a folder of its own, with the programs of steps for `shorter` samples, by file,
-    and with copies of the `carried` files, by name.
+    """Writes a folder that gets the name `place` when it is complete. The folder has the sharded
+    encoder, if there is one, in a folder inside; the programs of steps for `shorter` samples, by
+    file; and copies of the `carried` files, by name.
 
-    Replaces an old folder. Of some ranks alone, the files go beside those of others if that folder
-    has the same plan. Errors: OSError.
+    Replaces an old folder. With `ranks`, the files of these ranks are added to a folder that has
+    the same plan. Errors: OSError.
     """
     extra: dict[str, Any] = {"progress": progress} if progress else {}
-    plans, paths = [made, *(plan for plan, _ in shorter.values())], [Path(made.model), *shorter]
-    data, names = joined(plans, paths) if shorter else (made.to_json(), [""])
+    plans, paths = [plan, *(plan for plan, _ in shorter.values())], [Path(plan.model), *shorter]
+    data, names = join_plans(plans, paths) if shorter else (plan.to_json(), [""])
     joins = None if ranks is None else _have_same_plan
     with new_folder(place, foreign_part, joins) as folder:
         files = DigestedFolder(folder, ranks)
@@ -63,25 +63,26 @@ def write_bundle(
             write_plan(folder, data, files.digests())
 
 
-def _write_encoder(folder: Path, made: Plan, ctx: PassContext, ranks: Ranks) -> Digests:
-    """Writes a sharded encoder to the folder of its decoder; returns the digests of its plan."""
+def _write_encoder(folder: Path, plan: Plan, ctx: PassContext, ranks: Ranks) -> Digests:
+    """Writes a sharded encoder to the folder of its decoder; returns the digests of its
+    plan.json."""
     part = folder / ENCODER_PART
     part.mkdir()
     files = DigestedFolder(part, ranks)
     SplitRanks(files).run(ctx.model.graph, ctx)
-    write_plan(part, made.to_json(), files.digests())
+    write_plan(part, plan.to_json(), files.digests())
     return digests_of([part / PLAN])[PLAN]
 
 
-def _have_same_plan(one: Path, two: Path) -> bool:
+def _have_same_plan(first: Path, second: Path) -> bool:
     """True if two folders hold ranks of one sharded model."""
-    files = one / PLAN, two / PLAN
+    files = first / PLAN, second / PLAN
     return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
 
 
 def check_chosen_ranks(ranks: Collection[int], size: int | None) -> None:
-    """Checks the ranks to write; `size` is the number of ranks, None if it is not known yet.
-    Errors: StrategyError for a rank that there is not."""
+    """Checks the ranks to write; `size` is the number of ranks, None if it is unknown. Errors:
+    StrategyError for a rank that does not exist."""
     if not ranks:
         raise StrategyError("--ranks names no rank; leave it out to write all of them")
     for rank in sorted(ranks):

@@ -40,7 +40,7 @@ class Objective:
     known: Known = field(default_factory=Known, compare=False, repr=False)
 
     @classmethod
-    def given(
+    def from_argument(
         cls,
         objective: str | None,
         memory_limit: float | str | None,

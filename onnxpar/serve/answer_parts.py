@@ -1,4 +1,4 @@
-"""What an answer consists of: content, and calls of tools."""
+"""The parts of an answer: content, and calls of tools."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Text:
-    """Content."""
+    """Content: text of an answer outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallBegin:
-    """The beginning of a call.
-
-    index  its number
-    """
+    """The beginning of a call of a tool; `index` numbers the calls of an answer."""
 
     index: int
     id: str
@@ -27,7 +24,7 @@ class CallBegin:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A piece of the arguments of a call, in JSON."""
+    """A piece of a call's arguments, in JSON."""
 
     index: int
     text: str
@@ -35,22 +32,20 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The end of a call.
-
-    how  it is right; it is malformed, and follows as content; or the answer has been cut within it
-    """
+    """The end of a call. `outcome` is "malformed" for a call that follows again as content, and
+    "cut" if the answer was cut within the call."""
 
     index: int
-    how: Literal["right", "malformed", "cut"]
+    outcome: Literal["right", "malformed", "cut"]
 
 
 Part = Text | CallBegin | CallArguments | CallEnd
-"""What an answer consists of."""
+"""A part of an answer."""
 
 
 @dataclass
 class Call:
-    """A call, as far as it has come."""
+    """A call of a tool, with the arguments that have come so far."""
 
     id: str
     name: str
@@ -58,20 +53,18 @@ class Call:
 
 
 class Calls:
-    """The calls of an answer, from its parts.
-
-    made  those that are not malformed
-    """
+    """Collects the calls of an answer from its parts; `well_formed` has all calls but malformed
+    ones."""
 
     def __init__(self) -> None:
-        self.made: list[Call] = []
+        self.well_formed: list[Call] = []
         self._last: Call | None = None
 
     def add(self, part: Part) -> None:
-        """Adds a part."""
+        """Adds a part of the answer."""
         if isinstance(part, CallBegin):
             self._last = Call(part.id, part.name)
         elif self._last is not None and isinstance(part, CallArguments):
             self._last.arguments += part.text
-        elif self._last is not None and isinstance(part, CallEnd) and part.how != "malformed":
-            self.made.append(self._last)
+        elif self._last is not None and isinstance(part, CallEnd) and part.outcome != "malformed":
+            self.well_formed.append(self._last)

@@ -1,4 +1,4 @@
-"""Answers a request: reads it, lets the engine generate, and writes what comes."""
+"""Answers a request for text: reads it, lets the engine generate, and writes the answers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from onnxpar.serve.visiting import Visiting
 
 
 class Answering(Visiting):
-    """The endpoint of a route that generates.
+    """The endpoint of a route that generates text.
 
-    read    the requests of the route
-    form    how answers are written
-    stream  how events are sent
+    read    the class of the route's requests
+    form    makes the format of the answers
+    stream  the class that sends events
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Answering(Visiting):
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
-        """Answers a request that has been read."""
+        """Answers a request, whose body is complete."""
         request, prepared = await run_sync(self._prepared, body)
         form = self._form(
             self._service.settings.model_name,
@@ -57,13 +57,14 @@ class Answering(Visiting):
         await JsonResponse(form.whole(answers.usage))(scope, receive, stream.raw)
 
     def _prepared(self, body: bytes) -> tuple[GenerationRequest, Prepared]:
-        """A request, and its tokens; in a thread, as it may take a while."""
+        """Returns the request and its tokens. It runs in a thread, as it may take a while."""
         request = read_request(self._read, object_of(body), self._service)
         return request, prepare(self._service, request)
 
 
 async def _stream(answers: Answers, form: Format, stream: EventStream) -> None:
-    """Sends answers as they come. The first event decides whether the request fails at once."""
+    """Sends answers piece by piece. If the request fails before the first event, it gets an error
+    in place of a stream."""
     async for piece in answers.pieces():
         if not stream.has_begun:
             for chunk in form.begin():

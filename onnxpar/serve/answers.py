@@ -1,4 +1,4 @@
-"""The answers of a request, as their tokens come from the engine's thread."""
+"""The answers of a request, built from tokens of the engine's thread."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from onnxpar.serve.generation_request import GenerationRequest
 from onnxpar.serve.placed_text import PlacedText, PlacedToken
 from onnxpar.serve.prompts import Prepared, limits_of
 from onnxpar.serve.served_engine import ServedGeneration
-from onnxpar.serve.service import GeneratingService, failed
+from onnxpar.serve.service import GeneratingService, engine_error
 from onnxpar.serve.tool_families import BARE
 from onnxpar.serve.tool_parser import ToolParser
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What an event adds to an answer.
+    """The addition of an event to an answer.
 
     index   the number of the answer
     text    new text, which may be empty
-    tokens  those whose probabilities are told
-    finish  why the answer ended: "stop", "length" or "tool_calls"; None if it goes on
+    tokens  the new tokens whose probabilities the client requests
+    finish  the reason of the answer's end: "stop", "length" or "tool_calls"; None if it goes on
     parts   content and calls of tools that the text completes
     """
 
@@ -43,7 +43,7 @@ class Piece:
 
     @property
     def content(self) -> str:
-        """The text that is no call."""
+        """The text outside of calls."""
         return "".join(part.text for part in self.parts if isinstance(part, Text))
 
 
@@ -57,7 +57,7 @@ class Usage:
 
 
 class _Answer:
-    """One answer: its text, and what is known of its generation."""
+    """One answer: its text, and the state of its generation."""
 
     def __init__(
         self,
@@ -69,31 +69,31 @@ class _Answer:
     ) -> None:
         self.text, self.placed, self.stops, self.parser = text, placed, stops, parser
         self.echo = echo
-        """The text of the prompt, as long as it is to be told."""
+        """The text of the prompt, until it is sent."""
         self.generation: ServedGeneration | None = None
         self.new, self.cached = 0, 0
         self.last = 0.0
         self.is_done = False
-        """Its text is complete."""
+        """True if the text of the answer is complete."""
         self.has_ended = False
-        """The engine tells nothing more of it."""
+        """True if the engine sends no more events for the answer."""
 
     def add(self, token: Token) -> tuple[str, list[PlacedToken]]:
-        """Adds a token; returns the text that is complete now, and the token where its probability
-        is told."""
+        """Adds a token. Returns the text that is complete now, and the token if its probability is
+        requested."""
         if self.placed is None:
             return self.text.add(token.id), []
         text, begin = self.placed.add(token.id)
         return text, [PlacedToken.of(token, begin)]
 
     def end(self) -> None:
-        """Ends it, though more tokens may come."""
+        """Ends the answer, though more tokens may come."""
         assert self.generation is not None, "an answer has tokens after it was submitted"
         self.is_done = True
         self.generation.cancel()
 
     def parted(self, piece: Piece) -> Piece:
-        """Returns a piece with its parts."""
+        """Returns a piece with its text split into parts."""
         if self.parser is None:
             return replace(piece, parts=[Text(piece.text)] if piece.text else ())
         is_last, is_cut = piece.finish is not None, piece.finish == "length"
@@ -103,10 +103,8 @@ class _Answer:
 
 
 class Answers:
-    """The answers of a request. Use it in a `with`, whose end cancels what still runs.
-
-    prepared  the tokens of each prompt, and what goes with them
-    """
+    """The answers of a request. Use it in a `with`, whose end cancels answers that still run.
+    `prepared` has the tokens of each prompt, and other data for the engine."""
 
     def __init__(
         self, service: GeneratingService, request: GenerationRequest, prepared: Prepared
@@ -121,7 +119,7 @@ class Answers:
         ]
 
     def __enter__(self) -> Answers:
-        """Submits all. Errors: ApiError if the engine does not take one of them."""
+        """Submits all answers to the engine. Errors: ApiError if the engine refuses one of them."""
         try:
             for index, answer in enumerate(self._answers):
                 answer.generation = self._service.engine.submit(
@@ -133,7 +131,7 @@ class Answers:
             self.__exit__()
             if isinstance(error, InputError):
                 raise ApiError(str(error)) from None
-            raise self._service.busy() if isinstance(error, Busy) else failed(error) from None
+            raise self._service.busy() if isinstance(error, Busy) else engine_error(error) from None
         except BaseException:
             self.__exit__()
             raise
@@ -145,17 +143,17 @@ class Answers:
                 answer.generation.cancel()
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yields what comes, until all answers have ended. Errors: ApiError if one cannot be
+        """Yields pieces until all answers have ended. Errors: ApiError if an answer cannot be
         finished."""
-        left = len(self._answers)
-        while left:
+        running = len(self._answers)
+        while running:
             index, event = await self._events.get()
             answer = self._answers[index]
             if isinstance(event, Failure):
                 answer.has_ended = True
-                raise failed(event.error)
+                raise engine_error(event.error)
             if isinstance(event, End):
-                left -= 1
+                running -= 1
                 answer.has_ended, answer.cached = True, event.cached
             if not answer.is_done:
                 piece = self._piece(index, answer, event)
@@ -164,8 +162,8 @@ class Answers:
 
     @property
     def usage(self) -> Usage:
-        """The numbers of tokens, once all answers have ended. Tokens of a prompt are cached if they
-        were for all of its answers."""
+        """The numbers of tokens, once all answers have ended. Tokens of a prompt count as cached if
+        they were cached for all of its answers."""
         number = self._request.n
         of_prompts = [
             self._answers[at : at + number] for at in range(0, len(self._answers), number)
@@ -173,22 +171,23 @@ class Answers:
         return Usage(
             sum(map(len, self._prepared.prompts)),
             sum(answer.new for answer in self._answers),
-            sum(min(answer.cached for answer in each) for each in of_prompts),
+            sum(min(answer.cached for answer in same_prompt) for same_prompt in of_prompts),
         )
 
     def _parted(self, answer: _Answer, piece: Piece) -> Piece:
-        """A piece with its parts; the last one, if it ends the only call that there may be."""
+        """Splits a piece into parts. If only one call is allowed, the piece that ends the call is
+        the last one."""
         piece = answer.parted(piece)
         if self._request.callable_tools is None or self._request.callable_tools.is_parallel:
             return piece
         for at, part in enumerate(piece.parts):
-            if isinstance(part, CallEnd) and part.how == "right":
+            if isinstance(part, CallEnd) and part.outcome == "right":
                 answer.end()
                 return replace(piece, parts=piece.parts[: at + 1], finish="tool_calls")
         return piece
 
     def _listen(self, index: int, event: Event) -> None:
-        """Takes an event, in the engine's thread."""
+        """Passes an event of the engine's thread on to the event loop."""
         with suppress(RuntimeError):  # the loop has ended, and with it the request
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
@@ -211,12 +210,12 @@ class Answers:
         return _Answer(stream, placed, stops, echo, parser)
 
     def _piece(self, index: int, answer: _Answer, event: Token | PromptTokens | End) -> Piece:
-        """What an event adds to an answer that is not complete."""
+        """The addition of an event to an answer that is not complete."""
         if isinstance(event, PromptTokens):
             return Piece(index, "", self._of_prompt(index, event))
         if isinstance(event, End):
             if event.reason not in ("stop", "length"):
-                raise self._service.busy()  # the engine ended it
+                raise self._service.busy()  # the engine ended the answer
             if self._prepared.constraints:
                 self._prepared.constraints[index].check()
             text = answer.stops.add(answer.text.end(), is_last=True)
@@ -225,7 +224,7 @@ class Answers:
             return Piece(index, text, (), "stop" if answer.stops.found else reason)
         self._measure(answer)
         if self._request.new_tokens == 0:
-            return Piece(index, "")  # the engine has computed one all the same
+            return Piece(index, "")  # the engine computes a token all the same
         answer.new += 1
         if event.id in self._prepared.ends and not self._request.include_stop_str_in_output:
             return Piece(index, "", self._last(answer, event))
@@ -238,24 +237,25 @@ class Answers:
         return Piece(index, text, tokens, "stop")
 
     def _last(self, answer: _Answer, token: Token) -> Sequence[PlacedToken]:
-        """The token that ends an answer, which is told where clients count those of the prompt."""
+        """The token that ends an answer. Clients get it if they also request the tokens of the
+        prompt."""
         if answer.placed is None or not self._request.tells_prompt:
             return ()
         return [PlacedToken.of(token, answer.placed.length)]
 
-    def _of_prompt(self, index: int, told: PromptTokens) -> list[PlacedToken]:
-        """The tokens of a prompt."""
+    def _of_prompt(self, index: int, event: PromptTokens) -> list[PlacedToken]:
+        """The tokens of a prompt, with their places."""
         first = self._prepared.prompts[index // self._request.n][0]
         stream = Stream(self._service.engine.tokenizer)
         text = PlacedText(stream, self._service.grammars.bytes_of)
-        found = [PlacedToken(first, None, (), text.add(first)[1])]
-        return found + [PlacedToken.of(token, text.add(token.id)[1]) for token in told.tokens]
+        tokens = [PlacedToken(first, None, (), text.add(first)[1])]
+        return tokens + [PlacedToken.of(token, text.add(token.id)[1]) for token in event.tokens]
 
     def _measure(self, answer: _Answer) -> None:
-        """Measures the time of a token."""
+        """Measures the time since the answer's last token."""
         now = time.perf_counter()
         if answer.new:
-            self._service.metrics.each.observe(now - answer.last)
+            self._service.metrics.per_token.observe(now - answer.last)
         else:
             self._service.metrics.first.observe(now - self._start)
         answer.last = now

@@ -19,7 +19,7 @@ _LONGEST = 100
 
 
 class ApiError(Exception):
-    """A request that is answered by an error."""
+    """An error that answers a request."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> Response:
-        """Returns the response that tells the error."""
+        """Returns the response with the error."""
         return JsonResponse(self.body(), self.status, self.headers)
 
 
 def json_bytes(value: object) -> bytes:
-    """Returns JSON. What is no valid Unicode becomes a question mark."""
+    """Returns a value as JSON. Characters that are not valid Unicode become question marks."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace")
 
@@ -61,8 +61,8 @@ class JsonResponse(Response):
         return json_bytes(content)
 
 
-def quoted(value: object) -> str:
-    """Returns a value as messages quote it: not more than its beginning."""
+def quote(value: object) -> str:
+    """Returns a value as text for a message; long values are cut."""
     if isinstance(value, (str, int, float)) or value is None:
         text = repr(value[: _LONGEST + 1] if isinstance(value, str) else value)
         return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."

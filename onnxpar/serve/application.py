@@ -29,7 +29,7 @@ from onnxpar.serve.responses_request import ResponsesRequest
 from onnxpar.serve.served_engine import Served, ServedEmbedder
 from onnxpar.serve.service import EmbeddingService, GeneratingService, Service
 from onnxpar.serve.settings import Settings
-from onnxpar.serve.tokenizing import Tokenizing, detokenized, tokenized
+from onnxpar.serve.tokenizing import Tokenizing, detokenize, tokenize
 from onnxpar.serve.visiting import Visiting
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -39,8 +39,8 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 
 def application(engine: Served, settings: Settings) -> Starlette:
-    """Returns the ASGI application that serves an engine, or an embedder; `state.service` is its
-    `Service`. Errors: InputError for settings that are wrong."""
+    """Returns the ASGI application that serves an engine or an embedder; its `state.service` is the
+    `Service`. Errors: InputError for wrong settings."""
     service, answering = _answering(engine, settings)
     pages = _Pages(service, list(answering))
     routes = [
@@ -79,7 +79,7 @@ def application(engine: Served, settings: Settings) -> Starlette:
 
 
 def _answering(engine: Served, settings: Settings) -> tuple[Service, Mapping[str, Visiting]]:
-    """What requests share, and the routes for which there is a model, by their paths."""
+    """Returns the service, and the endpoints that run the model, by path."""
     if not isinstance(engine, ServedEmbedder):
         service = GeneratingService(engine, settings)
         return service, {
@@ -88,20 +88,17 @@ def _answering(engine: Served, settings: Settings) -> tuple[Service, Mapping[str
             RESPONSES: Answering(
                 service, ResponsesRequest, ResponsesFormat, stream=NumberedEventStream
             ),
-            TOKENIZE: Tokenizing(service, tokenized),
-            DETOKENIZE: Tokenizing(service, detokenized),
+            TOKENIZE: Tokenizing(service, tokenize),
+            DETOKENIZE: Tokenizing(service, detokenize),
         }
-    own = EmbeddingService(engine, settings)
+    embedding = EmbeddingService(engine, settings)
     if engine.model.pooling is None:
-        return own, {RERANK: EmbeddingAnswering(own, RerankRequest)}
-    return own, {EMBEDDINGS: EmbeddingAnswering(own, EmbeddingRequest)}
+        return embedding, {RERANK: EmbeddingAnswering(embedding, RerankRequest)}
+    return embedding, {EMBEDDINGS: EmbeddingAnswering(embedding, EmbeddingRequest)}
 
 
 class _Pages:
-    """The routes for which no model runs.
-
-    paths  those for which it does
-    """
+    """The routes that do not run the model; `paths` are the other routes."""
 
     def __init__(self, service: Service, paths: Sequence[str]) -> None:
         self._service, self._paths = service, paths
@@ -149,11 +146,11 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """The response to a path or a method that there is not."""
+    """The response for an unknown path or method."""
     assert isinstance(error, HTTPException), "it is the handler of these"
     path = request.url.path[:100]
     text = {404: f"there is no {path}", 405: f"{path} has no method {request.method}"}
-    found = ApiError(
+    api_error = ApiError(
         text.get(error.status_code, error.detail), error.status_code, headers=error.headers
     )
-    return found.response()
+    return api_error.response()

@@ -1,5 +1,5 @@
-"""Values in calls of tools, which models write as JSON, as Python, or as texts that a JSON schema
-explains."""
+"""Converts values in calls of tools to JSON. Models write values as JSON, as Python, or as texts
+whose type a JSON schema says."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ T = TypeVar("T")
 
 
 def json_value(text: str, kind: type[T]) -> T:
-    """Returns a value of JSON, which must be of a kind. Errors: UnexpectedText."""
+    """Returns a value of JSON of this type. Errors: UnexpectedText for any other text."""
     try:
-        found = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         raise UnexpectedText from None
-    if not isinstance(found, kind):
+    if not isinstance(value, kind):
         raise UnexpectedText
-    return found
+    return value
 
 
 def python_value(text: str) -> str:
-    """Returns a value of Python in JSON; models also write `true`, `false` and `null`. Errors:
+    """Converts a value of Python to JSON; models also write `true`, `false` and `null`. Errors:
     UnexpectedText."""
     for read in (ast.literal_eval, json.loads):
         with suppress(*_UNREADABLE):
@@ -46,24 +46,24 @@ def python_value(text: str) -> str:
 
 
 def text_value(text: str, key: str, schema: Mapping[str, Any]) -> str:
-    """Returns a text in JSON: as the value that the schema of a function allows for an argument, or
-    as a string if it allows none. A string is the text itself, and JSON goes before it where both
-    are allowed."""
-    own = _schema_of(key, schema)
+    """Converts a text to JSON: to a value that the schema of a function allows for the argument
+    `key`, or to a string if it allows no such value. A string is the text itself. If the schema
+    allows a string and another type, the other type comes first."""
+    own_schema = _schema_of(key, schema)
     for read in (_no_string, str, _literal):
         with suppress(*_UNREADABLE):
             value = read(text)
-            if _fits(value, own, schema, {}):
+            if _fits(value, own_schema, schema, {}):
                 return json.dumps(value, ensure_ascii=False, allow_nan=False)
     return json.dumps(text, ensure_ascii=False)
 
 
 def _no_string(text: str) -> object:
-    """A value of JSON. Errors: ValueError, also for a string."""
-    found = json.loads(text)
-    if isinstance(found, str):
+    """Returns a value of JSON. Errors: ValueError, also for a string."""
+    value = json.loads(text)
+    if isinstance(value, str):
         raise ValueError(text)
-    return found
+    return value
 
 
 def _literal(text: str) -> object:
@@ -72,13 +72,13 @@ def _literal(text: str) -> object:
 
 def _schema_of(key: str, schema: Mapping[str, Any]) -> object:
     """The schema of an argument; None if there is none."""
-    found = _target(schema["$ref"], schema) if "$ref" in schema else schema
-    properties = found.get("properties") if isinstance(found, Mapping) else None
+    target = _target(schema["$ref"], schema) if "$ref" in schema else schema
+    properties = target.get("properties") if isinstance(target, Mapping) else None
     return properties.get(key) if isinstance(properties, Mapping) else None
 
 
 def _target(ref: object, root: object) -> object:
-    """What a reference names; None if it is elsewhere."""
+    """The schema that a reference names; None if it is in another file."""
     if not isinstance(ref, str) or not ref.startswith("#"):
         return None
     for part in ref[1:].split("/")[1:]:
@@ -88,10 +88,8 @@ def _target(ref: object, root: object) -> object:
 
 
 def _fits(value: object, schema: object, root: object, known: dict[str, bool]) -> bool:
-    """True if a value fits a schema, as far as its type, enumerations and choices tell.
-
-    known  whether it fits what references name
-    """
+    """True if a value fits a schema, as far as the schema's types, enumerations and choices say.
+    `known` caches whether the value fits the target of each reference."""
     if not isinstance(schema, Mapping):
         return True
     ref = schema.get("$ref")
@@ -103,8 +101,8 @@ def _fits(value: object, schema: object, root: object, known: dict[str, bool]) -
             return False
     kinds = schema.get("type")
     if kinds is not None:
-        each = kinds if isinstance(kinds, list) else [kinds]
-        if not any(_is(value, kind) for kind in each):
+        kind_list = kinds if isinstance(kinds, list) else [kinds]
+        if not any(_is(value, kind) for kind in kind_list):
             return False
     allowed = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(allowed, list) and json.dumps(value) not in map(json.dumps, allowed):
@@ -117,7 +115,7 @@ def _fits(value: object, schema: object, root: object, known: dict[str, bool]) -
 
 
 def _is(value: object, kind: object) -> bool:
-    """True for a value of a type, or of one that JSON schemas do not have."""
+    """True for a value of this type; also for a type that JSON schemas do not have."""
     if not isinstance(kind, str) or kind not in _KINDS:
         return True
     if kind == "integer" and isinstance(value, float):

@@ -1,4 +1,4 @@
-"""A page to chat with the model, or one that says what the model is for."""
+"""The page to chat with the model, and the page that describes a model of another kind."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _EMBEDDING = Path(__file__).with_name("embedding_page.html")
 
 
 def chat_page() -> Response:
-    """Returns the page. It may run and load nothing but its own script and style."""
+    """Returns the chat page. It may run and load only its own script and style."""
     text, headers = _page()
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
 
 
 def embedding_page(kind: str, path: str) -> Response:
-    """Returns the page of a model that is no language model: what it is, and the path that requests
-    have."""
+    """Returns the page of a model that is no language model: its kind, and the path for
+    requests."""
     text = _EMBEDDING.read_text(encoding="utf-8").replace("KIND", kind).replace("PATH", path)
     headers = _headers(text, "style")
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
@@ -30,13 +30,13 @@ def embedding_page(kind: str, path: str) -> Response:
 
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
-    """The page, and the headers that guard it."""
+    """The chat page, and the headers that guard it."""
     text = _CHAT.read_text(encoding="utf-8")
     return text.encode("utf-8"), _headers(text, "script", "style")
 
 
 def _headers(text: str, *tags: str) -> dict[str, str]:
-    """The headers that guard a page; it has one element of each of these tags."""
+    """The headers that guard a page with one element of each of these tags."""
     policy = [
         "default-src 'none'",
         *(f"{tag}-src {_hash(text, tag)}" for tag in tags),
@@ -55,7 +55,7 @@ def _headers(text: str, *tags: str) -> dict[str, str]:
 
 
 def _hash(page: str, tag: str) -> str:
-    """The source expression of the only element of this tag."""
+    """The source expression (of a content security policy) for the only element of this tag."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     digest = hashlib.sha256(content.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,4 +1,5 @@
-"""Requests for answers in a chat, and those of /v1/chat/completions."""
+"""Requests for answers in a chat: the fields that they share, and requests of
+/v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Json, T
 from onnxpar.base.errors import InputError
 from onnxpar.llm.chat_template import GIVEN
 from onnxpar.llm.tokenizer import Messages
-from onnxpar.serve.api_error import ApiError, quoted
+from onnxpar.serve.api_error import ApiError, quote
 from onnxpar.serve.generation_request import GenerationRequest, TopLogprobs
 from onnxpar.serve.request import Array, Filled, Part, Whole, refuse, unsupported
 from onnxpar.serve.service import GeneratingService
 from onnxpar.serve.tools import Tools, with_ids
 
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-"""The parameters of a function that says nothing of them."""
+"""The schema of a function without `parameters`: it has none."""
 
 
 class Function(Part):
@@ -29,7 +30,7 @@ class Function(Part):
 
     def check(self, service: Any) -> None:
         if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", self.name):
-            refuse("name", f"is {quoted(self.name)}; give 1 to 64 letters, digits and _ . -")
+            refuse("name", f"is {quote(self.name)}; give 1 to 64 letters, digits and _ . -")
         if (self.parameters or {}).get("type", "object") != "object":
             refuse("parameters", "must be the JSON schema of an object")
 
@@ -43,24 +44,24 @@ class ChatTool(Tool):
 
 
 class FlatTool(Function, Tool):
-    """A tool of /v1/responses, which repeats all of it."""
+    """A tool of /v1/responses, whose response repeats all members of the tool."""
 
     model_config = ConfigDict(extra="allow")
 
     @property
     def function(self) -> Function:
-        """The tool itself."""
+        """The tool itself, which is also its function."""
         return self
 
 
 def _chosen(choice: Mapping[str, Any]) -> Any:
-    """The name of the function that must be called."""
+    """The name of the function that an answer must call."""
     inner = choice.get("function")
     return inner.get("name") if isinstance(inner, dict) else choice.get("name")
 
 
 class DialogRequest(GenerationRequest):
-    """A request with a chat, which the model's template writes, and tools."""
+    """A request with a chat, which the model's template turns into text, and with tools."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -80,7 +81,7 @@ class DialogRequest(GenerationRequest):
         names = [tool.function.name for tool in self.tools]
         for name in names:
             if names.count(name) > 1:
-                refuse("tools", f"has two functions {quoted(name)}; rename one")
+                refuse("tools", f"has two functions {quote(name)}; rename one")
         choice = self.tool_choice
         if choice == "required" and not names:
             refuse("tool_choice", "is 'required', and there are no tools; give some")
@@ -88,9 +89,9 @@ class DialogRequest(GenerationRequest):
             return
         if not isinstance(choice, dict) or choice.get("type") != "function":
             one_of = "none, auto, required or a function"
-            refuse("tool_choice", f"is {quoted(choice)}; it must be {one_of}")
+            refuse("tool_choice", f"is {quote(choice)}; it must be {one_of}")
         if _chosen(choice) not in names:
-            refuse("tool_choice", f"names {quoted(_chosen(choice))}, which is none of the tools")
+            refuse("tool_choice", f"names {quote(_chosen(choice))}, which is none of the tools")
 
     @property
     def _functions(self) -> list[Function]:
@@ -99,7 +100,7 @@ class DialogRequest(GenerationRequest):
     @property
     @abstractmethod
     def chat(self) -> Messages:
-        """The messages, as the template reads them."""
+        """The messages in the form that templates read."""
 
     def tokens(self, service: GeneratingService) -> Sequence[Sequence[int]]:
         tokenizer, messages = service.engine.tokenizer, self.chat
@@ -109,19 +110,19 @@ class DialogRequest(GenerationRequest):
         if service.family is not None and service.family.ids:
             messages = with_ids(messages, service.family.ids)
         begins, members = self.add_generation_prompt, {"name", "description", "parameters"}
-        tools = [each.model_dump(include=members, exclude_none=True) for each in self._functions]
+        tools = [f.model_dump(include=members, exclude_none=True) for f in self._functions]
         try:
-            found = tokenizer.chat(
+            ids = tokenizer.chat(
                 messages,
                 self.add_special_tokens,
-                tools=[{"type": "function", "function": each} for each in tools],
+                tools=[{"type": "function", "function": tool} for tool in tools],
                 add_generation_prompt=not self.continues if begins is None else begins,
                 continue_final_message=self.continues,
                 others=self.chat_template_kwargs,
             )
         except InputError as error:
             raise ApiError(str(error), param="messages") from None
-        return [found]
+        return [ids]
 
     @property
     def continues(self) -> bool:
@@ -129,12 +130,14 @@ class DialogRequest(GenerationRequest):
 
     @property
     def callable_tools(self) -> Tools | None:
-        found = {each.name: each.parameters or _NOTHING for each in self._functions}
+        parameters = {
+            function.name: function.parameters or _NOTHING for function in self._functions
+        }
         if isinstance(self.tool_choice, dict):
             name = _chosen(self.tool_choice)
-            return Tools({name: found[name]}, True, False)
+            return Tools({name: parameters[name]}, True, False)
         is_required = self.tool_choice == "required"
-        return Tools(found, is_required, self.parallel_tool_calls) if found else None
+        return Tools(parameters, is_required, self.parallel_tool_calls) if parameters else None
 
 
 class TextPart(Part):
@@ -152,7 +155,7 @@ def _joined(content: object) -> object:
 
 
 Text = Annotated[str, BeforeValidator(_joined)]
-"""A text, which may be in parts."""
+"""A text, as one string or as an array of parts."""
 
 
 _Arguments = Annotated[Json[dict[str, Any]], BeforeValidator(lambda v: "{}" if v == "" else v)]
@@ -170,7 +173,7 @@ class ToolCall(Part):
 
 
 class Message(Part):
-    """A message of a chat, with what templates read of it."""
+    """A message of a chat, with the members that templates read."""
 
     role: Literal["system", "user", "assistant", "tool", "developer"]
     content: Text | None = None
@@ -189,7 +192,7 @@ class Message(Part):
 
     @property
     def as_read(self) -> dict[str, Any]:
-        """The message as templates read it."""
+        """The message in the form that templates read."""
         role = "system" if self.role == "developer" else self.role
         return {"content": None, **self.model_dump(exclude_none=True), "role": role}
 
@@ -197,9 +200,9 @@ class Message(Part):
 FormatType = Literal["text", "json_object", "json_schema"]
 
 
-def schema_of(kind: FormatType, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Returns the JSON schema that answers of a format fit; None: any text does."""
-    return {"text": None, "json_object": {"type": "object"}, "json_schema": given}[kind]
+def schema_of(kind: FormatType, schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Returns the JSON schema for answers of a format; None if any text is allowed."""
+    return {"text": None, "json_object": {"type": "object"}, "json_schema": schema}[kind]
 
 
 class JsonSchema(Part):
@@ -245,5 +248,7 @@ class ChatCompletionRequest(DialogRequest):
 
     @property
     def answer_schema(self) -> Mapping[str, Any] | None:
-        given = self.response_format.json_schema
-        return schema_of(self.response_format.type, None if given is None else given.schema_)
+        json_schema = self.response_format.json_schema
+        return schema_of(
+            self.response_format.type, None if json_schema is None else json_schema.schema_
+        )

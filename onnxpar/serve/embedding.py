@@ -18,15 +18,12 @@ from onnxpar.serve.api_error import ApiError, JsonResponse
 from onnxpar.serve.embedding_request import EncoderRequest
 from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.request import object_of, read_request
-from onnxpar.serve.service import EmbeddingService, failed
+from onnxpar.serve.service import EmbeddingService, engine_error
 from onnxpar.serve.visiting import Visiting
 
 
 class EmbeddingAnswering(Visiting):
-    """The endpoint of a route that embeds or ranks texts.
-
-    read  the requests of the route
-    """
+    """The endpoint of a route that embeds or ranks texts; `read` is the class of its requests."""
 
     def __init__(self, service: EmbeddingService, read: type[EncoderRequest]) -> None:
         super().__init__(service)
@@ -52,7 +49,7 @@ class EmbeddingAnswering(Visiting):
         return request, request.checked_tokens(self._service)
 
     async def _results(self, texts: Sequence[Tokens]) -> Array:
-        """What the model computes of the texts. Errors: ApiError if it does not."""
+        """The model's results for these texts. Errors: ApiError if it has none."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Array | End | Failure] = loop.create_future()
 
@@ -69,15 +66,17 @@ class EmbeddingAnswering(Visiting):
         except InputError as error:
             raise ApiError(str(error)) from None
         except OnnxparError as error:
-            raise (self._service.busy() if isinstance(error, Busy) else failed(error)) from None
+            raise (
+                self._service.busy() if isinstance(error, Busy) else engine_error(error)
+            ) from None
         try:
             event = await future
         finally:
-            running.cancel()  # has no effect on one that has ended
+            running.cancel()  # has no effect once the request has ended
         if isinstance(event, Failure):
-            raise failed(event.error)
+            raise engine_error(event.error)
         if isinstance(event, End):
             raise self._service.busy()
         if not np.isfinite(event).all():
-            raise failed(OnnxparError("the model computes what is no finite number"))
+            raise engine_error(OnnxparError("the model computes what is no finite number"))
         return event

@@ -1,4 +1,4 @@
-"""Requests for embeddings and for scores, and what is computed of their texts as JSON."""
+"""Requests for embeddings and for scores, and their answers as JSON."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ from onnxpar.serve.service import EmbeddingService
 
 
 class EncoderRequest(Request):
-    """A request to an embedding model or a reranker.
-
-    texts_field  the field that has its texts
-    """
+    """A request to an embedding model or a reranker; `texts_field` is the field with its texts."""
 
     texts_field: ClassVar[str]
 
     @abstractmethod
     def tokens(self, service: EmbeddingService) -> list[Tokens]:
-        """Returns what the model reads."""
+        """Returns the tokens that the model reads."""
 
     @abstractmethod
     def answer(self, results: Array) -> dict[str, Any]:
-        """Returns the JSON of the answer, of the results of all texts."""
+        """Returns the JSON of the answer from the results of all texts."""
 
     def check(self, service: Any) -> None:
         number, most = len(getattr(self, self.texts_field)), service.settings.max_inputs
@@ -42,17 +39,18 @@ class EncoderRequest(Request):
             refuse(self.texts_field, f"has {number} texts; at most {most} are allowed")
 
     def checked_tokens(self, service: EmbeddingService) -> Sequence[Tokens]:
-        """Returns what the model reads. Errors: ApiError for what it cannot."""
-        found = self.tokens(service)
-        for index, text in enumerate(found):
+        """Returns the tokens that the model reads. Errors: ApiError for a text that the model
+        cannot read."""
+        texts = self.tokens(service)
+        for index, text in enumerate(texts):
             try:
                 service.embedder.check(text)
             except InputError as error:
-                where = f"[{index}]" if len(found) > 1 else ""
+                where = f"[{index}]" if len(texts) > 1 else ""
                 code = "context_length_exceeded" if len(text.ids) > service.longest else None
                 message, param = f"{self.texts_field}{where}: {error}", self.texts_field
                 raise ApiError(message, param=param, code=code) from None
-        return found
+        return texts
 
 
 class EmbeddingRequest(EncoderRequest):
@@ -72,7 +70,7 @@ class EmbeddingRequest(EncoderRequest):
 
     def tokens(self, service: EmbeddingService) -> list[Tokens]:
         read = service.embedder.tokens
-        return [read(each) if isinstance(each, str) else Tokens(each) for each in self.input]
+        return [read(text) if isinstance(text, str) else Tokens(text) for text in self.input]
 
     def answer(self, results: Array) -> dict[str, Any]:
         if self.dimensions is not None and self.dimensions < results.shape[1]:
@@ -84,14 +82,14 @@ class EmbeddingRequest(EncoderRequest):
         return {"data": data}
 
     def _written(self, vector: Array) -> Any:
-        """A vector in JSON."""
+        """A vector in JSON: as an array of numbers, or in base64."""
         if self.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
         return vector.tolist()
 
 
 _Document = Annotated[str, BeforeValidator(lambda v: v.get("text") if isinstance(v, dict) else v)]
-"""A text, or an object that has one."""
+"""A text, or an object with a text."""
 
 
 class RerankRequest(EncoderRequest):
@@ -108,12 +106,12 @@ class RerankRequest(EncoderRequest):
         return [service.embedder.tokens(self.query, text) for text in self.documents]
 
     def answer(self, results: Array) -> dict[str, Any]:
-        found = scores(results)
-        best = sorted(range(len(found)), key=lambda index: -found[index])[: self.top_n]
-        each = [self._result(index, float(found[index])) for index in best]
-        return {"id": f"rerank-{secrets.token_hex(12)}", "results": each}
+        score_of = scores(results)
+        best = sorted(range(len(score_of)), key=lambda index: -score_of[index])[: self.top_n]
+        ranked = [self._result(index, float(score_of[index])) for index in best]
+        return {"id": f"rerank-{secrets.token_hex(12)}", "results": ranked}
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
-        """What is told of a document."""
+        """The entry of a document in the answer."""
         document = {"document": {"text": self.documents[index]}} if self.return_documents else {}
         return {"index": index, "relevance_score": score, **document}

@@ -17,10 +17,7 @@ _HEADERS = (
 
 
 class EventStream:
-    """A response whose events are sent as they come.
-
-    has_begun  True once anything was sent
-    """
+    """A response that sends events one by one; `has_begun` is True after the first bytes."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -41,7 +38,7 @@ class EventStream:
         await self._close()
 
     async def fail(self, error: ApiError) -> None:
-        """Sends an error in place of what is missing, and ends."""
+        """Sends an error in place of the missing events, and ends the stream."""
         await self.send(error.body())
         await self.end()
 
@@ -65,18 +62,18 @@ class NumberedEventStream(EventStream):
         self._number = 0
 
     async def send(self, event: Mapping[str, Any]) -> None:
-        """Sends an event, whose name is its type."""
+        """Sends an event; its type is its name."""
         data = json_bytes({**event, "sequence_number": self._number})
         self._number += 1
         await self._send_lines(b"event: " + event["type"].encode() + b"\ndata: " + data)
 
     async def end(self) -> None:
-        """Ends the stream; its last event has told so."""
+        """Ends the stream; its last event has announced the end."""
         await self._close()
 
     async def fail(self, error: ApiError) -> None:
-        """Sends an error in place of what is missing, and ends. Some clients read the event, others
-        the body of an error in it."""
+        """Sends an error in place of the missing events, and ends the stream. Some clients read the
+        event, others the error object in it."""
         event = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
         await self.send({**event, **error.body()})
         await self.end()

@@ -1,4 +1,4 @@
-"""Answers as JSON of OpenAI's API: whole, and in chunks."""
+"""Formats of answers in OpenAI's API, as JSON: whole answers, and answers in chunks."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from onnxpar.serve.generation_request import GenerationRequest
 from onnxpar.serve.placed_text import PlacedToken
 
 _LEAST_LOGPROB = -9999.0
-"""What OpenAI sends for less; JSON has no infinity."""
+"""The value that OpenAI sends for smaller logarithms; JSON has no infinity."""
 
 
 class Format(ABC):
-    """How answers are written."""
+    """The format of a request's answers. It writes either chunks or whole answers."""
 
     @abstractmethod
     def begin(self) -> list[dict[str, Any]]:
-        """Returns the chunks in front of all others."""
+        """Returns the chunks before all others."""
 
     @abstractmethod
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """Returns the chunks of a piece, of which there may be none."""
+        """Returns the chunks of a piece; it may have none."""
 
     @abstractmethod
     def end(self, usage: Usage) -> list[dict[str, Any]]:
-        """Returns the chunks behind all others."""
+        """Returns the chunks after all others."""
 
     @abstractmethod
     def add(self, piece: Piece) -> None:
-        """Adds a piece to a whole answer."""
+        """Adds a piece to the whole answers."""
 
     @abstractmethod
     def whole(self, usage: Usage) -> dict[str, Any]:
-        """Returns the answers, from the pieces that were added."""
+        """Returns the whole answers, from all pieces that were added."""
 
 
 class ChoicesFormat(Format):
-    """Answers that are choices, of which there may be several.
+    """Answers in a list of choices.
 
-    bytes_of  the bytes of a token
-    number    how many answers there are
+    bytes_of  a function from a token to its bytes
+    number    the number of answers
     """
 
     prefix: ClassVar[str]
-    """Begins the ids of answers."""
+    """The prefix of answers' ids."""
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
@@ -57,8 +57,8 @@ class ChoicesFormat(Format):
         self, model: str, request: GenerationRequest, bytes_of: Callable[[int], bytes], number: int
     ) -> None:
         self._request, self._bytes_of = request, bytes_of
-        made = {"created": int(time.time()), "model": model}
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.kind, **made}
+        origin = {"created": int(time.time()), "model": model}
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.kind, **origin}
         self._texts = [""] * number
         self._tokens: list[list[PlacedToken]] = [[] for _ in range(number)]
         self._finishes: list[str | None] = [None] * number
@@ -68,11 +68,11 @@ class ChoicesFormat(Format):
 
     @abstractmethod
     def _delta(self, index: int, text: str, tokens: Sequence[PlacedToken], is_end: bool) -> Any:
-        """The choice of a chunk, without its reason to end."""
+        """The entry of an answer in a chunk, without the reason of its end."""
 
     @abstractmethod
     def _choice(self, index: int, text: str, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
-        """The choice of a whole answer, without its reason to end."""
+        """The entry of a whole answer, without the reason of its end."""
 
     def add(self, piece: Piece) -> None:
         self._texts[piece.index] += piece.content
@@ -80,24 +80,24 @@ class ChoicesFormat(Format):
         self._finishes[piece.index] = piece.finish
 
     def whole(self, usage: Usage) -> dict[str, Any]:
-        each = enumerate(zip(self._texts, self._tokens, self._finishes, strict=True))
+        numbered = enumerate(zip(self._texts, self._tokens, self._finishes, strict=True))
         choices = [
             {"index": at, **self._choice(at, text, tokens), "finish_reason": finish}
-            for at, (text, tokens, finish) in each
+            for at, (text, tokens, finish) in numbered
         ]
         return {**self._head, "choices": choices, "usage": _usage(usage)}
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        found = []
+        chunks = []
         if piece.content or piece.tokens:
-            found.append(self._chunk(piece.index, piece.content, piece.tokens))
-        found += self._calls(piece)
+            chunks.append(self._chunk(piece.index, piece.content, piece.tokens))
+        chunks += self._calls(piece)
         if piece.finish is not None:
-            found.append(self._chunk(piece.index, "", (), piece.finish))
-        return found
+            chunks.append(self._chunk(piece.index, "", (), piece.finish))
+        return chunks
 
     def _calls(self, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks of calls."""
+        """The chunks of the calls in a piece."""
         return []
 
     def end(self, usage: Usage) -> list[dict[str, Any]]:
@@ -110,18 +110,18 @@ class ChoicesFormat(Format):
         self, index: int, text: str, tokens: Sequence[PlacedToken], finish: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, **self._delta(index, text, tokens, finish is not None)}
-        found = {**self._head, "object": self.chunk_kind}
-        found["choices"] = [{**choice, "finish_reason": finish}]
-        return {**found, "usage": None} if self._request.stream_options.include_usage else found
+        chunk = {**self._head, "object": self.chunk_kind}
+        chunk["choices"] = [{**choice, "finish_reason": finish}]
+        return {**chunk, "usage": None} if self._request.stream_options.include_usage else chunk
 
     def _key_of(self, token: int) -> str:
-        """The text of a token, as OpenAI writes it: bytes that are no whole characters as such, so
-        that tokens with different bytes differ."""
-        found = self._bytes_of(token)
+        """The text of a token, as OpenAI writes it. Bytes that are no whole characters are written
+        as bytes, so that tokens with different bytes differ."""
+        bytes_ = self._bytes_of(token)
         try:
-            return found.decode()
+            return bytes_.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in bytes_)
 
     def _text_of(self, token: int) -> str:
         return self._bytes_of(token).decode("utf-8", "replace")
@@ -146,7 +146,7 @@ class ChatFormat(ChoicesFormat):
             self._calls_of[piece.index].add(part)
 
     def begin(self) -> list[dict[str, Any]]:
-        """Returns the chunks that tell the role of each answer."""
+        """Returns a chunk with the role for each answer."""
         delta = {"role": "assistant", "content": ""}
         return [self._with_delta(index, delta) for index in range(len(self._texts))]
 
@@ -165,7 +165,7 @@ class ChatFormat(ChoicesFormat):
     def _choice(self, index: int, text: str, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
         calls = [
             {"id": call.id, **_function(call.name, call.arguments)}
-            for call in self._calls_of[index].made
+            for call in self._calls_of[index].well_formed
         ]
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
@@ -215,15 +215,16 @@ class CompletionFormat(ChoicesFormat):
         }
 
     def _likeliest(self, token: PlacedToken) -> dict[str, float | None] | None:
-        """The likeliest tokens and the one that there is; None for the first of a prompt."""
+        """The logarithms of the likeliest tokens and of the actual one; None for the first token of
+        a prompt."""
         if token.logprob is None:
             return None
-        each = (*token.top, (token.id, token.logprob))
-        return {self._key_of(token): _finite(logprob) for token, logprob in each}
+        pairs = (*token.top, (token.id, token.logprob))
+        return {self._key_of(token): _finite(logprob) for token, logprob in pairs}
 
 
 def _call_delta(part: Part) -> dict[str, Any] | None:
-    """What a chunk tells of a part of a call; None for other parts."""
+    """The entry of a part of a call in a chunk; None for other parts."""
     if isinstance(part, CallBegin):
         return {"index": part.index, "id": part.id, **_function(part.name, "")}
     if isinstance(part, CallArguments):

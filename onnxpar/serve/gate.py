@@ -1,4 +1,4 @@
-"""Lets requests in, counts them, and ends them when the server ends."""
+"""Admits requests, counts them, and stops them when the server ends."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import anyio
 from onnxpar.serve.api_error import ApiError
 
 RETRY = {"Retry-After": "1"}
-"""The header that tells clients when to try again, in seconds."""
+"""The header that tells clients after how many seconds to try again."""
 
 
 class Visit:
-    """A request that is being answered.
-
-    why  why it was stopped before its end; None if it was not
-    """
+    """A request in progress; `why` is the reason why it was stopped before its end, or None."""
 
     def __init__(self) -> None:
         self.why: str | None = None
@@ -33,18 +30,18 @@ class Visit:
             scope.cancel()
 
     def stop(self, why: str) -> None:
-        """Stops the request; in the event loop."""
+        """Stops the request. Call it in the event loop."""
         self.why = self.why or why
         if self._scope is not None:
             self._scope.cancel()
 
     def stop_soon(self, why: str) -> None:
-        """Stops the request; from any thread."""
+        """Stops the request. Call it from any thread."""
         self._loop.call_soon_threadsafe(self.stop, why)
 
 
 class Gate:
-    """Lets at most `most` requests in at once, and none after `close`."""
+    """Admits at most `most` requests at once, and none after `close`."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -59,7 +56,8 @@ class Gate:
 
     @contextmanager
     def visit(self) -> Iterator[Visit]:
-        """A block that answers a request. Errors: ApiError if the request may not enter."""
+        """Admits a request for the duration of the block. Errors: ApiError if the request is
+        refused."""
         visit = Visit()
         with self._changed:
             if self._is_closed:
@@ -80,17 +78,17 @@ class Gate:
         self._is_closed = True
 
     def wait(self, seconds: float) -> bool:
-        """Waits until no request is left; returns False if some still are after this time."""
+        """Waits until all requests have ended; returns False if some still run after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._visits, seconds)
 
     def stop(self, why: str) -> None:
-        """Stops the requests that are left."""
+        """Stops the requests that still run."""
         with self._changed:
             for visit in self._visits:
                 visit.stop_soon(why)
 
 
 def ending() -> ApiError:
-    """Returns the error of requests to a server that ends."""
+    """Returns the error for requests to a server that is about to end."""
     return ApiError("the server ends; try again later", 503, code="draining", headers=RETRY)

@@ -1,4 +1,4 @@
-"""Requests for answers: what all of them have, and those of /v1/completions."""
+"""Requests for answers: the fields of all of them, and requests of /v1/completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnxpar.serve.service import GeneratingService
 from onnxpar.serve.tools import Tools
 
 TopLogprobs = Annotated[Whole, Field(ge=0, le=20)]
-"""How many of the likeliest tokens are told with each."""
+"""The number of likeliest tokens that an answer lists with each token."""
 _Token = Annotated[
     int, BeforeValidator(lambda key: int(key) if re.fullmatch("[0-9]{1,10}", key) else key)
 ]
@@ -24,7 +24,8 @@ _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Stop = Annotated[str, Field(min_length=1, max_length=512)]
 _Stops = Annotated[Array[_Stop], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 _GREEDY_BELOW = 1e-5
-"""Below this temperature, the likeliest token is drawn anyway, and logits would overflow."""
+"""Below this temperature, the likeliest token is chosen: sampling would choose the same token, and
+logits would overflow."""
 
 
 class StreamOptions(Part):
@@ -32,12 +33,13 @@ class StreamOptions(Part):
 
 
 class GenerationRequest(Request):
-    """A request for answers. As OpenAI has it, tokens are drawn of all, other ones each time."""
+    """A request for answers. As in OpenAI's API, tokens are sampled from the whole vocabulary, with
+    a new seed for each request."""
 
     schema_field: ClassVar[str] = "response_format"
-    """The field that has the JSON schema of answers."""
+    """The field with the JSON schema of answers."""
     length_fields: ClassVar[Sequence[str]] = ("max_tokens",)
-    """The fields that have the most new tokens; the first one counts."""
+    """The fields with the largest number of new tokens; the first one that is set counts."""
 
     n: Whole = Field(1, ge=1, le=2**31)
     stream: bool = False
@@ -62,9 +64,9 @@ class GenerationRequest(Request):
         if "stream_options" in self.model_fields_set and not self.stream:
             refuse("stream_options", "is for streams: add stream")
         for name in self.model_fields_set.intersection(self.length_fields):
-            asked, most = getattr(self, name), service.settings.max_tokens or 2**31
-            if asked > most:
-                refuse(name, f"is {asked}; it should be less than or equal to {most}")
+            requested, most = getattr(self, name), service.settings.max_tokens or 2**31
+            if requested > most:
+                refuse(name, f"is {requested}; it should be less than or equal to {most}")
 
     @abstractmethod
     def tokens(self, service: GeneratingService) -> Sequence[Sequence[int]]:
@@ -72,13 +74,14 @@ class GenerationRequest(Request):
 
     @property
     def new_tokens(self) -> int | None:
-        """The most new tokens; None: as many as there is room for."""
-        each = (getattr(self, name) for name in self.length_fields)
-        return next((number for number in each if number is not None), None)
+        """The largest number of new tokens; None for as many as the model has room for."""
+        numbers = (getattr(self, name) for name in self.length_fields)
+        return next((number for number in numbers if number is not None), None)
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are told with each; None: no probabilities."""
+        """The number of likeliest tokens that an answer lists with each token; None: no
+        probabilities."""
         return None
 
     @property
@@ -88,7 +91,7 @@ class GenerationRequest(Request):
 
     @property
     def callable_tools(self) -> Tools | None:
-        """What answers may call; None: nothing."""
+        """The tools that answers may call; None if there are none."""
         return None
 
     @property
@@ -98,12 +101,12 @@ class GenerationRequest(Request):
 
     @property
     def tells_prompt(self) -> bool:
-        """True if the probabilities of the prompt's tokens are asked for."""
+        """True if the request asks for the probabilities of the prompt's tokens."""
         return False
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen."""
+        """The options for the choice of tokens."""
         penalties = {"repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias"}
         return Sampling(
             do_sample=self.temperature >= _GREEDY_BELOW,
@@ -114,7 +117,7 @@ class GenerationRequest(Request):
 
 
 class CompletionRequest(GenerationRequest):
-    """A request of /v1/completions; for 16 new tokens, as OpenAI has it."""
+    """A request of /v1/completions; by default for 16 new tokens, as in OpenAI's API."""
 
     prompt: Texts
     suffix: Annotated[Any, unsupported("the model continues texts at their end", "")] = None
@@ -132,7 +135,7 @@ class CompletionRequest(GenerationRequest):
 
     def tokens(self, service: GeneratingService) -> Sequence[Sequence[int]]:
         encode = service.engine.tokenizer.encode
-        return [encode(each) if isinstance(each, str) else each for each in self.prompt]
+        return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in self.prompt]
 
     @property
     def likeliest(self) -> int | None:

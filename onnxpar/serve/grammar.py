@@ -1,5 +1,5 @@
-"""Answers in JSON: which tokens a JSON schema, or those of functions, allow next, by the library
-llguidance."""
+"""Answers in JSON: the tokens that a JSON schema, or the schemas of functions, allow next. The
+library llguidance computes them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from onnxpar.serve.served_engine import ServedEngine
 from onnxpar.serve.tools import Tools
 
 _DEEPEST = 64
-"""Most objects and arrays inside each other in a schema."""
+"""Deepest nesting of objects and arrays in a schema."""
 _MOST_TOKENS = 1 << 24
-"""Tokens of a vocabulary; more means that their number is unknown."""
+"""Most tokens of a vocabulary; a larger number means that the number is unknown."""
 _OPTIONS: Any = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})?", "lenient": False}
-"""A model may not write white space for ever: between two values, a space, or a line that is
-indented. What the library does not know of a schema is an
+"""Options of llguidance. A model may not write white space for ever: between two values, a space,
+or a line break with indentation. A keyword of the schema that the library does not know is an
 error, not ignored."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of an answer: JSON of a schema, or a list of calls.
+    """The form of an answer: JSON of a schema, a list of calls, or either of them.
 
-    schema  None: calls alone
+    schema  None: only calls
     tools   None: no calls
-    param   the field of the request that asks for it
+    param   the field of the request that asks for this form
     """
 
     schema: Mapping[str, Any] | None
@@ -64,7 +64,7 @@ def _json_rule(schema: Mapping[str, Any]) -> str:
 
 
 class JsonConstraint:
-    """Allows the tokens that continue an answer of a form; see `Constraint`."""
+    """Allows the tokens that continue an answer of a form, as a `Constraint`."""
 
     def __init__(
         self,
@@ -92,35 +92,35 @@ class JsonConstraint:
             self._matcher.consume_token(token)
 
     def check(self) -> None:
-        """Errors: ApiError if the text does not fit the form, because the library could not
-        follow it to the end."""
+        """Raises ApiError if the text does not fit the form, because the library could not follow
+        it to the end."""
         if self._matcher.is_error():
             raise _wrong(self._matcher.get_error(), self._param)
 
 
 class Grammars:
-    """The vocabulary of a model, as bytes, and constraints over it."""
+    """The vocabulary of a model as bytes, and constraints over it."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
-        self._made: llguidance.LLTokenizer | None = None
+        self._vocabulary: llguidance.LLTokenizer | None = None
 
     def load(self) -> llguidance.LLTokenizer:
-        """Returns the vocabulary; the first call takes a second. Errors: ApiError if the library
-        cannot read the model's tokenizer."""
+        """Returns the vocabulary for llguidance; the first call takes a second. Errors: ApiError if
+        the library cannot read the model's tokenizer."""
         with self._lock:
             if self._engine.vocabulary > _MOST_TOKENS:
                 raise ApiError(
                     "response_format and logprobs cannot be used: the model does not say how many "
                     "tokens it has"
                 )
-            if self._made is None:
+            if self._vocabulary is None:
                 ends = sorted(self._engine.model.ends)
                 tokenizer = self._engine.tokenizer
                 size = max(self._engine.vocabulary, tokenizer.size)
                 try:
-                    self._made = llguidance.LLTokenizer(
+                    self._vocabulary = llguidance.LLTokenizer(
                         tokenizer.as_json(), n_vocab=size, eos_token=ends[0] if ends else None
                     )
                 except Exception as error:  # the library raises several kinds
@@ -128,19 +128,19 @@ class Grammars:
                         f"response_format and logprobs cannot be used: the library llguidance "
                         f"does not know the model's tokenizer: {error}"
                     ) from None
-            return self._made
+            return self._vocabulary
 
     def bytes_of(self, token: int) -> bytes:
         """Returns the bytes of a token's text."""
-        found: bytes = self.load().decode_bytes([token])
+        bytes_: bytes = self.load().decode_bytes([token])
         text = self._engine.tokenizer.decode([token], specials=True)
-        if len(text) > len(found.decode("utf-8", "replace")):
-            return b"\xff" + found  # with which the library marks special tokens, and leaves out
-        return found
+        if len(text) > len(bytes_.decode("utf-8", "replace")):
+            return b"\xff" + bytes_  # the library's mark of special tokens, which it left out
+        return bytes_
 
     def constraints(self, form: Form, number: int) -> list[JsonConstraint]:
-        """Returns as many constraints for a form. Errors: ApiError if a schema is wrong, or uses
-        what the library lacks."""
+        """Returns `number` constraints for a form. Errors: ApiError if a schema is wrong, or uses
+        keywords that the library lacks."""
         _check_depth(form)
         vocabulary = self.load()
         try:
@@ -152,19 +152,19 @@ class Grammars:
             raise _wrong(matcher.get_error(), form.param)
         if not any(matcher.compute_logit_bias()):
             raise _wrong("NoExtension", form.param)
-        own = self._engine.vocabulary, self._engine.model.ends, form.param
-        return [JsonConstraint(matcher.deep_copy(), *own) for _ in range(number)]
+        common = self._engine.vocabulary, self._engine.model.ends, form.param
+        return [JsonConstraint(matcher.deep_copy(), *common) for _ in range(number)]
 
 
 def _wrong(why: str, param: str) -> ApiError:
-    """The error of a schema; of the library's reasons, the first line is for users."""
+    """The error for a schema; the first line of the library's reason is for users."""
     reason = "no text fits it" if why.startswith("NoExtension") else why.partition("\n<state>")[0]
     text = f"{param} has a schema that cannot be followed: {' '.join(reason.split())[:300]}"
     return ApiError(text, param=param)
 
 
 def _check_depth(form: Form) -> None:
-    """Errors: ApiError if a schema is nested too deeply for the library."""
+    """Raises ApiError if a schema is nested too deeply for the library."""
     level: list[object] = [form.schema, *(form.tools.parameters.values() if form.tools else ())]
     depth = 0
     while level:

@@ -1,4 +1,5 @@
-"""What every request passes on its way to its route."""
+"""Middleware that every request passes on its way to its route: metrics, and checks of hosts,
+origins and keys."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from onnxpar.serve.metrics import Metrics
 from onnxpar.serve.settings import Settings
 
 _ABANDONED = 499
-"""The status, in metrics, of requests whose clients did not wait."""
+"""The status, in metrics, of requests whose clients closed the connection."""
 _OPEN = ("/", "/health")
 """Paths that need no key."""
 
 
 class Measured:
-    """Counts requests and their time. A bug becomes a response with status 500.
+    """Counts requests and measures their time. A bug becomes a response with status 500.
 
-    routes  the paths that are told apart
-    log     True if a line is printed for each request
+    routes  the paths that metrics distinguish
+    log     True to print a line for each request
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class Measured:
 
 
 class Guards:
-    """Refuses requests of clients that may not send any."""
+    """Refuses requests from clients without permission."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, or answers it by an error."""
+        """Passes a request on, or answers it with an error."""
         if scope["type"] == "http":
             try:
                 self._check(scope["path"], Headers(scope=scope))
@@ -79,7 +80,7 @@ class Guards:
         await self._app(scope, receive, send)
 
     def _check(self, path: str, headers: Headers) -> None:
-        """Errors: ApiError."""
+        """Checks the host, the origin and the key of a request. Errors: ApiError."""
         settings, host = self._settings, headers.get("host", "")
         if settings.only_loopback and not is_loopback(_host_name(host)):
             raise ApiError(
@@ -100,7 +101,7 @@ class Guards:
 
 
 def is_loopback(host: str) -> bool:
-    """True for names and addresses of this machine alone."""
+    """True for names and addresses that mean only this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -116,16 +117,16 @@ def _host_name(host: str) -> str:
 
 
 def _is_allowed(origin: str, host: str, allowed: Sequence[str]) -> bool:
-    """True for a page of this server itself, or of an origin that may use it."""
+    """True for an origin that may use this server: its own, or one that is allowed."""
     return "*" in allowed or origin in allowed or origin.partition("://")[2] == host
 
 
 def _check_key(authorization: str, keys: Sequence[bytes]) -> None:
-    """Errors: ApiError if the header has none of the keys. Takes equally long for all keys."""
+    """Raises ApiError if the header has none of the keys. Takes the same time for all keys."""
     kind, _, key = authorization.partition(" ")
-    given = key.strip().encode("latin-1", "replace")
-    found = [hmac.compare_digest(given, each) for each in keys]
-    if kind.lower() != "bearer" or not any(found):
+    sent = key.strip().encode("latin-1", "replace")
+    matches = [hmac.compare_digest(sent, key) for key in keys]
+    if kind.lower() != "bearer" or not any(matches):
         missing = "needs an API key" if not authorization else "has a wrong API key"
         raise ApiError(
             f"the request {missing}; send the header Authorization: Bearer KEY",

@@ -1,4 +1,4 @@
-"""What a server prints for the people who run it."""
+"""Prints lines for the people who run a server."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from onnxpar.base.errors import OnnxparError, wants_traceback
 
 _LONGEST_PATH = 200
 Scope = MutableMapping[str, Any]
-"""What an ASGI server says of a request."""
+"""An ASGI server's description of a request."""
 
 
 def log_error(error: BaseException) -> None:
-    """Prints an error of a request in one line; with the traceback if the user asked for it."""
-    inner: Sequence[BaseException] = getattr(
-        error, "exceptions", []
-    )  # anyio groups errors of tasks
+    """Prints an error of a request in one line, and its traceback if the user requests
+    tracebacks."""
+    # anyio groups the errors of tasks
+    inner: Sequence[BaseException] = getattr(error, "exceptions", [])
     if len(inner) == 1:
         log_error(inner[0])
         return
@@ -31,9 +31,9 @@ def log_error(error: BaseException) -> None:
 
 
 def log_request(scope: Scope, status: int, seconds: float) -> None:
-    """Prints a line about a request that has ended, on standard output, as other servers do."""
+    """Prints a line about a finished request on standard output, as other servers do."""
     host, port = scope.get("client") or ("-", 0)
-    path = scope["raw_path"].decode("latin-1")[:_LONGEST_PATH]  # as it came: without control codes
+    path = scope["raw_path"].decode("latin-1")[:_LONGEST_PATH]  # raw: without control codes
     now = datetime.now().isoformat(" ", "milliseconds")
     line = f'{now} {host}:{port} "{scope["method"]} {path}" {status} {seconds:.3f} s\n'
     sys.stdout.write(line)
@@ -41,6 +41,7 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
 
 
 def tell(text: str) -> None:
-    """Prints a line, in one piece: several threads may print at once."""
+    """Prints a line on standard error with a single write, because several threads may print at
+    once."""
     sys.stderr.write(f"onnxpar: {text}\n")
     sys.stderr.flush()

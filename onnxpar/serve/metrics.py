@@ -1,4 +1,4 @@
-"""Numbers for Prometheus."""
+"""Metrics of a server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """What is counted and measured of a server and its engine, in a registry of its own."""
+    """The counts and durations of a server and its engine, in a registry of its own."""
 
     def __init__(self, engine: Served) -> None:
         self._registry = CollectorRegistry()
@@ -51,12 +51,12 @@ class Metrics:
         self.first = self._histogram(
             "time_to_first_token", "Time from a request to its first token.", _LONG
         )
-        self.each = self._histogram(
+        self.per_token = self._histogram(
             "time_per_output_token", "Time from a token of an answer to the next.", _SHORT
         )
 
     def text(self) -> bytes:
-        """Returns all numbers in the format of Prometheus."""
+        """Returns all metrics in the format of Prometheus."""
         return generate_latest(self._registry)
 
     def _histogram(
@@ -67,27 +67,27 @@ class Metrics:
 
 
 class _OfEngine(Collector):
-    """The counts of an engine, as they are when they are asked for; of replicas, those of each."""
+    """The counts of an engine at the time of a query; if it has replicas, the counts of each."""
 
     def __init__(self, engine: Served) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         engine, labels = self._engine, list[str]()
-        each: dict[tuple[str, ...], ServedCounts | EmbedderCounts] = {(): engine.counts}
+        by_labels: dict[tuple[str, ...], ServedCounts | EmbedderCounts] = {(): engine.counts}
         if isinstance(engine, EngineReplicas | EmbedderReplicas):
             labels = ["replica"]
-            found: Sequence[tuple[str, ServedCounts | EmbedderCounts]] = engine.each()
-            each = {(str(number),): counts for number, (_, counts) in enumerate(found)}
+            replicas: Sequence[tuple[str, ServedCounts | EmbedderCounts]] = engine.each()
+            by_labels = {(str(number),): counts for number, (_, counts) in enumerate(replicas)}
             ready = GaugeMetricFamily("onnxpar_replica_ready", "1 if its ranks run.", labels=labels)
-            for number, (status, _) in enumerate(found):
+            for number, (status, _) in enumerate(replicas):
                 ready.add_metric([str(number)], status == READY)
             yield ready
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for member, (name, meaning) in table.items():
                 family = kind(f"onnxpar_{name}", meaning, labels=labels)
-                for label, counts in each.items():
-                    if hasattr(counts, member):  # an embedder has fewer
+                for label, counts in by_labels.items():
+                    if hasattr(counts, member):  # an embedder has fewer counts
                         family.add_metric(label, getattr(counts, member))
                 if family.samples:
                     yield family

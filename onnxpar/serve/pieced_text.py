@@ -1,4 +1,4 @@
-"""Reads text of which the end has not come yet."""
+"""Reads a text whose end has not come yet."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""What waits, by `yield`, until there is more text, and then goes on."""
+"""A generator that reads from the text: it yields to wait for more text, and returns its result."""
 _OPENING, _CLOSING = "([{", ")]}"
 
 
 class UnexpectedText(Exception):
-    """There is something else than what is read, or nothing any more."""
+    """The text does not continue as expected, or has ended."""
 
 
 class PiecedText:
-    """Text that comes in pieces, and a place in it, from which methods read. Errors:
+    """A text that comes in pieces, and a position in it, from which methods read. Errors:
     UnexpectedText.
 
-    at           the place
-    is_complete  True if no more comes
+    at           the position
+    is_complete  True if no further piece comes
     """
 
     def __init__(self) -> None:
@@ -29,19 +29,19 @@ class PiecedText:
         self.is_complete = False
 
     def next(self) -> Reading[str]:
-        """Returns the next character, which stays; an empty text at the end."""
+        """Returns the next character, without reading on; an empty text at the end."""
         while self.at == len(self.text) and not self.is_complete:
             yield
         return self.text[self.at : self.at + 1]
 
     def visible(self) -> Reading[str]:
-        """Skips white space; returns the next character, which stays."""
+        """Skips white space; returns the next character, without reading on."""
         while (char := (yield from self.next())).isspace():
             self.at += 1
         return char
 
     def take(self, chars: str) -> Reading[str]:
-        """Reads the next character that is no white space, which must be one of these."""
+        """Reads the next character after white space, which must be one of `chars`."""
         char = yield from self.visible()
         if not char or char not in chars:
             raise UnexpectedText
@@ -59,7 +59,8 @@ class PiecedText:
         return self.text[start : self.at]
 
     def one_of(self, options: Sequence[str]) -> Reading[str | None]:
-        """Reads one of several texts; returns None, and reads nothing, if there is none of them."""
+        """Reads one of several texts. If none of them comes next, returns None and reads
+        nothing."""
         while True:
             for option in options:
                 if self.text.startswith(option, self.at):
@@ -71,31 +72,31 @@ class PiecedText:
             yield
 
     def expect(self, options: Sequence[str]) -> Reading[str]:
-        """Reads one of several texts behind white space. One that the end cuts is read, too, before
-        the error."""
+        """Skips white space and reads one of several texts. If the end of the text cuts the option,
+        reads the beginning of it before the error."""
         yield from self.visible()
-        found = yield from self.one_of(options)
-        if found is None:
+        option = yield from self.one_of(options)
+        if option is None:
             rest = self.text[self.at :]
             self.at += len(rest) if any(option.startswith(rest) for option in options) else 0
             raise UnexpectedText
-        return found
+        return option
 
     def until(self, end: str) -> Reading[str]:
-        """Reads up to a text, and this; returns what is in front of it."""
+        """Reads up to the text `end`, and `end` itself; returns the text before it."""
         start = self.at
-        while (found := self.text.find(end, self.at)) < 0:
+        while (end_at := self.text.find(end, self.at)) < 0:
             if self.is_complete:
                 self.at = len(self.text)
                 raise UnexpectedText
             self.at = max(self.at, len(self.text) - len(end) + 1)
             yield
-        self.at = found + len(end)
-        return self.text[start:found]
+        self.at = end_at + len(end)
+        return self.text[start:end_at]
 
     def value(self, quotes: str = '"') -> Reading[str]:
-        """Reads a value of JSON or, by its quotes, of Python: up to the bracket or quote that
-        closes it, or to the comma, bracket or white space behind a number or a word."""
+        """Reads a value of JSON or, with `quotes`, of Python: up to the bracket or quote that
+        closes it, or to the comma, bracket or white space after a number or a word."""
         yield from self.visible()
         start, depth, quote = self.at, 0, ""
         while char := (yield from self.next()):

@@ -1,4 +1,4 @@
-"""Where each token of a text begins in it."""
+"""Finds the place in a text where each token begins."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from onnxpar.llm.requests import Token
 from onnxpar.llm.tokenizer import UNFINISHED, Stream
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
-"""Makes decoders of bytes, whose characters may be spread over several tokens."""
+"""Makes a decoder of bytes; the bytes of a character may be spread over several tokens."""
 
 
 @dataclass(frozen=True)
 class PlacedToken:
-    """A token and its place.
+    """A token and its place in the text.
 
     logprob  the natural logarithm of its probability; None for the first token of a prompt
-    top      the likeliest tokens in its place, with theirs
-    begin    how many characters of the text are before it
+    top      the likeliest tokens at its place, with their logarithms
+    begin    the number of characters of the text before it
     """
 
     id: int
@@ -29,16 +29,16 @@ class PlacedToken:
 
     @staticmethod
     def of(token: Token, begin: int) -> PlacedToken:
-        """Returns a token at a place."""
+        """Returns the token of an event with its place."""
         return PlacedToken(token.id, token.logprob, token.top, begin)
 
 
 class PlacedText:
-    """A stream of text that also tells where its tokens begin: one that goes on with a character,
-    where the character does.
+    """A stream of text that also finds the place of each token. A token that continues a character
+    has the place of the character.
 
-    bytes_of  the bytes of a token
-    start     how many characters are before the text
+    bytes_of  a function from a token to its bytes
+    start     the number of characters before the text
     """
 
     def __init__(self, stream: Stream, bytes_of: Callable[[int], bytes], start: int = 0) -> None:
@@ -49,15 +49,15 @@ class PlacedText:
 
     @property
     def length(self) -> int:
-        """How many characters there are."""
+        """The number of characters."""
         return self._sent + len(self._stream.waiting)
 
     def add(self, token: int) -> tuple[str, int]:
         """Adds a token; returns the text that is complete now, and the place of the token."""
         waited = len(self._stream.waiting)
         new = self._stream.add(token)
-        kept = (new + self._stream.waiting)[:waited]
-        begin = self._sent + len(kept) - len(kept.lstrip(UNFINISHED))
+        old = (new + self._stream.waiting)[:waited]
+        begin = self._sent + len(old) - len(old.lstrip(UNFINISHED))
         self._sent += len(new)
         if not self._stream.has_text(token):
             return new, begin
@@ -74,10 +74,10 @@ class PlacedText:
         return new, begin
 
 
-def _may_begin_a_character(found: bytes) -> bool:
-    """True for the first bytes of a character, or for all of them."""
+def _may_begin_a_character(data: bytes) -> bool:
+    """True for the first bytes of a character, or for all its bytes."""
     try:
-        found.decode()
+        data.decode()
     except UnicodeDecodeError as error:
         return error.reason == "unexpected end of data"
     return True

@@ -1,4 +1,4 @@
-"""Turns the prompts of a request into tokens, and its wishes into the engine's limits."""
+"""Converts the prompts of a request to tokens, and its options to the engine's limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onnxpar.base.errors import InputError
 from onnxpar.llm.requests import Limits
-from onnxpar.serve.api_error import ApiError, quoted
+from onnxpar.serve.api_error import ApiError, quote
 from onnxpar.serve.generation_request import CompletionRequest, GenerationRequest
 from onnxpar.serve.grammar import Form, JsonConstraint
 from onnxpar.serve.service import GeneratingService
@@ -15,12 +15,12 @@ from onnxpar.serve.service import GeneratingService
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that the engine can take.
+    """The data of a request for the engine.
 
     prompts      the tokens of each prompt
-    echoes       the text in front of each answer
-    rooms        the most new tokens after each prompt
-    constraints  of each answer, where its form is asked for
+    echoes       the text before each answer
+    rooms        the largest number of new tokens after each prompt
+    constraints  a constraint for each answer, if the request has a form; else empty
     ends         the tokens that end an answer
     """
 
@@ -32,8 +32,8 @@ class Prepared:
 
 
 def prepare(service: GeneratingService, request: GenerationRequest) -> Prepared:
-    """Returns the tokens of a request and what goes with them; may take a while. Errors: ApiError
-    for what the model cannot read."""
+    """Returns the data of a request for the engine; may take a while. Errors: ApiError for a
+    request that the model cannot read."""
     try:
         request.sampling.check(service.engine.vocabulary)
     except InputError as error:
@@ -48,8 +48,8 @@ def prepare(service: GeneratingService, request: GenerationRequest) -> Prepared:
     echoes = [""] * len(prompts)
     if isinstance(request, CompletionRequest) and request.echo:
         decode = service.engine.tokenizer.decode
-        each = zip(request.prompt, prompts, strict=True)
-        echoes = [text if isinstance(text, str) else decode(tokens) for text, tokens in each]
+        pairs = zip(request.prompt, prompts, strict=True)
+        echoes = [text if isinstance(text, str) else decode(tokens) for text, tokens in pairs]
     form = _form(service, request)
     constraints = [] if form is None else service.grammars.constraints(form, number)
     if request.likeliest is not None:
@@ -61,7 +61,7 @@ def prepare(service: GeneratingService, request: GenerationRequest) -> Prepared:
 def limits_of(
     service: GeneratingService, request: GenerationRequest, prepared: Prepared, index: int
 ) -> Limits:
-    """Returns the engine's limits of an answer, by its number."""
+    """Returns the engine's limits for the answer with this number."""
     return Limits(
         sampling=request.sampling,
         max_new_tokens=max(prepared.rooms[index // request.n], 1),
@@ -75,8 +75,8 @@ def limits_of(
 
 
 def _form(service: GeneratingService, request: GenerationRequest) -> Form | None:
-    """The form of answers; None if it is not asked for. Errors: ApiError for tools where it is not
-    known how the model calls them."""
+    """The form of answers; None if the request has none. Errors: ApiError for tools if the way in
+    which the model calls tools is unknown."""
     tools = request.callable_tools
     if tools is not None and tools.are_required:
         return Form(None, tools, "tools")
@@ -92,24 +92,24 @@ def _form(service: GeneratingService, request: GenerationRequest) -> Form | None
     return None
 
 
-def _checked(service: GeneratingService, found: Sequence[int]) -> Sequence[int]:
-    """The tokens of a prompt, of which there is at least one. Errors: ApiError."""
+def _checked(service: GeneratingService, tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens of a prompt, at least one. Errors: ApiError."""
     engine = service.engine
-    if not found and engine.model.begin is not None:
-        found = [engine.model.begin]
-    if not found:
+    if not tokens and engine.model.begin is not None:
+        tokens = [engine.model.begin]
+    if not tokens:
         raise ApiError("prompt has no tokens; give a text or token ids", param="prompt")
-    if min(found) < 0 or max(found) >= engine.vocabulary:
+    if min(tokens) < 0 or max(tokens) >= engine.vocabulary:
         last = engine.vocabulary - 1
         raise ApiError(f"prompt has a token that is not from 0 to {last}", param="prompt")
-    return found
+    return tokens
 
 
 def _room(service: GeneratingService, request: GenerationRequest, prompt: Sequence[int]) -> int:
-    """The most new tokens after a prompt."""
+    """The largest number of new tokens after a prompt. Errors: ApiError if there is no room."""
     longest = service.engine.longest
-    asked, allowed = request.new_tokens, service.settings.max_tokens or longest
-    most = allowed if asked is None else min(asked, allowed)
+    requested, allowed = request.new_tokens, service.settings.max_tokens or longest
+    most = allowed if requested is None else min(requested, allowed)
     if request.min_tokens > most:
         text = f"min_tokens is {request.min_tokens}, and at most {most} may be new; ask for fewer"
         raise ApiError(text, param="min_tokens")
@@ -123,13 +123,14 @@ def _room(service: GeneratingService, request: GenerationRequest, prompt: Sequen
 
 
 def _ends(service: GeneratingService, request: GenerationRequest) -> frozenset[int]:
-    """The tokens that end an answer: of the model, those that are asked for, and stop strings that
-    are special tokens, which no text has. Errors: ApiError for a token that there is not."""
+    """The tokens that end an answer: end tokens of the model, tokens in the request, and stop
+    strings that are special tokens, which no text has. Errors: ApiError for a token outside of the
+    vocabulary."""
     vocabulary = range(service.engine.vocabulary)
     for token in request.stop_token_ids:
         if token not in vocabulary:
-            text = f"stop_token_ids has {quoted(token)}; ids are from 0 to {vocabulary[-1]}"
+            text = f"stop_token_ids has {quote(token)}; ids are from 0 to {vocabulary[-1]}"
             raise ApiError(text, param="stop_token_ids")
-    own = frozenset() if request.ignore_eos else service.engine.model.ends
+    of_model = frozenset() if request.ignore_eos else service.engine.model.ends
     named = service.engine.tokenizer.special_ids(request.stop)
-    return frozenset(t for t in (*own, *named, *request.stop_token_ids) if t in vocabulary)
+    return frozenset(t for t in (*of_model, *named, *request.stop_token_ids) if t in vocabulary)

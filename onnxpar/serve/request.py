@@ -1,4 +1,4 @@
-"""What all requests have in common: how their fields are read, and how wrong ones are refused."""
+"""Reads the fields of all requests, and refuses wrong ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from onnxpar.serve.api_error import ApiError, json_bytes, quoted
+from onnxpar.serve.api_error import ApiError, json_bytes, quote
 from onnxpar.serve.service import Service
 from onnxpar.serve.settings import Settings
 
@@ -31,22 +31,22 @@ def _served(name: str, info: Any) -> str:
 
 
 def unknown_model(name: str, settings: Settings) -> ApiError:
-    """Returns the error of a model that is not served here."""
-    text = f"there is no model {quoted(name)}; this server has {settings.model_name!r}"
+    """Returns the error for a model that this server does not serve."""
+    text = f"there is no model {quote(name)}; this server has {settings.model_name!r}"
     return ApiError(text, 404, param="model", code="model_not_found")
 
 
 class Part(BaseModel):
-    """An object in a request. A member that is null counts as left out."""
+    """An object in a request. A null member counts as missing."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, found: Any) -> Any:
-        if not isinstance(found, dict):
-            return found
-        return {name: value for name, value in found.items() if value is not None}
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: member for name, member in value.items() if member is not None}
 
     @model_validator(mode="after")
     def _checked(self, info: Any) -> Part:
@@ -54,11 +54,12 @@ class Part(BaseModel):
         return self
 
     def check(self, service: Any) -> None:
-        """Refuses values that are wrong together, or more than the service allows."""
+        """Refuses values that contradict each other, or that exceed the service's limits."""
 
 
 class Request(Part):
-    """A request. A field that it does not know may be misspelt; those here change no answer."""
+    """A request. It refuses unknown fields, which may be misspelt. The fields here change no
+    answer."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -77,27 +78,29 @@ R = TypeVar("R", bound=Request)
 
 
 def object_of(body: bytes) -> dict[str, Any]:
-    """Returns the object of a request. Errors: ApiError if it is not a JSON object."""
+    """Returns the JSON object in the body of a request. Errors: ApiError if the body is not a JSON
+    object."""
     try:
-        found = from_json(body, allow_inf_nan=False)
-        json_bytes(found)  # which refuses numbers beyond the range of floats, such as 1e999
+        value = from_json(body, allow_inf_nan=False)
+        json_bytes(value)  # refuses numbers beyond the range of floats, such as 1e999
     except ValueError as error:
         raise ApiError(f"the request is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ApiError("the request must be a JSON object", code="invalid_json")
-    return found
+    return value
 
 
-def read_request(kind: type[R], found: Mapping[str, Any], service: Service) -> R:
-    """Returns a request of a kind, with what the service allows. Errors: ApiError."""
+def read_request(kind: type[R], members: Mapping[str, Any], service: Service) -> R:
+    """Returns a request of this kind, checked against the service's limits. Errors: ApiError."""
     try:
-        return kind.model_validate(found, context=service)
+        return kind.model_validate(members, context=service)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False)[0], kind) from None
 
 
 def _refusal(error: ErrorDetails, request: type[Request]) -> ApiError:
-    """What a client is told of an error of pydantic, which says what its `Input` should be."""
+    """The error for a client, from an error of pydantic; the texts of pydantic begin with "Input
+    should"."""
     kind, place, is_key = error["type"], error["loc"], error["loc"][-1] == "[key]"
     is_within = is_key or (isinstance(place[-1], int) and kind != "model_type")
     if is_within:
@@ -105,8 +108,8 @@ def _refusal(error: ErrorDetails, request: type[Request]) -> ApiError:
     param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place)[1:]
     if kind == "extra_forbidden":
         known = get_close_matches(param, request.model_fields, 1)
-        hint = f"{quoted(known[0])} is" if known else "leave it out"
-        text = f"{quoted(param)} is not a field of this request; {hint}"
+        hint = f"{quote(known[0])} is" if known else "leave it out"
+        text = f"{quote(param)} is not a field of this request; {hint}"
         return ApiError(text, param=param, code="unknown_field")
     if kind == "missing":
         return ApiError(f"{param} is missing; add it", param=param)
@@ -117,17 +120,18 @@ def _refusal(error: ErrorDetails, request: type[Request]) -> ApiError:
     if kind.startswith("json"):
         should = "it should be the JSON text of an object"
     verb = "has" if is_within else "is"
-    return ApiError(f"{param} {verb} {quoted(error['input'])}; {should}", param=param)
+    return ApiError(f"{param} {verb} {quote(error['input'])}; {should}", param=param)
 
 
 def refuse(name: str, why: str) -> NoReturn:
-    """Raises the error of a member of the object that is checked; `why` goes behind its name."""
+    """Raises the error for a member of the object that is being checked; `why` follows the member's
+    name."""
     kind = PydanticCustomError("value_error", "{error}", {"error": why})
     raise ValidationError.from_exception_data(name, [{"type": kind, "loc": (name,), "input": None}])
 
 
 def unsupported(remedy: str, *harmless: object) -> AfterValidator:
-    """Refuses all values of a field but those that change no answer."""
+    """A validator that refuses all values of a field except those that change no answer."""
 
     def check(value: object) -> object:
         if value not in harmless:
@@ -139,20 +143,21 @@ def unsupported(remedy: str, *harmless: object) -> AfterValidator:
 
 T = TypeVar("T")
 Array = Annotated[list[T], Field(fail_fast=True)]
-"""A list, of which the first wrong item is told."""
+"""A list; an error is about the first wrong item."""
 Filled = Annotated[list[T], Field(fail_fast=True, min_length=1)]
 _TEXTS = TypeAdapter[Any](str | Filled[int] | Filled[str] | Filled[Array[int]])
 
 
 def _read_texts(value: object) -> list[Any]:
     try:
-        found = _TEXTS.validate_python(value, strict=True)
+        texts = _TEXTS.validate_python(value, strict=True)
     except ValidationError:
         raise ValueError("must be a text, token ids, or a list of either, and not empty") from None
-    return [found] if isinstance(found, str) or isinstance(found[0], int) else found
+    return [texts] if isinstance(texts, str) or isinstance(texts[0], int) else texts
 
 
 Texts = Annotated[list[str | list[int]], BeforeValidator(_read_texts)]
-"""Texts, or lists of token ids. Alone, neither needs a list."""
+"""A list of texts or of lists of token ids; a single text, or a single list of ids, needs no list
+around it."""
 Whole = Annotated[int, BeforeValidator(lambda v: int(v) if type(v) is float and v % 1 == 0 else v)]
 """A whole number, which JSON may write as 1.0."""

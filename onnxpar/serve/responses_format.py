@@ -1,4 +1,4 @@
-"""Answers as JSON of /v1/responses: whole, and as events."""
+"""The answer of /v1/responses as JSON: whole, and as events."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _RUNNING, _DONE, _CUT = "in_progress", "completed", "incomplete"
 
 @dataclass
 class _Item:
-    """An item of the output: a message, or a call.
+    """An item of the output: a message or a call.
 
-    call          the beginning of a call; None: it is a message
-    text          that of the message, or the arguments
-    is_malformed  the call is none
+    call          the beginning of a call; None for a message
+    text          the text of the message, or the arguments of the call
+    is_malformed  True if the call turned out not to be a call
     """
 
     index: int
@@ -34,7 +34,7 @@ class _Item:
     is_malformed: bool = False
 
     def json(self) -> dict[str, Any]:
-        """Returns the item as it is now."""
+        """Returns the item in its present state."""
         head = {"id": self.id, "status": self.status}
         if self.call is not None:
             names = {"call_id": self.call.id, "name": self.call.name}
@@ -47,36 +47,36 @@ class _Item:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
     def event(self, kind: str, **members: Any) -> dict[str, Any]:
-        """Returns an event of the item."""
+        """Returns an event about the item."""
         place = {"item_id": self.id, "output_index": self.index}
         return {"type": f"response.{kind}", **place, **members}
 
 
 class ResponsesFormat(Format):
-    """The answer of /v1/responses, of which there is one."""
+    """The format of /v1/responses, which has a single answer."""
 
     def __init__(
         self, model: str, request: ResponsesRequest, bytes_of: Callable[[int], bytes], number: int
     ) -> None:
-        made = {"id": _id("resp"), "object": "response", "created_at": int(time.time())}
-        self._head = {**made, "model": model, **request.repeated}
+        origin = {"id": _id("resp"), "object": "response", "created_at": int(time.time())}
+        self._head = {**origin, "model": model, **request.repeated}
         self._head |= {"previous_response_id": None, "store": False, "truncation": "disabled"}
         self._items: list[_Item] = []
         self._open: _Item | None = None
-        """The last item, if more may come."""
+        """The last item, if it may continue."""
         self._status = _RUNNING
 
     def begin(self) -> Events:
         return [self._event("created"), self._event("in_progress")]
 
     def chunks(self, piece: Piece) -> Events:
-        found: Events = []
+        events: Events = []
         for part in piece.parts:
-            found += self._events(part)
+            events += self._events(part)
         if piece.finish is not None:
             self._status = _CUT if piece.finish == "length" else _DONE
-            found += self._close(self._status)
-        return found
+            events += self._close(self._status)
+        return events
 
     def end(self, usage: Usage) -> Events:
         return [self._event(self._status, usage)]
@@ -85,11 +85,11 @@ class ResponsesFormat(Format):
         self.chunks(piece)
 
     def whole(self, usage: Usage) -> dict[str, Any]:
-        """Returns the response. Malformed calls, which a stream has begun, are left out."""
+        """Returns the response. It leaves out malformed calls, which a stream may have begun."""
         return self._response([item for item in self._items if not item.is_malformed], usage)
 
     def _event(self, kind: str, usage: Usage | None = None) -> dict[str, Any]:
-        """An event of the whole response."""
+        """An event about the whole response."""
         return {"type": f"response.{kind}", "response": self._response(self._items, usage)}
 
     def _response(self, items: Sequence[_Item], usage: Usage | None) -> dict[str, Any]:
@@ -105,19 +105,21 @@ class ResponsesFormat(Format):
         }
 
     def _events(self, part: Part) -> Events:
-        """The events of a part of the answer."""
+        """The events for a part of the answer."""
         if isinstance(part, Text):
-            found: Events = []
+            events: Events = []
             if self._open is None:
-                found = self._begin(None)
-            return found + self._delta("output_text.delta", part.text, content_index=0, logprobs=[])
+                events = self._begin(None)
+            return events + self._delta(
+                "output_text.delta", part.text, content_index=0, logprobs=[]
+            )
         if isinstance(part, CallBegin):
             return self._close(_DONE) + self._begin(part)
         if isinstance(part, CallArguments):
             return self._delta("function_call_arguments.delta", part.text)
         assert self._open is not None, "a call is begun before it ends"
-        self._open.is_malformed = part.how == "malformed"
-        return self._close(_DONE if part.how == "right" else _CUT)
+        self._open.is_malformed = part.outcome == "malformed"
+        return self._close(_DONE if part.outcome == "right" else _CUT)
 
     def _begin(self, call: CallBegin | None) -> Events:
         """Begins an item."""
@@ -125,34 +127,34 @@ class ResponsesFormat(Format):
         self._items.append(item)
         self._open = item
         added = {"output_index": item.index, "item": item.json()}
-        found: Events = [{"type": "response.output_item.added", **added}]
+        events: Events = [{"type": "response.output_item.added", **added}]
         if call is None:
-            found.append(item.event("content_part.added", content_index=0, part=item.part()))
-        return found
+            events.append(item.event("content_part.added", content_index=0, part=item.part()))
+        return events
 
     def _delta(self, kind: str, text: str, **members: Any) -> Events:
-        """Adds to the item that is open."""
+        """Extends the open item."""
         assert self._open is not None, "an item is begun before it goes on"
         self._open.text += text
         return [self._open.event(kind, delta=text, **members)]
 
     def _close(self, status: str) -> Events:
-        """Ends the item that is open, if there is one."""
+        """Ends the open item, if there is one."""
         item, self._open = self._open, None
         if item is None:
             return []
         item.status = status
         if item.call is not None:
             names = {"name": item.call.name, "arguments": item.text}
-            found = [item.event("function_call_arguments.done", **names)]
+            events = [item.event("function_call_arguments.done", **names)]
         else:
             at = {"content_index": 0}
-            found = [
+            events = [
                 item.event("output_text.done", text=item.text, logprobs=[], **at),
                 item.event("content_part.done", part=item.part(), **at),
             ]
         done = {"output_index": item.index, "item": item.json()}
-        return [*found, {"type": "response.output_item.done", **done}]
+        return [*events, {"type": "response.output_item.done", **done}]
 
 
 def _id(kind: str) -> str:

@@ -24,7 +24,7 @@ _REPEATED = {
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature"),
     *("text", "tool_choice", "tools", "top_p"),
 }
-"""Fields that the response has, too."""
+"""Fields of the request that the response repeats."""
 _Unsupported = Annotated[Any, unsupported("leave it out")]
 
 
@@ -41,24 +41,24 @@ class _Kind(Part):
     type: Literal["message", "function_call", "function_call_output"] = "message"
 
 
-def _read_item(found: object) -> Message | FunctionCall | FunctionCallOutput:
-    kind = _Kind.model_validate(found).type
+def _read_item(value: object) -> Message | FunctionCall | FunctionCallOutput:
+    kind = _Kind.model_validate(value).type
     if kind == "message":
-        return Message.model_validate(found)
-    return (FunctionCall if kind == "function_call" else FunctionCallOutput).model_validate(found)
+        return Message.model_validate(value)
+    return (FunctionCall if kind == "function_call" else FunctionCallOutput).model_validate(value)
 
 
 Item = Annotated[Message | FunctionCall | FunctionCallOutput, PlainValidator(_read_item)]
 
 
-def _read_input(found: object) -> object:
-    if not found or not isinstance(found, (str, list)):
+def _read_input(value: object) -> object:
+    if not value or not isinstance(value, (str, list)):
         raise ValueError("must be a text or a list of items, and not empty")
-    return [{"role": "user", "content": found}] if isinstance(found, str) else found
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class FlatFormat(Part):
-    """The format of an answer, which repeats all of it."""
+    """The format of an answer; the response repeats all its members."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -102,7 +102,8 @@ class ResponsesRequest(DialogRequest):
 
     @property
     def chat(self) -> Messages:
-        """The instructions, which join those of the input, and the input."""
+        """The messages of the input, after the instructions, which are joined with a system message
+        of the input."""
         messages: list[dict[str, Any]] = []
         for item in self.input:
             _add(messages, item)
@@ -119,9 +120,9 @@ class ResponsesRequest(DialogRequest):
 
     @property
     def repeated(self) -> dict[str, Any]:
-        """What the response says of its request."""
-        given = self.model_dump(include=_REPEATED, by_alias=True, exclude_none=True)
-        return {"instructions": None, "max_output_tokens": None, **given}
+        """The members of the request that the response repeats."""
+        members = self.model_dump(include=_REPEATED, by_alias=True, exclude_none=True)
+        return {"instructions": None, "max_output_tokens": None, **members}
 
 
 def _add(messages: list[dict[str, Any]], item: Part) -> None:

@@ -1,4 +1,4 @@
-"""Serves a model at an address, from the start of its ranks to the end."""
+"""Serves a model at an address, from the start of its ranks to their end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def serve_model(
     """Starts an engine or an embedder, and serves it at a socket until a signal comes; closes both.
     Call it in the main thread.
 
-    start          returns the engine or embedder
+    start          starts and returns the engine or embedder
     drain_timeout  longest time, in seconds, to finish requests at the end
 
     Errors: OnnxparError if the ranks do not start, or fail for good.
@@ -33,7 +33,7 @@ def serve_model(
             stacklevel=2,
         )
     with bound, start() as engine:
-        engine.tokenizer  # noqa: B018  (is read now, and not by the first request)
+        engine.tokenizer  # noqa: B018  (loads it now, and not in the first request)
         app = application(engine, settings)
         text = f"onnxpar: {settings.model_name} is served at {url_of(bound)}"
         run_server(app, bound, drain_timeout, lambda: print(text, flush=True))

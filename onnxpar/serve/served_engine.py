@@ -1,4 +1,4 @@
-"""What the server needs of an engine."""
+"""The interface of an engine that the server needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxpar.llm.tokenizer import Tokenizer
 
 
 class ServedModel(Protocol):
-    """What the server needs to know of a model; see `LanguageModel`."""
+    """The properties of a model that the server needs; see `LanguageModel`."""
 
     @property
     def ends(self) -> frozenset[int]: ...
@@ -59,10 +59,10 @@ class ServedCounts(Protocol):
 
 
 class ServedGeneration(Protocol):
-    """A request that the engine has taken."""
+    """A request in the engine."""
 
     def cancel(self) -> None:
-        """Ends it soon; the listener then gets its End."""
+        """Ends the request soon; the listener then gets an `End`."""
         ...
 
 
@@ -94,4 +94,4 @@ class ServedEngine(Protocol):
 
 ServedEmbedder = Embedder | EmbedderReplicas
 Served = ServedEngine | ServedEmbedder
-"""What runs the requests of a server."""
+"""An engine or an embedder: it runs the requests of a server."""

@@ -1,4 +1,4 @@
-"""Runs the server: its socket, its thread, and its end."""
+"""Runs the server: opens its socket, and starts and ends its thread."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from onnxpar.serve.visiting import ENDING
 _MOST_HEADERS = 64 << 10
 """Most bytes of a request's headers."""
 _GRACE = 2.0
-"""Seconds in which stopped requests tell their clients so."""
+"""Seconds in which stopped requests may still send an error to their clients."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket at an address, which does not listen yet. Errors: InputError if the address
-    cannot be had."""
+    """Returns a socket that is bound to an address, and does not listen yet. Errors: InputError if
+    the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        made = socket.socket(family, kind, protocol)
+        bound = socket.socket(family, kind, protocol)
     except (OSError, OverflowError, UnicodeError) as error:
         raise InputError(f"--host {host}: {error}; give an address of this machine") from None
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except OSError as error:
-        made.close()
+        bound.close()
         why = f"cannot listen at {host} port {port}: {cause(error)}"
         raise InputError(f"{why}; give another --port or --host") from None
-    return made
+    return bound
 
 
 def is_local(bound: socket.socket) -> bool:
-    """True if only this machine reaches a socket."""
+    """True if only this machine can reach the socket."""
     return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
@@ -58,11 +58,11 @@ def url_of(bound: socket.socket) -> str:
 def run_server(
     app: Starlette, bound: socket.socket, drain_timeout: float, ready: Callable[[], None]
 ) -> None:
-    """Serves until a signal comes; then refuses requests, finishes those that run, and returns. A
+    """Serves until a signal comes; then refuses requests, finishes the running ones, and returns. A
     second signal ends at once, with its usual exception. Call it in the main thread.
 
     drain_timeout  longest time, in seconds, to finish requests
-    ready          is called once requests are answered
+    ready          a function to call once the server answers requests
     """
     service: Service = app.state.service
     server = _Server(app, bound)
@@ -82,7 +82,7 @@ def run_server(
 
 
 class _Server:
-    """uvicorn in a thread of its own, so that signals stay with the main thread."""
+    """Runs uvicorn in another thread, so that signals reach the main thread."""
 
     def __init__(self, app: Starlette, bound: socket.socket) -> None:
         config = uvicorn.Config(
@@ -114,8 +114,7 @@ class _Server:
             self.join()
 
     def join(self, service: Service | None = None) -> None:
-        """Waits for the end of the server or of the service's ranks, which only a failure brings.
-        Errors: OnnxparError."""
+        """Waits until the server or the service's ranks fail. Errors: OnnxparError, always."""
         while self._thread.is_alive():
             self._thread.join(1.0)
             if service is not None and service.status == "failed":

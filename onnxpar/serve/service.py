@@ -1,4 +1,4 @@
-"""What all requests of a server share."""
+"""The objects that all requests of a server share."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from onnxpar.serve.tool_families import FAMILIES, ToolFamily, family_of
 
 
 class Service:
-    """What runs requests, what they may do, and what is known of them.
-
-    kind  what is served, with its article
-    """
+    """The state that all requests share: the engine, settings, admission and metrics. `kind` says
+    what is served, with an article."""
 
     kind = "a language model"
 
@@ -33,16 +31,16 @@ class Service:
 
     @property
     def status(self) -> str:
-        """How the server is: "ready", "starting", "draining" or "failed"."""
+        """The status of the server: "ready", "starting", "draining" or "failed"."""
         return "draining" if self.gate.is_closed else self._served.status
 
     @property
     def longest(self) -> int:
-        """The most tokens of a text."""
+        """The largest number of tokens of a text."""
         return self._served.longest
 
     def busy(self) -> ApiError:
-        """Returns the error of a request that is not taken now."""
+        """Returns the error for a request that the engine does not take now."""
         status = self.status
         if status == "ready":
             text = "the queue is full; try again later"
@@ -54,7 +52,7 @@ class Service:
 
 
 class GeneratingService(Service):
-    """That of a language model."""
+    """The service of a language model."""
 
     def __init__(self, engine: ServedEngine, settings: Settings) -> None:
         super().__init__(engine, settings)
@@ -63,13 +61,13 @@ class GeneratingService(Service):
 
     @cached_property
     def family(self) -> ToolFamily | None:
-        """How the model writes calls of tools; None if that is not known."""
+        """The way in which the model writes calls of tools; None if this is unknown."""
         named = self.settings.tool_call_parser
         return FAMILIES[named] if named else family_of(self.engine.tokenizer.tool_template)
 
 
 class EmbeddingService(Service):
-    """That of an embedding model or a reranker."""
+    """The service of an embedding model or a reranker."""
 
     def __init__(self, embedder: ServedEmbedder, settings: Settings) -> None:
         super().__init__(embedder, settings)
@@ -77,8 +75,8 @@ class EmbeddingService(Service):
         self.kind = embedder.model.kind
 
 
-def failed(error: OnnxparError) -> ApiError:
-    """Logs an error of the ranks; returns what the client is told of it."""
+def engine_error(error: OnnxparError) -> ApiError:
+    """Logs an error of the ranks; returns the error for the client."""
     log_error(error)
     text = "the model cannot finish the answer; try again later"
     return ApiError(text, 503, code="model_failed", headers=RETRY)

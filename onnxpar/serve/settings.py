@@ -1,4 +1,4 @@
-"""What a server allows."""
+"""The settings of a server."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from onnxpar.serve.tool_families import FAMILIES
 
 @dataclass(frozen=True)
 class Settings:
-    """The name of the model, who may use it, and how much.
+    """The name of the model, its users, and their limits.
 
     model_name        the model's id in requests and answers
-    api_keys          any of them must come as `Authorization: Bearer KEY`; empty: no key is needed
+    api_keys          a request must have one of them, as `Authorization: Bearer KEY`; empty: no key
+                      is needed
     cors_origins      origins, such as https://chat.example.com, whose pages may send requests; `*`
-                      is any
-    only_loopback     refuse requests to other hosts than localhost, which a web page could send by
-                      DNS rebinding
+                      allows all
+    only_loopback     refuse requests with another Host than localhost, which a web page could send
+                      by DNS rebinding
     access_log        print a line for each request
-    max_body          most bytes of a request
-    max_tokens        most new tokens of an answer; None: as many as the model has room for
-    max_choices       most answers of a request: prompts times n
-    max_inputs        most texts of a request for embeddings, or documents of one for scores
-    max_requests      most requests that are answered or wait at once
+    max_body          largest size of a request, in bytes
+    max_tokens        largest number of new tokens of an answer; None: as many as the model has room
+                      for
+    max_choices       largest number of answers to a request: prompts times n
+    max_inputs        largest number of texts in a request for embeddings, or of documents in one
+                      for scores
+    max_requests      largest number of requests that run or wait at once
     request_timeout   longest time of a request, in seconds
-    tool_call_parser  how the model writes calls of tools, a name of `FAMILIES`; None: as the chat
-                      template says
+    tool_call_parser  the way in which the model writes calls of tools, a name of `FAMILIES`; None:
+                      from the chat template
     """
 
     model_name: str = "model"
@@ -43,7 +46,7 @@ class Settings:
     tool_call_parser: str | None = None
 
     def check(self) -> None:
-        """Errors: InputError for a setting out of its range."""
+        """Raises InputError for a setting out of its range."""
         if not self.model_name or not self.model_name.isprintable():
             raise InputError(f"model_name is {self.model_name!r}; give a printable name")
         names = ("max_body", "max_tokens", "max_choices", "max_inputs", "max_requests")

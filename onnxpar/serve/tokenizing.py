@@ -1,5 +1,5 @@
-"""Answers requests for the tokens of a text or a chat, and for the text of tokens, as vLLM writes
-them."""
+"""Answers requests for the tokens of a text or a chat, and for the text of tokens, in the form of
+vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from anyio.to_thread import run_sync
 from starlette.types import Receive, Scope
 
-from onnxpar.serve.api_error import JsonResponse, quoted
+from onnxpar.serve.api_error import JsonResponse, quote
 from onnxpar.serve.chat_request import ChatCompletionRequest
 from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.request import Array, Request, object_of, read_request, refuse
@@ -34,14 +34,12 @@ class DetokenizeRequest(Request):
         most = max(service.engine.tokenizer.size, service.engine.vocabulary)
         for token in self.tokens:
             if not 0 <= token < most:
-                refuse("tokens", f"has {quoted(token)}; ids are from 0 to {most - 1}")
+                refuse("tokens", f"has {quote(token)}; ids are from 0 to {most - 1}")
 
 
 class Tokenizing(Visiting):
-    """The endpoint of a route for which the tokenizer alone is needed.
-
-    answer  what a request is answered
-    """
+    """The endpoint of a route that needs only the tokenizer. `answer` is a function from the object
+    of a request to its answer."""
 
     def __init__(
         self,
@@ -58,15 +56,15 @@ class Tokenizing(Visiting):
         await JsonResponse(answer)(scope, receive, stream.raw)
 
 
-def tokenized(found: dict[str, Any], service: GeneratingService) -> dict[str, Any]:
-    """Returns the tokens of a text or a chat. Errors: ApiError."""
+def tokenize(members: dict[str, Any], service: GeneratingService) -> dict[str, Any]:
+    """Returns the answer with the tokens of a text or a chat. Errors: ApiError."""
     tokenizer = service.engine.tokenizer
     request: TokenizeCompletionRequest | TokenizeChatRequest
-    if found.get("prompt") is None and found.get("messages") is not None:
-        request = read_request(TokenizeChatRequest, found, service)
+    if members.get("prompt") is None and members.get("messages") is not None:
+        request = read_request(TokenizeChatRequest, members, service)
         (tokens,) = request.tokens(service)
     else:
-        request = read_request(TokenizeCompletionRequest, found, service)
+        request = read_request(TokenizeCompletionRequest, members, service)
         tokens = tokenizer.encode(request.prompt, request.add_special_tokens)
     texts = [tokenizer.token(token) for token in tokens] if request.return_token_strs else None
     return {
@@ -77,7 +75,7 @@ def tokenized(found: dict[str, Any], service: GeneratingService) -> dict[str, An
     }
 
 
-def detokenized(found: dict[str, Any], service: GeneratingService) -> dict[str, Any]:
-    """Returns the text of tokens, with special tokens. Errors: ApiError."""
-    request = read_request(DetokenizeRequest, found, service)
+def detokenize(members: dict[str, Any], service: GeneratingService) -> dict[str, Any]:
+    """Returns the answer with the text of tokens, including special tokens. Errors: ApiError."""
+    request = read_request(DetokenizeRequest, members, service)
     return {"prompt": service.engine.tokenizer.decode(request.tokens, specials=True)}

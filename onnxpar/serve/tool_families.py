@@ -1,4 +1,4 @@
-"""How models write calls of tools: a table of the families of chat templates."""
+"""The ways in which models write calls of tools: a table of families of chat templates."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ToolFamily:
-    """How models of a family write calls. A call itself is a JSON object with `name` and
-    `arguments` or `parameters`, a Python call with named arguments, or a name and the arguments: a
-    JSON object, or texts; several may be in a list.
+    """The way in which models of a family write calls. A call is a JSON object with `name` and
+    `arguments` or `parameters`, a Python call with named arguments, or a name with arguments: a
+    JSON object, or texts. Several calls may be in a list.
 
-    begins    markers in front of calls
-    within    what separates the parts of a call
-    ends      what stands behind calls and is no text
-    is_bare   True if an answer may also begin with a call that has no marker
-    header    the pattern of what is between a marker and the arguments, with the name as its group;
-              empty: there is none
-    argument  what begins an argument whose value is a text, the pattern of its name and its value,
-              and what ends it; None: arguments are JSON
-    ids       the form of the ids of calls in prompts, of a `name` and the `number` of calls before;
-              empty: any
-    signs     texts of chat templates by which the family is found
-    unless    texts of templates that have other calls between the same markers
+    begins    markers before calls
+    within    separators between the parts of a call
+    ends      markers after calls
+    is_bare   True if an answer may also begin with a call without a marker
+    header    the pattern between a marker and the arguments, with the name as its group; empty:
+              nothing is between them
+    argument  for arguments whose values are texts: the marker before an argument, the pattern of
+              its name and value, and the marker after it; None: arguments are JSON
+    ids       the format of the ids of calls in prompts, from a `name` and the `number` of earlier
+              calls; empty: any
+    signs     texts in the chat templates of the family
+    unless    texts in templates that have other calls between the same markers
     """
 
     begins: tuple[str, ...] = ()
@@ -37,17 +37,17 @@ class ToolFamily:
 
     @property
     def special(self) -> tuple[str, ...]:
-        """Texts that may be special tokens."""
+        """The markers, which may be special tokens of the tokenizer."""
         return (*self.begins, *self.within, *self.ends)
 
     def has(self, template: str) -> bool:
-        """Returns True for a chat template of the family."""
+        """True for a chat template of the family."""
         is_other = any(text in template for text in self.unless)
         return not is_other and any(sign in template for sign in self.signs)
 
 
 BARE = ToolFamily(is_bare=True)
-"""Calls without any marker."""
+"""The family of calls without a marker."""
 _SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 _DEEPSEEK = ToolFamily(
     begins=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581begin\uff5c>"),
@@ -123,9 +123,9 @@ FAMILIES = {
         signs=("<|tool_calls_section_begin|>",),
     ),
 }
-"""By the names that vLLM has for their parsers."""
+"""The families by the names of vLLM's parsers."""
 
 
 def family_of(template: str) -> ToolFamily | None:
-    """Returns the family of a chat template; None if it is of none that is known."""
+    """Returns the family of a chat template; None if it is in no known family."""
     return next((family for family in FAMILIES.values() if family.has(template)), None)

@@ -1,4 +1,4 @@
-"""Finds calls of tools in the text of an answer, as it comes."""
+"""Finds calls of tools in the text of an answer, piece by piece."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ _LONGEST_HEADER = 256
 """Most characters between a marker and the arguments of a call."""
 _ARGUMENTS = ("arguments", "parameters")
 _ID, _ID_LENGTH = string.ascii_letters + string.digits, 9
-"""Of ids, such as templates of Mistral demand them."""
+"""The characters and the length of ids, as Mistral's templates require them."""
 
 
 class ToolParser:
-    """Splits the text of an answer into content and calls. White space around calls is neither.
+    """Splits the text of an answer into content and calls; drops white space around calls.
 
-    family     how calls are written
-    functions  the JSON schemas of the functions that there are, by name; a call without a marker
-               must name one of them
+    family     the way in which the model writes calls
+    functions  the JSON schemas of the functions, by name; a call without a marker must name one of
+               them
     """
 
     def __init__(self, family: ToolFamily, functions: Mapping[str, Mapping[str, Any]]) -> None:
         self._family, self._functions = family, functions
         self._markers = re.compile("|".join(map(re.escape, family.begins)) or r"(?!)")
         self.calls = 0
-        """How many calls are right."""
+        """The number of calls that are well-formed."""
         self._index = 0
         self._text = PiecedText()
         self._parts: list[Part] = []
         self._raw = 0
-        """Where the text of a call begins that is not complete, or of what is behind the last."""
+        """The beginning of the text of an unfinished call, or of the text after the last call."""
         self._sent: int | None = None
-        """How far arguments are sent, while they are read."""
+        """The end of the arguments that were sent, while arguments are being read."""
         self._arguments: str | None = None
-        """Those of a call in JSON, once they are complete."""
+        """The arguments of a call in JSON, once they are complete."""
         self._before = "{"
-        """What is in front of the next argument, where each is sent when it is complete."""
+        """The text before the next argument, where arguments are sent one by one."""
         self._is_open = False
-        """The name of a call has been read."""
+        """True once the name of a call is complete."""
         self._is_marked = False
         self._may_be_bare = family.is_bare
         self._is_cut = False
         self._is_behind = False
-        """What has been read last is a call."""
+        """True if the last part was a call."""
         self._reading = self._read()
 
     def add(self, text: str, is_last: bool = False, is_cut: bool = False) -> list[Part]:
-        """Adds a piece; returns the parts that it completes. If text behind the last one has been
-        cut, a call that it has begun stays a call."""
+        """Adds a piece; returns the parts that it completes. With `is_cut`, the text ends too
+        early, and an unfinished call at its end stays a call."""
         self._text.text += text
         self._is_cut = is_cut
         self._text.is_complete = is_last
@@ -67,7 +67,7 @@ class ToolParser:
         return parts
 
     def _read(self) -> Reading[None]:
-        """Reads all of the text."""
+        """Reads the whole text."""
         while (yield from self._find()):
             try:
                 yield from self._calls()
@@ -76,7 +76,8 @@ class ToolParser:
                 self._give_up()
 
     def _find(self) -> Reading[bool]:
-        """Reads the content in front of the next call, and its marker; returns False at the end."""
+        """Reads the content before the next call, and the call's marker; returns False at the
+        end."""
         text = self._text
         self._raw = text.at
         if self._is_behind:
@@ -92,7 +93,7 @@ class ToolParser:
         return (yield from self._content())
 
     def _skip_ends(self) -> Reading[None]:
-        """Skips what stands behind a call."""
+        """Skips the markers after a call."""
         while True:
             yield from self._text.visible()
             if (yield from self._text.one_of(self._family.ends)) is None:
@@ -100,20 +101,20 @@ class ToolParser:
             self._raw = self._text.at
 
     def _content(self) -> Reading[bool]:
-        """Sends content, as far as no marker can begin in it; returns True behind a marker."""
+        """Sends content up to a possible beginning of a marker; returns True after a marker."""
         text = self._text
         while True:
             text.text, text.at = text.text[text.at :], 0
-            found = self._markers.search(text.text)
-            end = found.start() if found else len(text.text)
-            if not text.is_complete and not found:
+            marker = self._markers.search(text.text)
+            end = marker.start() if marker else len(text.text)
+            if not text.is_complete and not marker:
                 end -= longest_beginning(text.text, self._family.begins)
-            if found or not text.is_complete:
-                end = len(text.text[:end].rstrip())  # it may be that in front of a call
+            if marker or not text.is_complete:
+                end = len(text.text[:end].rstrip())  # white space may come before a call
             self._send(text.text[:end])
             self._raw = text.at = end
-            if found:
-                text.at, self._is_marked = found.end(), True
+            if marker:
+                text.at, self._is_marked = marker.end(), True
                 return True
             if text.is_complete:
                 return False
@@ -156,7 +157,7 @@ class ToolParser:
         self._end()
 
     def _members(self, is_inner: bool = False) -> Reading[None]:
-        """Reads the members of a JSON object; those of a call may be inside another."""
+        """Reads the members of a JSON object; the members of a call may be in an inner object."""
         text = self._text
         yield from text.take("{")
         while True:
@@ -182,23 +183,24 @@ class ToolParser:
         return json_value((yield from self._text.value()), str)
 
     def _named_call(self) -> Reading[None]:
-        """Reads a call whose name is in front of its arguments."""
+        """Reads a call whose name is before its arguments."""
         text, start = self._text, self._text.at
         opening = "<" if self._family.argument else "{"
         while (char := (yield from text.next())) != opening:
             if not char or text.at - start > _LONGEST_HEADER:
                 raise UnexpectedText
             text.at += 1
-        found = re.fullmatch(self._family.header, text.text[start : text.at])
-        if found is None:
+        header = re.fullmatch(self._family.header, text.text[start : text.at])
+        if header is None:
             raise UnexpectedText
-        name = found[found.lastindex or 0]
+        name = header[header.lastindex or 0]
         self._begin(name)
         yield from self._text_arguments(name) if self._family.argument else self._json_arguments()
         self._end()
 
     def _json_arguments(self) -> Reading[None]:
-        """Reads arguments; sends them as they come, or when the name does."""
+        """Reads arguments in JSON; sends them as they come or, before the name, once the name
+        comes."""
         text = self._text
         if self._arguments is not None or (yield from text.visible()) != "{":
             raise UnexpectedText
@@ -214,10 +216,12 @@ class ToolParser:
         begin, pattern, end = self._family.argument
         options = (begin, *self._family.ends)
         while (yield from self._text.expect(options)) == begin:
-            found = re.fullmatch(pattern, (yield from self._text.until(end)), re.DOTALL)
-            if found is None:
+            argument = re.fullmatch(pattern, (yield from self._text.until(end)), re.DOTALL)
+            if argument is None:
                 raise UnexpectedText
-            self._add(found[1], text_value(found[2], found[1], self._functions.get(name, {})))
+            self._add(
+                argument[1], text_value(argument[2], argument[1], self._functions.get(name, {}))
+            )
         self._close()
 
     def _python_call(self) -> Reading[None]:
@@ -237,7 +241,7 @@ class ToolParser:
         self._end()
 
     def _add(self, key: str, value: str) -> None:
-        """Sends an argument, whose value is in JSON."""
+        """Sends an argument; `value` is JSON."""
         new = f"{self._before}{json.dumps(key)}: {value}"
         self._parts.append(CallArguments(self._index, new))
         self._before = ", "
@@ -247,7 +251,7 @@ class ToolParser:
         self._parts.append(CallArguments(self._index, "{}" if self._before == "{" else "}"))
 
     def _begin(self, name: str) -> None:
-        """Begins a call, and sends the arguments that are in front of the name."""
+        """Begins a call, and sends the arguments that came before its name."""
         if self._is_open or not name or not (self._is_marked or name in self._functions):
             raise UnexpectedText
         self._is_open, self._before = True, "{"
@@ -263,14 +267,15 @@ class ToolParser:
         self.calls += 1
 
     def _send_arguments(self) -> None:
-        """Sends what has come of arguments."""
+        """Sends the arguments that have come since the last time."""
         if self._sent is not None and self._text.at > self._sent:
             new = self._text.text[self._sent : self._text.at]
             self._parts.append(CallArguments(self._index, new))
             self._sent = self._text.at
 
     def _give_up(self) -> None:
-        """Sends what was to be a call as content, unless it has been cut."""
+        """Sends the text of a malformed call as content. A call that the end of the text cuts stays
+        a call."""
         text = self._text
         is_cut = self._is_cut and self._is_open and text.at >= len(text.text)
         if is_cut:

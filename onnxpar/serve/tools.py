@@ -1,4 +1,4 @@
-"""The tools of a request: functions that an answer may call, or must."""
+"""The tools of a request: functions that an answer may or must call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Tools:
     """The functions that an answer may call.
 
     parameters    the JSON schemas of their parameters, by name
-    are_required  True if it must call one
-    is_parallel   True if it may call several
+    are_required  True if an answer must call a function
+    is_parallel   True if an answer may call several functions
     """
 
     parameters: Mapping[str, Mapping[str, Any]]
@@ -25,10 +25,10 @@ class Tools:
 
 
 def with_ids(messages: Messages, form: str) -> Messages:
-    """Returns a chat whose calls, and answers to them, have ids of a form: of the `name` and the
-    `number` of each call."""
+    """Returns a chat in which calls, and the messages that answer them, have ids in this format,
+    from the `name` and the `number` of each call."""
     numbers, ids = itertools.count(), dict[Any, str]()
-    found = []
+    renumbered = []
     for message in messages:
         new: dict[str, Any] = {}
         for call in message.get("tool_calls") or ():
@@ -36,5 +36,5 @@ def with_ids(messages: Messages, form: str) -> Messages:
             new.setdefault("tool_calls", []).append({**call, "id": ids[call["id"]]})
         if message.get("tool_call_id") in ids:
             new["tool_call_id"] = ids[message["tool_call_id"]]
-        found.append({**message, **new})
-    return found
+        renumbered.append({**message, **new})
+    return renumbered

@@ -1,4 +1,5 @@
-"""What all routes have in common that ask for work: time, clients that go away, and the end."""
+"""The base of all endpoints that run work: it limits time, and stops requests whose clients go away
+or that outlast the server."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from onnxpar.serve.gate import Visit, ending
 from onnxpar.serve.service import Service
 
 GONE = "gone"
-"""Why a request is stopped whose client has closed the connection."""
+"""The reason for stopping a request whose client has closed the connection."""
 ENDING = "ending"
-"""Why a request is stopped that outlasts the end of the server."""
+"""The reason for stopping a request that outlasts the server."""
 
 
 class Visiting(ABC):
@@ -29,10 +30,10 @@ class Visiting(ABC):
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
-        """Answers a request that has been read. Errors: ApiError."""
+        """Answers a request, whose body is complete. Errors: ApiError."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request. Errors: ApiError, before the answer has begun."""
+        """Answers a request. Errors: ApiError, if the answer has not begun."""
         stream = self._stream(send)
         with self._shared.gate.visit() as visit:
             error = await self._visit(visit, scope, receive, stream)
@@ -45,8 +46,8 @@ class Visiting(ABC):
     async def _visit(
         self, visit: Visit, scope: Scope, receive: Receive, stream: EventStream
     ) -> ApiError | None:
-        """Answers a request, within its time and while its client is there; returns the error, if
-        there is one to tell."""
+        """Answers a request within its time, while its client waits; returns the error for the
+        client, or None."""
         error: ApiError | None = None
         is_done = False
         async with anyio.create_task_group() as group:
@@ -72,7 +73,8 @@ class Visiting(ABC):
 
 
 async def _read(request: Request, most: int) -> bytes:
-    """The bytes of a request. Errors: ApiError if they are more than `most`; ClientDisconnect."""
+    """The body of a request. Errors: ApiError if it has more than `most` bytes;
+    ClientDisconnect."""
     body = bytearray()
     async for part in request.stream():
         body += part

@@ -1,2 +1,2 @@
-"""What users request for nodes and tensors: strategy files, annotations, presets, programs that are
-written by hand."""
+"""Requests for the layouts of nodes and tensors: strategy files, annotations, presets, and programs
+that are written by hand."""

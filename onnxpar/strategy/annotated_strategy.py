@@ -1,4 +1,4 @@
-"""ONNX's multi-device annotations as a strategy: their mesh, and the axes of each node."""
+"""Reads ONNX's multi-device annotations as a strategy: their mesh, and the axes of each node."""
 
 from __future__ import annotations
 
@@ -30,34 +30,35 @@ from onnxpar.strategy.standard_shardings import axes_text, node_shardings, parse
 from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotation
 
 MESH, PARTS = PREFIX + "mesh", PREFIX + "parts"
-"""Keys of metadata: of the model, its mesh; of a node, the sizes by hand of its factors."""
+"""Keys of metadata: in the model, its mesh; in a node, the sizes by hand of the parts of its
+factors."""
 
 
-def annotated_mesh(annotated: Configuration, wanted: Mesh | None) -> Mesh:
-    """The mesh of the annotations: `wanted` if it is given, the one in the metadata, or else the
-    coarsest mesh whose axes give all device lists. Errors: StrategyError if there is none."""
+def annotated_mesh(annotated: Configuration, requested: Mesh | None) -> Mesh:
+    """The mesh of the annotations: `requested` if there is one, else the mesh in the metadata, else
+    the coarsest mesh whose axes give all device lists. Errors: StrategyError if no mesh does."""
     written = annotated.metadata.get(MESH)
-    if wanted is not None:
-        if wanted.size != annotated.devices or (written and Mesh.parse(written) != wanted):
+    if requested is not None:
+        if requested.size != annotated.devices or (written and Mesh.parse(written) != requested):
             raise StrategyError(
                 f"the model is annotated for {written or f'{annotated.devices} devices'}, not for "
-                f"{wanted}; use that mesh, or ignore the annotations with --configuration none"
+                f"{requested}; use that mesh, or ignore the annotations with --configuration none"
             )
-        return wanted
+        return requested
     if written:
         return Mesh.parse(written)
     used = []
     for note in annotated.nodes.values():
-        for tensor, stated in note.shardings.items():
+        for tensor, tensor_sharding in note.shardings.items():
             what = f"{note.what}, tensor {tensor!r}"
-            used += [(what, d) for digits in _listed(stated, what) or () for d in digits]
+            used += [(what, d) for digits in _listed(tensor_sharding, what) or () for d in digits]
     return mesh_of_digits(annotated.devices, used)
 
 
 def onnx_annotations(annotated: Configuration, sharding: ShardingState) -> Iterator[Annotation]:
-    """The model's annotations, node by node.
+    """Yields the model's annotations: first for nodes, then for tensors.
 
-    Errors: StrategyError for one that cannot be met; it names the node and the tensor.
+    Errors: StrategyError for an annotation that cannot be met; it names the node and the tensor.
     """
     stages = {note.stage for note in annotated.nodes.values()} - {None}
     if len(stages) > 1:
@@ -93,7 +94,9 @@ def _warn_of_gone(annotated: Configuration, sharding: ShardingState) -> None:
     """Warns about annotations of nodes that are no longer in the graph."""
     known = {node_key(op.node) for op in sharding.factors.ops}
     for key, note in annotated.nodes.items():
-        if key not in known and any(stated.dims for stated in note.shardings.values()):
+        if key not in known and any(
+            tensor_sharding.dims for tensor_sharding in note.shardings.values()
+        ):
             warnings.warn(
                 f"{note.what}: its annotation has no effect, because the node is folded into a "
                 "constant or fused with another",
@@ -104,54 +107,59 @@ def _warn_of_gone(annotated: Configuration, sharding: ShardingState) -> None:
 def check_agreement(
     annotations: Sequence[Annotation], strategy: Sequence[Annotation], mesh: Mesh
 ) -> None:
-    """Raises StrategyError if a strategy splits a node in another way than its annotation."""
-    noted = {a.op.node.name: a for a in annotations if isinstance(a, NodeAnnotation)}
+    """Raises StrategyError if the strategy and an annotation of the model split a node
+    differently."""
+    annotated = {a.op.node.name: a for a in annotations if isinstance(a, NodeAnnotation)}
     for annotation in strategy:
-        if not isinstance(annotation, NodeAnnotation) or annotation.op.node.name not in noted:
+        if not isinstance(annotation, NodeAnnotation) or annotation.op.node.name not in annotated:
             continue
-        note = noted[annotation.op.node.name]
-        for leaf in annotation.axes.keys() & note.axes.keys():
-            if annotation.axes[leaf] != note.axes[leaf]:
+        model_annotation = annotated[annotation.op.node.name]
+        for leaf in annotation.axes.keys() & model_annotation.axes.keys():
+            if annotation.axes[leaf] != model_annotation.axes[leaf]:
                 tensor = next(t for t, links in annotation.op.operands() if leaf in links)
-                wanted, have = (axes_text(a.axes[leaf], mesh) for a in (annotation, note))
+                requested, present = (
+                    axes_text(a.axes[leaf], mesh) for a in (annotation, model_annotation)
+                )
                 raise StrategyError(
                     f"{annotation.op.node.op} '{annotation.op.node.name}', tensor {tensor.name!r}: "
-                    f"the strategy splits it over {wanted}, the model's annotation over {have}; "
-                    "drop one of them, or ignore the annotations with --configuration none"
+                    f"the strategy splits it over {requested}, the model's annotation over "
+                    f"{present}; drop one of them, or ignore the annotations with --configuration "
+                    "none"
                 )
 
 
 def node_key(node: gs.Node) -> str:
-    """The result whose name identifies a node in annotations."""
+    """The name that identifies a node in annotations: that of its first result."""
     return next((str(t.name) for t in node.outputs if t.name), "")
 
 
 def read_axes(
     op: OpFactors, names: Sequence[str], note: NodeConfiguration, sharding: ShardingState
 ) -> dict[int, Axes] | None:
-    """The axes that the standard part of an annotation gives to the leaves of a node with operands
-    and results of these names; None if it also requests results in other layouts."""
+    """The axes that the standard part of an annotation gives to each leaf of a node, whose operands
+    and results have these names. None if the annotation also requests a result in a layout that the
+    node does not produce."""
     reader = _NodeReader(op, names, note, sharding)
     return reader.axes if len(list(reader.annotations())) == 1 else None
 
 
-def _listed(stated: TensorSharding, what: str) -> list[list[Digit]] | None:
-    """The digits of each component; None if the devices are left open."""
-    counts = [n for components in stated.dims.values() for _, n in components]
-    return shard_digits(stated.devices, counts, what) if stated.devices else None
+def _listed(tensor_sharding: TensorSharding, what: str) -> list[list[Digit]] | None:
+    """The digits of each component from the list of devices; None if there is no list."""
+    counts = [n for components in tensor_sharding.dims.values() for _, n in components]
+    return shard_digits(tensor_sharding.devices, counts, what) if tensor_sharding.devices else None
 
 
 def _exact_annotation(
     op: OpFactors, note: NodeConfiguration, sharding: ShardingState
 ) -> NodeAnnotation:
-    """The axes of every leaf, from the metadata. Errors: StrategyError if the standard part of the
-    annotation does not agree."""
+    """The axes of every leaf, from onnxpar's metadata. Errors: StrategyError if the standard part
+    of the annotation contradicts the metadata."""
     axes = dict(enumerate(parse_axes(json.loads(note.metadata[AXES]), sharding.mesh)))
     parts = {int(k): tuple(v) for k, v in json.loads(note.metadata.get(PARTS, "{}")).items()}
     if len(axes) == len(op.leaves):
         names = [t.name for t in (*op.node.inputs, *op.node.outputs)]
-        stated = {s.tensor: s for s in node_shardings(op, names, axes, sharding)}
-        if all(s.agrees(stated.get(tensor)) for tensor, s in note.shardings.items()):
+        standard = {s.tensor: s for s in node_shardings(op, names, axes, sharding)}
+        if all(s.agrees(standard.get(tensor)) for tensor, s in note.shardings.items()):
             return NodeAnnotation(op, axes, parts)
     raise StrategyError(
         f"{note.what}: its annotation and its metadata {AXES} disagree, because one of them or the "
@@ -174,77 +182,85 @@ class _NodeReader:
         self.parts_in_use = 1
 
     def annotations(self) -> Iterator[Annotation]:
-        """Yields an annotation of the node, then one for each result whose annotated layout differs
-        from the one that the node produces."""
+        """Yields an annotation of the node, then an annotation of each result whose annotated
+        layout differs from the layout that the node produces."""
         for name, links in self.inputs:
             blocked = frozenset(j for j, k in enumerate(links) if k is None)
-            for link, over in zip(links, self._stated(name, links, blocked) or (), strict=False):
+            for link, over in zip(
+                links, self._annotated_axes(name, links, blocked) or (), strict=False
+            ):
                 if link is not None:
                     self._decide(name, link, over)
         results: list[Annotation] = []
         for name, links in self.outputs:
-            requested = self._stated(name, links, frozenset())
+            requested = self._annotated_axes(name, links, frozenset())
             if requested is not None and not self._produces(name, links, requested):
                 results.append(TensorAnnotation(name, requested, pin=True))
         yield NodeAnnotation(self.op, self.axes, {})
         yield from results
 
     def _decide(self, name: str, leaf: int, over: Axes) -> None:
-        have = self.axes.setdefault(leaf, over)
-        if have != over:
+        present = self.axes.setdefault(leaf, over)
+        if present != over:
             mesh = self.sharding.mesh
             self._fail(
                 name,
                 f"{self.op.leaves[leaf].factor} is split over {axes_text(over, mesh)}, but in the "
-                f"tensors before it over {axes_text(have, mesh)} (- is whole); split it the same "
-                "way in all",
+                f"tensors before it over {axes_text(present, mesh)} (- is whole); split it the "
+                "same way in all",
             )
 
     def _produces(self, name: str, links: Sequence[int | None], requested: Sequence[Axes]) -> bool:
-        """True if the node produces the result in this layout; splits open leaves of the node so
-        that it does."""
-        taken = dict(self.axes)
+        """True if the node produces the result in this layout. If so, splits the leaves of the node
+        that are still open as the layout requires."""
+        decided = dict(self.axes)
         for link, over in zip(links, requested, strict=True):
-            if (over and link is None) or (link is not None and taken.get(link, over) != over):
+            if (over and link is None) or (link is not None and decided.get(link, over) != over):
                 return False
-            if link is not None and link not in taken:
-                if overlaps(over, [a for axes in taken.values() for a in axes]):
+            if link is not None and link not in decided:
+                if overlaps(over, [a for axes in decided.values() for a in axes]):
                     return False
-                taken[link] = over
-        reduced = any(axes and self.op.reduction(i) for i, axes in taken.items())
+                decided[link] = over
+        reduced = any(axes and self.op.reduction(i) for i, axes in decided.items())
         if reduced and name not in json.loads(self.note.metadata.get(PARTIAL, "{}")):
             return False
-        self.axes = taken
+        self.axes = decided
         return True
 
-    def _stated(
+    def _annotated_axes(
         self, name: str, links: Sequence[int | None], blocked: frozenset[int]
     ) -> list[Axes] | None:
         """The annotated axes of each leaf of a tensor; None if it has no annotation."""
-        stated = self.note.shardings.get(name)
+        annotation = self.note.shardings.get(name)
         factors = self.sharding.factors.tensors.get(name)
-        if stated is None or factors is None:
+        if annotation is None or factors is None:
             return None
         rank = len(factors.dims)
-        if any(not -rank <= axis < rank for axis in stated.dims):
+        if any(not -rank <= axis < rank for axis in annotation.dims):
             self._fail(
                 name,
                 f"has {rank} dimensions, but its annotation is for dimensions "
-                f"{sorted(stated.dims)}; annotate the model again",
+                f"{sorted(annotation.dims)}; annotate the model again",
             )
-        digits = _listed(stated, f"{self.note.what}, tensor {name!r}")
+        digits = _listed(annotation, f"{self.note.what}, tensor {name!r}")
         listed = iter(digits or ())
         by_axis: dict[int, list[Axes]] = {}
-        for axis, components in stated.dims.items():
+        for axis, components in annotation.dims.items():
             at = [j for j, d in enumerate(factors.dim_of_leaf) if d == axis % rank]
-            own = {j: links[j] for j in at}
-            given: list[tuple[int | None, Axes]] = []
+            leaf_links = {j: links[j] for j in at}
+            component_axes: list[tuple[int | None, Axes]] = []
             for size, count in components:
                 is_open = digits is None
-                over = self._open(name, count, own) if is_open else self._over(name, next(listed))
-                given.append((size, over))
+                over = (
+                    self._open(name, count, leaf_links)
+                    if is_open
+                    else self._over(name, next(listed))
+                )
+                component_axes.append((size, over))
             dim = factors.dims[axis % rank]
-            by_axis[axis % rank] = self._spread(name, axis, dim, given, own, blocked)
+            by_axis[axis % rank] = self._spread(
+                name, axis, dim, component_axes, leaf_links, blocked
+            )
         out: list[Axes] = []
         for axis in range(rank):
             out += by_axis.get(axis) or [()] * factors.dim_of_leaf.count(axis)
@@ -260,9 +276,9 @@ class _NodeReader:
         return axes_of(digits, self.sharding.mesh, f"{self.note.what}, tensor {name!r}")
 
     def _open(self, name: str, count: int, links: Mapping[int, int | None]) -> Axes:
-        """The axes for a component with a number of shards but no devices: those that the factor
-        has already, or, as for MindSpore's tuples, the next ones of a row-major view of the ranks.
-        """
+        """The axes for a component with a number of shards but without devices: the axes of its
+        factor, if they are decided, or else the next axes of a row-major view of the ranks, as for
+        MindSpore's tuples."""
         for link in links.values():
             known = () if link is None else self.axes.get(link, ())
             if count > 1 and known and parts_over(known) == count:
@@ -279,30 +295,36 @@ class _NodeReader:
         name: str,
         axis: int,
         dim: Dim,
-        given: Sequence[tuple[int | None, Axes]],
+        component_axes: Sequence[tuple[int | None, Axes]],
         links: Mapping[int, int | None],
         blocked: frozenset[int],
     ) -> list[Axes]:
-        """The axes for the leaves of a dimension, in the order of `links`, from the axes of the
-        dimension's components."""
+        """Distributes the axes of a dimension's components over the dimension's leaves, in the
+        order of `links`."""
         decided = [() if k is None else self.axes.get(k, ()) for k in links.values()]
-        if len(given) == 1 and [a for axes in decided for a in axes] == [*given[0][1]]:
+        if len(component_axes) == 1 and [a for axes in decided for a in axes] == [
+            *component_axes[0][1]
+        ]:
             return decided
-        sizes = [size for size, _ in given if size is not None]
-        if len(sizes) == len(given) and math.prod(sizes) != dim.size:
+        sizes = [size for size, _ in component_axes if size is not None]
+        if len(sizes) == len(component_axes) and math.prod(sizes) != dim.size:
             self._fail(
                 name,
                 f"has {dim.size} elements along axis {axis}, but the sizes in its annotation are "
                 f"{sizes}",
             )
-        if any(over for _, over in given) and links and blocked >= links.keys():
+        if any(over for _, over in component_axes) and links and blocked >= links.keys():
             reasons = "; ".join(dict.fromkeys(self.op.whole.values())) or "it has no factor"
             self._fail(name, f"must stay whole along axis {axis} ({reasons})")
-        components = [dim] if not any(over for _, over in given[1:]) else _components(dim, given)
+        components = (
+            [dim]
+            if not any(over for _, over in component_axes[1:])
+            else _components(dim, component_axes)
+        )
         if components is None:
             self._fail(name, f"does not consist of components of sizes {sizes} along axis {axis}")
         out: list[Axes] = []
-        for component, (_, over) in zip(components, given, strict=False):
+        for component, (_, over) in zip(components, component_axes, strict=False):
             at = min(links, default=0) + len(out)
             spread = spread_dim(component, over, frozenset(j - at for j in blocked if j >= at))
             if spread is None:
@@ -318,18 +340,18 @@ class _NodeReader:
         raise StrategyError(f"{self.note.what}, tensor {tensor!r}: {reason}")
 
 
-def _components(dim: Dim, given: Sequence[tuple[int | None, Axes]]) -> list[Dim] | None:
-    """The dimension cut into components of these sizes, one of which may be open; None if its
-    factors do not have them."""
-    known = math.prod(size for size, _ in given if size is not None)
+def _components(dim: Dim, component_axes: Sequence[tuple[int | None, Axes]]) -> list[Dim] | None:
+    """The dimension cut into components of these sizes; one size may be open. None if no factors of
+    the dimension make up a component."""
+    known = math.prod(size for size, _ in component_axes if size is not None)
     rest = list(dim.children) if isinstance(dim, Product) else [dim]
     out: list[Dim] = []
-    for size, _ in given:
-        want = dim.size // known if size is None else size
-        taken: list[Dim] = []
-        while rest and math.prod(d.size for d in taken) < want:
-            taken.append(rest.pop(0))
-        if math.prod(d.size for d in taken) != want:
+    for size, _ in component_axes:
+        needed = dim.size // known if size is None else size
+        component: list[Dim] = []
+        while rest and math.prod(d.size for d in component) < needed:
+            component.append(rest.pop(0))
+        if math.prod(d.size for d in component) != needed:
             return None
-        out.append(taken[0] if len(taken) == 1 else Product(tuple(taken)))
+        out.append(component[0] if len(component) == 1 else Product(tuple(component)))
     return None if rest else out

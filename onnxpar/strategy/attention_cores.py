@@ -1,4 +1,5 @@
-"""Finds the nodes that relate each position of a sequence to the others: the core of attention."""
+"""Finds the cores of attention: nodes that relate each position of a sequence to all other
+positions."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
 
 @dataclass
 class Core:
-    """Nodes that need all positions of a sequence.
+    """The core of one attention: nodes that need all positions of a sequence.
 
     ops    the nodes, in graph order
-    keys   (node, leaf) of the positions that each query attends to; a factor that the node keeps
-           whole has no leaf
-    masks  leaves of the nodes outside that make masks of the keys
+    keys   (node, leaf) for each leaf of the positions that queries attend to; a factor that the
+           node keeps whole has no leaf
+    masks  (node, leaf) for each leaf of these positions in the nodes outside that compute masks
     """
 
     ops: list[OpFactors]
@@ -25,8 +26,8 @@ class Core:
 
 
 class Cores:
-    """The cores of a graph. `atoms` number positions of sequences; `computed` are the tensors that
-    are worth splitting."""
+    """Finds the cores of a graph. `atoms` number positions of sequences; `computed` has the names
+    of the tensors that are worth splitting."""
 
     def __init__(
         self, factors: GraphFactors, atoms: Collection[int], computed: Collection[str]
@@ -49,7 +50,7 @@ class Cores:
 
     def find(self) -> list[Core]:
         """All cores, in graph order."""
-        found: list[Core] = []
+        cores: list[Core] = []
         seen: set[str] = set()
         for op in self.factors.ops:
             if op.node.name in seen or not self.is_computed(op):
@@ -62,11 +63,12 @@ class Cores:
             else:
                 continue
             seen |= {op.node.name for op in core.ops if self.is_computed(op)}
-            found.append(core)
-        return found
+            cores.append(core)
+        return cores
 
     def is_computed(self, op: OpFactors) -> bool:
-        """False for a node that only makes masks or positions."""
+        """True for a node that computes activations; False for a node that computes only masks or
+        positions."""
         return any(t.name in self.computed for t in op.node.outputs)
 
     def _factors(self, op: OpFactors) -> Iterator[tuple[int, str]]:
@@ -84,10 +86,10 @@ class Cores:
 
     def _spread(self, start: OpFactors, keys: list[int]) -> Core:
         """The core around a node that reduces its leaves `keys`: all nodes that are connected with
-        it by tensors over pairs of positions. Masks belong to it, but do not connect it with other
-        layers that read them."""
+        this node through tensors over pairs of positions. Nodes of masks belong to the core, but
+        the search does not continue through them to other layers that read the same mask."""
         roles: set[tuple[str, int]] = set()
-        found: dict[str, OpFactors] = {}
+        members: dict[str, OpFactors] = {}
         todo: list[tuple[OpFactors, int]] = [(start, i) for i in keys]
         while todo:
             op, key = todo.pop()
@@ -95,25 +97,25 @@ class Cores:
             if (op.node.name, key) in roles:
                 continue
             roles |= {(op.node.name, i) for i in same}
-            found[op.node.name] = op
+            members[op.node.name] = op
             for tensor, links in op.operands():
                 if not _has_pairs(self.factors.tensors.get(tensor.name), self.atoms):
                     continue
                 at = [j for j, link in enumerate(links) if link in same]
-                for other, its in self.by_tensor[tensor.name] if at else ():
+                for other, other_links in self.by_tensor[tensor.name] if at else ():
                     enters = tensor.name in self.computed or not self.is_computed(other)
                     if other.node.name in self.pairs and enters:
-                        todo += [(other, link) for j in at if (link := its[j]) is not None]
-        core = Core([op for op in self.factors.ops if op.node.name in found], roles)
+                        todo += [(other, link) for j in at if (link := other_links[j]) is not None]
+        core = Core([op for op in self.factors.ops if op.node.name in members], roles)
         core.masks = self._masks(core)
         return core
 
     def _masks(self, core: Core) -> list[tuple[OpFactors, int]]:
-        """The leaves of nodes outside a core that make its masks of keys."""
+        """The leaves of keys in the nodes outside a core that compute its masks."""
         todo = [(op, i) for op in core.ops for i in range(len(op.leaves))]
         todo = [(op, i) for op, i in todo if (op.node.name, i) in core.keys]
         seen = set(core.keys)
-        found: list[tuple[OpFactors, int]] = []
+        masks: list[tuple[OpFactors, int]] = []
         while todo:
             op, key = todo.pop()
             for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
@@ -121,12 +123,16 @@ class Cores:
                 if maker is None or self.is_computed(maker):
                     continue
                 at = next(i for i, t in enumerate(maker.node.outputs) if t is tensor)
-                for link, made in zip(links, maker.outputs[at], strict=True):
-                    if link == key and made is not None and (maker.node.name, made) not in seen:
-                        seen.add((maker.node.name, made))
-                        found.append((maker, made))
-                        todo.append((maker, made))
-        return found
+                for link, produced in zip(links, maker.outputs[at], strict=True):
+                    if (
+                        link == key
+                        and produced is not None
+                        and (maker.node.name, produced) not in seen
+                    ):
+                        seen.add((maker.node.name, produced))
+                        masks.append((maker, produced))
+                        todo.append((maker, produced))
+        return masks
 
 
 def reduces(op: OpFactors, leaf: int) -> bool:
@@ -136,5 +142,5 @@ def reduces(op: OpFactors, leaf: int) -> bool:
 
 def _has_pairs(factors: TensorFactors | None, atoms: Collection[int]) -> bool:
     """True if two dimensions of a tensor number positions."""
-    each = zip(factors.leaves, factors.dim_of_leaf, strict=True) if factors is not None else ()
-    return len({dim for leaf, dim in each if leaf.atom in atoms}) > 1
+    numbered = zip(factors.leaves, factors.dim_of_leaf, strict=True) if factors is not None else ()
+    return len({dim for leaf, dim in numbered if leaf.atom in atoms}) > 1

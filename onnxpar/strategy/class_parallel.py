@@ -1,9 +1,9 @@
-"""The preset class-parallel: classes of a large classifier and the batch are split over one set of
+"""The preset class-parallel: splits the classes of a large classifier and the batch over the same
 axes.
 
 An et al., "Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs
 by Partial FC" (2022): the network before the classifier is data-parallel. Ranks gather the
-embeddings of all samples, and each computes the scores of its own classes.
+embeddings of all samples, and each rank computes the scores of its own classes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 def class_annotations(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None
 ) -> list[SplitClasses]:
-    """The annotation that splits the classes of the model's largest classifier. Errors:
-    StrategyError if the model has no classifier, or too few classes."""
+    """The annotation that splits the classes of the model's largest classifier; none for one rank.
+    Errors: StrategyError if the model has no classifier, or too few classes."""
     parts = parts_over(axes)
     if parts == 1:
         return []
-    found = max(_classifiers(graph, sharding, step), default=None)
-    if found is None:
+    largest = max(_classifiers(graph, sharding, step), default=None)
+    if largest is None:
         raise StrategyError(
             f"{CLASS} over {parts}: the model has no classifier, a product with a weight that "
             "alone has the classes of a loss (or of an output); use data-parallel"
         )
-    _, _, size, atoms, name = found
+    _, _, size, atoms, name = largest
     if size < parts:
         raise StrategyError(
             f"{CLASS} over {parts}: {name!r} has only {size} classes, or groups of classes to "
@@ -56,44 +56,50 @@ def class_annotations(
 def _classifiers(
     graph: gs.Graph, sharding: ShardingState, step: Step | None
 ) -> Iterator[tuple[int, int, int, tuple[int, ...], str]]:
-    """Yields (elements, products, classes, atoms of the classes, name) of each weight that is a
-    classifier: products keep its classes, which a loss or an output has, and neither another weight
-    of two or more dimensions nor an input. The classes may be groups of classes: where some are
-    sampled, fewer products keep the positions in a group. Groups of two sizes are two segments, of
-    one atom each."""
+    """Yields (elements, products, classes, atoms of the classes, name) for each weight that is a
+    classifier: the results of products have its classes, and a loss or an output reads the classes;
+    no other weight of two or more dimensions and no input has them.
+
+    Where a step samples classes, the atoms number groups of classes, as more products keep the
+    groups than the positions in a group. Groups of two sizes are two segments, each with its own
+    atom.
+    """
     known = sharding.factors.tensors
     slots = {slot.input for slot in step.slots} if step else set()
     data = [t for t in graph.inputs if not is_weight(t) and t.name not in slots]
     of_data = {leaf.atom for t in data if t.name in known for leaf in known[t.name].leaves}
-    kept = Counter(atom for op in sharding.factors.ops for atom in _kept_atoms(op))
+    products_of = Counter(atom for op in sharding.factors.ops for atom in _kept_atoms(op))
     scored = _scored(graph, sharding, step)
     stored = [t for t in [*graph.inputs, *constants(graph)] if is_weight(t)]
     weights = [t for t in stored if t.name in known and len(t.shape) > 1 and is_contracted(t)]
     for weight in weights:
-        others = {leaf.atom for t in weights if t is not weight for leaf in known[t.name].leaves}
-        fitting = (kept.keys() & scored) - others - of_data
+        other_atoms = {
+            leaf.atom for t in weights if t is not weight for leaf in known[t.name].leaves
+        }
+        fitting = (products_of.keys() & scored) - other_atoms - of_data
         for segments in _segments(known[weight.name]):
             best = [
-                max(((kept[leaf.atom], leaf.size, leaf.atom) for leaf in own), default=None)
-                for own in ([e for e in each if e.atom in fitting] for each in segments)
+                max(((products_of[x.atom], x.size, x.atom) for x in candidates), default=None)
+                for candidates in ([x for x in some if x.atom in fitting] for some in segments)
             ]
-            found = [each for each in best if each is not None]
-            if found:
-                products, sizes, atoms = zip(*found, strict=True)
+            classes = [segment for segment in best if segment is not None]
+            if classes:
+                products, sizes, atoms = zip(*classes, strict=True)
                 yield numel(weight.shape), max(products), sum(sizes), atoms, str(weight.name)
 
 
 def _segments(factors: TensorFactors) -> Iterator[list[list[Leaf]]]:
-    """Yields, for each dimension of a tensor, the leaves of each of its segments."""
+    """Yields, for each dimension of a tensor, a list of its segments; a segment is a list of
+    leaves."""
     numbers = iter(factors.leaves)
     for dim in factors.dims:
         children = dim.children if isinstance(dim, Concat) else (dim,)
-        yield [[next(numbers) for each in leaves(child) if each.is_leaf] for child in children]
+        yield [[next(numbers) for leaf in leaves(child) if leaf.is_leaf] for child in children]
 
 
 def _scored(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> set[int]:
-    """Atoms of the classes of losses; if the model is no training step, of the last dimensions of
-    its outputs."""
+    """The atoms of the classes that a loss reads; for a model that is no training step, the atoms
+    of the last dimension of each output."""
     known = sharding.factors.tensors
     scores = [(op.node.inputs[0], 1) for op in sharding.factors.ops if op.node.op in _LOSSES]
     if step is None:
@@ -108,30 +114,33 @@ def _scored(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> set[
 
 
 def _kept_atoms(op: OpFactors) -> Iterator[int]:
-    """Atoms of one operand of a product that the result has, but not the other operand."""
+    """Yields the atoms that the result of a product has in common with only one of its two
+    operands."""
     if not is_contraction(op) or convolves(op) or len(op.inputs) < 2:
         return
     for this, other in ((0, 1), (1, 0)):
-        own = ({*op.inputs[this]} & {*op.outputs[0]}) - {*op.inputs[other]} - {None}
-        yield from (op.leaves[link].atom for link in own if link is not None)
+        links_of_one = ({*op.inputs[this]} & {*op.outputs[0]}) - {*op.inputs[other]} - {None}
+        yield from (op.leaves[link].atom for link in links_of_one if link is not None)
 
 
 @dataclass(frozen=True)
 class SplitClasses:
-    """Splits all nodes and tensors along the atoms of classes. Whole stay the labels with what is
-    computed from them alone, and the moved embeddings: so each is gathered once, at its source."""
+    """Splits all nodes and tensors along the atoms of classes. Labels, nodes that compute from
+    labels alone, and embeddings that nodes only move stay whole: so ranks gather each of them once,
+    at its source."""
 
     atoms: tuple[int, ...]
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves of the atoms, and those of the nodes between, that are still open."""
+        """Splits the open leaves of these atoms; closes the open leaves of nodes that stay
+        whole."""
         changed = False
         ops = sharding.factors.ops
         split = [op for op in ops if any(leaf.atom in self.atoms for leaf in op.leaves)]
         for op in split:
-            for i, own in enumerate(op.leaves):
-                if own.atom in self.atoms:
+            for i, op_leaf in enumerate(op.leaves):
+                if op_leaf.atom in self.atoms:
                     changed |= sharding.assign_op(op, i, self.axes)
         for name, factors in sharding.factors.tensors.items():
             for i, leaf in enumerate(factors.leaves):
@@ -146,36 +155,36 @@ class SplitClasses:
 
 
 def _moved(ops: Sequence[OpFactors], inside: set[str], read: set[str]) -> Iterator[OpFactors]:
-    """Yields the nodes outside that only move what nodes inside read; `read` has the names of these
-    tensors."""
-    wanted = set(read)
+    """Yields the nodes outside that only move tensors which nodes inside read. `inside` has names
+    of nodes, `read` has names of tensors."""
+    needed = set(read)
     for op in reversed(ops):
-        if op.node.op in MOVES and op.node.name not in inside and op.node.outputs[0].name in wanted:
-            wanted.add(op.node.inputs[0].name)
+        if op.node.op in MOVES and op.node.name not in inside and op.node.outputs[0].name in needed:
+            needed.add(op.node.inputs[0].name)
             yield op
 
 
 def _from_labels(
     ops: Sequence[OpFactors], inside: set[str], read: set[str], sharding: ShardingState
 ) -> Iterator[OpFactors]:
-    """Yields the nodes outside that compute from integers of the input alone what nodes inside
-    read, and closes these inputs."""
-    made = {t.name for op in ops for t in op.node.outputs}
+    """Yields the nodes outside that compute, from integer inputs alone, tensors which nodes inside
+    read. Closes the leaves of these inputs."""
+    produced = {t.name for op in ops for t in op.node.outputs}
     source: dict[str, set[str]] = {}
-    found: list[OpFactors] = []
+    candidates: list[OpFactors] = []
     for op in ops:
         tensors = [t for t in op.node.inputs if isinstance(t, gs.Variable) and t.name]
         large = [t for t in tensors if numel(t.shape or ()) != 1]
         for t in large:
-            if t.name not in made and numpy_dtype(t).kind == "i":
+            if t.name not in produced and numpy_dtype(t).kind == "i":
                 source.setdefault(t.name, {t.name})
         if large and all(t.name in source for t in large) and op.node.name not in inside:
-            found.append(op)
+            candidates.append(op)
             of = set().union(*(source[t.name] for t in large))
             source.update((t.name, of) for t in op.node.outputs)
     labels = set().union(*(source.get(name, set()) for name in read))
     for name in labels:
         sharding.close_tensor(name)
-    for op in found:
+    for op in candidates:
         if source[op.node.outputs[0].name] <= labels:
             yield op

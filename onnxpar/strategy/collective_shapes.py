@@ -1,4 +1,4 @@
-"""Result types of the plugin's ops on one rank."""
+"""Infers the types of the results of the plugin's ops on one rank."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _Dims = list[int | str | None]
 def result_types(
     node: NodeProto, types: Mapping[str, TypeProto], members: int
 ) -> dict[str, TypeProto]:
-    """The types of a node's results, by name, as far as they are the same on all ranks.
+    """The types of a node's results, by name, as far as they agree on all ranks.
 
-    `members` is the size of the node's group; a rank that is alone keeps its operand. A size that
-    differs between ranks, or is data-dependent, stays open. Errors: ValueError for an axis that the
-    operand does not have.
+    `members` is the number of ranks in the node's group; a group of one rank keeps its operand. A
+    size that differs between ranks or depends on data stays open. Errors: ValueError for an axis
+    that the operand does not have.
     """
     names = list(node.output)
     if node.op_type in RANK_CONSTANTS:
@@ -30,14 +30,14 @@ def result_types(
     token = onnx.helper.make_tensor_type_proto(TensorProto.BOOL, [0])
     if node.op_type == "Send":
         return {name: token for name in names if name}
-    found = {name: token for name in names[1:] if name}
+    tokens = {name: token for name in names[1:] if name}
     x = types.get(node.input[0])
     if x is None or not x.HasField("tensor_type"):
-        return found
+        return tokens
     if not x.tensor_type.HasField("shape"):
-        return found | {names[0]: _typed(x.tensor_type.elem_type, None)}
+        return tokens | {names[0]: _typed(x.tensor_type.elem_type, None)}
     dims = _dims(x) if members == 1 else _result_dims(node, _dims(x), members)
-    return found | {names[0]: _typed(x.tensor_type.elem_type, dims)}
+    return tokens | {names[0]: _typed(x.tensor_type.elem_type, dims)}
 
 
 def _result_dims(node: NodeProto, x: _Dims, members: int) -> _Dims:

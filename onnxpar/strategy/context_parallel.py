@@ -1,7 +1,7 @@
-"""The preset context-parallel: activations are split along the sequence over the axis `cp`.
+"""The preset context-parallel: splits activations along the sequence over the axis `cp`.
 
-Every weight is whole along `cp`, as in data parallelism. Attention, which relates each position to
-all others, is computed in one of two ways: each rank gathers all keys and values and attends with
+Every weight is whole along `cp`, as in data parallelism. Attention relates each position to all
+others. Ranks compute it in one of two ways: each rank gathers all keys and values and attends with
 its own queries (Dubey et al., "The Llama 3 Herd of Models", 2024), or ranks exchange positions for
 heads before attention, and back after it (Jacobs et al., "DeepSpeed Ulysses", 2023).
 """
@@ -28,7 +28,8 @@ from onnxpar.strategy.core_split import CoreSplit
 
 CONTEXT = "context-parallel"
 RING = "ring-attention"
-"""As context-parallel, but keys and values travel in a ring where an op can lower this."""
+"""The preset ring-attention: context-parallel in which keys and values travel around a ring of
+ranks, where an op can be lowered to a ring."""
 AXIS = "cp"
 """The mesh axis that splits the sequence."""
 _LOOK_UP = ("Gather", "GatherND", "GatherElements")
@@ -37,8 +38,9 @@ _LOOK_UP = ("Gather", "GatherND", "GatherElements")
 def context_annotation(
     graph: gs.Graph, sharding: ShardingState, batch: set[int], step: Step | None, preset: str
 ) -> SplitSequences:
-    """The annotation that splits all sequences; atoms in `batch` number samples. Errors:
-    StrategyError if the mesh has no axis `cp`, or the model no sequence that can be split."""
+    """The annotation that splits all sequences; the atoms in `batch` number samples. Errors:
+    StrategyError if the mesh has no axis `cp`, or if the model has no sequence that ranks can
+    split."""
     mesh = sharding.mesh
     if AXIS not in mesh.sizes:
         raise StrategyError(
@@ -74,8 +76,8 @@ def _why_no_sequence(graph: gs.Graph, sharding: ShardingState) -> str:
 
 
 def sequence_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> Iterator[int]:
-    """The atoms that number positions: those of the second dimension of token ids that look up a
-    table, and of features of each position."""
+    """Yields the atoms that number positions: those of the second dimension of inputs that are
+    token ids (which look up rows of a table) or features of each position."""
     states = {slot.input for slot in step.slots} if step is not None else set()
     looked_up = _looked_up(sharding.factors)
     for tensor in graph.inputs:
@@ -84,29 +86,29 @@ def sequence_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) 
             continue
         is_ids = np.issubdtype(numpy_dtype(tensor), np.integer) and len(factors.dims) == 2
         for leaf, dim in zip(factors.leaves, factors.dim_of_leaf, strict=True):
-            found = leaf.atom in looked_up if is_ids else len(factors.dims) == 3
-            if dim == 1 and found:
+            is_sequence = leaf.atom in looked_up if is_ids else len(factors.dims) == 3
+            if dim == 1 and is_sequence:
                 yield leaf.atom
 
 
 def _looked_up(factors: GraphFactors) -> set[int]:
-    """The atoms that number the ids by which rows of tables are looked up, in bodies, too."""
-    found: set[int] = set()
+    """The atoms of ids that look up rows of tables, in the main graph and in bodies."""
+    atoms: set[int] = set()
     for op in factors.ops:
         if op.node.op in _LOOK_UP and is_float(op.node.inputs[0]):
             ids = factors.tensors.get(op.node.inputs[1].name)
-            found |= {leaf.atom for leaf in ids.leaves} if ids is not None else set()
-    return found
+            atoms |= {leaf.atom for leaf in ids.leaves} if ids is not None else set()
+    return atoms
 
 
 def _computed(graph: gs.Graph) -> set[str]:
-    """The tensors that depend on weights by a product or a lookup, or on inputs of numbers; not
-    masks, positions, and what is made of weights alone."""
+    """The names of tensors that depend on weights through a product or a lookup, or on inputs of
+    features. Masks, positions, and tensors that depend on weights alone are not among them."""
     stored: set[str] = set()
     features = [t for t in graph.inputs if is_float(t) and len(t.shape or ()) > 1]
     computed = {t.name for t in features if not is_weight(t)}
     count = -1
-    while count < len(computed):  # a body may come before what it reads
+    while count < len(computed):  # a body may come before the nodes whose results it reads
         count = len(computed)
         for node in all_nodes(graph):
             _follow(node, stored, computed)
@@ -114,33 +116,33 @@ def _computed(graph: gs.Graph) -> set[str]:
 
 
 def _follow(node: gs.Node, stored: set[str], computed: set[str]) -> None:
-    """Adds the results of a node to the tensors that are made of weights alone, or to those that
-    are computed from weights and data."""
+    """Adds the names of a node's results to `stored` if they depend on weights alone, or to
+    `computed` if they depend on weights and data."""
     read = [t for t in node.inputs if t.name]
     stored |= {t.name for t in read if is_weight(t) and is_float(t)}
-    made = {t.name for t in node.outputs}
+    results = {t.name for t in node.outputs}
     multiplies = node.op in CONTRACTIONS and any(t.name in stored for t in read)
     looks_up = node.op in _LOOK_UP and node.inputs[0].name in stored
     if any(t.name in computed for t in read):
         inner = [t for body in bodies(node) for t in body.inputs if is_float(t)]
-        computed |= made | {t.name for t in inner}
+        computed |= results | {t.name for t in inner}
     elif read and all(is_weight(t) or t.name in stored for t in read):
-        stored |= made
+        stored |= results
     elif multiplies or looks_up:
-        computed |= made
+        computed |= results
     if any(t.name in computed for body in bodies(node) for t in body.outputs):
-        computed |= made
+        computed |= results
 
 
 @dataclass(frozen=True)
 class SplitSequences:
-    """Splits all sequences of the graph along atoms over axes, and the cores of attention by
-    queries or by heads, as is cheaper.
+    """Splits all sequences of the graph over axes. Splits the cores of attention by queries or by
+    heads, whichever is cheaper.
 
-    atoms     number positions of sequences
-    batch     number samples
+    atoms     numbers of the atoms that number positions of sequences
+    batch     numbers of the atoms that number samples
     computed  names of the tensors that are worth splitting
-    ring      True if keys travel in rings where they can
+    ring      True if keys travel around rings where this is possible
     """
 
     atoms: frozenset[int]
@@ -150,8 +152,8 @@ class SplitSequences:
     ring: bool = False
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the open leaves of all nodes that compute on the sequence. What makes only masks
-        and positions is left to propagation."""
+        """Splits the open leaves of positions in all nodes that compute activations. Nodes that
+        compute only masks and positions follow by propagation."""
         if parts_over(self.axes) == 1:
             return False
         cores = Cores(sharding.factors, self.atoms, self.computed)

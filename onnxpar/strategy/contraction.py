@@ -1,4 +1,4 @@
-"""Contractions among the nodes of a graph, and the weights that they read."""
+"""Tells which nodes are contractions (products that add up), and which weights they read."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _WEIGHT = {
     **dict.fromkeys((GRADIENT, SCORED), 1),
     **dict.fromkeys(("QLinearMatMul", "QLinearConv", "QGemm"), 3),
 }
-"""The index of the weight among the operands of ops with several operands, such as scales and zero
-points."""
+"""The index of the weight among the operands, for ops with more operands than two, such as scales
+and zero points."""
 CONTRACTIONS = _CONTRACT | _WEIGHT.keys() | EXPERT_WEIGHTS.keys()
-"""Ops that multiply two operands and add up."""
+"""Ops that multiply two operands and add up the products."""
 _NORMALIZE = {"LpNormalization", "Div"}
-"""Ops by which weights are normalized; exporters write the latter with the norm as the divisor."""
+"""Ops that normalize weights; exporters write a Div with the norm as the divisor."""
 _LOOK_UP = {"Gather", "GatherND", "GatherElements"}
 
 
 def is_contraction(op: OpFactors) -> bool:
-    """True if the node multiplies two operands and reduces."""
+    """True if the node multiplies two operands and reduces a factor."""
     return op.node.op in CONTRACTIONS and bool(op.rule.reduce or op.rule.communicating)
 
 
 def convolves(op: OpFactors) -> bool:
-    """True if the node slides windows over an image."""
+    """True for a convolution."""
     return "Conv" in op.node.op
 
 

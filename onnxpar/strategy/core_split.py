@@ -1,5 +1,5 @@
-"""Decides how the core of an attention is split: by queries, with all keys and values gathered, or
-by heads, with positions exchanged for heads."""
+"""Decides how ranks split the core of an attention: by queries, after gathering all keys and
+values, or by heads, after exchanging positions for heads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from onnxpar.strategy.contraction import is_contraction
 
 @dataclass(frozen=True)
 class _Option:
-    """A way to split a core.
+    """One way to split a core.
 
-    heads    the atom of the heads; None: by queries
-    ring     True if keys are split as queries are, and travel in a ring
-    moved    nodes around the core that are split like it, because a smaller tensor lies behind them
-    seconds  of the collectives at the border
+    heads    the atom of the heads that are split; None to split queries
+    ring     True if keys are split like queries, and travel around a ring
+    moved    nodes around the core that are split like the core, because ranks then communicate a
+             smaller tensor
+    seconds  seconds of the collectives at the border of the core
     """
 
     heads: int | None
@@ -36,8 +37,8 @@ class _Option:
 
 
 class CoreSplit:
-    """Chooses the cheaper way to split one core over axes; atoms in `batch` are no heads. With
-    `ring`, the keys of ops that have rings travel in them."""
+    """Chooses the cheaper way to split one core over axes. The atoms in `batch` are never heads.
+    With `ring`, the keys of ops that have a ring travel around it."""
 
     def __init__(
         self,
@@ -57,8 +58,8 @@ class CoreSplit:
         self.inside = {op.node.name for op in core.ops}
 
     def decide(self) -> set[str]:
-        """Decides the leaves of the core, and of the nodes that are split like it; returns the
-        names of all these nodes."""
+        """Decides the leaves of the core, and of the nodes around it that are split like the core.
+        Returns the names of all these nodes."""
         best = min(self._options(), key=attrgetter("seconds"))
         for op in (*self.core.ops, *best.moved):
             for i in self.cores.positions(op):
@@ -77,33 +78,34 @@ class CoreSplit:
     def _options(self) -> list[_Option]:
         if self.ring and all(op.rings for op in self.core.ops):
             return [_Option(None, ring=True)]
-        found = [self._option(atom) for atom in self._heads]
+        options = [self._option(atom) for atom in self._heads]
         has_queries = any(
             not self._is_key(op, i) for op in self.core.ops for i in self.cores.positions(op)
         )
-        return found if found and not has_queries else [*found, self._option(None)]
+        return options if options and not has_queries else [*options, self._option(None)]
 
     def _is_key(self, op: OpFactors, leaf: int) -> bool:
         return (op.node.name, leaf) in self.core.keys
 
     def _leaf(self, op: OpFactors, atom: int | None) -> int | None:
-        """The first leaf of a node with this atom."""
+        """The index of a node's first leaf with this atom."""
         return next((i for i, leaf in enumerate(op.leaves) if leaf.atom == atom), None)
 
     def _axes_of(self, op: OpFactors, leaf: int) -> Axes:
-        """The axes of a leaf of heads: those that it has, and those of the sequence."""
+        """The axes for a leaf of heads: the axes that split it so far, then the axes of the
+        sequence."""
         return (*(self.sharding.ops[op.node.name][leaf] or ()), *self.axes)
 
     @cached_property
     def _heads(self) -> list[int]:
-        """The atoms that number heads: all products of the core have them, and all axes together
-        divide them."""
-        found: set[int] | None = None
+        """The atoms that number heads: every product of the core has them, and heads divide evenly
+        among the ranks."""
+        common: set[int] | None = None
         for op in self.core.ops:
             if len(self.core.ops) == 1 or (is_contraction(op) and self.cores.is_computed(op)):
                 own = set(self._heads_of(op))
-                found = own if found is None else found & own
-        return sorted(found or ())
+                common = own if common is None else common & own
+        return sorted(common or ())
 
     def _heads_of(self, op: OpFactors) -> Iterator[int]:
         results = {link for links in op.outputs[:1] for link in links}
@@ -115,9 +117,9 @@ class CoreSplit:
                 yield leaf.atom
 
     def _exchanges(self, op: OpFactors, leaf: int) -> bool:
-        """True if the first operand has both a sequence and this leaf, so that ranks can exchange
-        one for the other. (An Attention with one operand for queries, keys and values has no
-        heads; the columns of values are not in the queries.)"""
+        """True if the first operand has both a sequence and this leaf: then ranks can exchange
+        positions for heads. An Attention with one operand for queries, keys and values has no leaf
+        of heads, because the columns of values are not in the queries."""
         tensor, links = op.node.inputs[0], op.inputs[0]
         factors = self.sharding.factors.tensors.get(tensor.name)
         is_sequence = factors and any(x.atom in self.cores.atoms for x in factors.leaves)
@@ -138,37 +140,37 @@ class CoreSplit:
         return _Option(heads, tuple(moved.values()), seconds)
 
     def _borders(self) -> Iterator[tuple[OpFactors, gs.Tensor, Links, bool]]:
-        """The tensors at the border of the core, with the node inside and its links; True for those
-        that it reads."""
+        """Yields (node inside, tensor, links, True if the node reads it) for each tensor at the
+        border of the core."""
         for op in self.core.ops:
             sides = ((op.node.inputs, op.inputs, True), (op.node.outputs, op.outputs, False))
             for tensors, links, is_read in sides:
-                for tensor, own in zip(tensors, links, strict=True):
+                for tensor, tensor_links in zip(tensors, links, strict=True):
                     if self._crosses(tensor, is_read):
-                        yield op, tensor, own, is_read
+                        yield op, tensor, tensor_links, is_read
 
     def _crosses(self, tensor: gs.Tensor, is_read: bool) -> bool:
-        """True for a tensor with a sequence at the border of the core."""
+        """True for an activation with a sequence that connects the core with nodes outside."""
         factors = self.sharding.factors.tensors.get(tensor.name)
         if factors is None or tensor.name not in self.cores.computed:
             return False
         if not any(leaf.atom in self.cores.atoms for leaf in factors.leaves):
             return False
-        others = tensor.inputs if is_read else tensor.outputs
-        return not others or any(node.name not in self.inside for node in others)
+        neighbours = tensor.inputs if is_read else tensor.outputs
+        return not neighbours or any(node.name not in self.inside for node in neighbours)
 
     def _collective(
         self, op: OpFactors, tensor: gs.Tensor, links: Links, heads: int | None, is_read: bool
     ) -> str | None:
-        """The collective that a tensor at the border needs."""
+        """The collective that a tensor at the border needs; None if it needs none."""
         factors = self.sharding.factors.tensors[tensor.name]
         leaves = factors.leaves
         at = [
             link for leaf, link in zip(leaves, links, strict=True) if leaf.atom in self.cores.atoms
         ]
         if heads is not None:
-            each = zip(leaves, factors.dim_of_leaf, strict=True)
-            dims = {dim for leaf, dim in each if leaf.atom in self.cores.atoms}
+            numbered = zip(leaves, factors.dim_of_leaf, strict=True)
+            dims = {dim for leaf, dim in numbered if leaf.atom in self.cores.atoms}
             is_plain = all(isinstance(factors.dims[dim], Factor) for dim in dims)
             if is_plain and any(i is not None and op.leaves[i].atom == heads for i in links):
                 return "AllToAll"
@@ -180,9 +182,10 @@ class CoreSplit:
     def _smallest(
         self, tensor: gs.Tensor, heads: int | None, is_read: bool, sent: Collection[str]
     ) -> tuple[gs.Tensor, list[OpFactors]]:
-        """The tensor that ranks communicate in place of one at the border, and the nodes between
-        both: one that is `sent` already (which the backward pass reads again), or else the smallest
-        (keys before they are repeated for the query heads that share them)."""
+        """The tensor that ranks communicate in place of a tensor at the border, and the nodes
+        between the two. A tensor in `sent` comes first, as the backward pass reads it again; else
+        the smallest tensor, such as keys before they are repeated for the query heads that share
+        them."""
         best, through = tensor, list[OpFactors]()
         at, passed = tensor, list[OpFactors]()
         while (step := self._next(at, heads, is_read)) is not None:
@@ -197,8 +200,9 @@ class CoreSplit:
     def _next(
         self, tensor: gs.Tensor, heads: int | None, is_read: bool
     ) -> tuple[OpFactors, gs.Tensor] | None:
-        """The only node outside that makes (or reads) a tensor, if it only moves it, and the tensor
-        at its other side."""
+        """The only node outside that produces (or reads) a tensor, and the tensor on the node's
+        other side. None if there are several nodes, or if the node does more than move the
+        tensor."""
         nodes = tensor.inputs if is_read else tensor.outputs
         op = self.sharding.factors.find(nodes[0].name) if len(nodes) == 1 else None
         if op is None or op.node.name in self.inside or is_contraction(op) or op.bodies:
@@ -206,12 +210,12 @@ class CoreSplit:
         if heads is not None and self._leaf(op, heads) is None:
             return None
         ends = op.node.inputs if is_read else op.node.outputs
-        found = [t for t in ends if t.name in self.cores.computed]
-        if len(found) != 1 or len(op.node.outputs) != 1 or not self.cores.positions(op):
+        beyond = [t for t in ends if t.name in self.cores.computed]
+        if len(beyond) != 1 or len(op.node.outputs) != 1 or not self.cores.positions(op):
             return None
         if any(reduces(op, i) for i in self.cores.positions(op)):
             return None
-        return op, found[0]
+        return op, beyond[0]
 
     def _bytes(self, tensor: gs.Tensor) -> float:
         whole = self.sharding.tensor_sharding(tensor.name).reduced()

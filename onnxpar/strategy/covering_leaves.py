@@ -1,4 +1,4 @@
-"""Leaves that split every element of a dimension."""
+"""Finds leaves that together split every element of a dimension."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from onnxpar.sharding.factors import TensorFactors
 
 
 def covering_leaves(factors: TensorFactors, parts: int) -> Iterator[list[int]]:
-    """Yields, for each dimension that can be split so, the leaves that together split every element
-    of it into `parts`, as indices into the tensor's leaves."""
+    """Yields a list of leaves for each dimension that `parts` ranks can split completely. Together,
+    the leaves of a list split every element of the dimension; they are indices into the tensor's
+    leaves."""
     numbers = iter(range(len(factors.leaves)))
     yield from filter(None, [_covering_of(dim, numbers, parts) for dim in factors.dims])
 
 
 def _covering_of(dim: Dim, numbers: Iterator[int], parts: int) -> list[int]:
-    """Returns these leaves of one dimension; none if some segment is too short. `numbers` yields
-    the indices of the leaves, in order."""
+    """The covering leaves of one dimension; none if some segment is too short. `numbers` yields the
+    indices of the leaves, in order."""
     if isinstance(dim, Factor):
         number = [next(numbers)] if dim.size > 1 else []
         return number if dim.size >= parts else []
-    found = [(child.size, _covering_of(child, numbers, parts)) for child in dim.children]
+    inner = [(child.size, _covering_of(child, numbers, parts)) for child in dim.children]
     if isinstance(dim, Concat):
-        is_whole = all(chosen for size, chosen in found if size)
-        return [i for _, chosen in found for i in chosen] if is_whole else []
-    fitting = [(size % parts, -size, chosen) for size, chosen in found if chosen]
+        is_whole = all(chosen for size, chosen in inner if size)
+        return [i for _, chosen in inner for i in chosen] if is_whole else []
+    fitting = [(size % parts, -size, chosen) for size, chosen in inner if chosen]
     return min(fitting, default=(0, 0, []))[2]

@@ -1,5 +1,5 @@
-"""Annotates the nodes that a training step derives from an annotated node of the model: its
-gradient, and its copies for recomputation and evaluation."""
+"""Annotates nodes that a training step derives from an annotated node of the model: its gradient,
+and its copies for recomputation and evaluation."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _EVALUATED = re.compile(r"(evaluate/)?evaluation/(?P<name>.*)|evaluate/(?P<alike
 
 @dataclass(frozen=True)
 class DerivedAnnotation:
-    """Axes for leaves of a derived node; they apply only to leaves that are open, and only if no
-    other leaf uses the axes."""
+    """Axes for leaves of a derived node. They apply only to leaves that are open, and only if no
+    other leaf of the node uses the axes."""
 
     op: OpFactors
     axes: Mapping[int, Axes]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves that are still open; leaves to be split come before leaves to be kept
-        whole."""
+        """Decides the leaves that are still open: first the leaves to split, then the leaves that
+        stay whole."""
         changed = False
         for leaf, axes in self.axes.items():
             if axes:
@@ -41,11 +41,10 @@ class DerivedAnnotation:
 
 
 def with_derived(annotations: Sequence[Annotation], sharding: ShardingState) -> list[Annotation]:
-    """The annotations, followed by annotations of the nodes that are derived from the annotated
-    ones.
+    """The annotations, followed by annotations of nodes that are derived from the annotated nodes.
 
-    A derived node gets the axes that the annotation requests for the same atoms. Since these come
-    last, an annotation of the derived node itself wins.
+    A derived node gets the axes that the annotation requests for the same atoms. Annotations of
+    derived nodes come last: so an annotation of the user for a derived node wins.
     """
     requested = {a.op.node.name: a for a in annotations if isinstance(a, NodeAnnotation)}
     derived: dict[str, list[OpFactors]] = defaultdict(list)
@@ -63,19 +62,19 @@ def with_derived(annotations: Sequence[Annotation], sharding: ShardingState) -> 
 
 
 def sources_of(name: str) -> Iterator[str]:
-    """Possible names of the node from which the node `name` is derived."""
+    """Yields possible names of the node from which the node `name` is derived."""
     evaluated = _EVALUATED.fullmatch(name)
     if evaluated:
-        own = evaluated["name"] or evaluated["alike"]
-        yield from (own, f"accumulate/{own}")
+        source = evaluated["name"] or evaluated["alike"]
+        yield from (source, f"accumulate/{source}")
     derived = _DERIVED.fullmatch(name)
     if derived and derived["scan"] + derived["name"] != name:
         yield derived["scan"] + derived["name"]
 
 
 def _axes_of(op: OpFactors, annotation: NodeAnnotation) -> dict[int, Axes]:
-    """The axes that the annotation requests for the atom of each leaf of a derived node; leaves
-    whose atoms it does not name are left out."""
+    """The axes that the annotation requests for the atom of each leaf of a derived node. Leaves
+    with other atoms are left out."""
     of_atom: dict[int, set[Axes]] = defaultdict(set)
     for leaf, axes in annotation.axes.items():
         of_atom[annotation.op.leaves[leaf].atom].add(axes)

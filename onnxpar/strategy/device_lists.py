@@ -1,7 +1,7 @@
-"""Converts the device lists of ONNX's shardings to digits of the rank's number, and back.
+"""Converts the device lists of ONNX's shardings to digits of the rank, and back.
 
 A mesh numbers its ranks in a mixed radix system: each axis is a digit. A list of devices, row-major
-over the shards, can be expressed on a mesh if the index of each shard consists of such digits.
+over the shards, can be expressed on a mesh if such digits make up the index of each shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from onnxpar.layout.mesh import Axes, Mesh
 
 @dataclass(frozen=True)
 class Digit:
-    """A digit of the rank's number with `size` values, each worth `stride` ranks."""
+    """A digit of the rank: it has `size` values, and one more in the digit adds `stride` to the
+    rank."""
 
     size: int
     stride: int
@@ -29,16 +30,17 @@ class Digit:
 def shard_digits(
     devices: Sequence[Sequence[int]], counts: Sequence[int], what: str
 ) -> list[list[Digit]]:
-    """For each component, split into `counts` shards, the digits that number its shards, major
-    first. Errors: StrategyError, naming `what`, for a list that no order of mesh axes produces."""
-    found = _mixed_radix(tuple(tuple(sorted(group)) for group in devices), tuple(counts))
-    if found is None:
+    """The digits that number the shards of each component, major first; a component is split into
+    `counts` shards. Errors: StrategyError, naming `what`, for a list that no order of mesh axes
+    produces."""
+    digits = _mixed_radix(tuple(tuple(sorted(group)) for group in devices), tuple(counts))
+    if digits is None:
         raise StrategyError(
             f"{what}: no order of mesh axes gives devices {[list(g) for g in devices]} for shards "
             f"{list(counts)}; number the devices row-major over the mesh, such as 0, 1, 2, 3 "
             "or, with the axes exchanged, 0, 2, 1, 3"
         )
-    return found
+    return digits
 
 
 @lru_cache(maxsize=1024)
@@ -46,18 +48,19 @@ def _mixed_radix(
     devices: tuple[tuple[int, ...], ...], counts: tuple[int, ...]
 ) -> list[list[Digit]] | None:
     at = np.array(devices).reshape(*counts, -1)
-    found = [_digits(_along(at, i)) for i in range(at.ndim)]
-    every = sorted((d for digits in found for d in digits), key=lambda d: d.stride)
-    rebuilt = sum(np.ix_(*(_values(digits) for digits in found)), np.zeros((), np.int64))
-    filled = all(b.stride == a.stride * a.size for a, b in pairwise(every))
-    if not np.array_equal(rebuilt, at) or not filled or (every and every[0].stride != 1):
+    by_component = [_digits(_along(at, i)) for i in range(at.ndim)]
+    all_digits = sorted((d for digits in by_component for d in digits), key=lambda d: d.stride)
+    rebuilt = sum(np.ix_(*(_values(digits) for digits in by_component)), np.zeros((), np.int64))
+    filled = all(b.stride == a.stride * a.size for a, b in pairwise(all_digits))
+    if not np.array_equal(rebuilt, at) or not filled or (all_digits and all_digits[0].stride != 1):
         return None
-    return found[:-1]
+    return by_component[:-1]
 
 
 def mesh_of_digits(devices: int, used: Iterable[tuple[str, Digit]]) -> Mesh:
-    """The coarsest mesh of so many devices on which all these digits are axes; each digit comes
-    with the name of its user. Errors: StrategyError, naming two users that no mesh serves both."""
+    """The coarsest mesh of this number of devices on which all digits are axes. Each digit comes
+    with the name of its user. Errors: StrategyError, naming two users, if no mesh has axes for
+    both."""
     bounds: dict[int, str] = {1: "", devices: ""}
     for what, digit in used:
         for bound in (digit.stride, digit.stride * digit.size):
@@ -94,14 +97,14 @@ def devices_of(axes: Axes, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 
 
 def _along(at: np.ndarray[tuple[int, ...], np.dtype[np.int64]], dim: int) -> list[int]:
-    """The devices of the shards along one direction from the first one, relative to its device."""
+    """The devices of the shards along one direction, as distances from the first device."""
     index = tuple(slice(None) if i == dim else 0 for i in range(at.ndim))
     return [int(v - at[index][0]) for v in at[index]]
 
 
 def _digits(values: Sequence[int]) -> list[Digit]:
-    """The digits of a list that starts at 0, from the minor one on: each digit extends as far as
-    the values rise evenly."""
+    """The digits that count these values, major first. The values start at 0; each digit extends as
+    far as the values rise evenly."""
     out: list[Digit] = []
     while len(values) > 1:
         step = values[1]

@@ -1,4 +1,5 @@
-"""One dimension of a strategy's entry as text, in the form in which layouts are printed."""
+"""Reads and writes the item of one dimension in a strategy's entry as text, in the form in which
+layouts are printed."""
 
 from __future__ import annotations
 
@@ -19,31 +20,31 @@ _SPLIT = re.compile(rf"{_AXIS}(?:\.{_AXIS})*(?:\{{\d+(?:,\d+)*\}})?|\d+|-")
 _BETWEEN = re.compile(r"[\s()]*(?:[*+][\s()]*)?")
 
 
-def is_cut(ask: Any) -> bool:
-    """True if a strategy's item splits each leaf of a dimension by itself, as in `2*tp`."""
-    return isinstance(ask, str) and bool(re.search(r"[*+]", ask))
+def is_cut(item: Any) -> bool:
+    """True if a strategy's item splits each leaf of a dimension separately, as `2*tp` does."""
+    return isinstance(item, str) and bool(re.search(r"[*+]", item))
 
 
 def read_splits(text: str, dim: Dim, mesh: Mesh, what: str) -> list[LeafSplit]:
     """Reads the split of each splittable leaf of a dimension from a text such as `2*tp*16`. Errors:
-    StrategyError, naming the dimension's leaves, if the text has others."""
-    found = [leaf for leaf in leaves(dim) if leaf.size > 1]
+    StrategyError, naming the leaves of the dimension, if the text does not match them."""
+    splittable = [leaf for leaf in leaves(dim) if leaf.size > 1]
     words = _words(text, what)
     agree = (
         not word.isdigit() or int(word) == leaf.size
-        for word, leaf in zip(words, found, strict=False)
+        for word, leaf in zip(words, splittable, strict=False)
     )
-    if len(words) != len(found) or not all(agree):
-        own = dim_text(dim, [((), None)] * len(found), mesh)
+    if len(words) != len(splittable) or not all(agree):
+        sizes = dim_text(dim, [((), None)] * len(splittable), mesh)
         raise StrategyError(
-            f"{what}: {text!r} does not match the dimension, which consists of {own}; write an "
+            f"{what}: {text!r} does not match the dimension, which consists of {sizes}; write an "
             "axis in place of each number to split"
         )
     return [((), None) if w.isdigit() or w == "-" else read_split(w, mesh, what) for w in words]
 
 
 def read_split(text: str, mesh: Mesh, what: str) -> LeafSplit:
-    """Reads `dp.tp:(1)2`, or `tp{9,1}`. Errors: StrategyError."""
+    """Reads a split such as `dp.tp:(1)2` or `tp{9,1}`. Errors: StrategyError."""
     if not _SPLIT.fullmatch(text):
         raise StrategyError(
             f"{what}: {text!r} is not an axis; write tp, dp.tp, tp:(1)2, tp@0 or tp{{2,1}}"
@@ -68,12 +69,12 @@ def _words(text: str, what: str) -> list[str]:
 
 
 def named_axis(name: str, mesh: Mesh, what: str) -> Axis:
-    """The whole axis of that name. Errors: StrategyError that begins with `what` and shows the
-    axes of the mesh."""
+    """The whole axis of this name. Errors: StrategyError that begins with `what` and lists the axes
+    of the mesh."""
     if name not in mesh.sizes:
-        own = ", ".join(mesh.sizes) or "none"
+        known = ", ".join(mesh.sizes) or "none"
         raise StrategyError(
-            f"{what}: mesh {mesh} has no axis {name!r}, only {own}; give another --mesh, or "
+            f"{what}: mesh {mesh} has no axis {name!r}, only {known}; give another --mesh, or "
             "--search auto, which tries meshes with the axes of the strategy"
         )
     return mesh.axis(name)
@@ -94,13 +95,13 @@ def _axis(text: str, mesh: Mesh, what: str) -> Axis:
 
 
 def _undealt(text: str, mesh: Mesh, what: str) -> Axis:
-    """Reads an axis or sub-axis without `@`."""
+    """Reads an axis or sub-axis without a coordinate (`@`)."""
     name, _, part = text.partition(":")
     whole = named_axis(name, mesh, what)
     if not part:
         return whole
-    found = re.fullmatch(r"\((\d+)\)(\d+)", part)
-    pre, size = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"\((\d+)\)(\d+)", part)
+    pre, size = (int(match[1]), int(match[2])) if match else (0, 0)
     if not pre * size or whole.size % (pre * size):
         raise StrategyError(
             f"{what}: {text!r} is not a sub-axis of {name}={whole.size}; write {name}:(K)N, where "
@@ -110,29 +111,29 @@ def _undealt(text: str, mesh: Mesh, what: str) -> Axis:
 
 
 def dim_text(dim: Dim, splits: Sequence[LeafSplit], mesh: Mesh) -> str:
-    """The text of a dimension with these splits of its leaves, which `read_splits` reads."""
-    given = iter(splits)
+    """The text of a dimension whose leaves have these splits; `read_splits` reads the text."""
+    remaining = iter(splits)
 
     def text(dim: Dim, nested: bool) -> str:
         if isinstance(dim, Factor):
-            return split_text(next(given), mesh) or str(dim.size) if dim.size > 1 else ""
+            return split_text(next(remaining), mesh) or str(dim.size) if dim.size > 1 else ""
         joint = "*" if isinstance(dim, Product) else "+"
-        found = [t for t in (text(child, True) for child in dim.children) if t]
-        joined = joint.join(found)
-        return f"({joined})" if nested and len(found) > 1 else joined
+        texts = [t for t in (text(child, True) for child in dim.children) if t]
+        joined = joint.join(texts)
+        return f"({joined})" if nested and len(texts) > 1 else joined
 
     return text(dim, False)
 
 
 def split_text(split: LeafSplit, mesh: Mesh) -> str:
-    """`dp.tp:(1)2` or `tp{9,1}`; empty for a whole leaf."""
+    """The text of a split, such as `dp.tp:(1)2` or `tp{9,1}`; empty for a whole leaf."""
     axes, parts = split
     sizes = "{" + ",".join(map(str, parts)) + "}" if parts and axes else ""
     return ".".join(map(mesh.text, axes)) + sizes
 
 
 def axis_names(entry: object) -> Iterator[str]:
-    """The axes that an entry names: in text, in lists, or as keys of sizes by hand."""
+    """Yields the names of axes in an entry: in text, in lists, or as keys of sizes by hand."""
     if isinstance(entry, str):
         yield from re.findall(r"[^\W\d]\w*", entry)
     elif isinstance(entry, Mapping):

@@ -1,4 +1,4 @@
-"""Matches the entries of a strategy against the names in a graph, and turns them into axes of
+"""Matches the entries of a strategy with the names in a graph, and converts them to axes of
 leaves."""
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from onnxpar.strategy.strategy import NodeAnnotation, Strategy, TensorAnnotation
 def annotations_of(
     strategy: Strategy, sharding: ShardingState
 ) -> list[NodeAnnotation | TensorAnnotation]:
-    """One annotation for each node or tensor that entries of the strategy match; a later entry
-    overrides an earlier one.
+    """The annotations of all nodes and tensors that entries of the strategy match, one for each; a
+    later entry overrides an earlier one.
 
-    Errors: StrategyError for a pattern that matches nothing, and for a request that cannot be met;
-    it names the node or tensor, and the remedy.
+    Errors: StrategyError for a pattern that matches nothing, and for a request that cannot be met.
+    The error names the node or tensor, and the remedy.
     """
     of_nodes: dict[str, NodeAnnotation] = {}
     of_tensors: dict[str, TensorAnnotation] = {}
@@ -45,21 +45,21 @@ def annotations_of(
     for pattern, entry in strategy.tensors.items():
         names = [*tensors, *file_names, *stacks.names(str(pattern), tensors)]
         for name in matching(str(pattern), names, "tensor", strategy.source):
-            own, given = file_names.get(name, name), entry
-            if own not in tensors:
-                own = stacks.of[name]
-                given = stacks.add(name, entry, len(tensors[own].dims))
-            if given is not None:
-                with _of_entry(str(pattern), own):
-                    of_tensors[own] = _tensor_annotation(own, given, sharding)
+            tensor, item_list = file_names.get(name, name), entry
+            if tensor not in tensors:
+                tensor = stacks.of[name]
+                item_list = stacks.add(name, entry, len(tensors[tensor].dims))
+            if item_list is not None:
+                with _of_entry(str(pattern), tensor):
+                    of_tensors[tensor] = _tensor_annotation(tensor, item_list, sharding)
     stacks.check()
     return [*of_nodes.values(), *of_tensors.values()]
 
 
 @contextmanager
 def _of_entry(pattern: str, name: str) -> Iterator[None]:
-    """Makes an error about a node or tensor name the entry that matches it, if that has another
-    name."""
+    """Adds the pattern of an entry to an error about the node or tensor that the entry matches,
+    unless the pattern is its name."""
     try:
         yield
     except StrategyError as error:
@@ -70,7 +70,7 @@ def _of_entry(pattern: str, name: str) -> Iterator[None]:
 
 def _joined(earlier: NodeAnnotation, later: NodeAnnotation) -> NodeAnnotation:
     """The annotation of a node that two entries match; the later one overrides the earlier one.
-    Errors: StrategyError if together they split two dimensions over one axis."""
+    Errors: StrategyError if both together split two dimensions over one axis."""
     axes = {**earlier.axes, **later.axes}
     parts = {leaf: sizes for leaf, sizes in earlier.parts.items() if leaf not in later.axes}
     op = later.op
@@ -107,18 +107,18 @@ def _node_annotation(op: OpFactors, entry: Any, sharding: ShardingState) -> Node
                 f"{what}: input {index} has {rank} dimensions, but the strategy gives {dims!r}; "
                 "give one item for each dimension"
             )
-        for axis, ask in enumerate(dims):
+        for axis, item in enumerate(dims):
             assert tensor is not None
             at = [j for j, d in enumerate(tensor.dim_of_leaf) if d == axis]
             links = [op.inputs[index][j] for j in at]
-            if _counted(ask) and links and all(axes.get(k, ()) for k in links if k is not None):
+            if _counted(item) and links and all(axes.get(k, ()) for k in links if k is not None):
                 over = next((axes[k] for k in links if k is not None and axes.get(k)), ())
-                if parts_over(over) == ask:
+                if parts_over(over) == item:
                     continue  # an earlier operand has given this factor its axes
             label = f"input {index} dimension {axis}"
             factors = _factors_of(op, index, axis)
             annotation = _Leaves(op, sharding, f"{what}: {label}", factors, axes, parts)
-            pre = annotation.decide(tensor.dims[axis], links, ask, pre)
+            pre = annotation.decide(tensor.dims[axis], links, item, pre)
     _check_once(what, op, with_co_sharded(op, axes))
     return NodeAnnotation(op, axes, parts)
 
@@ -126,11 +126,11 @@ def _node_annotation(op: OpFactors, entry: Any, sharding: ShardingState) -> Node
 def _factor_annotation(
     op: OpFactors, entry: Mapping[str, Any], sharding: ShardingState, what: str
 ) -> NodeAnnotation:
-    """The annotation of an entry that names factors of the node's rule."""
+    """The annotation that an entry by factors of the node's rule gives."""
     axes: dict[int, Axes] = {}
     parts: dict[int, tuple[int, ...]] = {}
     pre = 1
-    for factor, ask in entry.items():
+    for factor, item in entry.items():
         if factor not in op.trees:
             why = "".join(f"; {reason}" for reason in dict.fromkeys(op.whole.values()))
             raise StrategyError(
@@ -141,21 +141,26 @@ def _factor_annotation(
         links = [*at, *[None] * (leaf_count(tree) - len(at))]
         label = f"{what}: factor {factor}"
         annotation = _Leaves(op, sharding, label, frozenset({factor}), axes, parts)
-        pre = annotation.decide(tree, links, ask, pre)
+        pre = annotation.decide(tree, links, item, pre)
     _check_once(what, op, with_co_sharded(op, axes))
     return NodeAnnotation(op, axes, parts)
 
 
 def _factors_of(op: OpFactors, index: int, axis: int) -> frozenset[str]:
-    """The factors in an operand's dimension, by the node's rule."""
+    """The factors in one dimension of an operand, from the node's rule."""
     spec = op.rule.inputs[index] if index < len(op.rule.inputs) else None
     return frozenset(expr_vars(spec[axis])) if spec and axis < len(spec) else frozenset()
 
 
 @dataclass
 class _Leaves:
-    """The leaves of a node that its entry has decided so far. `factors` are the factors of the item
-    that is being read; `what` names the item in errors."""
+    """The leaves of a node that its entry has decided so far.
+
+    what     names the current item in errors
+    factors  the factors of the current item
+    axes     the axes of each decided leaf
+    parts    the sizes by hand of leaves that have them
+    """
 
     op: OpFactors
     sharding: ShardingState
@@ -164,21 +169,21 @@ class _Leaves:
     axes: dict[int, Axes]
     parts: dict[int, tuple[int, ...]]
 
-    def decide(self, dim: Dim, links: Sequence[int | None], ask: Any, pre: int) -> int:
+    def decide(self, dim: Dim, links: Sequence[int | None], item: Any, pre: int) -> int:
         """Reads the item of one dimension or factor. `pre` is the product of the numbers of shards
-        in earlier items; returns it with this item's numbers."""
-        if is_cut(ask):
-            splits = read_splits(ask, dim, self.sharding.mesh, self.what)
+        in earlier items; returns the product that includes this item."""
+        if is_cut(item):
+            splits = read_splits(item, dim, self.sharding.mesh, self.what)
             spread = [over for over, _ in splits]
             blocked = any(over and k is None for over, k in zip(spread, links, strict=True))
             hand = {k: p for k, (_, p) in zip(links, splits, strict=True) if k is not None and p}
             if blocked:
                 raise StrategyError(
-                    f"{self.what}: {ask!r} splits a factor that must stay whole "
+                    f"{self.what}: {item!r} splits a factor that must stay whole "
                     f"({self._reasons()}); write its size there"
                 )
         else:
-            over, sizes, pre = read_ask(ask, self.sharding.mesh, self.what, pre)
+            over, sizes, pre = read_item(item, self.sharding.mesh, self.what, pre)
             if over and links and all(link is None for link in links):
                 raise StrategyError(
                     f"{self.what} must stay whole ({self._reasons()}); write 1 there"
@@ -187,23 +192,23 @@ class _Leaves:
             leaves = [-1 if k is None else k for k in links]
             hand = _hand_parts(self.what, leaves, spread, over, sizes, dim)
         known = {k: a for k, a in zip(links, spread, strict=True) if k is not None}
-        for leaf, given in known.items():
-            if self.axes.get(leaf) and given and self.axes[leaf] != given:
+        for leaf, over_leaf in known.items():
+            if self.axes.get(leaf) and over_leaf and self.axes[leaf] != over_leaf:
                 raise StrategyError(f"{self.what} gets two different splits; give one of them")
-            self.axes[leaf] = given or self.axes.get(leaf, ())
+            self.axes[leaf] = over_leaf or self.axes.get(leaf, ())
         self.parts |= hand
         return pre
 
     def _reasons(self) -> str:
-        """The reasons why these factors stay whole."""
+        """The reasons why the item's factors stay whole."""
         whole = self.op.whole
         reasons = [whole[f] for f in sorted(self.factors) if f in whole] or whole.values()
         return "; ".join(dict.fromkeys(reasons)) or "it has no factor"
 
 
 def _check_once(what: str, factors: OpFactors | TensorFactors, axes: Mapping[int, Axes]) -> None:
-    for own in axes.values():
-        twice = next((a for a, b in combinations(own, 2) if a.overlaps(b)), None)
+    for leaf_axes in axes.values():
+        twice = next((a for a, b in combinations(leaf_axes, 2) if a.overlaps(b)), None)
         if twice is not None:
             raise StrategyError(
                 f"{what}: {twice.name} splits one of its dimensions twice; use each axis once"
@@ -213,14 +218,15 @@ def _check_once(what: str, factors: OpFactors | TensorFactors, axes: Mapping[int
             raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")
 
 
-def _counted(ask: Any) -> bool:
-    return isinstance(ask, int) and ask != 1
+def _counted(item: Any) -> bool:
+    return isinstance(item, int) and item != 1
 
 
 def _spread(
     dim: Dim, over: Axes, links: Sequence[int | None], what: str, sharding: ShardingState
 ) -> list[Axes]:
-    """The axes for the leaves of an operand's dimension. Errors: SizeError if they do not fit."""
+    """The axes for the leaves of an operand's dimension. Errors: SizeError if the axes do not
+    fit."""
     blocked = frozenset(j for j, link in enumerate(links) if link is None)
     spread = spread_dim(dim, over, blocked)
     if spread is None:
@@ -228,33 +234,35 @@ def _spread(
     return spread
 
 
-def read_ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int, ...] | None, int]:
-    """Reads the item of one dimension: its axes, its sizes by hand, and the product of the numbers
-    of shards up to this item (`pre` before it)."""
-    if ask in (None, 1, "-"):
+def read_item(
+    item: Any, mesh: Mesh, what: str, pre: int
+) -> tuple[Axes, tuple[int, ...] | None, int]:
+    """Reads the item of one dimension. Returns its axes, its sizes by hand, and the product of the
+    numbers of shards up to this item (`pre` is the product before it)."""
+    if item in (None, 1, "-"):
         return (), None, pre
-    if isinstance(ask, int) and not isinstance(ask, bool):
-        if ask < 1:
-            raise StrategyError(f"{what}: {ask} is no number of shards; write 1 to split nothing")
-        if mesh.size % (pre * ask):
-            needed = f"{ask} shards"
+    if isinstance(item, int) and not isinstance(item, bool):
+        if item < 1:
+            raise StrategyError(f"{what}: {item} is no number of shards; write 1 to split nothing")
+        if mesh.size % (pre * item):
+            needed = f"{item} shards"
             if pre > 1:
-                needed += f", and {pre} by the items before, need {pre * ask} ranks"
+                needed += f", and {pre} by the items before, need {pre * item} ranks"
             raise StrategyError(
                 f"{what}: {needed}, but {mesh.size} ranks (mesh {mesh}) do not divide into "
-                f"{pre * ask}; write another number, or change --devices"
+                f"{pre * item}; write another number, or change --devices"
             )
-        return mesh.flat(pre, ask), None, pre * ask
-    if isinstance(ask, str):
-        return *read_split(ask, mesh, what), pre
-    if isinstance(ask, Mapping) and len(ask) == 1:
-        name, sizes = next(iter(ask.items()))
+        return mesh.flat(pre, item), None, pre * item
+    if isinstance(item, str):
+        return *read_split(item, mesh, what), pre
+    if isinstance(item, Mapping) and len(item) == 1:
+        name, sizes = next(iter(item.items()))
         if isinstance(sizes, Sequence) and all(isinstance(s, int) and s >= 0 for s in sizes):
             return (named_axis(str(name), mesh, what),), tuple(sizes), pre
-    if isinstance(ask, Sequence) and ask and all(isinstance(a, str) for a in ask):
-        return tuple(named_axis(a, mesh, what) for a in ask), None, pre
+    if isinstance(item, Sequence) and item and all(isinstance(a, str) for a in item):
+        return tuple(named_axis(a, mesh, what) for a in item), None, pre
     raise StrategyError(
-        f"{what}: {ask!r} is not a split; use null, a number of parts, an axis, a list of axes or "
+        f"{what}: {item!r} is not a split; use null, a number of parts, an axis, a list of axes or "
         "{axis: [sizes]}"
     )
 
@@ -270,15 +278,15 @@ def _tensor_annotation(name: str, entry: Any, sharding: ShardingState) -> Tensor
     axes: list[Axes] = []
     parts: dict[int, tuple[int, ...]] = {}
     pre = 1
-    for i, (dim, ask) in enumerate(zip(factors.dims, entry, strict=True)):
+    for i, (dim, item) in enumerate(zip(factors.dims, entry, strict=True)):
         at = range(len(axes), len(axes) + leaf_count(dim))
-        if is_cut(ask):
-            splits = read_splits(ask, dim, sharding.mesh, what)
-            over = tuple(dict.fromkeys(a for given, _ in splits for a in given))
-            spread: list[Axes] | None = [given for given, _ in splits]
+        if is_cut(item):
+            splits = read_splits(item, dim, sharding.mesh, what)
+            over = tuple(dict.fromkeys(a for leaf_axes, _ in splits for a in leaf_axes))
+            spread: list[Axes] | None = [leaf_axes for leaf_axes, _ in splits]
             parts |= {j: p for j, (_, p) in zip(at, splits, strict=True) if p}
         else:
-            over, sizes, pre = read_ask(ask, sharding.mesh, what, pre)
+            over, sizes, pre = read_item(item, sharding.mesh, what, pre)
             spread = spread_dim(dim, over)
             if spread is not None:
                 parts |= _hand_parts(what, at, spread, over, sizes, dim)

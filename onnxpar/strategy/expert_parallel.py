@@ -1,7 +1,7 @@
-"""The preset expert-parallel: tokens and experts are split over the same axes.
+"""The preset expert-parallel: splits tokens and experts over the same axes.
 
 Lepikhin et al., "GShard" (2020): tokens are split like a batch. Between dispatch and combination,
-each rank computes for its own experts, so that one all-to-all comes before and another after.
+each rank computes for its own experts: one all-to-all comes before, and another after.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def expert_annotations(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, beside: Mapping[int, Axes],
     batch: Mapping[int, Axes],
 ) -> list[SplitExperts]:  # fmt: skip
-    """Annotations that split nodes with experts' weights by expert; inside of these nodes, the
-    atoms of `beside` are split, too, over its axes. Where it is cheaper that ranks exchange the
-    rows of experts, the atoms of `batch` are split outside over its axes. If every layer has fewer
-    experts than there are shards, some ranks have none. Errors: StrategyError if the model has no
-    experts."""
+    """Annotations that split nodes with experts' weights by expert over `axes`. Inside these nodes,
+    the atoms in `beside` are split, too, over their own axes. Where it is cheaper that ranks
+    exchange the rows of experts, the atoms in `batch` are split outside over their axes. If every
+    layer has fewer experts than there are shards, some ranks have none. Errors: StrategyError if
+    the model has no experts."""
     atoms = expert_atoms(graph, sharding)
     inside = tuple(beside.items())
     annotations = [SplitExperts(atom, tuple(ops), axes, inside) for atom, ops in atoms.items()]
-    others = next(iter(beside.values()), ())
-    for part in exchanged_parts(sharding, axes, others) if batch else ():
+    token_axes = next(iter(beside.values()), ())
+    for part in exchanged_parts(sharding, axes, token_axes) if batch else ():
         members = {node.name for node in part.nodes}
-        for i, each in enumerate(annotations):
-            if members.issuperset(op.node.name for op in each.ops):
+        for i, annotation in enumerate(annotations):
+            if members.issuperset(op.node.name for op in annotation.ops):
                 names = tuple(node.name for node in part.nodes)
-                annotations[i] = replace(each, part=names, tokens=tuple(batch.items()))
+                annotations[i] = replace(annotation, part=names, tokens=tuple(batch.items()))
     fitting = [s for s in annotations if s.size >= parts_over(axes)] or [
         s for s in annotations if s.size > 1
     ]
@@ -57,9 +57,9 @@ def expert_annotations(
 
 
 def apart_annotations(sharding: ShardingState, axes: Axes) -> Iterator[Annotation]:
-    """Splits the weights that experts of a training step have of their own inside of each expert:
-    so a rank stores its share of all experts, and an all-to-all gives it the whole matrices of its
-    own."""
+    """Yields annotations for the weights of experts that a training step stores one by one. Each
+    splits a weight inside the expert's matrix: a rank stores its share of all experts, and an
+    all-to-all gives it the whole matrices of its own experts."""
     for op in sharding.factors.ops:
         for weight in _stacked_weights(op.node):
             factors = sharding.factors.tensors.get(weight.name)
@@ -81,7 +81,8 @@ def _stacked_weights(node: gs.Node) -> list[gs.Tensor]:
 
 
 def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpFactors]]:
-    """The atoms that number experts, each with the products that have a matrix for each expert."""
+    """The atoms that number experts. Each has the list of products that have a matrix for each
+    expert."""
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
     for op in sharding.factors.ops:  # weights in bodies and in the backward pass are copies
         is_same = op.node.op in ("Cast", "Identity", "Transpose")
@@ -95,9 +96,9 @@ def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpF
 
 
 def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
-    """Atoms of a product that number the matrices of a weight, and that the other operand and the
-    result have, too; and the experts of onnxruntime's mixtures. Not the groups of a convolution,
-    which are channels."""
+    """Yields the atoms that number the matrices of a product's weight, if the other operand and the
+    result have them, too. In onnxruntime's mixtures, these are the atoms of the factor of experts.
+    The groups of a convolution are not among them: groups are channels."""
     if op.node.op in EXPERT_WEIGHTS:
         yield from (leaf.atom for leaf in op.leaves if leaf.factor == "e")
         return
@@ -111,13 +112,13 @@ def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SplitExperts:
-    """Splits nodes along an atom of experts: the given nodes, and all nodes connected to them whose
-    operands and results all have that atom.
+    """Splits nodes along an atom of experts: the nodes `ops`, and all nodes connected to them whose
+    operands and results all have this atom.
 
-    beside  atoms that are split, too, inside of these nodes
-    part    if ranks exchange rows, the names of the nodes that experts run; only these, and those
-            that prepare their weights, are split by expert
-    tokens  then, the axes of the batch's atoms before and after the exchange
+    beside  axes of other atoms that are split inside these nodes, too
+    part    if ranks exchange rows, the names of the nodes that experts run; only these nodes, and
+            nodes that prepare their weights, are split by expert
+    tokens  if ranks exchange rows, the axes of the batch's atoms before and after the exchange
     """
 
     atom: int
@@ -133,16 +134,18 @@ class SplitExperts:
         return next(leaf.size for leaf in self.ops[0].leaves if leaf.atom == self.atom)
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves of the nodes inside, and closes those of tensors at the border, which
-        are split by tokens."""
+        """Splits the leaves of nodes that compute separately for each expert. Keeps the atom whole
+        in tensors at the border of these nodes, which are split by tokens."""
         inside = self._inside(sharding)
         touched: dict[str, set[bool]] = defaultdict(set)
         for op in sharding.factors.ops:
             for tensor, _ in op.operands():
                 touched[tensor.name].add(op.node.name in inside)
         for op in inside.values():
-            for i, own in enumerate(op.leaves):
-                axes = self.axes if own.atom == self.atom else dict(self.beside).get(own.atom)
+            for i, op_leaf in enumerate(op.leaves):
+                axes = (
+                    self.axes if op_leaf.atom == self.atom else dict(self.beside).get(op_leaf.atom)
+                )
                 if axes:
                     sharding.assign_op(op, i, axes)
         for name, sides in touched.items():
@@ -163,21 +166,21 @@ class SplitExperts:
         for op in sharding.factors.ops:
             for tensor, _ in op.operands():
                 by_tensor[tensor.name].append(op)
-        found = {op.node.name: op for op in self.ops}
+        inside = {op.node.name: op for op in self.ops}
         todo = list(self.ops)
         while todo:
             for tensor, links in todo.pop().operands():
                 for op in by_tensor[tensor.name] if links else ():
-                    if op.node.name not in found and self._is_of_experts(op, sharding):
-                        found[op.node.name] = op
+                    if op.node.name not in inside and self._is_of_experts(op, sharding):
+                        inside[op.node.name] = op
                         todo.append(op)
-        return found
+        return inside
 
     def _is_of_experts(self, op: OpFactors, sharding: ShardingState) -> bool:
-        """True if all tensors of a node have the atom, or if those without it, which each rank
-        needs whole, are smaller than a shard of those with it: a Where writes tokens into the rows
-        of each expert. A product without the atom stays outside: it dispatches tokens to places,
-        which ranks exchange."""
+        """True if all tensors of a node have the atom, or if the tensors without it are smaller
+        than a shard of the tensors with it: a Where writes tokens into the rows of each expert.
+        Each rank needs the tensors without it whole. A product with an operand without the atom
+        stays outside: it dispatches tokens to the rows of experts, which ranks exchange."""
         if self.part and op.node.name not in self.part:
             return all(is_stored(t, {}) for t in op.node.inputs if t.name)
         sizes = {True: 0, False: 0}
@@ -187,5 +190,5 @@ class SplitExperts:
             if factors is not None and factors.leaves and read:  # axes and shapes do not count
                 has = self.atom in {leaf.atom for leaf in factors.leaves}
                 sizes[has] += math.prod(leaf.size for leaf in factors.leaves)
-        others = sizes[False] * parts_over(self.axes)
-        return sizes[True] > 0 and (sizes[True] >= others if not is_contraction(op) else not others)
+        whole = sizes[False] * parts_over(self.axes)
+        return sizes[True] > 0 and (sizes[True] >= whole if not is_contraction(op) else not whole)

@@ -1,11 +1,11 @@
 """Handwritten collectives of a manual program: their groups, tags, peers and order.
 
-In the model, the attribute `axes` names the mesh axes over which a collective runs, as text, or
-`group` lists its ranks or names a group of the strategy; without both, the collective runs over all
-ranks. `peer` of Send and Recv is a list with the peer of
-each rank, or -1 for a rank that takes no part. An AllToAll along one axis moves the bounds between
-parts; its `split_sizes` is a table with a row for each member: the sizes that it sends to each
-member. Tags and tokens may be left out, as all collectives run in graph order.
+In the model, the attribute `axes` of a collective names mesh axes, as text, or `group` lists ranks
+or names a group of the strategy; without both, the collective runs over all ranks. `peer` of Send
+and Recv is a list with the peer of each rank, or -1 for a rank that takes no part. An AllToAll
+along one axis moves the bounds between parts; its `split_sizes` is a table with a row for each
+member: the sizes that the member sends to each other member. Tags and tokens may be left out, as
+all collectives run in graph order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from onnxpar.strategy.rank_groups import GroupOf
 
 @dataclass(frozen=True)
 class Event:
-    """A collective in the sequence of one rank. Ranks meet in events with the same key; `side`
-    distinguishes a Send from its Recv."""
+    """A collective in the sequence of collectives of one rank. Ranks meet in events with the same
+    key; `side` distinguishes a Send from its Recv."""
 
     what: str
     key: tuple[object, ...]
@@ -38,7 +38,7 @@ class Event:
 
 
 class Handwritten:
-    """Prepares handwritten collectives, node by node in graph order; `events` has the sequence of
+    """Prepares handwritten collectives, node by node in graph order. `events` has the sequence of
     collectives of each rank."""
 
     def __init__(self, graph: gs.Graph, manual: Manual, per_rank: PerRank) -> None:
@@ -56,8 +56,8 @@ class Handwritten:
         self._count: Counter[tuple[str, tuple[int, int]]] = Counter()
 
     def settle(self, node: gs.Node) -> None:
-        """Gives a collective the attributes that the runtime needs. Errors: StrategyError, naming
-        it."""
+        """Gives a collective the attributes that the runtime needs. Errors: StrategyError that
+        names the collective."""
         if node.op not in OPS:
             self._fail(node, f"no such collective; use one of {', '.join(OPS)}")
         if node.op in RANK_CONSTANTS:
@@ -80,7 +80,8 @@ class Handwritten:
                 self.events[rank].append(Event(f"{node.op} '{node.name}'", key, members))
 
     def _refuse_inner(self, graph: gs.Graph) -> None:
-        """Refuses collectives in bodies, through which ranks could take different paths."""
+        """Refuses collectives in bodies, because ranks could take different paths through
+        bodies."""
         for outer in graph.nodes:
             for inner in subgraphs(outer):
                 self._refuse_inner(inner)
@@ -93,7 +94,7 @@ class Handwritten:
                         )
 
     def _strip_token(self, node: gs.Node) -> None:
-        """Removes the tokens that the model has; a chain in graph order replaces them."""
+        """Removes the tokens of a collective; a chain in graph order replaces them."""
         results = 0 if node.op == "Send" else 1
         if not 1 <= len(node.inputs) <= 2 or not results <= len(node.outputs) <= results + 1:
             self._fail(
@@ -123,7 +124,8 @@ class Handwritten:
             node.outputs.pop()
 
     def _group(self, node: gs.Node) -> None:
-        """Sets the ranks of each rank's group: by mesh axes, by ranks or by name."""
+        """Sets the attribute `group` of each rank from the mesh axes, the list of ranks or the
+        name."""
         of = self._groups[node.name] = self.manual.group_of(f"{node.op} '{node.name}'", node.attrs)
         is_given = "axes" in node.attrs or bool(node.attrs.get("group"))
         node.attrs.pop("axes", None)
@@ -133,7 +135,7 @@ class Handwritten:
                 self.per_rank.attributes[node.name, "group"] = lambda rank: list(of(rank))
 
     def members(self, node: gs.Node, rank: int) -> tuple[int, ...]:
-        """The ranks that run the node together with this one, itself included; the ends of a
+        """The ranks that run the node together with this rank, itself included. The two ends of a
         message are in rising order."""
         peer = self.per_rank.attributes.get((node.name, "peer"))
         if peer is not None:
@@ -141,12 +143,12 @@ class Handwritten:
         return self._groups[node.name](rank)
 
     def _count_members(self, node: gs.Node) -> int:
-        """The number of ranks of a group that is not a rank alone."""
+        """The number of members of the node's groups, apart from ranks that are alone."""
         return max(len(self.members(node, rank)) for rank in range(self.mesh.size))
 
     def _lists(self, node: gs.Node) -> None:
-        """Checks that attributes with entries for each member suit all groups; a rank that is alone
-        gets those of a group of one."""
+        """Checks that attributes with an entry for each member suit all groups. A rank that is
+        alone gets attributes for a group of one."""
         counts = {len(self.members(node, rank)) for rank in range(self.mesh.size)}
         several = sorted(counts - {1})
         lists = [key for key in KINDS[node.op].by_member if node.attrs.get(key)]
@@ -170,15 +172,15 @@ class Handwritten:
                 self._give_alone(node, key)
 
     def _give_alone(self, node: gs.Node, key: str) -> None:
-        """Changes an attribute on ranks that are alone."""
+        """Changes an attribute on ranks that are alone in their group, to suit a group of one."""
         value = node.attrs[key]
-        given = self.per_rank.attributes.get((node.name, key))
+        of_rank = self.per_rank.attributes.get((node.name, key))
         alone = {"root": 0, "sources": [0]}.get(key)
 
         def on(rank: int) -> Any:
             if len(self.members(node, rank)) == 1:
                 return alone
-            return given(rank) if given else value
+            return of_rank(rank) if of_rank else value
 
         self.per_rank.attributes[node.name, key] = on
 
@@ -191,8 +193,8 @@ class Handwritten:
         self._unique.add(tag)
 
     def _table(self, node: gs.Node) -> None:
-        """Gives each member of an AllToAll its row of the table (the sizes that it sends) and its
-        column (the sizes that it receives)."""
+        """Gives each member of an AllToAll its row of the table `split_sizes` (the sizes that it
+        sends) and its column (the sizes that it receives)."""
         sizes = node.attrs.get("split_sizes") or []
         count = self._count_members(node)
         if len(sizes) != count * count or "concat_sizes" in node.attrs:
@@ -214,13 +216,13 @@ class Handwritten:
         self.per_rank.attributes[node.name, "concat_sizes"] = column
 
     def _permute(self, node: gs.Node) -> None:
-        """Checks the sources; if the shape of X is the same on all ranks, says so, so that members
-        need not tell each other their shapes."""
+        """Checks the sources. If the shape of X is the same on all ranks, notes this, so that
+        members need not tell each other their shapes."""
         sources = node.attrs.get("sources")
         count = self._count_members(node)
-        given = sources if isinstance(sources, list) else []
-        named = [s for s in given if s != -1]
-        if len(given) != count or len({*named} & {*range(count)}) != len(named):
+        members = sources if isinstance(sources, list) else []
+        named = [s for s in members if s != -1]
+        if len(members) != count or len({*named} & {*range(count)}) != len(named):
             self._fail(
                 node,
                 f"sources={sources}: give a list with the member of the group whose X each of the "
@@ -275,7 +277,8 @@ class Handwritten:
 
 
 def check_order(events: list[list[Event]], size: int) -> None:
-    """Raises StrategyError if ranks would wait for each other forever; it names two of them."""
+    """Raises StrategyError if ranks would wait for each other forever; the error names two of
+    them."""
     at = [0] * size
     heads = set(range(size))
     while heads:
@@ -283,8 +286,8 @@ def check_order(events: list[list[Event]], size: int) -> None:
         if at[rank] == len(events[rank]):
             continue
         event = events[rank][at[rank]]
-        others = [m for m in event.members if m != rank]
-        now = [events[m][at[m]] if at[m] < len(events[m]) else None for m in others]
+        peers = [m for m in event.members if m != rank]
+        now = [events[m][at[m]] if at[m] < len(events[m]) else None for m in peers]
         if all(_meet(event, other) for other in now):
             for member in event.members:
                 at[member] += 1

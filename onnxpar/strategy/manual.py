@@ -1,8 +1,8 @@
-"""Manual parallelism: a program that is written for one rank, and its mesh.
+"""Manual parallelism: a program that its author writes for one rank, and its mesh.
 
 The model is the program of one rank, like the body of JAX's shard_map: its inputs and outputs have
 the shapes of a rank's shards. The tensor entries of a strategy say how global arrays are sharded
-into inputs and weights, and assembled from outputs; a tensor without an entry is whole.
+into inputs and weights, and assembled from outputs. A tensor without an entry is whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.sharding.state import overlaps
 from onnxpar.strategy.collective_shapes import OPS, result_types
-from onnxpar.strategy.entries import read_ask
+from onnxpar.strategy.entries import read_item
 from onnxpar.strategy.manual_shapes import RankWalk, common_type
 from onnxpar.strategy.named_ops import matching
 from onnxpar.strategy.neighbor_exchange import expand_exchanges
@@ -36,13 +36,14 @@ from onnxpar.strategy.strategy import Groups, Strategy
 MANUAL = "manual"
 """The preset's name."""
 REPLICAS = "@replicas"
-"""The suffix of outputs that are copies of others."""
+"""The suffix of outputs that copy other outputs."""
 
 
 @dataclass(frozen=True)
 class Manual:
-    """The mesh of a manual program, and the sharding of its tensors; `deal` has the sharding of a
-    training step. Errors: StrategyError for a strategy that splits ops."""
+    """The mesh of a manual program, and the sharding of its tensors. `deal` has the sharding that a
+    training step declares, if the program is one. Errors: StrategyError for a strategy that splits
+    ops."""
 
     mesh: Mesh
     strategy: Strategy
@@ -67,21 +68,23 @@ class Manual:
                 f"{self.strategy.source}: its groups are not those of the training step; leave "
                 "them out, or make the step again"
             )
-        for name, own in {n: self.deal_entry(n) for n in (*deal.tensors, *deal.like)}.items():
+        for name, declared in {n: self.deal_entry(n) for n in (*deal.tensors, *deal.like)}.items():
             entry = self._requested(name, exactly=name in deal.like)
-            if entry is not None and self._read(name, entry, len(own)) != self.axes(name, len(own)):
+            if entry is not None and self._read(name, entry, len(declared)) != self.axes(
+                name, len(declared)
+            ):
                 raise StrategyError(
                     f"{self.strategy.source} shards tensor '{name}' as {entry!r}, but the training "
-                    f"step was made for {own!r}; leave the entry out, or make the step again"
+                    f"step was made for {declared!r}; leave the entry out, or make the step again"
                 )
 
     def deal_entry(self, name: str) -> list[Any]:
-        """The training step's entry for a tensor that it lists."""
+        """The entry that the training step declares for a tensor."""
         assert self.deal is not None
         return self.deal.tensors[self.deal.like.get(name, name)]
 
     def input_layout(self, name: str, local: Sequence[int]) -> Layout:
-        """The layout of a tensor whose shards have this shape."""
+        """The layout of a tensor whose shards have the shape `local`."""
         axes = self.axes(name, len(local))
         return Layout(tuple(Factor(n * parts_over(a), a) for n, a in zip(local, axes, strict=True)))
 
@@ -101,7 +104,7 @@ class Manual:
     def is_dealt(self, name: str) -> bool:
         """True if an entry splits the tensor."""
         entry = self.entry(name)
-        return not isinstance(entry, Sequence) or any(ask not in (None, 1) for ask in entry)
+        return not isinstance(entry, Sequence) or any(item not in (None, 1) for item in entry)
 
     def part_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a shard of a weight of this global shape. Errors: StrategyError."""
@@ -128,14 +131,14 @@ class Manual:
 
     @property
     def groups(self) -> Mapping[str, Groups]:
-        """The named groups: those of the training step, or else of the strategy."""
+        """The named groups of the training step, or without one, of the strategy."""
         if self.deal is None:
             return self.strategy.groups
-        return {name: tuple(map(tuple, each)) for name, each in self.deal.groups.items()}
+        return {name: tuple(map(tuple, lists)) for name, lists in self.deal.groups.items()}
 
     def group_of(self, what: str, attrs: Mapping[str, Any]) -> GroupOf:
-        """The groups of a node with these attributes. Errors: StrategyError that begins with
-        `what`."""
+        """The group of each rank, for a node with these attributes. Errors: StrategyError that
+        begins with `what`."""
         return group_of(what, attrs, self.mesh, self.groups)
 
     def infer(
@@ -144,7 +147,7 @@ class Manual:
         defaults: Collection[str] = (),
         for_training: bool = False,
     ) -> None:
-        """Declares the types of a rank's tensors, in place.
+        """Declares the types of a rank's tensors in the model, in place.
 
         Inputs in `defaults` get the whole shape of their default values. With `for_training`, folds
         values that are the same on all ranks and do not depend on weights; else folds nothing.
@@ -185,19 +188,21 @@ class Manual:
 
     def _types(self, node: NodeProto, walk: Walk) -> dict[str, onnx.TypeProto]:
         if node.op_type not in OPS:
-            raise StrategyError(f"{_what(node)}: no such collective; use one of {', '.join(OPS)}")
+            raise StrategyError(f"{_title(node)}: no such collective; use one of {', '.join(OPS)}")
         counts = sorted({len(group) for group, _ in self._members(node)})
         try:
-            each = [result_types(node, walk.types, count) for count in counts]
+            by_count = [result_types(node, walk.types, count) for count in counts]
         except (ValueError, KeyError) as error:
-            raise StrategyError(f"{_what(node)}: {error}") from None
-        common = {name: common_type([types.get(name) for types in each]) for name in each[0]}
-        return {name: found for name, found in common.items() if found is not None}
+            raise StrategyError(f"{_title(node)}: {error}") from None
+        common = {
+            name: common_type([types.get(name) for types in by_count]) for name in by_count[0]
+        }
+        return {name: type_ for name, type_ in common.items() if type_ is not None}
 
     def _members(self, node: NodeProto) -> list[tuple[tuple[int, ...], int]]:
-        """For each rank, the ranks of its group, and its position among them."""
+        """For each rank, the ranks of its group, and its position in the group."""
         attrs = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        of = self.group_of(_what(node), attrs)
+        of = self.group_of(_title(node), attrs)
         return [(of(rank), of(rank).index(rank)) for rank in range(self.mesh.size)]
 
     def axes(self, name: str, rank: int) -> list[Axes]:
@@ -213,9 +218,12 @@ class Manual:
         return self.deal_entry(name) if known else []
 
     def _requested(self, name: str, exactly: bool = False) -> Any:
-        """The strategy's last entry for a tensor; None if it has none."""
-        every = self.strategy.tensors.items()
-        entries = [e for p, e in every if p == name or (not exactly and _matches(str(p), name))]
+        """The strategy's last entry for a tensor; None if no entry matches. With `exactly`, only an
+        entry with the tensor's own name matches."""
+        all_entries = self.strategy.tensors.items()
+        entries = [
+            e for p, e in all_entries if p == name or (not exactly and _matches(str(p), name))
+        ]
         return entries[-1] if entries else None
 
     def _read(self, name: str, entry: Any, rank: int) -> list[Axes]:
@@ -224,8 +232,8 @@ class Manual:
             raise StrategyError(f"{what} has {rank} dimensions, but the strategy gives {entry!r}")
         out: list[Axes] = []
         pre = 1
-        for ask in entry:
-            over, sizes, pre = read_ask(ask, self.mesh, what, pre)
+        for item in entry:
+            over, sizes, pre = read_item(item, self.mesh, what, pre)
             if sizes is not None:
                 raise StrategyError(
                     f"{what}: all ranks run one program, so their shards must have equal sizes; "
@@ -247,22 +255,22 @@ def _put_folded(graph: onnx.GraphProto, walk: Walk) -> None:
     graph.initializer.extend(walk.protos[name] for name in sorted(walk.folded & read))
 
 
-def _refine(declared: onnx.TypeProto, found: onnx.TypeProto) -> None:
-    """Replaces a declared type by the inferred one, but keeps sizes that only the declared type
+def _refine(declared: onnx.TypeProto, inferred: onnx.TypeProto) -> None:
+    """Replaces a declared type by the inferred type, but keeps sizes that only the declared type
     has."""
-    if declared.HasField("tensor_type") and not found.tensor_type.HasField("shape"):
+    if declared.HasField("tensor_type") and not inferred.tensor_type.HasField("shape"):
         return
     merged = onnx.TypeProto()
-    merged.CopyFrom(found)
-    own = declared.tensor_type.shape.dim
-    if len(merged.tensor_type.shape.dim) == len(own):
-        for dim, size in zip(merged.tensor_type.shape.dim, own, strict=True):
+    merged.CopyFrom(inferred)
+    declared_dims = declared.tensor_type.shape.dim
+    if len(merged.tensor_type.shape.dim) == len(declared_dims):
+        for dim, size in zip(merged.tensor_type.shape.dim, declared_dims, strict=True):
             if not dim.HasField("dim_value"):
                 dim.CopyFrom(size)
     declared.CopyFrom(merged)
 
 
-def _what(node: NodeProto) -> str:
+def _title(node: NodeProto) -> str:
     return f"{node.op_type} '{node.name or next(iter(node.output), '')}'"
 
 
@@ -271,7 +279,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def refuse_collectives(graph: gs.Graph) -> None:
-    """Raises StrategyError if a model to be split already has collectives."""
+    """Raises StrategyError if a model that onnxpar is to split already has collectives."""
     for node in graph.nodes:
         if node.domain == DOMAIN:
             raise StrategyError(

@@ -1,4 +1,4 @@
-"""Infers shapes in a manual program, as far as they are the same on all ranks."""
+"""Infers the shapes of a manual program, as far as they agree on all ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ Results = list[tuple[TypeProto | None, Array | None]]
 
 
 class RankWalk:
-    """Infers types node by node. Values that are computed from a rank's number differ between
+    """Infers types node by node. Values that nodes compute from a rank's number differ between
     ranks.
 
-    members       for each rank, the ranks of a node's group, and its position among them
+    members       a function from a node to a list with, for each rank, the ranks of its group and
+                  its position in the group
     types         a function that infers the results of collectives, Rank and GroupSize
-    for_training  nodes are folded into their values, unless these depend on weights
+    for_training  folds nodes into their values, unless these depend on weights
     """
 
     def __init__(
@@ -32,8 +33,8 @@ class RankWalk:
         types: Callable[[NodeProto, Walk], dict[str, TypeProto]],
         for_training: bool,
     ) -> None:
-        kept = {t.name for t in model.graph.initializer} if for_training else None
-        self.walk = Walk(model, keep=kept)
+        weights = {t.name for t in model.graph.initializer} if for_training else None
+        self.walk = Walk(model, keep=weights)
         self._known = self.walk.fold if for_training else self.walk.know
         self._varying: dict[str, list[Array]] = {}
         for node in model.graph.node:
@@ -57,19 +58,19 @@ class RankWalk:
             self._varying[node.output[0]] = [np.array(value) for value in values]
 
     def _by_rank(self, node: NodeProto) -> None:
-        """Infers a node once for each rank; keeps the sizes of its results that are the same on all
+        """Infers a node once for each rank. Keeps the sizes of its results that agree on all
         ranks."""
         reads = [name for name in dict.fromkeys(node.input) if name in self._varying]
-        found: dict[tuple[bytes, ...], Results] = {}
+        by_operands: dict[tuple[bytes, ...], Results] = {}
         ranks = []
         for rank in range(len(self._varying[reads[0]])):
-            given = {name: self._varying[name][rank] for name in reads}
-            key = tuple(repr(array.shape).encode() + array.tobytes() for array in given.values())
-            if key not in found:
-                found[key] = self._with(given, node)
-            ranks.append(found[key])
+            operands = {name: self._varying[name][rank] for name in reads}
+            key = tuple(repr(array.shape).encode() + array.tobytes() for array in operands.values())
+            if key not in by_operands:
+                by_operands[key] = self._with(operands, node)
+            ranks.append(by_operands[key])
         for i, name in enumerate(node.output):
-            types = [results[i][0] for results in found.values()]
+            types = [results[i][0] for results in by_operands.values()]
             common = common_type(types)
             if name and common is not None:
                 self.walk.types[name] = common
@@ -77,11 +78,12 @@ class RankWalk:
             if name and all(value is not None for value in values):
                 self._varying[name] = [np.asarray(value) for value in values]
 
-    def _with(self, given: dict[str, Array], node: NodeProto) -> Results:
-        """The node's results if its operands have these values; leaves the walk unchanged."""
+    def _with(self, operands: dict[str, Array], node: NodeProto) -> Results:
+        """The node's results if its operands have the values `operands`; leaves the walk
+        unchanged."""
         walk = self.walk
-        before = {name: walk.types[name] for name in given}
-        for name, array in given.items():
+        before = {name: walk.types[name] for name in operands}
+        for name, array in operands.items():
             walk.values[name] = array
             walk.protos[name] = numpy_helper.from_array(array, name)
             walk.types[name] = onnx.helper.make_tensor_type_proto(
@@ -95,7 +97,7 @@ class RankWalk:
         else:
             walk.infer(node)
         results: Results = [(walk.types.get(n), walk.values.get(n)) for n in node.output]
-        for name in (*given, *node.output):
+        for name in (*operands, *node.output):
             walk.values.pop(name, None)
             walk.protos.pop(name, None)
         walk.types.update(before)
@@ -103,8 +105,8 @@ class RankWalk:
 
 
 def common_type(types: Sequence[TypeProto | None]) -> TypeProto | None:
-    """A type that agrees with all of these, with differing sizes left open; None if one of them is
-    unknown."""
+    """A type that agrees with all these types, with differing sizes left open. None if one of the
+    types is unknown."""
     first = types[0]
     if first is None or any(t is None for t in types):
         return None

@@ -1,4 +1,4 @@
-"""MindSpore's attributes of operators and parameters, as keys of an entry of `shard`.
+"""Reads MindSpore's attributes of operators and parameters, as keys of an entry of `shard`.
 
 table: {manual_split: [20000, 10000], primitive_target: CPU}
 w1: {in_strategy: [[4, 1], [1, 2]], comm_fusion: 2}
@@ -49,7 +49,7 @@ def _check_recompute(value: Any) -> None:
 
 
 def _check_nothing(value: Any) -> None:
-    """Accepts anything: an entry without these keys is checked elsewhere."""
+    """Accepts any value: another function checks the entry without these keys."""
 
 
 KEYS: Mapping[str, Callable[[Any], None]] = {
@@ -59,23 +59,23 @@ KEYS: Mapping[str, Callable[[Any], None]] = {
     COMM_FUSION: _check_fusion,
     "recompute": _check_recompute,
 }
-"""The keys, each with a function that raises StrategyError for a value that onnxpar cannot
+"""The keys. Each has a function that raises StrategyError for a value that onnxpar cannot
 follow."""
 
 
 def has_keys(entry: Any) -> bool:
-    """True if an entry of `shard` has one of these keys."""
+    """True if an entry of `shard` has one of MindSpore's keys."""
     return isinstance(entry, Mapping) and not KEYS.keys().isdisjoint(entry)
 
 
 def axes_in(entry: Mapping[str, Any]) -> list[Any]:
-    """Returns the parts of an entry that may name axes."""
+    """The parts of an entry that may name axes."""
     return [value for key, value in entry.items() if key == IN_STRATEGY or key not in KEYS]
 
 
 def plain_entry(op: OpFactors, entry: Mapping[str, Any], mesh: Mesh, what: str) -> Any:
-    """Returns an entry without these keys: a list of inputs, or a mapping of factors. Errors:
-    StrategyError, naming the node and the key."""
+    """The entry without MindSpore's keys: a list with an item for each input, or a mapping of
+    factors. Errors: StrategyError, naming the node and the key."""
     for key, value in entry.items():
         if key in KEYS:
             try:
@@ -85,8 +85,8 @@ def plain_entry(op: OpFactors, entry: Mapping[str, Any], mesh: Mesh, what: str) 
     rest = {key: value for key, value in entry.items() if key not in KEYS}
     kinds = [k for k in (IN_STRATEGY, MANUAL_SPLIT) if k in entry]
     if len(kinds) + bool(rest) > 1:
-        given = " and ".join([*kinds, *map(str, rest)])
-        raise StrategyError(f"{what}: {given} split the same node; give one of them")
+        keys = " and ".join([*kinds, *map(str, rest)])
+        raise StrategyError(f"{what}: {keys} split the same node; give one of them")
     if IN_STRATEGY in entry:
         return entry[IN_STRATEGY]
     if MANUAL_SPLIT in entry:
@@ -95,10 +95,10 @@ def plain_entry(op: OpFactors, entry: Mapping[str, Any], mesh: Mesh, what: str) 
 
 
 def _sizes(value: Any) -> list[int]:
-    """Returns the rows of each part of a table, from the rows or from pairs of rows and the first
-    row. Errors: StrategyError."""
+    """The number of rows of each part of a table, from numbers of rows or from pairs of a number of
+    rows and the first row. Errors: StrategyError."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    pairs = [[each] if type(each) is int else each for each in value] if is_list else [[]]
+    pairs = [[item] if type(item) is int else item for item in value] if is_list else [[]]
     if not all(isinstance(p, Sequence) and len(p) in (1, 2) and _are_sizes(p) for p in pairs):
         raise StrategyError("give the number of rows of each part, such as [20000, 10000]")
     sizes = [pair[0] for pair in pairs]
@@ -116,8 +116,8 @@ def _are_sizes(pair: Sequence[Any]) -> bool:
 
 
 def _split_by_hand(op: OpFactors, sizes: list[int], mesh: Mesh, what: str) -> list[Any]:
-    """Returns an entry that splits the rows of the table of a Gather over the first axis of the
-    mesh with as many ranks as there are sizes."""
+    """An entry that splits the rows of a Gather's table over the first axis of the mesh with as
+    many ranks as there are sizes."""
     if op.node.op != "Gather":
         raise StrategyError(
             f"{what}: {MANUAL_SPLIT} is for a Gather, whose first input is the table; for another "
@@ -136,9 +136,10 @@ def _split_by_hand(op: OpFactors, sizes: list[int], mesh: Mesh, what: str) -> li
 
 
 def fusion_buckets(shard: Mapping[str, Any], parameters: Sequence[str]) -> dict[str, int]:
-    """Returns the bucket of each parameter for which an entry of `shard` has `comm_fusion`; a later
-    entry counts. Errors: StrategyError if such an entry names no parameter."""
-    found: dict[str, int] = {}
+    """The bucket of each parameter that has `comm_fusion` in an entry of `shard`; of several
+    entries, the last one counts. Errors: StrategyError if an entry with this key matches no
+    parameter."""
+    buckets: dict[str, int] = {}
     for pattern, entry in shard.items():
         if not isinstance(entry, Mapping) or COMM_FUSION not in entry:
             continue
@@ -149,5 +150,5 @@ def fusion_buckets(shard: Mapping[str, Any], parameters: Sequence[str]) -> dict[
                 f"{pattern!r}: {COMM_FUSION} is for parameters of a training step{known}"
             )
         bucket: int = entry[COMM_FUSION]
-        found.update(dict.fromkeys(names, bucket))
-    return found
+        buckets.update(dict.fromkeys(names, bucket))
+    return buckets

@@ -1,4 +1,4 @@
-"""Finds the nodes and tensors of a graph that the patterns of a strategy name."""
+"""Finds the nodes and tensors of a graph whose names match the patterns of a strategy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from onnxpar.strategy.stacked_names import Stacks
 
 @dataclass(frozen=True)
 class NamedOps:
-    """The nodes of a graph by name, also by that of their module, which may have several; the
-    readers of each weight and each input by its name, and the weights that are stacked."""
+    """The nodes of a graph, by the names that a strategy may use.
+
+    ops      nodes by their own name, or by the name of their module, which may have several nodes
+    readers  the nodes that read each weight and each input, by the name of the weight or input
+    stacks   the names of weights that the loader stacked
+    """
 
     ops: Mapping[str, list[OpFactors]]
     readers: Mapping[str, list[OpFactors]]
@@ -24,49 +28,51 @@ class NamedOps:
 
     @staticmethod
     def of(factors: GraphFactors, source: str) -> NamedOps:
-        """The nodes of a graph; `source` is the place of the strategy."""
+        """The named nodes of a graph; `source` is the file of the strategy."""
         by_name = {op.node.name: [op] for op in factors.ops}
-        own = {*by_name}
+        known_names = {*by_name}
         for op in factors.ops:
             for name in dict.fromkeys((*_modules(op), *node_names(op.node))):
-                if name not in own:
+                if name not in known_names:
                     by_name.setdefault(name, []).append(op)
-        return NamedOps(by_name, readers_of_sources(factors), Stacks.found(factors, source))
+        return NamedOps(by_name, readers_of_sources(factors), Stacks.in_graph(factors, source))
 
     def matching(self, pattern: str, source: str) -> list[OpFactors]:
-        """The nodes that a pattern of names matches; if none, those that read a weight or input
-        that it matches. Errors: StrategyError if there is none, as in the function `matching`."""
+        """The nodes whose names match a pattern; if there are none, the nodes that read a weight or
+        input whose name matches. Errors: StrategyError if nothing matches, as in the function
+        `matching`."""
         names = [*self.ops]
         if not _matches(pattern, self.ops):
             names += [*self.readers, *self.stacks.names(pattern, self.readers)]
-        found: dict[str, OpFactors] = {}
+        nodes: dict[str, OpFactors] = {}
         stacked: dict[str, list[str]] = {}
         for name in matching(pattern, names, "node", source):
-            own = name
+            known = name
             if name not in self.ops and name not in self.readers:
-                own = self.stacks.of[name]
-                stacked.setdefault(own, []).append(name)
-            some = self.ops[own] if own in self.ops else self.readers[own]
-            found.update((op.node.name, op) for op in some)
+                known = self.stacks.of[name]
+                stacked.setdefault(known, []).append(name)
+            ops = self.ops[known] if known in self.ops else self.readers[known]
+            nodes.update((op.node.name, op) for op in ops)
         for stack, some_names in stacked.items():
             self.stacks.check_all(stack, some_names)
-        return list(found.values())
+        return list(nodes.values())
 
 
 _WEIGHT = {"MatMul": 1, "Gemm": 1, "Conv": 1, "ConvTranspose": 1, "Gather": 0}
-"""The operand that is the weight of a layer, by op."""
+"""The index of the operand that is the weight of a layer, by op."""
 
 
 def _modules(op: OpFactors) -> list[str]:
-    """The name of a layer in torch, for the node that reads its weight: `/mlp/fc1`."""
+    """The name of a layer in torch, such as `/mlp/fc1`, for the node that reads the layer's
+    weight."""
     path, _, _ = op.node.name.rpartition("/")
     at = _WEIGHT.get(op.node.op)
     return [path] if path and at is not None and not op.node.inputs[at].inputs else []
 
 
 def readers_of_sources(factors: GraphFactors) -> dict[str, list[OpFactors]]:
-    """The nodes that read each weight and each input of the graph, by its name, and by that in the
-    file."""
+    """The nodes that read each weight and each input of the graph, by its name in the graph and by
+    its name in the file."""
     readers: dict[str, list[OpFactors]] = {}
     for op in factors.ops:
         for tensor in op.node.inputs:
@@ -81,11 +87,11 @@ def _matches(pattern: str, names: Iterable[str]) -> bool:
 
 
 def matching(pattern: str, names: Iterable[str], what: str, source: str) -> list[str]:
-    """The names that a pattern matches. If a name equals the pattern, only that one. Errors:
-    StrategyError if there is none, with `source` (where the pattern is) and `what` (the kind of
-    names)."""
+    """The names that match a pattern; if one name equals the pattern, only this name. Errors:
+    StrategyError if no name matches, with `source` (the place of the pattern) and `what` (the kind
+    of names)."""
     names = list(names)
-    found = [n for n in names if n == pattern] or [n for n in names if fnmatchcase(n, pattern)]
-    if not found:
+    matches = [n for n in names if n == pattern] or [n for n in names if fnmatchcase(n, pattern)]
+    if not matches:
         raise StrategyError(f"{source}: {pattern!r} matches no {what}{there_are(pattern, names)}")
-    return found
+    return matches

@@ -1,7 +1,9 @@
-"""MindSpore's NeighborExchange and NeighborExchangeV2 in a manual program, as collective permutes.
+"""Expands MindSpore's NeighborExchange and NeighborExchangeV2 in a manual program to collective
+permutes.
 
-One program serves all ranks, so the lists of ranks become tables with a row for each member of the
-group. Each permute sends what a member sends in one direction; gradients are those of the permutes.
+One program serves all ranks, so lists of ranks become tables with a row for each member of the
+group. Each permute sends the tensors that members send in one direction; the gradients are the
+gradients of the permutes.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ _PLACES = ((0, 1), (0, 2), (1, 2), (2, 2), (2, 1), (2, 0), (1, 0), (0, 0))
 """The eight directions, clockwise from the top: row and column in a grid of three by three."""
 _NAMES = ("top", "bottom", "left", "right")
 _SIDES = (0, None, 1), (2, None, 3)
-"""The index of a side in a list of widths, by row and by column of that grid."""
+"""The index of a side in a list of widths, by row and by column of the grid."""
 _END = np.iinfo(np.int64).max
 
 Table = list[list[int]]
 
 
 def _is_exchange(node: NodeProto) -> bool:
-    """True for a node with MindSpore's attributes; a NeighborExchange with `before` and `after` is
-    the plugin's own."""
+    """True for a node with MindSpore's attributes. A NeighborExchange with `before` and `after` is
+    the plugin's own op."""
     if node.domain != DOMAIN or node.op_type not in ("NeighborExchange", "NeighborExchangeV2"):
         return False
     return not {"before", "after"} & {a.name for a in node.attribute}
 
 
 class _Exchange:
-    """Collects the nodes that take the place of one exchange."""
+    """Collects the nodes that replace one exchange."""
 
     def __init__(self, node: NodeProto, members: int) -> None:
         self.node = node
@@ -49,17 +51,18 @@ class _Exchange:
         self.longest: dict[str, int] = {}
 
     def table(self, key: str, width: int) -> Table:
-        """An attribute as a table with a row for each member, of indices into the group or -1."""
-        found = [int(n) for n in self.attrs.get(key, [])]
-        if len(found) != self.members * width:
+        """An attribute as a table with a row for each member; its entries are indices into the
+        group, or -1."""
+        entries = [int(n) for n in self.attrs.get(key, [])]
+        if len(entries) != self.members * width:
             self.fail(
-                f"{key} has {len(found)} entries; give {self.members} x {width}: for each member "
+                f"{key} has {len(entries)} entries; give {self.members} x {width}: for each member "
                 f"of the group, {width} other members, or -1 for none"
             )
-        odd = next((n for n in found if not -1 <= n < self.members), None)
+        odd = next((n for n in entries if not -1 <= n < self.members), None)
         if odd is not None:
             self.fail(f"{key} has {odd}, but a group has members 0 to {self.members - 1}")
-        return [found[i * width : (i + 1) * width] for i in range(self.members)]
+        return [entries[i * width : (i + 1) * width] for i in range(self.members)]
 
     def permute(self, x: str, sources: Sequence[int], y: str) -> str:
         return self.add("CollectivePermute", [x], y, DOMAIN, sources=list(sources), **self.group)
@@ -77,8 +80,8 @@ class _Exchange:
         return f"{self.name}::{what}{len(self.nodes)}"
 
     def check_extents(self, types: Mapping[str, TypeProto]) -> None:
-        """Checks that X has as many rows and columns as its slices, now that types are known: a
-        Slice gives fewer without an error."""
+        """Checks that X has as many rows and columns as the slices of it need, once types are
+        known: a Slice returns fewer without an error."""
         x = self.node.input[0]
         dims = types[x].tensor_type.shape.dim if x in types else []
         for (what, longest), dim in zip(self.longest.items(), dims[2:], strict=False):
@@ -94,8 +97,8 @@ class _Exchange:
 
 class _Lists(_Exchange):
     """NeighborExchange: each member sends input i to the i-th member of its list, and receives
-    output j from the j-th member of its other list. The k-th tensor that one member sends to
-    another is the k-th that this one receives from it."""
+    output j from the j-th member of its other list. The k-th tensor that member A sends to member B
+    is the k-th tensor that B receives from A."""
 
     def build(self) -> list[NodeProto]:
         inputs, outputs = list(self.node.input), list(self.node.output)
@@ -104,14 +107,14 @@ class _Lists(_Exchange):
         sources: dict[tuple[int, int], list[int]] = {}
         for sender in range(self.members):
             for receiver in range(self.members):
-                given = [i for i, to in enumerate(sends[sender]) if to == receiver]
-                taken = [j for j, of in enumerate(receives[receiver]) if of == sender]
-                if len(given) != len(taken):
+                sent = [i for i, to in enumerate(sends[sender]) if to == receiver]
+                received = [j for j, of in enumerate(receives[receiver]) if of == sender]
+                if len(sent) != len(received):
                     self.fail(
-                        f"member {sender} sends {len(given)} tensors to member {receiver}, which "
-                        f"receives {len(taken)} from it"
+                        f"member {sender} sends {len(sent)} tensors to member {receiver}, which "
+                        f"receives {len(received)} from it"
                     )
-                for pair in zip(given, taken, strict=True):
+                for pair in zip(sent, received, strict=True):
                     sources.setdefault(pair, [-1] * self.members)[receiver] = sender
         parts: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
         for (i, j), of in sorted(sources.items()):
@@ -123,21 +126,21 @@ class _Lists(_Exchange):
         return self.nodes
 
     def _sum(self, y: str, parts: Sequence[tuple[str, list[int]]]) -> None:
-        """Adds up permutes, of which each member receives from at most one; the others give it
-        zeros."""
+        """Adds up permutes. Each member receives from at most one of them, and zeros from the
+        others."""
         total = ""
         for n, (x, sources) in enumerate(parts):
             is_last = n + 1 == len(parts)
-            got = self.permute(x, sources, y if len(parts) == 1 else self.fresh("got"))
+            received = self.permute(x, sources, y if len(parts) == 1 else self.fresh("got"))
             if total:
-                got = self.add("Add", [total, got], y if is_last else self.fresh("sum"))
-            total = got
+                received = self.add("Add", [total, received], y if is_last else self.fresh("sum"))
+            total = received
 
 
 class _Grid(_Exchange):
-    """NeighborExchangeV2: the eight neighbors of a member in a grid give it a frame around its X;
-    what has no neighbor is zero. Widths that differ between members are exchanged as the largest,
-    and cut afterwards."""
+    """NeighborExchangeV2: the eight neighbors of a member in a grid give the member a frame around
+    its X, with zeros where it has no neighbor. If widths differ between members, all members
+    exchange the largest widths, and cut their frames afterwards."""
 
     def build(self) -> list[NodeProto]:
         if self.attrs.get("data_format", b"NCHW") not in (b"NCHW", "NCHW"):
@@ -145,9 +148,9 @@ class _Grid(_Exchange):
         sends, receives = (self.table(f"{key}_rank_ids", 8) for key in ("send", "recv"))
         give, take = (self._widths(f"{key}_lens") for key in ("send", "recv"))
         self._check(sends, receives, give, take)
-        top, bottom, left, right = (max(each) for each in zip(*take, strict=True))
-        self.longest = {"rows": max(top, bottom), "columns": max(left, right)}
-        sizes = (top, None, bottom), (left, None, right)
+        north, south, west, east = (max(each) for each in zip(*take, strict=True))
+        self.longest = {"rows": max(north, south), "columns": max(west, east)}
+        sizes = (north, None, south), (west, None, east)
         x = self.node.input[0]
         grid: list[list[str]] = [[""] * 3 for _ in range(3)]
         grid[1][1] = x
@@ -159,26 +162,27 @@ class _Grid(_Exchange):
                 grid[row][column] = self.permute(region, sources, self.fresh("got"))
         rows = [self._concat([p for p in pieces if p], 3) for pieces in grid if any(pieces)]
         whole = self._concat(rows, 2)
-        frame = [top, bottom, left, right]
+        frame = [north, south, west, east]
         if any(widths != frame for widths in take):
             whole = self._cut(whole, take, frame)
         self.add("Identity", [whole], self.node.output[0])
         return self.nodes
 
     def _widths(self, key: str) -> Table:
-        """Four widths for each member: one list for all, or a row for each."""
-        found = [int(n) for n in self.attrs.get(key, [])]
-        if len(found) == 4:
-            found = found * self.members
-        if len(found) != 4 * self.members or min(found) < 0:
+        """The four widths of each member, from one list for all members or a row for each
+        member."""
+        widths = [int(n) for n in self.attrs.get(key, [])]
+        if len(widths) == 4:
+            widths = widths * self.members
+        if len(widths) != 4 * self.members or min(widths) < 0:
             self.fail(
-                f"{key}={found}: give [top, bottom, left, right], each at least 0, for all "
+                f"{key}={widths}: give [top, bottom, left, right], each at least 0, for all "
                 f"members, or such a list for each of the {self.members} members"
             )
-        return [found[4 * i : 4 * i + 4] for i in range(self.members)]
+        return [widths[4 * i : 4 * i + 4] for i in range(self.members)]
 
     def _check(self, sends: Table, receives: Table, give: Table, take: Table) -> None:
-        """Checks that members that send and receive, and their widths, fit together."""
+        """Checks that senders and receivers agree, and that their widths do."""
         self._check_answers(receives, sends, "receives from", "sends to")
         self._check_answers(sends, receives, "sends to", "receives from")
         for member in range(self.members):
@@ -186,15 +190,16 @@ class _Grid(_Exchange):
                 if other >= 0:
                     self._check_widths(member, direction, other, take[member], give[other])
 
-    def _check_answers(self, own: Table, others: Table, does: str, answers: str) -> None:
-        """Checks that whoever a member names names that member in the opposite direction."""
-        for member, row in enumerate(own):
+    def _check_answers(self, table: Table, opposite: Table, does: str, answers: str) -> None:
+        """Checks that if member A names member B in `table`, B names A in the opposite direction of
+        `opposite`."""
+        for member, row in enumerate(table):
             for direction, other in enumerate(row):
                 back = (direction + 4) % 8
-                if other >= 0 and others[other][back] != member:
+                if other >= 0 and opposite[other][back] != member:
                     self.fail(
                         f"member {member} {does} member {other} in direction {direction}, but "
-                        f"that one {answers} {others[other][back]} in direction {back}"
+                        f"that one {answers} {opposite[other][back]} in direction {back}"
                     )
 
     def _check_widths(
@@ -210,15 +215,15 @@ class _Grid(_Exchange):
                 )
 
     def _slice(self, x: str, row: int, column: int, height: int | None, width: int | None) -> str:
-        """What the neighbor in this direction holds next to this member: its last rows if it is
-        above, its first ones if it is below."""
+        """The part of X that the neighbor in this direction sends: its last rows if it is above
+        this member, its first rows if it is below."""
         starts, ends, axes = [], [], []
         for axis, place, size in ((2, row, height), (3, column, width)):
             if size is not None:
                 starts.append(-size if place == 0 else 0)
                 ends.append(_END if place == 0 else size)
                 axes.append(axis)
-        bounds = [self.constant(each) for each in (starts, ends, axes)]
+        bounds = [self.constant(bound) for bound in (starts, ends, axes)]
         return self.add("Slice", [x, *bounds], self.fresh("region"))
 
     def _concat(self, pieces: Sequence[str], axis: int) -> str:
@@ -228,8 +233,8 @@ class _Grid(_Exchange):
 
     def _cut(self, whole: str, take: Table, frame: list[int]) -> str:
         """Cuts the frame of each member to its own widths."""
-        starts = [[frame[0] - own[0], frame[2] - own[2]] for own in take]
-        ends = [[own[side] - frame[side] or _END for side in (1, 3)] for own in take]
+        starts = [[frame[0] - widths[0], frame[2] - widths[2]] for widths in take]
+        ends = [[widths[side] - frame[side] or _END for side in (1, 3)] for widths in take]
         rank = self.add("Rank", [], self.fresh("rank"), DOMAIN, **self.group)
         bounds = [
             self.add("Gather", [self.constant(rows), rank], self.fresh("bound"), axis=0)
@@ -241,10 +246,11 @@ class _Grid(_Exchange):
 def expand_exchanges(
     model: onnx.ModelProto, members: Callable[[NodeProto], int]
 ) -> list[_Exchange]:
-    """Replaces the exchanges of a program, in place; `members` is a function from a node to the
-    number of ranks in its largest group. Returns them, to check their sizes once types are known.
-    Errors: StrategyError, naming the node, for lists that do not fit together."""
-    found: list[_Exchange] = []
+    """Replaces the exchanges of a program, in place. `members` is a function from a node to the
+    number of ranks in its largest group. Returns the exchanges, so that the caller can check their
+    sizes once types are known. Errors: StrategyError, naming the node, for lists that do not fit
+    together."""
+    exchanges: list[_Exchange] = []
     nodes: list[NodeProto] = []
     for node in model.graph.node:
         if not _is_exchange(node):
@@ -252,10 +258,10 @@ def expand_exchanges(
             continue
         kind = _Grid if node.op_type == "NeighborExchangeV2" else _Lists
         exchange = kind(node, members(node))
-        found.append(exchange)
+        exchanges.append(exchange)
         nodes += exchange.build()
         model.graph.initializer.extend(exchange.constants)
-    if found:
+    if exchanges:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
-    return found
+    return exchanges

@@ -49,7 +49,7 @@ Preset = Literal[
 PRESETS: tuple[str, ...] = get_args(Preset)
 
 ADDING = ("tensor-parallel", "hybrid", EXPERT)
-"""Presets whose ranks add up activations, and that say nothing of the nodes behind these sums."""
+"""Presets whose ranks add up activations, and that leave the nodes behind these sums open."""
 
 
 def preset_mesh(preset: str | None, devices: int) -> Mesh:
@@ -80,8 +80,8 @@ def preset_mesh(preset: str | None, devices: int) -> Mesh:
 def default_rounds(
     graph: gs.Graph, sharding: ShardingState, step: Step | None = None
 ) -> list[list[Annotation]]:
-    """Annotations for what a strategy leaves open: data-parallel over the axis `dp`, if there is
-    one."""
+    """Annotations for nodes and tensors that a strategy leaves open: data-parallel over the axis
+    `dp`, if the mesh has this axis."""
     mesh = sharding.mesh
     size = _batch_size(graph, step)
     if "dp" not in mesh.sizes or size is None or size < mesh.sizes["dp"]:
@@ -96,9 +96,10 @@ def preset_rounds(
     step: Step | None = None,
     states: Sequence[tuple[str, str]] = (),
 ) -> list[list[Annotation]]:
-    """The annotations of a preset, in rounds of falling priority; `step` is given for a training
-    step, and `states`, the pairs of an input and the output that is fed back to it, for any other
-    model. Errors: StrategyError if the preset is unknown, or does not fit the model or the mesh."""
+    """The annotations of a preset, in rounds of falling priority. `step` is the training step, if
+    the model is one. `states` are the pairs of an input and the output that is fed back to it, for
+    any other model. Errors: StrategyError if the preset is unknown, or does not fit the model or
+    the mesh."""
     mesh = sharding.mesh
     if preset is None:
         return []
@@ -112,12 +113,12 @@ def preset_rounds(
         classes: list[Annotation] = list(class_annotations(graph, sharding, _all_axes(mesh), step))
         return [classes, list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
     if preset == TABLES:
-        every, atoms = _all_axes(mesh), batch_atoms(graph, sharding, step)
+        all_axes, atoms = _all_axes(mesh), batch_atoms(graph, sharding, step)
         atoms |= _ragged_atoms(graph, sharding, step)
-        tables: list[Annotation] = list(table_annotations(graph, sharding, every, atoms, step))
-        return [tables, list(batch_annotations(graph, sharding, every, step))]
-    taken = ("dp", AXIS) if preset in (CONTEXT, RING) else ("dp",)
-    axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name not in taken)
+        tables: list[Annotation] = list(table_annotations(graph, sharding, all_axes, atoms, step))
+        return [tables, list(batch_annotations(graph, sharding, all_axes, step))]
+    other_axes = ("dp", AXIS) if preset in (CONTEXT, RING) else ("dp",)
+    axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name not in other_axes)
     if preset == "hybrid" and (not axes or "dp" not in mesh.sizes):
         raise StrategyError(
             f"hybrid needs a mesh with an axis dp and another axis, not {mesh}; give --mesh "
@@ -147,8 +148,8 @@ def preset_rounds(
 
 
 def _ragged_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> set[int]:
-    """The atoms that number the ids of bags, which are those of all samples one after the other, so
-    that a training step has no batch there."""
+    """The atoms that number the ids of bags. An input has the ids of all samples one after the
+    other, so that a training step has no batch there."""
     data = {*step.data} - step.batch.keys() if step is not None else set()
     ids = [t for t in graph.inputs if t.name in data and numpy_dtype(t).kind in "iu" and t.shape]
     known = [sharding.factors.tensors[t.name] for t in ids if t.name in sharding.factors.tensors]
@@ -168,9 +169,9 @@ def _expert_rounds(
     else:
         over, inner = (mesh.axis("ep"),), tuple(a for a in _all_axes(mesh) if a.name == "tp")
         outer = tuple(a for a in _all_axes(mesh) if a.name != "tp")
-    others = tuple(a for a in outer if a not in over)  # the experts of each shard of the batch
+    rest = tuple(a for a in outer if a not in over)  # the experts of each shard of the batch
     samples = batch_atoms(graph, sharding, step)
-    beside = dict.fromkeys(samples, others) if others else {}
+    beside = dict.fromkeys(samples, rest) if rest else {}
     whole_batch = dict.fromkeys(samples, outer) if len(samples) == 1 else {}
     experts: list[Annotation] = list(expert_annotations(graph, sharding, over, beside, whole_batch))
     batch = list(batch_annotations(graph, sharding, outer, step))
@@ -184,9 +185,9 @@ def _expert_rounds(
 def batch_annotations(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None = None
 ) -> Iterator[Annotation]:
-    """Splits the batch: in a training step, what the step says; else the first dimension of the
-    first input, and of every input in which it has the same size. Gradients that are sums of few
-    rows are whole.
+    """Yields annotations that split the batch. In a training step, these are the dimensions that
+    the step names; in another model, the first dimension of the first input, and of every input in
+    which this dimension has the same size. Gradients that are sums of few rows stay whole.
 
     If the batch has fewer elements than shards, some ranks have none; a batch of one element stays
     whole. Errors: StrategyError for a model without a batch.
@@ -205,8 +206,8 @@ def batch_annotations(
 
 def batch_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None = None) -> set[int]:
     """The atoms that number the samples of a batch."""
-    found = _batched(graph, sharding, step)
-    return {atom for _, factors, batch in found for atom in _atoms_of(factors, batch)}
+    inputs = _batched(graph, sharding, step)
+    return {atom for _, factors, batch in inputs for atom in _atoms_of(factors, batch)}
 
 
 def _atoms_of(factors: TensorFactors, dim: int) -> Iterator[int]:
@@ -218,7 +219,7 @@ def _atoms_of(factors: TensorFactors, dim: int) -> Iterator[int]:
 def _batched(
     graph: gs.Graph, sharding: ShardingState, step: Step | None
 ) -> Iterator[tuple[str, TensorFactors, int]]:
-    """Inputs that have samples, with the dimension that numbers them."""
+    """Yields (name, factors, dimension that numbers samples) for each input that has samples."""
     for name, dim in _batch_dims(graph, step).items():
         factors = sharding.factors.tensors.get(name)
         if factors and dim in factors.dim_of_leaf:
@@ -227,26 +228,26 @@ def _batched(
 
 def _batch_axes(factors: TensorFactors, dim: int, axes: Axes, iterations: int) -> list[Axes | None]:
     """The axes for the leaves of a dimension. The first leaf takes them; if it is too short, it
-    shares them with the next: two groups of samples, each over two ranks. Leaves that number the
-    `iterations` of gradient accumulation are not split."""
+    shares them with the next leaf, as for two groups of samples, each over two ranks. Leaves that
+    number the `iterations` of gradient accumulation are not split."""
     out: list[Axes | None] = [None] * len(factors.leaves)
-    left = axes
+    remaining = axes
     own_leaves = [i for i, at in enumerate(factors.dim_of_leaf) if at == dim]
     for i in own_leaves:
-        leaf, parts = factors.leaves[i], parts_over(left)
+        leaf, parts = factors.leaves[i], parts_over(remaining)
         if iterations > 1:
             iterations //= leaf.size
             continue
         if parts == 1:
             break
-        own = parts if leaf.size >= parts or i == own_leaves[-1] else gcd(leaf.size, parts)
-        out[i], left = nest([own, parts // own], left) or (left, ())
+        share = parts if leaf.size >= parts or i == own_leaves[-1] else gcd(leaf.size, parts)
+        out[i], remaining = nest([share, parts // share], remaining) or (remaining, ())
     return out
 
 
 def _batch_dims(graph: gs.Graph, step: Step | None) -> dict[str, int]:
-    """The dimension that numbers samples, by input: of a model that is no training step, the first,
-    if it has the same size as in the first input."""
+    """The dimension that numbers samples, by name of an input. In a model that is no training step,
+    this is the first dimension of each input where it has the same size as in the first input."""
     if step is not None:
         return step.batch
     size = _first_size(graph)

@@ -1,7 +1,7 @@
 """Groups of ranks in a manual program: by mesh axes, by a list of ranks, or by name.
 
-A rank that a list leaves out runs the node, too, because all ranks run one program: it is alone in
-a group of its own, and keeps what it has.
+A rank that is in no list runs the node, too, because all ranks run one program: this rank is alone
+in its group, and keeps its operand.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ GroupOf = Callable[[int], tuple[int, ...]]
 def group_of(
     what: str, attrs: Mapping[str, Any], mesh: Mesh, named: Mapping[str, Groups]
 ) -> GroupOf:
-    """The groups of a node that has these attributes: `axes`, `group` (ranks, or a name of `named`)
-    or neither, for all ranks. Errors: StrategyError that begins with `what`."""
+    """The groups of a node with these attributes: `axes`, `group` (ranks, or a name in `named`), or
+    neither, for one group of all ranks. Errors: StrategyError that begins with `what`."""
     axes, group = attrs.get("axes"), attrs.get("group")
     if axes is not None and group is not None:
         raise StrategyError(f"{what}: has both axes and group; give one of them")
@@ -45,9 +45,9 @@ def group_of(
 
 
 def of_lists(what: str, lists: Groups, mesh: Mesh) -> GroupOf:
-    """The groups that lists of ranks give. Errors: StrategyError if a list is empty, or a rank does
-    not exist or is named twice."""
-    found: dict[int, tuple[int, ...]] = {}
+    """The groups in these lists of ranks. Errors: StrategyError if a list is empty, or if a rank
+    does not exist or is named twice."""
+    groups: dict[int, tuple[int, ...]] = {}
     for members in lists:
         shown = list(members)
         if not members:
@@ -58,10 +58,10 @@ def of_lists(what: str, lists: Groups, mesh: Mesh) -> GroupOf:
                     f"{what}: {shown} has rank {rank}, but the mesh {mesh} has ranks 0 to "
                     f"{mesh.size - 1}"
                 )
-            if rank in found or members.count(rank) > 1:
+            if rank in groups or members.count(rank) > 1:
                 raise StrategyError(f"{what}: rank {rank} is named twice; name each rank once")
-        found |= dict.fromkeys(members, members)
-    return lambda rank: found.get(rank, (rank,))
+        groups |= dict.fromkeys(members, members)
+    return lambda rank: groups.get(rank, (rank,))
 
 
 def axes_of(what: str, names: Sequence[str | bytes], mesh: Mesh) -> Axes:

@@ -1,5 +1,5 @@
-"""Weighs the split of the hidden units of recurrent ops: it costs a collective in every step, so it
-pays only for large weights."""
+"""Weighs whether to split the hidden units of recurrent ops: the split costs a collective in every
+step, so it pays only for large weights."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.strategy.strategy import NodeAnnotation
 
 WEIGHTS = (1, 2)
-"""The indices of the operands that are weights: for the input, and for the state."""
+"""The indices of the two operands that are weights: of the input, and of the state."""
 MOVES = {"Transpose", "Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Slice", "Split"}
 """Ops that do not change values."""
 
 
 def is_recurrence(node: gs.Node) -> bool:
-    """True for a recurrent op, which gathers the state in every step if its units are split."""
+    """True for a recurrent op. If its units are split, ranks gather the state in every step."""
     return node.op in GATES and node.domain in (None, "", "ai.onnx")
 
 
 def recurrences(weight: gs.Tensor) -> Iterator[gs.Node]:
-    """The recurrent ops that multiply by a weight, possibly after moving, casting or joining it."""
+    """Yields the recurrent ops that multiply by a weight, also after ops that move, cast or join
+    it."""
     for node in weight.outputs:
         if is_recurrence(node):
             yield from [node] if any(node.inputs[i] is weight for i in WEIGHTS) else []
@@ -36,8 +37,8 @@ def recurrences(weight: gs.Tensor) -> Iterator[gs.Node]:
 
 
 class Recurrences:
-    """Costs and savings of splitting the hidden units of a graph's recurrent ops, in units of a
-    small collective."""
+    """The costs and savings of splitting the hidden units of a graph's recurrent ops; the unit is
+    the time of a small collective."""
 
     def __init__(self, factors: GraphFactors, costs: Costs, axes: Axes) -> None:
         self.costs, self.axes = costs, axes
@@ -49,33 +50,34 @@ class Recurrences:
         }
 
     def collectives(self, op: OpFactors) -> int:
-        """The cost of a recurrent op's steps, as a number of small collectives, at least 1."""
+        """The cost of the collectives in all steps of a recurrent op, in small collectives, at
+        least 1."""
         sizes = op.rule.sizes
         state = 4 * (sizes["b"] or 1) * (sizes["d"] or 1) * (sizes["h"] or 1)
-        each = self.costs.collective("AllGather", self.axes, state)
-        return max(1, round((sizes["s"] or 1) * each / self.small))
+        step_seconds = self.costs.collective("AllGather", self.axes, state)
+        return max(1, round((sizes["s"] or 1) * step_seconds / self.small))
 
     def price(self, weight: gs.Tensor) -> float:
-        """The number of small collectives that take as long as gathering a weight and multiplying
-        by all of it on every rank; 0 for a weight that no recurrent op reads."""
+        """The cost of a weight that stays whole, in small collectives: the time to gather it and to
+        multiply by all of it on every rank. 0 for a weight that no recurrent op reads."""
         names = dict.fromkeys(node.name for node in recurrences(weight))
-        found = [self.ops[name] for name in names if name in self.ops]
-        if not found:
+        ops = [self.ops[name] for name in names if name in self.ops]
+        if not ops:
             return 0.0
         elements = numel(weight.shape)
         size = elements * numpy_dtype(weight).itemsize
-        rows = sum((op.rule.sizes["s"] or 1) * (op.rule.sizes["b"] or 1) for op in found)
+        rows = sum((op.rule.sizes["s"] or 1) * (op.rule.sizes["b"] or 1) for op in ops)
         wasted = 2 * elements * rows * (1 - 1 / parts_over(self.axes))
         gathering = self.costs.collective("AllGather", self.axes, size)
         return (gathering + self.costs.compute(wasted, 0)) / self.small
 
     def annotations(self, chosen: set[int], axes: Axes) -> Iterator[NodeAnnotation]:
-        """Annotations that split the hidden units whose atoms are chosen."""
+        """Yields annotations that split the hidden units with the atoms in `chosen`."""
         for op in self.ops.values():
-            found = {
+            split = {
                 i: axes
                 for i, leaf in enumerate(op.leaves)
                 if leaf.factor == "h" and leaf.atom in chosen and leaf.size >= parts_over(axes)
             }
-            if found:
-                yield NodeAnnotation(op, found, {})
+            if split:
+                yield NodeAnnotation(op, split, {})

@@ -1,4 +1,4 @@
-"""Regions of a graph around a table: from its lookups, or to its gradient, up to the smallest
+"""Finds regions of a graph around a table: from its lookups, or to its gradient, up to the smallest
 tensor on the way."""
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from onnxpar.graph.tensors import numpy_dtype, shape_bytes
 from onnxpar.sharding.factors import GraphFactors, Links, OpFactors, TensorFactors
 
 Border = tuple[str, int]
-"""A tensor at the border of a region, by name, and its leaf that is split inside."""
+"""A tensor at the border of a region: its name, and the leaf that is split inside the region."""
 _JOINS = ("Add", "Sum", "Concat")
 _SCATTERS = ("ScatterElements", "ScatterND")
 _SMALL = 0.25
-"""Other operands of a node inside a region have at most this share of the bytes of the tensor that
-is followed, because they are whole on every rank."""
+"""The most bytes of another operand of a node inside a region, as a share of the tensor that the
+region follows: other operands are whole on every rank."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """What is needed to walk over a graph.
+    """The graph as a map, to walk from tensor to tensor.
 
     tensors   the factors of each tensor, by name
     touching  the nodes that read or produce each tensor, by name, each with its links
@@ -34,7 +34,7 @@ class Region:
 
     @staticmethod
     def of(factors: GraphFactors) -> Region:
-        """The tensors and nodes of a graph."""
+        """The map of a graph."""
         touching: dict[str, list[tuple[OpFactors, Links]]] = defaultdict(list)
         for op in factors.ops:
             for tensor, links in op.operands():
@@ -43,19 +43,21 @@ class Region:
         return Region(factors.tensors, touching)
 
     def readers(self, name: str) -> list[OpFactors]:
-        """The nodes that read a tensor, once for each time."""
-        found = [op for op, _ in self.touching[name] if not op.bodies]
-        return [op for op in found if any(t.name == name for t in op.node.inputs)]
+        """The nodes that read a tensor; a node is listed once for each operand that is the
+        tensor."""
+        plain = [op for op, _ in self.touching[name] if not op.bodies]
+        return [op for op in plain if any(t.name == name for t in op.node.inputs)]
 
     def producer(self, name: str) -> OpFactors | None:
         """The node that computes a tensor; None for an input or weight."""
-        found = (op for op, _ in self.touching[name])
-        return next((op for op in found if any(t.name == name for t in op.node.outputs)), None)
+        nodes = (op for op, _ in self.touching[name])
+        return next((op for op in nodes if any(t.name == name for t in op.node.outputs)), None)
 
 
 def border_after(start: Border, region: Region) -> Border:
-    """The smallest tensor along the nodes after a tensor, of which each is the only reader of the
-    one before, and combines it with nothing of its size; the nearest of several."""
+    """The smallest tensor along the path of nodes after a tensor; the nearest of several. Each node
+    on the path is the only reader of the tensor before it, and has no other operand of similar
+    size."""
     best, at = start, start
     least = size = _bytes(start[0], region)
     while True:
@@ -70,51 +72,52 @@ def border_after(start: Border, region: Region) -> Border:
 
 
 def _through(op: OpFactors, at: Border, size: int, region: Region) -> Border | None:
-    """The result of a node that reads `at`, if it passes the leaf on; else None."""
+    """The result of a node that reads `at`, if the result has the same leaf; else None."""
     name, leaf = at
-    links = next(own for t, own in zip(op.node.inputs, op.inputs, strict=True) if t.name == name)
+    pairs = zip(op.node.inputs, op.inputs, strict=True)
+    links = next(tensor_links for t, tensor_links in pairs if t.name == name)
     link = links[leaf]
-    results = [(t, own) for t, own in zip(op.node.outputs, op.outputs, strict=True) if t.name]
+    results = [(t, out) for t, out in zip(op.node.outputs, op.outputs, strict=True) if t.name]
     if link is None or len(results) != 1 or link not in results[0][1] or op.bodies:
         return None
-    others = [t for t in op.node.inputs if isinstance(t, gs.Variable) and t.name not in ("", name)]
-    if any(_bytes(t.name, region) > _SMALL * size for t in others if t.name in region.tensors):
+    rest = [t for t in op.node.inputs if isinstance(t, gs.Variable) and t.name not in ("", name)]
+    if any(_bytes(t.name, region) > _SMALL * size for t in rest if t.name in region.tensors):
         return None
     return results[0][0].name, results[0][1].index(link)
 
 
 def border_before(end: Border, region: Region) -> list[Border]:
-    """The tensors of fewest bytes, together, from which a tensor is computed along the given leaf;
-    the nearest of several such sets."""
+    """The tensors from which nodes compute a tensor along this leaf, with the fewest bytes
+    together; the nearest of several such sets."""
     return _cut(end, region)[1]
 
 
 def _cut(at: Border, region: Region) -> tuple[int, list[Border]]:
-    """Bytes of the cheapest cut before a tensor, and its tensors."""
+    """The bytes of the cheapest cut before a tensor, and the tensors of the cut."""
     size = _bytes(at[0], region)
-    own = (size, [at])
+    uncut = (size, [at])
     op = region.producer(at[0])
     if op is None:
-        return own
+        return uncut
     number = next(i for i, t in enumerate(op.node.outputs) if t.name == at[0])
     link = op.outputs[number][at[1]]
-    if op.bodies:  # of accumulation: the body adds up gradients
+    if op.bodies:  # in a loop of accumulation, the body adds up gradients
         inner = op.bodies[0]
         is_sum = op.node.op == "Scan" and link is not None and link in inner.outputs[number]
         leaf = inner.outputs[number].index(link) if is_sum else 0
-        return _cut((inner.graph.outputs[number].name, leaf), region) if is_sum else own
+        return _cut((inner.graph.outputs[number].name, leaf), region) if is_sum else uncut
     read = list(_computed(op, region))
     if any(link not in own_links for _, own_links in read):
-        return own  # these operands would be whole on every rank
+        return uncut  # these operands would be whole on every rank
     if len(read) > 1 and op.node.op not in (*_JOINS, *_SCATTERS):
-        return own
+        return uncut
     cuts = [_cut((name, own_links.index(link)), region) for name, own_links in read]
     below = sum(size for size, _ in cuts)
-    return (below, [each for _, some in cuts for each in some]) if below < size else own
+    return (below, [border for _, borders in cuts for border in borders]) if below < size else uncut
 
 
 def _computed(op: OpFactors, region: Region) -> Iterator[tuple[str, Links]]:
-    """The operands of floating-point numbers that nodes compute from others, with their links."""
+    """Yields the floating-point operands that nodes compute, with their links."""
     for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
         if not tensor.inputs or is_constant(tensor) or tensor.name not in region.tensors:
             continue
@@ -123,12 +126,12 @@ def _computed(op: OpFactors, region: Region) -> Iterator[tuple[str, Links]]:
 
 
 def is_constant(tensor: gs.Tensor) -> bool:
-    """True for a constant, and for one that a node expands, such as the zeros to which a scatter
-    adds."""
+    """True for a constant, and for a tensor that a node expands from a constant, such as the zeros
+    to which a scatter adds."""
     if isinstance(tensor, gs.Constant):
         return True
-    made = [node for node in tensor.inputs if node.op in ("ConstantOfShape", "Expand")]
-    return any(isinstance(node.inputs[0], gs.Constant) for node in made)
+    expanding = [node for node in tensor.inputs if node.op in ("ConstantOfShape", "Expand")]
+    return any(isinstance(node.inputs[0], gs.Constant) for node in expanding)
 
 
 def _bytes(name: str, region: Region) -> int:

@@ -1,8 +1,8 @@
 """Reads the layouts that the model itself and the user's strategy request, and checks that a plan
-has them.
+meets them.
 
-An entry that is impossible by itself is refused when it is read. The check, on the whole plan,
-finds the rest, such as entries that contradict each other.
+An entry that is impossible by itself is refused when it is read. The check of the whole plan finds
+other mistakes, such as entries that contradict each other.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Rounds = list[list[Annotation]]
 def requests(
     annotated: Configuration | None, strategy: Strategy | None, sharding: ShardingState
 ) -> tuple[list[Annotation], Rounds]:
-    """Returns the annotations that the model and the user request, and rounds of these with
-    annotations for derived nodes (gradients, copies): first the model's round, then the user's.
-    Errors: StrategyError if both name a node and differ."""
+    """Returns all annotations that the model and the user request, and the rounds in which they
+    apply: first the model's round, then the user's. The rounds also have annotations of derived
+    nodes (gradients, copies). Errors: StrategyError if model and user split a node differently."""
     requested: list[Annotation] = []
     rounds: Rounds = []
     if annotated is not None:
         requested += onnx_annotations(annotated, sharding)
         rounds.append(with_derived(requested, sharding))
     if strategy is not None:
-        own = annotations_of(strategy, sharding)
-        check_agreement(rounds[0] if rounds else [], own, sharding.mesh)
-        rounds.append(with_derived(own, sharding))
-        requested += own
+        of_user = annotations_of(strategy, sharding)
+        check_agreement(rounds[0] if rounds else [], of_user, sharding.mesh)
+        rounds.append(with_derived(of_user, sharding))
+        requested += of_user
     return requested, rounds
 
 
@@ -49,8 +49,8 @@ def check_requested(
     states: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Raises StrategyError if a node or a tensor is not split as requested; the error names it,
-    both layouts, and the reason. `states` are pairs of an input and the output that is fed back to
-    it."""
+    both layouts, and the reason. `states` are the pairs of an input and the output that is fed back
+    to it."""
     fed_by = {result: source for source, result in states}
     for annotation in annotations:
         if isinstance(annotation, NodeAnnotation):
@@ -63,9 +63,9 @@ def check_requested(
 
 def _check_node(op: OpFactors, axes: Mapping[int, Axes], sharding: ShardingState) -> None:
     what = f"{op.node.op} '{op.node.name}'"
-    given = sharding.op_axes(op)
+    planned = sharding.op_axes(op)
     for leaf, requested in axes.items():
-        if merge_axes(requested) != merge_axes(given[leaf]):
+        if merge_axes(requested) != merge_axes(planned[leaf]):
             raise StrategyError(
                 f"{what}: its factor {op.leaves[leaf].factor} cannot be split over "
                 f"{axes_text(requested, sharding.mesh)} {_why_not(op, leaf, sharding)}"
@@ -73,18 +73,18 @@ def _check_node(op: OpFactors, axes: Mapping[int, Axes], sharding: ShardingState
 
 
 def _why_not(op: OpFactors, leaf: int, sharding: ShardingState) -> str:
-    """The reason why a node cannot split a leaf by itself, and the remedy."""
+    """The reason why a node cannot split this leaf alone, and the remedy."""
     fused = [o.node for o, _ in sharding.factors.bonded(op, leaf) if o is not op]
     if fused:
-        others = " and ".join(f"{node.op} '{node.name}'" for node in fused)
-        return f"because onnxruntime fuses the node with {others}; split them the same way"
+        partners = " and ".join(f"{node.op} '{node.name}'" for node in fused)
+        return f"because onnxruntime fuses the node with {partners}; split them the same way"
     tied = {
         op.leaves[i].factor for group in op.co_sharded if leaf in group for i in group if i != leaf
     }
     if tied:
-        others = " and ".join(sorted(tied))
+        partners = " and ".join(sorted(tied))
         return (
-            f"because it must be split together with {others}; split them the same way, or leave "
+            f"because it must be split together with {partners}; split them the same way, or leave "
             "them whole"
         )
     factor = op.leaves[leaf].factor
@@ -96,11 +96,11 @@ def _why_not(op: OpFactors, leaf: int, sharding: ShardingState) -> str:
 def _check_tensor(
     annotation: TensorAnnotation, sharding: ShardingState, fed_by: Mapping[str, str]
 ) -> None:
-    given = sharding.tensor_sharding(annotation.tensor).leaves
+    planned = sharding.tensor_sharding(annotation.tensor).leaves
     grown = {source: result for result, source in fed_by.items()}
     mesh = sharding.mesh
     for leaf, requested in enumerate(annotation.axes):
-        if requested is None or merge_axes(requested) == given[leaf]:
+        if requested is None or merge_axes(requested) == planned[leaf]:
             continue
         why = "another entry or an annotation of the model contradicts this one"
         if annotation.tensor in grown:
@@ -115,12 +115,13 @@ def _check_tensor(
         raise StrategyError(
             f"tensor '{annotation.tensor}' dimension {dim}: requested over "
             f"{axes_text(requested, mesh)}, but it would be split over "
-            f"{axes_text(given[leaf], mesh)}: {why}"
+            f"{axes_text(planned[leaf], mesh)}: {why}"
         )
 
 
 def _check_sizes(annotation: NodeAnnotation | TensorAnnotation, sharding: ShardingState) -> None:
-    """Raises StrategyError if two entries give different sizes by hand for the same elements."""
+    """Raises StrategyError if two entries give different sizes by hand for shards of the same
+    elements."""
     if isinstance(annotation, NodeAnnotation):
         what = f"{annotation.op.node.op} '{annotation.op.node.name}'"
         atoms = [leaf.atom for leaf in annotation.op.leaves]
@@ -129,9 +130,10 @@ def _check_sizes(annotation: NodeAnnotation | TensorAnnotation, sharding: Shardi
         atoms = [leaf.atom for leaf in sharding.factors.tensors[annotation.tensor].leaves]
     for leaf, sizes in annotation.parts.items():
         axes = annotation.axes[leaf]
-        have = sharding.parts.get((atoms[leaf], axes or ()))
-        if have is not None and have != sizes:
+        present = sharding.parts.get((atoms[leaf], axes or ()))
+        if present is not None and present != sizes:
             raise StrategyError(
                 f"{what}: the sizes {list(sizes)} over {axes_text(axes or (), sharding.mesh)}, "
-                f"but another entry gives {list(have)} for the same elements; give the sizes once"
+                f"but another entry gives {list(present)} for the same elements; give the sizes "
+                "once"
             )

@@ -1,5 +1,5 @@
-"""Annotations for gradients that are sums of few rows, such as that of an embedding: ranks exchange
-the rows instead of the sum."""
+"""Annotations for gradients that are sums of few rows, such as the gradient of an embedding: ranks
+exchange the rows instead of the sum."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _KEEPS = ("Cast", "Div", "Identity", "Mul", "Reshape", "Transpose")
 
 @dataclass(frozen=True)
 class WholeRows:
-    """Keeps nodes whole along these atoms, which number rows that are added up."""
+    """Keeps nodes whole along these atoms, which number the rows to add up."""
 
     ops: Sequence[OpFactors]
     atoms: Collection[int]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Closes these leaves where they are still open."""
+        """Closes the leaves of these atoms that are still open."""
         for op in self.ops:
             for i, leaf in enumerate(op.leaves):
                 if leaf.atom in self.atoms:
@@ -37,10 +37,10 @@ class WholeRows:
 
 
 def sparse_sums(sharding: ShardingState, step: Step, axes: Axes) -> Iterator[WholeRows]:
-    """Yields an annotation for each scatter that adds rows to the gradient of a parameter, if it
-    takes less time to gather rows and indices over `axes` than to all-reduce the gradient. A
-    gradient that is also a sum of other things is all-reduced. Indices of a lazily trained table
-    are gathered in any case, because each rank needs all of them."""
+    """Yields an annotation for each scatter that adds rows to the gradient of a parameter, if
+    gathering rows and indices over `axes` takes less time than the all-reduce of the gradient. A
+    gradient that is also a sum of other addends is all-reduced. The indices of a lazily trained
+    table are gathered in any case, because each rank needs all of them."""
     ops = {t.name: op for op in sharding.factors.ops for t in op.node.outputs}
     for name in (*step.gradients.values(), *step.rows.values()):
         addends = list(_addends(ops[name].node)) if name in ops else []
@@ -55,7 +55,7 @@ def sparse_sums(sharding: ShardingState, step: Step, axes: Axes) -> Iterator[Who
 
 
 def _addends(node: gs.Node) -> Iterator[gs.Node]:
-    """The nodes whose results a node adds up."""
+    """Yields the nodes whose results a node adds up."""
     added = node.inputs if node.op in ("Add", "Sum") else node.inputs[:1]
     if node.op not in ("Add", "Sum", *_KEEPS) or not all(t.inputs for t in added):
         yield node
@@ -71,9 +71,9 @@ def _adds_rows(node: gs.Node) -> bool:
 
 
 def _adds_few_rows(node: gs.Node, sharding: ShardingState, axes: Axes) -> bool:
-    """True for a scatter whose rows and indices are gathered faster than the sum is all-reduced
-    together with other gradients. Other axes of the mesh may split the sum, but perhaps not the
-    rows."""
+    """True for a scatter if gathering its rows and indices takes less time than the all-reduce of
+    its sum together with other gradients. Other axes of the mesh may split the sum, but perhaps not
+    the rows."""
     if not _adds_rows(node):
         return False
     expanding = _expanding(node)
@@ -87,27 +87,27 @@ def _adds_few_rows(node: gs.Node, sharding: ShardingState, axes: Axes) -> bool:
 
 
 def _expanding(scatter: gs.Node) -> list[gs.Node]:
-    """The nodes that expand indices of rows to those of elements, last one first."""
-    found: list[gs.Node] = []
+    """The nodes that expand indices of rows to indices of elements, the last node first."""
+    nodes: list[gs.Node] = []
     at = scatter.inputs[1]
     while at.inputs and at.inputs[0].op in _EXPANDS and len(at.outputs) == 1:
-        found.append(at.inputs[0])
-        at = found[-1].inputs[0]
-    return found
+        nodes.append(at.inputs[0])
+        at = nodes[-1].inputs[0]
+    return nodes
 
 
 def _index_nodes(scatter: gs.Node) -> list[gs.Node]:
-    """The nodes that compute a scatter's indices, back to the first that read something other than
-    integers, or more of them than there are rows."""
-    found = _expanding(scatter)
-    ends = [found[-1].inputs[0] if found else scatter.inputs[1]]
+    """The nodes that compute a scatter's indices, backwards up to nodes that read anything but
+    integers, or more integers than there are rows."""
+    nodes = _expanding(scatter)
+    ends = [nodes[-1].inputs[0] if nodes else scatter.inputs[1]]
     rows = numel(ends[0].shape)
     for tensor in ends:
         node = tensor.inputs[0] if tensor.inputs else None
-        if node is not None and node not in found and _are_indices(node.inputs, rows):
-            found.append(node)
+        if node is not None and node not in nodes and _are_indices(node.inputs, rows):
+            nodes.append(node)
             ends += node.inputs
-    return found
+    return nodes
 
 
 def _are_indices(tensors: Sequence[gs.Tensor], most: int) -> bool:

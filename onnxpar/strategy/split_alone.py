@@ -1,4 +1,4 @@
-"""Annotations for weights that no covering atom splits."""
+"""Annotations for weights that no covering atom splits (`weight_cover.py`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CloseOpen:
     """Ends propagation: activations that are still open stay whole."""
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Closes every open leaf of tensors that nodes produce or read."""
+        """Closes every open leaf of activations."""
         for op in sharding.factors.ops:
             for tensor in [*op.node.outputs, *op.node.inputs]:
                 if isinstance(tensor, gs.Variable) and tensor.name in sharding.tensors:
@@ -30,10 +30,10 @@ class CloseOpen:
 
 @dataclass(frozen=True)
 class SplitAlone:
-    """Splits a weight that propagation has not reached, for its own readers only.
+    """Splits a weight that propagation has not reached, for the weight's own readers only.
 
-    Either its readers are split with it (by the columns of a product), or only its storage is split
-    and each run gathers the weight, whichever moves fewer bytes.
+    Either the readers are split with the weight (by the columns of a product), or only its storage
+    is split and each run gathers it, whichever moves fewer bytes.
     """
 
     tensor: str
@@ -66,11 +66,11 @@ class SplitAlone:
         links: Sequence[tuple[OpFactors, int | None]],
         chosen: Sequence[int],
     ) -> bool:
-        """Splits the readers of a weight that must not be gathered; if they cannot be split, the
-        weight stays whole."""
-        found = {(op.node.name, link): (op, link) for op, link in links}.values()
+        """Splits a weight that must not be gathered together with its readers; if these cannot be
+        split, the weight stays whole."""
+        distinct = {(op.node.name, link): (op, link) for op, link in links}.values()
         if not all(
-            link is not None and sharding.assign_op(op, link, self.axes) for op, link in found
+            link is not None and sharding.assign_op(op, link, self.axes) for op, link in distinct
         ):
             return False
         return self._store(sharding, chosen)
@@ -79,16 +79,16 @@ class SplitAlone:
         return all([sharding.assign_tensor(self.tensor, i, self.axes) for i in chosen])
 
     def _leaves(self, sharding: ShardingState, readers: Sequence[OpFactors]) -> list[int]:
-        """The leaves of the dimension that splits best: one that splits evenly, or else the
-        longest. If the weight must not be gathered, only of dimensions that all readers can
-        split."""
-        kept = any(_packs(op, self.tensor) for op in readers)
+        """The leaves of the dimension that splits best: a dimension that splits evenly, or else the
+        longest. If the weight must not be gathered, all its readers must be able to split the
+        dimension."""
+        is_packed = any(_packs(op, self.tensor) for op in readers)
         factors = sharding.factors.tensors[self.tensor]
         n = parts_over(self.axes)
         choices = []
         for chosen in covering_leaves(factors, n):
             links = [link for op in readers for i in chosen for link in _links(op, self.tensor, i)]
-            if kept and None in links:
+            if is_packed and None in links:
                 continue
             sizes = [factors.leaves[i].size for i in chosen]
             choices.append((any(s % n for s in sizes), -sum(sizes), chosen))
@@ -97,10 +97,10 @@ class SplitAlone:
 
 @dataclass(frozen=True)
 class SplitUpdate:
-    """Splits a parameter of a training step that propagation has not reached, together with what
-    the optimizer keeps of it and its next value, which `tensors` names after it.
+    """Splits a parameter of a training step that propagation has not reached, together with its
+    optimizer states and its next value; `tensors` begins with the parameter.
 
-    Each run gathers the parameter, as in stage 3 of ZeRO. Closed activations stay whole.
+    Each run gathers the parameter, as in stage 3 of ZeRO. Activations that are closed stay whole.
     """
 
     tensors: tuple[str, ...]
@@ -114,7 +114,7 @@ class SplitUpdate:
 
 
 def _packs(op: OpFactors, tensor: str) -> bool:
-    """True if onnxruntime runs the node differently when the weight is gathered."""
+    """True if onnxruntime runs the node differently when the weight is not a constant."""
     return any(
         t.name == tensor for i, t in enumerate(op.node.inputs) if i in op.rule.ranks.constants
     )
@@ -125,7 +125,7 @@ def _reads(op: OpFactors, tensor: str) -> bool:
 
 
 def _links(op: OpFactors, tensor: str, leaf: int) -> Iterator[int | None]:
-    """For each operand that is this tensor, the node's leaf for one leaf of the tensor."""
+    """Yields, for each operand that is this tensor, the node's leaf for this leaf of the tensor."""
     for operand, links in zip(op.node.inputs, op.inputs, strict=True):
         if operand.name == tensor:
             yield links[leaf]

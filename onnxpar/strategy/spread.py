@@ -9,16 +9,16 @@ from onnxpar.layout.mesh import Axes, Axis, parts_over
 
 
 def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> list[Axes] | None:
-    """Distributes `axes` over the splittable leaves of a dimension so that it is split over all of
-    them.
+    """Distributes `axes` over the splittable leaves of a dimension so that the dimension is split
+    over all of them.
 
     Among merged factors, the first that the axes divide evenly takes them; else the first that is
-    large enough; else the largest, some of whose shards are then empty. Among segments, each that
-    can takes them. `blocked` leaves stay whole; None if all leaves are blocked.
+    large enough; else the largest, where some shards are then empty. Among segments, each segment
+    that can be split takes them. Leaves in `blocked` stay whole. None if all leaves are blocked.
     """
-    found = _spread_over(dim, axes, blocked)
-    if found is not None or not axes:
-        return found
+    spread = _spread_over(dim, axes, blocked)
+    if spread is not None or not axes:
+        return spread
     if dim.size <= 1:
         return []
     at = [i for i, leaf in enumerate(_splittable(dim)) if i not in blocked]
@@ -35,7 +35,7 @@ def _splittable(dim: Dim) -> list[Factor]:
 
 
 def _spread_over(dim: Dim, axes: Axes, blocked: frozenset[int]) -> list[Axes] | None:
-    """Distributes axes as `spread_dim`, but so that no shard is empty; None if no leaf is large
+    """Distributes axes like `spread_dim`, but without empty shards; None if no leaf is large
     enough."""
     if isinstance(dim, Factor):
         if not axes:
@@ -59,9 +59,9 @@ def _spread_over(dim: Dim, axes: Axes, blocked: frozenset[int]) -> list[Axes] | 
     ranked = [i for i, c in enumerate(dim.children) if c.size % n == 0]
     ranked += [i for i, c in enumerate(dim.children) if c.size >= n and i not in ranked]
     for i in ranked:
-        taken = _spread_over(dim.children[i], axes, inner[i])
-        if taken is not None:
-            return [a for j, e in enumerate(empty) for a in (taken if i == j else e)]
+        inside = _spread_over(dim.children[i], axes, inner[i])
+        if inside is not None:
+            return [a for j, e in enumerate(empty) for a in (inside if i == j else e)]
     nestable = all(isinstance(c, Factor) for c in dim.children) and not blocked
     return nest([c.size for c in dim.children], axes) if nestable else None
 
@@ -76,13 +76,13 @@ def nest(sizes: Sequence[int], axes: Axes) -> list[Axes] | None:
     out: list[Axes] = []
     rest = list(axes)
     for size in sizes:
-        taken: list[Axis] = []
+        own_axes: list[Axis] = []
         while rest and size % rest[0].size == 0:
             size //= rest[0].size
-            taken.append(rest.pop(0))
+            own_axes.append(rest.pop(0))
         if rest and size > 1 and rest[0].size % size == 0:
             axis = rest.pop(0)
-            taken.append(Axis(axis.name, size, axis.pre))
+            own_axes.append(Axis(axis.name, size, axis.pre))
             rest.insert(0, Axis(axis.name, axis.size // size, axis.pre * size))
-        out.append(tuple(taken))
+        out.append(tuple(own_axes))
     return None if rest else out

@@ -1,5 +1,5 @@
-"""Finds the weights that the loader stacked, by the names that they have in the model file, and
-gives their stack what a strategy says of all of them."""
+"""Finds the weights that the loader stacked, by their names in the model file, and combines their
+entries of a strategy into the entry of the stack."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from onnxpar.sharding.factors import GraphFactors
 class Stacks:
     """The names of stacked weights.
 
-    parts    those of each stack, in the order of the experts
+    parts    the names of the weights in each stack, in the order of the experts
     of       the stack of each of these names
-    entries  the entries of a strategy for them so far, by stack and name
+    source   the file of the strategy
+    entries  the entries of a strategy for these weights so far, by stack and name
     """
 
     parts: Mapping[str, Sequence[str]]
@@ -30,46 +31,52 @@ class Stacks:
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @staticmethod
-    def found(factors: GraphFactors, source: str) -> Stacks:
-        """The stacks that the nodes of a graph read; `source` is the place of the strategy."""
+    def in_graph(factors: GraphFactors, source: str) -> Stacks:
+        """The stacks that the nodes of a graph read; `source` is the file of the strategy."""
         tensors = (t for op in factors.ops for t in op.node.inputs if isinstance(t, gs.Constant))
-        parts = {t.name: [p.name for p in held] for t in tensors if (held := stacked_parts(t))}
+        parts = {
+            t.name: [p.name for p in stack_parts]
+            for t in tensors
+            if (stack_parts := stacked_parts(t))
+        }
         of = {name: stack for stack, names in parts.items() for name in names}
         return Stacks(parts, {n: s for n, s in of.items() if n not in factors.tensors}, source)
 
     def names(self, pattern: str, known: Collection[str]) -> list[str]:
-        """The names of stacked weights that an entry may mean: not those whose stack, one of the
-        names `known`, the pattern matches by itself."""
-        own = {s for s in self.parts if s in known and (s == pattern or fnmatchcase(s, pattern))}
-        return [name for name, stack in self.of.items() if stack not in own]
+        """The names of stacked weights that an entry may mean. If the pattern matches the name of a
+        stack itself, and this name is in `known`, the weights of the stack are not among them."""
+        named_stacks = {
+            s for s in self.parts if s in known and (s == pattern or fnmatchcase(s, pattern))
+        }
+        return [name for name, stack in self.of.items() if stack not in named_stacks]
 
     def add(self, name: str, entry: Any, rank: int) -> Any:
-        """Notes the entry of a stacked weight. Returns the entry of its stack, which has `rank`
-        dimensions, once all of its weights have one; else None. Errors: StrategyError if entries
-        differ."""
+        """Notes the entry of a stacked weight. Once all weights of its stack have an entry, returns
+        the entry of the stack, which has `rank` dimensions; before that, None. Errors:
+        StrategyError if entries differ."""
         stack = self.of[name]
         if not isinstance(entry, Sequence) or isinstance(entry, str):
             return [entry]
         items = list(entry)
         while len(items) >= rank and items[0] in (None, 1, "-"):
             del items[0]  # a vector that the file stores as a matrix with one row
-        given = self.entries.setdefault(stack, {})
-        given[name] = items
-        if len(given) < len(self.parts[stack]):
+        entries = self.entries.setdefault(stack, {})
+        entries[name] = items
+        if len(entries) < len(self.parts[stack]):
             return None
-        other = next((n for n, e in given.items() if e != items), None)
+        other = next((n for n, e in entries.items() if e != items), None)
         if other is None:
             return [None, *items]
-        self.entries[stack] = {n: e for n, e in given.items() if e == items}
+        self.entries[stack] = {n: e for n, e in entries.items() if e == items}
         return None
 
     def check(self) -> None:
-        """Raises StrategyError if entries name some weights of a stack alone, or differ."""
-        for stack, given in self.entries.items():
-            self.check_all(stack, given)
+        """Raises StrategyError if entries name only some weights of a stack, or differ."""
+        for stack, entries in self.entries.items():
+            self.check_all(stack, entries)
 
     def check_all(self, stack: str, names: Collection[str]) -> None:
-        """Raises StrategyError if these are not all weights of a stack."""
+        """Raises StrategyError if these names lack a weight of the stack."""
         parts = self.parts[stack]
         missing = [name for name in parts if name not in names]
         if missing:

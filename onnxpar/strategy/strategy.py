@@ -1,4 +1,5 @@
-"""Strategies as users write them, and the annotations of nodes and tensors that they become."""
+"""Strategies as users write them, and the annotations of nodes and tensors into which they
+convert."""
 
 from __future__ import annotations
 
@@ -42,10 +43,10 @@ class Strategy:
     place: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def given(
+    def from_argument(
         strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None,
     ) -> Strategy | None:
-        """The strategy that a caller gives as a file, as a mapping, or as a Strategy."""
+        """The strategy from a caller's argument: a file, a mapping, or a Strategy."""
         if isinstance(strategy, Mapping):
             return Strategy.of(strategy)
         if isinstance(strategy, (str, os.PathLike)):
@@ -66,7 +67,8 @@ class Strategy:
 
     @staticmethod
     def of(data: Any, source: str = "strategy") -> Strategy:
-        """The strategy of a mapping with the structure of a file. Errors: StrategyError."""
+        """The strategy from a mapping with the structure of a strategy file. Errors:
+        StrategyError."""
         if not isinstance(data, Mapping):
             raise StrategyError(f"{source}: expected a mapping with mesh, shard and tensors")
         unknown = sorted(set(map(str, data)) - set(_KEYS))
@@ -92,7 +94,7 @@ class Strategy:
 
 
 def _groups(name: Any, entry: Any, source: str) -> Groups:
-    """A named group: one list of ranks, or several, of which each rank is in one."""
+    """A named group: one list of ranks, or several disjoint lists."""
     lists = entry if isinstance(entry, list) and entry and type(entry[0]) is list else [entry]
     if not all(isinstance(r, list) and r and all(type(n) is int for n in r) for r in lists):
         raise StrategyError(
@@ -106,21 +108,21 @@ class Annotation(Protocol):
     """A request for layouts. Annotations are applied in the order of their priority."""
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides leaves that are still open; True if there was one."""
+        """Decides leaves that are still open; True if there was an open leaf."""
         ...
 
 
 @dataclass(frozen=True)
 class NodeAnnotation:
-    """Requested axes, and sizes by hand, of leaves of one node."""
+    """Requested axes of a node's leaves, and sizes by hand of their parts."""
 
     op: OpFactors
     axes: Mapping[int, Axes]
     parts: Mapping[int, tuple[int, ...]]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Fixes these leaves, including those that stay whole, and the leaves that are co-sharded
-        or bonded with them."""
+        """Fixes these leaves, also leaves that stay whole, and the leaves that are co-sharded or
+        bonded with them."""
         for leaf, axes in with_co_sharded(self.op, self.axes).items():
             sharding.fix(self.op, leaf, axes)
             if leaf in self.parts:
@@ -130,8 +132,9 @@ class NodeAnnotation:
 
 @dataclass(frozen=True)
 class TensorAnnotation:
-    """Requested axes, and sizes by hand, of leaves of one tensor; None for an open leaf. With
-    `pin`, the tensor keeps this layout whatever its producer and readers require."""
+    """Requested axes of a tensor's leaves, and sizes by hand of their parts; None for a leaf that
+    stays open. With `pin`, the tensor keeps this layout even if its producer or readers require
+    another."""
 
     tensor: str
     axes: Sequence[Axes | None]
@@ -157,10 +160,10 @@ class TensorAnnotation:
 
 
 def with_co_sharded(op: OpFactors, axes: Mapping[int, Axes]) -> dict[int, Axes]:
-    """Adds the same axes for co-sharded leaves that have none yet: the rows after a convolution are
-    split like those before it."""
-    found = dict(axes)
+    """Adds axes for co-sharded leaves that have none yet: the rows after a convolution are split
+    over the same axes as the rows before it."""
+    all_axes = dict(axes)
     for group in op.co_sharded:
         split = next((axes[leaf] for leaf in group if axes.get(leaf)), ())
-        found |= {leaf: split for leaf in group if split and leaf not in axes}
-    return found
+        all_axes |= {leaf: split for leaf in group if split and leaf not in axes}
+    return all_axes

@@ -6,8 +6,8 @@ Naumov et al., "Deep Learning Recommendation Model for Personalization and Recom
 the rows of its samples. Gradients travel the same way back. TorchRec calls this table-wise
 sharding.
 
-A table that one rank holds is split by its columns over an axis with `at`: that rank has all of
-them. So the other ranks run the same nodes on tensors without columns.
+A table on one rank is split by its columns over an axis with a coordinate (`at`): the rank at this
+coordinate has all columns. The other ranks run the same nodes on tensors without columns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Table:
 
     leaf     the leaf of its columns
     bytes    bytes of the table
-    rows     the rows that a run looks up
+    rows     number of rows that a run looks up
     lookups  the nodes that look up rows
     """
 
@@ -53,10 +53,11 @@ class Table:
 
 @dataclass(frozen=True)
 class HoldTable:
-    """Puts a table, and what is computed from its rows alone, on the ranks at some coordinates.
+    """Puts a table, and the tensors that nodes compute from its rows alone, on the ranks at some
+    coordinates.
 
-    axes     the axes, with `at`, over which the table's leaf is split
-    borders  the leaves of columns of the tensors where the batch is split instead
+    axes     the axes, with coordinates (`at`), that split the leaf of the table
+    borders  the leaves of columns of the tensors from which on the batch is split instead
     """
 
     table: str
@@ -82,8 +83,9 @@ class HoldTable:
         return True
 
     def _reached(self, op: OpFactors, link: int, sharding: ShardingState) -> Iterator[Border]:
-        """Decides the leaves of a node's tensors with this link; yields those to go on from. A
-        constant that several nodes read stays whole: nodes of other tables may be among them."""
+        """Decides the leaves of a node's tensors with this link; yields the tensors from which to
+        go on. A constant that several nodes read stays whole: nodes of other tables may be among
+        them."""
         for tensor, links in op.operands():
             is_shared = is_constant(tensor) and len(tensor.outputs) > 1
             for leaf in (i for i, other in enumerate(links) if other == link):
@@ -111,32 +113,36 @@ def table_annotations(
     batch: Collection[int],
     step: Step | None = None,
 ) -> list[HoldTable | FeedWhole]:
-    """Annotations that deal the tables out over the ranks along `axes`, balanced by bytes and by
-    rows looked up; `batch` are the atoms of samples. With more ranks than tables, some ranks have
-    none. Errors: StrategyError if the model has no tables."""
-    found = list(tables(graph, sharding, batch))
-    if not found:
+    """Annotations that deal the tables out to the ranks along `axes`, balanced by bytes and by rows
+    looked up. `batch` has the atoms of samples. If there are more ranks than tables, some ranks
+    have none. Errors: StrategyError if the model has no tables."""
+    all_tables = list(tables(graph, sharding, batch))
+    if not all_tables:
         raise StrategyError(
             f"{TABLES}: the model has no table whose rows are only looked up, by ids that each "
             "sample of the batch has; use data-parallel or tensor-parallel"
         )
     ranks = prod(axis.size for axis in axes)
-    dealt = deal([(table.bytes, table.rows) for table in found], ranks)
+    dealt = deal([(table.bytes, table.rows) for table in all_tables], ranks)
     region = Region.of(sharding.factors)
-    held = [
+    annotations = [
         HoldTable(table.name, table.leaf, _at(axes, rank), _borders(table, region, step))
-        for table, rank in zip(found, dealt, strict=True)
+        for table, rank in zip(all_tables, dealt, strict=True)
     ]
     sketch = replace(sharding, tensors={n: [*a] for n, a in sharding.tensors.items()})
     sketch.ops = {name: [*a] for name, a in sharding.ops.items()}
-    for one in held:
-        one.apply(sketch)
-    return [*held, *(FeedWhole(name) for name in _only_looked_up(graph, region, sketch, batch))]
+    for annotation in annotations:
+        annotation.apply(sketch)
+    return [
+        *annotations,
+        *(FeedWhole(name) for name in _only_looked_up(graph, region, sketch, batch)),
+    ]
 
 
 def deal(shares: Sequence[tuple[float, float]], ranks: int) -> list[int]:
-    """A rank for each table of these shares (bytes, and rows looked up), so that no rank has much
-    more than the mean of either: the largest table first, each to the rank that then has least.
+    """A rank for each table, so that no rank has much more than the mean of either share (bytes,
+    and rows looked up). The largest table comes first; each goes to the rank that has least after
+    it.
 
     >>> deal([(6, 1), (4, 1), (3, 1), (3, 1)], 2)
     [0, 1, 1, 0]
@@ -144,7 +150,7 @@ def deal(shares: Sequence[tuple[float, float]], ranks: int) -> list[int]:
     totals = [sum(column) or 1.0 for column in zip(*shares, strict=True)]
     parts = [tuple(s / t for s, t in zip(share, totals, strict=True)) for share in shares]
     loads = [(0.0, 0.0)] * ranks
-    found = [0] * len(shares)
+    rank_of_table = [0] * len(shares)
     for i in sorted(range(len(parts)), key=lambda i: max(parts[i]), reverse=True):
 
         def after(rank: int, part: tuple[float, ...] = parts[i]) -> tuple[float, float]:
@@ -153,13 +159,13 @@ def deal(shares: Sequence[tuple[float, float]], ranks: int) -> list[int]:
 
         best = min(range(ranks), key=after)
         loads[best] = (loads[best][0] + parts[i][0], loads[best][1] + parts[i][1])
-        found[i] = best
-    return found
+        rank_of_table[i] = best
+    return rank_of_table
 
 
 def tables(graph: gs.Graph, sharding: ShardingState, batch: Collection[int]) -> Iterator[Table]:
-    """Yields the weights of which rows are looked up by ids that have a batch, if no product reads
-    them."""
+    """Yields the weights of a graph that are embedding tables: ids with a batch look up their rows,
+    and no product reads them."""
     region = Region.of(sharding.factors)
     for weight in [t for t in graph.inputs if is_weight(t)] + constants(graph):
         factors = sharding.factors.tensors.get(weight.name)
@@ -178,7 +184,7 @@ def tables(graph: gs.Graph, sharding: ShardingState, batch: Collection[int]) -> 
 
 
 def _readers(name: str, region: Region, moves: Collection[str]) -> Iterator[OpFactors]:
-    """The nodes that read a tensor, or what ops of these types make of it."""
+    """Yields the nodes that read a tensor, directly or after ops of the types in `moves`."""
     for op, _ in region.touching[name]:
         if any(t.name == name for t in op.node.inputs):
             yield op
@@ -208,30 +214,30 @@ def _at(axes: Axes, rank: int) -> Axes:
 def _borders(table: Table, region: Region, step: Step | None) -> tuple[Border, ...]:
     """The smallest tensors between a table's lookups and the rest of the model, and between the
     rest of the model and the table's gradient."""
-    found: list[Border] = []
+    borders: list[Border] = []
     for op in table.lookups:
         link = op.inputs[0][table.leaf]
         assert link is not None
         leaf = op.outputs[0].index(link)
-        found.append(border_after((op.node.outputs[0].name, leaf), region))
+        borders.append(border_after((op.node.outputs[0].name, leaf), region))
     atom = region.tensors[table.name].leaves[table.leaf].atom
     gradients = () if step is None else (step.gradients, step.rows)
     for name in (g[table.name] for g in gradients if table.name in g):
         leaves = region.tensors[name].leaves if name in region.tensors else ()
-        found += [
-            border
+        borders += [
+            before
             for i, leaf in enumerate(leaves)
             if leaf.atom == atom
-            for border in border_before((name, i), region)
+            for before in border_before((name, i), region)
         ]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(borders))
 
 
 def _only_looked_up(
     graph: gs.Graph, region: Region, sketch: ShardingState, batch: Collection[int]
 ) -> Iterator[str]:
-    """The inputs with a batch, such as ids, from which nothing is computed but what the tables'
-    nodes read; `sketch` has the decisions about the tables."""
+    """Yields the inputs with a batch, such as ids, that serve only the nodes of tables. `sketch`
+    has the decisions about the tables."""
     inside = {
         op.node.name
         for op in sketch.factors.ops
@@ -250,7 +256,8 @@ def _only_looked_up(
 def _leaves_region(
     name: str, region: Region, inside: Collection[str], outputs: Collection[str]
 ) -> bool:
-    """True if a result of the graph depends on a tensor otherwise than by the nodes `inside`."""
+    """True if an output of the graph depends on a tensor through a path without nodes in
+    `inside`."""
     seen: set[str] = set()
     todo = [name]
     while todo:

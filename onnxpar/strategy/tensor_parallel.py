@@ -1,9 +1,10 @@
-"""The preset tensor-parallel: the cheapest set of atoms whose split splits every large weight.
+"""The preset tensor-parallel: finds the cheapest set of atoms whose split splits every large
+weight.
 
-An atom covers a weight if it is in one of its dimensions. It costs the collectives that its split
-causes wherever it is reduced or must be whole. The cheapest set that covers all weights gives the
-well-known column-then-row products, whole heads, and vocabulary-split embeddings, without looking
-at names.
+An atom covers a weight if a dimension of the weight has it. An atom costs the collectives that its
+split causes, where it is reduced or must be whole. The cheapest set that covers all weights gives
+the well-known column-then-row products, whole heads, and vocabulary-split embeddings, without a
+look at names.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from onnxpar.strategy.weight_cover import WeightCover
 def tensor_parallel_rounds(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None
 ) -> list[list[Annotation]]:
-    """Annotations of the weights: first by covering atoms, then of weights that none covers. Of a
-    training `step`, those of a parameter also split what its optimizer keeps of it."""
+    """Annotations of the weights: first by covering atoms, then of weights that no covering atom
+    splits. In a training `step`, annotations of a parameter also split its optimizer states."""
     if parts_over(axes) == 1:
         return []
     cover = WeightCover(graph, sharding, axes)

@@ -1,5 +1,5 @@
 """Decides how the tokens of a mixture reach the ranks of their experts: each rank gathers all
-tokens, or ranks exchange rows, and each token goes only to the experts that were chosen for it.
+tokens, or ranks exchange rows, and each token reaches only the ranks of its own experts.
 
 Megatron-LM names the two dispatchers `allgather` and `alltoall`.
 """
@@ -19,14 +19,14 @@ from onnxpar.sharding.state import FactorSharding, ShardingState
 
 _COUNT_BYTES = 8
 _LAUNCHES = 30
-"""How many nodes more a rank runs to sort the rows that it sends and gets."""
+"""The number of additional nodes that a rank runs to sort the rows that it sends and receives."""
 
 
-def exchanged_parts(sharding: ShardingState, over: Axes, others: Axes) -> Iterator[ExpertPart]:
-    """What experts compute, of the mixtures for which the exchange of rows is cheaper.
+def exchanged_parts(sharding: ShardingState, over: Axes, beside: Axes) -> Iterator[ExpertPart]:
+    """Yields the part of experts in each mixture for which the exchange of rows is cheaper.
 
     over    the axes that split experts
-    others  the axes beside them that split tokens
+    beside  the other axes, which split tokens
     """
     for mixture in sharding.factors.mixtures:
         rows, part, share = mixture.rows, mixture.part, mixture.share
@@ -36,30 +36,30 @@ def exchanged_parts(sharding: ShardingState, over: Axes, others: Axes) -> Iterat
         if not min(default_parts(experts, over)):
             continue
         moved = [share * _bytes(tensor, sharding) for tensor in mixture.moved]
-        gathered = _gather(rows, share, sharding, over, others)
-        if _exchange(moved, experts, sharding, over, others) < gathered:
+        gathered = _gather(rows, share, sharding, over, beside)
+        if _exchange(moved, experts, sharding, over, beside) < gathered:
             yield part
 
 
 def _exchange(
-    moved: Sequence[float], experts: int, sharding: ShardingState, over: Axes, others: Axes
+    moved: Sequence[float], experts: int, sharding: ShardingState, over: Axes, beside: Axes
 ) -> float:
-    """Seconds of the exchange: the bytes of chosen rows there and back, and their numbers
-    before."""
-    ranks, costs = parts_over(over) * parts_over(others), sharding.costs
+    """Seconds of the exchange: the chosen rows, of `moved` bytes, go there and back, after their
+    numbers."""
+    ranks, costs = parts_over(over) * parts_over(beside), sharding.costs
     sizes = [*(size / ranks for size in moved), _COUNT_BYTES * experts]
     launches = _LAUNCHES * max(device.launch for device in costs.devices)
     return sum(costs.collective("AllToAll", over, size) for size in sizes) + launches
 
 
 def _gather(
-    rows: ExpertRows, share: float, sharding: ShardingState, over: Axes, others: Axes
+    rows: ExpertRows, share: float, sharding: ShardingState, over: Axes, beside: Axes
 ) -> float:
-    """Seconds in which each rank gets all tokens, and the results are added up. Beside a split
-    batch, every rank along `over` has these tokens already."""
-    parts, costs = parts_over(others), sharding.costs
+    """Seconds in which each rank gathers all tokens, and ranks add up the results. If other axes
+    split the batch, every rank along `over` has its tokens already."""
+    parts, costs = parts_over(beside), sharding.costs
     result = _bytes(rows.total.outputs[0], sharding) / parts
-    if others:
+    if beside:
         return costs.collective("AllReduce", over, result)
     marks = _bytes(rows.chosen, sharding)  # one byte for each expert and row
     decisions = share * marks * _COUNT_BYTES
@@ -69,6 +69,6 @@ def _gather(
 
 
 def _bytes(tensor: gs.Tensor, sharding: ShardingState) -> float:
-    """Bytes of a whole tensor, on average over the sizes for which costs are computed."""
+    """Bytes of a whole tensor, as the mean over the sizes for which costs are computed."""
     leaves = sharding.factors.tensors[tensor.name].leaves
     return mean_bytes(tensor, FactorSharding(tuple(() for _ in leaves)), sharding)

@@ -31,8 +31,9 @@ _MOVES = ("Reshape", "Transpose", "Identity")
 def sequence_annotations(
     graph: gs.Graph, axes: Axes, sharding: ShardingState, step: Step | None
 ) -> list[Annotation]:
-    """Splits the second dimension of the first input wherever tensor-parallel sums up an
-    activation, and from there on. Errors: StrategyError if there is no such dimension."""
+    """Annotations that split activations along the sequence, the second dimension of the first
+    input. The split begins where tensor-parallel sums up an activation. Errors: StrategyError if
+    the input has no such dimension."""
     leaf = _second_dimension(_first_input(graph, step), sharding)
     if leaf is None:
         raise StrategyError(
@@ -43,8 +44,8 @@ def sequence_annotations(
 
 
 def sequence_atom(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> int | None:
-    """The atom that numbers the positions of a sequence, if the first input is one: token ids, or
-    features of each position."""
+    """The atom that numbers the positions of a sequence. None unless the first input is a sequence:
+    token ids, or features of each position."""
     first = _first_input(graph, step)
     leaf = _second_dimension(first, sharding)
     if first is None or leaf is None:
@@ -60,7 +61,7 @@ def _first_input(graph: gs.Graph, step: Step | None) -> gs.Variable | None:
 
 
 def _second_dimension(tensor: gs.Variable | None, sharding: ShardingState) -> Leaf | None:
-    """The leaf of the second dimension, if it consists of one."""
+    """The leaf of the second dimension; None if the dimension has several leaves."""
     factors = sharding.factors.tensors.get(tensor.name) if tensor is not None else None
     at = [i for i, dim in enumerate(factors.dim_of_leaf) if dim == 1] if factors else []
     return factors.leaves[at[0]] if factors is not None and len(at) == 1 else None
@@ -68,15 +69,16 @@ def _second_dimension(tensor: gs.Variable | None, sharding: ShardingState) -> Le
 
 @dataclass(frozen=True)
 class SplitSums:
-    """Splits sums that are partial over axes along an atom, so that they are reduce-scattered:
-    after the ops that only move them, or add them to other such sums."""
+    """Splits sums along an atom, where they are partial over axes, so that they are
+    reduce-scattered. The split is after ops that only move the sums, or add them to other partial
+    sums."""
 
     atom: int
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves of that atom that are still open. Errors: StrategyError if no partial
-        tensor has it."""
+        """Splits the leaves of the atom that are still open. Errors: StrategyError if no partial
+        sum has the atom."""
         changed = found = False
         for name in self._ends(sharding):
             for i, leaf in enumerate(sharding.factors.tensors[name].leaves):
@@ -91,8 +93,8 @@ class SplitSums:
         return changed
 
     def _ends(self, sharding: ShardingState) -> list[str]:
-        """Names of the partial tensors after the last op that only moves or adds them; closes the
-        leaves of the nodes before a sum of several."""
+        """Names of the partial sums after the last op that only moves or adds them. Closes the
+        leaves of nodes before an addition of several sums."""
         first: dict[str, str] = {}
         moved: dict[str, list[OpFactors]] = {}
         for op in sharding.factors.ops:
@@ -123,11 +125,11 @@ class SplitSums:
 def zero_rounds(
     graph: gs.Graph, sharding: ShardingState, step: Step | None, preset: str, axes: Axes
 ) -> tuple[list[Annotation], list[Annotation]]:
-    """Returns annotations that must come first, and annotations that must come after all that split
-    the computation.
+    """Returns two lists of annotations: the first must come before, and the second after, all
+    annotations that split the computation.
 
-    Stages 1 and 2 shard the optimizer state and the update of each parameter; stage 3 shards the
-    parameter, too. Stages 1 and 2 of one step are the same program, as both reduce-scatter the
+    Stages 1 and 2 shard the optimizer state and the update of each parameter; stage 3 also shards
+    the parameter. Stages 1 and 2 of one step are the same program, as both reduce-scatter the
     gradient. A table on the host stays whole, because a step neither gathers nor scatters all its
     rows. Errors: StrategyError if the model is not a training step.
     """
@@ -151,7 +153,7 @@ def zero_rounds(
 
 
 def updated_with(graph: gs.Graph, step: Step, slot: Slot) -> tuple[str, ...]:
-    """Names of the tensors that an optimizer computes with elementwise from a parameter: its own
+    """Names of the tensors in an optimizer's elementwise update of a parameter: the optimizer's
     states of the parameter, and the parameter's next value."""
     output = next(t for t in graph.outputs if t.name == slot.output)
     shapes = {t.name: list(t.shape) for t in graph.inputs}
@@ -170,21 +172,21 @@ class Closed:
     tensor: str
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Closes the open leaves, which no annotation of higher priority has reached."""
+        """Closes the leaves that no annotation of higher priority has decided."""
         sharding.close_tensor(self.tensor)
         return False
 
 
 @dataclass(frozen=True)
 class SplitTogether:
-    """Splits tensors of one shape along the same dimension, the one that splits best."""
+    """Splits tensors of the same shape along one dimension."""
 
     tensors: tuple[str, ...]
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits the dimension that divides most evenly, or else the longest one, among those that
-        are open in all tensors, not requested to be whole, and long enough; in each of its
+        """Splits the dimension that divides most evenly, or else the longest one. The dimension
+        must be open in all tensors, long enough, and not requested to be whole. In each of its
         segments, one factor is split."""
         factors = sharding.factors.tensors[self.tensors[0]]
         parts = parts_over(self.axes)

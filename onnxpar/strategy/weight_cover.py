@@ -1,4 +1,4 @@
-"""The cheapest set of atoms that covers all weights of a graph."""
+"""Finds the cheapest set of atoms that covers all weights of a graph."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ SMALL_COVER = 0.6
 cost of a collective."""
 
 OUTLIER = 16.0
-"""A sum or a weight of at least this many times the elements of the median product costs as many
-collectives as it is larger."""
+"""A sum or a weight with at least this many times the elements of the median product costs as many
+collectives as this multiple."""
 
 _PACKED = {"int8", "uint8", "int4", "uint4", "int2", "uint2"}
 
 
 class WeightCover:
-    """Minimum-cost cover of the weights by atoms: starts from all atoms and removes the most
-    expensive ones."""
+    """The cover of the weights by atoms with the least cost. Starts from all atoms and removes the
+    most expensive atoms."""
 
     def __init__(self, graph: gs.Graph, sharding: ShardingState, axes: Axes) -> None:
         self.sharding = sharding
@@ -68,19 +68,21 @@ class WeightCover:
         self.small = [t for t in self.weights if _size(t) <= LARGE]
 
     def free_atoms(self, chosen: set[int]) -> set[int]:
-        """Atoms of small weights whose split costs nothing, given the chosen ones."""
-        taken = {e for a in chosen for e in self.events[a]}
+        """The chosen atoms, and the atoms of small weights whose split causes no collective beyond
+        those of the chosen atoms."""
+        caused = {e for a in chosen for e in self.events[a]}
         return chosen | {
             leaf.atom
             for w in self.small
             for i, leaf in enumerate(self.sharding.factors.tensors[w.name].leaves)
             if leaf.size >= self.parts
-            and self.events[leaf.atom] <= taken
+            and self.events[leaf.atom] <= caused
             and self._splits(w.name, i)
         }
 
     def worth_splitting(self) -> list[gs.Constant]:
-        """The large weights, except the smallest ones, which together are a negligible fraction."""
+        """The large weights except the smallest of them, which together are a negligible
+        fraction."""
         total = sum(map(_size, self.large))
         contracted = {w.name for w in self.weights}
         out: list[gs.Constant] = []
@@ -96,9 +98,8 @@ class WeightCover:
         """Records the collectives that splitting each atom causes at this node."""
         if op.node.name in self.recurrences.ops:
             self.times["reduce", op.node.name] = self.recurrences.collectives(op)
-        is_number = (
-            numel(tensor_shape(op.node.outputs[0]) or ()) == 1
-        )  # a norm costs next to nothing
+        # the sum of a single number, such as a norm, costs next to nothing
+        is_number = numel(tensor_shape(op.node.outputs[0]) or ()) == 1
         for i, leaf in enumerate(op.leaves):
             reduces = op.reduction(i) and not is_number
             if reduces or leaf.factor in op.rule.communicating:
@@ -111,13 +112,14 @@ class WeightCover:
             if is_weight(tensor):
                 self.readers[tensor.name].append((op, i))
                 continue
-            for held, link in zip(factors.leaves if factors else (), links, strict=True):
+            for factor, link in zip(factors.leaves if factors else (), links, strict=True):
                 if link is None:
-                    self.events[held.atom].add(("gather", tensor.name))
+                    self.events[factor.atom].add(("gather", tensor.name))
 
     def _weigh_large_sums(self) -> float:
-        """Makes results cost more to sum up if they are far larger than products usually are, such
-        as the scores of millions of classes. Returns the elements of the median product."""
+        """Raises the cost of sums whose results are far larger than those of most products, such as
+        the scores of millions of classes. Returns the number of elements of the median product's
+        result."""
         sizes = {
             op.node.name: numel(tensor_shape(op.node.outputs[0]) or ())
             for op in self.sharding.factors.ops
@@ -131,8 +133,8 @@ class WeightCover:
         return middle
 
     def _segments(self, weight: gs.Constant) -> Iterator[tuple[int, frozenset[int]]]:
-        """Yields each segment of a weight that must be covered by itself, as (elements, atoms that
-        split it)."""
+        """Yields (elements, atoms that split it) for each segment of a weight; each segment needs a
+        cover of its own."""
         factors = self.sharding.factors.tensors[weight.name]
         atoms = (
             leaf.atom if self._splits(weight.name, i) else -1
@@ -140,23 +142,23 @@ class WeightCover:
         )
         segments: list[tuple[int, set[int]]] = [(1, set())]
         for dim in factors.dims:
-            own = _segments_of(dim, atoms)
-            segments = [(a * b, p | q) for a, p in segments for b, q in own]
-        for size, found in segments:
-            yield size, frozenset(found - {-1})
+            of_dim = _segments_of(dim, atoms)
+            segments = [(a * b, p | q) for a, p in segments for b, q in of_dim]
+        for size, covering in segments:
+            yield size, frozenset(covering - {-1})
 
     def _splits(self, weight: str, leaf: int) -> bool:
-        """True if every reader can compute with a shard of that leaf."""
+        """True if every reader can compute with a shard of this leaf."""
         return all(op.inputs[i][leaf] is not None for op, i in self.readers[weight])
 
     def capacity(self, atom: int, size: int) -> int:
-        """The number of shards into which an atom of this size can be split."""
+        """The number of shards into which this mesh can split an atom of this size."""
         return self.parts if size >= self.parts else gcd(size, self.parts)
 
     def choose(self) -> set[int]:
-        """The covering atoms: prunes all atoms greedily, then tries each removed one again. It does
-        so in two orders, by cost and by cost relative to what an atom covers, and takes the cheaper
-        result."""
+        """The covering atoms: prunes all atoms greedily, then tries to add each removed atom again.
+        Does so in two orders, by cost and by cost relative to the segments that an atom covers, and
+        takes the cheaper result."""
         sizes = {
             leaf.atom: leaf.size
             for w in self.weights
@@ -172,13 +174,14 @@ class WeightCover:
         return min(results, key=lambda state: state.cost).chosen
 
     def _segments_to_cover(self) -> list[tuple[float, frozenset[int]]]:
-        """(cost of leaving it uncovered, atoms that cover it) for each segment of each weight."""
+        """(cost of leaving the segment uncovered, atoms that cover it) for each segment of each
+        weight."""
         small = {w.name for w in self.small}
         out = []
         for weight in self.weights:
             cost = SMALL_COVER if weight.name in small else LOCAL_COVER
             cost *= len(self.readers[weight.name])
-            price = self.recurrences.price(weight)  # what it takes, however large it is
+            price = self.recurrences.price(weight)  # includes the effect of the weight's size
             if not price and _size(weight) >= OUTLIER * self.middle:
                 cost *= _size(weight) / self.middle
             cost = (price or cost) / _size(weight)
@@ -188,31 +191,31 @@ class WeightCover:
     def annotations(
         self, weight: gs.Constant, chosen: set[int], axes: Axes
     ) -> Iterator[Annotation]:
-        """Yields the annotation that splits one dimension of a weight; the contracted dimension if
-        several could be split."""
+        """Yields the annotation that splits one dimension of a weight: of several, the contracted
+        dimension."""
         factors = self.sharding.factors.tensors[weight.name]
         candidates = []
         for dim in range(len(factors.dims)):
             at = [i for i, d in enumerate(factors.dim_of_leaf) if d == dim]
             if any(factors.leaves[i].atom in chosen for i in at):
-                given = self._dim_axes(weight.name, at, chosen, axes)
-                parts = max((parts_over(a) for a in given.values()), default=1)
+                over = self._dim_axes(weight.name, at, chosen, axes)
+                parts = max((parts_over(a) for a in over.values()), default=1)
                 if parts > 1:
-                    candidates.append((parts, self._reduces(weight.name, at, chosen), dim, given))
+                    candidates.append((parts, self._reduces(weight.name, at, chosen), dim, over))
         if not candidates:
             return
-        given = max(candidates, key=lambda c: c[:3])[3]
-        yield TensorAnnotation(weight.name, [given.get(i) for i in range(len(factors.leaves))])
+        over = max(candidates, key=lambda c: c[:3])[3]
+        yield TensorAnnotation(weight.name, [over.get(i) for i in range(len(factors.leaves))])
 
     def companions(self, chosen: set[int]) -> dict[int, int]:
-        """For each chosen atom that is too small for the mesh, another atom that takes the rest of
-        the axes.
+        """For each chosen atom that is too small for the mesh, another atom that takes the
+        remaining axes.
 
-        With 4 key/value heads on 8 ranks, each head's 2 query heads take the remaining factor of 2.
-        The companion is the atom in the most weights, among those that share a dimension with the
-        chosen one and cause no new collective.
+        With 4 key/value heads on 8 ranks, the 2 query heads of each take the remaining factor of 2.
+        The companion shares a dimension with the chosen atom and causes no new collective; of
+        several, it is the atom in the most weights.
         """
-        taken = {e for a in chosen for e in self.events[a]}
+        caused = {e for a in chosen for e in self.events[a]}
         beside: dict[int, Counter[int]] = defaultdict(Counter)
         for weight in self.weights:
             factors = self.sharding.factors.tensors[weight.name]
@@ -222,33 +225,36 @@ class WeightCover:
                 rest = self.parts // self.capacity(leaf.atom, leaf.size)
                 for j, other in enumerate(factors.leaves):
                     same_dim = factors.dim_of_leaf[i] == factors.dim_of_leaf[j]
-                    free = other.atom not in chosen and self.events[other.atom] <= taken
+                    free = other.atom not in chosen and self.events[other.atom] <= caused
                     if i != j and same_dim and free and gcd(other.size, rest) > 1:
                         beside[leaf.atom][other.atom] += _size(weight)
-        return {atom: min(others, key=lambda o: (-others[o], o)) for atom, others in beside.items()}
+        return {
+            atom: min(candidates, key=lambda o: (-candidates[o], o))
+            for atom, candidates in beside.items()
+        }
 
     def _dim_axes(self, name: str, at: list[int], chosen: set[int], axes: Axes) -> dict[int, Axes]:
-        """Axes for the leaves of one dimension: a chosen leaf takes them, or shares them with its
-        companion if it is too small."""
+        """Axes for the leaves of one dimension: a chosen leaf takes them; if it is too small, it
+        shares them with its companion."""
         factors = self.sharding.factors.tensors[name]
-        given: dict[int, Axes] = {}
+        over: dict[int, Axes] = {}
         for i in at:
             leaf = factors.leaves[i]
             if leaf.atom not in chosen:
                 continue
-            own = self.capacity(leaf.atom, leaf.size)
-            if own == self.parts:
-                given[i] = axes
+            capacity = self.capacity(leaf.atom, leaf.size)
+            if capacity == self.parts:
+                over[i] = axes
                 continue
             companion = self.companion.get(leaf.atom)
-            major, rest = nest([own, self.parts // own], axes) or [(), ()]
-            given[i] = major
+            major, rest = nest([capacity, self.parts // capacity], axes) or [(), ()]
+            over[i] = major
             for j in at:
                 other = factors.leaves[j]
                 if other.atom == companion and rest:
-                    share = gcd(other.size, self.parts // own)
-                    given[j] = (nest([share, self.parts // own // share], rest) or [()])[0]
-        return given
+                    share = gcd(other.size, self.parts // capacity)
+                    over[j] = (nest([share, self.parts // capacity // share], rest) or [()])[0]
+        return over
 
     def _reduces(self, name: str, at: list[int], chosen: set[int]) -> bool:
         factors = self.sharding.factors.tensors[name]
@@ -266,14 +272,14 @@ def _size(weight: gs.Constant) -> int:
 
 
 def _is_number(tensor: gs.Tensor) -> bool:
-    """True if the elements are numbers to compute with; quantized ones count."""
+    """True if the elements are numbers to compute with, also quantized ones."""
     dtype = str(dtype_of(tensor))
     return "float" in dtype or dtype in _PACKED
 
 
 def _segments_of(dim: Dim, atoms: Iterator[int]) -> list[tuple[int, set[int]]]:
-    """Segments of a dimension, whose leaves have the next `atoms`, as (elements, atoms that split
-    them)."""
+    """(elements, atoms that split it) for each segment of a dimension; `atoms` yields the atoms of
+    its leaves."""
     if isinstance(dim, Factor):
         return [(dim.size, {next(atoms)} if dim.size > 1 else set())]
     inner = [_segments_of(child, atoms) for child in dim.children]

@@ -1,4 +1,4 @@
-"""A set of atoms that covers the weights, and its cost, while the set is being improved."""
+"""A set of atoms that covers weights, and its cost, during the search for the cheapest set."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ Event = tuple[str, str]
 
 
 class CoverState:
-    """A set of atoms and its cost: the collectives that it causes, the contractions that have two
-    of its atoms (only one can take the axes there), and the segments of weights that it leaves
+    """A set of atoms and its cost: the collectives that it causes; the contractions with two of its
+    atoms, of which only one can take the axes; and the segments of weights that it leaves
     uncovered.
 
-    segments  each segment of a weight: its cost if it is uncovered, and the atoms that cover it
-    times     the number of collectives for events that are several
+    segments  for each segment of a weight, the cost of leaving it uncovered, and the atoms that
+              cover it
+    usable    the atoms that ranks can split
+    times     the cost of an event, in collectives, where it is not 1
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class CoverState:
             self._add(atom)
 
     def size(self, atom: int) -> float:
-        """The cost if the segments that an atom covers were uncovered."""
+        """The cost of leaving uncovered the segments that an atom covers."""
         return sum(self.price[i] for i in self.holders[atom])
 
     @property
@@ -56,7 +58,7 @@ class CoverState:
 
     def order(self, by_cover: bool) -> list[int]:
         """All atoms, the most expensive first: by the collectives that they cause; with `by_cover`,
-        by these relative to the cost of what they cover."""
+        by these collectives relative to the cost of the segments that they cover."""
 
         def key(atom: int) -> tuple[float, float, int]:
             count = sum(self.times.get(e, 1) for e in self.events.get(atom, ()))
@@ -66,7 +68,7 @@ class CoverState:
         return sorted(self.holders, key=key)
 
     def improve(self, order: Sequence[int]) -> None:
-        """Prunes atoms, then tries to add each removed one, until nothing gets cheaper."""
+        """Prunes atoms, then tries to add each removed atom, until the set gets no cheaper."""
         self.prune(order)
         improved = True
         while improved:
@@ -83,26 +85,25 @@ class CoverState:
         self.covered.subtract(self.holders[atom])
 
     def gain(self, atom: int) -> float:
-        """The cost that is saved if a chosen atom is removed; negative if removing it costs
-        more."""
+        """The cost that the set saves without a chosen atom; negative if it then costs more."""
         events = self.events.get(atom, ())
         saved: float = sum(self.times.get(e, 1) for e in events if self.caused[e] == 1)
         saved += sum(n for o, n in self.conflicts.get(atom, {}).items() if o in self.chosen)
         return saved - sum(self.price[i] for i in self.holders[atom] if self.covered[i] == 1)
 
     def prune(self, order: Iterable[int]) -> list[int]:
-        """Removes, in this order, the atoms that cost more than the segments that only they
-        cover."""
-        gone = []
+        """Removes, in this order, each atom that costs more than the segments that only it covers.
+        Returns the removed atoms."""
+        removed = []
         for atom in order:
             if atom in self.chosen and self.gain(atom) >= 0:
                 self._remove(atom)
-                gone.append(atom)
-        return gone
+                removed.append(atom)
+        return removed
 
     def try_adding(self, atom: int) -> bool:
-        """Adds an atom, and removes the atoms that it makes superfluous, if the set is cheaper
-        then; True if it is."""
+        """Adds an atom and removes atoms that it makes superfluous, if the set gets cheaper by
+        this. True if it did."""
         neighbours = {
             a for a in self.chosen if not set(self.holders[a]).isdisjoint(self.holders[atom])
         }

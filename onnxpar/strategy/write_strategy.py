@@ -1,5 +1,5 @@
-"""Writes splits of nodes and tensors as entries of a strategy file, from which the same splits are
-read."""
+"""Writes splits of nodes and tensors as entries of a strategy file; onnxpar reads the same splits
+from these entries."""
 
 from __future__ import annotations
 
@@ -22,63 +22,65 @@ Splits = Sequence[LeafSplit]
 
 
 def node_entry(op: OpFactors, splits: Splits, sharding: ShardingState) -> Any:
-    """The entry of a node with these splits of its leaves: a list per input."""
+    """The entry of a node whose leaves have these splits: a list for each input."""
     entry: list[Any] = []
     for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
         if all(link is None for link in links):
             entry.append(None)
         else:
-            dims, given = _operand(tensor.name, links, splits, sharding)
-            entry.append([_ask(d, *given[i], sharding.mesh) for i, d in enumerate(dims)])
+            dims, splits_of_dim = _operand(tensor.name, links, splits, sharding)
+            entry.append([_item(d, *splits_of_dim[i], sharding.mesh) for i, d in enumerate(dims)])
     while entry and entry[-1] is None:
         entry.pop()
     return entry
 
 
 def factor_entry(op: OpFactors, splits: Splits, mesh: Mesh) -> Any:
-    """The entry of a node by factors of its rule, which can express every split."""
+    """The entry of a node by factors of its rule; this form can express every split."""
     entry: dict[str, Any] = {}
     for name, tree in op.trees.items():
-        own = [s for s, leaf in zip(splits, op.leaves, strict=True) if leaf.factor == name]
-        if own:
-            missing = _count(tree) - len(own)
-            blocked = frozenset(range(len(own), len(own) + missing))
-            entry[name] = _ask(tree, [*own, *[((), None)] * missing], blocked, mesh)
+        factor_splits = [
+            s for s, leaf in zip(splits, op.leaves, strict=True) if leaf.factor == name
+        ]
+        if factor_splits:
+            missing = _count(tree) - len(factor_splits)
+            blocked = frozenset(range(len(factor_splits), len(factor_splits) + missing))
+            entry[name] = _item(tree, [*factor_splits, *[((), None)] * missing], blocked, mesh)
     return entry
 
 
 def tensor_entry(name: str, splits: Splits, sharding: ShardingState) -> Any:
-    """The entry of a tensor with these splits of its leaves."""
+    """The entry of a tensor whose leaves have these splits."""
     links = range(len(splits))
-    dims, given = _operand(name, links, splits, sharding)
-    return [_ask(dim, *given[i], sharding.mesh) for i, dim in enumerate(dims)]
+    dims, splits_of_dim = _operand(name, links, splits, sharding)
+    return [_item(dim, *splits_of_dim[i], sharding.mesh) for i, dim in enumerate(dims)]
 
 
 def _operand(
     name: str, links: Sequence[int | None], splits: Splits, sharding: ShardingState
 ) -> tuple[Sequence[Dim], list[tuple[list[LeafSplit], frozenset[int]]]]:
-    """The dimensions of a tensor, and for each the splits of its leaves and those leaves that must
-    stay whole."""
+    """Returns the dimensions of a tensor and, for each dimension, the splits of its leaves and the
+    leaves that must stay whole."""
     factors = sharding.factors.tensors[name]
-    given = []
+    splits_of_dim = []
     for axis in range(len(factors.dims)):
-        own = [k for k, d in zip(links, factors.dim_of_leaf, strict=True) if d == axis]
-        blocked = frozenset(i for i, k in enumerate(own) if k is None)
-        given.append(([((), None) if k is None else splits[k] for k in own], blocked))
-    return factors.dims, given
+        dim_links = [k for k, d in zip(links, factors.dim_of_leaf, strict=True) if d == axis]
+        blocked = frozenset(i for i, k in enumerate(dim_links) if k is None)
+        splits_of_dim.append(([((), None) if k is None else splits[k] for k in dim_links], blocked))
+    return factors.dims, splits_of_dim
 
 
-def _ask(dim: Dim, splits: Splits, blocked: frozenset[int], mesh: Mesh) -> Any:
-    """The shortest entry of a dimension that is read as these splits of its leaves."""
-    wanted = [axes for axes, _ in splits]
-    if not any(wanted):
+def _item(dim: Dim, splits: Splits, blocked: frozenset[int], mesh: Mesh) -> Any:
+    """The shortest item of a dimension that onnxpar reads as these splits of its leaves."""
+    requested = [axes for axes, _ in splits]
+    if not any(requested):
         return None
     by_hand = any(parts for _, parts in splits)
-    first = next(axes for axes in wanted if axes)
-    for over in (first, merge_axes(tuple(a for axes in wanted for a in axes))):
+    first = next(axes for axes in requested if axes)
+    for over in (first, merge_axes(tuple(a for axes in requested for a in axes))):
         if not (by_hand and (not isinstance(dim, Factor) or len(splits) > 1)):
             spread = spread_dim(dim, over, blocked)
-            if spread is not None and [merge_axes(a) for a in spread] == wanted:
+            if spread is not None and [merge_axes(a) for a in spread] == requested:
                 return _simple(over, splits[0][1] if by_hand else None, mesh)
     return dim_text(dim, splits, mesh)
 

@@ -18,7 +18,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.planner.context import load_model
 from onnxpar.planner.options import Options, manual_of
-from onnxpar.planner.overwritten import refuse_overwriting
+from onnxpar.planner.refuse_overwriting import refuse_overwriting
 from onnxpar.runtime.profile.trace import check_place
 from onnxpar.runtime.ranks.cores import BINDINGS
 from onnxpar.runtime.ranks.ranks import StartRanks
@@ -185,7 +185,7 @@ def grad(
         batch_dim or {},
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    how = Strategy.given(strategy)
+    how = Strategy.from_argument(strategy)
     use_libraries(libraries)
     source = Options(devices=devices, mesh=mesh, preset=preset, strategy=how, dims=dims)
     of_groups = [Group.parse(text) for text in group]

@@ -15,7 +15,7 @@ from onnxpar.graph.training_spec import AVERAGE, IN_MODEL
 from onnxpar.graph.write_model import NewValue, write_model
 from onnxpar.load.read_file import read_proto
 from onnxpar.load.untie import untie
-from onnxpar.planner.overwritten import refuse_overwriting
+from onnxpar.planner.refuse_overwriting import refuse_overwriting
 from onnxpar.trainer.checkpoint import Checkpoint
 
 

@@ -57,8 +57,8 @@ class AnnotateStrategy(Pass):
             ctx.asked, ctx.annotations = requests(
                 ctx.request.annotated, ctx.request.strategy, ctx.sharding
             )
-            if ctx.request.found is not None:
-                ctx.annotations.append(ctx.request.found)
+            if ctx.request.solution is not None:
+                ctx.annotations.append(ctx.request.solution)
             elif ctx.request.preset is None:
                 ctx.annotations += default_rounds(graph, ctx.sharding, ctx.model.step)
             else:

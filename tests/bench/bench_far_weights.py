@@ -19,7 +19,7 @@ from multiprocessing.synchronize import Barrier
 import numpy as np
 import onnxruntime as ort
 
-from onnxpar.cost.models import APART, WIDTH, products
+from onnxpar.cost.calibration_models import APART, WIDTH, products
 
 SECONDS, LEAST = 0.4, 5
 Case = tuple[int, bool]

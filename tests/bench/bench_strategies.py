@@ -97,7 +97,7 @@ def options_of(case: Case, topology: Topology) -> Iterator[tuple[str, Options]]:
     common = Options(topology=topology, dims={} if case.loss else case.dims)
     mesh = Mesh((("tp", RANKS),))
     for name, entries in case.strategies.items():
-        strategy = Strategy.given(entries)
+        strategy = Strategy.from_argument(entries)
         yield name, replace(common, strategy=strategy, search="propagation", mesh=mesh)
     for preset in case.presets:
         yield preset, replace(common, preset=preset, devices=RANKS)

@@ -113,7 +113,7 @@ def test_each_command_whose_result_is_a_file_can_be_quiet(
         with pytest.raises(SystemExit, match="0"):
             main([*words.split(), "--help"])
         assert f"usage: onnxpar {words} " in capsys.readouterr().out
-    found = Topology.given("2-core")
+    found = Topology.from_argument("2-core")
     monkeypatch.setattr(calibrate, "_calibrate", lambda *given: ([], found))
     monkeypatch.setattr(calibrate, "lines", lambda *given: ["measured"])
     arguments = ["calibrate", "-o", str(tmp_path / "t.yaml")]

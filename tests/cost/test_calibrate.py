@@ -16,19 +16,19 @@ from onnx import numpy_helper, shape_inference
 
 from onnxpar.base.errors import RankError
 from onnxpar.cli.command_line import main
-from onnxpar.cost import models
+from onnxpar.cost import calibration_models as models
 from onnxpar.cost.cost import messages
 from onnxpar.cost.fit import (
     FASTEST,
-    accounted,
     channels_at_once,
+    explained_seconds,
     fit,
     fit_link,
     lines,
-    predicted,
+    predict_seconds,
+    rows_and_elements,
     with_cache,
     with_exposed,
-    worked,
 )
 from onnxpar.cost.measure import (
     COPIED,
@@ -103,8 +103,11 @@ def test_what_follows_the_formula_is_found_again() -> None:
     device = Device(5e10, 8e9, 2e-6, row=5e-9, cache=1.5e6, cache_bandwidth=4e10)
     rated = {
         kind: tuple(
-            accounted(kind, *shape, device)
-            + sum(n * each for n, each in zip(worked(kind, *shape), RATES[kind], strict=True))
+            explained_seconds(kind, *shape, device)
+            + sum(
+                n * each
+                for n, each in zip(rows_and_elements(kind, *shape), RATES[kind], strict=True)
+            )
             for shape in shapes
         )
         for kind, shapes in models.RATED.items()
@@ -137,7 +140,7 @@ def test_what_follows_the_formula_is_found_again() -> None:
     for kind, rate in found.device.ops.items():
         assert (rate.row, rate.element) == pytest.approx(RATES[kind], rel=0.05), kind
     for one in talk:
-        assert predicted(one, found) == pytest.approx(one.seconds, rel=1e-3)
+        assert predict_seconds(one, found) == pytest.approx(one.seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +331,9 @@ def test_models_of_rated_ops_have_the_work_that_is_counted(
     for node in each:
         shapes = [tuple(t.shape) for t in node.inputs]
         assert rated_as(node) == kind
-        assert work_of(kind, node, shapes, tuple(node.outputs[0].shape)) == worked(kind, *shape)
+        assert work_of(kind, node, shapes, tuple(node.outputs[0].shape)) == rows_and_elements(
+            kind, *shape
+        )
     (x,) = made.graph.input
     feeds = {x.name: np.ones([d.dim_value for d in x.type.tensor_type.shape.dim], np.float32)}
     (found,) = ort.InferenceSession(made.SerializeToString()).run(None, feeds)

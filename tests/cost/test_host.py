@@ -16,7 +16,8 @@ import pytest
 import onnxpar
 from onnxpar.base.errors import RankError
 from onnxpar.cli.command_line import main
-from onnxpar.cost import host, models
+from onnxpar.cost import calibration_models as models
+from onnxpar.cost import host
 from onnxpar.cost.measure import (
     LARGE,
     QUICK,

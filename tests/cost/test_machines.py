@@ -15,7 +15,7 @@ MODEL = Path(__file__).parents[2] / "models" / "gpt2.dynamo.static.onnx"
 
 
 def given(name: str, ranks: int | None) -> Topology:
-    topology = Topology.given(name, ranks)
+    topology = Topology.from_argument(name, ranks)
     assert topology is not None
     return topology
 

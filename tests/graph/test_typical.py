@@ -68,7 +68,7 @@ def test_costs_are_those_of_fixed_sizes(name: str, sizes: dict[str, int], preset
     sizes. More is folded there; whatever is a node in both takes the same, and is sent alike."""
     axis = "dp" if preset == "data-parallel" else "tp"
     how = Options(mesh=Mesh.parse(f"{axis}=2"), preset=preset)
-    opened = explain(MODELS / f"{name}.onnx", replace(how, typical=Typical.given(sizes)))
+    opened = explain(MODELS / f"{name}.onnx", replace(how, typical=Typical.from_argument(sizes)))
     fixed = explain(MODELS / f"{name}.onnx", replace(how, dims=sizes))
     times = {step.name: step.predicted for step in opened.steps}
     both = [step for step in fixed.steps if step.name in times]
@@ -93,7 +93,7 @@ def test_what_caches_hold_is_decided_at_typical_sizes(name: str) -> None:
     topology = replace(Topology.default(), device=device)
     how = Options(mesh=Mesh.parse("tp=2"), preset="tensor-parallel", topology=topology)
     sizes = {"batch": 4, "seq": 16} if name.startswith("gpt2") else {"batch": 4}
-    opened = explain(MODELS / f"{name}.onnx", replace(how, typical=Typical.given(sizes)))
+    opened = explain(MODELS / f"{name}.onnx", replace(how, typical=Typical.from_argument(sizes)))
     fixed = explain(MODELS / f"{name}.onnx", replace(how, dims=sizes))
     times = {step.name: step.predicted.compute for step in opened.steps}
     both = [step for step in fixed.steps if step.name in times]
@@ -106,7 +106,7 @@ def test_a_batch_of_one_is_not_worth_a_split() -> None:
     """One of two ranks has all of it, so that both take as long as one; a batch of 64 halves."""
     how = {"devices": 2, "preset": "data-parallel"}
     one, many = (
-        planned("gpt2.dynamo.dynamic", Options(typical=Typical.given({"batch": n}), **how))  # type: ignore[arg-type]
+        planned("gpt2.dynamo.dynamic", Options(typical=Typical.from_argument({"batch": n}), **how))  # type: ignore[arg-type]
         for n in (1, 64)
     )
     assert one.predicted is not None and many.predicted is not None
@@ -118,14 +118,17 @@ def test_a_batch_of_one_is_not_worth_a_split() -> None:
 def test_the_search_decides_for_typical_sizes(tmp_path: Path) -> None:
     """Each of two plans is the faster one at its own sizes, and both run at any."""
     name, path = "llama.dynamo.dynamic", MODELS / "llama.dynamo.dynamic.onnx"
-    batches, texts = Typical.given({"batch": 64, "seq": 2}), Typical.given({"batch": 1, "seq": 64})
+    batches, texts = (
+        Typical.from_argument({"batch": 64, "seq": 2}),
+        Typical.from_argument({"batch": 1, "seq": 64}),
+    )
     for own, other in ((batches, texts), (texts, batches)):
         found = planned(name, Options(devices=2, typical=own))
         alien = planned(name, Options(devices=2, typical=other))
         saver = Saver(tmp_path / "other.yaml")
         there, _ = sharder.plan(path, Options(devices=2, typical=other), saver)
         saver.write()
-        strategy = Strategy.given(tmp_path / "other.yaml")
+        strategy = Strategy.from_argument(tmp_path / "other.yaml")
         again = planned(name, Options(mesh=there.mesh, strategy=strategy, typical=own))
         assert again.predicted is not None and found.predicted is not None
         assert found.predicted.total < again.predicted.total * (1 - 1e-6)
@@ -142,7 +145,7 @@ def test_several_are_weighed() -> None:
     small, large = {"batch": 1, "seq": 4}, {"batch": 8, "seq": 16}
 
     def at(typical: object) -> Plan:
-        given = Typical.given(typical)  # type: ignore[arg-type]
+        given = Typical.from_argument(typical)  # type: ignore[arg-type]
         return planned(name, Options(mesh=mesh, preset="tensor-parallel", typical=given))
 
     a, b, both = at(small), at(large), at([(small, 3), (large, 1)])
@@ -209,7 +212,7 @@ def test_sizes_that_are_tied() -> None:
     symbols = ("batch", "past", "seq")
 
     def found(**sizes: int) -> dict[str, int]:
-        given = Typical.given(sizes) if sizes else Typical()
+        given = Typical.from_argument(sizes) if sizes else Typical()
         ((at, weight),) = typical_sizes(given, symbols, ties, dims, [], [lambda _: True])
         assert weight == 1.0 and total.variables == ("total",)
         return dict(at)
@@ -239,7 +242,7 @@ def test_a_mask_is_as_long_as_past_and_present(
 ) -> None:
     """No shape says so, but the kernel needs it; its table of angles has 64 rows."""
     onnx.save(build(Decoder("GroupQueryAttention")), tmp_path / "decoder.onnx")
-    how = Options(devices=2, preset="data-parallel", typical=Typical.given(told or None))
+    how = Options(devices=2, preset="data-parallel", typical=Typical.from_argument(told or None))
     plan, _ = sharder.plan(tmp_path / "decoder.onnx", how)
     assert plan.typical == (({**sizes}, 1.0),)
 
@@ -247,7 +250,7 @@ def test_a_mask_is_as_long_as_past_and_present(
 def test_a_mask_is_as_long_as_a_cache_of_fixed_length(tmp_path: Path) -> None:
     onnx.save(build(Decoder("GroupQueryAttention", length=48)), tmp_path / "decoder.onnx")
     plan, _ = sharder.plan(
-        tmp_path / "decoder.onnx", Options(devices=2, typical=Typical.given({"seq": 1}))
+        tmp_path / "decoder.onnx", Options(devices=2, typical=Typical.from_argument({"seq": 1}))
     )
     assert plan.typical == (({"batch": 1, "seq": 1, "total": 48}, 1.0),)
 
@@ -263,7 +266,7 @@ def test_what_is_typed(
     entries: Sequence[str], profiles: list[tuple[dict[str, int], float]]
 ) -> None:
     assert Typical.parse(entries).profiles == tuple(profiles)
-    assert Typical.given(profiles).profiles == tuple(profiles)
+    assert Typical.from_argument(profiles).profiles == tuple(profiles)
 
 
 @pytest.mark.parametrize("entry", ["batch", "batch=", "batch=x", "=3", "a=1:0", "a=1:x", ""])
@@ -296,7 +299,7 @@ def test_memory_is_that_of_each_profile(tmp_path: Path) -> None:
       { y = Tanh(x) w = Tanh(z) }"""
     path = tmp_path / "m.onnx"
     onnx.save(onnx.parser.parse_model(text), path)
-    typical = Typical.given([({"a": 1, "b": 101}, 1), ({"a": 101, "b": 1}, 1)])
+    typical = Typical.from_argument([({"a": 1, "b": 101}, 1), ({"a": 101, "b": 1}, 1)])
     held = 2 * (1 + 101) * 128 * 4  # halves of the inputs and outputs
     for limit in (held, 2 * held):
         how = Options(devices=2, typical=typical, objective=Objective(memory=limit))

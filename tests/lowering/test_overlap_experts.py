@@ -173,7 +173,9 @@ def test_each_replica_exchanges_its_own_rows(mesh: str, slots: int, tmp_path: Pa
 def test_open_rows(mesh: str, slots: int, tmp_path: Path) -> None:
     """The same nodes move at all sizes, also where ranks have no row."""
     path = written(tmp_path, "rows", slots=slots)
-    how = replace(between_hosts(f"expert-parallel {mesh}"), typical=Typical.given({"rows": 256}))
+    how = replace(
+        between_hosts(f"expert-parallel {mesh}"), typical=Typical.from_argument({"rows": 256})
+    )
     par, _ = shard(path, tmp_path, how)
     assert ops_of(par).count("StartAllToAllV") >= 1
     random = np.random.default_rng(3)

@@ -109,7 +109,7 @@ def test_open_rows(layout: str, tmp_path: Path) -> None:
     """One row over all ranks, fewer than ranks, many."""
     path = tmp_path / "model.onnx"
     onnx.save(mixture(4, 3, "rows"), path)
-    many = replace(exchanging(layout), typical=Typical.given({"rows": 64}))
+    many = replace(exchanging(layout), typical=Typical.from_argument({"rows": 64}))
     plan = sharder.shard(path, tmp_path / "model.par", many)
     assert kinds(plan) == EXCHANGED
     random = np.random.default_rng(3)

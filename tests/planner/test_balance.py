@@ -19,7 +19,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
 from onnxpar.planner import sharder
-from onnxpar.planner.balance import capped
+from onnxpar.planner.balance import cap_shares
 from onnxpar.planner.options import Options
 from onnxpar.report.compare_training import compare_training
 from onnxpar.search.objective import Objective
@@ -221,9 +221,9 @@ def test_only_unequal_parts_fit() -> None:
 
 
 def test_caps_that_leave_too_little() -> None:
-    assert capped([1.0, 1.0], [0.3, 0.3]) == (0.5, 0.5)
-    assert capped([3.0, 1.0], [0.5, 0.6]) == (0.5, 0.5)
-    assert capped([1.0, 1.0, 2.0], [1.0, 0.1, 0.4]) == (0.5, 0.1, 0.4)
+    assert cap_shares([1.0, 1.0], [0.3, 0.3]) == (0.5, 0.5)
+    assert cap_shares([3.0, 1.0], [0.5, 0.6]) == (0.5, 0.5)
+    assert cap_shares([1.0, 1.0, 2.0], [1.0, 0.1, 0.4]) == (0.5, 0.1, 0.4)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from onnxpar import api
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.planner import host_memory, memory_limit
-from onnxpar.planner.host_memory import SHARE, held_together, host_bytes
+from onnxpar.planner.host_memory import SHARE, bytes_of_all_ranks, host_bytes
 from onnxpar.planner.options import Options
 from onnxpar.planner.sharder import plan
 from onnxpar.report.compare_trace import PlannedNode
@@ -38,9 +38,9 @@ def fastest() -> Plan:
 
 @pytest.mark.slow
 def test_a_small_host_has_the_weights_split(fastest: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = int(0.8 * held_together(fastest) / SHARE)
+    memory = int(0.8 * bytes_of_all_ranks(fastest) / SHARE)
     made = planned(memory, monkeypatch)
-    assert held_together(made) <= SHARE * memory < held_together(fastest)
+    assert bytes_of_all_ranks(made) <= SHARE * memory < bytes_of_all_ranks(fastest)
     assert any("to fit the" in note for note in made.notes)
 
 
@@ -48,7 +48,7 @@ def test_a_small_host_has_the_weights_split(fastest: Plan, monkeypatch: pytest.M
 def test_the_steps_of_a_plan_that_was_made_again_are_its_own(
     fastest: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = int(0.8 * held_together(fastest) / SHARE)
+    memory = int(0.8 * bytes_of_all_ranks(fastest) / SHARE)
     monkeypatch.setattr(memory_limit, "host_bytes", lambda: memory)
     found = explain(MODEL, Options(devices=4))
     assert any("to fit the" in note for note in found.plan.notes)
@@ -58,7 +58,7 @@ def test_the_steps_of_a_plan_that_was_made_again_are_its_own(
 
 @pytest.mark.slow
 def test_a_large_host_changes_nothing(fastest: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = planned(int(held_together(fastest) / SHARE) + 1, monkeypatch)
+    made = planned(int(bytes_of_all_ranks(fastest) / SHARE) + 1, monkeypatch)
     assert made.memory == fastest.memory and made.notes == fastest.notes
 
 
@@ -104,7 +104,7 @@ def test_tables_that_are_looked_up_count_once(fastest: Plan) -> None:
     tables = {lookup.table for lookup in fastest.lookups}
     whole = [w.bytes for w in fastest.weights if w.name in tables and w.bytes_per_rank == w.bytes]
     assert whole, "the model has a table of tokens"
-    assert held_together(fastest) == 4 * sum(fastest.memory.values()) - 3 * sum(whole)
+    assert bytes_of_all_ranks(fastest) == 4 * sum(fastest.memory.values()) - 3 * sum(whole)
 
 
 def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_trace_is_compared_with_the_plan_that_was_made_last(
         seen.append((made, nodes))
         raise Compared
 
-    memory = int(0.8 * held_together(fastest) / SHARE)
+    memory = int(0.8 * bytes_of_all_ranks(fastest) / SHARE)
     monkeypatch.setattr(memory_limit, "host_bytes", lambda: memory)
     monkeypatch.setattr(api, "read_trace", lambda _: Mock(sizes=()))
     monkeypatch.setattr(api.comparing, "compare_trace", compared)

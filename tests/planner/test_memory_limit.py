@@ -153,8 +153,11 @@ def test_what_is_no_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_size_needs_a_unit() -> None:
     """16 would be 16 bytes, which nobody means."""
     with pytest.raises(StrategyError, match="--memory-limit 16: give a unit: 16GB or 16B"):
-        Objective.given(None, "16")
-    assert Objective.given(None, "16GB").memory == 16e9 and Objective.given(None, 16).memory == 16.0
+        Objective.from_argument(None, "16")
+    assert (
+        Objective.from_argument(None, "16GB").memory == 16e9
+        and Objective.from_argument(None, 16).memory == 16.0
+    )
 
 
 @pytest.mark.slow

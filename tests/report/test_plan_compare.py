@@ -17,7 +17,7 @@ from watching import Watching
 
 from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.cli.predicted import compared as sentence
+from onnxpar.cli.compare_prediction import compare_prediction as sentence
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import Plan, Predicted
 from onnxpar.layout.mesh import Mesh

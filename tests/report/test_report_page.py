@@ -77,7 +77,7 @@ def test_tensors_with_their_layouts(explained: Explained) -> None:
 def test_shapes_are_for_the_sizes_that_costs_are_for(tmp_path: Path) -> None:
     text = "m (float[batch,16] x) => (float[batch,16] y) { a = Relu(x) y = Neg(a) }"
     model = write_text(HEAD + text, tmp_path / "m.onnx")
-    typical = Typical.given({"batch": 6})
+    typical = Typical.from_argument({"batch": 6})
     explained = explain(model, Options(devices=2, preset="data-parallel", typical=typical))
     found = Page(page(explained))
     assert "Shapes, times and bytes are for batch=6." in found.text

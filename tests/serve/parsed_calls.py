@@ -74,15 +74,15 @@ def parsed(
         elif isinstance(part, CallEnd):
             assert part.index == open_
             open_ = None
-            ends.append(part.how)
+            ends.append(part.outcome)
         else:
             assert open_ is None and part.text
     assert open_ is None and parser.calls == ends.count("right")
     hows = [how for how in ends if how != "malformed"]
-    for call, how in zip(calls.made, hows, strict=True):
+    for call, how in zip(calls.well_formed, hows, strict=True):
         assert how == "cut" or isinstance(json.loads(call.arguments), dict)
     content = "".join(part.text for part in parts if isinstance(part, Text))
-    return content, [(call.name, call.arguments) for call in calls.made], ends
+    return content, [(call.name, call.arguments) for call in calls.well_formed], ends
 
 
 def check(family: str, text: str, content: str, calls: Sequence[tuple[str, Any]]) -> list[str]:

@@ -156,7 +156,7 @@ def test_a_cache_of_fixed_length_is_split_by_positions(
     heads = "tp" if "tp" in mesh else "-"
     assert cache_layouts(loop.plan, decoder) == {f"[-, {heads}, cp, -]"}
     one = {"batch": 1} if decoder.options.get("one") else {"batch": 1, "seq": 1}
-    how = replace(options(f"context-parallel {mesh}"), typical=Typical.given(one))
+    how = replace(options(f"context-parallel {mesh}"), typical=Typical.from_argument(one))
     made = sharder.plan(loop.model_file, how)[0]
     # Of the new token: keys, values, queries and results; for the softmax, a number for each head
     # that a rank attends with. Never a cache.
@@ -194,7 +194,7 @@ def test_a_cache_inside_an_op_is_split_by_positions(
     loop = Loop(decoder, tmp_path, 0, how)
     heads = "tp" if "tp" in how else "-"
     assert cache_layouts(loop.plan, decoder) == {f"[-, {heads}, cp, -]"}
-    one = Typical.given({"batch": 1, "seq": 1})
+    one = Typical.from_argument({"batch": 1, "seq": 1})
     made = sharder.plan(loop.model_file, replace(options(how), typical=one))[0]
     assert max(c.bytes for c in made.collectives) <= 4 * decoder.hidden * 4
     with ThreadSession(loop.folder, timeout=TIMEOUT) as session:

@@ -1,4 +1,4 @@
-"""Compares measured times with what a plan predicts, in words."""
+"""Compares measured times with the predictions of a plan, in words."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from onnxpar.runtime.profile.trace import Trace
 
 _FAR = 1.5
-"""A prediction that is so many times too long or too short deserves a look at where it is so."""
+"""If a prediction is off by this factor or more, the comparison says where."""
 
 
-def compared(
+def compare_prediction(
     predicted: Mapping[str, float], measured: float, what: str, trace: Trace | None = None
 ) -> str:
-    """Returns a sentence on how long a run or step (`what`) takes, beside what was predicted of it,
-    in the form that plan.json has, and where most of a large difference is; times are in
-    seconds."""
+    """Returns a sentence about the time of a run or step (`what`) in comparison with its
+    prediction, which has the form of plan.json. If they differ much, the sentence names the part
+    that differs most. Times are in seconds."""
     total = predicted["total"]
     ratio = measured / total
     said = f"predicted: {total * 1e3:.3f} ms; a {what} takes {ratio:.2f} times as long"
@@ -35,8 +35,8 @@ def compared(
 
 
 def _parts(trace: Trace) -> dict[str, float]:
-    """Returns the seconds of a run by the kinds that a plan predicts, on the rank with the most
-    compute, and between nodes."""
+    """Returns the seconds of a run by the parts of a prediction, on the rank with the most compute,
+    and the seconds between nodes."""
     parts = max((trace.parts(rank) for rank in range(trace.ranks)), key=itemgetter("compute"))
     return {
         "compute": parts["compute"],

@@ -15,7 +15,7 @@ import onnxpar
 from onnxpar.base.errors import OnnxparError
 from onnxpar.cli.command_line import main
 from onnxpar.cli.parser import parser
-from onnxpar.planner.overwritten import READ, WRITTEN
+from onnxpar.planner.refuse_overwriting import READ, WRITTEN
 
 TEXT = """<ir_version: 8, opset_import: ["" : 17]>
 m (float[8,16] x) => (float[8,4] y) { y = MatMul(x, w) }"""

@@ -1,5 +1,7 @@
-"""Refuses to write a file that the same command reads, or writes twice. Imports the compiler only
-for commands on a model: `run` does not wait for it."""
+"""Refuses to write a file that the same command reads, or writes twice.
+
+Imports the compiler only for commands on a model, so that `run` does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ READ = {
     "weights": "the weights of --weights",
     "libraries": "a library of --library",
 }
-"""Options that name a file to read, and words for it."""
+"""Options that name a file to read, and a description of the file."""
 WRITTEN = {
     "output": "-o",
     "outputs": "--outputs",
@@ -46,19 +48,19 @@ DATA = ("data", "eval")
 
 def refuse_overwriting(options: Mapping[str, Any]) -> None:
     """Checks the options of a command or call, by name. Errors: InputError if a file to write is
-    also read, is written twice, or if a dump would remove or replace files of the model."""
-    taken = dict(_read(options))
+    also read, or is written twice, or if a dump would remove or replace files of the model."""
+    uses = dict(_read(options))
     written = {WRITTEN[name]: path for name, path in _files(options, WRITTEN)}
     for flag, path in written.items():
         place = _place(path)
-        if place in taken:
-            raise InputError(f"{path} is {taken[place]}; give another file with {flag}")
+        if place in uses:
+            raise InputError(f"{path} is {uses[place]}; give another file with {flag}")
         if place.is_file() and any(_place(f) in place.parents for _, f in _files(options, DATA)):
             raise InputError(f"{path} is a file of training data; give another file with {flag}")
         if _has_weights(path, options):
             raise InputError(f"{path} has weights of the model; give another file with {flag}")
         if not path.exists() or path.is_file():  # /dev/null may be given twice
-            taken[place] = f"also the file of {flag}"
+            uses[place] = f"also the file of {flag}"
     model, dump = options.get("model"), options.get("dump")
     if _is_path(model) and dump is not None:
         from onnxpar.planner.dump import DUMPED, WEIGHTS
@@ -81,9 +83,9 @@ def _read(options: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
 def _files(options: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, Path]]:
     for name in names:
         value = options.get(name)
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if _is_path(each):
-                yield name, Path(each)
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if _is_path(item):
+                yield name, Path(item)
 
 
 def _is_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:
@@ -95,7 +97,8 @@ def _place(path: Path) -> Path:
 
 
 def _has_weights(file: Path, options: Mapping[str, Any]) -> bool:
-    """True if a file exists and has external data of the model; the model is read only then."""
+    """True if a file exists and has external data of the model. Reads the model only if the file
+    exists."""
     model = options.get("model")
     if not _is_path(model) or not file.is_file():
         return False

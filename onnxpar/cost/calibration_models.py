@@ -1,4 +1,4 @@
-"""Small models that repeat one op, so that the op takes nearly all the time of a run."""
+"""Makes small models that repeat one op, so that a run spends nearly all its time in the op."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ROWS, WIDTH = 256, 768
 WIDE, NARROW, PIXELS = 256, 64, 28
 """Outer and inner channels of a ResNet bottleneck, and the height and width of its images."""
 FEW, APART = 16, 16
-"""The rows of products that read about as long as they compute; and how many weights such products
-have where each must come from memory."""
+"""The number of rows for which a product reads about as long as it computes, and the number of
+weights in a model whose products each read a weight from memory."""
 PICKED, LENGTH = 1 << 16, 64
-"""The number of elements that a Gather reads, and of the elements in a row."""
+"""The number of elements that a Gather reads, and the number of elements in a row."""
 BETWEEN = (64, 256)
 """The shape of the operand of the matrix product before each collective."""
 RATED: dict[str, tuple[tuple[int, int], ...]] = {
@@ -29,23 +29,23 @@ RATED: dict[str, tuple[tuple[int, int], ...]] = {
     "Transpose": ((8192, 4), (8192, 32)),
     "MatMul": ((512, 8), (128, 32)),
 }
-"""The rows and their lengths in the models of `rated`: short and long rows, which tells what a row
-costs and what an element."""
+"""The (rows, length of a row) of the models of `rated`, by kind of op. Short and long rows tell the
+cost of a row from the cost of an element."""
 _OF_TWO = ("Mul", "Add", "Sub", "Div", "Max")
 _OF_ONE = ("Neg", "Sqrt", "Relu", "Identity", "Exp", "Transpose")
 """Small ops of two operands and of one."""
 PLANE = 128
 """The number of rows in each of the planes that a Transpose exchanges."""
 MASKED = -1e4
-"""What a mask adds to the scores that a softmax must leave out."""
+"""The addend of a mask for scores that a softmax must leave out."""
 COLUMNS = 64
 """The number of columns in the tensors of collectives."""
 _TOKEN = helper.make_tensor_value_info("token0", TensorProto.BOOL, [0])
 
 
 def collective(kind: str, size: int, group: Sequence[int], repeats: int) -> onnx.ModelProto:
-    """Returns a model of `repeats` collectives in a chain; the larger one of operand and result has
-    `size` bytes.
+    """Returns a model of `repeats` collectives in a chain; the operand or the result has `size`
+    bytes, whichever is larger.
 
     A matrix product comes before each collective. As in real models, ranks then arrive at different
     times, and wait. All collectives read the same X. No node reads their results, but onnxruntime
@@ -96,8 +96,8 @@ def _square(width: int) -> onnx.TensorProto:
 
 
 def products(rows: int, repeats: int, apart: bool = False) -> onnx.ModelProto:
-    """Returns a chain of products of a [`rows`, WIDTH] matrix with a square weight or, if `apart`,
-    each with one of its own. Weights differ, because equal ones would be in the cache."""
+    """Returns a chain of products of a [`rows`, WIDTH] matrix with a square weight. If `apart`,
+    each product has another weight, with other values, so that the cache does not hold it."""
     random = np.random.default_rng(0)
     scale = np.float32(WIDTH**-0.5)
     weights = [
@@ -124,7 +124,7 @@ def convolutions(repeats: int) -> onnx.ModelProto:
 
 def narrow_convolutions(channels: int, repeats: int) -> onnx.ModelProto:
     """Returns a model of 3x3 convolutions from NARROW channels of an image of PIXELS x PIXELS to
-    fewer `channels`, each with its maximum."""
+    fewer `channels`. The model returns a maximum of each result."""
     weights = [
         numpy_helper.from_array(np.full((channels, NARROW, 3, 3), i, np.float32), f"W{i}")
         for i in range(repeats)
@@ -149,14 +149,14 @@ def copies(size: int, repeats: int) -> onnx.ModelProto:
 
 def rows(repeats: int) -> onnx.ModelProto:
     """Returns a chain of Gathers that read PICKED elements one by one."""
-    each = numpy_helper.from_array(np.arange(LENGTH), "I")
-    return _chain([("Gather", ["I"], {"axis": 1})] * repeats, [PICKED // LENGTH, LENGTH], [each])
+    indices = numpy_helper.from_array(np.arange(LENGTH), "I")
+    return _chain([("Gather", ["I"], {"axis": 1})] * repeats, [PICKED // LENGTH, LENGTH], [indices])
 
 
 def rated(kind: str, rows: int, length: int, repeats: int) -> onnx.ModelProto:
-    """Returns a model of ops of a kind of RATED on `rows` rows of `length` elements: softmaxes of
-    which half of each row is masked, norms, exchanges of the dimensions before the rows, or
-    products of `rows` square matrices of `length` rows."""
+    """Returns a model of ops of a kind in RATED on `rows` rows of `length` elements: softmaxes with
+    half of each row masked, norms, exchanges of the dimensions before the rows, or products of
+    `rows` square matrices of `length` rows."""
     if kind == "Softmax":
         return _softmaxes(rows, length, repeats)
     if kind == "LayerNormalization":
@@ -171,8 +171,8 @@ def rated(kind: str, rows: int, length: int, repeats: int) -> onnx.ModelProto:
 
 
 def _softmaxes(rows: int, length: int, repeats: int) -> onnx.ModelProto:
-    """A model of softmaxes of one masked operand. No node reads the results of all but the last,
-    but onnxruntime runs them all."""
+    """A model of softmaxes of one masked operand. A node reads only the last result, but
+    onnxruntime runs all softmaxes."""
     mask = np.zeros(length, np.float32)
     mask[length // 2 :] = MASKED
     nodes = [helper.make_node("Add", ["X", "mask"], ["M"])]
@@ -190,8 +190,8 @@ def negated() -> onnx.ModelProto:
 
 
 def tiny_ops(repeats: int) -> onnx.ModelProto:
-    """Returns a chain of ops of several kinds on a single element, every other one with an operand
-    of its own, as in the updates of parameters."""
+    """Returns a chain of ops of several kinds on a single element. Every other op has a weight of
+    its own, as in the updates of parameters."""
     weights = [
         numpy_helper.from_array(np.ones(1, np.float32), f"W{i}") for i in range(0, repeats, 2)
     ]
@@ -207,12 +207,12 @@ def _chain(
     shape: Sequence[int],
     weights: Sequence[onnx.TensorProto] = (),
 ) -> onnx.ModelProto:
-    """Returns a model in which each op reads the result of the one before. `links` has each op with
-    its other operands and its attributes. The model returns the maximum of the last result, one
-    element, because a run copies its outputs."""
+    """Returns a model in which each op reads the result of the op before. `links` has each op with
+    its other operands and its attributes. The model returns the maximum of the last result, a
+    single element, because a run copies its outputs."""
     nodes = [
-        helper.make_node(op, [f"X{i}", *others], [f"X{i + 1}"], **attributes)
-        for i, (op, others, attributes) in enumerate(links)
+        helper.make_node(op, [f"X{i}", *operands], [f"X{i + 1}"], **attributes)
+        for i, (op, operands, attributes) in enumerate(links)
     ]
     nodes.append(helper.make_node("ReduceMax", [f"X{len(links)}"], ["Y"], keepdims=0))
     x = helper.make_tensor_value_info("X0", TensorProto.FLOAT, shape)
