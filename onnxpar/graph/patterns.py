@@ -151,7 +151,9 @@ class Match:
 
     def end(self) -> None:
         """Gives the last node the results of `node`, if it has none, and `main` its name and
-        metadata."""
+        metadata; not where `node` itself stays."""
+        if any(each is self.node for each in self.nodes):
+            return
         if self.nodes[-1].output[0] not in self.node.output:
             self.nodes[-1].output[:] = self.node.output
         self.nodes[self.main].name = self._own
@@ -222,6 +224,18 @@ def rewrite(graph: GraphProto, table: Table) -> list[Match]:
     first pattern of the table that fits. Returns the matches, those of a subgraph first."""
     ops = {op for pattern in table for op in pattern.ops}
     return _rewrite(Scope(graph), table, ops)
+
+
+def find(graph: GraphProto, pattern: Op) -> list[Match]:
+    """The matches of a pattern in a graph, also in subgraphs; the graph stays as it is."""
+    matches: list[Match] = []
+
+    def note(at: Match) -> bool:
+        matches.append(at)
+        return False
+
+    rewrite(graph, {pattern: note})
+    return matches
 
 
 def _rewrite(scope: Scope, table: Table, ops: Collection[str]) -> list[Match]:

@@ -6,36 +6,25 @@ dimension: it takes nothing where `x[arange(n - 1, -1, -1)]` takes all rows in r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import numpy as np
 import onnx
-from onnx import GraphProto, NodeProto
+from onnx import GraphProto
 
-from onnxpar.graph.patterns import Match, Op, attributes, rewrite
-from onnxpar.graph.stored import nodes_of
+from onnxpar.graph.patterns import Match, Op, attributes, find, rewrite
 
 SLICING = ("GatherToSliceFusion",)
 """onnxruntime's optimizers that make a Slice of a Gather."""
+_TAKEN = Op("Gather", "x", Op("Range", "start", "limit", "step"))
 
 
 def takes_ranges(model: onnx.ModelProto) -> bool:
     """True if a Gather of this model reads the result of a Range."""
-    nodes = list(nodes_of(model.graph))
-    ranges = {node.output[0] for node in _ranges(nodes)}
-    return any(n.op_type == "Gather" and not ranges.isdisjoint(n.input[1:]) for n in nodes)
-
-
-def _ranges(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Yields the Range nodes that have all that their op requires."""
-    for node in nodes:
-        if node.op_type == "Range" and not node.domain and len(node.input) == 3 and node.output:
-            yield node
+    return bool(find(model.graph, _TAKEN))
 
 
 def keep_ranges(graph: GraphProto) -> None:
     """Negates the indices of each such Gather twice, also in bodies."""
-    rewrite(graph, {Op("Gather", "x", Op("Range", "start", "limit", "step")): _negate_twice})
+    rewrite(graph, {_TAKEN: _negate_twice})
 
 
 def _negate_twice(at: Match) -> bool:
