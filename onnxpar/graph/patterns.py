@@ -150,12 +150,11 @@ class Match:
         self.main = len(self.nodes) - 1
 
     def end(self) -> None:
-        """Gives the last node the results of `node`, if it has none, and `main` its name and
-        metadata; not where `node` itself stays."""
-        if any(each is self.node for each in self.nodes):
+        """Gives the last node the results of `node`, and `main` its name and metadata; not where
+        the nodes have results of `node` already."""
+        if any(each.output[0] in self.node.output for each in self.nodes):
             return
-        if self.nodes[-1].output[0] not in self.node.output:
-            self.nodes[-1].output[:] = self.node.output
+        self.nodes[-1].output[:] = self.node.output
         self.nodes[self.main].name = self._own
         self.nodes[self.main].metadata_props.extend(self.node.metadata_props)
 
@@ -198,8 +197,9 @@ class Scope:
 
     @cached_property
     def stored(self) -> dict[str, TensorProto]:
-        """The initializers of the graph, by name."""
-        return {tensor.name: tensor for tensor in self.graph.initializer}
+        """The initializers of the graph, and of those around it, by name."""
+        outer = {} if self.outer is None else self.outer.stored
+        return {**outer, **{tensor.name: tensor for tensor in self.graph.initializer}}
 
     def maker(self, name: str) -> NodeProto | None:
         """The node that computes a tensor, here or in a graph around."""
@@ -209,9 +209,7 @@ class Scope:
 
     def value(self, name: str) -> Array | None:
         """The value of a constant in the file of the model; None for any other tensor."""
-        if name not in self.makers and name not in self.stored:
-            return None if self.outer is None else self.outer.value(name)
-        maker, value = self.makers.get(name), self.stored.get(name)
+        maker, value = self.maker(name), self.stored.get(name)
         if maker is not None and maker.op_type == "Constant" and maker.attribute:
             value = helper.get_attribute_value(maker.attribute[0])
         if isinstance(value, TensorProto) and value.data_location != TensorProto.EXTERNAL:
@@ -224,18 +222,6 @@ def rewrite(graph: GraphProto, table: Table) -> list[Match]:
     first pattern of the table that fits. Returns the matches, those of a subgraph first."""
     ops = {op for pattern in table for op in pattern.ops}
     return _rewrite(Scope(graph), table, ops)
-
-
-def find(graph: GraphProto, pattern: Op) -> list[Match]:
-    """The matches of a pattern in a graph, also in subgraphs; the graph stays as it is."""
-    matches: list[Match] = []
-
-    def note(at: Match) -> bool:
-        matches.append(at)
-        return False
-
-    rewrite(graph, {pattern: note})
-    return matches
 
 
 def _rewrite(scope: Scope, table: Table, ops: Collection[str]) -> list[Match]:

@@ -10,21 +10,23 @@ import numpy as np
 import onnx
 from onnx import GraphProto
 
-from onnxpar.graph.patterns import Match, Op, attributes, find, rewrite
+from onnxpar.graph.patterns import Match, Op, attributes, rewrite
+from onnxpar.graph.stored import nodes_of
 
 SLICING = ("GatherToSliceFusion",)
 """onnxruntime's optimizers that make a Slice of a Gather."""
-_TAKEN = Op("Gather", "x", Op("Range", "start", "limit", "step"))
 
 
 def takes_ranges(model: onnx.ModelProto) -> bool:
     """True if a Gather of this model reads the result of a Range."""
-    return bool(find(model.graph, _TAKEN))
+    nodes = list(nodes_of(model.graph))
+    ranges = {name for node in nodes if node.op_type == "Range" for name in node.output}
+    return any(n.op_type == "Gather" and not ranges.isdisjoint(n.input[1:]) for n in nodes)
 
 
 def keep_ranges(graph: GraphProto) -> None:
     """Negates the indices of each such Gather twice, also in bodies."""
-    rewrite(graph, {_TAKEN: _negate_twice})
+    rewrite(graph, {Op("Gather", "x", Op("Range", "start", "limit", "step")): _negate_twice})
 
 
 def _negate_twice(at: Match) -> bool:

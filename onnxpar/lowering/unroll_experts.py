@@ -14,7 +14,14 @@ from math import prod
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnxpar.graph.stored import element_bits, external_location, nodes_of, subgraphs_of
+from onnxpar.graph.patterns import Match, Op, rewrite
+from onnxpar.graph.stored import (
+    element_bits,
+    external_location,
+    graphs_of,
+    nodes_of,
+    subgraphs_of,
+)
 
 EXPERTS = "::experts"
 """The end of the name of a Scan over experts."""
@@ -24,33 +31,24 @@ longer than packing weights."""
 _MATRIX = 3
 """The dimensions of a stack of matrices."""
 
-Stored = Mapping[str, TensorProto]
 
-
-def unroll_experts(graph: GraphProto, outer: Stored | None = None) -> None:
+def unroll_experts(graph: GraphProto) -> None:
     """Replaces each Scan over stored weights of experts by the nodes of all its steps, in place,
-    also in subgraphs. `outer` are the initializers of the enclosing graphs."""
-    stored = {**(outer or {}), **{t.name: t for t in graph.initializer}}
-    for node in graph.node:
-        for body in subgraphs_of(node):
-            unroll_experts(body, stored)
-    scans = [node for node in graph.node if _is_over_experts(node, stored)]
-    if not scans:
-        return
-    names = {node.name for node in scans}
-    before = {name for node in scans for name in (*node.input, *_read_inside(node))}
-    nodes: list[NodeProto] = []
-    cut = {tensor.name for tensor in graph.initializer}
-    for node in graph.node:
-        nodes += (
-            _Unrolled(graph, node, stored, cut).nodes() if node.name in names else [_copy(node)]
-        )
-    del graph.node[:]
-    graph.node.extend(nodes)
-    _drop_unread(graph, before)
+    also in subgraphs."""
+    scans = [at.node for at in rewrite(graph, {Op("Scan"): _unroll})]
+    names = {name for node in scans for name in (*node.input, *_read_inside(node))}
+    for scope in graphs_of(graph) if scans else ():
+        _drop_unread(scope, names)
 
 
-def _is_over_experts(node: NodeProto, stored: Stored) -> bool:
+def _unroll(at: Match) -> bool:
+    if not _is_over_experts(at.node, at.scope.stored):
+        return False
+    at.nodes = _Unrolled(at.scope.graph, at.node, at.scope.stored).nodes()
+    return True
+
+
+def _is_over_experts(node: NodeProto, stored: Mapping[str, TensorProto]) -> bool:
     """True for a Scan over experts with one result, a sum, and with a stored stack of matrices in
     which each matrix begins at a byte boundary."""
     if node.op_type != "Scan" or not node.name.endswith(EXPERTS) or len(node.output) != 1:
@@ -79,12 +77,11 @@ def _drop_unread(graph: GraphProto, names: set[str]) -> None:
 @dataclass
 class _Unrolled:
     """Builds the nodes that replace a Scan of a graph. `stored` are all initializers that the Scan
-    can read; `names` are the names of the graph's initializers, to which steps add more."""
+    can read, to which steps add more."""
 
     graph: GraphProto
     scan: NodeProto
-    stored: Stored
-    names: set[str]
+    stored: dict[str, TensorProto]
     added: list[NodeProto] = field(default_factory=list)
 
     def nodes(self) -> list[NodeProto]:
@@ -123,7 +120,8 @@ class _Unrolled:
         for port, name in zip(body.input[1:], self.scan.input[1:], strict=True):
             names[port.name] = self._element(name, step)
         for node in body.node:
-            copy = _copy(node)
+            copy = NodeProto()
+            copy.CopyFrom(node)
             copy.name = f"{node.name}@{step}"
             copy.input[:] = [names.get(name, name) for name in node.input]
             if node.output[0] in self.matrices and node.op_type == "Unsqueeze":
@@ -143,9 +141,9 @@ class _Unrolled:
         """The name of one expert's part of a stack: a new initializer or the result of a Gather."""
         if stack in self.stored:
             name = f"{stack}@{step}"
-            if name not in self.names:
-                self.names.add(name)
-                self.graph.initializer.append(_part(self.stored[stack], name, step))
+            if name not in self.stored:
+                self.stored[name] = _part(self.stored[stack], name, step)
+                self.graph.initializer.append(self.stored[name])
             return name
         name = f"{self.scan.name}/{stack}@{step}"
         index = numpy_helper.from_array(np.array(step, np.int64), f"{name}/index")
@@ -173,9 +171,3 @@ def _part(stack: TensorProto, name: str, step: int) -> TensorProto:
     else:
         part.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(stack)[step], name))
     return part
-
-
-def _copy(node: NodeProto) -> NodeProto:
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    return copy
