@@ -152,7 +152,7 @@ class Match:
     def end(self) -> None:
         """Gives the last node the results of `node`, and `main` its name and metadata; not where
         the nodes have results of `node` already."""
-        if any(each.output[0] in self.node.output for each in self.nodes):
+        if any({*each.output} & {*self.node.output} for each in self.nodes):
             return
         self.nodes[-1].output[:] = self.node.output
         self.nodes[self.main].name = self._own
