@@ -220,11 +220,14 @@ def expand_exchanges(
     Errors: StrategyError, naming the node, for lists that do not fit together."""
     exchanges: list[_Exchange] = []
 
-    def expand(at: Match) -> None:
+    def expand(at: Match) -> bool:
+        if at.scope.outer is not None:
+            return False  # it is refused later, by its own name
         kind = _Grid if at.node.op_type == "NeighborExchangeV2" else _Lists
         exchange = kind(at, members(at.node))
         exchanges.append(exchange)
         exchange.build()
+        return True
 
     rewrite(model.graph, {_EXCHANGE: expand})
     return exchanges
