@@ -10,7 +10,8 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from onnxpar.base.names import Names
+from onnxpar.base.arrays import Array
+from onnxpar.graph.patterns import Scope
 
 _SIMPLE = "asymmetric"
 """The coordinates of Resize before opset 11."""
@@ -24,14 +25,13 @@ class NoEquivalentError(Exception):
 class Surroundings:
     """Facts around a node, and the nodes that are added before and after it.
 
-    types      types by name, as far as they are known
-    constants  initializers of the graph, by name
-    read       names that any node or output reads
+    scope  the graph of the node
+    types  types by name, as far as they are known
+    read   names that any node or output reads
     """
 
-    names: Names
+    scope: Scope
     types: Mapping[str, onnx.TypeProto.Tensor]
-    constants: Mapping[str, TensorProto]
     read: Collection[str]
     before: list[NodeProto] = field(default_factory=list)
     after: list[NodeProto] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Surroundings:
     def free(self, node: NodeProto) -> str:
         """A new name, after the node's first result."""
         of = next(name for name in node.output if name)
-        return self.names.free(f"{of}.{len(self.before) + len(self.after)}")
+        return self.scope.names.free(f"{of}.{len(self.before) + len(self.after)}")
 
     def add(self, node: NodeProto, op: str, operands: list[str], **attrs: Any) -> str:
         """Adds a node before `node`; returns its result."""
@@ -64,15 +64,12 @@ class Surroundings:
         type_ = self.types.get(name)
         return len(type_.shape.dim) if type_ is not None and type_.HasField("shape") else None
 
-    def value(self, name: str) -> np.ndarray[Any, Any] | None:
+    def value(self, name: str) -> Array | None:
         """The value of a constant in the file of the model; None for any other tensor."""
         maker = next((n for n in self.before if list(n.output) == [name]), None)
         if maker is not None and maker.op_type == "Constant":
             return numpy_helper.to_array(maker.attribute[0].t)
-        tensor = self.constants.get(name)
-        if tensor is None or tensor.data_location == TensorProto.EXTERNAL:
-            return None
-        return numpy_helper.to_array(tensor)
+        return self.scope.value(name)
 
 
 Change = Callable[[NodeProto, Surroundings], None]
@@ -216,7 +213,7 @@ def _scan(node: NodeProto, at: Surroundings) -> None:
     inputs, outputs = (
         [
             helper.make_tensor_value_info(
-                at.names.free(f"{port.name}.each"), port.type.tensor_type.elem_type, None
+                at.scope.names.free(f"{port.name}.each"), port.type.tensor_type.elem_type, None
             )
             for port in ports
         ]

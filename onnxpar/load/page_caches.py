@@ -12,11 +12,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import onnx
-from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from onnxpar.base.arrays import Array
 from onnxpar.base.errors import ModelError
 from onnxpar.graph.model_folder import carried_files, model_at
 from onnxpar.graph.paged_attention import (
@@ -26,6 +24,7 @@ from onnxpar.graph.paged_attention import (
     UnpagedError,
     too_old,
 )
+from onnxpar.graph.patterns import Known, Match, Op, Scope, attributes, rewrite
 from onnxpar.graph.stored import nodes_before, onnx_opset
 from onnxpar.load.candidates import ASKED_DIM, OLDEST, PICK_DIM, add_candidates
 from onnxpar.load.decoder_samples import Ports
@@ -76,6 +75,12 @@ _BY_RANGE = "DynamicQuantizeLinear"
 _PRODUCTS = frozenset(("MatMul", "MatMulNBits", "Gemm", "FusedMatMul"))
 _BEHIND = frozenset(("Cast", "Mul", "Div", "Tanh", "Add", "Sub"))
 """Ops behind the product that makes logits."""
+_LAST = Op("Gather", "every", Known("index", [-1]), axis=1)
+_LAST_TOKEN = (
+    _LAST,
+    Op("Unsqueeze", _LAST, axes=[1]),
+    Op("Unsqueeze", _LAST, Known("axes", [1])),
+)
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,7 @@ def page_caches(
     if len({p[0] for p in pairs}) < len(pairs):
         raise UnpagedError("two attentions share a cache")
     ports = _ports(graph, {name for pair in pairs for name in pair})
-    for node in grouped:
-        _replace(node)
+    rewrite(graph, {Op(_GROUPED, domain="com.microsoft"): _page})
     if caches:
         page_basic_attention(model, caches, _roles(ports, caches))
     _set_ports(graph, ports, pairs, page_size)
@@ -206,23 +210,15 @@ def _roles(ports: _Ports, caches: Collection[Cache]) -> Ports:
     return Ports(ports.tokens, roles.get("mask"), roles.get("position"), past)
 
 
-def _replace(node: NodeProto) -> None:
-    """Makes a GroupQueryAttention a PagedAttention."""
-    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    rotates = bool(values.get("do_rotary"))
-    operands = [*node.input[:5], TABLE, ROWS, POSITIONS]
-    operands += [_given(node, i) if rotates else "" for i in (_COSINE, _SINE)]
-    operands.append(_given(node, _SINK))
-    while not operands[-1]:
-        operands.pop()
-    del node.input[:], node.attribute[:]
-    node.input.extend(operands)
-    node.op_type, node.domain = PAGED_ATTENTION, COMPUTE
-    integers = ("local_window_size", "rotary_interleaved", "smooth_softmax")
-    for name in _KEPT:
-        if name in values:  # exporters write numbers of either type
-            value = int(values[name]) if name in integers else values[name]
-            node.attribute.append(helper.make_attribute(name, value))
+def _page(at: Match) -> None:
+    """A PagedAttention in place of a GroupQueryAttention."""
+    values = attributes(at.node)
+    angles = [at.operand(i) if values.get("do_rotary") else "" for i in (_COSINE, _SINE)]
+    operands = [*at.node.input[:5], TABLE, ROWS, POSITIONS, *angles, at.operand(_SINK)]
+    kept = {name: values[name] for name in _KEPT if name in values}
+    integers = kept.keys() & {"local_window_size", "rotary_interleaved", "smooth_softmax"}
+    kept |= {name: int(kept[name]) for name in integers}  # exporters write numbers of either type
+    at.add(PAGED_ATTENTION, operands, domain=COMPUTE, **kept)
 
 
 def _set_dtype(graph: GraphProto, pairs: list[tuple[str, str]], dtype: int) -> None:
@@ -281,7 +277,7 @@ def _pick(graph: GraphProto, logits: str) -> None:
         node = makers[inner[0]]
     if node.op_type not in _PRODUCTS:
         raise UnpagedError(f"its logits are made by {node.op_type}, not by a product with weights")
-    every = _before_last(node.input[0], graph, makers)
+    every = _before_last(node.input[0], Scope(graph))
     picked = f"{every}/picked"
     gather = helper.make_node("Gather", [every, PICKS], [picked], "pick_tokens", axis=1)
     node.input[0] = picked
@@ -289,37 +285,12 @@ def _pick(graph: GraphProto, logits: str) -> None:
     graph.node.insert(at, gather)
 
 
-def _before_last(name: str, graph: GraphProto, makers: dict[str, NodeProto]) -> str:
+def _before_last(name: str, scope: Scope) -> str:
     """The tensor of all tokens from which an exporter takes the last one, by Gather and perhaps
     Unsqueeze, so that logits are of it alone; else the tensor itself."""
-    node = makers.get(name)
-    if node is not None and node.op_type == "Unsqueeze" and _axes(node, graph, makers) == [1]:
-        node = makers.get(node.input[0])
-    if node is None or node.op_type != "Gather":
-        return name
-    axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
-    index = _value(node.input[1], graph, makers)
-    is_last = axis == 1 and index is not None and index.ravel().tolist() == [-1]
-    return node.input[0] if is_last else name
-
-
-def _axes(node: NodeProto, graph: GraphProto, makers: dict[str, NodeProto]) -> list[int]:
-    """The axes of an Unsqueeze, an attribute before opset 13."""
-    for attribute in node.attribute:
-        return list(attribute.ints)
-    axes = _value(node.input[1], graph, makers)
-    return [] if axes is None else axes.ravel().tolist()
-
-
-def _value(name: str, graph: GraphProto, makers: dict[str, NodeProto]) -> Array | None:
-    """The value of a small constant; None for anything else."""
-    stored = next((w for w in graph.initializer if w.name == name), None)
-    maker = makers.get(name)
-    if stored is None and maker is not None and maker.op_type == "Constant":
-        stored = next((a.t for a in maker.attribute if a.name == "value"), None)
-    if stored is None or stored.data_location == TensorProto.EXTERNAL:
-        return None
-    return np.asarray(numpy_helper.to_array(stored))
+    node = scope.maker(name)
+    matches = (form.match(node, scope) for form in _LAST_TOKEN if node is not None)
+    return next((at["every"] for at in matches if at is not None), name)
 
 
 def _is_constant(name: str, makers: dict[str, NodeProto], stored: Collection[str]) -> bool:

@@ -10,18 +10,17 @@ from contextlib import suppress
 
 import onnx
 import onnx.version_converter
-from onnx import GraphProto, NodeProto
+from onnx import GraphProto
 
 from onnxpar.base.errors import ModelError
+from onnxpar.graph.patterns import Match, Op, rewrite
 from onnxpar.graph.stored import (
     copy_with_stubs,
     graphs_of,
     is_folded,
     nodes_of,
-    subgraphs_of,
     without_data,
 )
-from onnxpar.graph.used_names import names_in
 from onnxpar.load.changed_ops import CHANGES, NEED_TYPES, NoEquivalentError, Surroundings
 
 OLDEST, NEWEST = 7, 18
@@ -53,7 +52,6 @@ class _Upgrade:
 
     def __init__(self, model: onnx.ModelProto, have: int, what: str) -> None:
         self.have, self.what = have, what
-        self.names = names_in(model.graph)
         self.read = _read(model.graph)
         typed = {op for op, since in CHANGES if have < since and op in NEED_TYPES}
         is_typed = any(node.op_type in typed for node in nodes_of(model.graph))
@@ -61,20 +59,11 @@ class _Upgrade:
 
     def run(self, graph: GraphProto) -> None:
         """Converts the nodes of a graph and its bodies."""
-        nodes: list[NodeProto] = []
-        constants = {t.name: t for t in graph.initializer}
-        for node in graph.node:
-            for inner in subgraphs_of(node):
-                self.run(inner)
-            at = Surroundings(self.names, self.types, constants, self.read)
-            if node.domain in _ONNX:
-                self._convert(node, at)
-            nodes += [*at.before, node, *at.after]
-        kept = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
-        del graph.node[:]
-        graph.node.extend(kept)
+        ops = tuple(op for op, since in CHANGES if since > self.have)
+        rewrite(graph, {Op(ops): self._convert})
 
-    def _convert(self, node: NodeProto, at: Surroundings) -> None:
+    def _convert(self, match: Match) -> None:
+        node, at = match.node, Surroundings(match.scope, self.types, self.read)
         op, name = node.op_type, node.name or next(iter(node.output), "")
         for version in range(self.have + 1, NEWEST + 1):
             change = CHANGES.get((node.op_type, version))
@@ -87,6 +76,7 @@ class _Upgrade:
                     f"{self.what}: {op} '{name}' of opset {self.have} has no equivalent in opset "
                     f"{NEWEST}: {reason}; export the model with opset {NEWEST} or newer"
                 ) from None
+        match.nodes = [*at.before, node, *at.after]
 
 
 def _from_oldest(model: onnx.ModelProto, what: str) -> onnx.ModelProto:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import onnx
-from onnx import NodeProto, TypeProto, helper, numpy_helper
+from onnx import NodeProto, TypeProto
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.patterns import Match, Op, attributes, rewrite
 
 _PLACES = ((0, 1), (0, 2), (1, 2), (2, 2), (2, 1), (2, 0), (1, 0), (0, 0))
 """The eight directions, clockwise from the top: row and column in a grid of three by three."""
@@ -25,29 +26,21 @@ _NAMES = ("top", "bottom", "left", "right")
 _SIDES = (0, None, 1), (2, None, 3)
 """The index of a side in a list of widths, by row and by column of the grid."""
 _END = np.iinfo(np.int64).max
+_EXCHANGE = Op(("NeighborExchange", "NeighborExchangeV2"), domain=DOMAIN, before=None, after=None)
+"""With MindSpore's attributes: a NeighborExchange with `before` and `after` is the plugin's own."""
 
 Table = list[list[int]]
 
 
-def _is_exchange(node: NodeProto) -> bool:
-    """True for a node with MindSpore's attributes. A NeighborExchange with `before` and `after` is
-    the plugin's own op."""
-    if node.domain != DOMAIN or node.op_type not in ("NeighborExchange", "NeighborExchangeV2"):
-        return False
-    return not {"before", "after"} & {a.name for a in node.attribute}
-
-
 class _Exchange:
-    """Collects the nodes that replace one exchange."""
+    """Adds the nodes that replace one exchange."""
 
-    def __init__(self, node: NodeProto, members: int) -> None:
-        self.node = node
+    def __init__(self, at: Match, members: int) -> None:
+        self.at, self.node = at, at.node
         self.members = members
-        self.name = node.name or next(iter(node.output), "")
-        self.attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        self.name = at.node.name or next(iter(at.node.output), "")
+        self.attrs = attributes(at.node)
         self.group = {k: self.attrs[k] for k in ("axes", "group") if k in self.attrs}
-        self.nodes: list[NodeProto] = []
-        self.constants: list[onnx.TensorProto] = []
         self.longest: dict[str, int] = {}
 
     def table(self, key: str, width: int) -> Table:
@@ -64,20 +57,9 @@ class _Exchange:
             self.fail(f"{key} has {odd}, but a group has members 0 to {self.members - 1}")
         return [entries[i * width : (i + 1) * width] for i in range(self.members)]
 
-    def permute(self, x: str, sources: Sequence[int], y: str) -> str:
-        return self.add("CollectivePermute", [x], y, DOMAIN, sources=list(sources), **self.group)
-
-    def constant(self, value: Any) -> str:
-        name = f"{self.name}::constant{len(self.constants)}"
-        self.constants.append(numpy_helper.from_array(np.asarray(value, np.int64), name))
-        return name
-
-    def add(self, op: str, inputs: Sequence[str], y: str, domain: str = "", **attrs: Any) -> str:
-        self.nodes.append(helper.make_node(op, list(inputs), [y], y, domain=domain, **attrs))
-        return y
-
-    def fresh(self, what: str) -> str:
-        return f"{self.name}::{what}{len(self.nodes)}"
+    def permute(self, x: str, sources: Sequence[int]) -> str:
+        sources = list(sources)
+        return self.at.add("CollectivePermute", [x], domain=DOMAIN, sources=sources, **self.group)
 
     def check_extents(self, types: Mapping[str, TypeProto]) -> None:
         """Checks that X has as many rows and columns as the slices of it need, once types are
@@ -100,7 +82,7 @@ class _Lists(_Exchange):
     output j from the j-th member of its other list. The k-th tensor that member A sends to member B
     is the k-th tensor that B receives from A."""
 
-    def build(self) -> list[NodeProto]:
+    def build(self) -> None:
         inputs, outputs = list(self.node.input), list(self.node.output)
         sends = self.table("send_rank_ids", len(inputs))
         receives = self.table("recv_rank_ids", len(outputs))
@@ -122,19 +104,16 @@ class _Lists(_Exchange):
         for j, y in enumerate(outputs):
             if not parts[j]:
                 self.fail(f"no member receives output {j}, '{y}'; leave it out")
-            self._sum(y, [(inputs[i], of) for i, of in parts[j]])
-        return self.nodes
+            self._sum([(inputs[i], of) for i, of in parts[j]])
+            self.at.nodes[-1].output[0] = y
 
-    def _sum(self, y: str, parts: Sequence[tuple[str, list[int]]]) -> None:
+    def _sum(self, parts: Sequence[tuple[str, list[int]]]) -> None:
         """Adds up permutes. Each member receives from at most one of them, and zeros from the
         others."""
         total = ""
-        for n, (x, sources) in enumerate(parts):
-            is_last = n + 1 == len(parts)
-            received = self.permute(x, sources, y if len(parts) == 1 else self.fresh("got"))
-            if total:
-                received = self.add("Add", [total, received], y if is_last else self.fresh("sum"))
-            total = received
+        for x, sources in parts:
+            received = self.permute(x, sources)
+            total = self.at.add("Add", [total, received]) if total else received
 
 
 class _Grid(_Exchange):
@@ -142,7 +121,7 @@ class _Grid(_Exchange):
     its X, with zeros where it has no neighbor. If widths differ between members, all members
     exchange the largest widths, and cut their frames afterwards."""
 
-    def build(self) -> list[NodeProto]:
+    def build(self) -> None:
         if self.attrs.get("data_format", b"NCHW") not in (b"NCHW", "NCHW"):
             self.fail(f"data_format={self.attrs['data_format'].decode()}: only NCHW is supported")
         sends, receives = (self.table(f"{key}_rank_ids", 8) for key in ("send", "recv"))
@@ -159,14 +138,13 @@ class _Grid(_Exchange):
             if 0 not in size:
                 sources = [of[direction] for of in receives]
                 region = self._slice(x, row, column, *size)
-                grid[row][column] = self.permute(region, sources, self.fresh("got"))
+                grid[row][column] = self.permute(region, sources)
         rows = [self._concat([p for p in pieces if p], 3) for pieces in grid if any(pieces)]
         whole = self._concat(rows, 2)
         frame = [north, south, west, east]
         if any(widths != frame for widths in take):
             whole = self._cut(whole, take, frame)
-        self.add("Identity", [whole], self.node.output[0])
-        return self.nodes
+        self.at.add("Identity", [whole])
 
     def _widths(self, key: str) -> Table:
         """The four widths of each member, from one list for all members or a row for each
@@ -223,45 +201,39 @@ class _Grid(_Exchange):
                 starts.append(-size if place == 0 else 0)
                 ends.append(_END if place == 0 else size)
                 axes.append(axis)
-        bounds = [self.constant(bound) for bound in (starts, ends, axes)]
-        return self.add("Slice", [x, *bounds], self.fresh("region"))
+        return self.at.add("Slice", [x, starts, ends, axes])
 
     def _concat(self, pieces: Sequence[str], axis: int) -> str:
         if len(pieces) == 1:
             return pieces[0]
-        return self.add("Concat", pieces, self.fresh("frame"), axis=axis)
+        return self.at.add("Concat", pieces, axis=axis)
 
     def _cut(self, whole: str, take: Table, frame: list[int]) -> str:
         """Cuts the frame of each member to its own widths."""
-        starts = [[frame[0] - widths[0], frame[2] - widths[2]] for widths in take]
-        ends = [[widths[side] - frame[side] or _END for side in (1, 3)] for widths in take]
-        rank = self.add("Rank", [], self.fresh("rank"), DOMAIN, **self.group)
-        bounds = [
-            self.add("Gather", [self.constant(rows), rank], self.fresh("bound"), axis=0)
-            for rows in (starts, ends)
-        ]
-        return self.add("Slice", [whole, *bounds, self.constant([2, 3])], self.fresh("cut"))
+        starts = [[frame[0] - own[0], frame[2] - own[2]] for own in take]
+        ends = [[own[side] - frame[side] or _END for side in (1, 3)] for own in take]
+        rank = self.at.add("Rank", [], domain=DOMAIN, **self.group)
+        bounds = [self.at.add("Gather", [rows, rank], axis=0) for rows in (starts, ends)]
+        return self.at.add("Slice", [whole, *bounds, [2, 3]])
 
 
 def expand_exchanges(
     model: onnx.ModelProto, members: Callable[[NodeProto], int]
 ) -> list[_Exchange]:
-    """Replaces the exchanges of a program, in place. `members` is a function from a node to the
+    """Replaces the exchanges of a program, in place; `members` is a function from a node to the
     number of ranks in its largest group. Returns the exchanges, so that the caller can check their
     sizes once types are known. Errors: StrategyError, naming the node, for lists that do not fit
     together."""
     exchanges: list[_Exchange] = []
-    nodes: list[NodeProto] = []
-    for node in model.graph.node:
-        if not _is_exchange(node):
-            nodes.append(node)
-            continue
-        kind = _Grid if node.op_type == "NeighborExchangeV2" else _Lists
-        exchange = kind(node, members(node))
+
+    def expand(at: Match) -> bool:
+        if at.scope.outer is not None:
+            return False  # it is refused later, by its own name
+        kind = _Grid if at.node.op_type == "NeighborExchangeV2" else _Lists
+        exchange = kind(at, members(at.node))
         exchanges.append(exchange)
-        nodes += exchange.build()
-        model.graph.initializer.extend(exchange.constants)
-    if exchanges:
-        del model.graph.node[:]
-        model.graph.node.extend(nodes)
+        exchange.build()
+        return True
+
+    rewrite(model.graph, {_EXCHANGE: expand})
     return exchanges

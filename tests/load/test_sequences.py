@@ -68,3 +68,19 @@ def test_split(tmp_path: Path, case: str) -> None:
 def test_kept(tmp_path: Path, case: str) -> None:
     agree(KEPT[case], tmp_path, {"x": X, "any": np.array(1)})
     assert "SplitToSequence" in ops(write(KEPT[case], tmp_path))
+
+
+@pytest.mark.parametrize("place", [1, -2])
+def test_a_constant_picks_a_tensor_of_a_list(tmp_path: Path, place: int) -> None:
+    """As exporters write the place: by a Constant node."""
+    nodes = [
+        node("Relu", "x", "h"),
+        node("Neg", "x", "g"),
+        node("SequenceConstruct", "h g", "s"),
+        node("Constant", "", "at", value_int=place),
+        node("SequenceAt", "s at", "y0"),
+        node("ConcatFromSequence", "s", "y1", axis=1, new_axis=1),
+    ]
+    case = model(nodes, [port("x", [6, 4])], [port("y0", None), port("y1", None)])
+    agree(case, tmp_path, {"x": X})
+    assert not ops(tmp_path / "m.onnx") & {"SequenceAt", "SequenceConstruct", "ConcatFromSequence"}

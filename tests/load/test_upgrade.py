@@ -187,6 +187,17 @@ def test_converted_models_compute_the_same(case: tuple[int, str, str]) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ['<mode = "nearest">', ""])
+def test_known_scales_that_only_grow_need_one_resize(mode: str) -> None:
+    way = f"s = Constant <value = float[4] {{1, 1, 2, 3}}> () y = Resize {mode} (x, s)"
+    proto = parsed(10, IMAGE, way)
+    feeds = fed(proto)
+    (wanted,) = ran(proto, feeds)
+    new = upgrade(proto, "m")
+    assert [n.op_type for n in new.graph.node].count("Resize") == 1
+    np.testing.assert_array_equal(ran(new, feeds)[0], wanted)
+
+
 def defaults(schema: onnx.defs.OpSchema) -> dict[str, Any]:
     found = {name: attribute.default_value for name, attribute in schema.attributes.items()}
     return {n: onnx.helper.get_attribute_value(v) if v.name else None for n, v in found.items()}

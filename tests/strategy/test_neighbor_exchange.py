@@ -218,3 +218,12 @@ def test_a_member_sends_no_more_than_it_has(tmp_path: Path, side: int, length: i
         tmp_path, 2, node, {"x": shape}, {"y": wanted}, {"x": np.ones((2, 1, 2, 3), "f4")}
     )
     assert list(plan.outputs[0].shape) == [2, *wanted[1:]]
+
+
+def test_in_a_body_it_is_refused_by_its_name(tmp_path: Path) -> None:
+    inner = exchange(["x"], ["b"], send_rank_ids=[1, 0], recv_rank_ids=[1, 0])
+    ports = [helper.make_tensor_value_info("b", TensorProto.FLOAT, [2, 3])]
+    body = helper.make_graph([inner], "b", [], ports)
+    node = helper.make_node("If", ["k"], ["y"], "if", then_branch=body, else_branch=body)
+    with pytest.raises(StrategyError, match="NeighborExchange 'n': is in a body of If 'if'"):
+        run(tmp_path, 2, node, {"x": [2, 3], "k": [2]}, {"y": [2, 3]}, {})
