@@ -28,14 +28,13 @@ from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.base.json_text import json_text
 from onnxpar.base.pass_times import PassTimes
 from onnxpar.base.progress_line import progress_line
-from onnxpar.cli.arguments import dims_of, states_of
 from onnxpar.cli.colours import coloured
+from onnxpar.cli.options import asked_of
 from onnxpar.cli.training_commands import warn_of
 from onnxpar.compiler.plan import Plan, SavedPlan
-from onnxpar.graph.typical import Typical
 from onnxpar.planner import sharder
 from onnxpar.planner.named_passes import run_named
-from onnxpar.planner.option_table import Kind, LayoutOptions, PlanOptions, table
+from onnxpar.planner.option_table import Kind, LayoutOptions, PlanOptions
 from onnxpar.planner.options import Options
 from onnxpar.planner.paging import paged_by_default
 from onnxpar.planner.pass_registry import LIST, pass_lines
@@ -219,13 +218,7 @@ def ops(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
-    asked = {name: value for name, value in vars(args).items() if name in table(kind)}
-    read = {
-        "dims": dims_of(args.dims),
-        "states": states_of(args.states),
-        "typical": Typical.parse(args.typical),
-    }
-    options = options_of({**asked, **read, "verify": True}, kind=kind)
+    options = options_of({**asked_of(args, kind), "verify": True}, kind=kind)
     return timed(options, vars(args).get("times"))
 
 

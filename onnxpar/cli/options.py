@@ -1,17 +1,19 @@
-"""Options that several commands share. An option of a plan is a row of `planner/option_table.py`;
-one of a single command is in `parser.py`."""
+"""Options that several commands share, and those of tables. An option of a single command is in
+`parser.py`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from onnxpar.base.errors import OnnxparError
+from onnxpar.cli.arguments import dims_of, states_of
+from onnxpar.graph.typical import Typical
 from onnxpar.layout.mesh import MOST_RANKS, Mesh
-from onnxpar.planner.option import GROUPS, NamedOption, members
-from onnxpar.planner.option_table import Kind, PlanOptions, table
+from onnxpar.planner.option import GROUPS, REQUIRED, NamedOption, members, table
+from onnxpar.planner.option_table import Kind, PlanOptions
 
 Options = argparse._ActionsContainer
 """A parser, or a group of its arguments."""
@@ -41,33 +43,65 @@ def add_model(
     what += "on the hub of Hugging Face, which is exported first"
     what += "; or a file that --dump wrote" if nargs else ""
     to.add_argument("model", metavar="model.onnx", action=GivenModel, nargs=nargs, help=what)
-    usual = to._action_groups.pop()  # argparse's --help and the like stand last
-    groups = {title: to.add_argument_group(title) for title in GROUPS}
-    to._action_groups.append(usual)
-    for each in table(kind).values():
-        if each.option.group:
-            add_option(groups[each.option.group], each)
+    groups = add_groups(to, GROUPS)
+    add_table(groups, kind)
     return groups
 
 
+def add_groups(to: argparse.ArgumentParser, titles: Sequence[str]) -> Mapping[str, Options]:
+    """Adds groups to the help; returns them by title."""
+    usual = to._action_groups.pop()  # argparse's --help and the like stand last
+    groups = {title: to.add_argument_group(title) for title in titles}
+    to._action_groups.append(usual)
+    return groups
+
+
+def add_table(groups: Mapping[str, Options], kind: Any) -> None:
+    """Adds the options of a table to their groups."""
+    for each in table(kind).values():
+        if each.option.group:
+            add_option(groups[each.option.group], each)
+
+
 def add_option(to: Options, named: NamedOption) -> None:
-    """Adds an option of the table."""
+    """Adds an option of a table."""
     option, kinds = named.option, [*members(named.type)]
     how: dict[str, Any] = {"dest": named.name, "help": option.help.replace("%", "%%")}
-    literals = [get_args(kind) for kind in kinds if get_origin(kind) is Literal]
-    if isinstance(option.default, bool):
+    how |= {"required": True} if option.default is REQUIRED else {"default": option.default}
+    if bool in kinds:
         how["action"] = "store_false" if option.default else "store_true"
     else:
+        literals = (get_args(kind) for kind in kinds if get_origin(kind) is Literal)
         how["metavar"] = option.metavar
-        how |= {"choices": literals[0]} if literals else {}
-        how |= {"action": "append", "default": []} if named.name in _REPEATED else {}
+        how["choices"] = option.choices or next(literals, None)
+        how |= {"action": "append", "default": []} if _is_repeated(named) else {}
         readers = (reader for kind, reader in _READERS.items() if kind in kinds)
         how["type"] = next(readers, None) if str not in kinds or Mesh in kinds else None
     to.add_argument(f"--{named.flag}", **how)
 
 
-_REPEATED = ("dims", "typical", "states", "plugin", "libraries", "place", "passes")
-"""Options of the table that may be given several times."""
+def _is_repeated(named: NamedOption) -> bool:
+    """True if an option may be given several times, once for each element."""
+    origins = {get_origin(kind) or kind for kind in members(named.type)}
+    return named.option.repeated or (str not in origins and not origins.isdisjoint(_COLLECTIONS))
+
+
+_COLLECTIONS = (Mapping, Sequence)
+
+
+def asked_of(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
+    """Returns the options of a table as a call in Python takes them. Errors: StrategyError."""
+    asked = {name: value for name, value in vars(args).items() if name in table(kind)}
+    return asked | {name: read(asked[name]) for name, read in _READ.items() if name in asked}
+
+
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "dims": dims_of,
+    "states": states_of,
+    "typical": Typical.parse,
+    **dict.fromkeys(("batch_dim", "padding_idx", "pad"), dict),
+}
+"""What makes values for Python of the texts of options that may be given several times."""
 
 
 def add_time_passes(to: Options) -> None:
@@ -155,5 +189,12 @@ def mesh(text: str) -> Mesh:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-_READERS: Mapping[Any, Callable[[str], Any]] = {Mesh: mesh, int: int, float: float}
+_READERS: Mapping[Any, Callable[[str], Any]] = {
+    Mesh: mesh,
+    int: int,
+    float: float,
+    Mapping[str, int]: named_number,
+    Mapping[str, int | None]: named_number_or_none,
+    Mapping[str, float]: named_value,
+}
 """How the command line reads a value, by its type."""

@@ -7,10 +7,8 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from onnxpar.base.errors import RankError, RunError, StoppedError
 from onnxpar.base.folder_lock import FolderLock
@@ -18,26 +16,22 @@ from onnxpar.base.interrupts import Terminated
 from onnxpar.base.log import LOG
 from onnxpar.base.units import quantity
 from onnxpar.base.write_file import writing
-from onnxpar.cli.arguments import dims_of
 from onnxpar.cli.error_line import report
+from onnxpar.cli.options import asked_of
 from onnxpar.cli.predicted import compared
 from onnxpar.cli.training_bar import Bar
 from onnxpar.graph.tensors import numel, shape_bytes
 from onnxpar.graph.training_spec import Step
-from onnxpar.planner.options import Options
 from onnxpar.report.report import size_text, table
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.launch.launch import generation_number, launched_rank
 from onnxpar.runtime.launch.supervision import AGAIN
-from onnxpar.runtime.profile.trace import check_place
 from onnxpar.runtime.ranks.redirect import redirect_output
-from onnxpar.runtime.session.checks import check_timeout
-from onnxpar.strategy.strategy import Strategy
-from onnxpar.trainer.api import write_step
 from onnxpar.trainer.checkpoint import Progress, tell
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.elastic import Elastic, Generations, generation_logs
+from onnxpar.trainer.elastic import Generations, generation_logs
 from onnxpar.trainer.export_weights import export_weights
+from onnxpar.trainer.grad_options import GradOptions
 from onnxpar.trainer.launched_generation import LaunchedGeneration, NotNeededError
 from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Run, last_checkpoint
@@ -52,58 +46,16 @@ from onnxpar.trainer.metrics_files import (
     row_of,
 )
 from onnxpar.trainer.picture import draw_losses
-from onnxpar.trainer.rates import Schedule
-from onnxpar.training.backward import LossOptions
-from onnxpar.training.batch_norm import BatchNorm
+from onnxpar.trainer.requested_run import RequestedRun, requested_run
+from onnxpar.trainer.train_options import TrainOptions
+from onnxpar.trainer.write_step import StepRequest, write_step
 from onnxpar.training.gradients.trained import FROZEN, UNNAMED, Left, Trained, Weights
-from onnxpar.training.loss_scale import LossScale
-from onnxpar.training.loss_settings import LossSettings, numbers_of
-from onnxpar.training.margins import Margin
-from onnxpar.training.optimizers import OPTIMIZERS, make_optimizer
-from onnxpar.training.parameter_groups import Group
-from onnxpar.training.sampling import Sampling
-from onnxpar.training.step import StepOptions
 
 
 def grad(args: argparse.Namespace) -> int:
     """Runs `grad`: writes a training step."""
-    loss = LossOptions(
-        args.loss,
-        args.loss_of,
-        LossSettings(
-            args.class_axis,
-            Margin(args.margin, args.logit_scale, args.interclass_filtering_threshold),
-            args.label_smoothing,
-            numbers_of("--class-weights", args.class_weights),
-            args.delta,
-            numbers_of("--pos-weight", args.pos_weight),
-        ),
-        args.params,
-        args.frozen,
-        BatchNorm.parse(args.batch_norm, args.groups),
-        args.precision,
-        LossScale.parse(args.loss_scale, args.precision),
-        args.recompute,
-        args.lazy,
-        args.recompute_nodes,
-        Sampling(args.sample_rate, args.sample_groups),
-        args.stop_gradient,
-        dict(args.padding_idx),
-        dict(args.batch_dim),
-    )
-    options = StepOptions(
-        make_optimizer(args.optimizer, **_hyperparameters(args)),
-        args.clip_norm,
-        args.accumulate,
-        [Group.parse(text) for text in args.group],
-        args.decay_all,
-        args.ema,
-    )
-    strategy = Strategy.given(args.strategy or None)
-    source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dims))
-    output = Path(args.output)
-    given = (loss, options, source, args.untie, args.weights)
-    model, weights = write_step(args.model, output, *given)
+    request = StepRequest.of(asked_of(args, GradOptions))  # type: ignore[arg-type]
+    model, weights = write_step(args.model, Path(args.output), request)
     assert model.step is not None
     lines = [*_trained_lines(weights.trained), *_left_lines(weights), *_step_lines(model.step)]
     print("\n".join(lines))
@@ -114,40 +66,11 @@ def grad(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Runs `train`: trains, under a launcher as one of its ranks."""
-    run = Run(
-        args.epochs,
-        args.lr,
-        Schedule(
-            args.schedule,
-            args.warmup,
-            args.min_lr,
-            args.lr_power,
-            args.lr_step_size,
-            args.lr_gamma,
-            args.decay_steps,
-        ),
-        args.seed,
-        args.shuffle,
-        Path(args.checkpoint) if args.checkpoint else None,
-        args.every,
-        args.keep,
-        args.resume,
-        args.async_checkpoint,
-        args.allow_changed,
-        args.patience,
-        args.keep_best,
-        args.max_steps,
-    )
-    run.check_evaluation(bool(args.eval))
-    check_timeout(args.timeout)
-    if args.profile:
-        check_place(args.profile)
-    elastic = Elastic.of(
-        args.elastic, args.min_ranks, args.max_restarts, args.step, bool(args.profile)
-    )
+    asked = requested_run(asked_of(args, TrainOptions))  # type: ignore[arg-type]
+    run, elastic = asked.run, asked.elastic
     with held_unless_launched(run, elastic) as held:
         try:
-            return _train(args, run, elastic, held)
+            return _train(args, asked, held)
         except (KeyboardInterrupt, Terminated) as end:
             end.args = (last_checkpoint(run),)
             raise
@@ -168,33 +91,19 @@ def train(args: argparse.Namespace) -> int:
             return AGAIN
 
 
-def _train(
-    args: argparse.Namespace, run: Run, elastic: Elastic | None, held: FolderLock | None
-) -> int:
+def _train(args: argparse.Namespace, asked: RequestedRun, held: FolderLock | None) -> int:
     """Trains; `held` is the lock on the folder of checkpoints, if any."""
+    run, elastic = asked.run, asked.elastic
     logs = Path(args.log_dir)
     rank = launched_rank()
     files = _metrics_files(args, logs) if rank is None or rank.rank == 0 else []
     if rank is not None:
         own = generation_logs(logs, generation_number() if elastic else 0)
         redirect_output(own, rank, stdout=rank.rank != 0)
-    options: dict[str, Any] = {
-        "timeout": args.timeout,
-        "profile": bool(args.profile),
-        "table_dir": args.table_dir,
-        "table_cache": args.table_cache,
-        "threads": args.threads,
-        "bind": args.bind,
-        "ranks_per_numa": args.ranks_per_numa,
-        "log_dir": None if rank else logs,
-        "verify": args.verify,
-    }
+    options = {**asked.of_trainer, "log_dir": None if rank else logs}
     with living(Path(args.par), run, elastic, held, **options) as generations:
         trainer = generations.trainer
-        pad = dict(args.pad)
-        data = trainer.batches_of(args.data, pad=pad)
-        held_out = trainer.batches_of(args.eval, False, pad) if args.eval else None
-        data.check_batch(args.batch)
+        data, held_out = asked.data(trainer, args.data)
         try:
             if not trainer.leads:
                 deque(generations.records(data, held_out), maxlen=0)
@@ -296,12 +205,6 @@ def merge(args: argparse.Namespace) -> int:
     )
     print(f"{count} weights of {args.checkpoint} are in {args.output}")
     return 0
-
-
-def _hyperparameters(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the hyperparameters that the user gave, by name."""
-    known = {f.name for kind in OPTIMIZERS.values() for f in fields(kind)}
-    return {name: value for name in known if (value := getattr(args, name, None)) is not None}
 
 
 def warn_of(step: Step) -> None:

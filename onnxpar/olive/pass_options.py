@@ -7,8 +7,8 @@ from typing import Any, Union, cast, get_origin
 
 from olive.passes.pass_config import PassConfigParam
 
-from onnxpar.planner.option import members
-from onnxpar.planner.option_table import PlanOptions, table
+from onnxpar.planner.option import members, table
+from onnxpar.planner.option_table import PlanOptions
 
 _JSON: Mapping[Any, type] = {
     **{kind: kind for kind in (bool, int, float, str)},
@@ -26,7 +26,7 @@ def parameters() -> dict[str, Any]:
             default_value=_as_json(each.option.default),
             description=each.option.help,
         )
-        for name, each in table().items()
+        for name, each in table(PlanOptions).items()
     }
 
 

@@ -1,21 +1,31 @@
-"""What the table of options says of each option."""
+"""Tables of options: what a table says of each option, and what follows from it in Python."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from numbers import Integral, Real
 from operator import attrgetter
 from textwrap import wrap
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from onnxpar.base.errors import StrategyError
+from onnxpar.base.near_names import did_you_mean
+
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 NEEDED = "what most people need"
 SPLIT, DECIDE, HARDWARE = "what to split", "how to decide", "hardware"
 SIZES, LANGUAGE, TRAINING = "sizes and states", "language models", "training and collectives"
 OUTPUT, EXTENSIONS = "output", "extensions"
+REQUIRED: Any = inspect.Parameter.empty
+"""The default of an option that must be given."""
 GROUPS = (NEEDED, SPLIT, DECIDE, HARDWARE, SIZES, LANGUAGE, TRAINING, OUTPUT, EXTENSIONS)
-"""The groups of options in --help, in order."""
+"""The groups of options of plans in --help, in order."""
 
 MANUAL_PROGRAM, DUMP = "manual program", "dump"
 """Models of which some things are decided: the program of one rank, and the graph after passes."""
@@ -30,8 +40,10 @@ class Option:
     metavar   its value in --help
     flag      its flag without dashes; default: the name, with hyphens
     field     the attribute of the pipeline's `Options` that has its value; default: the name
-    default   its value if it is not given
+    default   its value if it is not given; REQUIRED for none
     decided   the kinds of models for which it has no effect, and is refused
+    choices   the values of the command line, if its type does not name them
+    repeated  may be given several times, although one text is also a value
     """
 
     help: str
@@ -41,6 +53,8 @@ class Option:
     field: str = ""
     default: Any = None
     decided: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,73 @@ class NamedOption:
         return attrgetter(self.option.field or self.name)(options)
 
 
+def table(kind: Any) -> Mapping[str, NamedOption]:
+    """Returns the options by name, in order, of a TypedDict whose annotations are a table."""
+    return _table(kind)
+
+
+@cache
+def _table(kind: Any) -> Mapping[str, NamedOption]:
+    hints = get_type_hints(kind, include_extras=True)
+    each = ((name, *get_args(hint)) for name, hint in hints.items())
+    return {name: NamedOption(name, hint, option) for name, hint, option in each}
+
+
+def lists(kind: Any) -> Callable[[Call], Call]:
+    """Decorator: lists each option in the signature of a function that takes **options, for help()
+    and editors."""
+    options = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=each.option.default, annotation=each.type
+        )
+        for name, each in table(kind).items()
+    ]
+
+    def shown(function: Call) -> Call:
+        own = inspect.signature(function)
+        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        signature = own.replace(parameters=[*parameters, *options])
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
+
+_ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
+"""Abstract types, which also admit NumPy's numbers."""
+
+
+def check_given(given: Mapping[str, Any], kind: Any, caller: str) -> None:
+    """Errors: TypeError for a name that `caller` does not have, or an option that it lacks, as in
+    any Python call; StrategyError for a value of the wrong type."""
+    options = table(kind)
+    for name, value in given.items():
+        if name not in options:
+            raise TypeError(f"{caller}() has no option {name!r}{did_you_mean(name, options)}")
+        _check_type(options[name], value)
+    for name, each in options.items():
+        if each.option.default is REQUIRED and name not in given:
+            raise TypeError(f"{caller}() needs the option {name!r}")
+
+
+def _check_type(named: NamedOption, value: Any) -> None:
+    origins = {hint: get_origin(hint) or hint for hint in members(named.type)}
+    kinds = tuple(str if kind is Literal else kind for kind in origins.values())
+    is_list = (
+        not isinstance(value, str) or str in kinds
+    )  # a string is a Sequence, but not a valid list
+    if not is_list or not isinstance(value, tuple(_ABSTRACT.get(kind, kind) for kind in kinds)):
+        wanted = ", ".join(kind.__name__ for kind in kinds if kind is not NoneType)
+        raise StrategyError(
+            f"{named.name}={value!r:.60} is of type {type(value).__name__}; give {wanted}"
+        )
+
+
+def with_defaults(given: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Returns the values of all options of a table."""
+    return {**{name: each.option.default for name, each in table(kind).items()}, **given}
+
+
 def members(hint: Any) -> Iterator[Any]:
     """Yields the types that a type annotation admits."""
     if get_origin(hint) in (Union, UnionType):
@@ -70,16 +151,17 @@ def members(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def described(table: Mapping[str, NamedOption]) -> str:
-    """Returns the names of options and their texts in two columns, with names instead of flags."""
-    names = {each.flag: name for name, each in table.items()}
+def described(kind: Any) -> str:
+    """Returns the docstring of a table: its own, then the names of its options and their texts in
+    two columns, with names instead of flags."""
+    names = {each.flag: name for name, each in table(kind).items()}
 
     def name_of(flag: re.Match[str]) -> str:
         return names.get(flag[1], flag[0])
 
     width = max(map(len, names.values())) + 2
-    lines = []
-    for name, each in table.items():
+    lines = [f"{kind.__doc__}\n"]
+    for name, each in table(kind).items():
         text = re.sub(r"--([a-z][a-z-]*)", name_of, each.option.help)
         text = f"False: {text}" if each.option.default is True else text
         how: dict[str, Any] = {"subsequent_indent": " " * width, "break_on_hyphens": False}

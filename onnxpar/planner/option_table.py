@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict
 
 from onnxpar.base.custom_ops import HELP as LIBRARY_HELP
 from onnxpar.compiler.pass_ import Pass
@@ -29,7 +28,6 @@ from onnxpar.planner.option import (
     SIZES,
     SPLIT,
     TRAINING,
-    NamedOption,
     Option,
     described,
 )
@@ -203,6 +201,7 @@ class LayoutOptions(TypedDict, total=False):
             SIZES,
             "NAME=N,..",
             field="typical.profiles",
+            repeated=True,
             decided=(DUMP,),
         ),
     ]
@@ -341,19 +340,5 @@ class PlanOptions(LayoutOptions, total=False):
 
 Kind = type[LayoutOptions] | type[PlanOptions]
 
-
-def table(kind: Kind = PlanOptions) -> Mapping[str, NamedOption]:
-    """The options by name, in order."""
-    return _table(cast(Any, kind))
-
-
-@cache
-def _table(kind: Any) -> Mapping[str, NamedOption]:
-    hints = get_type_hints(kind, include_extras=True)
-    each = ((name, *get_args(hint)) for name, hint in hints.items())
-    return {name: NamedOption(name, hint, option) for name, hint, option in each}
-
-
 for _kind in (LayoutOptions, PlanOptions):
-    _own = {name: each for name, each in table(_kind).items() if name in _kind.__annotations__}
-    _kind.__doc__ = f"{_kind.__doc__}\n\n{described(_own)}"
+    _kind.__doc__ = described(_kind)

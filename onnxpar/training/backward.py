@@ -53,22 +53,12 @@ ENDINGS = (
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The loss, the weights to differentiate it by, and options of the forward and backward passes.
+    """Options of the forward and backward passes: those of `grad` by the same names, and these.
 
-    loss        one of LOSSES, or the name of an output of the model that is a loss
     output      the output that the loss compares with the target, if the model has several
     settings    settings of the loss
-    params      globs of the weights to train; by default, `find_trained` chooses
-    frozen      globs of weights not to train
-    batch_norm  what BatchNormalization nodes compute
-    precision   one of PRECISIONS, in which the model computes; its weights keep their types
     scale       factor of the loss; gradients are divided by it again
-    recompute   True to compute activations again in the backward pass instead of keeping them
-    lazy        globs of tables of which a step updates only the rows that it looks up
-    recompute_nodes  globs of nodes to compute again, instead of a choice among all
     sampling    the fraction of classes that a step computes
-    stop_gradient  globs of tensors and nodes through which no gradient flows back
-    padding_idx  by glob of tables, the row that lookups do not train
     batch_dims  by input, the dimension that numbers samples; None for an input without one
     """
 

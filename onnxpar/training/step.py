@@ -56,15 +56,9 @@ from onnxpar.training.program import Program
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options for the part of a training step after the gradients.
-
-    optimizer   updates the parameters; None returns the gradients instead
-    clip_norm   the largest norm over all gradients together; None: no limit
-    accumulate  number of micro-batches in a step
-    groups      parameters with hyperparameters of their own; the last that matches holds
-    decay_all   True to decay biases and scales of normalizations, too
-    ema         decay of moving averages of the parameters; None for no averages
-    """
+    """Options for the part of a training step after the gradients: those of `grad` by the same
+    names, and `groups`, parameters with hyperparameters of their own; the last that matches
+    holds. Without an optimizer, the step returns the gradients."""
 
     optimizer: Optimizer | None
     clip_norm: float | None = None
