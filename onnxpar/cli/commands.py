@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +26,9 @@ from onnxpar.api import inspect as saved_plan
 from onnxpar.api import ops as ops_like
 from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.base.json_text import json_text
-from onnxpar.base.pass_times import PassTimes
 from onnxpar.base.progress_line import progress_line
 from onnxpar.cli.colours import coloured
-from onnxpar.cli.options import asked_of
+from onnxpar.cli.options import asked_of, with_times
 from onnxpar.cli.training_commands import warn_of
 from onnxpar.compiler.plan import Plan, SavedPlan
 from onnxpar.planner import sharder
@@ -52,25 +51,8 @@ from onnxpar.report.walk import walk
 from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.runtime.session.bundle_files import ranks_text
 
-Command = Callable[[argparse.Namespace], int]
 
-
-def _with_times(command: Command) -> Command:
-    """A command that prints the wall times of passes with --time-passes, also if it fails."""
-
-    @wraps(command)
-    def timing(args: argparse.Namespace) -> int:
-        args.times = PassTimes()
-        try:
-            return command(args)
-        finally:
-            if args.time_passes and args.times.rows:
-                print(args.times, file=sys.stderr)
-
-    return timing
-
-
-@_with_times
+@with_times
 def shard(args: argparse.Namespace) -> int:
     """Runs `shard`: writes a model.par."""
     output = output_of(args.given_model) if args.output is None else args.output
@@ -98,7 +80,7 @@ def _told_ranks(output: str | Path, ranks: Sequence[int], size: int) -> str:
     )
 
 
-@_with_times
+@with_times
 def plan(args: argparse.Namespace) -> int:
     """Runs `plan`: prints the plan that shard would follow, a comparison, or costs of nodes."""
     _check_one_result(args)
@@ -193,7 +175,7 @@ def check(args: argparse.Namespace) -> int:
     return 0 if found.ok else 1
 
 
-@_with_times
+@with_times
 def opt(args: argparse.Namespace) -> int:
     """Runs `opt`: runs the named passes on a model or a dump, and prints the graph after the last
     pass, or after the passes of --print-after."""

@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from onnxpar.base.errors import OnnxparError
+from onnxpar.base.pass_times import PassTimes
 from onnxpar.cli.arguments import dims_of, states_of
 from onnxpar.graph.typical import Typical
 from onnxpar.layout.mesh import MOST_RANKS, Mesh
 from onnxpar.planner.option import GROUPS, REQUIRED, NamedOption, members, table
 from onnxpar.planner.option_table import Kind, PlanOptions
 
+Command = Callable[[argparse.Namespace], int]
 Options = argparse._ActionsContainer
 """A parser, or a group of its arguments."""
 
@@ -112,6 +116,21 @@ def add_time_passes(to: Options) -> None:
         help="print a table of wall times to standard error, also if the command fails: of each "
         "pass, and of reading the model, the search, checks and writing",
     )
+
+
+def with_times(command: Command) -> Command:
+    """A command that prints the wall times of passes with --time-passes, also if it fails."""
+
+    @wraps(command)
+    def timing(args: argparse.Namespace) -> int:
+        args.times = PassTimes()
+        try:
+            return command(args)
+        finally:
+            if args.time_passes and args.times.rows:
+                print(args.times, file=sys.stderr)
+
+    return timing
 
 
 def add_save(to: Options) -> None:

@@ -17,7 +17,7 @@ from onnxpar.base.log import LOG
 from onnxpar.base.units import quantity
 from onnxpar.base.write_file import writing
 from onnxpar.cli.error_line import report
-from onnxpar.cli.options import asked_of
+from onnxpar.cli.options import asked_of, with_times
 from onnxpar.cli.predicted import compared
 from onnxpar.cli.training_bar import Bar
 from onnxpar.graph.tensors import numel, shape_bytes
@@ -48,14 +48,15 @@ from onnxpar.trainer.metrics_files import (
 from onnxpar.trainer.picture import draw_losses
 from onnxpar.trainer.requested_run import RequestedRun, requested_run
 from onnxpar.trainer.train_options import TrainOptions
-from onnxpar.trainer.write_step import StepRequest, write_step
+from onnxpar.trainer.write_step import GradRequest, write_step
 from onnxpar.training.gradients.trained import FROZEN, UNNAMED, Left, Trained, Weights
 
 
+@with_times
 def grad(args: argparse.Namespace) -> int:
     """Runs `grad`: writes a training step."""
-    request = StepRequest.of(asked_of(args, GradOptions))  # type: ignore[arg-type]
-    model, weights = write_step(args.model, Path(args.output), request)
+    request = GradRequest.of(asked_of(args, GradOptions))  # type: ignore[arg-type]
+    model, weights = write_step(args.model, Path(args.output), request, args.dump, args.times)
     assert model.step is not None
     lines = [*_trained_lines(weights.trained), *_left_lines(weights), *_step_lines(model.step)]
     print("\n".join(lines))

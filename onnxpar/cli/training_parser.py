@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from onnxpar.cli.options import GivenModel, add_groups, add_table
+from onnxpar.cli.options import GivenModel, add_groups, add_table, add_time_passes
 from onnxpar.cli.rank_options import (
     add_cores,
     add_launcher_help,
@@ -31,6 +31,13 @@ def add_grad(to: argparse.ArgumentParser) -> None:
         help="training step to write, such as step.onnx",
     )
     add_table(groups, GradOptions)
+    groups[OUTPUT].add_argument(
+        "--dump",
+        metavar="DIR",
+        help="write the model as text after each rewrite that changes it, also after one that "
+        "fails: of the loader to the folder 00-load, of the step to 01-step",
+    )
+    add_time_passes(groups[OUTPUT])
 
 
 def add_train(to: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnxpar.base.pass_times import PassTimes
 from onnxpar.graph.given_model import Source, model_file
 from onnxpar.graph.training_spec import Step
 from onnxpar.planner.option import lists
@@ -17,26 +18,35 @@ from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record
 from onnxpar.trainer.requested_run import requested_run
 from onnxpar.trainer.train_options import TrainOptions
-from onnxpar.trainer.write_step import StepRequest, write_step
+from onnxpar.trainer.write_step import GradRequest, write_step
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
 @lists(GradOptions)
-def grad(model: Source, output: str | os.PathLike[str], **options: Unpack[GradOptions]) -> Step:
+def grad(
+    model: Source,
+    output: str | os.PathLike[str],
+    *,
+    dump: str | os.PathLike[str] | None = None,
+    time_passes: PassTimes | None = None,
+    **options: Unpack[GradOptions],
+) -> Step:
     """Writes the training step of a model: one ONNX graph of standard ops.
 
-    model    a file, an onnx.ModelProto, or its bytes
-    output   the file to write
-    options  see `GradOptions`
+    model        a file, an onnx.ModelProto, or its bytes
+    output       the file to write
+    dump         folder to write the model to as text after each rewrite
+    time_passes  collects the wall time of each rewrite
+    options      see `GradOptions`
 
     Returns the roles of the step's inputs and outputs. Warns about weights that the step trains
     differently from PyTorch. Errors: OnnxparError; no file is left half-written.
     """
-    request = StepRequest.of(options)
+    request = GradRequest.of(options)
     with model_file(model) as path:
-        written, _ = write_step(path, Path(output), request)
+        written, _ = write_step(path, Path(output), request, dump, time_passes)
     assert written.step is not None
     for caution in written.step.cautions:
         warnings.warn(caution, stacklevel=2)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypedDict
 from onnxpar.base.custom_ops import HELP as LIBRARY_HELP
 from onnxpar.graph.training_spec import IGNORED
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner.option import EXTENSIONS, NEEDED, REQUIRED, Option, described, table
+from onnxpar.planner.option import EXTENSIONS, NEEDED, OUTPUT, REQUIRED, Option, described, table
 from onnxpar.planner.option_table import LayoutOptions
 from onnxpar.strategy.manual import MANUAL
 from onnxpar.strategy.strategy import Strategy
@@ -24,7 +24,7 @@ from onnxpar.training.precision import PRECISIONS
 
 LOSS, OPTIMIZER, TRAINED = "loss", "optimizer", "what is trained"
 STEP, MANUAL_PROGRAMS = "batches and memory", "manual programs"
-GROUPS = (NEEDED, LOSS, OPTIMIZER, TRAINED, STEP, MANUAL_PROGRAMS, EXTENSIONS)
+GROUPS = (NEEDED, LOSS, OPTIMIZER, TRAINED, STEP, MANUAL_PROGRAMS, OUTPUT, EXTENSIONS)
 """The groups of options in --help, in order."""
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import onnxpar.training.gradients  # noqa: F401  (registers the gradient rules)
 from onnxpar.base.custom_ops import use_libraries
 from onnxpar.base.errors import OnnxparError, StrategyError
+from onnxpar.base.pass_times import WRITE_GRAPH, PassTimes
+from onnxpar.graph.rewriting import Show, unseen
 from onnxpar.graph.write_model import export_model, write_model
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
@@ -18,10 +20,10 @@ from onnxpar.planner.context import load_model
 from onnxpar.planner.option import check_given, table, with_defaults
 from onnxpar.planner.options import Options, manual_of
 from onnxpar.planner.overwritten import refuse_overwriting
+from onnxpar.planner.rewrite_dump import LOADING, STEP, RewriteDump
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.grad_options import HYPERPARAMETERS, GradOptions
 from onnxpar.trainer.import_weights import read_values
-from onnxpar.training.backward import LossOptions
 from onnxpar.training.batch_norm import BatchNorm
 from onnxpar.training.gradients.trained import Weights
 from onnxpar.training.loss_scale import LossScale
@@ -31,12 +33,14 @@ from onnxpar.training.margins import Margin
 from onnxpar.training.optimizer import Optimizer
 from onnxpar.training.optimizers import make_optimizer
 from onnxpar.training.parameter_groups import Group
+from onnxpar.training.program import Program
 from onnxpar.training.sampling import Sampling
-from onnxpar.training.step import StepOptions, make_step
+from onnxpar.training.step import make_step
+from onnxpar.training.step_state import LossOptions, StepRequest, UpdateOptions
 
 
 @dataclass(frozen=True)
-class StepRequest:
+class GradRequest:
     """What a user asks of `grad`.
 
     source  the sizes of the model and, if it is one rank's program, its mesh and strategy
@@ -45,13 +49,13 @@ class StepRequest:
     """
 
     loss: LossOptions
-    update: StepOptions
+    update: UpdateOptions
     source: Options
     untie: bool
     values: str | os.PathLike[str] | None
 
     @classmethod
-    def of(cls, asked: GradOptions) -> StepRequest:
+    def of(cls, asked: GradOptions) -> GradRequest:
         """Reads the options of `grad`. Errors: TypeError for options that are missing;
         StrategyError."""
         known = {name: value for name, value in asked.items() if name in table(GradOptions)}
@@ -67,7 +71,7 @@ class StepRequest:
         source = Options(values["devices"], mesh, values["preset"], strategy, dims=values["dims"])
         groups = [Group.parse(text) for text in values["group"]]
         own = {name: values[name] for name in ("clip_norm", "accumulate", "decay_all", "ema")}
-        update = StepOptions(optimizer, groups=groups, **own)
+        update = UpdateOptions(optimizer, groups=groups, **own)
         return cls(loss, update, source, values["untie"], values["weights"])
 
 
@@ -116,13 +120,20 @@ _AS_GIVEN = (
 """The options that `LossOptions` takes as they are."""
 
 
-def write_step(path: Path, output: Path, request: StepRequest) -> tuple[Model, Weights]:
-    """Writes a training step; returns the step, and its trained and untrained weights. Errors:
-    OnnxparError."""
+def write_step(
+    path: Path,
+    output: Path,
+    request: GradRequest,
+    dump: str | os.PathLike[str] | None = None,
+    times: PassTimes | None = None,
+) -> tuple[Model, Weights]:
+    """Writes a training step; returns the step, and its trained and untrained weights. `dump` is a
+    folder for the model after each rewrite, `times` collects wall times. Errors: OnnxparError."""
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
-    refuse_overwriting({"model": path, "output": output})
-    source, values = request.source, request.values
+    refuse_overwriting({"model": path, "output": output, "dump": dump})
+    source, values, times = request.source, request.values, times or PassTimes()
+    source = replace(source, times=times)
     if source.strategy is not None and source.strategy.context:
         raise StrategyError(
             f"{source.strategy.source}: context is for `onnxpar shard`, which splits the step; "
@@ -134,13 +145,15 @@ def write_step(path: Path, output: Path, request: StepRequest) -> tuple[Model, W
             "a mesh and a strategy are for a program per rank (--preset manual); for any other "
             "model, give them to `onnxpar shard`, which splits the step"
         )
-    model = load_model(path, source, for_training=True, untied=request.untie)
-    program = None if manual is None else RankProgram(manual)
-    weights = make_step(model, request.loss, request.update, program)
-    proto = export_model(model.graph, model.header)
-    if values is None:
-        write_model(proto, model.folder, output)
-    else:
-        assert model.step is not None
-        write_model(proto, model.folder, output, read_values(values, model.step, proto))
+    shows: Sequence[Show] = (unseen, unseen)
+    if dump is not None:
+        shows = [RewriteDump(Path(dump) / name) for name in (LOADING, STEP)]
+    model = load_model(path, source, for_training=True, untied=request.untie, show=shows[0])
+    program = Program() if manual is None else RankProgram(manual)
+    weights = make_step(model, StepRequest(request.loss, request.update, program), shows[1], times)
+    assert model.step is not None
+    with times.of(WRITE_GRAPH):
+        proto = export_model(model.graph, model.header)
+        given = () if values is None else (read_values(values, model.step, proto),)
+        write_model(proto, model.folder, output, *given)
     return model, weights

@@ -10,7 +10,10 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.graph.training_spec import GRADIENT
-from onnxpar.training.backward import LOSS, LossOptions, add_backward, add_output
+from onnxpar.training.backward import add_backward
+from onnxpar.training.free_names import LOSS
+from onnxpar.training.rewrite import add_output
+from onnxpar.training.step_state import LossOptions, StepRequest
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Differentiate(Pass):
             params=[self.params] if self.params else (),
             frozen=[self.frozen] if self.frozen else (),
         )
-        back = add_backward(ctx.model, options)
+        back = add_backward(ctx.model, StepRequest(options))
         graph.outputs = []
         add_output(graph, back.loss, LOSS)
         for name, gradient in back.gradients.items():
