@@ -71,12 +71,12 @@ def add_option(to: Options, named: NamedOption) -> None:
     """Adds an option of a table."""
     option, kinds = named.option, [*members(named.type)]
     how: dict[str, Any] = {"dest": named.name, "help": option.help.replace("%", "%%")}
-    how |= {"required": True} if option.default is REQUIRED else {"default": option.default}
+    how |= {"required": True} if named.default is REQUIRED else {"default": named.default}
     if bool in kinds:
-        how["action"] = "store_false" if option.default else "store_true"
+        how["action"] = "store_false" if named.default else "store_true"
     else:
         literals = (get_args(kind) for kind in kinds if get_origin(kind) is Literal)
-        how["metavar"] = option.metavar
+        how["metavar"] = named.metavar
         how["choices"] = option.choices or next(literals, None)
         how |= {"action": "append", "default": []} if _is_repeated(named) else {}
         readers = (reader for kind, reader in _READERS.items() if kind in kinds)

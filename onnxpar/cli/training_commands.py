@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from onnxpar.base.errors import RankError, RunError, StoppedError
 from onnxpar.base.folder_lock import FolderLock
@@ -48,15 +49,15 @@ from onnxpar.trainer.metrics_files import (
 from onnxpar.trainer.picture import draw_losses
 from onnxpar.trainer.requested_run import RequestedRun, requested_run
 from onnxpar.trainer.train_options import TrainOptions
-from onnxpar.trainer.write_step import GradRequest, write_step
+from onnxpar.trainer.write_step import write_step
 from onnxpar.training.gradients.trained import FROZEN, UNNAMED, Left, Trained, Weights
 
 
 @with_times
 def grad(args: argparse.Namespace) -> int:
     """Runs `grad`: writes a training step."""
-    request = GradRequest.of(asked_of(args, GradOptions))  # type: ignore[arg-type]
-    model, weights = write_step(args.model, Path(args.output), request, args.dump, args.times)
+    asked: Any = asked_of(args, GradOptions)
+    model, weights = write_step(args.model, Path(args.output), asked, args.dump, args.times)
     assert model.step is not None
     lines = [*_trained_lines(weights.trained), *_left_lines(weights), *_step_lines(model.step)]
     print("\n".join(lines))
@@ -67,7 +68,8 @@ def grad(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Runs `train`: trains, under a launcher as one of its ranks."""
-    asked = requested_run(asked_of(args, TrainOptions))  # type: ignore[arg-type]
+    given: Any = asked_of(args, TrainOptions)
+    asked = requested_run(given)
     run, elastic = asked.run, asked.elastic
     with held_unless_launched(run, elastic) as held:
         try:

@@ -27,8 +27,7 @@ def unseen(name: str, graph: onnx.ModelProto | gs.Graph) -> None:
 class Rewritten(Protocol):
     """A model while rewrites change it; `shown` is what they change."""
 
-    @property
-    def path(self) -> Path: ...
+    path: Path
 
     @property
     def shown(self) -> onnx.ModelProto | gs.Graph: ...

@@ -23,7 +23,7 @@ def parameters() -> dict[str, Any]:
     return {
         name: PassConfigParam(
             type_=Union[tuple(_json_types(each.type))],  # noqa: UP007  (of a tuple)
-            default_value=_as_json(each.option.default),
+            default_value=_as_json(each.default),
             description=each.option.help,
         )
         for name, each in table(PlanOptions).items()

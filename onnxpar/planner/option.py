@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
 from operator import attrgetter
@@ -37,10 +37,11 @@ class Option:
 
     help      the text for --help, help() and the documentation; other options in it are flags
     group     its group in --help; empty: it is of Python alone
-    metavar   its value in --help
+    metavar   its value in --help; default: N for whole numbers, X for others
     flag      its flag without dashes; default: the name, with hyphens
     field     the attribute of the pipeline's `Options` that has its value; default: the name
-    default   its value if it is not given; REQUIRED for none
+    default   its value if it is not given, or REQUIRED; default: None, or by its type, if that does
+              not admit None, False or an empty tuple
     decided   the kinds of models for which it has no effect, and is refused
     choices   the values of the command line, if its type does not name them
     repeated  may be given several times, although one text is also a value
@@ -70,6 +71,20 @@ class NamedOption:
         """The flag, without dashes."""
         return self.option.flag or self.name.replace("_", "-")
 
+    @property
+    def default(self) -> Any:
+        """The value if none is given; REQUIRED if one must be given."""
+        kinds = {get_origin(kind) or kind for kind in members(self.type)}
+        if self.option.default is not None or NoneType in kinds:
+            return self.option.default
+        return False if bool in kinds else () if Sequence in kinds else REQUIRED
+
+    @property
+    def metavar(self) -> str | None:
+        """The value in --help."""
+        kinds = [kind for kind in members(self.type) if kind is not NoneType]
+        return self.option.metavar or {int: "N", float: "X"}.get(kinds[0])
+
     def value(self, options: object) -> Any:
         """The value that the pipeline's options have."""
         return attrgetter(self.option.field or self.name)(options)
@@ -92,7 +107,7 @@ def lists(kind: Any) -> Callable[[Call], Call]:
     and editors."""
     options = [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=each.option.default, annotation=each.type
+            name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
         )
         for name, each in table(kind).items()
     ]
@@ -120,7 +135,7 @@ def check_given(given: Mapping[str, Any], kind: Any, caller: str) -> None:
             raise TypeError(f"{caller}() has no option {name!r}{did_you_mean(name, options)}")
         _check_type(options[name], value)
     for name, each in options.items():
-        if each.option.default is REQUIRED and name not in given:
+        if each.default is REQUIRED and name not in given:
             raise TypeError(f"{caller}() needs the option {name!r}")
 
 
@@ -139,7 +154,12 @@ def _check_type(named: NamedOption, value: Any) -> None:
 
 def with_defaults(given: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     """Returns the values of all options of a table."""
-    return {**{name: each.option.default for name, each in table(kind).items()}, **given}
+    return {**{name: each.default for name, each in table(kind).items()}, **given}
+
+
+def same_names(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of those options that are fields of a dataclass."""
+    return {each.name: values[each.name] for each in fields(kind) if each.name in values}
 
 
 def members(hint: Any) -> Iterator[Any]:
@@ -163,7 +183,7 @@ def described(kind: Any) -> str:
     lines = [f"{kind.__doc__}\n"]
     for name, each in table(kind).items():
         text = re.sub(r"--([a-z][a-z-]*)", name_of, each.option.help)
-        text = f"False: {text}" if each.option.default is True else text
+        text = f"False: {text}" if each.default is True else text
         how: dict[str, Any] = {"subsequent_indent": " " * width, "break_on_hyphens": False}
         lines += wrap(name.ljust(width) + text, 96, **how)
     return "\n".join(lines)

@@ -42,7 +42,7 @@ class LayoutOptions(TypedDict, total=False):
     """Options that decide the layouts of a model."""
 
     devices: Annotated[
-        int | None, Option("number of ranks, if there is no --mesh", NEEDED, "N", decided=(DUMP,))
+        int | None, Option("number of ranks, if there is no --mesh", NEEDED, decided=(DUMP,))
     ]
     mesh: Annotated[
         str | Mesh | None,
@@ -149,16 +149,11 @@ class LayoutOptions(TypedDict, total=False):
             "the blocks into a slower strategy",
             DECIDE,
             field="objective.untied",
-            default=False,
             decided=_BOTH,
         ),
     ]
-    strict: Annotated[
-        bool, Option("fail if an op has no sharding rule", DECIDE, default=False, decided=_BOTH)
-    ]
-    verify: Annotated[
-        bool, Option("check the invariants after every pass, as the commands do", default=False)
-    ]
+    strict: Annotated[bool, Option("fail if an op has no sharding rule", DECIDE, decided=_BOTH)]
+    verify: Annotated[bool, Option("check the invariants after every pass, as the commands do")]
     topology: Annotated[
         str | os.PathLike[str] | Mapping[str, Any] | Topology | None,
         Option(
@@ -178,7 +173,6 @@ class LayoutOptions(TypedDict, total=False):
             "no times; this host is not measured",
             HARDWARE,
             field="on_any_host",
-            default=False,
         ),
     ]
     balance: Annotated[
@@ -187,7 +181,6 @@ class LayoutOptions(TypedDict, total=False):
             "give ranks whose devices differ in --topology parts in proportion to their speed, as "
             "far as their memory allows. Default: equal parts",
             HARDWARE,
-            default=False,
             decided=_BOTH,
         ),
     ]
@@ -213,7 +206,6 @@ class LayoutOptions(TypedDict, total=False):
             SIZES,
             "IN=OUT",
             flag="state",
-            default=(),
             decided=(DUMP,),
         ),
     ]
@@ -235,7 +227,6 @@ class LayoutOptions(TypedDict, total=False):
             "folder of a language model whose caches can be in pages: 16; else 0, which leaves "
             "caches as the model has them. check and annotate always use the model without pages",
             LANGUAGE,
-            "N",
             decided=(DUMP,),
         ),
     ]
@@ -255,12 +246,10 @@ class LayoutOptions(TypedDict, total=False):
             "packages add theirs by entry points (see docs/how-to/pass.md)",
             EXTENSIONS,
             "MODULE",
-            default=(),
         ),
     ]
     libraries: Annotated[
-        Sequence[str | os.PathLike[str]],
-        Option(LIBRARY_HELP, EXTENSIONS, "FILE", flag="library", default=()),
+        Sequence[str | os.PathLike[str]], Option(LIBRARY_HELP, EXTENSIONS, "FILE", flag="library")
     ]
 
 
@@ -296,7 +285,6 @@ class PlanOptions(LayoutOptions, total=False):
             "largest fused collective, in MiB; default: 64 for all-reduces, 8 for reduce-scatters "
             "and all-gathers",
             TRAINING,
-            "X",
             field="bucket_bytes",
             decided=(MANUAL_PROGRAM,),
         ),
@@ -321,7 +309,6 @@ class PlanOptions(LayoutOptions, total=False):
             "must update them lazily (`onnxpar grad --lazy`)",
             HARDWARE,
             "TABLE=host",
-            default=(),
             decided=_BOTH,
         ),
     ]
@@ -333,7 +320,6 @@ class PlanOptions(LayoutOptions, total=False):
             EXTENSIONS,
             "PASS",
             flag="add-pass",
-            default=(),
         ),
     ]
 

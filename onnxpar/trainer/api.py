@@ -18,7 +18,7 @@ from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record
 from onnxpar.trainer.requested_run import requested_run
 from onnxpar.trainer.train_options import TrainOptions
-from onnxpar.trainer.write_step import GradRequest, write_step
+from onnxpar.trainer.write_step import write_step
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,9 +44,8 @@ def grad(
     Returns the roles of the step's inputs and outputs. Warns about weights that the step trains
     differently from PyTorch. Errors: OnnxparError; no file is left half-written.
     """
-    request = GradRequest.of(options)
     with model_file(model) as path:
-        written, _ = write_step(path, Path(output), request, dump, time_passes)
+        written, _ = write_step(path, Path(output), options, dump, time_passes)
     assert written.step is not None
     for caution in written.step.cautions:
         warnings.warn(caution, stacklevel=2)

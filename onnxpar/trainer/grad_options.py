@@ -35,7 +35,7 @@ def _hyperparameters() -> Mapping[str, Option]:
         for field in fields(kind):
             of.setdefault(field.name, []).append(optimizer)
     texts = {name: f"hyperparameter of {', '.join(each)}" for name, each in of.items()}
-    return {name: Option(text, OPTIMIZER, "X") for name, text in texts.items()}
+    return {name: Option(text, OPTIMIZER) for name, text in texts.items()}
 
 
 HYPERPARAMETERS = _hyperparameters()
@@ -53,7 +53,6 @@ class _Required(TypedDict):
             "its mean",
             NEEDED,
             "LOSS",
-            default=REQUIRED,
         ),
     ]
     optimizer: Annotated[
@@ -85,7 +84,7 @@ class GradOptions(_Required, total=False):
         ),
     ]
     clip_norm: Annotated[
-        float | None, Option("scale the gradients down if their global norm exceeds X", NEEDED, "X")
+        float | None, Option("scale the gradients down if their global norm exceeds X", NEEDED)
     ]
     accumulate: Annotated[
         int,
@@ -103,7 +102,6 @@ class GradOptions(_Required, total=False):
             "compute the activations inside blocks again in the backward pass, instead of "
             "keeping them",
             NEEDED,
-            default=False,
         ),
     ]
     params: Annotated[
@@ -112,25 +110,20 @@ class GradOptions(_Required, total=False):
             "train the weights whose names match, instead of those that onnxpar finds",
             NEEDED,
             "GLOB",
-            default=(),
         ),
     ]
     frozen: Annotated[
-        Sequence[str],
-        Option("do not train the weights whose names match", NEEDED, "GLOB", default=()),
+        Sequence[str], Option("do not train the weights whose names match", NEEDED, "GLOB")
     ]
     class_axis: Annotated[
         int | None,
-        Option(
-            "dimension of the classes; default: the last, or the second of four or more", LOSS, "N"
-        ),
+        Option("dimension of the classes; default: the last, or the second of four or more", LOSS),
     ]
     label_smoothing: Annotated[
         float | None,
         Option(
             "for softmax-cross-entropy: share of the target that all classes have in equal parts",
             LOSS,
-            "X",
         ),
     ]
     class_weights: Annotated[
@@ -146,7 +139,6 @@ class GradOptions(_Required, total=False):
         Option(
             "for huber and smooth-l1: difference from which the loss grows linearly; default: 1",
             LOSS,
-            "X",
         ),
     ]
     pos_weight: Annotated[
@@ -196,7 +188,6 @@ class GradOptions(_Required, total=False):
             "number of groups of consecutive classes, from each of which a step samples as many. "
             "At most N ranks can share the classes; default: a divisor of their number, up to 64",
             LOSS,
-            "N",
         ),
     ]
     weight_decay: Annotated[float | None, HYPERPARAMETERS["weight_decay"]]
@@ -218,7 +209,6 @@ class GradOptions(_Required, total=False):
         Option(
             "also decay biases and the scales of normalizations, as PyTorch's optimizers do",
             OPTIMIZER,
-            default=False,
         ),
     ]
     group: Annotated[
@@ -229,7 +219,6 @@ class GradOptions(_Required, total=False):
             "match, the last holds",
             OPTIMIZER,
             "GLOB:NAME=X,...",
-            default=(),
         ),
     ]
     ema: Annotated[
@@ -257,7 +246,6 @@ class GradOptions(_Required, total=False):
             "names match, as detach() does",
             TRAINED,
             "GLOB",
-            default=(),
         ),
     ]
     lazy: Annotated[
@@ -267,7 +255,6 @@ class GradOptions(_Required, total=False):
             "optimizer state; with adam, as PyTorch's SparseAdam",
             TRAINED,
             "GLOB",
-            default=(),
         ),
     ]
     padding_idx: Annotated[
@@ -294,7 +281,6 @@ class GradOptions(_Required, total=False):
             "give each node that reads a vector as its scale or bias a copy of its own. Exporters "
             "store equal vectors only once; without this option, they are trained as one parameter",
             TRAINED,
-            default=False,
         ),
     ]
     batch_dim: Annotated[
@@ -321,9 +307,7 @@ class GradOptions(_Required, total=False):
     ]
     groups: Annotated[
         int | None,
-        Option(
-            "number of hosts or ranks over which the batch is sharded, for --batch-norm", STEP, "N"
-        ),
+        Option("number of hosts or ranks over which the batch is sharded, for --batch-norm", STEP),
     ]
     recompute_nodes: Annotated[
         Sequence[str],
@@ -332,7 +316,6 @@ class GradOptions(_Required, total=False):
             "--recompute, which chooses among all nodes. Results that other nodes read are kept",
             STEP,
             "GLOB",
-            default=(),
         ),
     ]
     preset: Annotated[
@@ -344,9 +327,7 @@ class GradOptions(_Required, total=False):
             choices=(MANUAL,),
         ),
     ]
-    devices: Annotated[
-        int | None, Option("number of ranks of a manual program", MANUAL_PROGRAMS, "N")
-    ]
+    devices: Annotated[int | None, Option("number of ranks of a manual program", MANUAL_PROGRAMS)]
     mesh: Annotated[
         str | Mesh | None,
         Option(
@@ -363,8 +344,7 @@ class GradOptions(_Required, total=False):
         ),
     ]
     libraries: Annotated[
-        Sequence[str | os.PathLike[str]],
-        Option(LIBRARY_HELP, EXTENSIONS, "FILE", flag="library", default=()),
+        Sequence[str | os.PathLike[str]], Option(LIBRARY_HELP, EXTENSIONS, "FILE", flag="library")
     ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.base.custom_ops import use_libraries
-from onnxpar.planner.option import check_given, with_defaults
+from onnxpar.planner.option import check_given, same_names, with_defaults
 from onnxpar.runtime.profile.trace import check_place
 from onnxpar.runtime.session.checks import check_timeout
 from onnxpar.trainer.data import Data
@@ -53,12 +53,12 @@ def requested_run(asked: TrainOptions) -> RequestedRun:
     values = with_defaults(asked, TrainOptions)
     use_libraries(values["libraries"])
     folder, profile = values["checkpoint"], values["profile"]
-    run = Run(
-        rate=values["lr"],
-        schedule=Schedule(*(values[name] for name in _OF_SCHEDULE)),
-        checkpoint=Path(folder) if folder else None,
-        **{name: values[name] for name in _OF_RUN},
-    )
+    own = {
+        "rate": values["lr"],
+        "schedule": Schedule(*(values[name] for name in _OF_SCHEDULE)),
+        "checkpoint": Path(folder) if folder else None,
+    }
+    run = Run(**same_names(Run, values) | own)
     run.check_evaluation(values["eval"] is not None)
     check_timeout(values["timeout"])
     if profile:
@@ -73,12 +73,8 @@ _OF_SCHEDULE = (
     *("schedule", "warmup", "min_lr", "lr_power", "lr_step_size", "lr_gamma"),
     "decay_steps",
 )
-_OF_RUN = (
-    *("epochs", "seed", "shuffle", "every", "keep", "resume", "async_checkpoint"),
-    *("allow_changed", "patience", "keep_best", "max_steps"),
-)
 _OF_TRAINER = (
     *("timeout", "log_dir", "table_dir", "table_cache", "threads", "bind", "ranks_per_numa"),
     "verify",
 )
-"""The options that a `Schedule` (in this order), a `Run` and a `Trainer` take as they are."""
+"""The options that a `Schedule`, in this order, and a `Trainer` take as they are."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, TypedDict
 
 from onnxpar.base.custom_ops import HELP as LIBRARY_HELP
-from onnxpar.planner.option import NEEDED, OUTPUT, REQUIRED, Option, described
+from onnxpar.planner.option import NEEDED, OUTPUT, Option, described
 from onnxpar.runtime.ranks.cores import BINDINGS
 from onnxpar.trainer.iterables import Samples
 from onnxpar.trainer.rates import SCHEDULES
@@ -20,7 +20,7 @@ GROUPS = (NEEDED, RATES, DATA, CHECKPOINTS, ELASTIC, TABLES, OUTPUT)
 
 
 class _Required(TypedDict):
-    lr: Annotated[float, Option("learning rate", NEEDED, "X", default=REQUIRED)]
+    lr: Annotated[float, Option("learning rate", NEEDED)]
 
 
 class TrainOptions(_Required, total=False):
@@ -32,10 +32,10 @@ class TrainOptions(_Required, total=False):
     ]
     epochs: Annotated[
         int | None,
-        Option("passes over the data; default: 1, or as many as --max-steps takes", NEEDED, "N"),
+        Option("passes over the data; default: 1, or as many as --max-steps takes", NEEDED),
     ]
     max_steps: Annotated[
-        int | None, Option("end the run after N steps, also in the middle of an epoch", NEEDED, "N")
+        int | None, Option("end the run after N steps, also in the middle of an epoch", NEEDED)
     ]
     checkpoint: Annotated[
         str | os.PathLike[str] | None,
@@ -46,16 +46,10 @@ class TrainOptions(_Required, total=False):
             "DIR",
         ),
     ]
-    every: Annotated[
-        int, Option("also write a checkpoint after every N steps", NEEDED, "N", default=0)
-    ]
+    every: Annotated[int, Option("also write a checkpoint after every N steps", NEEDED, default=0)]
     resume: Annotated[
         bool,
-        Option(
-            "continue from the newest complete checkpoint; start anew if there is none",
-            NEEDED,
-            default=False,
-        ),
+        Option("continue from the newest complete checkpoint; start anew if there is none", NEEDED),
     ]
     schedule: Annotated[
         str,
@@ -64,37 +58,32 @@ class TrainOptions(_Required, total=False):
         ),
     ]
     warmup: Annotated[
-        int, Option("warm-up steps, in which the learning rate rises from 0", RATES, "N", default=0)
+        int, Option("warm-up steps, in which the learning rate rises from 0", RATES, default=0)
     ]
     min_lr: Annotated[
-        float,
-        Option("learning rate to which a schedule falls; default: 0", RATES, "X", default=0.0),
+        float, Option("learning rate to which a schedule falls; default: 0", RATES, default=0.0)
     ]
-    lr_power: Annotated[float | None, Option("for polynomial: its degree; default: 1", RATES, "X")]
+    lr_power: Annotated[float | None, Option("for polynomial: its degree; default: 1", RATES)]
     lr_step_size: Annotated[
         int | None,
         Option(
             "for step: steps after which the rate is multiplied by --lr-gamma, again and again",
             RATES,
-            "N",
         ),
     ]
-    lr_gamma: Annotated[float | None, Option("for step; default: 0.1", RATES, "X")]
+    lr_gamma: Annotated[float | None, Option("for step; default: 0.1", RATES)]
     decay_steps: Annotated[
         int | None,
         Option(
             "for wsd (warm-up, stable, decay): steps at the end of the run in which the rate "
             "falls, along half a cosine",
             RATES,
-            "N",
         ),
     ]
     batch: Annotated[
         int | None,
         Option(
-            "expected number of samples in a step; it is an error if the step has another one",
-            DATA,
-            "N",
+            "expected number of samples in a step; it is an error if the step has another one", DATA
         ),
     ]
     pad: Annotated[
@@ -106,7 +95,7 @@ class TrainOptions(_Required, total=False):
             "NAME=VALUE",
         ),
     ]
-    seed: Annotated[int, Option("seed of the order of samples", DATA, "N", default=0)]
+    seed: Annotated[int, Option("seed of the order of samples", DATA, default=0)]
     shuffle: Annotated[
         bool, Option("take samples in the order of the file", DATA, flag="no-shuffle", default=True)
     ]
@@ -115,15 +104,12 @@ class TrainOptions(_Required, total=False):
         Option(
             "end the run after N evaluations in a row without a lower loss; default: 0, never",
             CHECKPOINTS,
-            "N",
             default=0,
         ),
     ]
     keep: Annotated[
         int,
-        Option(
-            "keep only the newest N complete checkpoints; 0: keep all", CHECKPOINTS, "N", default=0
-        ),
+        Option("keep only the newest N complete checkpoints; 0: keep all", CHECKPOINTS, default=0),
     ]
     keep_best: Annotated[
         bool,
@@ -131,7 +117,6 @@ class TrainOptions(_Required, total=False):
             "also save a checkpoint after the evaluation with the least loss, and keep it; the "
             "command prints its name at the end",
             CHECKPOINTS,
-            default=False,
         ),
     ]
     allow_changed: Annotated[
@@ -140,7 +125,6 @@ class TrainOptions(_Required, total=False):
             "with --resume, go on also if data, batch size, --seed, --schedule or the trained "
             "weights are not those of the checkpoint's run",
             CHECKPOINTS,
-            default=False,
         ),
     ]
     async_checkpoint: Annotated[
@@ -149,22 +133,17 @@ class TrainOptions(_Required, total=False):
             "write checkpoints while training goes on: ranks copy their shards in memory, and "
             "take the next steps while the copies are written",
             CHECKPOINTS,
-            default=False,
         ),
     ]
     elastic: Annotated[
         bool,
         Option(
-            "go on from the last checkpoint when ranks die; needs --checkpoint and --every",
-            ELASTIC,
-            default=False,
+            "go on from the last checkpoint when ranks die; needs --checkpoint and --every", ELASTIC
         ),
     ]
     min_ranks: Annotated[
         int | None,
-        Option(
-            "with --elastic, the fewest ranks with which the run goes on; default: 1", ELASTIC, "N"
-        ),
+        Option("with --elastic, the fewest ranks with which the run goes on; default: 1", ELASTIC),
     ]
     max_restarts: Annotated[
         int | None,
@@ -172,7 +151,6 @@ class TrainOptions(_Required, total=False):
             "with --elastic, how often ranks that died are started again (default: 3); after "
             "that, the run goes on without them, on a smaller mesh",
             ELASTIC,
-            "N",
         ),
     ]
     step: Annotated[
@@ -214,14 +192,12 @@ class TrainOptions(_Required, total=False):
     ranks_per_numa: Annotated[
         int | None, Option("ranks on each NUMA node, as in `InferenceSession`")
     ]
-    libraries: Annotated[Sequence[str | os.PathLike[str]], Option(LIBRARY_HELP, default=())]
+    libraries: Annotated[Sequence[str | os.PathLike[str]], Option(LIBRARY_HELP)]
     timeout: Annotated[float, Option("limit of every wait for a rank, in seconds", default=60.0)]
     log_dir: Annotated[
         str | os.PathLike[str] | None, Option("a folder for the output of each rank, under rank.N/")
     ]
-    verify: Annotated[
-        bool, Option("compare every byte of the folder with its digests first", default=False)
-    ]
+    verify: Annotated[bool, Option("compare every byte of the folder with its digests first")]
 
 
 TrainOptions.__doc__ = described(TrainOptions)

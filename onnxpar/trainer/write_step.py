@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from onnxpar.graph.write_model import export_model, write_model
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.planner.context import load_model
-from onnxpar.planner.option import check_given, table, with_defaults
+from onnxpar.planner.option import check_given, same_names, table, with_defaults
 from onnxpar.planner.options import Options, manual_of
 from onnxpar.planner.overwritten import refuse_overwriting
 from onnxpar.planner.rewrite_dump import LOADING, STEP, RewriteDump
@@ -30,55 +30,24 @@ from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.loss_settings import LossSettings, numbers_of
 from onnxpar.training.manual import RankProgram
 from onnxpar.training.margins import Margin
-from onnxpar.training.optimizer import Optimizer
 from onnxpar.training.optimizers import make_optimizer
 from onnxpar.training.parameter_groups import Group
-from onnxpar.training.program import Program
 from onnxpar.training.sampling import Sampling
 from onnxpar.training.step import make_step
-from onnxpar.training.step_state import LossOptions, StepRequest, UpdateOptions
+from onnxpar.training.step_state import StepRequest
 
 
-@dataclass(frozen=True)
-class GradRequest:
-    """What a user asks of `grad`.
-
-    source  the sizes of the model and, if it is one rank's program, its mesh and strategy
-    untie   give each node that reads a shared vector a copy of its own
-    values  a file or folder with the values of weights
-    """
-
-    loss: LossOptions
-    update: UpdateOptions
-    source: Options
-    untie: bool
-    values: str | os.PathLike[str] | None
-
-    @classmethod
-    def of(cls, asked: GradOptions) -> GradRequest:
-        """Reads the options of `grad`. Errors: TypeError for options that are missing;
-        StrategyError."""
-        known = {name: value for name, value in asked.items() if name in table(GradOptions)}
-        check_given(known, GradOptions, "grad")
-        values = with_defaults(known, GradOptions)
-        chosen = {name: values[name] for name in HYPERPARAMETERS if values[name] is not None}
-        chosen |= {name: value for name, value in asked.items() if name not in known}
-        optimizer = _optimizer_of(values["optimizer"], chosen)
-        loss = _loss_of(values)
-        mesh, strategy = values["mesh"], Strategy.given(values["strategy"])
-        mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-        use_libraries(values["libraries"])
-        source = Options(values["devices"], mesh, values["preset"], strategy, dims=values["dims"])
-        groups = [Group.parse(text) for text in values["group"]]
-        own = {name: values[name] for name in ("clip_norm", "accumulate", "decay_all", "ema")}
-        update = UpdateOptions(optimizer, groups=groups, **own)
-        return cls(loss, update, source, values["untie"], values["weights"])
-
-
-def _optimizer_of(given: str | Optimizer | None, chosen: Mapping[str, Any]) -> Optimizer | None:
-    """Returns the optimizer, given as such or by name, with hyperparameters."""
+def _values_of(asked: GradOptions) -> dict[str, Any]:
+    """Returns the values of all options, with the optimizer itself. Errors: TypeError for an option
+    that is missing; StrategyError."""
+    known = {name: value for name, value in asked.items() if name in table(GradOptions)}
+    check_given(known, GradOptions, "grad")
+    values = with_defaults(known, GradOptions)
+    chosen = {name: values[name] for name in HYPERPARAMETERS if values[name] is not None}
+    chosen |= {name: value for name, value in asked.items() if name not in known}
+    given = values["optimizer"]
     if isinstance(given, str):
-        return make_optimizer(given, **chosen)
+        return {**values, "optimizer": make_optimizer(given, **chosen)}
     if chosen:
         names = ", ".join(sorted(chosen))
         remedy = f"give them to {type(given).__name__}(...)" if given else "leave them out"
@@ -86,54 +55,55 @@ def _optimizer_of(given: str | Optimizer | None, chosen: Mapping[str, Any]) -> O
             f"{names}: hyperparameters go with an optimizer that is given by name; {remedy}, or "
             "correct the name of the argument"
         )
-    return given
+    return values
 
 
-def _loss_of(values: Mapping[str, Any]) -> LossOptions:
-    """Returns the options of the loss and of the backward pass."""
-    return LossOptions(
-        values["loss"],
-        values["loss_of"],
-        LossSettings(
-            values["class_axis"],
-            Margin(
-                values["margin"], values["logit_scale"], values["interclass_filtering_threshold"]
-            ),
-            values["label_smoothing"],
-            numbers_of("--class-weights", values["class_weights"]),
-            values["delta"],
-            numbers_of("--pos-weight", values["pos_weight"]),
-        ),
-        batch_norm=BatchNorm.parse(values["batch_norm"], values["groups"]),
-        scale=LossScale.parse(values["loss_scale"], values["precision"]),
-        sampling=Sampling(values["sample_rate"], values["sample_groups"]),
-        padding_idx=values["padding_idx"] or {},
-        batch_dims=values["batch_dim"] or {},
-        **{name: values[name] for name in _AS_GIVEN},
-    )
+def _request_of(values: Mapping[str, Any]) -> StepRequest:
+    """Errors: StrategyError."""
+    margin = values["margin"], values["logit_scale"], values["interclass_filtering_threshold"]
+    of_loss = {
+        "margin": Margin(*margin),
+        "class_weights": numbers_of("--class-weights", values["class_weights"]),
+        "pos_weight": numbers_of("--pos-weight", values["pos_weight"]),
+    }
+    own = {
+        "output": values["loss_of"],
+        "settings": LossSettings(**same_names(LossSettings, values) | of_loss),
+        "batch_norm": BatchNorm.parse(values["batch_norm"], values["groups"]),
+        "scale": LossScale.parse(values["loss_scale"], values["precision"]),
+        "sampling": Sampling(values["sample_rate"], values["sample_groups"]),
+        "padding_idx": values["padding_idx"] or {},
+        "batch_dims": values["batch_dim"] or {},
+        "groups": [Group.parse(text) for text in values["group"]],
+    }
+    return StepRequest(**same_names(StepRequest, values) | own)
 
 
-_AS_GIVEN = (
-    *("params", "frozen", "precision", "recompute", "lazy", "recompute_nodes"),
-    "stop_gradient",
-)
-"""The options that `LossOptions` takes as they are."""
+def _source_of(values: Mapping[str, Any], times: PassTimes | None) -> Options:
+    """Returns what is asked of the loader: the sizes of the model and, if it is one rank's program,
+    its mesh and strategy. Errors: OnnxparError."""
+    mesh, strategy = values["mesh"], Strategy.given(values["strategy"])
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    use_libraries(values["libraries"])
+    own = {name: values[name] for name in ("devices", "preset", "dims")}
+    return Options(mesh=mesh, strategy=strategy, times=times or PassTimes(), **own)
 
 
 def write_step(
     path: Path,
     output: Path,
-    request: GradRequest,
+    asked: GradOptions,
     dump: str | os.PathLike[str] | None = None,
     times: PassTimes | None = None,
 ) -> tuple[Model, Weights]:
     """Writes a training step; returns the step, and its trained and untrained weights. `dump` is a
-    folder for the model after each rewrite, `times` collects wall times. Errors: OnnxparError."""
+    folder for the model after each rewrite, `times` collects wall times. Errors: OnnxparError;
+    TypeError for an option that is missing."""
+    values = _values_of(asked)
+    request, source = _request_of(values), _source_of(values, times)
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
     refuse_overwriting({"model": path, "output": output, "dump": dump})
-    source, values, times = request.source, request.values, times or PassTimes()
-    source = replace(source, times=times)
     if source.strategy is not None and source.strategy.context:
         raise StrategyError(
             f"{source.strategy.source}: context is for `onnxpar shard`, which splits the step; "
@@ -148,12 +118,14 @@ def write_step(
     shows: Sequence[Show] = (unseen, unseen)
     if dump is not None:
         shows = [RewriteDump(Path(dump) / name) for name in (LOADING, STEP)]
-    model = load_model(path, source, for_training=True, untied=request.untie, show=shows[0])
-    program = Program() if manual is None else RankProgram(manual)
-    weights = make_step(model, StepRequest(request.loss, request.update, program), shows[1], times)
+    model = load_model(path, source, for_training=True, untied=values["untie"], show=shows[0])
+    if manual is not None:
+        request = replace(request, program=RankProgram(manual))
+    weights = make_step(model, request, shows[1], source.times)
     assert model.step is not None
-    with times.of(WRITE_GRAPH):
+    with source.times.of(WRITE_GRAPH):
         proto = export_model(model.graph, model.header)
-        given = () if values is None else (read_values(values, model.step, proto),)
+        weights_of = values["weights"]
+        given = () if weights_of is None else (read_values(weights_of, model.step, proto),)
         write_model(proto, model.folder, output, *given)
     return model, weights

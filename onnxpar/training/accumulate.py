@@ -25,7 +25,7 @@ def accumulate(to: StepState) -> None:
     Each micro-batch has the model's batch size. All micro-batches read the same value of an input
     that has no batch. Errors: StrategyError.
     """
-    count = to.step.turns = to.request.update.accumulate
+    count = to.step.turns = to.request.accumulate
     if to.batch is None:
         raise StrategyError(
             f"--accumulate {count}: no input has a batch dimension; leave --accumulate out, or "

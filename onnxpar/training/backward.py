@@ -51,10 +51,8 @@ def add_backward(model: Model, request: StepRequest) -> StepState:
 
 def check(to: StepState) -> None:
     """Errors: StrategyError, ModelError, for options and models that have no backward pass."""
-    options, model = to.request.loss, to.model
-    if options.lazy:
-        to.request.update.check_lazy()
-    to.request.program.check(options)
+    model = to.model
+    to.request.program.check(to.request)
     check_loss([t.name for t in to.graph.outputs], *to.which)
     if model.sizes is not None:
         symbols = ", ".join(model.sizes.symbols)
@@ -65,18 +63,18 @@ def check(to: StepState) -> None:
 
 def stop(to: StepState) -> None:
     """Stops gradients where the user or the file says so."""
-    options = to.request.loss
+    options = to.request
     to.cautions += stop_gradients(to.graph, options.stop_gradient, options.padding_idx)
 
 
 def find_weights(to: StepState) -> None:
     """Finds the weights to train, and makes inputs of those of which each rank has a shard. Errors:
     StrategyError."""
-    options, program, outputs = to.request.loss, to.request.program, to.outputs
+    options, program, outputs = to.request, to.request.program, to.outputs
     named = [name for name in (options.loss, options.output) if name in outputs]
     ends = [str(outputs[named[0]].name)] if named else None
     to.weights = find_trained(to.model, options.params, options.frozen, ends)
-    if to.request.update.optimizer is not None:
+    if to.request.optimizer is not None:
         # In 16 bits, it matters whether other constants have values that fit.
         to.frozen = to.weights.frozen(options.precision is not None)
     to.cautions += cautions_of_stops(to.model, to.weights, ends, options.loss not in LOSSES)
@@ -89,15 +87,15 @@ def find_batch_dims(to: StepState) -> None:
     graph, request = to.graph, to.request
     fed = [t for t in graph.inputs if default_of(t) is None]
     compared = compared_by(to.outputs, *to.which)
-    is_alone, is_split = request.program.count == 1, request.update.accumulate > 1
-    to.batch = find_batch(graph, fed, compared, request.loss.batch_dims, is_alone, is_split)
+    is_alone, is_split = request.program.count == 1, request.accumulate > 1
+    to.batch = find_batch(graph, fed, compared, request.batch_dims, is_alone, is_split)
     to.targets = Targets(graph, batch=to.batch if is_alone else None)
 
 
 def lower(to: StepState) -> None:
     """Makes the model compute in 16 bits."""
     full = {t.name for t in (*to.weights.trained, *to.frozen)}
-    lower_precision(to.graph, to.request.loss.precision or "", full)
+    lower_precision(to.graph, to.request.precision or "", full)
 
 
 def copy_model(to: StepState) -> None:
@@ -105,20 +103,20 @@ def copy_model(to: StepState) -> None:
     to.norms = [n for n in all_nodes(to.graph) if n.op == "BatchNormalization"]
     if to.has_messages:
         return
-    options, count = to.request.loss, len(to.graph.nodes)
-    is_other = bool(options.sampling) or to.request.update.ema is not None
+    options, count = to.request, len(to.graph.nodes)
+    is_other = bool(options.sampling) or to.request.ema is not None
     to.used = copy_for_use(to.graph, bool(options.batch_norm.statistics), is_other)
     to.apart = {id(node) for node in nodes_within(to.graph.nodes[count:])}
 
 
 def settle_norms(to: StepState) -> None:
     """Makes BatchNormalizations compute what the options say. Errors: StrategyError, ModelError."""
-    to.running = settle_batch_norms(to.model, to.norms, to.request.loss.batch_norm)
+    to.running = settle_batch_norms(to.model, to.norms, to.request.batch_norm)
 
 
 def sample_classes(to: StepState) -> None:
     """Restricts the loss to a sample of the classes. Errors: StrategyError."""
-    trained, sampling = [t.tensor for t in to.weights.trained], to.request.loss.sampling
+    trained, sampling = [t.tensor for t in to.weights.trained], to.request.sampling
     to.sample = sample_loss(to.graph, to.outputs, *to.which, trained, to.targets, sampling)
 
 
@@ -153,7 +151,7 @@ def feed_weights(to: StepState) -> None:
 def add_gradients(to: StepState) -> None:
     """Appends the gradients of the loss: of parameters, of looked-up rows, of blocks. Errors:
     StrategyError."""
-    graph, options, loss = to.graph, to.request.loss, to.loss
+    graph, options, loss = to.graph, to.request, to.loss
     to.scale = options.scale.factor(Builder(graph, "scale")) if options.scale else None
     seed = loss.builder.constant(1, loss.dtype) if to.scale is None else to.scale.cast(loss.dtype)
     to.lookups = lazy_lookups(to.weights.trained, options.lazy, to.parameters, to.sample, to.apart)
@@ -263,11 +261,11 @@ BACKWARD: Sequence[Rewrite[StepState]] = (
     Rewrite("free-names", free_names),
     Rewrite("find-batch", find_batch_dims),
     Rewrite("find-trained", find_weights),
-    Rewrite("lower-precision", lower, lambda to: to.request.loss.precision is not None),
+    Rewrite("lower-precision", lower, lambda to: to.request.precision is not None),
     Rewrite("copy-for-use", copy_model),
     Rewrite("seed-draws", lambda to: seed_draws(to.graph, SEED)),
     Rewrite("settle-batch-norms", settle_norms),
-    Rewrite("sample-classes", sample_classes, lambda to: bool(to.request.loss.sampling)),
+    Rewrite("sample-classes", sample_classes, lambda to: bool(to.request.sampling)),
     Rewrite("add-loss", add_mean_loss),
     Rewrite("add-metrics", add_metrics, lambda to: not to.has_messages),
     Rewrite(
@@ -280,7 +278,7 @@ BACKWARD: Sequence[Rewrite[StepState]] = (
     Rewrite("gather-gradients", gather_gradients),
     Rewrite("read-again", read_again),
     Rewrite("settle-lost", settle_lost),
-    Rewrite("read-averages", evaluate_averages, lambda to: to.request.update.ema is not None),
+    Rewrite("read-averages", evaluate_averages, lambda to: to.request.ema is not None),
     Rewrite("merge-equal", merge),
     Rewrite("feed-statistics", feed_statistics),
 )

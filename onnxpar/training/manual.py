@@ -22,7 +22,7 @@ from onnxpar.strategy.manual import Manual
 from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.program import Program
 from onnxpar.training.rewrite import as_constant
-from onnxpar.training.step_state import LossOptions, StepState
+from onnxpar.training.step_state import StepRequest, StepState
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RankProgram(Program):
         """The number of ranks, each of which computes a loss."""
         return self.manual.mesh.size
 
-    def check(self, options: LossOptions) -> None:
+    def check(self, options: StepRequest) -> None:
         """Errors: StrategyError for lazily trained tables and sampled classes, or if
         BatchNormalization is to take statistics over more samples than those of a rank."""
         if options.lazy:

@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.training.gradients.value import Builder, Value
 
 if TYPE_CHECKING:
-    from onnxpar.training.step_state import LossOptions, StepState
+    from onnxpar.training.step_state import StepRequest, StepState
 
 
 class Program:
@@ -22,7 +22,7 @@ class Program:
         """The number of ranks that compute a loss each."""
         return 1
 
-    def check(self, options: LossOptions) -> None:
+    def check(self, options: StepRequest) -> None:
         """Errors: StrategyError for options that such a program cannot follow."""
 
     def is_part(self, name: str) -> bool:

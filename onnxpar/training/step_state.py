@@ -40,14 +40,17 @@ an int64."""
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """Options of the forward and backward passes: those of `grad` by the same names, and these.
+class StepRequest:
+    """What is asked of a training step: the options of `grad` by the same names, and these. Without
+    an optimizer, the step returns the gradients.
 
     output      the output that the loss compares with the target, if the model has several
     settings    settings of the loss
     scale       factor of the loss; gradients are divided by it again
     sampling    the fraction of classes that a step computes
     batch_dims  by input, the dimension that numbers samples; None for an input without one
+    groups      parameters with hyperparameters of their own; the last that matches holds
+    program     whether the model is one global program, or that of each rank
     """
 
     loss: str
@@ -65,14 +68,13 @@ class LossOptions:
     stop_gradient: Sequence[str] = ()
     padding_idx: Mapping[str, int] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
-
-    def blocks(
-        self, nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
-    ) -> list[Block]:
-        """Returns the blocks of a forward pass that are computed again. Errors: StrategyError."""
-        if self.recompute_nodes:
-            return named_blocks(nodes, parameters, self.recompute_nodes)
-        return find_blocks(nodes, parameters, loss) if self.recompute else []
+    optimizer: Optimizer | None = None
+    clip_norm: float | None = None
+    accumulate: int = 1
+    groups: Sequence[Group] = ()
+    decay_all: bool = False
+    ema: float | None = None
+    program: Program = Program()  # noqa: RUF009
 
     def __post_init__(self) -> None:
         """Checks what needs no model. Errors: StrategyError."""
@@ -82,22 +84,6 @@ class LossOptions:
                 "--recompute and --recompute-nodes: give only one of them; --recompute chooses "
                 "among all nodes"
             )
-
-
-@dataclass(frozen=True)
-class UpdateOptions:
-    """Options for the part of a training step after the gradients: those of `grad` by the same
-    names, and `groups`, parameters with hyperparameters of their own; the last that matches
-    holds. Without an optimizer, the step returns the gradients."""
-
-    optimizer: Optimizer | None
-    clip_norm: float | None = None
-    accumulate: int = 1
-    groups: Sequence[Group] = ()
-    decay_all: bool = False
-    ema: float | None = None
-
-    def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise StrategyError(f"--clip-norm {self.clip_norm}: must be above 0")
         if self.accumulate != 1 and not 2 <= self.accumulate <= MOST_TURNS:
@@ -107,113 +93,82 @@ class UpdateOptions:
             )
         if self.ema is not None and not 0 <= self.ema < 1:
             raise StrategyError(f"--ema {self.ema}: must be from 0 to below 1")
-        for option, given in (("--group", self.groups), ("--ema", self.ema is not None)):
-            if given and self.optimizer is None:
+        updating = {"--group": self.groups, "--ema": self.ema is not None, "--lazy": self.lazy}
+        for option, is_given in updating.items():
+            if is_given and self.optimizer is None:
                 raise StrategyError(f"{option} is for steps that update; give an --optimizer")
-
-    def check_lazy(self) -> None:
-        """Errors: StrategyError if no table can be trained lazily with these options."""
-        if self.optimizer is None:
-            raise StrategyError("--lazy is for steps that update; give an --optimizer")
-        if self.accumulate != 1:
+        if self.lazy and self.accumulate != 1:
             raise StrategyError(
                 "--lazy and --accumulate: micro-batches look up different rows; leave one out"
             )
-        if self.ema is not None:
+        if self.lazy and self.ema is not None:
             raise StrategyError(
                 "--lazy and --ema: each step moves the averages of all rows; leave one out"
             )
 
+    def blocks(
+        self, nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
+    ) -> list[Block]:
+        """Returns the blocks of a forward pass that are computed again. Errors: StrategyError."""
+        if self.recompute_nodes:
+            return named_blocks(nodes, parameters, self.recompute_nodes)
+        return find_blocks(nodes, parameters, loss) if self.recompute else []
 
-@dataclass(frozen=True)
-class StepRequest:
-    """What is asked of a training step: of the gradients of a loss, and of what is done with
-    them."""
-
-    loss: LossOptions
-    update: UpdateOptions = UpdateOptions(None)
-    program: Program = Program()  # noqa: RUF009
+    @property
+    def has_dynamic_scale(self) -> bool:
+        """True if the scale of the loss follows the gradients."""
+        return self.scale is not None and self.scale.dynamic
 
 
 class StepState:
-    """A model while rewrites make a training step of it: what they find in it and add to it.
-
-    shapes      of the model's own stored tensors and outputs, by name
-    undecayed   the parameters that are not decayed by default
-    renamed     old names of tensors by new names
-    parts       the weights of which each rank has a shard, as graph inputs, by name
-    frozen      the weights that only the user's choice keeps from training; later as graph inputs
-    norms       the BatchNormalizations of the model
-    used        the outputs of a copy of the model for evaluations, by name; None without a copy
-    apart       the nodes of this copy, by id(), which do not train
-    running     pairs of a running statistic and its next value
-    sample      the sampled classes, if the loss is over a sample of them
-    evaluated   the loss and other metrics of the model in inference mode, by name
-    weights_of  the weight of each mean of an evaluation, by name, if not all labels count
-    counts      divisors of means over labels, by id() of the number. In a graph for one of several
-                micro-batches: its own number, which `accumulate` replaces by the sum over all
-    parameters  the trained weights, as graph inputs with default values
-    scale       the factor by which gradients must be divided
-    lookups     the nodes that look up rows, by lazily trained table
-    forward     the number of nodes of the forward pass
-    blocks      the blocks that are computed again
-    found       the gradients of parameters, of blocks and of looked-up rows
-    gradients   the gradients by parameter, without parameters on which the loss does not depend
-    rows        the looked-up rows, by lazily trained table; the gradient of such a table is by slot
-    averages    the moving averages of the parameters, as graph inputs, by parameter
-    total       the sum of the squares of all gradients
-    finite      whether all gradients are finite; None if nothing depends on it
-    builder     adds the nodes of the update
-    """
+    """A model while rewrites make a training step of it: what they find in it and add to it."""
 
     weights: Weights
     targets: Targets
-    metrics: Metrics
+    metrics: Metrics  # in training, before the division by the number of elements that count
     loss: Value
     step: Step
-    builder: Builder
-    total: Value
+    builder: Builder  # of the update
+    total: Value  # the sum of the squares of all gradients
 
     def __init__(self, model: Model, request: StepRequest) -> None:
         self.model, self.request = model, request
-        self.path, self.graph = model.path, model.graph
-        options, graph = request.loss, model.graph
+        self.path = model.path
+        self.graph = self.shown = model.graph
+        graph, which = model.graph, (request.loss, request.output)
         stored = [t for t in constants(graph) if t.name in model.stored]
-        self.shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}
-        self.undecayed = () if request.update.decay_all else undecayed(graph)
+        self.shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}  # of the model
+        self.undecayed = () if request.decay_all else undecayed(graph)
         self.cautions = [
-            *cautions_of_batch_norm(model, options.batch_norm),
-            *cautions_of_variance(graph, options.batch_norm),
-            *cautions_of_cosines(graph, options.loss, options.output),
-            *cautions_of_probabilities(graph, options.loss, options.output),
+            *cautions_of_batch_norm(model, request.batch_norm),
+            *cautions_of_variance(graph, request.batch_norm),
+            *cautions_of_cosines(graph, *which),
+            *cautions_of_probabilities(graph, *which),
         ]
-        self.renamed: Mapping[str, str] = {}
+        self.renamed: Mapping[str, str] = {}  # old names by new names
         self.batch: Batch | None = None
-        self.parts: Mapping[str, gs.Variable] = {}
-        self.frozen: Sequence[gs.Tensor] = ()
+        self.parts: Mapping[str, gs.Variable] = {}  # weights of which each rank has a shard
+        self.frozen: Sequence[gs.Tensor] = ()  # only the user's choice keeps them from training
         self.norms: Sequence[gs.Node] = ()
-        self.used: Mapping[str, gs.Tensor] | None = None
-        self.apart: Collection[int] = ()
-        self.running: list[tuple[gs.Tensor, gs.Tensor]] = []
-        self.sample: Sample | None = None
-        self.evaluated: dict[str, Value] = {}
-        self.weights_of: Mapping[str, Value] = {}
+        self.used: Mapping[str, gs.Tensor] | None = None  # outputs of the copy for evaluations
+        self.apart: Collection[int] = ()  # the nodes of this copy, by id()
+        self.running: list[tuple[gs.Tensor, gs.Tensor]] = []  # statistics, with their next values
+        self.sample: Sample | None = None  # of classes
+        self.evaluated: dict[str, Value] = {}  # metrics in inference mode
+        self.weights_of: Mapping[str, Value] = {}  # of these metrics, if not all labels count
+        # Divisors of means over labels, by id() of the number. In a graph for one of several
+        # micro-batches: its own number, which `accumulate` replaces by the sum over all.
         self.counts: dict[int, Value] = {}
         self.parameters: list[gs.Variable] = []
         self.scale: Value | None = None
-        self.lookups: Mapping[str, list[gs.Node]] = {}
-        self.forward = 0
-        self.blocks: Sequence[Block] = ()
-        self.found: dict[str, Value | None] = {}
-        self.gradients: dict[str, Value] = {}
-        self.rows: dict[str, Rows] = {}
-        self.averages: Mapping[str, gs.Variable] = {}
-        self.finite: Value | None = None
-
-    @property
-    def shown(self) -> gs.Graph:
-        """What rewrites change."""
-        return self.graph
+        self.lookups: Mapping[str, list[gs.Node]] = {}  # by lazily trained table
+        self.forward = 0  # number of nodes of the forward pass
+        self.blocks: Sequence[Block] = ()  # computed again
+        self.found: dict[str, Value | None] = {}  # gradients, also of blocks and looked-up rows
+        self.gradients: dict[str, Value] = {}  # by parameter on which the loss depends
+        self.rows: dict[str, Rows] = {}  # by lazily trained table, whose gradient is by slot
+        self.averages: Mapping[str, gs.Variable] = {}  # of parameters
+        self.finite: Value | None = None  # whether all gradients are; None if nothing depends on it
 
     @property
     def outputs(self) -> dict[str, gs.Tensor]:
@@ -223,8 +178,7 @@ class StepState:
     @property
     def which(self) -> tuple[str, str | None, LossSettings]:
         """Which loss, of which output, with which settings."""
-        options = self.request.loss
-        return options.loss, options.output, options.settings
+        return self.request.loss, self.request.output, self.request.settings
 
     @property
     def has_messages(self) -> bool:
@@ -250,7 +204,7 @@ class StepState:
 
     def share_of(self, mean: Mean) -> Value:
         """Returns the share of the graph's batch in a mean over all micro-batches and ranks."""
-        turns, ranks = self.request.update.accumulate, self.request.program.count
+        turns, ranks = self.request.accumulate, self.request.program.count
         return mean.of(self.count_of(mean), turns * ranks)
 
     def count_of(self, mean: Mean) -> Value | None:
@@ -259,6 +213,6 @@ class StepState:
             return None
         key = id(mean.count)
         if key not in self.counts:
-            is_whole, program = self.request.update.accumulate == 1, self.request.program
+            is_whole, program = self.request.accumulate == 1, self.request.program
             self.counts[key] = program.summed(self.graph, mean.count) if is_whole else mean.count
         return self.counts[key]

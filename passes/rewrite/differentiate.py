@@ -13,7 +13,7 @@ from onnxpar.graph.training_spec import GRADIENT
 from onnxpar.training.backward import add_backward
 from onnxpar.training.free_names import LOSS
 from onnxpar.training.rewrite import add_output
-from onnxpar.training.step_state import LossOptions, StepRequest
+from onnxpar.training.step_state import StepRequest
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Differentiate(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         if ctx.request.manual is not None:
             raise StrategyError("only `onnxpar grad` writes the training step of a manual program")
-        options = LossOptions(
+        request = StepRequest(
             self.loss,
             self.output or None,
             params=[self.params] if self.params else (),
             frozen=[self.frozen] if self.frozen else (),
         )
-        back = add_backward(ctx.model, StepRequest(options))
+        back = add_backward(ctx.model, request)
         graph.outputs = []
         add_output(graph, back.loss, LOSS)
         for name, gradient in back.gradients.items():

@@ -181,7 +181,7 @@ def test_parameters_are_the_options_of_shard() -> None:
     assert tuple(parameters()) == tuple(table(PlanOptions))
     defaults = {name: each.default_value for name, each in parameters().items()}
     given = options(defaults)
-    defaults = {name: each.option.default for name, each in table(PlanOptions).items()}
+    defaults = {name: each.default for name, each in table(PlanOptions).items()}
     wanted = {name: [] if value == () else value for name, value in defaults.items()}
     assert given == {name: value for name, value in wanted.items() if value is not None}
     assert options_of({**given, "devices": 2}).devices == 2
