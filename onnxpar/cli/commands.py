@@ -28,7 +28,7 @@ from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.base.json_text import json_text
 from onnxpar.base.progress_line import progress_line
 from onnxpar.cli.colours import coloured
-from onnxpar.cli.options import asked_of, with_times
+from onnxpar.cli.options import values_of, with_times
 from onnxpar.cli.training_commands import warn_of
 from onnxpar.compiler.plan import Plan, SavedPlan
 from onnxpar.planner import sharder
@@ -200,7 +200,7 @@ def ops(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
-    options = options_of({**asked_of(args, kind), "verify": True}, kind=kind)
+    options = options_of({**values_of(args, kind), "verify": True}, kind=kind)
     return timed(options, vars(args).get("times"))
 
 

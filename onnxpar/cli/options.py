@@ -93,10 +93,10 @@ def _is_repeated(named: NamedOption) -> bool:
 _COLLECTIONS = (Mapping, Sequence)
 
 
-def asked_of(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
+def values_of(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
     """Returns the options of a table as a call in Python takes them. Errors: StrategyError."""
-    asked = {name: value for name, value in vars(args).items() if name in table(kind)}
-    return asked | {name: read(asked[name]) for name, read in _READ.items() if name in asked}
+    values = {name: value for name, value in vars(args).items() if name in table(kind)}
+    return values | {n: read(values[n]) for n, read in _READ.items() if n in values}
 
 
 _READ: Mapping[str, Callable[[Any], Any]] = {

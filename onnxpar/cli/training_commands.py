@@ -18,7 +18,7 @@ from onnxpar.base.log import LOG
 from onnxpar.base.units import quantity
 from onnxpar.base.write_file import writing
 from onnxpar.cli.error_line import report
-from onnxpar.cli.options import asked_of, with_times
+from onnxpar.cli.options import values_of, with_times
 from onnxpar.cli.predicted import compared
 from onnxpar.cli.training_bar import Bar
 from onnxpar.graph.tensors import numel, shape_bytes
@@ -47,7 +47,7 @@ from onnxpar.trainer.metrics_files import (
     row_of,
 )
 from onnxpar.trainer.picture import draw_losses
-from onnxpar.trainer.requested_run import RequestedRun, requested_run
+from onnxpar.trainer.run_request import RunRequest, run_request
 from onnxpar.trainer.train_options import TrainOptions
 from onnxpar.trainer.write_step import write_step
 from onnxpar.training.gradients.trained import FROZEN, UNNAMED, Left, Trained, Weights
@@ -56,8 +56,8 @@ from onnxpar.training.gradients.trained import FROZEN, UNNAMED, Left, Trained, W
 @with_times
 def grad(args: argparse.Namespace) -> int:
     """Runs `grad`: writes a training step."""
-    asked: Any = asked_of(args, GradOptions)
-    model, weights = write_step(args.model, Path(args.output), asked, args.dump, args.times)
+    options: Any = values_of(args, GradOptions)
+    model, weights = write_step(args.model, Path(args.output), options, args.dump, args.times)
     assert model.step is not None
     lines = [*_trained_lines(weights.trained), *_left_lines(weights), *_step_lines(model.step)]
     print("\n".join(lines))
@@ -68,12 +68,12 @@ def grad(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Runs `train`: trains, under a launcher as one of its ranks."""
-    given: Any = asked_of(args, TrainOptions)
-    asked = requested_run(given)
-    run, elastic = asked.run, asked.elastic
+    options: Any = values_of(args, TrainOptions)
+    request = run_request(options)
+    run, elastic = request.run, request.elastic
     with held_unless_launched(run, elastic) as held:
         try:
-            return _train(args, asked, held)
+            return _train(args, request, held)
         except (KeyboardInterrupt, Terminated) as end:
             end.args = (last_checkpoint(run),)
             raise
@@ -94,19 +94,19 @@ def train(args: argparse.Namespace) -> int:
             return AGAIN
 
 
-def _train(args: argparse.Namespace, asked: RequestedRun, held: FolderLock | None) -> int:
+def _train(args: argparse.Namespace, request: RunRequest, held: FolderLock | None) -> int:
     """Trains; `held` is the lock on the folder of checkpoints, if any."""
-    run, elastic = asked.run, asked.elastic
+    run, elastic = request.run, request.elastic
     logs = Path(args.log_dir)
     rank = launched_rank()
     files = _metrics_files(args, logs) if rank is None or rank.rank == 0 else []
     if rank is not None:
         own = generation_logs(logs, generation_number() if elastic else 0)
         redirect_output(own, rank, stdout=rank.rank != 0)
-    options = {**asked.of_trainer, "log_dir": None if rank else logs}
+    options = {**request.of_trainer, "log_dir": None if rank else logs}
     with living(Path(args.par), run, elastic, held, **options) as generations:
         trainer = generations.trainer
-        data, held_out = asked.data(trainer, args.data)
+        data, held_out = request.data(trainer, args.data)
         try:
             if not trainer.leads:
                 deque(generations.records(data, held_out), maxlen=0)

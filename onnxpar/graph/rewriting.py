@@ -25,12 +25,12 @@ def unseen(name: str, graph: onnx.ModelProto | gs.Graph) -> None:
 
 
 class Rewritten(Protocol):
-    """A model while rewrites change it; `shown` is what they change."""
+    """A model while rewrites change it; `content` is what they change."""
 
     path: Path
 
     @property
-    def shown(self) -> onnx.ModelProto | gs.Graph: ...
+    def content(self) -> onnx.ModelProto | gs.Graph: ...
 
 
 State = TypeVar("State", bound=Rewritten)
@@ -62,14 +62,13 @@ def run_rewrites(
         try:
             with times.of(rewrite.name):
                 rewrite.run(state)
-                if isinstance(state.shown, gs.Graph):
-                    check_names(state.shown, who)
+                if isinstance(state.content, gs.Graph):
+                    check_names(state.content, who)
         except Exception as error:
             with suppress(Exception):  # what it left, if that can be shown
-                show(rewrite.name, state.shown)
+                show(rewrite.name, state.content)
             if isinstance(error, OnnxparError):
                 raise
-            told = f"{type(error).__name__}: {error}"
-            text = f"{state.path}: the rewrite {rewrite.name} of {who} failed: {told}"
-            raise PassError(text) from error
-        show(rewrite.name, state.shown)
+            text = f"the rewrite {rewrite.name} of {who} failed: {type(error).__name__}: {error}"
+            raise PassError(f"{state.path}: {text}") from error
+        show(rewrite.name, state.content)

@@ -113,7 +113,7 @@ class Loading:
         self.graph: gs.Graph | None = None
 
     @property
-    def shown(self) -> onnx.ModelProto | gs.Graph:
+    def content(self) -> onnx.ModelProto | gs.Graph:
         """What rewrites change: the proto, and then the graph."""
         return self.proto if self.graph is None else self.graph
 

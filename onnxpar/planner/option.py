@@ -126,16 +126,16 @@ _ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
 """Abstract types, which also admit NumPy's numbers."""
 
 
-def check_given(given: Mapping[str, Any], kind: Any, caller: str) -> None:
+def check_options(values: Mapping[str, Any], kind: Any, caller: str) -> None:
     """Errors: TypeError for a name that `caller` does not have, or an option that it lacks, as in
     any Python call; StrategyError for a value of the wrong type."""
     options = table(kind)
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in options:
             raise TypeError(f"{caller}() has no option {name!r}{did_you_mean(name, options)}")
         _check_type(options[name], value)
     for name, each in options.items():
-        if each.default is REQUIRED and name not in given:
+        if each.default is REQUIRED and name not in values:
             raise TypeError(f"{caller}() needs the option {name!r}")
 
 
@@ -152,9 +152,9 @@ def _check_type(named: NamedOption, value: Any) -> None:
         )
 
 
-def with_defaults(given: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+def with_defaults(values: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     """Returns the values of all options of a table."""
-    return {**{name: each.default for name, each in table(kind).items()}, **given}
+    return {**{name: each.default for name, each in table(kind).items()}, **values}
 
 
 def same_names(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:

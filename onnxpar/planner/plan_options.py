@@ -17,7 +17,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.page_caches import DTYPES
 from onnxpar.planner.auto_parallel_context import options_of_context
 from onnxpar.planner.dataset import read_dataset
-from onnxpar.planner.option import check_given, table, with_defaults
+from onnxpar.planner.option import check_options, table, with_defaults
 from onnxpar.planner.option_table import Kind, PlanOptions
 from onnxpar.planner.options import Options, unknown_host
 from onnxpar.planner.pass_registry import parse_placed
@@ -37,7 +37,7 @@ def options_of(
     Errors: TypeError for a name that `caller` does not have, as in any Python call; StrategyError
     for a value of the wrong type, or one that cannot be read.
     """
-    check_given(asked, kind, caller)
+    check_options(asked, kind, caller)
     strategy = Strategy.given(asked.get("strategy"))
     if strategy is not None and strategy.context:
         asked = _with_context(asked, strategy, table(kind))

@@ -16,7 +16,7 @@ from onnxpar.trainer.grad_options import GradOptions
 from onnxpar.trainer.iterables import Samples
 from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record
-from onnxpar.trainer.requested_run import requested_run
+from onnxpar.trainer.run_request import run_request
 from onnxpar.trainer.train_options import TrainOptions
 from onnxpar.trainer.write_step import write_step
 
@@ -75,15 +75,20 @@ def train(
     take single steps, use `Trainer`. Errors: OnnxparError; DivergenceError if the loss is not
     finite.
     """
-    asked = requested_run(options)
+    request = run_request(options)
     with (
-        held_unless_launched(asked.run, asked.elastic) as held,
+        held_unless_launched(request.run, request.elastic) as held,
         living(
-            Path(par), asked.run, asked.elastic, held, start_ranks=start_ranks, **asked.of_trainer
+            Path(par),
+            request.run,
+            request.elastic,
+            held,
+            start_ranks=start_ranks,
+            **request.of_trainer,
         ) as generations,
     ):
-        samples, held_out = asked.data(generations.trainer, data)
+        samples, held_out = request.data(generations.trainer, data)
         steps = {record.total: record for record in generations.records(samples, held_out)}
-        if asked.profile:
-            generations.trainer.session.end_profile(asked.profile, warm_up=1)
+        if request.profile:
+            generations.trainer.session.end_profile(request.profile, warm_up=1)
     return [steps[total] for total in sorted(steps)]

@@ -17,7 +17,7 @@ from onnxpar.graph.write_model import export_model, write_model
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.planner.context import load_model
-from onnxpar.planner.option import check_given, same_names, table, with_defaults
+from onnxpar.planner.option import check_options, same_names, table, with_defaults
 from onnxpar.planner.options import Options, manual_of
 from onnxpar.planner.overwritten import refuse_overwriting
 from onnxpar.planner.rewrite_dump import LOADING, STEP, RewriteDump
@@ -37,20 +37,20 @@ from onnxpar.training.step import make_step
 from onnxpar.training.step_state import StepRequest
 
 
-def _values_of(asked: GradOptions) -> dict[str, Any]:
+def _values_of(options: GradOptions) -> dict[str, Any]:
     """Returns the values of all options, with the optimizer itself. Errors: TypeError for an option
     that is missing; StrategyError."""
-    known = {name: value for name, value in asked.items() if name in table(GradOptions)}
-    check_given(known, GradOptions, "grad")
-    values = with_defaults(known, GradOptions)
-    chosen = {name: values[name] for name in HYPERPARAMETERS if values[name] is not None}
-    chosen |= {name: value for name, value in asked.items() if name not in known}
-    given = values["optimizer"]
-    if isinstance(given, str):
-        return {**values, "optimizer": make_optimizer(given, **chosen)}
-    if chosen:
-        names = ", ".join(sorted(chosen))
-        remedy = f"give them to {type(given).__name__}(...)" if given else "leave them out"
+    own = {name: value for name, value in options.items() if name in table(GradOptions)}
+    check_options(own, GradOptions, "grad")
+    values = with_defaults(own, GradOptions)
+    of_optimizer = {name: values[name] for name in HYPERPARAMETERS if values[name] is not None}
+    of_optimizer |= {name: value for name, value in options.items() if name not in own}
+    optimizer = values["optimizer"]
+    if isinstance(optimizer, str):
+        return {**values, "optimizer": make_optimizer(optimizer, **of_optimizer)}
+    if of_optimizer:
+        names = ", ".join(sorted(of_optimizer))
+        remedy = f"give them to {type(optimizer).__name__}(...)" if optimizer else "leave them out"
         raise StrategyError(
             f"{names}: hyperparameters go with an optimizer that is given by name; {remedy}, or "
             "correct the name of the argument"
@@ -59,7 +59,7 @@ def _values_of(asked: GradOptions) -> dict[str, Any]:
 
 
 def _request_of(values: Mapping[str, Any]) -> StepRequest:
-    """Errors: StrategyError."""
+    """Returns what is asked of the step. Errors: StrategyError."""
     margin = values["margin"], values["logit_scale"], values["interclass_filtering_threshold"]
     of_loss = {
         "margin": Margin(*margin),
@@ -80,7 +80,7 @@ def _request_of(values: Mapping[str, Any]) -> StepRequest:
 
 
 def _source_of(values: Mapping[str, Any], times: PassTimes | None) -> Options:
-    """Returns what is asked of the loader: the sizes of the model and, if it is one rank's program,
+    """Returns the options of the loader: the sizes of the model and, if it is one rank's program,
     its mesh and strategy. Errors: OnnxparError."""
     mesh, strategy = values["mesh"], Strategy.given(values["strategy"])
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
@@ -92,14 +92,14 @@ def _source_of(values: Mapping[str, Any], times: PassTimes | None) -> Options:
 def write_step(
     path: Path,
     output: Path,
-    asked: GradOptions,
+    options: GradOptions,
     dump: str | os.PathLike[str] | None = None,
     times: PassTimes | None = None,
 ) -> tuple[Model, Weights]:
     """Writes a training step; returns the step, and its trained and untrained weights. `dump` is a
     folder for the model after each rewrite, `times` collects wall times. Errors: OnnxparError;
     TypeError for an option that is missing."""
-    values = _values_of(asked)
+    values = _values_of(options)
     request, source = _request_of(values), _source_of(values, times)
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
@@ -125,7 +125,7 @@ def write_step(
     assert model.step is not None
     with source.times.of(WRITE_GRAPH):
         proto = export_model(model.graph, model.header)
-        weights_of = values["weights"]
-        given = () if weights_of is None else (read_values(weights_of, model.step, proto),)
-        write_model(proto, model.folder, output, *given)
+        source_of = values["weights"]
+        more = () if source_of is None else (read_values(source_of, model.step, proto),)
+        write_model(proto, model.folder, output, *more)
     return model, weights

@@ -161,12 +161,12 @@ def add_gradients(to: StepState) -> None:
     dense = [p for p in to.parameters if p.name not in to.lookups]
     looked_up = [node.outputs[0] for nodes in to.lookups.values() for node in nodes]
     wanted = [*dense, *(block.after for block in to.blocks), *looked_up]
-    to.found = gradients(graph, {end: seed}, wanted)
+    to.by_tensor = gradients(graph, {end: seed}, wanted)
 
 
 def compute_again(to: StepState) -> None:
     """Computes blocks again in the backward pass."""
-    followed = {b.after.name: to.found.pop(b.after.name) for b in to.blocks}
+    followed = {b.after.name: to.by_tensor.pop(b.after.name) for b in to.blocks}
     known = {name: value for name, value in followed.items() if value is not None}
     recompute(to.graph, to.forward, to.blocks, known)
 
@@ -176,11 +176,11 @@ def gather_gradients(to: StepState) -> None:
     loss does not depend."""
     for parameter in to.parameters:
         name = parameter.name
-        gradient, lookups = to.found.get(name), to.lookups.get(name)
+        gradient, lookups = to.by_tensor.get(name), to.lookups.get(name)
         if lookups is not None and to.sample is not None and name == to.sample.table:
-            gradient, to.rows[name] = sampled_gradient(to.sample, parameter, to.found)
+            gradient, to.rows[name] = sampled_gradient(to.sample, parameter, to.by_tensor)
         elif lookups is not None and (
-            of_rows := lookup_gradient(to.graph, parameter, lookups, to.found)
+            of_rows := lookup_gradient(to.graph, parameter, lookups, to.by_tensor)
         ):
             gradient, to.rows[name] = of_rows
         if gradient is not None:

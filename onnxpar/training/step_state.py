@@ -134,7 +134,7 @@ class StepState:
     def __init__(self, model: Model, request: StepRequest) -> None:
         self.model, self.request = model, request
         self.path = model.path
-        self.graph = self.shown = model.graph
+        self.graph = self.content = model.graph
         graph, which = model.graph, (request.loss, request.output)
         stored = [t for t in constants(graph) if t.name in model.stored]
         self.shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}  # of the model
@@ -164,7 +164,7 @@ class StepState:
         self.lookups: Mapping[str, list[gs.Node]] = {}  # by lazily trained table
         self.forward = 0  # number of nodes of the forward pass
         self.blocks: Sequence[Block] = ()  # computed again
-        self.found: dict[str, Value | None] = {}  # gradients, also of blocks and looked-up rows
+        self.by_tensor: dict[str, Value | None] = {}  # gradients, also of blocks and looked-up rows
         self.gradients: dict[str, Value] = {}  # by parameter on which the loss depends
         self.rows: dict[str, Rows] = {}  # by lazily trained table, whose gradient is by slot
         self.averages: Mapping[str, gs.Variable] = {}  # of parameters

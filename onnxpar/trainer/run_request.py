@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.base.custom_ops import use_libraries
-from onnxpar.planner.option import check_given, same_names, with_defaults
+from onnxpar.planner.option import check_options, same_names, with_defaults
 from onnxpar.runtime.profile.trace import check_place
 from onnxpar.runtime.session.checks import check_timeout
 from onnxpar.trainer.data import Data
@@ -22,7 +22,7 @@ from onnxpar.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class RequestedRun:
+class RunRequest:
     """What a user asks of `train`.
 
     elastic     how the run lives on when ranks die; None: it does not
@@ -47,10 +47,10 @@ class RequestedRun:
         return batches, evaluated
 
 
-def requested_run(asked: TrainOptions) -> RequestedRun:
+def run_request(options: TrainOptions) -> RunRequest:
     """Reads the options of `train`. Errors: TypeError, StrategyError, InputError."""
-    check_given(asked, TrainOptions, "train")
-    values = with_defaults(asked, TrainOptions)
+    check_options(options, TrainOptions, "train")
+    values = with_defaults(options, TrainOptions)
     use_libraries(values["libraries"])
     folder, profile = values["checkpoint"], values["profile"]
     own = {
@@ -66,7 +66,7 @@ def requested_run(asked: TrainOptions) -> RequestedRun:
     limits = values["min_ranks"], values["max_restarts"]
     elastic = Elastic.of(values["elastic"], *limits, values["step"], bool(profile))
     of_trainer = {name: values[name] for name in _OF_TRAINER} | {"profile": bool(profile)}
-    return RequestedRun(run, elastic, of_trainer, profile, values)
+    return RunRequest(run, elastic, of_trainer, profile, values)
 
 
 _OF_SCHEDULE = (
