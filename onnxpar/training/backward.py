@@ -11,8 +11,8 @@ from onnxpar.base.errors import ModelError, StrategyError
 from onnxpar.graph.clone import needed
 from onnxpar.graph.interchange import default_of
 from onnxpar.graph.rewriting import Rewrite, run_rewrites
-from onnxpar.graph.subgraphs import all_nodes, constants, nodes_within
-from onnxpar.graph.training_spec import EVALUATION, SEED
+from onnxpar.graph.subgraphs import all_nodes, constants, nodes_within, scopes
+from onnxpar.graph.training_spec import AVERAGE, EVALUATION, MAGNITUDES, SCALE, SEED
 from onnxpar.load.load import Model
 from onnxpar.training.batch import find_batch
 from onnxpar.training.batch_norm import settle_batch_norms
@@ -20,11 +20,11 @@ from onnxpar.training.cautions_of_stops import cautions_of_stops
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.equal_nodes import merge_equal
 from onnxpar.training.evaluation import copy_for_use, read_averages
-from onnxpar.training.free_names import LOSS, free_names
 from onnxpar.training.gradients.reverse import gradients
 from onnxpar.training.gradients.trained import Left, Weights, find_trained
 from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.lazy import lazy_lookups, lookup_gradient, sampled_gradient
+from onnxpar.training.loss_scale import GOOD
 from onnxpar.training.losses import LOSSES, add_loss, check_loss, compared_by
 from onnxpar.training.means import Targets
 from onnxpar.training.precision import lower_precision
@@ -35,6 +35,17 @@ from onnxpar.training.sampling import sample_loss
 from onnxpar.training.step_state import StepRequest, StepState
 from onnxpar.training.stops import stop_gradients
 
+LOSS = "loss"
+PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD, MAGNITUDES)
+ENDINGS = (
+    ".next",
+    ".grad",
+    ".again",
+    f".{AVERAGE}",
+    f"{EVALUATION}.loss",
+    f"{EVALUATION}.accuracy",
+)
+"""Suffixes of the names of tensors that a training step adds to a model."""
 WHO = "the training step"
 """What has the rewrites, in errors."""
 
@@ -65,6 +76,26 @@ def stop(to: StepState) -> None:
     """Stops gradients where the user or the file says so."""
     options = to.request
     to.cautions += stop_gradients(to.graph, options.stop_gradient, options.padding_idx)
+
+
+def free_names(to: StepState) -> None:
+    """Renames tensors whose names the step needs for its own inputs and outputs. Errors: ModelError
+    if the name of the loss is taken by an input or a weight."""
+    graph = to.graph
+    for tensor in (*graph.inputs, *constants(graph)):
+        if tensor.name == LOSS:
+            raise ModelError(
+                f"the model has a tensor {LOSS!r}, a name that the step needs; rename the tensor"
+            )
+    nodes = list(all_nodes(graph))
+    results = {t.name for node in nodes for t in node.outputs}
+    taken = {n for n in results if n in PORTS or n.endswith(ENDINGS)}
+    bounds = [t for scope in scopes(graph) for t in (*scope.inputs, *scope.outputs)]
+    tensors = [*bounds, *(t for node in nodes for t in (*node.inputs, *node.outputs))]
+    for tensor in {id(t): t for t in tensors}.values():
+        if tensor.name in taken:
+            tensor.name = f"model/{tensor.name}"
+    to.renamed = {f"model/{name}": name for name in taken}
 
 
 def find_weights(to: StepState) -> None:

@@ -10,8 +10,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.graph.training_spec import GRADIENT
-from onnxpar.training.backward import add_backward
-from onnxpar.training.free_names import LOSS
+from onnxpar.training.backward import LOSS, add_backward
 from onnxpar.training.rewrite import add_output
 from onnxpar.training.step_state import StepRequest
 
