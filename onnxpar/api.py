@@ -21,10 +21,11 @@ from onnxpar.planner.dump import Dump
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.named_passes import run_named
 from onnxpar.planner.observer import Observer, Observers
+from onnxpar.planner.option import lists
 from onnxpar.planner.option_table import LayoutOptions, PlanOptions
 from onnxpar.planner.options import Options
 from onnxpar.planner.paging import paged_by_default
-from onnxpar.planner.plan_options import lists, options_of
+from onnxpar.planner.plan_options import options_of
 from onnxpar.planner.plugins import load_plugin
 from onnxpar.planner.refuse_overwriting import refuse_overwriting
 from onnxpar.planner.save_strategy import Saver

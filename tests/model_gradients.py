@@ -14,7 +14,9 @@ import onnxpar.training.gradients  # noqa: F401  (registers the gradient rules)
 from onnxpar.graph.write_model import export_model
 from onnxpar.load.load import load
 from onnxpar.load.loading import LoadRequest
-from onnxpar.training.backward import LossOptions, add_backward, add_output
+from onnxpar.training.backward import add_backward
+from onnxpar.training.rewrite import add_output
+from onnxpar.training.step_state import StepRequest
 
 Array = np.ndarray[Any, Any]
 TOLERANCE = 1e-4
@@ -27,7 +29,7 @@ def run_gradients(
     """The loss of a model's output and the gradients of all that is trained, by name; `feeds` has a
     `target` beside the model's inputs."""
     model = load(path, LoadRequest(for_training=True))
-    back = add_backward(model, LossOptions(loss, output))
+    back = add_backward(model, StepRequest(loss, output))
     model.graph.outputs = []
     for name, gradient in {"": back.loss, **back.gradients}.items():
         add_output(model.graph, gradient, f"{name}.grad")

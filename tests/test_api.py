@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -22,9 +23,11 @@ from onnxpar.base.errors import InputError, ModelError, StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.cli.parser import parser
 from onnxpar.llm.sampling import Sampling
-from onnxpar.planner.option_table import Kind, table
+from onnxpar.planner.option import table
+from onnxpar.planner.option_table import Kind
 from onnxpar.planner.plan_options import options_of
 from onnxpar.serve.settings import Settings
+from onnxpar.trainer.grad_options import HYPERPARAMETERS
 from onnxpar.training.optimizers import OPTIMIZERS
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -97,8 +100,6 @@ def test_calls_have_the_options_of_commands(name: str, arguments: set[str]) -> N
     have: set[str] = set()
     for call in calls:
         have |= inspect.signature(call).parameters.keys()
-    if name == "grad":  # hyperparameters are those of the optimizers, by name
-        have |= {field for kind in OPTIMIZERS.values() for field in kind.__dataclass_fields__}
     assert arguments - others <= have
 
 
@@ -120,7 +121,7 @@ def test_commands_have_the_options_of_plans(name: str) -> None:
 @pytest.mark.parametrize("name", ["annotate", "opt"])
 def test_what_lowers_nothing_has_no_options_of_it(name: str) -> None:
     own = {"passes"} & {"opt": {"passes"}}.get(name, set())
-    lowering = {*table()} - {*table(onnxpar.LayoutOptions)} - own
+    lowering = {*table(onnxpar.PlanOptions)} - {*table(onnxpar.LayoutOptions)} - own
     assert {"fusion", "bucket_mb", "compression"} <= lowering
     assert not lowering & dict(commands(parser()))[name]
     with pytest.raises(TypeError, match=rf"{name}\(\) has no option 'fusion'"):
@@ -132,6 +133,45 @@ def test_signatures_list_the_options() -> None:
         call = getattr(onnxpar, name)
         assert set(table(kind)) < inspect.signature(call).parameters.keys()
     assert inspect.signature(onnxpar.shard).parameters["untied"].default is False
+
+
+def test_signatures_of_training_list_the_options() -> None:
+    calls = onnxpar.training.grad, onnxpar.training.train
+    grad, train = map(inspect.signature, calls)
+    hyperparameters = {field.name for kind in OPTIMIZERS.values() for field in fields(kind)}
+    assert hyperparameters == HYPERPARAMETERS.keys() < grad.parameters.keys()
+    assert grad.parameters["loss"].default is grad.parameters["optimizer"].default is grad.empty
+    defaults = {"sample_rate": 1.0, "accumulate": 1, "lazy": (), "recompute": False, "mesh": None}
+    assert {name: grad.parameters[name].default for name in defaults} == defaults
+    assert train.parameters["lr"].default is train.empty
+    defaults = {"schedule": "constant", "shuffle": True, "bind": "cores", "timeout": 60.0}
+    assert {name: train.parameters[name].default for name in defaults} == defaults
+
+
+WRONG: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = {
+    "no loss": (onnxpar.training.grad, {"optimizer": "sgd"}, TypeError, "needs the option 'loss'"),
+    "no rate": (onnxpar.training.train, {}, TypeError, "needs the option 'lr'"),
+    "misspelled": (onnxpar.training.train, {"lr": 1, "epoch": 2}, TypeError, "mean 'epochs'"),
+    "text for a number": (
+        onnxpar.training.grad,
+        {"loss": "mse", "optimizer": "sgd", "accumulate": "2"},
+        StrategyError,
+        "accumulate='2' is of type str; give int",
+    ),
+    "text for a list": (
+        onnxpar.training.grad,
+        {"loss": "mse", "optimizer": "sgd", "frozen": "w"},
+        StrategyError,
+        "frozen='w'.*give Sequence",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_of_training(name: str) -> None:
+    call, options, kind, words = WRONG[name]
+    with pytest.raises(kind, match=words):
+        call("m.onnx", "made", **options)
 
 
 def test_all_is_there_and_documented() -> None:

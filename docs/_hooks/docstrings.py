@@ -13,8 +13,11 @@ from typing import Any
 
 import griffe
 
-import onnxpar
+from onnxpar import LayoutOptions, PlanOptions
+from onnxpar.training import GradOptions, TrainOptions
 
+TABLES = {kind.__name__: kind for kind in (LayoutOptions, PlanOptions, GradOptions, TrainOptions)}
+"""The tables of options."""
 _ROW = re.compile(r"(?P<name>[`\w][\w`, .*-]*?)(?P<gap> {2,})(?P<text>\S.*)")
 _ERRORS = re.compile(r"(?<![\w`])Errors: ")
 
@@ -25,9 +28,8 @@ class Docstrings(griffe.Extension):
     def on_class_instance(self, *, cls: griffe.Class, **_: Any) -> None:
         """Griffe calls this with every class, before `on_instance`; it reads sources, in which the
         table of options is no docstring."""
-        if cls.name in ("LayoutOptions", "PlanOptions"):
-            text = getattr(onnxpar, cls.name).__doc__
-            cls.docstring = griffe.Docstring(text, parent=cls)
+        if cls.name in TABLES:
+            cls.docstring = griffe.Docstring(TABLES[cls.name].__doc__, parent=cls)
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Griffe calls this with every module, class, function and attribute."""

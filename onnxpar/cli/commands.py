@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +26,14 @@ from onnxpar.api import inspect as saved_plan
 from onnxpar.api import ops as ops_like
 from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.base.json_text import json_text
-from onnxpar.base.pass_times import PassTimes
 from onnxpar.base.progress_line import progress_line
-from onnxpar.cli.arguments import dims_of, states_of
 from onnxpar.cli.colours import coloured
+from onnxpar.cli.options import values_of, with_times
 from onnxpar.cli.training_commands import warn_of
 from onnxpar.compiler.plan import Plan, SavedPlan
-from onnxpar.graph.typical import Typical
 from onnxpar.planner import sharder
 from onnxpar.planner.named_passes import run_named
-from onnxpar.planner.option_table import Kind, LayoutOptions, PlanOptions, table
+from onnxpar.planner.option_table import Kind, LayoutOptions, PlanOptions
 from onnxpar.planner.options import Options
 from onnxpar.planner.paging import paged_by_default
 from onnxpar.planner.pass_registry import LIST, pass_lines
@@ -53,26 +51,8 @@ from onnxpar.report.walk import walk
 from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.runtime.session.bundle_files import ranks_text
 
-Command = Callable[[argparse.Namespace], int]
 
-
-def _with_times(command: Command) -> Command:
-    """Wraps a command so that it prints the wall times of passes with --time-passes, also if it
-    fails."""
-
-    @wraps(command)
-    def timing(args: argparse.Namespace) -> int:
-        args.times = PassTimes()
-        try:
-            return command(args)
-        finally:
-            if args.time_passes and args.times.rows:
-                print(args.times, file=sys.stderr)
-
-    return timing
-
-
-@_with_times
+@with_times
 def shard(args: argparse.Namespace) -> int:
     """Runs `shard`: writes a sharded model."""
     output = output_of(args.given_model) if args.output is None else args.output
@@ -101,7 +81,7 @@ def _ranks_line(output: str | Path, ranks: Sequence[int], size: int) -> str:
     )
 
 
-@_with_times
+@with_times
 def plan(args: argparse.Namespace) -> int:
     """Runs `plan`: prints the plan that `shard` would follow, or a comparison, or the costs of
     nodes."""
@@ -202,7 +182,7 @@ def check(args: argparse.Namespace) -> int:
     return 0 if result.ok else 1
 
 
-@_with_times
+@with_times
 def opt(args: argparse.Namespace) -> int:
     """Runs `opt`: runs the named passes on a model or a dump, and prints the graph after the last
     pass, or after the passes of --print-after."""
@@ -227,13 +207,7 @@ def ops(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
-    from_table = {name: value for name, value in vars(args).items() if name in table(kind)}
-    parsed = {
-        "dims": dims_of(args.dims),
-        "states": states_of(args.states),
-        "typical": Typical.parse(args.typical),
-    }
-    options = options_of({**from_table, **parsed, "verify": True}, kind=kind)
+    options = options_of({**values_of(args, kind), "verify": True}, kind=kind)
     return timed(options, vars(args).get("times"))
 
 

@@ -1,21 +1,24 @@
-"""Options that several commands share.
-
-Options of a plan are rows of `planner/option_table.py`; options of a single command are in
-`parser.py`.
-"""
+"""Options that several commands share, and those of tables. An option of a single command is in
+`parser.py`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from onnxpar.base.errors import OnnxparError
+from onnxpar.base.pass_times import PassTimes
+from onnxpar.cli.arguments import dims_of, states_of
+from onnxpar.graph.typical import Typical
 from onnxpar.layout.mesh import MOST_RANKS, Mesh
-from onnxpar.planner.option import GROUPS, NamedOption, members
-from onnxpar.planner.option_table import Kind, PlanOptions, table
+from onnxpar.planner.option import GROUPS, REQUIRED, NamedOption, members, table
+from onnxpar.planner.option_table import Kind, PlanOptions
 
+Command = Callable[[argparse.Namespace], int]
 Options = argparse._ActionsContainer
 """A parser, or a group of arguments."""
 
@@ -44,33 +47,65 @@ def add_model(
     what += "on the hub of Hugging Face, which is exported first"
     what += "; or a file that --dump wrote" if nargs else ""
     to.add_argument("model", metavar="model.onnx", action=GivenModel, nargs=nargs, help=what)
-    usual = to._action_groups.pop()  # argparse's --help and the like stand last
-    groups = {title: to.add_argument_group(title) for title in GROUPS}
-    to._action_groups.append(usual)
-    for named in table(kind).values():
-        if named.option.group:
-            add_option(groups[named.option.group], named)
+    groups = add_groups(to, GROUPS)
+    add_table(groups, kind)
     return groups
 
 
+def add_groups(to: argparse.ArgumentParser, titles: Sequence[str]) -> Mapping[str, Options]:
+    """Adds groups to the help; returns them by title."""
+    usual = to._action_groups.pop()  # argparse's --help and the like stand last
+    groups = {title: to.add_argument_group(title) for title in titles}
+    to._action_groups.append(usual)
+    return groups
+
+
+def add_table(groups: Mapping[str, Options], kind: Any) -> None:
+    """Adds the options of a table to their groups."""
+    for each in table(kind).values():
+        if each.option.group:
+            add_option(groups[each.option.group], each)
+
+
 def add_option(to: Options, named: NamedOption) -> None:
-    """Adds an option of the table of options."""
+    """Adds an option of a table."""
     option, kinds = named.option, [*members(named.type)]
     how: dict[str, Any] = {"dest": named.name, "help": option.help.replace("%", "%%")}
-    literals = [get_args(kind) for kind in kinds if get_origin(kind) is Literal]
-    if isinstance(option.default, bool):
-        how["action"] = "store_false" if option.default else "store_true"
+    how |= {"required": True} if named.default is REQUIRED else {"default": named.default}
+    if bool in kinds:
+        how["action"] = "store_false" if named.default else "store_true"
     else:
-        how["metavar"] = option.metavar
-        how |= {"choices": literals[0]} if literals else {}
-        how |= {"action": "append", "default": []} if named.name in _REPEATED else {}
+        literals = (get_args(kind) for kind in kinds if get_origin(kind) is Literal)
+        how["metavar"] = named.metavar
+        how["choices"] = option.choices or next(literals, None)
+        how |= {"action": "append", "default": []} if _is_repeated(named) else {}
         readers = (reader for kind, reader in _READERS.items() if kind in kinds)
         how["type"] = next(readers, None) if str not in kinds or Mesh in kinds else None
     to.add_argument(f"--{named.flag}", **how)
 
 
-_REPEATED = ("dims", "typical", "states", "plugin", "libraries", "place", "passes")
-"""Options of the table that a command takes several times."""
+def _is_repeated(named: NamedOption) -> bool:
+    """True if an option may be given several times, once for each element."""
+    origins = {get_origin(kind) or kind for kind in members(named.type)}
+    return named.option.repeated or (str not in origins and not origins.isdisjoint(_COLLECTIONS))
+
+
+_COLLECTIONS = (Mapping, Sequence)
+
+
+def values_of(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
+    """Returns the options of a table as a call in Python takes them. Errors: StrategyError."""
+    values = {name: value for name, value in vars(args).items() if name in table(kind)}
+    return values | {n: read(values[n]) for n, read in _READ.items() if n in values}
+
+
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "dims": dims_of,
+    "states": states_of,
+    "typical": Typical.parse,
+    **dict.fromkeys(("batch_dim", "padding_idx", "pad"), dict),
+}
+"""What makes values for Python of the texts of options that may be given several times."""
 
 
 def add_time_passes(to: Options) -> None:
@@ -81,6 +116,21 @@ def add_time_passes(to: Options) -> None:
         help="print a table of wall times to standard error, also if the command fails: of each "
         "pass, and of reading the model, the search, checks and writing",
     )
+
+
+def with_times(command: Command) -> Command:
+    """A command that prints the wall times of passes with --time-passes, also if it fails."""
+
+    @wraps(command)
+    def timing(args: argparse.Namespace) -> int:
+        args.times = PassTimes()
+        try:
+            return command(args)
+        finally:
+            if args.time_passes and args.times.rows:
+                print(args.times, file=sys.stderr)
+
+    return timing
 
 
 def add_save(to: Options) -> None:
@@ -157,5 +207,12 @@ def mesh(text: str) -> Mesh:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-_READERS: Mapping[Any, Callable[[str], Any]] = {Mesh: mesh, int: int, float: float}
-"""Functions that read a value on the command line, by its type."""
+_READERS: Mapping[Any, Callable[[str], Any]] = {
+    Mesh: mesh,
+    int: int,
+    float: float,
+    Mapping[str, int]: named_number,
+    Mapping[str, int | None]: named_number_or_none,
+    Mapping[str, float]: named_value,
+}
+"""How the command line reads a value, by its type."""

@@ -12,7 +12,6 @@ from onnxpar.cli import commands, run_command, training_commands
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.completion import SHELLS, PrintCompletion
 from onnxpar.cli.generate_command import add_generate
-from onnxpar.cli.grad_parser import add_grad
 from onnxpar.cli.launch_command import add_launch
 from onnxpar.cli.options import (
     add_dump,
@@ -24,11 +23,11 @@ from onnxpar.cli.options import (
 )
 from onnxpar.cli.rank_options import add_runtime, add_timeout, add_verify
 from onnxpar.cli.serve_command import add_serve
-from onnxpar.cli.training_parser import add_merge, add_train, add_weights
+from onnxpar.cli.training_parser import add_grad, add_merge, add_train, add_weights
 from onnxpar.cost.measure import MOST_RANKS
 from onnxpar.planner import calibrate as calibration
-from onnxpar.planner.option import NEEDED, OUTPUT, TRAINING
-from onnxpar.planner.option_table import LayoutOptions, table
+from onnxpar.planner.option import NEEDED, OUTPUT, TRAINING, table
+from onnxpar.planner.option_table import LayoutOptions
 from onnxpar.planner.pass_registry import passes_help
 from onnxpar.report.check import RATE, STEPS
 
@@ -360,7 +359,7 @@ def _ops(to: Any) -> None:
         help="glob of op names, such as '*Conv*'",
     )
     ops.add_argument("--json", action="store_true", help="print the table as JSON")
-    add_option(ops, table()["plugin"])
+    add_option(ops, table(LayoutOptions)["plugin"])
 
 
 def _command(

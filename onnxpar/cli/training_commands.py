@@ -7,7 +7,6 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,26 +17,22 @@ from onnxpar.base.interrupts import Terminated
 from onnxpar.base.log import LOG
 from onnxpar.base.units import quantity
 from onnxpar.base.write_file import writing
-from onnxpar.cli.arguments import dims_of
-from onnxpar.cli.compare_prediction import compare_prediction
 from onnxpar.cli.error_line import report
+from onnxpar.cli.options import values_of, with_times
+from onnxpar.cli.predicted import compared
 from onnxpar.cli.training_bar import Bar
 from onnxpar.graph.tensors import numel, shape_bytes
 from onnxpar.graph.training_spec import Step
-from onnxpar.planner.options import Options
 from onnxpar.report.report import size_text, table
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.launch.launch import generation_number, launched_rank
 from onnxpar.runtime.launch.supervision import AGAIN
-from onnxpar.runtime.profile.trace import check_place
 from onnxpar.runtime.ranks.redirect import redirect_output
-from onnxpar.runtime.session.checks import check_timeout
-from onnxpar.strategy.strategy import Strategy
-from onnxpar.trainer.api import write_step
 from onnxpar.trainer.checkpoint import Progress, tell
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.elastic import Elastic, Generations, generation_logs
+from onnxpar.trainer.elastic import Generations, generation_logs
 from onnxpar.trainer.export_weights import export_weights
+from onnxpar.trainer.grad_options import GradOptions
 from onnxpar.trainer.launched_generation import LaunchedGeneration, NotNeededError
 from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Run, last_checkpoint
@@ -52,58 +47,17 @@ from onnxpar.trainer.metrics_files import (
     row_of,
 )
 from onnxpar.trainer.picture import draw_losses
-from onnxpar.trainer.rates import Schedule
-from onnxpar.training.backward import LossOptions
-from onnxpar.training.batch_norm import BatchNorm
+from onnxpar.trainer.run_request import RunRequest, run_request
+from onnxpar.trainer.train_options import TrainOptions
+from onnxpar.trainer.write_step import write_step
 from onnxpar.training.gradients.trained import FROZEN, UNNAMED, Left, Trained, Weights
-from onnxpar.training.loss_scale import LossScale
-from onnxpar.training.loss_settings import LossSettings, numbers_of
-from onnxpar.training.margins import Margin
-from onnxpar.training.optimizers import OPTIMIZERS, make_optimizer
-from onnxpar.training.parameter_groups import Group
-from onnxpar.training.sampling import Sampling
-from onnxpar.training.step import StepOptions
 
 
+@with_times
 def grad(args: argparse.Namespace) -> int:
     """Runs `grad`: writes a training step."""
-    loss = LossOptions(
-        args.loss,
-        args.loss_of,
-        LossSettings(
-            args.class_axis,
-            Margin(args.margin, args.logit_scale, args.interclass_filtering_threshold),
-            args.label_smoothing,
-            numbers_of("--class-weights", args.class_weights),
-            args.delta,
-            numbers_of("--pos-weight", args.pos_weight),
-        ),
-        args.params,
-        args.frozen,
-        BatchNorm.parse(args.batch_norm, args.groups),
-        args.precision,
-        LossScale.parse(args.loss_scale, args.precision),
-        args.recompute,
-        args.lazy,
-        args.recompute_nodes,
-        Sampling(args.sample_rate, args.sample_groups),
-        args.stop_gradient,
-        dict(args.padding_idx),
-        dict(args.batch_dim),
-    )
-    options = StepOptions(
-        make_optimizer(args.optimizer, **_hyperparameters(args)),
-        args.clip_norm,
-        args.accumulate,
-        [Group.parse(text) for text in args.group],
-        args.decay_all,
-        args.ema,
-    )
-    strategy = Strategy.from_argument(args.strategy or None)
-    source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dims))
-    output = Path(args.output)
-    settings = (loss, options, source, args.untie, args.weights)
-    model, weights = write_step(args.model, output, *settings)
+    options: Any = values_of(args, GradOptions)
+    model, weights = write_step(args.model, Path(args.output), options, args.dump, args.times)
     assert model.step is not None
     lines = [*_trained_lines(weights.trained), *_left_lines(weights), *_step_lines(model.step)]
     print("\n".join(lines))
@@ -113,41 +67,13 @@ def grad(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Runs `train`: trains; under a launcher, as one of its ranks."""
-    run = Run(
-        args.epochs,
-        args.lr,
-        Schedule(
-            args.schedule,
-            args.warmup,
-            args.min_lr,
-            args.lr_power,
-            args.lr_step_size,
-            args.lr_gamma,
-            args.decay_steps,
-        ),
-        args.seed,
-        args.shuffle,
-        Path(args.checkpoint) if args.checkpoint else None,
-        args.every,
-        args.keep,
-        args.resume,
-        args.async_checkpoint,
-        args.allow_changed,
-        args.patience,
-        args.keep_best,
-        args.max_steps,
-    )
-    run.check_evaluation(bool(args.eval))
-    check_timeout(args.timeout)
-    if args.profile:
-        check_place(args.profile)
-    elastic = Elastic.of(
-        args.elastic, args.min_ranks, args.max_restarts, args.step, bool(args.profile)
-    )
-    with held_unless_launched(run, elastic) as lock:
+    """Runs `train`: trains, under a launcher as one of its ranks."""
+    options: Any = values_of(args, TrainOptions)
+    request = run_request(options)
+    run, elastic = request.run, request.elastic
+    with held_unless_launched(run, elastic) as held:
         try:
-            return _train(args, run, elastic, lock)
+            return _train(args, request, held)
         except (KeyboardInterrupt, Terminated) as end:
             end.args = (last_checkpoint(run),)
             raise
@@ -168,33 +94,19 @@ def train(args: argparse.Namespace) -> int:
             return AGAIN
 
 
-def _train(
-    args: argparse.Namespace, run: Run, elastic: Elastic | None, lock: FolderLock | None
-) -> int:
-    """Trains; `lock` is the lock on the folder of checkpoints, if there is one."""
+def _train(args: argparse.Namespace, request: RunRequest, held: FolderLock | None) -> int:
+    """Trains; `held` is the lock on the folder of checkpoints, if any."""
+    run, elastic = request.run, request.elastic
     logs = Path(args.log_dir)
     rank = launched_rank()
     files = _metrics_files(args, logs) if rank is None or rank.rank == 0 else []
     if rank is not None:
-        rank_logs = generation_logs(logs, generation_number() if elastic else 0)
-        redirect_output(rank_logs, rank, stdout=rank.rank != 0)
-    options: dict[str, Any] = {
-        "timeout": args.timeout,
-        "profile": bool(args.profile),
-        "table_dir": args.table_dir,
-        "table_cache": args.table_cache,
-        "threads": args.threads,
-        "bind": args.bind,
-        "ranks_per_numa": args.ranks_per_numa,
-        "log_dir": None if rank else logs,
-        "verify": args.verify,
-    }
-    with living(Path(args.par), run, elastic, lock, **options) as generations:
+        own = generation_logs(logs, generation_number() if elastic else 0)
+        redirect_output(own, rank, stdout=rank.rank != 0)
+    options = {**request.of_trainer, "log_dir": None if rank else logs}
+    with living(Path(args.par), run, elastic, held, **options) as generations:
         trainer = generations.trainer
-        pad = dict(args.pad)
-        data = trainer.batches_of(args.data, pad=pad)
-        held_out = trainer.batches_of(args.eval, False, pad) if args.eval else None
-        data.check_batch(args.batch)
+        data, held_out = request.data(trainer, args.data)
         try:
             if not trainer.leads:
                 deque(generations.records(data, held_out), maxlen=0)
@@ -296,12 +208,6 @@ def merge(args: argparse.Namespace) -> int:
     )
     print(f"{count} weights of {args.checkpoint} are in {args.output}")
     return 0
-
-
-def _hyperparameters(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the user's hyperparameters, by name."""
-    known = {f.name for kind in OPTIMIZERS.values() for f in fields(kind)}
-    return {name: value for name in known if (value := getattr(args, name, None)) is not None}
 
 
 def warn_of(step: Step) -> None:

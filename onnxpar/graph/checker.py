@@ -14,7 +14,7 @@ import onnxruntime as ort
 from onnx import GraphProto, TensorProto, helper
 
 from onnxpar.base.custom_ops import quiet_options
-from onnxpar.base.errors import ModelError, StrategyError
+from onnxpar.base.errors import ModelError, PassError, StrategyError
 from onnxpar.graph.shapes_by_onnxruntime import REFUSED, is_known, is_own_domain
 from onnxpar.graph.stored import (
     copy_with_stubs,
@@ -162,8 +162,8 @@ _FAULTS = (
 def blaming(refusal: Refusal | None, path: Path) -> Iterator[None]:
     """Continues to read a model that onnxruntime does not load, to find an error that names a node.
 
-    A ModelError passes through; other exceptions become a ModelError with the reason of the
-    refusal, and so does the end of the block if the refusal is certain. Without a refusal, this
+    A ModelError passes through; the failure of a rewrite becomes a ModelError with the reason of
+    the refusal, and so does the end of the block if the refusal is certain. Without a refusal, this
     does nothing.
     """
     if refusal is None:
@@ -171,8 +171,10 @@ def blaming(refusal: Refusal | None, path: Path) -> Iterator[None]:
         return
     try:
         yield
-    except _FAULTS:
-        raise refusal.error(path) from None
+    except PassError as error:
+        if isinstance(error.__cause__, _FAULTS):
+            raise refusal.error(path) from None
+        raise
     if refusal.certain:
         raise refusal.error(path)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import onnx
@@ -23,13 +23,6 @@ from onnxpar.load.sequences import split_sequences
 from onnxpar.load.stack_experts import stack_experts
 from onnxpar.load.tolerated import scalar_bounds
 
-Show = Callable[[str, onnx.ModelProto | gs.Graph], None]
-"""Called after each rewrite of the loader, with its name and the model or graph that it leaves."""
-
-
-def unseen(name: str, graph: onnx.ModelProto | gs.Graph) -> None:
-    """A `Show` that does nothing."""
-
 
 class Importer:
     """Makes graphs of a model's inferred protos: one, or one for each binding of open sizes."""
@@ -43,13 +36,11 @@ class Importer:
         is_open: bool,
         for_training: bool,
         is_cut: bool,
-        show: Show,
     ) -> None:
         self.path, self.defaults, self.names = path, defaults, names
         self.is_open, self.for_training, self.is_cut = is_open, for_training, is_cut
         ports = (*proto.graph.input, *proto.graph.output)
         self.declared = {port.name: _type_copy(port.type) for port in ports}
-        self.show = show
 
     def graph(self, inferred: onnx.ModelProto) -> gs.Graph:
         """The graph that passes see. Errors: ModelError for an output without a type."""
@@ -73,8 +64,6 @@ class Importer:
         scan_first_axes(graph)
         stack_experts(graph, self.path.parent, in_nodes=self.for_training)
         check_names(graph, f"reading {self.path}")
-        self.show("import", graph)
-        self.show = unseen  # other bindings get the same rewrites
         return graph
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.base.errors import OnnxparError, PassError
 from onnxpar.base.names import Names
 from onnxpar.base.pass_times import PassTimes
 from onnxpar.graph.annotations import Configuration
 from onnxpar.graph.checker import blaming
 from onnxpar.graph.interchange import default_of
 from onnxpar.graph.open_sizes import OpenSizes
-from onnxpar.graph.state_pairs import find_states, given_states
+from onnxpar.graph.rewriting import Rewrite, Show, run_rewrites, unseen
 from onnxpar.graph.stored import densify, lift_constants
 from onnxpar.graph.subgraphs import all_nodes
 from onnxpar.graph.tensors import Whole
@@ -24,7 +23,6 @@ from onnxpar.graph.training_spec import Step
 from onnxpar.graph.used_names import names_of
 from onnxpar.load import rewrites
 from onnxpar.load.bodies_for_training import add_bodies
-from onnxpar.load.importer import Show, unseen
 from onnxpar.load.listed_tensors import read_listed
 from onnxpar.load.loading import Loading, LoadRequest
 from onnxpar.load.module_names import ModuleNames
@@ -97,15 +95,6 @@ class Model:
         return self.path.parent
 
 
-@dataclass(frozen=True)
-class Rewrite:
-    """A rewrite of the loader, or a check between rewrites, and when it is done."""
-
-    name: str
-    run: Callable[[Loading], object]
-    when: Callable[[Loading], bool] = lambda to: True
-
-
 def _trains(to: Loading) -> bool:
     return to.request.for_training
 
@@ -118,7 +107,7 @@ def _upgrade(to: Loading) -> None:
     to.proto = upgrade(to.proto, str(to.path))
 
 
-AS_WRITTEN = (
+AS_WRITTEN: Sequence[Rewrite[Loading]] = (
     Rewrite("read", rewrites.read),
     Rewrite("restate-tolerated", rewrites.restate_tolerated),
     Rewrite("untie", lambda to: untie(to.proto.graph), lambda to: to.request.untied),
@@ -132,7 +121,7 @@ AS_WRITTEN = (
     Rewrite("keep-original", rewrites.keep_original),
 )
 """The rewrites of a model as its exporter wrote it, in order."""
-NORMALIZING = (
+NORMALIZING: Sequence[Rewrite[Loading]] = (
     Rewrite("densify", lambda to: densify(to.proto.graph, to.folder)),
     Rewrite("lift-constants", lambda to: lift_constants(to.proto.graph)),
     Rewrite("settle-defaults", rewrites.settle_defaults),
@@ -148,8 +137,10 @@ NORMALIZING = (
         rewrites.add_bags_up,
         lambda to: not to.open_dims and not to.has_own_types,
     ),
+    Rewrite("import", rewrites.import_model),
+    Rewrite("find-states", rewrites.find_state_pairs),
 )
-"""The rewrites to basic ops of one opset, in order. Then the `Importer` makes the graph. If
+"""The rewrites to basic ops of one opset, in order, and to the graph that passes see. If
 onnxruntime does not load the model, an error in one of these may name the node."""
 
 
@@ -165,47 +156,26 @@ def load(
     Errors: ModelError for a file that cannot be used, StrategyError for a size whose symbol the
     model does not have; PassError for any other failure, naming the rewrite.
     """
-    loading = Loading(Path(path), request or LoadRequest(), show)
-    times = times or PassTimes()
-    now = ""
+    loading = Loading(Path(path), request or LoadRequest())
+    run_rewrites(AS_WRITTEN, loading, _LOADER, show, times)
+    with blaming(loading.refusal, loading.path):
+        run_rewrites(NORMALIZING, loading, _LOADER, show, times)
+    return _model(loading)
 
-    def run(rewrite: Rewrite) -> None:
-        nonlocal now
-        if rewrite.when(loading):
-            now = rewrite.name
-            with times.of(now):
-                rewrite.run(loading)
-            show(now, loading.proto)
 
-    try:
-        for rewrite in AS_WRITTEN:
-            run(rewrite)
-        with blaming(loading.refusal, loading.path):
-            for rewrite in NORMALIZING:
-                run(rewrite)
-            now = "import"
-            return _model(loading)
-    except OnnxparError:
-        raise
-    except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise PassError(f"{path}: the rewrite {now} of the loader failed: {told}") from error
+_LOADER = "the loader"
 
 
 def _model(loading: Loading) -> Model:
-    request, graph = loading.request, loading.anew()
-    step, sizes = loading.step, loading.sizes
-    known = [*((s.input, s.output) for s in (step.slots if step else ())), *loading.states]
-    pairs = given_states(graph, known)
-    if request.find_states:
-        pairs = find_states(graph, known, step is not None)
+    request, graph, step, sizes = loading.request, loading.graph, loading.step, loading.sizes
+    assert graph is not None
     whole = dict(sizes.whole) if sizes is not None else {}
     if request.page_size:
         whole |= dict.fromkeys(next_outputs(graph))
     return Model(
         loading.path,
         graph,
-        pairs,
+        loading.states,
         loading.header,
         loading.fixed,
         loading.stored,

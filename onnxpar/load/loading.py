@@ -17,7 +17,7 @@ from onnxpar.graph.exported import TorchName
 from onnxpar.graph.open_sizes import OpenDims, OpenSizes
 from onnxpar.graph.training_spec import Step
 from onnxpar.graph.typical import Typical
-from onnxpar.load.importer import Importer, Show
+from onnxpar.load.importer import Importer
 from onnxpar.load.module_names import ModuleNames
 from onnxpar.load.stored_model import StoredModel
 from onnxpar.load.unfuse import FusedNode
@@ -83,6 +83,7 @@ class Loading:
     fused     fused nodes of the file, which are taken apart
     sizes     the open sizes; None if there are none
     importer  makes graphs of the model; anew() makes the graph of this one again
+    graph     the graph that passes see, once it is imported
     """
 
     proto: onnx.ModelProto
@@ -96,8 +97,8 @@ class Loading:
     importer: Importer
     anew: Callable[[], gs.Graph]
 
-    def __init__(self, path: Path, request: LoadRequest, show: Show) -> None:
-        self.path, self.request, self.show = path, request, show
+    def __init__(self, path: Path, request: LoadRequest) -> None:
+        self.path, self.request = path, request
         self.states = list(request.states)
         self.annotations: tuple[Configuration, ...] = ()
         self.shared: Mapping[str, int] = {}
@@ -109,6 +110,12 @@ class Loading:
         self.fused: Sequence[FusedNode] = ()
         self.sizes: OpenSizes | None = None
         self.has_own_types = False
+        self.graph: gs.Graph | None = None
+
+    @property
+    def content(self) -> onnx.ModelProto | gs.Graph:
+        """What rewrites change: the proto, and then the graph."""
+        return self.proto if self.graph is None else self.graph
 
     @property
     def folder(self) -> Path:

@@ -16,6 +16,7 @@ from onnxpar.graph.inference import infer
 from onnxpar.graph.input_sizes import bind_dims, fix_shapes
 from onnxpar.graph.interchange import header_of
 from onnxpar.graph.open_sizes import infer_open
+from onnxpar.graph.state_pairs import find_states, given_states
 from onnxpar.graph.stored import (
     check_text,
     is_folded,
@@ -146,7 +147,7 @@ def infer_shapes(loading: Loading) -> None:
     request, proto = loading.request, loading.proto
     kinds = (bool(loading.open_dims), request.for_training, request.part == ENCODER)
     arguments = proto, loading.path, loading.defaults, loading.names
-    loading.importer = Importer(*arguments, *kinds, loading.show)
+    loading.importer = Importer(*arguments, *kinds)
     loading.anew = partial(loading.importer.graph, proto)
     own_types = request.own_types(loading.step)
     loading.has_own_types = own_types is not None
@@ -166,6 +167,21 @@ def add_bags_up(loading: Loading) -> None:
     if add_up_bags(loading.proto):
         keep = loading.stored if loading.request.for_training else None
         infer(loading.proto, keep)  # shapes behind the bags
+
+
+def import_model(loading: Loading) -> None:
+    """Makes the graph that passes see."""
+    loading.graph = loading.anew()
+
+
+def find_state_pairs(loading: Loading) -> None:
+    """Finds the outputs that are fed back."""
+    step, graph = loading.step, loading.graph
+    assert graph is not None
+    known = [*((s.input, s.output) for s in (step.slots if step else ())), *loading.states]
+    loading.states = given_states(graph, known)
+    if loading.request.find_states:
+        loading.states = find_states(graph, known, step is not None)
 
 
 def _settled(proto: onnx.ModelProto, feedable: bool) -> tuple[dict[str, TensorProto], list[str]]:

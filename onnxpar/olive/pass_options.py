@@ -7,8 +7,8 @@ from typing import Any, Union, cast, get_origin
 
 from olive.passes.pass_config import PassConfigParam
 
-from onnxpar.planner.option import members
-from onnxpar.planner.option_table import PlanOptions, table
+from onnxpar.planner.option import members, table
+from onnxpar.planner.option_table import PlanOptions
 
 _JSON: Mapping[Any, type] = {
     **{kind: kind for kind in (bool, int, float, str)},
@@ -23,10 +23,10 @@ def parameters() -> dict[str, Any]:
     return {
         name: PassConfigParam(
             type_=Union[tuple(_json_types(each.type))],  # noqa: UP007  (of a tuple)
-            default_value=_as_json(each.option.default),
+            default_value=_as_json(each.default),
             description=each.option.help,
         )
-        for name, each in table().items()
+        for name, each in table(PlanOptions).items()
     }
 
 

@@ -10,10 +10,10 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.pass_times import ANALYSE, LOAD
 from onnxpar.compiler.pass_ import Pass, PassContext, Request, Stage
-from onnxpar.compiler.replay import mark_open_sizes, variants
+from onnxpar.compiler.replay import opened, variants
+from onnxpar.graph.rewriting import Show, unseen
 from onnxpar.graph.training_spec import Step
 from onnxpar.graph.typical import Typical
-from onnxpar.load.importer import Show, unseen
 from onnxpar.load.load import Model, load
 from onnxpar.load.loading import InferTypes, LoadRequest
 from onnxpar.load.page_caches import HOLDING, USUAL

@@ -31,17 +31,17 @@ from onnxpar.compiler.text import graph_text, layout_of
 from onnxpar.cost.cost import Costs
 from onnxpar.graph.interchange import declare_types, header_of, import_graph
 from onnxpar.graph.lazy_values import StackedValues
-from onnxpar.graph.loaded_text import loaded_text
 from onnxpar.graph.metadata import note_layouts
-from onnxpar.graph.reshards import is_reshard, reshard_of, set_reshard
+from onnxpar.graph.reshards import is_reshard, set_reshard
 from onnxpar.graph.stored import check_stored, nodes_of, stored_tensors
-from onnxpar.graph.subgraphs import all_nodes, constants
+from onnxpar.graph.subgraphs import all_nodes
 from onnxpar.graph.training_spec import Step
 from onnxpar.graph.write_model import export_model, goes_apart, move_data, write_model
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.load.read_file import read_proto
 from onnxpar.planner.observer import Observer
+from onnxpar.planner.rewrite_dump import LOADING, RESHARD, RewriteDump, exportable
 from onnxpar.planner.typed_json import decode, encode
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.state import ShardingState
@@ -52,12 +52,8 @@ FORMAT = 3
 WEIGHTS = "weights.data"
 DUMPED = "[0-9][0-9]-*.onnx"
 """Names of dumped models, as a glob."""
-LOADING = "00-load"
-"""The folder for the text of the model after each rewrite of the loader."""
 _ASIDE = ".attempts"
-"""The folder for files of all attempts at a plan but the last."""
-_RESHARD = "onnxpar"
-"""The attribute that holds a reshard, as JSON, in a written model."""
+"""The folder for files of attempts at a plan that are not the last one."""
 _TABLES = ("annotations", "layouts", "copies", "facts", "fused")
 
 
@@ -67,13 +63,13 @@ class Dump(Observer):
     OnnxparError if a file cannot be written."""
 
     takes_time = True
+    _rewrites: RewriteDump
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._files: list[Path] = []
         self._attempts: list[Dump] = []
         self._at: dict[str, tuple[int, int]] = {}
-        self._rewrites, self._loaded = 0, ""
         with writing(folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             for old in self.folder.glob(DUMPED):
@@ -107,25 +103,10 @@ class Dump(Observer):
                 (source / file.name).replace(target / file.name)
 
     def loading(self, name: str, graph: onnx.ModelProto | gs.Graph) -> None:
-        """Writes the graph after a rewrite of the loader as text to the folder `00-load`, if the
-        rewrite changed anything."""
-        if isinstance(graph, gs.Graph):
-            with _exportable(graph):
-                graph = export_model(graph, onnx.ModelProto(), {})
-        text = loaded_text(graph)
+        """Writes the model after a rewrite of the loader."""
         if name == "read":
-            self._rewrites, self._loaded = 0, ""
-            for old in self.folder.glob(f"{LOADING}/[0-9][0-9]-*.onnxtxt"):
-                old.unlink()
-        if text == self._loaded:
-            return
-        self._loaded = text
-        file = self.folder / LOADING / f"{self._rewrites:02d}-{name}.onnxtxt"
-        self._rewrites += 1
-        with writing(file):
-            file.parent.mkdir(exist_ok=True)
-        with new_file(file) as written:
-            written.write_text(text, encoding="utf-8")
+            self._rewrites = RewriteDump(self.folder / LOADING)
+        self._rewrites(name, graph)
 
     def passed(self, step: Pass, model: Model, ctx: PassContext) -> None:
         number = 1 + sum(file.suffix == ".onnxtxt" for file in self._files)
@@ -224,7 +205,7 @@ def _described(model: Model, ctx: PassContext) -> tuple[onnx.ModelProto, dict[st
     """Returns the graph as a model, with the decisions so far in its metadata, and the values of
     stacked weights, whose data the model does not have."""
     stacks: dict[str, StackedValues] = {}
-    with _exportable(model.graph) as graph:
+    with exportable(model.graph) as graph:
         proto = export_model(graph, model.header, stacks)
         declare_types(graph, proto.graph)
     sharding = ctx.sharding
@@ -261,27 +242,6 @@ def _note_layouts(graph: onnx.GraphProto, ctx: PassContext) -> None:
         note_layouts(node, split)
 
 
-@contextmanager
-def _exportable(graph: gs.Graph) -> Iterator[gs.Graph]:
-    """Yields the graph with reshards as attributes that ONNX can store, then restores the graph."""
-    nodes = [(node, node.attrs) for node in all_nodes(graph)]
-    values = [(tensor, tensor._values) for tensor in constants(graph)]
-    domains = graph.import_domains
-    graph.import_domains = None if domains is None else list(domains)  # export adds to it
-    for node, attrs in nodes:
-        node.attrs = type(attrs)(attrs)
-        if is_reshard(node):
-            node.attrs = {_RESHARD: json.dumps(encode(reshard_of(node)))}
-    try:
-        yield graph
-    finally:
-        graph.import_domains = domains
-        for node, attrs in nodes:
-            node.attrs = attrs
-        for tensor, value in values:
-            tensor._values = value
-
-
 def _restored(
     file: Path, proto: onnx.ModelProto, state: Mapping[str, Any]
 ) -> tuple[Model, PassContext]:
@@ -299,7 +259,7 @@ def _restored(
     graph = import_graph(proto, defaults, file.parent)
     states = [(source, result) for source, result in state["states"]]
     written = [n for n in all_nodes(graph) if is_reshard(n)]
-    texts = [node.attrs[_RESHARD] for node in written]
+    texts = [node.attrs[RESHARD] for node in written]
     pairs = [(a.name, b.name) for n in written for a, b in zip(n.inputs, n.outputs, strict=True)]
     factors = analyse(graph, [*states, *pairs])
     factors.ops = [op for op in factors.ops if not any(op.node is node for node in written)]

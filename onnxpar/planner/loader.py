@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from onnxpar.base.pass_times import LOAD
+from onnxpar.graph.rewriting import Show, unseen
 from onnxpar.graph.tensors import Whole
-from onnxpar.load.importer import Show, unseen
 from onnxpar.load.load import Model
 from onnxpar.load.loading import LoadRequest
 from onnxpar.planner.context import load_model, load_request

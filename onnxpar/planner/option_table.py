@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict
 
 from onnxpar.base.custom_ops import HELP as LIBRARY_HELP
 from onnxpar.compiler.pass_ import Pass
@@ -29,7 +28,6 @@ from onnxpar.planner.option import (
     SIZES,
     SPLIT,
     TRAINING,
-    NamedOption,
     Option,
     option_lines,
 )
@@ -44,7 +42,7 @@ class LayoutOptions(TypedDict, total=False):
     """Options that decide the layouts of a model."""
 
     devices: Annotated[
-        int | None, Option("number of ranks, if there is no --mesh", NEEDED, "N", decided=(DUMP,))
+        int | None, Option("number of ranks, if there is no --mesh", NEEDED, decided=(DUMP,))
     ]
     mesh: Annotated[
         str | Mesh | None,
@@ -151,16 +149,11 @@ class LayoutOptions(TypedDict, total=False):
             "the blocks into a slower strategy",
             DECIDE,
             field="objective.untied",
-            default=False,
             decided=_BOTH,
         ),
     ]
-    strict: Annotated[
-        bool, Option("fail if an op has no sharding rule", DECIDE, default=False, decided=_BOTH)
-    ]
-    verify: Annotated[
-        bool, Option("check the invariants after every pass, as the commands do", default=False)
-    ]
+    strict: Annotated[bool, Option("fail if an op has no sharding rule", DECIDE, decided=_BOTH)]
+    verify: Annotated[bool, Option("check the invariants after every pass, as the commands do")]
     topology: Annotated[
         str | os.PathLike[str] | Mapping[str, Any] | Topology | None,
         Option(
@@ -180,7 +173,6 @@ class LayoutOptions(TypedDict, total=False):
             "no times; this host is not measured",
             HARDWARE,
             field="on_any_host",
-            default=False,
         ),
     ]
     balance: Annotated[
@@ -189,7 +181,6 @@ class LayoutOptions(TypedDict, total=False):
             "give ranks whose devices differ in --topology parts in proportion to their speed, as "
             "far as their memory allows. Default: equal parts",
             HARDWARE,
-            default=False,
             decided=_BOTH,
         ),
     ]
@@ -203,6 +194,7 @@ class LayoutOptions(TypedDict, total=False):
             SIZES,
             "NAME=N,..",
             field="typical.profiles",
+            repeated=True,
             decided=(DUMP,),
         ),
     ]
@@ -214,7 +206,6 @@ class LayoutOptions(TypedDict, total=False):
             SIZES,
             "IN=OUT",
             flag="state",
-            default=(),
             decided=(DUMP,),
         ),
     ]
@@ -236,7 +227,6 @@ class LayoutOptions(TypedDict, total=False):
             "folder of a language model whose caches can be in pages: 16; else 0, which leaves "
             "caches as the model has them. check and annotate always use the model without pages",
             LANGUAGE,
-            "N",
             decided=(DUMP,),
         ),
     ]
@@ -256,12 +246,10 @@ class LayoutOptions(TypedDict, total=False):
             "packages add theirs by entry points (see docs/how-to/pass.md)",
             EXTENSIONS,
             "MODULE",
-            default=(),
         ),
     ]
     libraries: Annotated[
-        Sequence[str | os.PathLike[str]],
-        Option(LIBRARY_HELP, EXTENSIONS, "FILE", flag="library", default=()),
+        Sequence[str | os.PathLike[str]], Option(LIBRARY_HELP, EXTENSIONS, "FILE", flag="library")
     ]
 
 
@@ -297,7 +285,6 @@ class PlanOptions(LayoutOptions, total=False):
             "largest fused collective, in MiB; default: 64 for all-reduces, 8 for reduce-scatters "
             "and all-gathers",
             TRAINING,
-            "X",
             field="bucket_bytes",
             decided=(MANUAL_PROGRAM,),
         ),
@@ -322,7 +309,6 @@ class PlanOptions(LayoutOptions, total=False):
             "must update them lazily (`onnxpar grad --lazy`)",
             HARDWARE,
             "TABLE=host",
-            default=(),
             decided=_BOTH,
         ),
     ]
@@ -334,26 +320,11 @@ class PlanOptions(LayoutOptions, total=False):
             EXTENSIONS,
             "PASS",
             flag="add-pass",
-            default=(),
         ),
     ]
 
 
 Kind = type[LayoutOptions] | type[PlanOptions]
 
-
-def table(kind: Kind = PlanOptions) -> Mapping[str, NamedOption]:
-    """The options by name, in order."""
-    return _table(cast(Any, kind))
-
-
-@cache
-def _table(kind: Any) -> Mapping[str, NamedOption]:
-    hints = get_type_hints(kind, include_extras=True)
-    entries = ((name, *get_args(hint)) for name, hint in hints.items())
-    return {name: NamedOption(name, hint, option) for name, hint, option in entries}
-
-
 for _kind in (LayoutOptions, PlanOptions):
-    _own = {name: each for name, each in table(_kind).items() if name in _kind.__annotations__}
-    _kind.__doc__ = f"{_kind.__doc__}\n\n{option_lines(_own)}"
+    _kind.__doc__ = described(_kind)

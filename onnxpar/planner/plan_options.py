@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from numbers import Integral, Real
 from pathlib import Path
-from types import NoneType
-from typing import (
-    Any,
-    Literal,
-    TypeVar,
-    get_origin,
-)
+from typing import Any
 
 from onnxpar.base.custom_ops import use_libraries
 from onnxpar.base.errors import StrategyError
-from onnxpar.base.near_names import did_you_mean
 from onnxpar.base.progress_line import progress_line
 from onnxpar.cost.host import host_topology
 from onnxpar.cost.topology import Topology
@@ -26,8 +17,8 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.page_caches import DTYPES
 from onnxpar.planner.auto_parallel_context import options_of_context
 from onnxpar.planner.dataset import read_dataset
-from onnxpar.planner.option import NamedOption, members
-from onnxpar.planner.option_table import Kind, PlanOptions, table
+from onnxpar.planner.option import check_options, table, with_defaults
+from onnxpar.planner.option_table import Kind, PlanOptions
 from onnxpar.planner.options import Options, unknown_host
 from onnxpar.planner.pass_registry import parse_placed
 from onnxpar.planner.placed_tables import places_of
@@ -36,12 +27,6 @@ from onnxpar.planner.request import request_of
 from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience
 from onnxpar.strategy.strategy import Strategy
-
-Call = TypeVar("Call", bound=Callable[..., Any])
-
-
-_ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
-"""Abstract types, which also admit NumPy's numbers."""
 
 
 def options_of(
@@ -52,13 +37,11 @@ def options_of(
     Errors: TypeError for a name that `caller` does not have, as in any Python call; StrategyError
     for a value of the wrong type, or a value that cannot be read.
     """
-    options = table(kind)
-    for name, value in user_options.items():
-        _check(name, value, caller, options)
-    strategy = Strategy.from_argument(user_options.get("strategy"))
+    check_options(asked, kind, caller)
+    strategy = Strategy.given(asked.get("strategy"))
     if strategy is not None and strategy.context:
-        user_options = _with_context(user_options, strategy, options)
-    values = {**{name: named.option.default for name, named in table().items()}, **user_options}
+        asked = _with_context(asked, strategy, table(kind))
+    values = with_defaults(asked, PlanOptions)
     for module in values["plugin"]:
         load_plugin(module)
     use_libraries(values["libraries"])
@@ -122,10 +105,10 @@ def _with_context(
     that the function does not take: `annotate` fuses nothing. Errors: StrategyError for a setting
     that an option contradicts, or that a strategy cannot have."""
     source = f"{strategy.source}: context"
-    new = options_of_context(strategy.context, source)
-    all_options = table()
-    new = {name: value for name, value in new.items() if name in known or name not in all_options}
-    for name, value in new.items():
+    found = options_of_context(strategy.context, source)
+    every = table(PlanOptions)
+    found = {name: value for name, value in found.items() if name in known or name not in every}
+    for name, value in found.items():
         if name not in known or name == "strategy":
             flag = f"--{name.replace('_', '-')}"
             raise StrategyError(f"{source}: files belong to the command; give {flag} {value} there")
@@ -135,44 +118,6 @@ def _with_context(
                 "one of them"
             )
     return {**options, **new}
-
-
-def lists(kind: Kind) -> Callable[[Call], Call]:
-    """Decorator: lists each option in the signature of a function that takes **options, for help()
-    and editors."""
-    options = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=named.option.default,
-            annotation=named.type,
-        )
-        for name, named in table(kind).items()
-    ]
-
-    def shown(function: Call) -> Call:
-        present = inspect.signature(function)
-        parameters = [p for p in present.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        signature = present.replace(parameters=[*parameters, *options])
-        function.__signature__ = signature  # type: ignore[attr-defined]
-        return function
-
-    return shown
-
-
-def _check(name: str, value: Any, caller: str, options: Mapping[str, NamedOption]) -> None:
-    if name not in options:
-        raise TypeError(f"{caller}() has no option {name!r}{did_you_mean(name, options)}")
-    origins = {hint: get_origin(hint) or hint for hint in members(options[name].type)}
-    kinds = tuple(str if kind is Literal else kind for kind in origins.values())
-    is_list = (
-        not isinstance(value, str) or str in kinds
-    )  # a string is a Sequence, but not a valid list
-    if not is_list or not isinstance(value, tuple(_ABSTRACT.get(kind, kind) for kind in kinds)):
-        type_names = ", ".join(kind.__name__ for kind in kinds if kind is not NoneType)
-        raise StrategyError(
-            f"{name}={value!r:.60} is of type {type(value).__name__}; give {type_names}"
-        )
 
 
 def _pairs(given: Mapping[str, str] | Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner.option import DUMP, MANUAL_PROGRAM
-from onnxpar.planner.option_table import table
+from onnxpar.planner.option import DUMP, MANUAL_PROGRAM, table
+from onnxpar.planner.option_table import PlanOptions
 from onnxpar.planner.options import Options
 from onnxpar.search.objective import LATENCY
 from onnxpar.search.search import AUTO, EXHAUSTIVE
@@ -28,8 +28,8 @@ def refuse_for_manual(options: Options) -> None:
 def _without_effect(options: Options, kind: str) -> Iterator[str]:
     """Yields the flags of the user's options that have no effect on this kind of model."""
     defaults = Options()
-    for named in (e for e in table().values() if kind in e.option.decided):
-        value, default = named.value(options), named.value(defaults)
+    for each in (e for e in table(PlanOptions).values() if kind in e.option.decided):
+        value, default = each.value(options), each.value(defaults)
         if value != default and (value or default):
             yield named.flag
 

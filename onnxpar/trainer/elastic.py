@@ -28,12 +28,7 @@ _HERE = "localhost"
 
 @dataclass(frozen=True)
 class Elastic:
-    """How a run lives on when ranks die.
-
-    min_ranks     fewest ranks with which it goes on
-    max_restarts  how often ranks that died are started again; after that, it goes on without them
-    step          the unsharded step; default: the file of this name beside the sharded step
-    """
+    """How a run lives on when ranks die: the options of `train` by the same names."""
 
     min_ranks: int = 1
     max_restarts: int = MAX_RESTARTS

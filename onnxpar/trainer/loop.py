@@ -26,25 +26,9 @@ different seeds never use the same seed for a step."""
 
 @dataclass(frozen=True)
 class Run:
-    """The options of a training run. Errors: InputError for an option that no run can have.
-
-    epochs      number of passes over all samples; None for one, or for as many as `max_steps` takes
-    rate        the learning rate; with a schedule, its peak
-    max_steps   number of steps after which the run ends, also in the middle of an epoch; None for
-                no limit
-    schedule    how the learning rate rises and falls
-    seed        decides the order of samples, and the random numbers of steps
-    shuffle     False to use samples in the order of the file
-    checkpoint  the folder of checkpoints; None to save none
-    every       number of steps between checkpoints; 0 to save one at the end only
-    keep        number of checkpoints to keep, the newest; 0 to keep all
-    resume      True to continue from the newest complete checkpoint, if there is one
-    allow_changed  True to continue also with other data, another batch size or other options
-    async_checkpoint  True to write checkpoints while training goes on
-    patience    number of evaluations in a row without a lower loss after which the run ends; 0 for
-                none
-    keep_best   True to save a checkpoint after the evaluation with the least loss, and to keep it
-    """
+    """The options of a training run: those of `TrainOptions` by the same names, and `rate`, the
+    learning rate, of which `schedule` says how it rises and falls. Errors: InputError for an option
+    that no run can have."""
 
     epochs: int | None
     rate: float

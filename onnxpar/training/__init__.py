@@ -15,16 +15,20 @@ from onnxpar.graph.training_spec import Step as Step
 from onnxpar.trainer.api import grad as grad
 from onnxpar.trainer.api import train as train
 from onnxpar.trainer.export_weights import export_weights as export_weights
+from onnxpar.trainer.grad_options import GradOptions as GradOptions
 from onnxpar.trainer.loop import Record as Record
 from onnxpar.trainer.merge import merge as merge
+from onnxpar.trainer.train_options import TrainOptions as TrainOptions
 from onnxpar.trainer.trainer import Trainer as Trainer
 from onnxpar.training.optimizer import Optimizer as Optimizer
 
 __all__ = [
+    "GradOptions",
     "Optimizer",
     "Record",
     "Slot",
     "Step",
+    "TrainOptions",
     "Trainer",
     "export_weights",
     "grad",

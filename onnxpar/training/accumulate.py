@@ -4,7 +4,6 @@ iteration per micro-batch and sums up the gradients."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -13,78 +12,55 @@ from onnx import numpy_helper
 from onnxpar.base.errors import StrategyError
 from onnxpar.graph.clone import clone_nodes, needed
 from onnxpar.graph.subgraphs import read_by
-from onnxpar.graph.training_spec import SEED
-from onnxpar.training.backward import Backward
+from onnxpar.graph.training_spec import SAMPLES, SEED
 from onnxpar.training.gradients.value import Builder, Value
-from onnxpar.training.program import Program
-
-MOST = 1 << 20
-"""The largest number of micro-batches in a step: the batch grows by this factor, and sizes must fit
-an int64."""
+from onnxpar.training.step_state import StepState
 
 
-def check_count(count: int) -> None:
-    """Errors: StrategyError for a number of micro-batches that no step can have."""
-    if not 2 <= count <= MOST:
-        raise StrategyError(
-            f"--accumulate {count}: give a number of micro-batches from 2 to {MOST}"
-        )
-
-
-def accumulate(graph: gs.Graph, back: Backward, count: int, program: Program) -> Backward:
-    """Makes the graph process `count` micro-batches per step, in place; returns the loss and
-    gradients of such a step. The batch dimensions of inputs grow by the factor `count`, loss and
-    gradients become sums over the micro-batches, and each micro-batch in turn updates the running
-    statistics. Random numbers differ between micro-batches.
+def accumulate(to: StepState) -> None:
+    """Makes the graph process several micro-batches per step. The batch dimensions of inputs grow
+    by their number, loss and gradients become sums over the micro-batches, and each micro-batch in
+    turn updates the running statistics. Random numbers differ between micro-batches.
 
     Each micro-batch has the model's batch size. All micro-batches read the same value of an input
-    that has no batch. `check_count` has accepted the count. Errors: StrategyError.
+    that has no batch. Errors: StrategyError.
     """
-    if back.batch is None:
+    count = to.step.turns = to.request.accumulate
+    if to.batch is None:
         raise StrategyError(
             f"--accumulate {count}: no input has a batch dimension; leave --accumulate out, or "
             "give --batch-dim NAME=K"
         )
-    iterations = _Iterations(graph, back, count)
-    counts = [
-        program.summed(graph, total) for total in iterations.scan("count", list(back.counts), [])
-    ]
-    instead = [(a.tensor, b.tensor) for a, b in zip(back.counts, counts, strict=True)]
-    sums = [back.loss, *back.gradients.values()]
-    results = iterations.scan("accumulate", sums, back.running, instead)
-    running = [
-        (before, value.tensor)
-        for (before, _), value in zip(back.running, results[len(sums) :], strict=True)
-    ]
-    evaluated = iterations.scan("evaluate", list(back.evaluated.values()), [], instead)
+    iterations = _Iterations(to)
+    own, summed = [*to.counts.values()], to.request.program.summed
+    counts = [summed(to.graph, total) for total in iterations.scan("count", own, [])]
+    instead = [(a.tensor, b.tensor) for a, b in zip(own, counts, strict=True)]
+    sums = [to.loss, *to.gradients.values()]
+    results = iterations.scan("accumulate", sums, to.running, instead)
+    evaluated = iterations.scan("evaluate", list(to.evaluated.values()), [], instead)
     iterations.finish()
-    return replace(
-        back,
-        loss=results[0],
-        gradients=dict(zip(back.gradients, results[1:], strict=False)),
-        evaluated=dict(zip(back.evaluated, evaluated, strict=True)),
-        running=running,
-        weights_of={n: counts[back.counts.index(v)] for n, v in back.weights_of.items()},
-    )
+    to.weights_of = {name: counts[own.index(value)] for name, value in to.weights_of.items()}
+    to.loss, after = results[0], results[len(sums) :]
+    to.gradients = dict(zip(to.gradients, results[1:], strict=False))
+    to.evaluated = dict(zip(to.evaluated, evaluated, strict=True))
+    to.running = [
+        (before, value.tensor) for (before, _), value in zip(to.running, after, strict=True)
+    ]
 
 
 class _Iterations:
     """Builds Scans whose bodies are copies of a graph's nodes."""
 
-    def __init__(
-        self,
-        graph: gs.Graph,
-        back: Backward,
-        count: int,
-    ) -> None:
-        assert back.batch is not None
+    def __init__(self, to: StepState) -> None:
+        assert to.batch is not None
+        graph, count = to.graph, to.step.turns
         by_name = {t.name: t for t in graph.inputs}
         self.graph = graph
-        self.dims = back.batch_dims
+        self.dims = to.batch_dims
         self.split = [by_name[name] for name in self.dims]
         self.seed = by_name.get(SEED)
-        self.samples = back.samples
-        self.batch = back.batch.size
+        self.samples = to.targets.made.get(SAMPLES)
+        self.batch = to.batch.size
         self.count = count
         self.nodes = list(graph.nodes)
         self.added: list[gs.Node] = []

@@ -32,16 +32,8 @@ Numbers = str | os.PathLike[str] | Sequence[float] | Array | float
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Settings of a loss; each holds for some losses only. None for the default.
-
-    class_axis       the dimension of classes: by default the last, or the second of four or more
-    margin           the numbers of a margin softmax
-    label_smoothing  share of the target that all classes have in equal parts
-    class_weights    the weight of each class in the mean
-    delta            the difference from which a loss grows linearly
-    pos_weight       factor of the loss of positive targets: one number, or one for each element of
-                     the last dimension
-    """
+    """Settings of a loss, each of which holds for some losses only: the options of `grad` by the
+    same names. None for the default."""
 
     class_axis: int | None = None
     margin: Margin = DEFAULT_MARGIN

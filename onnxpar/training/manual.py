@@ -16,13 +16,13 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.graph.collectives import DOMAIN
 from onnxpar.graph.interchange import default_of
 from onnxpar.graph.subgraphs import all_nodes, subgraphs
-from onnxpar.graph.training_spec import GRADIENT, Step, StepSharding
+from onnxpar.graph.training_spec import GRADIENT, StepSharding
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
 from onnxpar.strategy.manual import Manual
-from onnxpar.training.backward import Backward, LossOptions
 from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.program import Program
 from onnxpar.training.rewrite import as_constant
+from onnxpar.training.step_state import StepRequest, StepState
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RankProgram(Program):
         """The number of ranks, each of which computes a loss."""
         return self.manual.mesh.size
 
-    def check(self, options: LossOptions) -> None:
+    def check(self, options: StepRequest) -> None:
         """Errors: StrategyError for lazily trained tables and sampled classes, or if
         BatchNormalization is to take statistics over more samples than those of a rank."""
         if options.lazy:
@@ -68,10 +68,10 @@ class RankProgram(Program):
         builder = Builder(graph, f"{value.tensor.name}/ranks")
         return _sum(builder, value, self.manual.copies_over(""), self.manual.mesh)
 
-    def over_ranks(self, graph: gs.Graph, back: Backward) -> Backward:
-        """Appends AllReduces, and returns the loss, gradients and statistics of all ranks: summed
-        losses, metrics and gradients, which are the ranks' shares of a mean; mean statistics."""
-        builder, everywhere = Builder(graph, "ranks"), self.manual.copies_over("")
+    def over_ranks(self, to: StepState) -> None:
+        """Appends AllReduces: losses, metrics and gradients, which are the ranks' shares of a mean,
+        are summed over all ranks; of statistics, the mean is taken."""
+        builder, everywhere = Builder(to.graph, "ranks"), self.manual.copies_over("")
 
         def summed(value: Value, over: Axes) -> Value:
             return _sum(builder, value, over, self.manual.mesh)
@@ -82,16 +82,13 @@ class RankProgram(Program):
         def copies(name: str) -> Axes:
             return self.manual.copies_over(name)
 
-        return replace(
-            back,
-            loss=summed(back.loss, everywhere),
-            evaluated={name: summed(value, everywhere) for name, value in back.evaluated.items()},
-            gradients={n: summed(value, copies(n)) for n, value in back.gradients.items()},
-            running=[
-                (before, mean(builder.value(after), copies(before.name)).tensor)
-                for before, after in back.running
-            ],
-        )
+        to.loss = summed(to.loss, everywhere)
+        to.evaluated = {name: summed(value, everywhere) for name, value in to.evaluated.items()}
+        to.gradients = {n: summed(value, copies(n)) for n, value in to.gradients.items()}
+        to.running = [
+            (before, mean(builder.value(after), copies(before.name)).tensor)
+            for before, after in to.running
+        ]
 
     def builder(self, graph: gs.Graph, prefix: str, parameter: str) -> Builder:
         """Returns a builder for the update of a parameter; its `over_parts` sums over the
@@ -114,10 +111,11 @@ class RankProgram(Program):
             "Concat", *each, axis=0
         )
 
-    def finish(self, graph: gs.Graph, step: Step, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Records in `step` how the tensors of its graph are sharded, and gives inputs with
-        defaults the shapes of whole tensors. `shapes` are the shapes of the model's own tensors.
-        Errors: StrategyError if an entry of the strategy matches no tensor."""
+    def finish(self, to: StepState) -> None:
+        """Records in the step how the tensors of its graph are sharded, and gives inputs with
+        defaults the shapes of whole tensors. Errors: StrategyError if an entry of the strategy
+        matches no tensor."""
+        graph, step = to.graph, to.step
         if step.turns > 1:
             _refuse_inner(graph)
         kept = {*step.gradients, *(slot.input for slot in step.slots)}
@@ -136,7 +134,7 @@ class RankProgram(Program):
         fed = {t.name: t.shape for t in graph.inputs if t.name in step.data}
         tensors = {
             name: list(self.manual.entry(name) or [None] * len(shape))
-            for name, shape in {**shapes, **fed}.items()
+            for name, shape in {**to.shapes, **fed}.items()
         }
         like = {name: of for name, of in like.items() if name != of and of in tensors}
         groups = {name: [list(g) for g in each] for name, each in self.manual.groups.items()}

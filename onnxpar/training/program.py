@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.graph.training_spec import Step
 from onnxpar.training.gradients.value import Builder, Value
 
 if TYPE_CHECKING:
-    from onnxpar.training.backward import Backward, LossOptions
+    from onnxpar.training.step_state import StepRequest, StepState
 
 
 class Program:
@@ -23,7 +22,7 @@ class Program:
         """The number of ranks that compute a loss each."""
         return 1
 
-    def check(self, options: LossOptions) -> None:
+    def check(self, options: StepRequest) -> None:
         """Errors: StrategyError for options that such a program cannot follow."""
 
     def is_part(self, name: str) -> bool:
@@ -38,9 +37,8 @@ class Program:
         """Returns the sum of a number over the ranks that compute a loss each."""
         return value
 
-    def over_ranks(self, graph: gs.Graph, back: Backward) -> Backward:
-        """Returns the loss, gradients and statistics over all ranks, from those of the graph."""
-        return back
+    def over_ranks(self, to: StepState) -> None:
+        """Makes loss, gradients and statistics those over all ranks."""
 
     def builder(self, graph: gs.Graph, prefix: str, parameter: str) -> Builder:
         """Returns a builder for the update of a parameter."""
@@ -51,6 +49,5 @@ class Program:
         from the sums over the graph's part of it."""
         return list(sums), builder.add("Concat", *(v.reshape([1]) for v in sums.values()), axis=0)
 
-    def finish(self, graph: gs.Graph, step: Step, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Records in `step` how the tensors of its graph are sharded. `shapes` are the shapes of
-        the model's own tensors."""
+    def finish(self, to: StepState) -> None:
+        """Records in the step how the tensors of its graph are sharded."""

@@ -1,12 +1,13 @@
-"""Replaces a node by other nodes, or a graph input by a constant."""
+"""Replaces a node by other nodes, an input by a constant, a constant by an input; adds outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import onnx_graphsurgeon as gs
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
+from onnxpar.graph.lazy_values import stored_proto
 from onnxpar.graph.subgraphs import replace_reads, scopes
 from onnxpar.training.gradients.value import Builder, Value
 
@@ -37,3 +38,26 @@ def as_constant(graph: gs.Graph, tensor: gs.Variable, value: TensorProto) -> Non
     """Replaces a graph input by a constant."""
     replace_reads(tensor, gs.Constant(tensor.name, gs.ir.tensor.LazyValues(value)))
     graph.inputs.remove(tensor)
+
+
+def as_input(
+    graph: gs.Graph, tensor: gs.Constant, shape: Sequence[int] | None = None
+) -> gs.Variable:
+    """Replaces a weight by a graph input whose default is the weight's value; returns the input.
+    Its shape is the weight's, or `shape` if the graph reads a shard of the weight."""
+    if isinstance(tensor, gs.Variable):  # several nodes share it
+        return tensor
+    variable = gs.Variable(tensor.name, tensor.dtype, list(shape or tensor.shape))
+    variable.onnx_default = stored_proto(tensor) or numpy_helper.from_array(
+        tensor.values, tensor.name
+    )
+    replace_reads(tensor, variable)
+    graph.inputs.append(variable)
+    return variable
+
+
+def add_output(graph: gs.Graph, value: Value, name: str) -> None:
+    """Adds a value to the graph's outputs, as `name`."""
+    result = gs.Variable(name, value.dtype, list(value.shape))
+    graph.nodes.append(gs.Node("Identity", f"output/{name}", {}, [value.tensor], [result]))
+    graph.outputs.append(result)

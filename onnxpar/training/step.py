@@ -7,16 +7,17 @@ state. The metadata `onnxpar.training` of the model lists the role of each input
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import ModelError, StrategyError
+from onnxpar.base.pass_times import PassTimes
 from onnxpar.graph.interchange import default_of
-from onnxpar.graph.subgraphs import constants
+from onnxpar.graph.rewriting import Rewrite, Show, run_rewrites, unseen
 from onnxpar.graph.training_spec import (
     AVERAGE,
     EVALUATION,
@@ -31,128 +32,159 @@ from onnxpar.graph.training_spec import (
     Slot,
     Step,
 )
-from onnxpar.graph.used_names import check_names
 from onnxpar.load.load import Model
-from onnxpar.training.accumulate import accumulate, check_count
-from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
-from onnxpar.training.cautions import (
-    cautions_of,
-    cautions_of_batch_norm,
-    cautions_of_cosines,
-    cautions_of_probabilities,
-    cautions_of_variance,
-)
-from onnxpar.training.decay import undecayed
+from onnxpar.training.accumulate import accumulate
+from onnxpar.training.backward import BACKWARD, WHO
+from onnxpar.training.cautions import cautions_of
 from onnxpar.training.gradients.reverse import drop_unread
 from onnxpar.training.gradients.trained import Weights
 from onnxpar.training.gradients.value import Builder, Value
-from onnxpar.training.gradients.vjp import is_message
 from onnxpar.training.loss_scale import GOOD, is_finite
-from onnxpar.training.optimizer import Optimizer
 from onnxpar.training.optimizers import lazy_form
-from onnxpar.training.parameter_groups import Group, Rule, rules_of
-from onnxpar.training.program import Program
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """Options for the part of a training step after the gradients.
-
-    optimizer   updates the parameters; None returns the gradients instead
-    clip_norm   the largest norm over all gradients together; None: no limit
-    accumulate  number of micro-batches in a step
-    groups      parameters with hyperparameters of their own; the last that matches holds
-    decay_all   True to decay biases and scales of normalizations, too
-    ema         decay of moving averages of the parameters; None for no averages
-    """
-
-    optimizer: Optimizer | None
-    clip_norm: float | None = None
-    accumulate: int = 1
-    groups: Sequence[Group] = ()
-    decay_all: bool = False
-    ema: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise StrategyError(f"--clip-norm {self.clip_norm}: must be above 0")
-        if self.accumulate != 1:
-            check_count(self.accumulate)
-        if self.ema is not None and not 0 <= self.ema < 1:
-            raise StrategyError(f"--ema {self.ema}: must be from 0 to below 1")
-        for option, given in (("--group", self.groups), ("--ema", self.ema is not None)):
-            if given and self.optimizer is None:
-                raise StrategyError(f"{option} is for steps that update; give an --optimizer")
-
-    def check_lazy(self) -> None:
-        """Errors: StrategyError if no table can be trained lazily with these options."""
-        if self.optimizer is None:
-            raise StrategyError("--lazy is for steps that update; give an --optimizer")
-        if self.accumulate != 1:
-            raise StrategyError(
-                "--lazy and --accumulate: micro-batches look up different rows; leave one out"
-            )
-        if self.ema is not None:
-            raise StrategyError(
-                "--lazy and --ema: each step moves the averages of all rows; leave one out"
-            )
+from onnxpar.training.parameter_groups import Rule, rules_of
+from onnxpar.training.rewrite import add_output
+from onnxpar.training.step_state import StepRequest, StepState
 
 
 def make_step(
-    model: Model, loss: LossOptions, options: StepOptions, program: Program | None = None
+    model: Model, request: StepRequest, show: Show = unseen, times: PassTimes | None = None
 ) -> Weights:
     """Turns the graph of a model that was loaded for training into a training step, in place, and
     sets the model's `step`, which describes inputs and outputs. Returns the trained and the
-    untrained weights. Errors: StrategyError, ModelError."""
-    graph = model.graph
-    program = program or Program()
-    if loss.lazy:
-        options.check_lazy()
-    stored = [t for t in constants(graph) if t.name in model.stored]
-    shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}
-    plain = () if options.decay_all else undecayed(graph)
-    cautions = list(cautions_of_batch_norm(model, loss.batch_norm))
-    cautions += cautions_of_variance(graph, loss.batch_norm)
-    for of_loss in (cautions_of_cosines, cautions_of_probabilities):
-        cautions += of_loss(graph, loss.loss, loss.output)
-    has_averages, updates = options.ema is not None, options.optimizer is not None
-    back = add_backward(model, loss, program, options.accumulate, has_averages, updates)
-    fed = [t.name for t in graph.inputs if default_of(t) is None]
-    names = {what: str(tensor.name) for what, tensor in back.targets.items()}
-    step = Step(
+    untrained weights. `show` sees each rewrite, and `times` collects its time. Errors:
+    StrategyError, ModelError, PassError."""
+    state = StepState(model, request)
+    run_rewrites((*BACKWARD, *UPDATE), state, WHO, show, times)
+    return state.weights
+
+
+def describe(to: StepState) -> None:
+    """Begins the description of the step, which has none of the model's outputs."""
+    scale = to.request.scale
+    fed = [t.name for t in to.graph.inputs if default_of(t) is None]
+    names = {what: str(tensor.name) for what, tensor in to.targets.made.items()}
+    to.step = Step(
         seed=SEED if SEED in fed else None,
-        precision=loss.precision,
+        precision=to.request.precision,
         **names,  # type: ignore[arg-type]
-        full_batches=bool(back.running),
+        full_batches=bool(to.running),
         data=[name for name in fed if name != SEED],
-        batch=back.batch_dims,
-        cautions=[*cautions, *back.cautions, *cautions_of(model, back.weights)],
-        gradient_scale=loss.scale.initial if loss.scale and not loss.scale.dynamic else 1.0,
-        sampled={back.sample.table: list(back.sample.sizes)} if back.sample else {},
+        batch=to.batch_dims,
+        cautions=[*to.cautions, *cautions_of(to.model, to.weights)],
+        gradient_scale=scale.initial if scale and not scale.dynamic else 1.0,
+        sampled={to.sample.table: list(to.sample.sizes)} if to.sample else {},
     )
-    graph.outputs = []
-    if options.accumulate != 1:
-        back = accumulate(graph, back, options.accumulate, program)
-        step.turns = options.accumulate
-    back = program.over_ranks(graph, back)
-    for name, gradient in back.gradients.items():
-        of = step.rows if name in back.rows else step.gradients
+    to.graph.outputs = []
+
+
+def output_loss(to: StepState) -> None:
+    """Adds the output of the loss, and notes the gradients."""
+    for name, gradient in to.gradients.items():
+        of = to.step.rows if name in to.rows else to.step.gradients
         of[name] = gradient.tensor.name
-    add_output(graph, back.loss, step.loss)
-    _Update(graph, step, loss, options, back, program).run(plain)
-    for name, value in back.evaluated.items():
-        step.evaluation.append(f"{EVALUATION}.{name}")
-        add_output(graph, value, step.evaluation[-1])
-    for name, weight in back.weights_of.items():
-        step.evaluation.append(f"{WEIGHT}.{name}")
-        share = weight * (1 / (options.accumulate * program.count))
-        add_output(graph, share, step.evaluation[-1])
-    check_names(graph, "the training step")
-    if any(is_message(node) for node in graph.nodes):
-        drop_unread(graph)
+    add_output(to.graph, to.loss, to.step.loss)
+    to.builder = Builder(to.graph, "update")
+
+
+def divide_by_scale(to: StepState) -> None:
+    """Divides gradients by the scale of the loss."""
+    assert to.scale is not None
+    of = to.builder.value(to.scale.tensor)
+    to.gradients = {n: g / of.cast(g.dtype) for n, g in to.gradients.items()}
+
+
+def add_norm(to: StepState) -> None:
+    """Adds up the squares of all gradients."""
+    kind = _number(to)
+    squares = {n: _norm(g, "ReduceSumSquare", kind) for n, g in to.gradients.items()}
+    to.total = to.request.program.totals(to.builder, squares)[1].sum()
+
+
+def adapt_scale(to: StepState) -> None:
+    """Adds the update of a dynamic scale of the loss, which skips a step whose gradients are not
+    finite."""
+    scale = to.request.scale
+    assert scale is not None and to.scale is not None
+    to.finite = is_finite(to.total)
+    good = _input(to, GOOD, np.int64, [])
+    factor = to.builder.value(to.scale.tensor)
+    following, count = scale.following(factor, good, to.finite)
+    _add_slot(to, factor, following, SCALE, "")
+    _add_slot(to, good, count, GOOD, "")
+    add_output(to.graph, to.finite.op("Not").cast(np.float32), SKIPPED)
+    to.step.metrics.append(SKIPPED)
+
+
+def update_statistics(to: StepState) -> None:
+    """Adds outputs for the next values of running statistics."""
+    for before, after in {pair[0].name: pair for pair in to.running}.values():
+        _slot(to, to.builder.value(before), to.builder.value(after), "statistic", "")
+
+
+def clip(to: StepState) -> None:
+    """Scales all gradients so that the norm over all of them together is at most `clip_norm`."""
+    norm, most = to.total.sqrt(), to.request.clip_norm
+    assert most is not None
+    factor = (most / (norm + 1e-6)).op("Min", 1.0)
+    to.gradients = {n: g * factor.cast(g.dtype) for n, g in to.gradients.items()}
+    add_output(to.graph, norm, "gradient_norm")
+    to.step.metrics.append("gradient_norm")
+
+
+def output_gradients(to: StepState) -> None:
+    """Adds outputs for the gradients."""
+    for name, gradient in to.gradients.items():
+        add_output(to.graph, gradient, f"{name}{GRADIENT}")
+
+
+def update_parameters(to: StepState) -> None:
+    """Adds outputs for the next values of parameters and optimizer state. Errors: StrategyError,
+    ModelError."""
+    request, step = to.request, to.step
+    assert request.optimizer is not None
+    names = [p.name for p in to.parameters]
+    rules, step.groups = rules_of(request.optimizer, request.groups, names, to.undecayed)
+    kind = _number(to)
+    rate = _input(to, step.rate, kind, [])
+    count = None
+    has_count = any(rule.optimizer.counts for rule in rules.values())
+    if has_count or request.ema is not None:
+        before = _input(to, "step", np.int64, [])
+        count = (before + 1).cast(np.float64)
+        _slot(to, before, before + 1, "step", "")
+    lengths: dict[str, Value] = {}
+    for parameter in to.parameters:
+        changed = _update(to, parameter, rules[parameter.name], rate, count)
+        lengths[parameter.name] = _norm(changed, "ReduceL1", kind)
+    for weight in to.frozen:
+        value = to.builder.value(weight)
+        _add_slot(to, value, value, FROZEN, "")
+    step.magnitudes, each = to.request.program.totals(to.builder, lengths)
+    add_output(to.graph, each, MAGNITUDES)
+
+
+def output_metrics(to: StepState) -> None:
+    """Adds outputs for evaluations."""
+    whole = to.request.accumulate * to.request.program.count
+    shares = ((name, weight * (1 / whole)) for name, weight in to.weights_of.items())
+    for kind, values in ((EVALUATION, to.evaluated.items()), (WEIGHT, shares)):
+        for name, value in values:
+            to.step.evaluation.append(f"{kind}.{name}")
+            add_output(to.graph, value, to.step.evaluation[-1])
+
+
+def drop_nodes(to: StepState) -> None:
+    """Removes nodes that nothing reads."""
+    if to.has_messages:
+        drop_unread(to.graph)
     else:
-        graph.cleanup(remove_unused_graph_inputs=False)
-    program.finish(graph, step, shapes)
+        to.graph.cleanup(remove_unused_graph_inputs=False)
+
+
+def write_description(to: StepState) -> None:
+    """Writes the description of the step to the model."""
+    step, model = to.step, to.model
+    to.request.program.finish(to)
     step.slots = [
         replace(slot, torch=known.names, transposed=known.transposed, stored=known.stored)
         if (known := model.called.torch.get(slot.input))
@@ -161,182 +193,117 @@ def make_step(
     ]
     model.step = step
     model.header.metadata_props.add(key=METADATA, value=step.text())
-    return back.weights
 
 
-class _Update:
-    """Appends the optimizer to a graph with gradients."""
+def _update(
+    to: StepState, parameter: gs.Variable, rule: Rule, rate: Value, count: Value | None
+) -> Value:
+    """Adds outputs for the next values of a parameter and its optimizer state; returns the new
+    values: the whole parameter, or the rows of a lazily trained table."""
+    name, optimizer = parameter.name, rule.optimizer
+    p = to.request.program.builder(to.graph, f"update/{name}", name).value(parameter)
+    g = p.builder.value(to.gradients[name].tensor)
+    if optimizer.needs_whole and to.request.program.is_part(name):
+        raise StrategyError(
+            f"each rank of this program has a part of {name!r}, but "
+            f"{type(optimizer).__name__.lower()} needs the whole parameter; give another "
+            f"optimizer, or --group '{name}:optimizer=adamw'"
+        )
+    slots = optimizer.slots(p.shape)
+    inputs = {s: _input(to, f"{name}.{s}", p.dtype, shape) for s, shape in slots.items()}
+    state = {s: p.builder.value(value.tensor) for s, value in inputs.items()}  # in its parts
+    own_rate = rate.cast(p.dtype) * rule.lr_scale
+    rows = to.rows.get(name)
+    if rows is None:
+        following, changed = optimizer.update(p, g, state, own_rate, count)
+        following = _checked(to, p, following)
+        changed = {s: _checked(to, state[s], value) for s, value in changed.items()}
+        moved = following
+    else:
+        of_rows = {slot: rows.read(value) for slot, value in state.items()}
+        before, lazy = rows.read(p), lazy_form(optimizer)
+        moved, changed = lazy.update(before, rows.copies(g), of_rows, own_rate, count)
+        moved = _checked(to, before, moved)
+        following = rows.written(p, moved)
+        changed = {
+            slot: rows.written(state[slot], _checked(to, of_rows[slot], value))
+            for slot, value in changed.items()
+        }
+    _add_slot(to, p, following, "parameter", name)
+    for slot, value in changed.items():
+        _add_slot(to, state[slot], value, slot, name)
+    if to.request.ema is not None and count is not None:
+        _average(to, p, following, count, to.request.ema)
+    return moved
 
-    def __init__(
-        self,
-        graph: gs.Graph,
-        step: Step,
-        loss: LossOptions,
-        options: StepOptions,
-        back: Backward,
-        program: Program,
-    ) -> None:
-        self.graph = graph
-        self.program = program
-        self.step = step
-        self.options = options
-        self.parameters = back.parameters
-        self.gradients = back.gradients
-        self.running = back.running
-        self.rows = back.rows
-        self.averages = back.averages
-        self.frozen = back.frozen
-        self.scale = back.scale
-        self.loss_scale = loss.scale
-        self.finite: Value | None = None
-        self.builder = Builder(graph, "update")
-        self.number = np.result_type(np.float32, *(g.dtype for g in back.gradients.values()))
 
-    def run(self, undecayed: Collection[str]) -> None:
-        """Adds outputs for the next values of parameters, statistics and optimizer state. The
-        parameters in `undecayed` are not decayed by default."""
-        optimizer = self.options.optimizer
-        if self.scale is not None:
-            of = self.scale.tensor
-            self.gradients = {
-                n: g / self.builder.value(of).cast(g.dtype) for n, g in self.gradients.items()
-            }
-        if self._is_dynamic or self.options.clip_norm is not None:
-            squares = {
-                n: _norm(g, "ReduceSumSquare", self.number) for n, g in self.gradients.items()
-            }
-            total = self.program.totals(self.builder, squares)[1].sum()
-        if self._is_dynamic:
-            self._adapt_scale(is_finite(total))
-        for before, after in {
-            before.name: (before, after) for before, after in self.running
-        }.values():
-            self._slot(self.builder.value(before), self.builder.value(after), "statistic", "")
-        if self.options.clip_norm is not None:
-            self._clip(self.options.clip_norm, total.sqrt())
-        if optimizer is None:
-            for name, gradient in self.gradients.items():
-                add_output(self.graph, gradient, f"{name}{GRADIENT}")
-            return
-        names = [p.name for p in self.parameters]
-        rules, self.step.groups = rules_of(optimizer, self.options.groups, names, undecayed)
-        rate = self._input(self.step.rate, self.number, [])
-        count = None
-        has_count = any(rule.optimizer.counts for rule in rules.values())
-        if has_count or self.options.ema is not None:
-            before = self._input("step", np.int64, [])
-            count = (before + 1).cast(np.float64)
-            self._slot(before, before + 1, "step", "")
-        lengths: dict[str, Value] = {}
-        for parameter in self.parameters:
-            changed = self._update(parameter, rules[parameter.name], rate, count)
-            lengths[parameter.name] = _norm(changed, "ReduceL1", self.number)
-        for weight in self.frozen:
-            value = self.builder.value(weight)
-            self._add_slot(value, value, FROZEN, "")
-        self.step.magnitudes, each = self.program.totals(self.builder, lengths)
-        add_output(self.graph, each, MAGNITUDES)
+def _average(to: StepState, p: Value, following: Value, count: Value, decay: float) -> None:
+    """Adds the update of the moving average of a parameter. The first update sets it to the
+    parameter itself, as torch.optim.swa_utils.get_ema_multi_avg_fn does."""
+    before = p.builder.value(to.averages[p.tensor.name])
+    moved = before * decay + following * (1 - decay)
+    after = count.equal(1.0).where(following, moved)
+    _slot(to, before, after, AVERAGE, p.tensor.name)
 
-    def _update(
-        self, parameter: gs.Variable, rule: Rule, rate: Value, count: Value | None
-    ) -> Value:
-        """Adds outputs for the next values of a parameter and its optimizer state; returns the new
-        values: the whole parameter, or the rows of a lazily trained table."""
-        name, optimizer = parameter.name, rule.optimizer
-        p = self.program.builder(self.graph, f"update/{name}", name).value(parameter)
-        g = p.builder.value(self.gradients[name].tensor)
-        if optimizer.needs_whole and self.program.is_part(name):
-            raise StrategyError(
-                f"each rank of this program has a part of {name!r}, but "
-                f"{type(optimizer).__name__.lower()} needs the whole parameter; give another "
-                f"optimizer, or --group '{name}:optimizer=adamw'"
-            )
-        slots = optimizer.slots(p.shape)
-        inputs = {s: self._input(f"{name}.{s}", p.dtype, shape) for s, shape in slots.items()}
-        state = {s: p.builder.value(value.tensor) for s, value in inputs.items()}  # in its parts
-        own_rate = rate.cast(p.dtype) * rule.lr_scale
-        rows = self.rows.get(name)
-        if rows is None:
-            following, changed = optimizer.update(p, g, state, own_rate, count)
-            following = self._checked(p, following)
-            changed = {s: self._checked(state[s], value) for s, value in changed.items()}
-            moved = following
-        else:
-            of_rows = {slot: rows.read(value) for slot, value in state.items()}
-            before, lazy = rows.read(p), lazy_form(optimizer)
-            moved, changed = lazy.update(before, rows.copies(g), of_rows, own_rate, count)
-            moved = self._checked(before, moved)
-            following = rows.written(p, moved)
-            changed = {
-                slot: rows.written(state[slot], self._checked(of_rows[slot], value))
-                for slot, value in changed.items()
-            }
-        self._add_slot(p, following, "parameter", name)
-        for slot, value in changed.items():
-            self._add_slot(state[slot], value, slot, name)
-        if self.options.ema is not None and count is not None:
-            self._average(p, following, count, self.options.ema)
-        return moved
 
-    def _average(self, p: Value, following: Value, count: Value, decay: float) -> None:
-        """Adds the update of the moving average of a parameter. The first update sets it to the
-        parameter itself, as torch.optim.swa_utils.get_ema_multi_avg_fn does."""
-        before = p.builder.value(self.averages[p.tensor.name])
-        moved = before * decay + following * (1 - decay)
-        after = count.equal(1.0).where(following, moved)
-        self._slot(before, after, AVERAGE, p.tensor.name)
+def _number(to: StepState) -> np.dtype[Any]:
+    """Returns the type of numbers over all gradients."""
+    return np.result_type(np.float32, *(g.dtype for g in to.gradients.values()))
 
-    @property
-    def _is_dynamic(self) -> bool:
-        return self.loss_scale is not None and self.loss_scale.dynamic
 
-    def _adapt_scale(self, finite: Value) -> None:
-        """Adds the update of a dynamic loss scale, given whether all gradients are finite."""
-        assert self.loss_scale is not None and self.scale is not None
-        self.finite = finite
-        good = self._input(GOOD, np.int64, [])
-        factor = self.builder.value(self.scale.tensor)
-        following, count = self.loss_scale.following(factor, good, self.finite)
-        self._add_slot(factor, following, SCALE, "")
-        self._add_slot(good, count, GOOD, "")
-        add_output(self.graph, self.finite.op("Not").cast(np.float32), SKIPPED)
-        self.step.metrics.append(SKIPPED)
+def _input(to: StepState, name: str, dtype: Any, shape: Sequence[int]) -> Value:
+    if name in {t.name for t in to.graph.inputs}:
+        raise ModelError(
+            f"the model has a tensor {name!r}, a name that the step needs; rename the tensor"
+        )
+    tensor = gs.Variable(name, np.dtype(dtype), list(shape))
+    to.graph.inputs.append(tensor)
+    return to.builder.value(tensor)
 
-    def _clip(self, most: float, norm: Value) -> None:
-        """Scales all gradients so that `norm`, over all gradients together, is at most `most`."""
-        factor = (most / (norm + 1e-6)).op("Min", 1.0)
-        self.gradients = {n: g * factor.cast(g.dtype) for n, g in self.gradients.items()}
-        add_output(self.graph, norm, "gradient_norm")
-        self.step.metrics.append("gradient_norm")
 
-    def _input(self, name: str, dtype: Any, shape: Sequence[int]) -> Value:
-        if name in {t.name for t in self.graph.inputs}:
-            raise ModelError(
-                f"the model has a tensor {name!r}, a name that the step needs; rename the tensor"
-            )
-        tensor = gs.Variable(name, np.dtype(dtype), list(shape))
-        self.graph.inputs.append(tensor)
-        return self.builder.value(tensor)
+def _slot(to: StepState, before: Value, after: Value, kind: str, of: str) -> None:
+    """Adds a state pair that passes `after` to the next step, unless gradients are not finite."""
+    _add_slot(to, before, _checked(to, before, after), kind, of)
 
-    def _slot(self, before: Value, after: Value, kind: str, of: str) -> None:
-        """Adds a state pair that passes `after` to the next step, unless gradients are not
-        finite."""
-        self._add_slot(before, self._checked(before, after), kind, of)
 
-    def _checked(self, before: Value, after: Value) -> Value:
-        """Returns `after`; with a dynamic loss scale, `before` if gradients are not finite."""
-        if self.finite is None:
-            return after
-        return self.builder.value(self.finite.tensor).where(after, before)
+def _checked(to: StepState, before: Value, after: Value) -> Value:
+    """Returns `after`; with a dynamic loss scale, `before` if gradients are not finite."""
+    if to.finite is None:
+        return after
+    return to.builder.value(to.finite.tensor).where(after, before)
 
-    def _add_slot(self, before: Value, after: Value, kind: str, of: str) -> None:
-        name = before.tensor.name
-        add_output(self.graph, after, f"{name}.next")
-        default = getattr(before.tensor, "onnx_default", None) is not None
-        self.step.slots.append(Slot(name, f"{name}.next", kind, of, default))
+
+def _add_slot(to: StepState, before: Value, after: Value, kind: str, of: str) -> None:
+    name = before.tensor.name
+    add_output(to.graph, after, f"{name}.next")
+    default = getattr(before.tensor, "onnx_default", None) is not None
+    to.step.slots.append(Slot(name, f"{name}.next", kind, of, default))
 
 
 def _norm(x: Value, op: str, dtype: np.dtype[Any]) -> Value:
     """Returns the number to which `op` reduces a tensor."""
     x = x.wide() if x.rank else x.wide().reshape([1])
     return x.op(op, np.arange(x.rank), keepdims=0).cast(dtype)
+
+
+UPDATE: Sequence[Rewrite[StepState]] = (
+    Rewrite("describe-step", describe),
+    Rewrite("accumulate", accumulate, lambda to: to.request.accumulate != 1),
+    Rewrite("sum-over-ranks", lambda to: to.request.program.over_ranks(to)),
+    Rewrite("output-loss", output_loss),
+    Rewrite("divide-by-scale", divide_by_scale, lambda to: to.scale is not None),
+    Rewrite(
+        "add-norm",
+        add_norm,
+        lambda to: to.request.has_dynamic_scale or to.request.clip_norm is not None,
+    ),
+    Rewrite("adapt-scale", adapt_scale, lambda to: to.request.has_dynamic_scale),
+    Rewrite("update-statistics", update_statistics),
+    Rewrite("clip-gradients", clip, lambda to: to.request.clip_norm is not None),
+    Rewrite("output-gradients", output_gradients, lambda to: to.request.optimizer is None),
+    Rewrite("update-parameters", update_parameters, lambda to: to.request.optimizer is not None),
+    Rewrite("output-metrics", output_metrics),
+    Rewrite("drop-unread", drop_nodes),
+    Rewrite("write-description", write_description),
+)
+"""The rewrites of a graph with gradients to a training step, in order."""

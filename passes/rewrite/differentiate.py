@@ -10,7 +10,9 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.graph.training_spec import GRADIENT
-from onnxpar.training.backward import LOSS, LossOptions, add_backward, add_output
+from onnxpar.training.backward import LOSS, add_backward
+from onnxpar.training.rewrite import add_output
+from onnxpar.training.step_state import StepRequest
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,13 @@ class Differentiate(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         if ctx.request.manual is not None:
             raise StrategyError("only `onnxpar grad` writes the training step of a manual program")
-        options = LossOptions(
+        request = StepRequest(
             self.loss,
             self.output or None,
             params=[self.params] if self.params else (),
             frozen=[self.frozen] if self.frozen else (),
         )
-        back = add_backward(ctx.model, options)
+        back = add_backward(ctx.model, request)
         graph.outputs = []
         add_output(graph, back.loss, LOSS)
         for name, gradient in back.gradients.items():

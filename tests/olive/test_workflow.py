@@ -15,7 +15,8 @@ import pytest
 
 import onnxpar
 from onnxpar.base.errors import ModelError, RankError
-from onnxpar.planner.option_table import table
+from onnxpar.planner.option import table
+from onnxpar.planner.option_table import PlanOptions
 from onnxpar.planner.plan_options import options_of
 
 pytest.importorskip("olive.passes")
@@ -177,10 +178,10 @@ def test_a_custom_metric_gets_the_inputs_and_outputs_of_the_unsplit_model(tmp_pa
 
 
 def test_parameters_are_the_options_of_shard() -> None:
-    assert tuple(parameters()) == tuple(table())
+    assert tuple(parameters()) == tuple(table(PlanOptions))
     defaults = {name: each.default_value for name, each in parameters().items()}
     given = options(defaults)
-    defaults = {name: each.option.default for name, each in table().items()}
+    defaults = {name: each.default for name, each in table(PlanOptions).items()}
     wanted = {name: [] if value == () else value for name, value in defaults.items()}
     assert given == {name: value for name, value in wanted.items() if value is not None}
     assert options_of({**given, "devices": 2}).devices == 2
