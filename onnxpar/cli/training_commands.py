@@ -17,9 +17,9 @@ from onnxpar.base.interrupts import Terminated
 from onnxpar.base.log import LOG
 from onnxpar.base.units import quantity
 from onnxpar.base.write_file import writing
+from onnxpar.cli.compare_prediction import compare_prediction
 from onnxpar.cli.error_line import report
 from onnxpar.cli.options import values_of, with_times
-from onnxpar.cli.predicted import compared
 from onnxpar.cli.training_bar import Bar
 from onnxpar.graph.tensors import numel, shape_bytes
 from onnxpar.graph.training_spec import Step

@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.pass_times import ANALYSE, LOAD
 from onnxpar.compiler.pass_ import Pass, PassContext, Request, Stage
-from onnxpar.compiler.replay import opened, variants
+from onnxpar.compiler.replay import mark_open_sizes, variants
 from onnxpar.graph.rewriting import Show, unseen
 from onnxpar.graph.training_spec import Step
 from onnxpar.graph.typical import Typical

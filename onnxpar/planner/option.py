@@ -172,7 +172,7 @@ def members(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def described(kind: Any) -> str:
+def option_lines(kind: Any) -> str:
     """Returns the docstring of a table: its own, then the names of its options and their texts in
     two columns, with names instead of flags."""
     names = {each.flag: name for name, each in table(kind).items()}

@@ -327,4 +327,4 @@ class PlanOptions(LayoutOptions, total=False):
 Kind = type[LayoutOptions] | type[PlanOptions]
 
 for _kind in (LayoutOptions, PlanOptions):
-    _kind.__doc__ = described(_kind)
+    _kind.__doc__ = option_lines(_kind)

@@ -37,11 +37,11 @@ def options_of(
     Errors: TypeError for a name that `caller` does not have, as in any Python call; StrategyError
     for a value of the wrong type, or a value that cannot be read.
     """
-    check_options(asked, kind, caller)
-    strategy = Strategy.given(asked.get("strategy"))
+    check_options(user_options, kind, caller)
+    strategy = Strategy.from_argument(user_options.get("strategy"))
     if strategy is not None and strategy.context:
-        asked = _with_context(asked, strategy, table(kind))
-    values = with_defaults(asked, PlanOptions)
+        user_options = _with_context(user_options, strategy, table(kind))
+    values = with_defaults(user_options, PlanOptions)
     for module in values["plugin"]:
         load_plugin(module)
     use_libraries(values["libraries"])
@@ -105,10 +105,10 @@ def _with_context(
     that the function does not take: `annotate` fuses nothing. Errors: StrategyError for a setting
     that an option contradicts, or that a strategy cannot have."""
     source = f"{strategy.source}: context"
-    found = options_of_context(strategy.context, source)
+    new = options_of_context(strategy.context, source)
     every = table(PlanOptions)
-    found = {name: value for name, value in found.items() if name in known or name not in every}
-    for name, value in found.items():
+    new = {name: value for name, value in new.items() if name in known or name not in every}
+    for name, value in new.items():
         if name not in known or name == "strategy":
             flag = f"--{name.replace('_', '-')}"
             raise StrategyError(f"{source}: files belong to the command; give {flag} {value} there")

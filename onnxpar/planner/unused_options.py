@@ -28,8 +28,8 @@ def refuse_for_manual(options: Options) -> None:
 def _without_effect(options: Options, kind: str) -> Iterator[str]:
     """Yields the flags of the user's options that have no effect on this kind of model."""
     defaults = Options()
-    for each in (e for e in table(PlanOptions).values() if kind in e.option.decided):
-        value, default = each.value(options), each.value(defaults)
+    for named in (n for n in table(PlanOptions).values() if kind in n.option.decided):
+        value, default = named.value(options), named.value(defaults)
         if value != default and (value or default):
             yield named.flag
 

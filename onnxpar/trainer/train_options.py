@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, TypedDict
 
 from onnxpar.base.custom_ops import HELP as LIBRARY_HELP
-from onnxpar.planner.option import NEEDED, OUTPUT, Option, described
+from onnxpar.planner.option import NEEDED, OUTPUT, Option, option_lines
 from onnxpar.runtime.ranks.cores import BINDINGS
 from onnxpar.trainer.iterables import Samples
 from onnxpar.trainer.rates import SCHEDULES
@@ -200,4 +200,4 @@ class TrainOptions(_Required, total=False):
     verify: Annotated[bool, Option("compare every byte of the folder with its digests first")]
 
 
-TrainOptions.__doc__ = described(TrainOptions)
+TrainOptions.__doc__ = option_lines(TrainOptions)

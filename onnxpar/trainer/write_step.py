@@ -19,7 +19,7 @@ from onnxpar.load.load import Model
 from onnxpar.planner.context import load_model
 from onnxpar.planner.option import check_options, same_names, table, with_defaults
 from onnxpar.planner.options import Options, manual_of
-from onnxpar.planner.overwritten import refuse_overwriting
+from onnxpar.planner.refuse_overwriting import refuse_overwriting
 from onnxpar.planner.rewrite_dump import LOADING, STEP, RewriteDump
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.grad_options import HYPERPARAMETERS, GradOptions
@@ -82,7 +82,7 @@ def _request_of(values: Mapping[str, Any]) -> StepRequest:
 def _source_of(values: Mapping[str, Any], times: PassTimes | None) -> Options:
     """Returns the options of the loader: the sizes of the model and, if it is one rank's program,
     its mesh and strategy. Errors: OnnxparError."""
-    mesh, strategy = values["mesh"], Strategy.given(values["strategy"])
+    mesh, strategy = values["mesh"], Strategy.from_argument(values["strategy"])
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     use_libraries(values["libraries"])
     own = {name: values[name] for name in ("devices", "preset", "dims")}
