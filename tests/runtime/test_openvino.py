@@ -24,6 +24,8 @@ from onnxpar.runtime.ranks.groups import session_options, thread_worlds
 from onnxpar.runtime.session.device import HOST
 from onnxpar.runtime.session.openvino import PROVIDER, with_threads
 from onnxpar.runtime.session.session import InferenceSession
+from onnxpar.trainer.trainer import Trainer
+from onnxpar.training import grad
 
 PROVIDERS = [PROVIDER, HOST.provider]
 needs_openvino = pytest.mark.skipif(
@@ -134,6 +136,27 @@ def test_generated_tokens(name: str, tmp_path: Path) -> None:
         with Generator(tmp_path / "m.par", providers=providers) as generator:
             told.append(generator.generate([[5, 6, 7, 8], [9, 3]], max_new_tokens=12))
     assert [c.tokens for c in told[0]] == [c.tokens for c in told[1]]
+
+
+@needs_openvino
+def test_training(tmp_path: Path) -> None:
+    """The loss is a scalar that ranks reduce, and of which more is computed."""
+    batch = {
+        "pixel_values": np.random.default_rng(3).standard_normal((4, 3, 64, 64)).astype(np.float32),
+        "labels": np.array([1, 0, 1, 1]),
+    }
+    grad(
+        MODELS / "resnet.legacy.training.onnx",
+        tmp_path / "m.onnx",
+        loss="softmax-cross-entropy",
+        optimizer="adamw",
+    )
+    shard(tmp_path / "m.onnx", tmp_path / "m.par", devices=2, preset="data-parallel")
+    losses = []
+    for providers in (PROVIDERS, None):
+        with Trainer(tmp_path / "m.par", providers=providers) as trainer:
+            losses.append([trainer.step(batch, rate=1e-3)[trainer.spec.loss] for _ in range(4)])
+    np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
 @needs_openvino
