@@ -5,7 +5,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 PATH=$PWD/.venv/bin:$PATH
 seed=${SEED:-$(date +%j)}
-all=(zoo hosts suite open fuzz graphs sanitizers garbage wheels matrix)
+all=(zoo hosts suite open fuzz graphs sanitizers garbage wheels openvino matrix)
 
 zoo() { # whole models, and all cases of tests marked as a matrix or slow
   pytest -q -n 2 --dist loadscope --zoo --ignore tests/hosts --ignore tests/test_wheels.py \
@@ -24,6 +24,7 @@ sanitizers() { pytest -q --zoo tests/native/test_sanitizers.py; }
 garbage() { # what malloc returns is full of large numbers, so that a kernel that does not write is seen
   MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_PERTURB_=90 pytest -q -n 2 tests/rules tests/lowering
 }
+openvino() { tests/openvino.sh; }
 wheels() { pytest -q --zoo tests/test_wheels.py; }
 matrix() { python tests/training/matrix.py; }
 

@@ -57,9 +57,11 @@ class SizeGraph:
             return
         elements = [self._polynomial(e) for e in array.elements]
         flat = self._add("Concat", elements, axis=0) if len(elements) > 1 else elements[0]
-        shape = self._constant(array.shape)
+        if array.shape:
+            last = self._add("Reshape", [flat, self._constant(array.shape)])
+        else:  # OpenVINO refuses a Reshape to a scalar
+            last = self._add("Squeeze", [flat])
         element = helper.np_dtype_to_tensor_dtype(array.dtype)
-        last = self._add("Reshape", [flat, shape])
         self.nodes.append(helper.make_node("Cast", [last], [name], f"{name}::size", to=element))
 
     def finish(self) -> None:

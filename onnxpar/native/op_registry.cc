@@ -38,6 +38,10 @@ struct Schema {
 /// onnxruntime before 1.24 crashes if an op of several types lacks an optional input.
 constexpr int kSinceMinor = 24;
 
+/// The execution provider of all kernels, in whose memory their tensors are: `HOST` of
+/// runtime/session/device.py. onnxruntime copies between it and the providers of other nodes.
+constexpr const char* kProvider = "CPUExecutionProvider";
+
 /// PagedAttention for queries and caches of these types.
 constexpr Schema PagedAttention(DataType type, DataType cache) {
   Schema schema{"PagedAttention", 11, 3, type, InferPagedAttention, false};
@@ -195,7 +199,7 @@ Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
     : OrtCustomOp{}, schema(op_schema), world(std::move(op_world)) {
   version = kOrtApiVersion;
   GetName = [](const OrtCustomOp* op) { return Self(op).schema.name; };
-  GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+  GetExecutionProviderType = [](const OrtCustomOp*) { return kProvider; };
   GetInputType = [](const OrtCustomOp* op, size_t index) {
     if (Self(op).schema.variadic) return Self(op).schema.fixed_type;
     if (const char* operands = Self(op).schema.operands) {

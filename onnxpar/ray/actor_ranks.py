@@ -13,8 +13,9 @@ from onnxpar.base.digests import Digests
 from onnxpar.ray.calls import Actor, Calls
 from onnxpar.ray.rank_actor import Answer
 from onnxpar.runtime.profile.profile import Record
-from onnxpar.runtime.ranks.executor import Facts, Request
-from onnxpar.runtime.ranks.ranks import KeptShapes, PartsOf, common_shapes
+from onnxpar.runtime.ranks.executor import Facts
+from onnxpar.runtime.ranks.planned_run import KeptShapes, Request
+from onnxpar.runtime.ranks.ranks import PartsOf, common_shapes
 from onnxpar.runtime.session.bundle import Bundle, Sizes
 from onnxpar.runtime.session.shards import PortParts, Rows
 from onnxpar.runtime.states.state_files import Origin

@@ -18,11 +18,11 @@ from onnxpar.base.own_folder import OwnFolder
 from onnxpar.runtime.profile.profile import Record
 from onnxpar.runtime.ranks.arena import Heap
 from onnxpar.runtime.ranks.cores import own_cores, share_beside
-from onnxpar.runtime.ranks.executor import Executor, Facts, Request
+from onnxpar.runtime.ranks.executor import Executor, Facts
 from onnxpar.runtime.ranks.fetch import complete
 from onnxpar.runtime.ranks.groups import Hub, World
 from onnxpar.runtime.ranks.log import describe, log
-from onnxpar.runtime.ranks.ranks import KeptShapes
+from onnxpar.runtime.ranks.planned_run import KeptShapes, Request
 from onnxpar.runtime.session.bundle import Sizes
 from onnxpar.runtime.session.checks import check_table_dir
 from onnxpar.runtime.session.options import SessionSpec

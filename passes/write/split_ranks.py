@@ -6,14 +6,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto, numpy_helper
+from onnx.helper import make_tensor_value_info, np_dtype_to_tensor_dtype
 
 from onnxpar.base.bundle_names import rank_name, suffix_of
 from onnxpar.base.write_digested import DigestedFolder
 from onnxpar.compiler.pass_ import LOCAL, Pass, PassContext, Stage
 from onnxpar.compiler.whole_ranks import are_whole, write_whole_ranks
+from onnxpar.graph.collectives import DOMAIN
 from onnxpar.graph.interchange import default_of, export_graph
 from onnxpar.graph.lazy_values import stacked_parts, stored_proto
 from onnxpar.graph.metadata import note_layouts
@@ -222,8 +225,21 @@ def _stub(proto: TensorProto, name: str = "") -> TensorProto:
 def _export(graph: gs.Graph, source: Model) -> onnx.ModelProto:
     model = export_graph(graph, source.header)
     fuse_again(model.graph, source.fused)
+    _declare_scalars(graph, model.graph)
     model.producer_name = model.producer_name or "onnxpar"
     return model
+
+
+def _declare_scalars(graph: gs.Graph, proto: onnx.GraphProto) -> None:
+    """Declares the scalars that collectives give. onnxruntime does not tell the plugin scalars from
+    tensors of unknown rank, which providers that compile refuse."""
+    results = (t for node in graph.nodes if node.domain == DOMAIN for t in node.outputs)
+    ports = {port.name for port in proto.output}
+    for t in results:
+        is_scalar = t.shape is not None and len(t.shape) == 0
+        if is_scalar and t.dtype is not None and t.name not in ports:
+            element = np_dtype_to_tensor_dtype(np.dtype(t.dtype))
+            proto.value_info.append(make_tensor_value_info(t.name, element, ()))
 
 
 def _note_layouts(graphs: Iterable[onnx.GraphProto], ctx: PassContext) -> None:

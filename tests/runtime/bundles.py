@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +86,9 @@ def write_par(
     nodes: Nodes,
     weights: Weights = lambda rank: {},
     states: Mapping[str, str] | None = None,
+    in_place: Collection[str] = (),
 ) -> Path:
-    """Writes a model.par folder."""
+    """Writes a model.par folder; runs change the states `in_place` in their own memory."""
     ranks = Mesh.parse(mesh)
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks.size):
@@ -103,7 +104,9 @@ def write_par(
         "mesh": [list(axis) for axis in ranks.shape],
         "inputs": [_port(tensor, ranks) for tensor in inputs],
         "outputs": [_port(tensor, ranks) for tensor in outputs],
-        "states": [{"input": i, "output": o} for i, o in (states or {}).items()],
+        "states": [
+            {"input": i, "output": o, "in_place": i in in_place} for i, o in (states or {}).items()
+        ],
     }
     write_plan(folder, plan)
     return folder

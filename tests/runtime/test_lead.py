@@ -24,8 +24,8 @@ from onnxpar.base.errors import RankError
 from onnxpar.llm.generator import Generator
 from onnxpar.runtime.launch.launch import Launched
 from onnxpar.runtime.launch.lead import Lead
-from onnxpar.runtime.ranks.executor import Request
 from onnxpar.runtime.ranks.orders import Order, Orders
+from onnxpar.runtime.ranks.planned_run import Request
 from onnxpar.runtime.states.host_memory import HostMemory, memory_of_hosts
 
 TIMEOUT = 4.0

@@ -136,6 +136,37 @@ def test_states_that_are_copied_are_refused(tmp_path: Path) -> None:
         session.run_steps(["y"], {"x": x, "s": x}, {"x": "y"}, 2)
 
 
+@pytest.mark.usefixtures("medium")
+@pytest.mark.parametrize("kind", [InferenceSession, ThreadSession])
+def test_states_written_between(kind: type[InferenceSession], tmp_path: Path) -> None:
+    """s' = s + x, x' = x, z = -x: runs read the memory of a state that a write or a clear
+    replaces."""
+    par = write_par(
+        tmp_path,
+        "tp=2",
+        [Tensor("x", (4,)), Tensor("s", (4,))],
+        [Tensor("t", (4,)), Tensor("y", (4,)), Tensor("z", (4,))],
+        lambda rank: [
+            helper.make_node("Add", ["s", "x"], ["t"]),
+            helper.make_node("Identity", ["x"], ["y"]),
+            helper.make_node("Neg", ["x"], ["z"]),
+        ],
+        states={"s": "t"},
+        in_place={"s"},
+    )
+    ones = np.ones(4, np.float32)
+    with kind(par) as session:
+        x = session._ranks.memory(ones.dtype, ones.shape)
+        x[:] = ones
+        for start in (5, 0, 7):
+            if start:
+                session.states.write("s", start * ones)
+            else:
+                session.states.clear({"s": (4,)})
+            session.run_steps(["z"], {"x": x}, {"x": "y"}, 3)
+            np.testing.assert_array_equal(session.states.read("s"), (start + 3) * ones)
+
+
 SCRIPT = """
 import sys
 import numpy as np

@@ -11,9 +11,9 @@ from typing import Any
 from onnxpar.base.errors import OnnxparError, RankError, RunError
 from onnxpar.base.own_folder import OwnFolder
 from onnxpar.runtime.launch.launched_rank import LaunchedRank
-from onnxpar.runtime.ranks.executor import Request
 from onnxpar.runtime.ranks.log import describe
 from onnxpar.runtime.ranks.orders import CLOSE, END, IDLE, START, Order, Orders
+from onnxpar.runtime.ranks.planned_run import Request
 from onnxpar.runtime.session.options import SessionSpec
 
 

@@ -25,11 +25,12 @@ from onnxpar.runtime.profile.profile import Record, host_id
 from onnxpar.runtime.ranks.arena import Heap
 from onnxpar.runtime.ranks.collectives import barrier, gather_bytes
 from onnxpar.runtime.ranks.cores import Share, own_cores, share_beside
-from onnxpar.runtime.ranks.executor import Executor, Request
+from onnxpar.runtime.ranks.executor import Executor
 from onnxpar.runtime.ranks.fetch import complete
 from onnxpar.runtime.ranks.groups import World
 from onnxpar.runtime.ranks.log import describe
-from onnxpar.runtime.ranks.ranks import KeptShapes, PartsOf
+from onnxpar.runtime.ranks.planned_run import KeptShapes, Request
+from onnxpar.runtime.ranks.ranks import PartsOf
 from onnxpar.runtime.ranks.redirect import redirect_output, write_log
 from onnxpar.runtime.session.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.session.checks import check_table_dir

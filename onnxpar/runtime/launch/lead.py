@@ -19,10 +19,10 @@ from onnxpar.base.errors import LaunchError, OnnxparError, RankError, RunError
 from onnxpar.base.interrupts import STATUSES, Terminated
 from onnxpar.runtime.launch.launched_rank import LaunchedRank
 from onnxpar.runtime.profile.profile import Record
-from onnxpar.runtime.ranks.executor import Request
 from onnxpar.runtime.ranks.log import describe
 from onnxpar.runtime.ranks.orders import CLOSE, END, IDLE, START, Order, Orders
-from onnxpar.runtime.ranks.ranks import KeptShapes, PartsOf
+from onnxpar.runtime.ranks.planned_run import KeptShapes, Request
+from onnxpar.runtime.ranks.ranks import PartsOf
 from onnxpar.runtime.session.bundle import Bundle, Sizes
 from onnxpar.runtime.session.options import SessionSpec
 from onnxpar.runtime.session.shards import Rows

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnxruntime as ort
 
-from onnxpar.base.errors import RankError
+from onnxpar.base.errors import ModelError, RankError
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -26,6 +26,8 @@ Record = dict[str, Any]
 
 WEIGHTS = "session.optimized_model_external_initializers_file_name"
 LEAST = "session.optimized_model_external_initializers_min_size_in_bytes"
+_COMPILED = "it contains compiled nodes"
+"""Why onnxruntime does not write an optimized graph of which a provider has compiled parts."""
 _ERRORS = 3
 _SUFFIX = "_kernel_time"
 _START, _COMPLETE = "Start", "Complete"
@@ -58,8 +60,9 @@ class ProfiledSessions:
         folder.mkdir()
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
-        optimized = Path(options.optimized_model_filepath or folder / "optimized.onnx")
-        if not options.optimized_model_filepath:
+        asked = options.optimized_model_filepath
+        optimized = Path(asked or folder / "optimized.onnx")
+        if not asked:
             # The file is written only to see which nodes onnxruntime fused. The log level hides
             # its warning that the file is valid for this machine only.
             options.log_severity_level = max(options.log_severity_level, _ERRORS)
@@ -67,7 +70,13 @@ class ProfiledSessions:
             (folder / "weights").symlink_to(os.devnull)
             options.add_session_config_entry(WEIGHTS, "weights")
             options.add_session_config_entry(LEAST, "0")
-        session = make()
+        try:
+            session = make()
+        except ModelError as error:
+            if asked or _COMPILED not in str(error):
+                raise
+            options.optimized_model_filepath = ""
+            session, optimized = make(), file
         self._recorded.append(_Recorded(program, session, _nodes(file, optimized)))
         return session
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
+from onnxpar.runtime.session.device import HOST
 from onnxpar.runtime.session.tensors import bind_input, bind_output, is_packed, memory_of
 
 Place = tuple[int, tuple[int, ...]]
@@ -57,7 +58,7 @@ class Binding:
         """Binds an output to a contiguous array; without one, to new memory of onnxruntime."""
         if array is None:
             self._placed.pop(name, None)
-            self.native.bind_output(name, "cpu")
+            HOST.bind_new_output(self.native, name)
         elif self._placed.get(name) != (at := _place(array)):
             bind_output(self.native, name, array)
             self._placed[name] = at

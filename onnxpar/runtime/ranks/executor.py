@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from onnxpar.runtime.ranks import groups
 from onnxpar.runtime.ranks.arena import NOWHERE, Heap, Room, Slot
 from onnxpar.runtime.ranks.binding import Binding
 from onnxpar.runtime.ranks.check_start import check_start
+from onnxpar.runtime.ranks.planned_run import Request
 from onnxpar.runtime.ranks.rank_failure import failure_text
 from onnxpar.runtime.ranks.rank_sessions import RankSessions
 from onnxpar.runtime.ranks.repeated_run import RepeatedRun, Turn, bound
@@ -43,20 +43,6 @@ SIZES = "onnxpar.sizes"
 
 Facts = Mapping[str, Any]
 """Facts about a rank's session: `providers`, `provider_options` and `profiling_start_ns`."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A run: the outputs to return, whether to keep states, run options, the values of the open
-    sizes, and the number of runs. `carried` has, by input, the output that is the value of the
-    input in the next run; such tensors are whole on all ranks."""
-
-    fetch: Sequence[str]
-    keep: bool = False
-    options: Mapping[str, Any] | None = None
-    sizes: Sizes = ()
-    times: int = 1
-    carried: Mapping[str, str] = field(default_factory=dict)
 
 
 class Executor:
@@ -98,9 +84,9 @@ class Executor:
         self._has_values = any(port.is_value for port in self._ports.values())
         self._take("")
         self._last: tuple[Request, Mapping[str, Array]] | None = None
+        self._several: SeveralRuns | None = None
         self._repeated: RepeatedRun | None = None
         self._carried: dict[str, Array] = {}
-        self._several: SeveralRuns | None = None
         self.running: ort.RunOptions | None = None
         """The options of the current run, for `stop`."""
         self.stopped = False
@@ -119,20 +105,34 @@ class Executor:
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
         """Runs once, or as often as the request says. `feeds` are this rank's shards of the inputs,
         which must be contiguous; returns this rank's shards of the outputs, in memory of `room`;
-        several runs are stacked along a new first dimension. A run with the same objects `request`
-        and `feeds` as the one before may write to the same memory instead of `room`.
+        several runs are stacked along a new first dimension.
 
         Leaves out shards that other ranks return too. With `keep`, state outputs stay in the
         executor as inputs of the next run.
         """
-        self.kept_shapes = {}
-        if self._last is None or self._last[0] is not request:
-            self._options = run_options(request.options)
-        self.running = options = self._options  # `stop` ends the run by these; `undo` follows
-        try:
+        several = self._several.continued(request, feeds) if self._several else None
+        if several is None:
+            self._forget_run()
             if request.carried:
-                return self._run_several(request, feeds, room, options)
-            return self._run(request, feeds, room, options)
+                several = SeveralRuns.of(request, feeds)
+            self._options = run_options(request.options)
+        is_again = self._several is not None
+        self._several = several
+        self._last = (several.once, several.feeds) if several else (request, feeds)
+        return self._run(room, is_again)
+
+    def run_again(self, room: Room) -> dict[str, Slot]:
+        """Runs the last request again, with the inputs that now are in the same memory; may write
+        to the memory of the last results instead of `room`."""
+        return self._run(room, is_again=True)
+
+    def _run(self, room: Room, is_again: bool) -> dict[str, Slot]:
+        self.kept_shapes = {}
+        self.running = self._options  # `stop` ends the run by these; `undo` follows
+        try:
+            if self._several is not None:
+                return self._run_several(self._several, room, is_again)
+            return self._run_once(room, is_again)
         except RankError:
             raise
         except Exception as error:
@@ -142,37 +142,22 @@ class Executor:
         finally:
             self.running = None
 
-    def _run_several(
-        self,
-        request: Request,
-        feeds: Mapping[str, Array],
-        room: Room,
-        options: ort.RunOptions,
-    ) -> dict[str, Slot]:
+    def _run_several(self, several: SeveralRuns, room: Room, is_again: bool) -> dict[str, Slot]:
         """Runs as often as the request says, with the carried outputs of each run as inputs of the
         next."""
-        several = self._several
-        if several is None or not several.is_same(request, feeds):
-            several = self._several = SeveralRuns.of(request, feeds, several)
         several.begin()
-        for number in range(request.times):
-            slots = self._run(several.once, several.feeds, Heap(), options)
+        for number in range(several.request.times):
+            slots = self._run_once(Heap(), is_again or number > 0)
             several.take(number, slots, room)
             several.carry(self._carried)
         return several.slots
 
-    def _run(
-        self,
-        request: Request,
-        feeds: Mapping[str, Array],
-        room: Room,
-        options: ort.RunOptions,
-    ) -> dict[str, Slot]:
-        last, self._last = self._last, (request, feeds)
-        is_again = last is not None and last[0] is request and last[1] is feeds
-        if is_again and self._repeated is not None:
-            return self._run_repeated(self._repeated, options)
-        self._repeated = None
+    def _run_once(self, room: Room, is_again: bool) -> dict[str, Slot]:
+        if self._repeated is not None:
+            return self._run_repeated(self._repeated)
+        assert self._last is not None, "a run was planned"
+        request, feeds = self._last
+        options = self._options
         self._own.at(request.sizes)
         program = self._bundle.programs.get(tuple(request.sizes), "")
         if program != self._program:
@@ -243,8 +228,8 @@ class Executor:
             turns.append(Turn(bound(self.session, inputs, held, outputs), writes))
         return RepeatedRun(turns, inputs, slots, self.kept_shapes)
 
-    def _run_repeated(self, repeated: RepeatedRun, options: ort.RunOptions) -> dict[str, Slot]:
-        states = repeated.run(self.session, options)
+    def _run_repeated(self, repeated: RepeatedRun) -> dict[str, Slot]:
+        states = repeated.run(self.session, self._options)
         if states:
             self._kept.keep(states, {})
         self.kept_shapes = repeated.kept_shapes
@@ -264,7 +249,11 @@ class Executor:
         """Reverts the changes of the last call, after it failed on a rank."""
         self._kept.undo()
         self._binding.forget()
-        self._last = self._repeated = self._several = None
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        """Makes the next run a new one: a binding of the last one reads the states that it kept."""
+        self._last = self._several = self._repeated = None
 
     def read_state(self, name: str, room: Room, sizes: Sizes, rows: Rows = None) -> dict[str, Slot]:
         """Returns this rank's shard of a state, or some rows of the shard, in memory of `room`;
@@ -278,10 +267,12 @@ class Executor:
 
     def write_state(self, name: str, part: Array) -> None:
         """Keeps a copy of `part`, this rank's shard of a state."""
+        self._forget_run()
         self._kept.put(name, part)
 
     def clear_state(self, name: str, sizes: Sizes) -> None:
         """Keeps zeros as this rank's shard of a state."""
+        self._forget_run()
         self._own.at(sizes)
         self._kept.clear(name, self._own[name])
 
@@ -302,6 +293,7 @@ class Executor:
     ) -> None:
         """Reads this rank's shards of states from a folder that `save_states` wrote, and keeps
         them: on the same mesh or, given the `origin` of the files, on another one."""
+        self._forget_run()
         self._own.at(sizes)
         parts = {name: self._own[name] for name in names}
         if origin is None:
@@ -325,6 +317,7 @@ class Executor:
 
     def reset_states(self) -> None:
         """Forgets all kept states."""
+        self._forget_run()
         self._kept.reset()
 
     def _evaluate(

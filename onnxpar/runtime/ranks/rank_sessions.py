@@ -10,6 +10,7 @@ from onnxpar.base.errors import ModelError
 from onnxpar.runtime.profile.profile import ProfiledSessions, Record
 from onnxpar.runtime.ranks import groups
 from onnxpar.runtime.ranks.rank_failure import load_text
+from onnxpar.runtime.session import openvino
 from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.runtime.session.load_session import load_session
 from onnxpar.runtime.session.options import SLOW_FUSIONS, SessionSpec, keep_double
@@ -70,17 +71,21 @@ class RankSessions:
 
     def _load(self, file: Path, options: ort.SessionOptions) -> ort.InferenceSession:
         spec = self._spec
+        providers = spec.providers or ()
         try:
+            if spec.provider_options is None and options.intra_op_num_threads:
+                providers = openvino.with_threads(providers, options.intra_op_num_threads)
             return load_session(
                 str(file),
                 options,
                 [*spec.all_disabled(), *self._slow],
-                providers=spec.providers,
+                providers=providers or None,
                 provider_options=spec.provider_options,
                 enable_fallback=0,
             )
         except Exception as error:
-            raise ModelError(load_text(error, file)) from error
+            remedy = openvino.remedy(str(error), providers)
+            raise ModelError(load_text(error, file) + remedy) from error
 
     def end_profile(self) -> Record:
         """Ends the recording and returns it. Its `file` is the profile that onnxruntime wrote

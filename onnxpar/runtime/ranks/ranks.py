@@ -17,7 +17,8 @@ from onnxpar.base.interrupts import uninterrupted
 from onnxpar.base.own_folder import OwnFolder
 from onnxpar.runtime.profile.profile import Record
 from onnxpar.runtime.ranks.cores import shares_of_replica
-from onnxpar.runtime.ranks.executor import Facts, Request
+from onnxpar.runtime.ranks.executor import Facts
+from onnxpar.runtime.ranks.planned_run import KeptShapes, PlannedRun, Request
 from onnxpar.runtime.ranks.processes import AGAIN, Processes
 from onnxpar.runtime.ranks.wire import Message, pack
 from onnxpar.runtime.session.bundle import Bundle, Sizes
@@ -29,9 +30,6 @@ from onnxpar.runtime.states.state_files import Origin
 
 PartsOf = dict[str, dict[int, Array]]
 """Shards, by tensor name and rank; valid until the next call of the ranks."""
-
-
-KeptShapes = Mapping[str, tuple[int, ...]]
 
 
 def common_shapes(reported: Sequence[KeptShapes]) -> KeptShapes:
@@ -99,26 +97,13 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Run:
-    """A run that can be repeated: its request, the shapes of its feeds, the offsets of feeds in
-    lasting memory, the places of shards that are copied, the answers of the ranks and the shards of
-    the outputs."""
+    """A run that can be repeated: what it depends on, with the offsets of feeds in lasting memory,
+    the places of shards that are copied, the answers of the ranks and the shards of the outputs."""
 
-    request: Request
-    shapes: Mapping[str, tuple[int, ...]]
-    lasting: Mapping[str, int]
+    planned: PlannedRun
     pieces: Sequence[_Piece]
     answers: Sequence[Message] = ()
     outputs: PartsOf = field(default_factory=dict)
-
-    def fits(
-        self, request: Request, feeds: Mapping[str, Array], lasting: Mapping[str, int]
-    ) -> bool:
-        """True if a run would send the ranks the same message."""
-        if lasting != self.lasting:
-            return False
-        if request is self.request:
-            return True
-        return self.request == request and self.shapes == {n: a.shape for n, a in feeds.items()}
 
     def write(self, feeds: Mapping[str, Array]) -> None:
         """Copies the shards of the feeds to their places."""
@@ -187,13 +172,12 @@ class ProcessRanks:
         self._runs += 1
         last, self._last = self._last, None
         lasting = self._processes.lasting.places(feeds)
-        if last is not None and last.fits(request, feeds, lasting):
+        if last is not None and last.planned.is_again(request, feeds, lasting):
             last.write(feeds)
             messages = None
         else:
             places, pieces = self._hand_over(feeds, request.sizes)
-            shapes = {} if self._has_values else {n: a.shape for n, a in feeds.items()}
-            last = _Run(request, shapes, lasting, pieces)
+            last = _Run(PlannedRun.of(request, feeds, lasting), pieces)
             message = {"do": "run", "feeds": places, **self._file_sizes(), **vars(request)}
             messages = [pack(message)] * self.bundle.mesh.size
         answers = self._processes.call(messages, f"run {self._runs}")

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from onnxpar.base.arrays import Array
 from onnxpar.runtime.ranks.arena import NOWHERE, Arena, Slot
 from onnxpar.runtime.ranks.doorbell import Line
-from onnxpar.runtime.ranks.executor import Executor, Request
+from onnxpar.runtime.ranks.executor import Executor
 from onnxpar.runtime.ranks.groups import World
 from onnxpar.runtime.ranks.log import describe, log
+from onnxpar.runtime.ranks.planned_run import KeptShapes, Request
 from onnxpar.runtime.ranks.timing import serve_timing
 from onnxpar.runtime.ranks.wire import Message
 from onnxpar.runtime.session.bundle import Bundle
@@ -71,9 +72,8 @@ class Server:
         self._inputs = inputs
         self._lasting = lasting
         self._outputs = outputs
-        self._last: tuple[Request, Mapping[str, Array]] | None = None
         self._ran: Message = {}
-        self._told: tuple[Mapping[str, Slot], Mapping[str, tuple[int, ...]]] | None = None
+        self._told: tuple[Mapping[str, Slot], KeptShapes] | None = None
         """The content of the last answer to a run: slots, and shapes of kept states."""
         self._actions: Mapping[str, Callable[[Message], Message]] = {
             "run": self._run,
@@ -122,19 +122,22 @@ class Server:
         sizes = tuple(message["sizes"])
         several = message["times"], message["carried"]
         request = Request(message["fetch"], message["keep"], message["options"], sizes, *several)
-        self._last, self._told = (request, self._feeds(message)), None
-        self._run_again()
+        self._tell(self._executor.run(request, self._feeds(message), self._outputs))
         return self._ran
 
     def _run_again(self) -> Message | None:
-        assert self._last is not None, "there was a run before"
-        slots = self._executor.run(*self._last, self._outputs)
-        kept, told = self._executor.kept_shapes, self._told
-        if told is not None and slots is told[0] and kept is told[1]:
+        slots = self._executor.run_again(self._outputs)
+        told = self._told
+        if told is not None and slots is told[0] and self._executor.kept_shapes is told[1]:
             return None
-        self._told = slots, kept
-        before, self._ran = self._ran, {**self._sent(slots), "kept": kept}
-        return None if told is not None and self._ran == before else self._ran
+        before = self._ran
+        self._tell(slots)
+        return None if self._ran == before else self._ran
+
+    def _tell(self, slots: Mapping[str, Slot]) -> None:
+        """Sets the answer to a run with these results."""
+        self._told = slots, self._executor.kept_shapes
+        self._ran = {**self._sent(slots), "kept": self._executor.kept_shapes}
 
     def _read(self, message: Message) -> Message:
         sizes = tuple(message["sizes"])

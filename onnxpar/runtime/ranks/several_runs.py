@@ -4,72 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.runtime.ranks.arena import Room, Slot
-
-if TYPE_CHECKING:
-    from onnxpar.runtime.ranks.executor import Request
+from onnxpar.runtime.ranks.planned_run import Places, PlannedRun, Request
 
 
 @dataclass
 class SeveralRuns:
     """The runs of a request.
 
-    asked, given  the request, and the feeds of its first run
-    once, feeds   the request and the feeds of each run; carried inputs are copies, because others
-                  may read the caller's memory
-    slots         the results of all runs, along a first dimension
+    request, given  the request, and the feeds of its first run
+    once, feeds     the request and the feeds of each run; carried inputs are copies, because others
+                    may read the caller's memory
+    planned         each run, which needs the inputs that are not carried where they are
+    slots           the results of all runs, along a first dimension
     """
 
-    asked: Request
+    request: Request
     given: Mapping[str, Array]
     once: Request
     feeds: Mapping[str, Array]
+    planned: PlannedRun
     slots: dict[str, Slot] = field(default_factory=dict)
 
     @staticmethod
-    def of(request: Request, feeds: Mapping[str, Array], before: SeveralRuns | None) -> SeveralRuns:
-        """Returns the runs of a request with these feeds. If only the number of runs differs from
-        the runs `before`, uses their bound memory again."""
+    def of(request: Request, feeds: Mapping[str, Array]) -> SeveralRuns:
+        """Returns the runs of a request with these feeds."""
         once = replace(request, times=1)
-        if before is not None and before.once == once and before._have(feeds):
-            return replace(before, asked=request, given=feeds, slots={})
         own = {name: feeds[name].copy() for name in request.carried}
-        return SeveralRuns(request, feeds, once, {**feeds, **own})
+        planned = PlannedRun.of(once, feeds, _places(request, feeds))
+        return SeveralRuns(request, feeds, once, {**feeds, **own}, planned)
 
-    def is_same(self, request: Request, feeds: Mapping[str, Array]) -> bool:
-        """True if they are the runs of a request with these objects."""
-        return self.asked is request and self.given is feeds
-
-    def _have(self, feeds: Mapping[str, Array]) -> bool:
-        """True if these feeds have the shapes of the feeds before and, unless they are carried, are
-        in the same memory."""
-        if feeds.keys() != self.feeds.keys():
-            return False
-        pairs = {name: (array, self.feeds[name]) for name, array in feeds.items()}
-        return all(
-            a.shape == b.shape and (name in self.asked.carried or a.ctypes.data == b.ctypes.data)
-            for name, (a, b) in pairs.items()
-        )
+    def continued(self, request: Request, feeds: Mapping[str, Array]) -> SeveralRuns | None:
+        """Returns the runs of another request in the same memory; None unless each is the same
+        again."""
+        once = replace(request, times=1)
+        if not self.planned.is_again(once, feeds, _places(request, feeds)):
+            return None
+        return replace(self, request=request, given=feeds, slots={})
 
     def begin(self) -> None:
         """Sets the inputs of the first run."""
-        for name in self.asked.carried:
+        for name in self.request.carried:
             self.feeds[name][...] = self.given[name]
 
     def take(self, number: int, slots: Mapping[str, Slot], room: Room) -> None:
         """Keeps the results of a run, in memory of `room` taken at the first run."""
         if not self.slots:
-            names = [name for name in self.asked.fetch if name in slots]
+            names = [name for name in self.request.fetch if name in slots]
             arrays = [slots[name].array for name in names]
-            specs = [(a.dtype, (self.asked.times, *a.shape)) for a in arrays]
+            specs = [(a.dtype, (self.request.times, *a.shape)) for a in arrays]
             self.slots = dict(zip(names, room.place(specs), strict=True))
         for name, slot in self.slots.items():
             slot.array[number] = slots[name].array
 
     def carry(self, outputs: Mapping[str, Array]) -> None:
         """Sets the inputs of the next run; `outputs` are the carried outputs of the last one."""
-        for name, output in self.asked.carried.items():
+        for name, output in self.request.carried.items():
             self.feeds[name][...] = outputs[output]
+
+
+def _places(request: Request, feeds: Mapping[str, Array]) -> Places:
+    """Returns the addresses of the inputs that are not carried."""
+    fixed = {name: a for name, a in feeds.items() if name not in request.carried}
+    return {name: a.ctypes.data for name, a in fixed.items() if isinstance(a, np.ndarray)}

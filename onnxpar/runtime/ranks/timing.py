@@ -11,6 +11,7 @@ import onnxruntime as ort
 
 from onnxpar.runtime.ranks.doorbell import Line
 from onnxpar.runtime.ranks.groups import World, session_options
+from onnxpar.runtime.session.device import HOST
 from onnxpar.runtime.session.options import SessionSpec
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _open(
     SessionSpec({} if optimized else as_written).apply(
         options, world.rank, share["threads"], share["spin"]
     )
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(path, options, providers=[HOST.provider])
 
 
 def _seconds(

@@ -7,6 +7,7 @@ import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
 from onnxpar.runtime.ranks import groups
+from onnxpar.runtime.session.device import HOST
 
 TAG = (1 << 62) - 1
 """A tag that no collective of a model has."""
@@ -20,7 +21,7 @@ class Gather:
         options = groups.session_options(world)
         options.intra_op_num_threads = 1
         self._session = ort.InferenceSession(
-            _model(world.size), options, providers=["CPUExecutionProvider"], enable_fallback=0
+            _model(world.size), options, providers=[HOST.provider], enable_fallback=0
         )
 
     def __call__(self, payload: Array, size: int) -> Array:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import onnxruntime as ort
 
 from onnxpar.base.errors import InputError, OnnxparError
+from onnxpar.runtime.session.device import HOST
 from onnxpar.runtime.session.io_binding import IOBinding, answer_for_sharded_sessions
 from onnxpar.runtime.session.metadata import ModelMetadata
 from onnxpar.runtime.session.ort_values import element_dtype, ort_value_of
@@ -204,11 +205,11 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
 
     def get_input_memory_infos(self) -> list[Any]:
         """Returns a description of CPU memory for each input."""
-        return [_cpu_memory() for _ in self.get_inputs()]
+        return [HOST.memory_info() for _ in self.get_inputs()]
 
     def get_output_memory_infos(self) -> list[Any]:
         """Returns a description of CPU memory for each output."""
-        return [_cpu_memory() for _ in self.get_outputs()]
+        return [HOST.memory_info() for _ in self.get_outputs()]
 
     def get_input_epdevices(self) -> list[Any]:
         """Returns onnxruntime's description of the CPU for each input. Errors: InputError if this
@@ -217,7 +218,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
             raise InputError(
                 "this version of onnxruntime does not list devices; install a newer one"
             )
-        devices = [d for d in ort.get_ep_devices() if d.ep_name == "CPUExecutionProvider"]
+        devices = [d for d in ort.get_ep_devices() if d.ep_name == HOST.provider]
         return [device for _ in self.get_inputs() for device in devices[:1]]
 
     def create_ortvalue_from_shape_and_type(
@@ -231,14 +232,14 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         """Returns a new OrtValue in CPU memory, for example to bind. Ranks on this host read it in
         place: a run copies only shards that are not contiguous in it. Errors: InputError for other
         devices."""
-        if device_type.lower() != "cpu":
+        if not HOST.has(device_type):
             raise InputError(f"memory on {device_type}: the ranks use CPU memory only")
         dtype = element_dtype(element_type)
         if dtype.isbuiltin == 1 and dtype.kind in "biufc":
             with self._lock:
                 memory = self._ranks.memory(dtype, tuple(map(int, shape)))
-            return ort.OrtValue.ortvalue_from_numpy(memory)
-        return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), element_type, "cpu", 0)
+            return HOST.wrap(memory)
+        return HOST.allocate(shape, element_type)
 
     def release_captured_graph(self, graph_annotation_id: int = 0) -> None:
         """Does nothing: CPU sessions capture no graphs."""
@@ -266,9 +267,3 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
             "each rank has a graph of its own; make the session with profile=True, and "
             "end_profile(FILE) shows which node ran where"
         )
-
-
-def _cpu_memory() -> Any:
-    return ort.OrtMemoryInfo(
-        "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
-    )

@@ -9,6 +9,7 @@ import onnxruntime as ort
 
 from onnxpar.base.errors import InputError
 from onnxpar.runtime.session.checks import check_array
+from onnxpar.runtime.session.device import HOST
 from onnxpar.runtime.session.ort_values import Memory, array_of, element_dtype, ort_value_of
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
     def bind_output(
         self,
         name: str,
-        device_type: str = "cpu",
+        device_type: str = HOST.name,
         device_id: int = 0,
         element_type: Any = None,
         shape: Any = None,
@@ -185,7 +186,7 @@ def _memory_of(value: ort.OrtValue) -> Memory:
 
 
 def _check_device(name: str, device_type: str) -> None:
-    if device_type.lower() != "cpu":
+    if not HOST.has(device_type):
         raise InputError(f"{name!r} is bound on {device_type}: the ranks use CPU memory only")
 
 

@@ -14,6 +14,7 @@ import onnxruntime as ort
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import InputError
 from onnxpar.base.packing import PACKED, unpack
+from onnxpar.runtime.session.device import HOST
 from onnxpar.runtime.session.tensors import ELEMENTS, copy_of, dtype_of, memory_of, view_of
 
 _NAMES = {number: name for name, (number, _) in ELEMENTS.items()}
@@ -80,7 +81,7 @@ def array_of(value: Any) -> Array:
     wrapped = value if isinstance(value, ort.OrtValue) else ort.OrtValue(value)
     if not wrapped.is_tensor():
         raise InputError(f"an OrtValue of {wrapped.data_type()} cannot be fed; give a list or dict")
-    if wrapped.device_name() != "cpu":
+    if not HOST.has(wrapped.device_name()):
         raise InputError(f"an OrtValue on {wrapped.device_name()}: the ranks read CPU memory only")
     dtype = dtype_of(wrapped.data_type())
     if dtype is None:  # strings
@@ -99,5 +100,5 @@ def ort_value_of(name: str, value: Any, own: bool = False) -> ort.OrtValue:
             "it with run() or copy_outputs_to_cpu()"
         )
     if value.dtype.isbuiltin == 1 and not own:
-        return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        return HOST.wrap(np.ascontiguousarray(value).reshape(value.shape))
     return copy_of(value)

@@ -8,9 +8,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,7 @@ from onnxpar.runtime.launch import launch
 from onnxpar.runtime.profile.profile import Record
 from onnxpar.runtime.ranks.closing import Closing
 from onnxpar.runtime.ranks.cores import BINDINGS
-from onnxpar.runtime.ranks.executor import Request
-from onnxpar.runtime.ranks.prepared_run import PreparedRun
+from onnxpar.runtime.ranks.planned_run import PlannedRun, Request
 from onnxpar.runtime.ranks.ranks import PartsOf, ProcessRanks, Ranks, StartRanks
 from onnxpar.runtime.session.bundle import Bundle, NodeArg, Sizes
 from onnxpar.runtime.session.checks import (
@@ -49,6 +49,14 @@ if TYPE_CHECKING:
     from onnxpar.runtime.profile.trace import Trace
 
 
+class _Checked(NamedTuple):
+    """A run that was checked: the names of the results, in order, and the request to the ranks."""
+
+    run: PlannedRun
+    names: Sequence[str]
+    request: Request
+
+
 class Session(Interface, Closing):
     """Runs a sharded model on its ranks; inputs and outputs are global arrays, like those of the
     unsplit model."""
@@ -65,7 +73,7 @@ class Session(Interface, Closing):
         self._ranks = ranks
         self._lock = threading.RLock()
         self._kept: dict[str, tuple[int, ...]] = {}
-        self._prepared: PreparedRun | None = None
+        self._last: _Checked | None = None
         self._is_recorded = scratch is not None
         self._sizes_of_runs: list[Sizes] = []
         self._seconds_of_runs: list[float] = []
@@ -194,16 +202,19 @@ class Session(Interface, Closing):
         of the outputs. The lock is held."""
         start = time.perf_counter()
         self._ranks.check_usable()
-        last, asked = self._prepared, (output_names, keep_states, times, carried or {})
-        if last and run_options is None and last.fits(*asked, input_feed, self._kept):
-            names, request, feeds = last.names, last.request, input_feed
+        last, asked = self._last, (output_names, keep_states, times, carried or {})
+        is_plain = run_options is None and (output_names is None or isinstance(output_names, list))
+        if last and is_plain and last.run.is_again(asked, input_feed, kept=self._kept):
+            (_, names, request), feeds = last, input_feed
         else:
-            names, request, feeds = self._checked(*asked[:2], input_feed, run_options)
+            names, request, feeds = self._checked(
+                output_names, keep_states, input_feed, run_options
+            )
             if carried:
                 request = self._several(request, feeds, carried, times)
-            self._prepared = PreparedRun.of(
-                self._bundle, output_names, keep_states, feeds, self._kept, names, request
-            )
+            asked = copy(output_names), keep_states, times, request.carried
+            run = PlannedRun.of(asked, feeds, kept=self._kept)
+            self._last = _Checked(run, names, request) if is_plain else None
         try:
             parts = self._ranks.run(request, feeds)
         except RunError as error:

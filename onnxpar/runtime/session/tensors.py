@@ -13,6 +13,7 @@ import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.packing import PACKED, pack, unpack
+from onnxpar.runtime.session.device import HOST
 
 ELEMENTS: Mapping[str, tuple[int, str]] = {
     "float32": (1, "float"),
@@ -75,7 +76,7 @@ def bind_input(
     `memory` is `memory_of(array)`, required for a packed dtype.
     """
     element, at = _element(array.dtype), (array if memory is None else memory).ctypes.data
-    binding.bind_input(name, "cpu", 0, element, list(array.shape), at)
+    HOST.bind_input(binding, name, element, array.shape, at)
 
 
 def as_fed(array: Array) -> Array | ort.OrtValue:
@@ -87,7 +88,7 @@ def as_fed(array: Array) -> Array | ort.OrtValue:
 def bind_output(binding: ort.IOBinding, name: str, array: Array) -> None:
     """Binds an output to the memory of a contiguous array of its shape and dtype."""
     element, at = _element(array.dtype), array.ctypes.data
-    binding.bind_output(name, "cpu", 0, element, list(array.shape), at)
+    HOST.bind_output(binding, name, element, array.shape, at)
 
 
 def view_of(value: ort.OrtValue, dtype: np.dtype[Any]) -> Array:
@@ -107,7 +108,7 @@ def view_of(value: ort.OrtValue, dtype: np.dtype[Any]) -> Array:
 
 def copy_of(array: Array) -> ort.OrtValue:
     """Returns a new OrtValue with a copy of the array."""
-    value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), _element(array.dtype))
+    value = HOST.allocate(array.shape, _element(array.dtype))
     memory = memory_of(np.asarray(array, order="C"))
     if memory.nbytes:
         ctypes.memmove(value.data_ptr(), memory.ctypes.data, memory.nbytes)
@@ -118,7 +119,7 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ort.OrtValue:
     """Returns a new OrtValue of zeros. Its memory is taken page by page, when it is written."""
     if dtype.isbuiltin != 1:
         return copy_of(np.zeros(shape, dtype))
-    return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype))
+    return HOST.wrap(np.zeros(shape, dtype))
 
 
 def _element(dtype: np.dtype[Any]) -> Any:

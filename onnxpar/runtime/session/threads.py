@@ -16,9 +16,10 @@ from onnxpar.base.errors import RankError, RunError
 from onnxpar.runtime.profile.profile import Record
 from onnxpar.runtime.ranks import groups
 from onnxpar.runtime.ranks.arena import Heap
-from onnxpar.runtime.ranks.executor import Executor, Request
+from onnxpar.runtime.ranks.executor import Executor
 from onnxpar.runtime.ranks.log import describe
-from onnxpar.runtime.ranks.ranks import KeptShapes, PartsOf, common_shapes
+from onnxpar.runtime.ranks.planned_run import KeptShapes, Request
+from onnxpar.runtime.ranks.ranks import PartsOf, common_shapes
 from onnxpar.runtime.session.bundle import Bundle, Sizes
 from onnxpar.runtime.session.options import SessionSpec
 from onnxpar.runtime.session.session import Session

@@ -1,0 +1,86 @@
+"""What a run asks of the ranks, and whether a run is the same again as one that was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.runtime.ranks.arena import Spec
+from onnxpar.runtime.session.bundle import Sizes
+
+Places = Mapping[str, int]
+"""The places of inputs that are read where they are, by name: offsets or addresses."""
+KeptShapes = Mapping[str, tuple[int, ...]]
+"""The global shapes of kept states, by input."""
+_NONE: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run: the outputs to return, whether to keep states, run options, the values of the open
+    sizes, and the number of runs. `carried` has, by input, the output that is the value of the
+    input in the next run; such tensors are whole on all ranks."""
+
+    fetch: Sequence[str]
+    keep: bool = False
+    options: Mapping[str, Any] | None = None
+    sizes: Sizes = ()
+    times: int = 1
+    carried: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run whose checks, messages or bindings also serve each run that is the same again.
+
+    asked   what was asked for; an equal object asks for the same
+    feeds   dtype and shape of each input; one that is not a tensor of numbers is left out, so that
+            no run is the same again
+    places  where some of the inputs must be; the others may be anywhere
+    kept    the shapes of the kept states before the run
+    """
+
+    asked: Any
+    feeds: Mapping[str, Spec]
+    places: Places
+    kept: KeptShapes
+
+    @staticmethod
+    def of(
+        asked: Any,
+        feeds: Mapping[str, Any],
+        places: Places = _NONE,
+        kept: KeptShapes = _NONE,
+    ) -> PlannedRun:
+        """Returns the run with these inputs."""
+        specs = {n: (a.dtype, a.shape) for n, a in feeds.items() if _is_numeric(a)}
+        return PlannedRun(asked, specs, places, dict(kept))
+
+    def is_again(
+        self,
+        asked: Any,
+        feeds: Mapping[str, Any],
+        places: Places = _NONE,
+        kept: KeptShapes = _NONE,
+    ) -> bool:
+        """True if a run with these inputs needs no other plan. The same object `asked` must always
+        come with inputs of the same dtypes and shapes."""
+        if places != self.places or kept != self.kept or len(feeds) != len(self.feeds):
+            return False
+        if asked is self.asked:
+            return True
+        if asked != self.asked:
+            return False
+        for name, (dtype, shape) in self.feeds.items():
+            array: Array | None = feeds.get(name)
+            if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
+                return False
+        return True
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind != "O"
