@@ -18,6 +18,7 @@ import onnx
 from onnx import ModelProto, NodeProto, ShardingSpecProto
 
 from onnxpar.base.errors import StrategyError
+from onnxpar.graph.stored import nodes_of
 
 PREFIX = "onnxpar."
 """Prefix of metadata that express more than the standard can."""
@@ -219,11 +220,12 @@ def annotate_model(
 
 
 def clear_annotations(model: ModelProto) -> None:
-    """Removes all annotations from a model, with onnxpar's metadata."""
+    """Removes all annotations from a model and its bodies, with onnxpar's metadata."""
     del model.configuration[:]
-    for node in model.graph.node:
+    nodes = list(nodes_of(model.graph))
+    for node in nodes:
         del node.device_configurations[:]
-    for holder in (model, *model.graph.node):
+    for holder in (model, *nodes):
         kept = [p for p in holder.metadata_props if not p.key.startswith(PREFIX)]
         del holder.metadata_props[:]
         holder.metadata_props.extend(kept)

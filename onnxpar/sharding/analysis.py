@@ -169,7 +169,8 @@ def _with_chosen(
         mask = mixture.rows.chosen.name
         leaves = tensors[mask].leaves if mask in tensors else ()
         if leaves and mixture.share is not None:
-            rows = frozenset(leaf.atom for leaf in leaves[1:])
+            is_trained = mixture.rows.leave is None
+            rows = frozenset(leaf.atom for leaf in leaves[1:] if is_trained)
             choice = Chosen(mixture.share, leaves[0].atom, rows)
-            chosen.update((id(node), choice) for node in mixture.rows.nodes)
+            chosen.update((id(node), choice) for node in mixture.rows.computing)
     return [replace(op, chosen=chosen[id(op.node)]) if id(op.node) in chosen else op for op in ops]

@@ -87,6 +87,14 @@ class ExpertRows:
         return self.of(*INSIDE)
 
     @property
+    def computing(self) -> list[gs.Node]:
+        """All nodes, and the nodes before that transpose experts' matrices: each expert that has a
+        row transposes its own."""
+        matrices = [node.inputs[1] for node in self.of(Role.PRODUCT)]
+        makers = {id(maker): maker for tensor in matrices for maker in tensor.inputs}
+        return [*self.nodes, *(maker for maker in makers.values() if flips(maker))]
+
+    @property
     def total(self) -> gs.Node:
         """The first sum over experts."""
         return self.of(Role.TOTAL)[0]

@@ -374,3 +374,19 @@ def test_a_model_annotated_with_onnx_ir(tmp_path: Path) -> None:
     plan = check(path, VERIFY)
     assert layouts(plan) == {"x": "[-, -]", "y": "[-, -]", "w": "[-, d]", "v": "[d, -]"}
     assert kinds(plan) == [("AllReduce", "y")]
+
+
+def test_annotations_of_nodes_in_bodies_are_removed() -> None:
+    text = """<ir_version: 11, opset_import: ["" : 18]>
+    choice (bool c, float[4] x) => (float[4] y) {
+      y = If(c) <then_branch = one () => (a) { a = Relu(x) },
+                 else_branch = two () => (b) { b = Neg(x) }>
+    }"""
+    model = onnx.parser.parse_model(text)
+    node = model.graph.node[0].attribute[0].g.node[0]
+    node.device_configurations.add(configuration_id="mesh")
+    node.metadata_props.add(key="onnxpar.axes", value="{}")
+    node.metadata_props.add(key="other", value="stays")
+    clear_annotations(model)
+    assert not node.device_configurations
+    assert [p.key for p in node.metadata_props] == ["other"]
