@@ -18,7 +18,7 @@ from onnxpar.layout.symbols import Binding
 from onnxpar.load.load import Model
 from onnxpar.search.objective import Objective
 from onnxpar.search.proof import Proof
-from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.mixtures import CompactedMixture
 from onnxpar.sharding.reshard_steps import ReshardStep
 from onnxpar.sharding.state import FactorSharding, ShardingState

@@ -18,7 +18,8 @@ from onnxpar.load.load import Model
 from onnxpar.rules.notation import expr_vars
 from onnxpar.rules.rule import Rule
 from onnxpar.sharding.analysis import analyse
-from onnxpar.sharding.factors import GraphFactors, OpFactors
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.narrow import delicate, joint
 from onnxpar.sharding.sized_factors import (
     Sample,

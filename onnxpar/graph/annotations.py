@@ -225,7 +225,8 @@ def clear_annotations(model: ModelProto) -> None:
     nodes = list(nodes_of(model.graph))
     for node in nodes:
         del node.device_configurations[:]
-    for holder in (model, *nodes):
+    holders: list[ModelProto | NodeProto] = [model, *nodes]
+    for holder in holders:
         kept = [p for p in holder.metadata_props if not p.key.startswith(PREFIX)]
         del holder.metadata_props[:]
         holder.metadata_props.extend(kept)

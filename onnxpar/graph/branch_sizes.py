@@ -22,8 +22,8 @@ or an unknown size."""
 
 
 def free_sizes(graph: GraphProto, dims: Mapping[At, Polynomial], size_of: SizeOf) -> frozenset[At]:
-    """The open dimensions of inputs that only some of the branches of an If read, where no size of
-    the If's results depends on the dimension."""
+    """Returns the open dimensions of inputs, among `dims`, that not all branches of an If read, if
+    no size of the If's results depends on the dimension: a caller may feed another size there."""
     others = {port.name for port in graph.output}
     ifs = [node for node in graph.node if _is_if(node)]
     for node in graph.node:

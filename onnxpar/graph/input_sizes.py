@@ -167,8 +167,8 @@ def _formula(label: str) -> Polynomial | None:
 
 
 def _defines(size: Polynomial, symbol: str) -> bool:
-    """True if a label defines a symbol that no other label has: it is a sum, rather than a name
-    with a hyphen (`dim-1` and `dim-2`)."""
+    """True if `size`, the expression of a label, defines `symbol`, which no other label has: it is
+    a sum, rather than a name with a hyphen (`dim-1` and `dim-2`)."""
     is_divided = any(symbol in symbols_of(atom) for atom in size.atoms) or size.denominator > 1
     is_sum = not is_divided and all(c > 0 for _, c in size.terms)
     return is_sum and all(monomial.count(symbol) <= 1 for monomial, _ in size.terms)

@@ -65,8 +65,8 @@ class OpenSizes:
     values: Mapping[str, Forms] = field(default_factory=dict)
 
     def at(self, numbers: Sequence[int]) -> OpenSizes:
-        """The open sizes without the bindings that are not among `numbers`, with the resulting
-        limits."""
+        """Returns the open sizes with only the bindings at these indices, and with further limits,
+        which keep runs off the sides of minima that no binding is on any more."""
         bindings = [self.bindings[i] for i in numbers]
         limits = [*self.limits, *map(limit, unseen(self.atoms, bindings))]
         return replace(

@@ -126,8 +126,13 @@ class Match:
     def add(
         self, op: str, operands: Iterable[Any], label: str = "", outputs: int = 1, **attrs: Any
     ) -> str:
-        """Adds a node; returns its result, or the first of several. Operands that are no names
-        become constants. The last node that is added gets the results of `node`."""
+        """Adds a node; returns its result, or the first of several. `end` gives the last node the
+        results of `node`.
+
+        operands  names; anything else becomes a constant
+        label     part of the result's name; default: the op and a number
+        outputs   the number of results
+        """
         number = len(self.scope.written) + len(self.nodes)
         name = f"{self._root}::{label or f'{op}{number}'}"
         results = [name] if outputs == 1 else [f"{name}:{i}" for i in range(outputs)]

@@ -112,11 +112,20 @@ def typical_sizes(
     caches: Sequence[CacheSizes],
     fits: Sequence[Callable[[Binding], bool]],
 ) -> tuple[Profile, ...]:
-    """Profiles with sizes of all symbols, and weights whose sum is 1. Sizes that the user does not
-    give are a batch of 1, and default lengths at which the model is valid by the functions `fits`:
-    a later function counts only if no sizes pass the earlier ones. Empty if nothing is given and no
-    defaults pass. Errors: StrategyError for a symbol that is not open, or for given sizes that do
-    not pass."""
+    """Returns profiles with sizes of all symbols, and weights whose sum is 1.
+
+    typical  the user's sizes
+    symbols  all symbols that are open
+    ties     symbols that follow from others
+    dims     the open dimensions of inputs
+    caches   relations between sizes that kernels need
+    fits     tests whether the model is valid at sizes: defaults must pass the first; if none do,
+             the second, and so on
+
+    By default, a batch is 1, and lengths are the first of LENGTHS that pass. Empty if nothing is
+    given and no defaults pass. Errors: StrategyError for a symbol that is not open, or for given
+    sizes that do not pass.
+    """
     known = {*symbols, *(name for name, _ in ties.found)}
     total = sum(weight for _, weight in typical.profiles)
     profiles: list[Profile] = []

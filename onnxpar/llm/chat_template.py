@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from onnxpar.base.errors import InputError, ModelError
 from onnxpar.base.read_bounded import read_bounded
-from onnxpar.llm.tokenizer import Messages
+from onnxpar.llm.messages import Messages
 
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 """The variables that all templates get."""

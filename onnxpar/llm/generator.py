@@ -20,13 +20,14 @@ from onnxpar.llm.decoder import Decoder
 from onnxpar.llm.encoder_decoder import EncoderDecoder
 from onnxpar.llm.generated_tokens import BatchSource, PagedSource, TokenSource
 from onnxpar.llm.language_model import LanguageModel
+from onnxpar.llm.messages import Messages
 from onnxpar.llm.paged_decoder import PagedDecoder, count_pages
 from onnxpar.llm.prompt_encoder import Input, read_encoder
 from onnxpar.llm.requests import Limits
 from onnxpar.llm.sampling import Sampling
 from onnxpar.llm.sound import SoundFeatures
 from onnxpar.llm.stop_strings import StopStrings
-from onnxpar.llm.tokenizer import Messages, Stream, Tokenizer
+from onnxpar.llm.tokenizer import Stream, Tokenizer
 from onnxpar.runtime.ranks.closing import Closing
 from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.runtime.session.open_session import open_session

@@ -11,9 +11,8 @@ from typing import Any
 from onnxpar.base.errors import ModelError
 from onnxpar.base.read_bounded import read_bounded
 from onnxpar.graph.model_folder import read_config
+from onnxpar.llm.messages import Messages
 
-Messages = Sequence[Mapping[str, Any]]
-"""A chat: objects with `role` and `content`."""
 _SPECIALS = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 """The names by which templates know special tokens."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"

@@ -18,7 +18,7 @@ from onnxpar.planner.attempt import Attempt, Planned
 from onnxpar.planner.options import Options
 from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.predict import predict_on_one
-from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 
 ROUNDS = 8

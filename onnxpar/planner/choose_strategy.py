@@ -20,7 +20,7 @@ from onnxpar.search.meshes import best_mesh
 from onnxpar.search.op_strategies import Kept
 from onnxpar.search.proof import Proof
 from onnxpar.search.search import AUTO, EXHAUSTIVE, Solution, solve
-from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.annotated_strategy import annotated_mesh
 from onnxpar.strategy.presets import preset_mesh

@@ -31,7 +31,7 @@ from onnxpar.planner.unused_options import (
     refuse_groups,
     refuse_without_search,
 )
-from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.manual import MANUAL, refuse_collectives
 from onnxpar.strategy.presets import preset_mesh

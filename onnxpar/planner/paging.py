@@ -16,7 +16,7 @@ from onnxpar.load.page_ports import PICKS, ROWS
 from onnxpar.planner.encoder_decoders import decoder_by_default
 from onnxpar.planner.options import Options
 from onnxpar.sharding.carried_rows import mixing_node
-from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 
 
 def paged_by_default(model: object, options: Options) -> Options:

@@ -23,7 +23,7 @@ from onnxpar.planner.observer import Observer
 from onnxpar.planner.placed_passes import check_rewritten, names_in
 from onnxpar.planner.predicted_times import predict_run, with_compute
 from onnxpar.sharding.analysis import analyse
-from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 
 

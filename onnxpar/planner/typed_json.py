@@ -17,7 +17,8 @@ from onnxpar.cost.topology import Topology
 from onnxpar.graph.reshards import Reshard
 from onnxpar.layout.mesh import Mesh
 from onnxpar.search.behind_sums import SplitBehindSums
-from onnxpar.sharding.factors import GraphFactors, OpFactors
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.reshard_steps import ReshardStep
 from onnxpar.sharding.state import FactorSharding
 from onnxpar.strategy.context_parallel import SplitSequences

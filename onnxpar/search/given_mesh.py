@@ -17,7 +17,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.search.meshes import MOST_AXES, TOGETHER, Meshes, Solve, free_names, renamed
 from onnxpar.search.objective import Objective
 from onnxpar.search.search import Solution
-from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.strategy.strategy import Strategy
 
 Group = tuple[tuple[str, int], ...]

@@ -17,7 +17,7 @@ from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import Kept, OpStrategy
 from onnxpar.search.search import NotBelow, Solution
-from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.derived_annotations import with_derived
 from onnxpar.strategy.dimension_text import axis_names

@@ -17,8 +17,9 @@ from onnxpar.graph.tensors import shape_bytes
 from onnxpar.layout.mesh import parts_over
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.search.rated_ops import copied_rows, rated_as, work_of
-from onnxpar.sharding.factors import GraphFactors, OpFactors
+from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.flops import flops_over, without_rings
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.lifetimes import VIEWS
 from onnxpar.sharding.state import FactorSharding, ShardingState
 from onnxpar.strategy.contraction import convolves, is_contraction

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Json, T
 
 from onnxpar.base.errors import InputError
 from onnxpar.llm.chat_template import GIVEN
-from onnxpar.llm.tokenizer import Messages
+from onnxpar.llm.messages import Messages
 from onnxpar.serve.api_error import ApiError, quote
 from onnxpar.serve.generation_request import GenerationRequest, TopLogprobs
 from onnxpar.serve.request import Array, Filled, Part, Whole, refuse, unsupported

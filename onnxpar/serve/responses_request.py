@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 
-from onnxpar.llm.tokenizer import Messages
+from onnxpar.llm.messages import Messages
 from onnxpar.serve.chat_request import (
     CalledFunction,
     DialogRequest,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onnxpar.llm.tokenizer import Messages
+from onnxpar.llm.messages import Messages
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from onnxpar.rules.rule import rule_of, whole_rule
 from onnxpar.sharding.apart import apart_in_dims
 from onnxpar.sharding.atoms import Atoms, unsplit_tree
 from onnxpar.sharding.bonds import edges_of, not_alike
-from onnxpar.sharding.factors import Chosen, GraphFactors, OpFactors, TensorFactors
+from onnxpar.sharding.factors import Chosen, OpFactors, TensorFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.mixtures import Mixture, find_mixtures
 from onnxpar.sharding.narrow import narrowed
 from onnxpar.sharding.op_factors import Joined, op_factors

@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.factors import OpFactors
 
 Member = tuple[int, int]
 """A leaf of a node: (index of the node, index of the leaf in the node)."""

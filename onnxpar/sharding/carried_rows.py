@@ -7,7 +7,8 @@ from collections.abc import Collection
 import onnx_graphsurgeon as gs
 
 from onnxpar.rules.rule import rule_of
-from onnxpar.sharding.factors import GraphFactors, OpFactors
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 
 
 def mixing_node(factors: GraphFactors, atom: int, known: Collection[str]) -> gs.Node | None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.graph.elementwise_groups import FEWEST, ONE, elementwise_units
-
-if TYPE_CHECKING:
-    from onnxpar.sharding.factors import OpFactors, TensorFactors
+from onnxpar.sharding.factors import OpFactors, TensorFactors
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.graph.tensors import shape_bytes
 from onnxpar.layout.layout import Layout
-
-if TYPE_CHECKING:
-    from onnxpar.sharding.factors import TensorFactors
+from onnxpar.sharding.factors import TensorFactors
 
 VIEWS = frozenset(
     ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant")

@@ -16,7 +16,8 @@ from onnxpar.layout.fits import fit
 from onnxpar.layout.layout import Concat, Dim, Factor, SizedFactor, leaves
 from onnxpar.layout.symbols import Binding, Variable
 from onnxpar.rules.rule import Rule
-from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
+from onnxpar.sharding.factors import OpFactors, TensorFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 
 Sizes = Mapping[int, int]
 """The number of elements of each atom."""

@@ -26,14 +26,8 @@ from onnxpar.layout.layout import (
     normalize,
 )
 from onnxpar.layout.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes, plain
-from onnxpar.sharding.factors import (
-    GraphFactors,
-    OpFactors,
-    Parts,
-    TensorFactors,
-    sizes_of,
-    with_axes,
-)
+from onnxpar.sharding.factors import OpFactors, Parts, TensorFactors, sizes_of, with_axes
+from onnxpar.sharding.graph_factors import GraphFactors
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
+from onnxpar.sharding.factors import OpFactors, TensorFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 
 
 @dataclass

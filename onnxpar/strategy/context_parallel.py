@@ -20,7 +20,7 @@ from onnxpar.graph.subgraphs import all_nodes, bodies
 from onnxpar.graph.tensors import is_float, numpy_dtype
 from onnxpar.graph.training_spec import Step
 from onnxpar.layout.mesh import Axes, parts_over
-from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.attention_cores import Cores
 from onnxpar.strategy.contraction import CONTRACTIONS

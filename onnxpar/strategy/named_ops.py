@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 from onnxpar.base.errors import StrategyError
 from onnxpar.base.near_names import there_are
 from onnxpar.graph.metadata import node_names
-from onnxpar.sharding.factors import GraphFactors, OpFactors
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.strategy.stacked_names import Stacks
 
 

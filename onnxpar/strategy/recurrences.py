@@ -11,7 +11,8 @@ from onnxpar.cost.cost import Costs
 from onnxpar.graph.tensors import numel, numpy_dtype
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.rules.recurrence_lowering import GATES
-from onnxpar.sharding.factors import GraphFactors, OpFactors
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.strategy.strategy import NodeAnnotation
 
 WEIGHTS = (1, 2)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 
 from onnxpar.graph.tensors import numpy_dtype, shape_bytes
-from onnxpar.sharding.factors import GraphFactors, Links, OpFactors, TensorFactors
+from onnxpar.sharding.factors import Links, OpFactors, TensorFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 
 Border = tuple[str, int]
 """A tensor at the border of a region: its name, and the leaf that is split inside the region."""

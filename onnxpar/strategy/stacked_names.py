@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.graph.lazy_values import stacked_parts
-from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 
 
 @dataclass(frozen=True)

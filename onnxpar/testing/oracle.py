@@ -28,7 +28,8 @@ from onnxpar.lowering.localize import localize_node
 from onnxpar.lowering.rank_view import NodeView
 from onnxpar.rules.notation import Var
 from onnxpar.sharding.analysis import analyse
-from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors, with_axes
+from onnxpar.sharding.factors import OpFactors, TensorFactors, with_axes
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.testing.case import Case, Cut, compiled, has_fixed_sizes
 from onnxpar.testing.simulate import run_ranks
 

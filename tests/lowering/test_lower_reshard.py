@@ -28,7 +28,8 @@ from onnxpar.lowering.lower_reshard import ReshardBuilder
 from onnxpar.passes.lower.order_collectives import OrderCollectives
 from onnxpar.passes.write.split_ranks import _export, _instantiate
 from onnxpar.runtime.ranks.groups import World, session_options, thread_worlds
-from onnxpar.sharding.factors import GraphFactors, Leaf, TensorFactors, with_axes
+from onnxpar.sharding.factors import Leaf, TensorFactors, with_axes
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.reshard_planner import ReshardedTensor, plan_steps
 from onnxpar.sharding.state import FactorSharding, overlaps
 

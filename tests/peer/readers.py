@@ -9,7 +9,8 @@ from peer.splits import Split
 
 from onnxpar.graph.subgraphs import captured
 from onnxpar.rules.notation import expr_vars
-from onnxpar.sharding.factors import GraphFactors, OpFactors
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 
 IN_SUBGRAPH = "what a subgraph reads of the graph around it is whole"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onnxpar.layout.layout import Dim, Factor, leaves, nested_parts
 from onnxpar.layout.mesh import Mesh
-from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.strategy.strategy import Strategy
 
 AXIS = "x"

@@ -15,8 +15,9 @@ from onnxpar.planner.context import PassContext
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.sharding.analysis import analyse
-from onnxpar.sharding.factors import GraphFactors, OpFactors
+from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.flops import flops, flops_of_ranks
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 
 MODELS = Path(__file__).parents[2] / "models"

@@ -11,7 +11,8 @@ from onnxpar.layout.layout import Concat, Dim, Factor, Product
 from onnxpar.load.load import load
 from onnxpar.rules.notation import Prod, Var
 from onnxpar.sharding.analysis import analyse
-from onnxpar.sharding.factors import GraphFactors, TensorFactors
+from onnxpar.sharding.factors import TensorFactors
+from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.sharding.unify import IndexVar, compose, flat, unify
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from onnxpar.base.arrays import Array
 from onnxpar.runtime.ranks.arena import NOWHERE, Arena, Slot
@@ -15,13 +14,11 @@ from onnxpar.runtime.ranks.groups import World
 from onnxpar.runtime.ranks.log import describe, log
 from onnxpar.runtime.ranks.planned_run import KeptShapes, Request
 from onnxpar.runtime.ranks.timing import serve_timing
+from onnxpar.runtime.ranks.watch import Watch
 from onnxpar.runtime.ranks.wire import Message
 from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.runtime.session.options import SessionSpec
 from onnxpar.runtime.session.values import BYTES, of_bytes, to_bytes
-
-if TYPE_CHECKING:
-    from onnxpar.runtime.ranks.worker import Watch
 
 
 def serve(line: Line, watch: Watch, files: Sequence[int]) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
 from onnxpar.runtime.ranks.doorbell import Line
 from onnxpar.runtime.ranks.groups import World, session_options
+from onnxpar.runtime.ranks.watch import Watch
 from onnxpar.runtime.session.device import HOST
 from onnxpar.runtime.session.options import SessionSpec
-
-if TYPE_CHECKING:
-    from onnxpar.runtime.ranks.worker import Watch
 
 WARM_UP = 2
 """Runs that are not counted: onnxruntime allocates memory piece by piece in the first run, and
