@@ -145,15 +145,21 @@ def _resized(node: _Sized) -> _Found:
 
 
 def _transposed(node: _Sized) -> _Found:
-    """The sizes of a ConvTranspose that pads as it likes, which does not add `output_padding`."""
+    """The sizes of a ConvTranspose that pads as it likes: each element makes `stride` elements, if
+    the kernel reaches that far."""
     attributes, sizes = node.attributes, node.sizes
     pads_itself = attributes.get("auto_pad", b"NOTSET") in (b"SAME_UPPER", b"SAME_LOWER")
     if not pads_itself or attributes.get("output_shape"):
         return
-    strides = attributes.get("strides") or [1] * (len(sizes) - 2)
-    for axis, (size, stride) in enumerate(zip(sizes[2:], strides, strict=True), 2):
-        if size is not None:
-            yield axis, size * stride
+    rank = len(sizes) - 2
+    weight = node.operands[1] or [None] * (rank + 2)
+    strides, dilations = (attributes.get(k) or [1] * rank for k in ("strides", "dilations"))
+    more = attributes.get("output_padding") or [0] * rank
+    for i, kernel in enumerate(attributes.get("kernel_shape") or weight[2:]):
+        size = sizes[2 + i]
+        if size is not None and kernel is not None:
+            reach = (size - 1) * strides[i] + more[i] + (kernel - 1) * dilations[i] + 1
+            yield 2 + i, min(size * strides[i], reach)
 
 
 def _counted(node: _Sized) -> _Found:

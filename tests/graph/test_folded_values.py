@@ -215,17 +215,21 @@ def test_letters_that_broadcast(equation: str, split: str, tmp_path: Path) -> No
     agree(text, {}, [feed], tmp_path, {"mesh": {"x": 2}, "tensors": {name: layout}})
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("pads", ["SAME_UPPER", "SAME_LOWER"])
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_transposed_windows_that_pad_themselves(pads: str, axis: int, tmp_path: Path) -> None:
-    """onnxruntime does not add `output_padding` to these sizes, as onnx does."""
+def test_transposed_windows_that_pad_themselves(
+    kernel: int, pads: str, axis: int, tmp_path: Path
+) -> None:
+    """onnxruntime does not add `output_padding` to these sizes, as onnx does, and gives fewer than
+    a stride for each element if the kernel does not reach that far."""
     text = f"""m (float[2,3,5] x) => (float[] z) {{
       y = ConvTranspose <output_padding = [1], strides = [3], auto_pad = "{pads}"> (x, w)
       n = Size (y)  f = Cast <to = 1> (n)  s = ReduceSum <keepdims = 0> (y)  z = Div (s, f) }}"""
     x = np.arange(30, dtype=np.float32).reshape(2, 3, 5)
     layout = ["x" if i == axis else None for i in range(3)]
     strategy = {"mesh": {"x": 2}, "tensors": {"x": layout}}
-    agree(text, {"w": np.ones((3, 2, 3), np.float32)}, [{"x": x}], tmp_path, strategy)
+    agree(text, {"w": np.ones((3, 2, kernel), np.float32)}, [{"x": x}], tmp_path, strategy)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
