@@ -76,7 +76,7 @@ def _at_other_sizes(case: PeerCase, feeds: Feeds, places: Places) -> PeerCase | 
         return None
     for size in (feeds[name].shape[axis], *SIZES):
         fed = _resized(feeds, places, size)
-        if data and sum(np.size(value) for value in fed.values()) > MOST:
+        if data and sum(map(_elements, fed.values())) > MOST:
             continue
         try:
             session = unsplit_session(_with_sizes(case.model, places, size))
@@ -89,6 +89,11 @@ def _at_other_sizes(case: PeerCase, feeds: Feeds, places: Places) -> PeerCase | 
     where = ", ".join(f"{name}.{axis}" for name, axis in places)
     name = f"{case.name} with open {where}"
     return replace(case, name=name, model=model, data=data) if len(data) > 2 else None
+
+
+def _elements(value: Any) -> int:
+    """The number of elements of a tensor, or of those of a sequence."""
+    return sum(map(_elements, value)) if isinstance(value, list) else int(np.size(value))
 
 
 def _writes_all(session: ort.InferenceSession, feeds: Feeds, results: Sequence[Any]) -> bool:
