@@ -23,7 +23,7 @@ from onnxpar.planner.context import load_model, prepare
 from onnxpar.planner.default_passes import passes_of
 from onnxpar.planner.option_table import PlanOptions
 from onnxpar.planner.pass_registry import parse_passes
-from onnxpar.planner.plan_options import options_of
+from onnxpar.planner.convert_options import options_of
 from onnxpar.planner.run_passes import run_passes
 from onnxpar.training import grad
 

@@ -31,7 +31,8 @@ def unseen(atoms: Sequence[Atom], bindings: Sequence[Binding]) -> list[Side]:
 
 
 def is_at(side: Side, binding: Binding) -> bool:
-    """True if a binding is on this side."""
+    """True if, at these sizes of the symbols, operand `i` of the minimum is less than all others;
+    `side` is (minimum, i)."""
     atom, i = side
     values = [operand.at(binding) for operand in atom.operands]
     return all(values[i] < other for k, other in enumerate(values) if k != i)

@@ -159,9 +159,10 @@ def read_json(file: Path) -> object:
 
 
 def carried_files(model: Path, is_part: bool = False) -> dict[str, Path]:
-    """Returns the files beside a language or embedding model that its sharded model has, too, by
-    their names there; none if there is neither genai_config.json nor tokenizer.json, so that the
-    folder may hold anything, unless the model `is_part` of an encoder-decoder."""
+    """Returns the files beside a model (tokenizer, configurations) that are copied into the sharded
+    model, by their names there. A folder without genai_config.json and tokenizer.json is not that
+    of a language or embedding model: nothing is copied, unless the model `is_part` of an
+    encoder-decoder."""
     folder = _root(model.parent)
     if not is_part and not any((folder / name).is_file() for name in (GENAI, "tokenizer.json")):
         return {}

@@ -176,8 +176,8 @@ class Scope:
     """A graph that is rewritten.
 
     outer    the graph around it
-    written  the nodes of the graph so far
-    shared   nodes that several matches read, by operand
+    written  the new list of nodes so far
+    shared   nodes added for one match that later matches read, too, by the operand that they read
     """
 
     def __init__(self, graph: GraphProto, outer: Scope | None = None) -> None:

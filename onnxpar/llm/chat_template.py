@@ -57,7 +57,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         others: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Returns the text of a chat. Arguments of calls, in its messages, are JSON objects.
+        """Returns the text of a chat. In `messages`, `tool_calls[].function.arguments` are dicts,
+        not JSON text.
 
         tools                   the functions that the model may call, as in requests of OpenAI
         add_generation_prompt   True to begin the answer

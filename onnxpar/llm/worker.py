@@ -252,7 +252,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
         self._adopt_started(self._started_again())
 
     def _move(self) -> None:
-        """Offers all requests to other workers; keeps those that nobody takes."""
+        """Called when the ranks have failed: offers all requests, running and waiting, to other
+        workers, and queues those again that no worker takes."""
         if self.hand_over is None:
             with self._changed:
                 self._take(self._release())

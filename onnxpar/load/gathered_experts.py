@@ -197,8 +197,8 @@ def _maker(tensor: gs.Tensor, op: str) -> gs.Node | None:
 
 
 def _part(tensor: gs.Tensor, number: int) -> gs.Tensor | None:
-    """The tensor whose element `number` along the first dimension is this one: a Squeeze of a part
-    of a Split into single elements."""
+    """If `tensor` is Squeeze(Split(y)[number]), perhaps with Casts, and the Split is into single
+    elements of the first dimension, returns y; else None."""
     while (node := _maker(tensor, "Squeeze") or _maker(tensor, "Cast")) is not None:
         tensor = node.inputs[0]
     split = _maker(tensor, "Split")

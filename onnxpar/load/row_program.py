@@ -110,8 +110,8 @@ class RowStep:
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor that a step computes: `labels` names its dimensions, R for rows, f for columns and 1
-    for dimensions of one element."""
+    """A tensor of an expert's program: the result of step `number` (0: the expert's input).
+    `labels`, such as R1f, names its dimensions: R tokens, f features, 1 singletons."""
 
     number: int
     labels: str
@@ -312,8 +312,9 @@ def _is_number(tensor: gs.Tensor) -> bool:
 
 
 def _cuts(node: gs.Node, width: int, rank: int, at: int) -> list[tuple[int, int, int]] | None:
-    """Start, stop and step of the columns that each result of a node takes; None if it takes
-    anything else than columns at a regular distance."""
+    """For a Slice, Split or Gather along dimension `at` of `rank`, which has `width` columns:
+    returns start, stop and step of the columns of each result; None for columns at irregular
+    distances, or along another dimension."""
     if node.op == "Slice":
         fields = [given_integers(node, i) for i in (1, 2)]
         axes = given_integers(node, 3)

@@ -68,7 +68,8 @@ def _seeds(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, int, list[gs.Node]]]:
 
 
 def _pick(seed: gs.Node) -> gs.Node | None:
-    """The Gather that takes an expert's matrix out of the mask."""
+    """Returns the Gather `mask[expert]` that the NonZero `seed` reads, perhaps through Casts; None
+    if there is none."""
     tensor = seed.inputs[0]
     while tensor.inputs and tensor.inputs[0].op in ("Cast", "Identity"):
         tensor = tensor.inputs[0].inputs[0]

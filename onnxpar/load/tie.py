@@ -47,7 +47,8 @@ def tie(graph: GraphProto, named: Mapping[str, TorchName], folder: Path) -> dict
 
 
 def names_in_torch(tensor: str, named: Mapping[str, TorchName]) -> tuple[str, ...]:
-    """Returns the names of a stored tensor in torch: its own, if nothing else is known."""
+    """Returns the names in torch of the parameter that a stored tensor holds: several if copies
+    were merged; the tensor's own name if `named` does not have it."""
     return named[tensor].names if tensor in named else (tensor,)
 
 

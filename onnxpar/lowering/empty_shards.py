@@ -214,7 +214,9 @@ class StandIns:
         return "Slice", [x, np.zeros(1, np.int64), end, np.array([axis], np.int64)], {}
 
     def _positions(self, side: str, i: int, axis: int, rank: int) -> tuple[list[int], list[int]]:
-        """The global positions along a dimension that a rank holds, without and with stand-ins."""
+        """Returns the global positions that a rank holds along dimension `axis` of operand or
+        result `i` (`side`: "inputs" or "outputs"): the true positions, and those of the view in
+        which empty shards get one element."""
         views = (self._true.view, self._filled.view)
         dims = [getattr(view, side)[i].dims[axis] for view in views]
         true, filled = (indices(dim, views[0].mesh, rank).tolist() for dim in dims)

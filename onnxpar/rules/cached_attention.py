@@ -246,7 +246,8 @@ class _Lowering:
         finish(build, "Reshape", [result, build.per_rank(shape)])
 
     def _grouped(self, x: gs.Tensor) -> gs.Tensor:
-        """`x` with the concatenated rows of all query heads that share a key head."""
+        """Reshapes [b, heads, s, d] to [b, key heads, group * s, d]: the query heads that share a
+        key head become more rows of it."""
 
         def shape(local: Local) -> Any:
             rows = local.size("g") * local.size("s")

@@ -16,7 +16,7 @@ _STEPS = "its steps run one after the other"
 
 @rule("If Loop Scan", ranks_known=False)
 def control_flow(node: gs.Node) -> Rule:
-    """A rule for all `ports` of the node: operands and results of the node and of its bodies."""
+    """Gives a value the same layout outside and inside the bodies: one rule over all `ports`."""
     paths = _Paths(node)
     inner = bodies(node)
     if node.op == "If":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.base.custom_ops import use_libraries
-from onnxpar.planner.option import check_options, same_names, with_defaults
+from onnxpar.planner.option_entry import check_options, same_names, with_defaults
 from onnxpar.runtime.profile.trace import check_place
 from onnxpar.runtime.session.checks import check_timeout
 from onnxpar.trainer.data import Data

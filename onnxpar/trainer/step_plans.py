@@ -82,7 +82,7 @@ class StepPlans:
         """Returns the folder for `ranks` ranks; makes it unless it exists. Errors:
         StrategyError."""
         # A pass imports onnxpar.training, whose entrance imports this module.
-        from onnxpar.planner.plan_options import options_of
+        from onnxpar.planner.convert_options import options_of
         from onnxpar.planner.sharder import shard
 
         target = self._folder / f"ranks_{ranks:04d}.par"

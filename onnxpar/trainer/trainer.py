@@ -165,8 +165,10 @@ class Trainer(Closing):
     def run(
         self, names: Sequence[str], batch: Mapping[str, Array], rate: float, seed: int | None = None
     ) -> list[Array]:
-        """Takes one step like `step`, and returns the outputs `names` as global arrays. Numbers
-        that are not finite are only reported in `problem`. Errors: InputError, RankError."""
+        """Takes one step, and returns the outputs `names` as global arrays. Without a `seed`, the
+        number of the step is the seed. If the loss or a parameter is not finite, the states stay as
+        before, and `problem` says why; unlike `step`, this does not raise. Errors: InputError,
+        RankError."""
         port = self.bundle.inputs[self.spec.rate]
         feeds = {**self._fed(batch), self.spec.rate: np.asarray(rate, port.dtype)}
         if self.spec.seed is not None:

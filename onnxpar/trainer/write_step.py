@@ -17,7 +17,7 @@ from onnxpar.graph.write_model import export_model, write_model
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.planner.context import load_model
-from onnxpar.planner.option import check_options, same_names, table, with_defaults
+from onnxpar.planner.option_entry import check_options, same_names, table, with_defaults
 from onnxpar.planner.options import Options, manual_of
 from onnxpar.planner.refuse_overwriting import refuse_overwriting
 from onnxpar.planner.rewrite_dump import LOADING, STEP, RewriteDump

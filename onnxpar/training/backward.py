@@ -52,9 +52,14 @@ WHO = "the training step"
 
 def add_backward(model: Model, request: StepRequest) -> StepState:
     """Appends a loss and its gradients with respect to the trained weights to the graph of a model
-    that was loaded for training; the graph's outputs do not change. Returns what was appended: of
-    one of several micro-batches, and of one of the program's ranks. Errors: StrategyError,
-    ModelError, PassError."""
+    that was loaded for training; the graph's outputs do not change. `request` has the options of
+    the step.
+
+    Returns the appended tensors, which `UPDATE` of `step.py` reads. With `request.accumulate`, they
+    are of one micro-batch; if `request.program` is a program per rank, of one rank.
+
+    Errors: StrategyError, ModelError, PassError.
+    """
     state = StepState(model, request)
     run_rewrites(BACKWARD, state, WHO)
     return state

@@ -97,7 +97,8 @@ class Sample:
     """The sampled classes of a head.
 
     head     the nodes from the weight to the scores
-    groups   the groups of its classes
+    groups   groups of consecutive classes, independent of the mesh; a step samples equally many
+             classes of each
     chosen   the positions of the sampled rows in their groups, of shape [groups, kept]
     labels   the labels as positions among the sampled classes; ignored labels stay ignored
     readers  the nodes from the weight to its sampled rows

@@ -41,7 +41,7 @@ from onnxpar.training.gradients.trained import Weights
 from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.loss_scale import GOOD, is_finite
 from onnxpar.training.optimizers import lazy_form
-from onnxpar.training.parameter_groups import Rule, rules_of
+from onnxpar.training.parameter_groups import UpdateRule, rules_of
 from onnxpar.training.rewrite import add_output
 from onnxpar.training.step_state import StepRequest, StepState
 
@@ -196,7 +196,7 @@ def write_description(to: StepState) -> None:
 
 
 def _update(
-    to: StepState, parameter: gs.Variable, rule: Rule, rate: Value, count: Value | None
+    to: StepState, parameter: gs.Variable, rule: UpdateRule, rate: Value, count: Value | None
 ) -> Value:
     """Adds outputs for the next values of a parameter and its optimizer state; returns the new
     values: the whole parameter, or the rows of a lazily trained table."""

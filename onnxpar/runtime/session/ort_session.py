@@ -14,7 +14,7 @@ _MISTYPED = "does not match y_zero_point type"
 int8 past a Transpose or Reshape, and gives it a zero point of uint8."""
 
 
-def load_session(
+def load_ort_session(
     model: str | os.PathLike[str] | bytes,
     options: ort.SessionOptions,
     disabled: Sequence[str] = (),
@@ -28,4 +28,4 @@ def load_session(
     except Exception as error:
         if _MISTYPED not in str(error) or _PROPAGATION in disabled:
             raise
-    return load_session(model, options, [*disabled, _PROPAGATION], **how)
+    return load_ort_session(model, options, [*disabled, _PROPAGATION], **how)
