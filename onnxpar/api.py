@@ -17,6 +17,7 @@ from onnxpar.graph.given_model import Source, model_file
 from onnxpar.graph.model_name import model_name
 from onnxpar.graph.typical import sizes_text
 from onnxpar.planner import sharder
+from onnxpar.planner.convert_options import options_of
 from onnxpar.planner.dump import Dump
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.named_passes import run_named
@@ -25,7 +26,6 @@ from onnxpar.planner.option_entry import lists
 from onnxpar.planner.option_table import LayoutOptions, PlanOptions
 from onnxpar.planner.options import Options
 from onnxpar.planner.paging import paged_by_default
-from onnxpar.planner.convert_options import options_of
 from onnxpar.planner.plugins import load_plugin
 from onnxpar.planner.refuse_overwriting import refuse_overwriting
 from onnxpar.planner.save_strategy import Saver

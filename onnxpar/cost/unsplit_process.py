@@ -18,8 +18,8 @@ import onnxruntime as ort
 from onnxpar.base.custom_ops import quiet_options, use_libraries
 from onnxpar.runtime.ranks.cores import Share
 from onnxpar.runtime.session.feeds import make_feeds
-from onnxpar.runtime.session.ort_session import load_ort_session
 from onnxpar.runtime.session.options import SLOW_FUSIONS, SessionSpec
+from onnxpar.runtime.session.ort_session import load_ort_session
 from onnxpar.runtime.session.values import is_value
 
 SECONDS = 0.05

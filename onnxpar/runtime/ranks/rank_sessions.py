@@ -12,8 +12,8 @@ from onnxpar.runtime.ranks import groups
 from onnxpar.runtime.ranks.rank_failure import load_text
 from onnxpar.runtime.session import openvino
 from onnxpar.runtime.session.bundle import Bundle
-from onnxpar.runtime.session.ort_session import load_ort_session
 from onnxpar.runtime.session.options import SLOW_FUSIONS, SessionSpec, keep_double
+from onnxpar.runtime.session.ort_session import load_ort_session
 
 
 class RankSessions:
