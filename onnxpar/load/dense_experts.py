@@ -39,7 +39,7 @@ from onnxpar.load.row_program import (
 
 
 class DenseExperts:
-    """Adds the nodes of one mixture; results are before `position` in the graph's nodes."""
+    """Adds the nodes of one mixture of experts."""
 
     def __init__(self, graph: gs.Graph, name: str, experts: int, tokens: int | None) -> None:
         self.graph, self.name = graph, names_of(graph).root(name, "/")
@@ -69,8 +69,13 @@ class DenseExperts:
         self, steps: Sequence[RowStep], tokens: gs.Tensor, chosen: gs.Tensor,
         weights: gs.Tensor | None = None,
     ) -> gs.Variable:  # fmt: skip
-        """Adds a mixture: `tokens` are [token, column], `chosen` and `weights` [expert, token, 1].
-        Returns the sum over experts, [token, column]."""
+        """Adds a mixture of experts, and returns the sum of their results, [token, column].
+
+        steps    the steps of each expert, with the weights of all experts stacked
+        tokens   the rows, [token, column]
+        chosen   True where an expert gets a token, [expert, token, 1]
+        weights  factors of the experts' results, [expert, token, 1]; None: 1
+        """
         zero = np.zeros((), numpy_dtype(tokens))
         x = self._rows("Where", [chosen, tokens, zero], tokens.dtype, tokens.shape[-1])
         results: list[gs.Tensor] = [x]
@@ -137,7 +142,7 @@ class DenseExperts:
 
 
 def _stored(name: str, value: np.ndarray[Any, Any]) -> gs.Constant:
-    """A constant like one of the file, whose value is not read before it is needed."""
+    """Returns a constant like those of the file: its value is not read before it is needed."""
     return gs.Constant(name, gs.ir.tensor.LazyValues(numpy_helper.from_array(value, name)))
 
 
@@ -147,8 +152,9 @@ def _onnx_dtype(tensor: gs.Tensor) -> int:
 
 
 def merged(programs: Sequence[RowProgram], folder: Path, name: str) -> list[RowStep] | None:
-    """The steps of all experts, with each expert's own constants stacked; None if the experts do
-    not compute the same steps."""
+    """Returns the steps of all experts as one program, with each expert's own constants stacked in
+    a tensor named after `name`; None if the experts do not compute the same steps. `folder` has
+    external data."""
     first = programs[0].steps
     if any(len(p.steps) != len(first) or p.width != programs[0].width for p in programs):
         return None
@@ -171,7 +177,8 @@ def merged(programs: Sequence[RowProgram], folder: Path, name: str) -> list[RowS
 
 
 def _joined(each: Sequence[Operand], folder: Path, name: str) -> Operand | None:
-    """One operand for those of all experts at one place; None if they differ in kind."""
+    """Merges the operands that the experts have in one place of a step: their own constants are
+    stacked, equal ones are shared; None if they differ in kind."""
     first = each[0]
     if any(type(o) is not type(first) for o in each):
         return None
@@ -225,9 +232,10 @@ def put(
     new: gs.Variable,
     order: Mapping[int, int],
 ) -> None:
-    """Inserts nodes after the one that computes a tensor, and gives their last result its name and
-    its readers; removes nodes whose results nothing reads. `order` has the places of the nodes that
-    the graph had before."""
+    """Replaces the tensor `old` by `new`, the result of the last of `nodes`: inserts the nodes
+    where all of their operands are computed, gives `new` the name and the readers of `old`, and
+    removes nodes whose results nothing reads. `order` has the places of the graph's nodes, by
+    id()."""
     node = old.inputs[0]
     last = max(order.get(id(n), -1) for m in nodes for t in m.inputs for n in t.inputs)
     last = max(last, order[id(node)])

@@ -16,8 +16,8 @@ from onnxpar.graph.branches import branch_of, put_branch
 
 
 def take_past_branch(model: onnx.ModelProto) -> None:
-    """Puts the branch that reads most inputs in place of an If that is the whole graph and whose
-    condition is an input, in place."""
+    """Replaces an If that is the whole graph, and whose condition is an input, by the branch that
+    reads the most inputs, in place."""
     graph = model.graph
     inputs = {i.name for i in graph.input}
     if (

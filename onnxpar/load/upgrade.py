@@ -48,7 +48,7 @@ def upgrade(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
 
 
 class _Upgrade:
-    """Converts the nodes of one model from the opset `have` to NEWEST."""
+    """Converts the nodes of one model from opset `have` to NEWEST."""
 
     def __init__(self, model: onnx.ModelProto, have: int, what: str) -> None:
         self.have, self.what = have, what
