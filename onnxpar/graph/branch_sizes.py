@@ -15,15 +15,15 @@ from onnxpar.graph.stored import captured_by, reads_of
 from onnxpar.layout.symbols import Polynomial
 
 At = tuple[str, int]
-"""A tensor's name and an axis of it."""
+"""(name of a tensor, axis)."""
 SizeOf = Callable[[str], Sequence[Polynomial | None]]
 """Returns the sizes of a tensor in closed form, by its name; None for a size without a closed form,
 or an unknown size."""
 
 
 def free_sizes(graph: GraphProto, dims: Mapping[At, Polynomial], size_of: SizeOf) -> frozenset[At]:
-    """The open dimensions of inputs that only some of the branches of an If read, where no size of
-    the If's results depends on the dimension."""
+    """Returns the open dimensions of inputs, among `dims`, that only one branch of an If reads, if
+    no size of the If's results depends on the dimension: a caller may feed another size there."""
     others = {port.name for port in graph.output}
     ifs = [node for node in graph.node if _is_if(node)]
     for node in graph.node:

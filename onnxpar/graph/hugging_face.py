@@ -62,7 +62,7 @@ def exported(path: Path) -> Path:
 
 
 def is_on_hub(path: Path) -> bool:
-    """True if a path is no file, and may be a name on the hub."""
+    """True if a path is no file, and could be a name on the hub (`owner/name`)."""
     is_name = _HUB.fullmatch(str(path)) is not None
     return is_name and not path.exists() and not path.parent.exists()
 

@@ -27,9 +27,9 @@ def bind_dims(
 ) -> dict[_At, Polynomial]:
     """Replaces symbols of the graph's inputs by sizes, in place; returns the sizes that stay open.
 
-    `dims` maps a symbol, or a label of the file, to a number or to an expression of other symbols,
-    which ties them. Errors: StrategyError for a symbol that the model does not have, or that would
-    depend on itself.
+    `dims` maps a symbol, or a label of a dimension in the file, to a number or to an expression of
+    other symbols, which ties them. Errors: StrategyError for a symbol that the model does not have,
+    or that would depend on itself.
     """
     labels = {
         (tensor.name, axis): _label(tensor.name, axis, dim.dim_param)
@@ -74,7 +74,8 @@ def bind_dims(
 
 
 def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Polynomial:
-    """The size that --dim gives to a label. Errors: StrategyError for an invalid expression."""
+    """Returns the size that --dim gives to a label; `sizes` has the size of each label. Errors:
+    StrategyError for an invalid expression."""
     if isinstance(value, Integral):
         value = str(value)
     if not isinstance(value, str):
@@ -101,8 +102,8 @@ def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Pol
 
 
 def _solved(own: Polynomial, value: Polynomial) -> tuple[str, Polynomial] | None:
-    """A symbol and its value, solved from the equation `own` == `value`; None if it has no
-    solution."""
+    """Returns a symbol and its value, for which `own` == `value`; None if no symbol of `own` can be
+    solved for."""
     symbol = own.symbol
     if symbol is not None:
         return None if symbol in value.variables else (symbol, value)
@@ -167,8 +168,8 @@ def _formula(label: str) -> Polynomial | None:
 
 
 def _defines(size: Polynomial, symbol: str) -> bool:
-    """True if a label defines a symbol that no other label has: it is a sum, rather than a name
-    with a hyphen (`dim-1` and `dim-2`)."""
+    """True if a label `symbol + n` adds to a symbol; not for a name with a hyphen (`dim-1` and
+    `dim-2`)."""
     is_divided = any(symbol in symbols_of(atom) for atom in size.atoms) or size.denominator > 1
     is_sum = not is_divided and all(c > 0 for _, c in size.terms)
     return is_sum and all(monomial.count(symbol) <= 1 for monomial, _ in size.terms)

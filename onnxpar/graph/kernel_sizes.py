@@ -24,9 +24,13 @@ def correct_sizes(
     values: Mapping[str, TensorProto],
     found: Mapping[str, TypeProto],
 ) -> None:
-    """Replaces sizes of the node's results in `found`, the inferred types, by the sizes of
-    onnxruntime's kernel. `types` are the types of operands, `values` the known values; `opset` is
-    the version of ONNX's own ops."""
+    """Replaces sizes of a node's results in `found`, the types that ONNX infers, by the sizes that
+    onnxruntime's kernel gives them.
+
+    opset   the version of ONNX's own ops
+    types   the types of operands
+    values  the known values of operands
+    """
     sizes_of = _SIZES.get(node.op_type)
     if sizes_of is None or node.domain not in ("", "ai.onnx"):
         return
@@ -57,7 +61,8 @@ def known_sizes(type_: TypeProto | None) -> tuple[int | None, ...] | None:
 
 
 def _einsum(node: _Sized) -> _Found:
-    """The sizes of an Einsum: onnx takes that of the first operand, also where it is 1."""
+    """Yields the sizes of an Einsum's result: ONNX's inference takes each from the first operand
+    that has the dimension, also where it is 1 and broadcast."""
     shapes = [each for each in node.operands if each is not None]
     if len(shapes) < len(node.operands):
         return
@@ -72,8 +77,8 @@ def _einsum(node: _Sized) -> _Found:
 
 @dataclass(frozen=True)
 class _Sized:
-    """A node's attributes, and what is known of its operands: the sizes of the first, those of all,
-    and values by index."""
+    """A node's attributes, and what is known of its operands: the sizes of the first operand, those
+    of all, and values by index."""
 
     sizes: _Sizes
     operands: Sequence[_Sizes | None]
@@ -145,7 +150,8 @@ def _resized(node: _Sized) -> _Found:
 
 
 def _transposed(node: _Sized) -> _Found:
-    """The sizes of a ConvTranspose that pads as it likes, which does not add `output_padding`."""
+    """Yields the spatial sizes of a ConvTranspose with automatic padding: size * stride, without
+    the `output_padding` that ONNX's inference adds."""
     attributes, sizes = node.attributes, node.sizes
     pads_itself = attributes.get("auto_pad", b"NOTSET") in (b"SAME_UPPER", b"SAME_LOWER")
     if not pads_itself or attributes.get("output_shape"):
@@ -157,7 +163,7 @@ def _transposed(node: _Sized) -> _Found:
 
 
 def _counted(node: _Sized) -> _Found:
-    """The size of a Range of integers: onnx counts them with floats."""
+    """Yields the size of a Range of integers, which ONNX's inference computes in floats."""
     if any(i not in node.constants or node.constants[i].dtype.kind != "i" for i in range(3)):
         return
     start, limit, delta = (int(node.constants[i]) for i in range(3))

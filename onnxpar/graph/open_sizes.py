@@ -1,4 +1,4 @@
-"""Chooses bindings (sample sizes) for a model with open sizes, and infers the model and its graph
+"""Chooses sample sizes (bindings) for a model with open sizes, and infers the model and its graph
 at each."""
 
 from __future__ import annotations
@@ -40,13 +40,17 @@ OpenDims = Mapping[tuple[str, int], Polynomial]
 class OpenSizes:
     """The open sizes of a model, and its graphs at sample bindings.
 
-    `graph(i)` is the model's graph at `bindings[i]`: the same nodes and tensors for every i, with
-    other sizes. `labels` are the names of the symbols for `--dim`. `whole` has the first result of
-    each node whose results have data-dependent sizes. `typical` are sizes for costs, with weights;
-    `is_told` is True if the user gave them. `caches` have relations between sizes that kernels
-    need. In the dimensions in `free`, inputs may have other sizes than the symbols. Of each pair in
-    `limits`, the first size must not be greater than the second in a run. `forms` are all closed
-    forms of sizes in the model, and `values` the closed forms of elements of tensors, by name.
+    graph    graph(i) is the model's graph at `bindings[i]`: the same nodes and tensors for every i,
+             with other sizes
+    labels   the names of the symbols for `--dim`
+    whole    the first result of each node whose results have data-dependent sizes
+    typical  sizes for costs, with weights
+    is_told  True if the user gave the typical sizes
+    caches   relations between sizes that kernels need
+    free     dimensions in which inputs may have other sizes than the symbols
+    limits   pairs of sizes: in a run, the first must not be greater than the second
+    forms    all closed forms of sizes in the model
+    values   closed forms of the elements of tensors, by name
     """
 
     symbols: tuple[str, ...]
@@ -65,8 +69,8 @@ class OpenSizes:
     values: Mapping[str, Forms] = field(default_factory=dict)
 
     def at(self, numbers: Sequence[int]) -> OpenSizes:
-        """The open sizes without the bindings that are not among `numbers`, with the resulting
-        limits."""
+        """Returns the open sizes with only the bindings at these indices; limits exclude runs like
+        the others."""
         bindings = [self.bindings[i] for i in numbers]
         limits = [*self.limits, *map(limit, unseen(self.atoms, bindings))]
         return replace(
@@ -82,14 +86,16 @@ class OpenSizes:
         return " ".join(f"--dim {label}=N" for label in self.labels)
 
     def formula(self, values: Sequence[int]) -> Polynomial | None:
-        """The closed form of a size, given by its values at all bindings; None if there is none."""
+        """Returns the closed form of a size from its values at all bindings: one of the model's,
+        else a polynomial that fits; None if there is none."""
         return next(iter([*self.known(values), *self.fitting(values, self.variables())]), None)
 
     def fitting(
         self, values: Sequence[int], variables: Mapping[Variable, Sequence[int]]
     ) -> list[Polynomial]:
-        """Polynomials of these variables with these values. Minima of open sizes must be minima of
-        the model: others, which equal one operand at most samples, may fit by chance."""
+        """Returns polynomials of `variables` (symbols and atoms, with their values by binding) that
+        have these values. Minima of open sizes must be minima of the model: others, which equal one
+        operand at most samples, may fit by chance."""
         return [f for f in fits(values, variables) if all(map(self._is_known, f.atoms))]
 
     def _is_known(self, atom: Atom) -> bool:
@@ -122,13 +128,19 @@ def infer_open(
     typical: Typical | None = None,
     remainders: int = 0,
 ) -> OpenSizes:
-    """Infers the model at sample sizes of at least `least`, and folds nodes away, in place.
+    """Infers a model at sample sizes of at least `least`, and folds nodes away, in place.
+
+    dims        the open dimensions of inputs
+    prepare     makes the graph of an inferred model
+    typical     the user's typical sizes
+    remainders  samples have every remainder modulo this number
 
     A symbol is replaced where nodes require it to equal another symbol, a sum of others (a mask
     over past and present), or a multiple of a number (an image that is halved and doubled). If the
     model is not valid at some sizes (a table of positions is too short), others are tried.
-    `prepare` makes the graph of an inferred model. Errors: ModelError for a node that is not valid
-    for its operands; StrategyError if two sizes must be equal and cannot be made so.
+
+    Errors: ModelError for a node that is not valid for its operands; StrategyError if two sizes
+    must be equal and cannot be made so.
     """
     open_scopes(proto.graph)  # two bodies may use one name for different weights
     labels = _symbols(dims)
@@ -195,7 +207,7 @@ def _check_related(walks: Lockstep, node: onnx.NodeProto, dims: OpenDims) -> Non
 def _graph_at(
     proto: onnx.ModelProto, live: Sequence[Walk], prepare: Callable[[onnx.ModelProto], gs.Graph]
 ) -> Callable[[int], gs.Graph]:
-    """A function that returns the model's graph at a binding, given by its index; only the graph at
+    """Returns a function from the index of a binding to the model's graph there; only the graph at
     the first binding has large weights."""
     bare = copy_with_stubs(proto, _reference_to_nowhere)
 
@@ -217,8 +229,12 @@ def _symbols(dims: OpenDims) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Found:
-    """The result of a search: the open dimensions, and the walks at samples from `domains`, with
-    the numbers of conflicts and of sizes that are too small."""
+    """A result of the search.
+
+    badness  the numbers of conflicts and of sizes that are too small
+    dims     the open dimensions
+    walks    the walks at samples from `domains`
+    """
 
     badness: tuple[int, int]
     dims: OpenDims
@@ -297,7 +313,8 @@ class _Search:
         return dims, walks
 
     def bounds(self) -> Iterator[Limit]:
-        """Limits for the least and the greatest size of each symbol with a closed domain."""
+        """Yields limits for the least and the greatest size of each symbol that has no sizes beyond
+        the samples."""
         assert self.best is not None
         closed = {s: d for s, d in self.best.domains.items() if d.closed}
         for symbol, domain in closed.items():
@@ -306,14 +323,14 @@ class _Search:
             yield size, Polynomial.constant(domain.high)
 
     def fits(self, binding: Binding) -> bool:
-        """True if these sizes cause no more conflicts in the model than the samples."""
+        """True if these sizes cause no more conflicts in the model than the samples do."""
         assert self.best is not None
         return self._conflicts(binding) <= len(self.best.walks.conflicts)
 
     def suits(self, binding: Binding) -> bool:
-        """True if the model also fits these sizes with all integer inputs 0, and 1: positions
-        computed from a mask or from token ids must be in the range of their table. Conflicts that
-        these values also cause at sizes of 1 do not count."""
+        """True if the model fits these sizes also with all integer inputs 0, and with all 1:
+        positions computed from a mask or from token ids must be in the range of their table.
+        Conflicts that these values also cause at sizes of 1 do not count."""
         if not self.fits(binding):
             return False
         for value in (0, 1):
@@ -361,8 +378,8 @@ class _Search:
         return types
 
     def _bound(self, unsolved: Sequence[Unsolved]) -> bool:
-        """Restricts symbols to the sizes at which unsolved equations hold, where these sizes are a
-        range; True if a domain has changed."""
+        """Restricts symbols to the sizes at which equations without a solution hold, if these sizes
+        are a range; True if a domain has changed."""
         before = dict(self.domains)
         for odd in unsolved:
             difference = odd.first - odd.second
@@ -384,8 +401,8 @@ class _Search:
         return [*small, *walks.void]
 
     def _seek_edges(self, walks: Lockstep) -> bool:
-        """Adds samples on the sides of minima that have at most the smallest sample; True if there
-        are new ones."""
+        """Adds samples on the sides of minima on which there are none but the smallest sample; True
+        if there are new ones."""
         each = [(walks.bindings[i], i in walks.edges) for i in walks.live]
         bindings = [b for b, is_edge in each if not is_edge or b in self.edges]
         sides = [s for s in unseen(walks.atoms, bindings) if s not in self.sought]

@@ -25,7 +25,7 @@ def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:
 
 
 def note_origins(node: gs.Node, members: Iterable[gs.Node]) -> None:
-    """Records the global nodes of all members for a node that takes their place."""
+    """Records that a node takes the place of `members`, with the global nodes of all of them."""
     origins: dict[str, None] = {}
     for member in members:
         origins |= dict.fromkeys(lowered_from(member))

@@ -41,15 +41,15 @@ from onnxpar.graph.used_names import names_in
 
 @dataclass(frozen=True)
 class Known:
-    """The pattern of a constant, or of one with just these elements; `name` is its value's in a
-    match."""
+    """The pattern of a constant; with `elements`, of one with just these. A match has its value
+    under `name`."""
 
     name: str
     elements: Sequence[float] | None = None
 
 
 class Op:
-    """The pattern of a node of an op, or of one of several; `name` is the node's in a match.
+    """The pattern of a node of an op, or of one of several. A match has the node under `name`.
 
     An operand is the pattern of the node that computes it, a constant (`Known`), or any tensor,
     which gets this name in a match: equal names are one tensor. An attribute has a value, or one of
@@ -73,7 +73,8 @@ class Op:
         return at if self.fits(node, at) else None
 
     def fits(self, node: NodeProto, at: Match) -> bool:
-        """True if a node has this pattern; names in `at` what the pattern names."""
+        """True if a node has this pattern; adds the tensors and nodes that the pattern names to
+        `at`."""
         domain = "" if node.domain == "ai.onnx" else node.domain
         if node.op_type not in self.ops or domain != self.domain:
             return False
@@ -89,11 +90,11 @@ class Op:
 class Match:
     """A node that has a pattern, and the nodes that are written in its place.
 
-    bound   what the pattern names: tensors by name, nodes, and the values of constants
+    bound   the tensors, nodes and values of constants that the pattern names, by name
     inside  the nodes that compute operands, which are removed where nothing else reads them
     nodes   the nodes in place of `node`
     main    the index of the one that has the name and the metadata of `node`; -1: the last
-    shared  nodes of other matches that these read
+    shared  nodes written for earlier matches that `nodes` read
     """
 
     def __init__(self, node: NodeProto, scope: Scope) -> None:
@@ -108,7 +109,7 @@ class Match:
         return self.bound[name]
 
     def fits(self, pattern: Op | Known | str, tensor: str) -> bool:
-        """True if an operand has a pattern; one that is left out has none."""
+        """True if an operand has a pattern; an operand that is left out has none."""
         if isinstance(pattern, Op):
             maker = self.scope.maker(tensor)
             self.inside += [] if maker is None else [maker]
@@ -126,8 +127,14 @@ class Match:
     def add(
         self, op: str, operands: Iterable[Any], label: str = "", outputs: int = 1, **attrs: Any
     ) -> str:
-        """Adds a node; returns its result, or the first of several. Operands that are no names
-        become constants. The last node that is added gets the results of `node`."""
+        """Adds a node; returns its result, or the first of several.
+
+        operands  names; anything else becomes a constant
+        label     part of the node's name; default: the op
+        outputs   the number of results
+
+        The last node that is added gets the results of `node`.
+        """
         number = len(self.scope.written) + len(self.nodes)
         name = f"{self._root}::{label or f'{op}{number}'}"
         results = [name] if outputs == 1 else [f"{name}:{i}" for i in range(outputs)]
@@ -146,12 +153,13 @@ class Match:
         return name
 
     def take_name(self) -> None:
-        """Makes the last node that was added `main`."""
+        """Makes the node that was added last `main`: it gets the name and the metadata of
+        `node`."""
         self.main = len(self.nodes) - 1
 
     def end(self) -> None:
-        """Gives the last node the results of `node`, and `main` its name and metadata; not where
-        the nodes have results of `node` already."""
+        """Called when all nodes are added: gives the last one the results of `node`, and `main` its
+        name and metadata; not if a node has results of `node` already."""
         if any({*each.output} & {*self.node.output} for each in self.nodes):
             return
         self.nodes[-1].output[:] = self.node.output
@@ -218,8 +226,8 @@ class Scope:
 
 
 def rewrite(graph: GraphProto, table: Table) -> list[Match]:
-    """Lets a table write other nodes where its patterns match, in place, also in subgraphs: the
-    first pattern of the table that fits. Returns the matches, those of a subgraph first."""
+    """Rewrites the nodes that match a pattern of the table, in place, also in subgraphs; the first
+    pattern that matches counts. Returns the matches, those of a subgraph first."""
     ops = {op for pattern in table for op in pattern.ops}
     return _rewrite(Scope(graph), table, ops)
 
@@ -245,7 +253,8 @@ def _rewrite(scope: Scope, table: Table, ops: Collection[str]) -> list[Match]:
 
 
 def _match(node: NodeProto, scope: Scope, table: Table) -> Match | None:
-    """The match of the first pattern of a node whose function writes other nodes."""
+    """Returns the match of the first pattern of the table that a node has and whose function does
+    write other nodes."""
     for pattern, write in table.items():
         at = pattern.match(node, scope)
         if at is not None and write(at) is not False:
@@ -255,7 +264,8 @@ def _match(node: NodeProto, scope: Scope, table: Table) -> Match | None:
 
 
 def _without_unread(scope: Scope, results: set[str]) -> list[NodeProto]:
-    """The written nodes without those that make some of these results, where nothing reads any."""
+    """Returns the written nodes, without those that compute one of `results` (operands of replaced
+    nodes) and of whose results none is read any more."""
     needed = {port.name for port in scope.graph.output}
     kept: list[NodeProto] = []
     for node in reversed(scope.written):

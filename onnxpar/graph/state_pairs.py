@@ -42,7 +42,8 @@ _WRITES = frozenset(("Scatter", "ScatterElements", "ScatterND"))
 
 
 def given_states(graph: gs.Graph, given: Sequence[Pair]) -> list[Pair]:
-    """The given pairs. Errors: StrategyError for a name that the model does not have."""
+    """Checks the pairs that the user gives, and returns them. Errors: StrategyError for a name that
+    the model does not have."""
     inputs = {t.name for t in graph.inputs}
     outputs = {t.name for t in graph.outputs}
     for pair in given:
@@ -175,8 +176,8 @@ def _reads_another(tensor: gs.Tensor, name: str) -> bool:
 
 @cache
 def _op_pairs(domain: str, op: str) -> Mapping[int, int]:
-    """Index of the operand that each result updates: `past_key` for `present_key`, `initial_h` for
-    `Y_h`."""
+    """Returns, by the index of a result, the index of the operand that the result updates, by their
+    names in onnxruntime's schema: `past_key` for `present_key`, `initial_h` for `Y_h`."""
     operands, results = operator_ports(domain, op)
     before = {_stem(name, _BEFORE): i for i, name in enumerate(operands) if _is_kept(name)}
     after = {i: _stem(name, _AFTER) for i, name in enumerate(results) if _is_kept(name)}

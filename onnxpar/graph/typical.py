@@ -78,14 +78,15 @@ class Typical:
 
 @dataclass(frozen=True)
 class Ties:
-    """Symbols that must equal expressions of other symbols, in the order of discovery."""
+    """Symbols that must equal expressions of other symbols, in the order in which they were
+    found."""
 
     found: tuple[tuple[str, Polynomial], ...] = ()
 
     def solve(self, given: Mapping[str, int], free: Mapping[str, int]) -> dict[str, int]:
-        """Sizes of the symbols in `free`, the symbols that equal no expression. They follow from
-        the `given` sizes of any symbols; if these do not determine a size, `free` has it. Errors:
-        StrategyError if given sizes contradict each other."""
+        """Returns sizes of the symbols in `free`, which equal no expression of others. They follow
+        from the `given` sizes of any symbols; a size that these do not determine is that in `free`.
+        Errors: StrategyError if given sizes contradict each other."""
         sizes = {name: given.get(name, size) for name, size in free.items()}
         for name, size in reversed(self.found):
             if name not in given:
@@ -112,11 +113,19 @@ def typical_sizes(
     caches: Sequence[CacheSizes],
     fits: Sequence[Callable[[Binding], bool]],
 ) -> tuple[Profile, ...]:
-    """Profiles with sizes of all symbols, and weights whose sum is 1. Sizes that the user does not
-    give are a batch of 1, and default lengths at which the model is valid by the functions `fits`:
-    a later function counts only if no sizes pass the earlier ones. Empty if nothing is given and no
-    defaults pass. Errors: StrategyError for a symbol that is not open, or for given sizes that do
-    not pass."""
+    """Returns profiles with sizes of all symbols, and weights whose sum is 1.
+
+    typical  the user's sizes
+    symbols  all symbols that are open
+    ties     symbols that follow from others
+    dims     the open dimensions of inputs
+    caches   relations between sizes that kernels need
+    fits     tests of sizes: defaults must pass all of them, or if none do, the first ones
+
+    By default, a batch is 1, and lengths are the first of LENGTHS that pass. Empty if nothing is
+    given and no defaults pass. Errors: StrategyError for a symbol that is not open, or for given
+    sizes that do not pass.
+    """
     known = {*symbols, *(name for name, _ in ties.found)}
     total = sum(weight for _, weight in typical.profiles)
     profiles: list[Profile] = []
