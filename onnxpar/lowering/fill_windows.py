@@ -141,7 +141,8 @@ class _Window:
         return node.domain != DOMAIN and not bodies(node) and node.name not in self.taken
 
     def _earlier(self, lacking: float) -> list[gs.Node]:
-        """The last nodes before the collective on which no node up to the collective depends, in
+        """Returns nodes before the collective that can move behind it, because no node up to the
+        collective depends on them: the last ones, with `lacking` seconds of compute or all, in
         graph order."""
         windows = self.windows
         chosen: list[gs.Node] = []
@@ -160,7 +161,7 @@ class _Window:
         return chosen[::-1] if self._work(chosen) > 0.0 else []
 
     def _needed(self) -> set[int]:
-        """The nodes on which the operands of the collective depend."""
+        """Returns the ids of the nodes on which the operands of the collective depend."""
         windows = self.windows
         needed: set[int] = set()
         ready = [self.at]
@@ -173,8 +174,9 @@ class _Window:
         return needed
 
     def _later(self, lacking: float) -> list[gs.Node]:
-        """Nodes behind the first reader that depend neither on this reader nor on a pending
-        collective; the first such nodes, in graph order."""
+        """Returns nodes behind the collective's first reader that can move before it, because they
+        depend neither on this reader nor on a collective under way: the first ones, with `lacking`
+        seconds of compute or all, in graph order."""
         windows = self.windows
         pending = self._pending()
         possible: dict[int, gs.Node] = {}
@@ -205,7 +207,8 @@ class _Window:
     def _add(
         self, node: gs.Node, possible: Mapping[int, gs.Node], chosen: dict[int, gs.Node]
     ) -> float:
-        """Adds a node and its dependencies to `chosen`; returns the seconds that they compute."""
+        """Adds a node, and the nodes among `possible` on which it depends, to `chosen`; returns the
+        seconds that they compute."""
         if id(node) in chosen or id(node) not in possible:
             return 0.0
         chosen[id(node)] = node

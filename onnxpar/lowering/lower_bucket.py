@@ -77,7 +77,7 @@ class BucketBuilder(ReshardBuilder):
                 self._order(whole, y, axis, held, after.dims[axis])
 
     def _exchange(self) -> None:
-        """One all-to-all of the tensors, concatenated along the dimension of `held_dim` in the
+        """Adds one all-to-all of the tensors, concatenated along the dimension of `held_dim` in the
         order of the ranks that hold it; so each rank sends and receives contiguous shards."""
         held_and_side = held_dim(*self.reshard.members[0])
         assert held_and_side is not None
@@ -117,8 +117,8 @@ class BucketBuilder(ReshardBuilder):
         self._split(moved, sizes, [self.outputs[i] for i in order], held)
 
     def _rows(self, x: gs.Tensor, before: Layout, axis: int, count: int, what: str) -> gs.Variable:
-        """`x` as a matrix with a row for each shard of dimension `axis`: the dimensions before
-        `axis` move into the columns."""
+        """Returns `x` as a matrix with a row for each of the `count` shards of dimension `axis`:
+        the dimensions before `axis` move into the columns."""
         if axis:
 
             def apart(rank: int) -> list[int]:
@@ -138,8 +138,8 @@ class BucketBuilder(ReshardBuilder):
     def _whole(
         self, piece: gs.Tensor, before: Layout, axis: int, count: int, y: gs.Tensor, number: int
     ) -> None:
-        """Computes `y`, whole along `axis`, from a matrix gathered from all members: the inverse of
-        `_rows`."""
+        """Computes `y`, which is whole along `axis`, from `piece`, the columns of `y` in a matrix
+        with a row from each of `count` members: the inverse of `_rows`."""
 
         def shape(rank: int) -> Array:
             sizes = local_shape(before, self.mesh, rank)
@@ -155,7 +155,8 @@ class BucketBuilder(ReshardBuilder):
         self._resized(piece, shape, y)
 
     def _around(self, layout: Layout, rank: int, axis: int) -> tuple[int, int]:
-        """A shard's number of elements in the dimensions before `axis`, and in all other ones."""
+        """Returns a shard's number of elements in the dimensions before `axis`, and in `axis` and
+        those after it."""
         shape = local_shape(layout, self.mesh, rank)
         return int(np.prod(shape[:axis], dtype=int)), int(np.prod(shape[axis:], dtype=int))
 

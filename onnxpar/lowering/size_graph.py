@@ -129,7 +129,7 @@ class SizeGraph:
         return size, start
 
     def _bound(self, size: str, parts: Proportion, at: int) -> str:
-        """Adds nodes that compute `Proportion.bound`."""
+        """Adds nodes that compute `Proportion.bound`: where the shard number `at` begins."""
         total, before = sum(parts.weights), sum(parts.weights[:at])
         twice = self._add("Mul", [size, self._constant([2 * before])])
         rounded = self._add("Add", [twice, self._constant([total])])

@@ -29,9 +29,15 @@ PER_BYTE = 4
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over ranks: the partial sum `addend` gives `result`. `kept` is the remainder of the
-    last step, `keeps` the remainder of this step. `layout` is the layout of the addend, `rest` the
-    layout of the result."""
+    """A sum over ranks.
+
+    addend  the rank's term
+    kept    the remainder of the last step
+    result  the sum
+    keeps   the remainder of this step
+    layout  the layout of the addend, which is partial
+    rest    the layout of the result
+    """
 
     addend: gs.Tensor
     kept: gs.Tensor
@@ -42,7 +48,7 @@ class Sum:
 
 
 def other_axes(layout: Layout, rest: Layout) -> Axes:
-    """The axes along which ranks send codes of different elements."""
+    """Returns the axes along which ranks hold different elements, and so send different codes."""
     axes = {a for d in layout.dims for a in dim_axes(d)} | set(rest.partial)
     return merge_axes(in_mesh_order(tuple(axes)))
 
@@ -156,7 +162,7 @@ class ThresholdBuilder:
         return self._add("Concat", flat, axis=0) if len(flat) > 1 else flat[0]
 
     def _hand_out(self, row: gs.Tensor, results: Sequence[gs.Tensor]) -> None:
-        """Splits a row into the result tensors."""
+        """Splits a row, which holds the elements of all sums, into the result tensors."""
         pieces = [row]
         if len(results) > 1:
             pieces = [gs.Variable(f"{t.name}::piece", self.dtype) for t in results]

@@ -29,7 +29,7 @@ from onnxpar.sharding.mixtures import Crossing
 class TokenExchange:
     """Replaces the exchanges of a mixture, which move all rows, by exchanges of chosen rows.
 
-    width     the number of columns of a tensor of rows on a rank
+    width     returns the number of columns of a tensor of rows on a rank
     tag       the tag of the collective that exchanges numbers of rows
     """
 
@@ -80,7 +80,8 @@ class TokenExchange:
         return rows if is_flat else self.add("Squeeze", [rows], tokens.dtype, axes=[0])
 
     def _enters(self) -> list[gs.Node]:
-        """The node that computes the operand of each exchange on the way to the experts."""
+        """Returns, for each exchange on the way to the experts, the node that computes its
+        operand."""
         return [node.inputs[0].inputs[0] for node in self.moves.there]
 
     def _attribute(self, node: gs.Node, key: str) -> Callable[[int], list[int]]:
