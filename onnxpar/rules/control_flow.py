@@ -61,9 +61,9 @@ class _Paths:
         self.whole: dict[str, str] = {}
 
     def join(self, *path: tuple[int, int | None]) -> None:
-        """Gives the tensors of a path the same factors in all dimensions except the scan axis. A
-        path is a list of (port, scan axis); None: no scan axis. Does nothing if a tensor's number
-        of dimensions is unknown, or changes on the path."""
+        """Gives the tensors on the path of a value the same factors in all dimensions except the
+        scan axis. A path is a list of (port, scan axis); None: no scan axis. Does nothing if a
+        tensor's number of dimensions is unknown, or changes on the path."""
         used = [(slot, axis) for slot, axis in path if self.ports[slot].name]
         shapes = [list(tensor_shape(self.ports[slot]) or ()) for slot, _ in used]
         is_known = all(tensor_shape(self.ports[slot]) is not None for slot, _ in used)

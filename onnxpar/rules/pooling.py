@@ -46,9 +46,9 @@ def pool(node: gs.Node) -> Rule:
 
 
 def _lower(space: Windows, covered: Mapping[str, Size], blank: Any) -> Callable[[Lowering], None]:
-    """A lowering to the same pool of the elements that a rank's windows read. If a single window
-    covers split dimensions (`covered`, with global sizes), a mean becomes the rank's share of it.
-    """
+    """Returns a lowering to the same pool of the elements that a rank's windows read. If a single
+    window covers split dimensions (`covered`, with global sizes), a mean becomes the rank's share
+    of it. `blank` is a value that has the effect of padding."""
 
     def lower(builder: Lowering) -> None:
         node = builder.local.node
@@ -122,7 +122,7 @@ def _first_indices(space: Windows, local: Local, shape: Sequence[int] | None = N
 
 
 def _span_of(space: Windows, i: int, size: bool) -> Callable[[Local], Array]:
-    """A function that returns the start (with `size`: the size) of the range that a rank reads in
+    """Returns a function to the start (with `size`: the size) of the range that a rank reads in
     spatial dimension `i`."""
 
     def value(local: Local) -> Array:
