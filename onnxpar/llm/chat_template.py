@@ -36,7 +36,7 @@ _CUT = "onnxpar continues here"
 
 
 class ChatTemplate:
-    """The template of a model, which runs in Jinja's sandbox.
+    """The chat template of a model, which runs in Jinja's sandbox.
 
     specials   texts of special tokens, by names such as eos_token
     for_tools  the template of chats with tools, where it is another
@@ -141,8 +141,8 @@ def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_calls(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
-    """A message whose calls have arguments that templates may also write as a text. A missing
-    content becomes empty, unless the template tests whether it is missing."""
+    """Returns a message in whose calls the arguments are dicts that templates may also write as
+    text. A missing content becomes empty, unless the template tests whether it is missing."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -164,7 +164,8 @@ def _with_tools(
 
 
 def _call(call: Any) -> Any:
-    """A call with `_Arguments`; the members of a call may be in its `function`."""
+    """Returns a call of a tool with `_Arguments`; the members of a call may be in its
+    `function`."""
     if not isinstance(call, Mapping):
         return call
     copy = {**call, "function": _call(call["function"])} if "function" in call else dict(call)
@@ -174,8 +175,8 @@ def _call(call: Any) -> Any:
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a call: an object, for most templates. Some join them with texts: to these, they
-    are JSON."""
+    """Arguments of a call: a dict, for most templates. Some join arguments with texts: for these,
+    it is written as JSON."""
 
     def __str__(self) -> str:
         return _as_json(self)

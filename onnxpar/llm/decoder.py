@@ -33,9 +33,10 @@ class Decoder:
         self, prompts: Sequence[Sequence[int]], given: Mapping[str, Array] | None = None
     ) -> tuple[int, Array]:
         """Reads prompts of at least one token each, in place of all texts before; returns the
-        number of the batch, and the logits of the token after each prompt, (batch, vocabulary).
-        `given` has further inputs of the batch: initial caches, and inputs of each run. Errors:
-        InputError for prompts of different lengths, if the model cannot tell these apart."""
+        number of the batch, for `step`, and the logits of the token after each prompt, (batch,
+        vocabulary). `given` has further inputs of the batch: initial caches, and inputs of each
+        run. Errors: InputError for prompts of different lengths, if the model cannot tell padding
+        apart."""
         with self._lock:
             self._batch += 1
             return self._batch, self._read(prompts, given or {})

@@ -37,11 +37,11 @@ class Replicas(Closing, Generic[W]):
 
     par       the folder that `onnxpar shard` wrote
     replicas  the number of workers, each with as many processes as the model has ranks
-    tell      as for a worker
+    tell      called with a line when ranks of a worker die, and when new ones run or do not start
     log_dir   a folder for the output of ranks, under replica.N/rank.M/
     options   those of a worker
 
-    Errors: as of a worker; InputError for a number below 1.
+    Errors: those of a worker; InputError for a number below 1.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class Replicas(Closing, Generic[W]):
         tell: Callable[[str], None],
         log_dir: str | os.PathLike[str] | None,
     ) -> dict[str, Any]:
-        """The options that differ between workers."""
+        """Returns the options of worker `number` that differ between workers: its name in messages,
+        the folder of its logs, and its number, by which workers divide the cores."""
         logs = None if log_dir is None else Path(log_dir) / f"replica.{number}"
         told = {"tell": lambda text: tell(f"replica {number}: {text}"), "log_dir": logs}
         return {**told, "replica": number, "replicas": replicas}
@@ -116,7 +117,8 @@ class Replicas(Closing, Generic[W]):
         raise refusal
 
     def _hand_over(self, own: W, requests: Sequence[Any]) -> Sequence[Any]:
-        """Offers requests of a worker to the others; returns those that none takes."""
+        """Called without ranks of the worker `own`: offers its requests to the others; returns
+        those that none takes."""
         return [
             request
             for request in requests

@@ -59,8 +59,8 @@ class Elastic:
 
 
 class Generations(Closing):
-    """Trainers of a run, one after the other. Without `elastic`, there is one, whose errors end the
-    run.
+    """The trainers of a run, one after the other: when ranks die, the next generation of ranks gets
+    a new one. Without `elastic`, there is one, whose errors end the run.
 
     par        the folder of the sharded step
     must_stop  as in `loop.records`
@@ -116,15 +116,16 @@ class Generations(Closing):
                 self._lose(error)
 
     def _lose(self, error: RankError) -> None:
-        """Notes that ranks have died. Raises the error if no rank has died, or if the run ends with
-        it."""
+        """Called after an error: records that ranks have died. Raises the error if no rank has, or
+        if the run ends with it."""
         if self._places is None or not error.lost:
             raise error
         self._places.lose(error)
 
 
 class _Places:
-    """The slots of this host, and the sharded step for those that are left."""
+    """The slots for ranks on this host, and the folder of the sharded step for the slots that are
+    left."""
 
     def __init__(self, par: Path, run: Run, elastic: Elastic) -> None:
         self._folder = checkpoint_folder(run)
@@ -148,8 +149,8 @@ class _Places:
         return par, self._generation.number
 
     def lose(self, error: RankError) -> None:
-        """Notes that the ranks which an error names have died, and says so. Raises the error if too
-        few are left."""
+        """Records that the ranks which an error names have died, and prints it. Raises the error if
+        too few are left."""
         members = self._members
         starts_again = members.lose([self._generation.slots[rank] for rank in error.lost])
         first, *others = str(error).split("\n")

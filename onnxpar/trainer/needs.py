@@ -121,8 +121,9 @@ class Needs:
         return self.filled(name, self._array(name, value, source), source)
 
     def stacked(self, samples: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> Chunk:
-        """Returns samples that each have a value for each input. Inputs that all samples share have
-        the value of the first one. Errors: InputError, with the name of the sample's source."""
+        """Returns samples, each with a value for each input, as one chunk. An input that all
+        samples share gets the value of the first one. Errors: InputError, with the sample's entry
+        in `sources`."""
         for sample, source in zip(samples, sources, strict=True):
             check_keys(sample, self.ports, source)
         arrays = {}
@@ -155,7 +156,8 @@ class Needs:
         return converted(array, dtype, f"{source}: {name!r}")
 
     def is_sample(self, values: Mapping[str, Any]) -> bool:
-        """True if each value has one dimension less than the input: it has no number of samples."""
+        """True if each value has one dimension less than the input has: the values are one sample,
+        not a batch."""
         return all(_depth(values[n]) == len(self.ports[n].shape) - 1 for n in self.dims)
 
     def count(self, chunk: Chunk) -> int:

@@ -23,8 +23,9 @@ from onnxpar.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What a user asks of `train`.
+    """The options of a call of `train`, read.
 
+    run         the options of the run
     elastic     how the run lives on when ranks die; None: it does not
     of_trainer  the options of its `Trainer`
     profile     the file for a trace, if any

@@ -112,7 +112,7 @@ class StepPlans:
         return requests + (bare if bare != requests else [])
 
     def _is_made(self, target: Path, tries: list[dict[str, Any]]) -> bool:
-        """True if a folder has the complete step for one of these requests."""
+        """True if the folder `target` has the complete step for one of the requests `tries`."""
         try:
             bundle = Bundle.load(target)
             bundle.files.check_complete()

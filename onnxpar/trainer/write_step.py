@@ -1,4 +1,4 @@
-"""Writes a training step as `grad` asks for it."""
+"""Writes a training step by the options of `grad`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _values_of(options: GradOptions) -> dict[str, Any]:
 
 
 def _request_of(values: Mapping[str, Any]) -> StepRequest:
-    """Returns what is asked of the step. Errors: StrategyError."""
+    """Returns the request of the step from the values of options. Errors: StrategyError."""
     margin = values["margin"], values["logit_scale"], values["interclass_filtering_threshold"]
     of_loss = {
         "margin": Margin(*margin),

@@ -18,8 +18,8 @@ LossFunction = Callable[[Value, LossSettings, Targets], Metrics]
 
 
 def by_label(kind: str) -> LossFunction:
-    """Returns a cross-entropy whose targets are class numbers. The mean is weighted by the weights
-    of the labels' classes, as in PyTorch."""
+    """Returns the loss function of a cross-entropy of this kind, whose targets are class numbers.
+    The mean is weighted by the weights of the labels' classes, as in PyTorch."""
 
     def loss(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
         axis = _class_axis(y, settings)
@@ -107,9 +107,10 @@ def _of_all_classes(y: Value, is_counted: Value, weights: Value | None) -> Value
 
 
 def divergence(is_of_batch: bool) -> LossFunction:
-    """Returns a Kullback-Leibler divergence of log-probabilities from target probabilities: summed
-    over classes and divided by the number of samples (PyTorch's batchmean), or of all elements (its
-    mean). Takes the logarithm of a Softmax over the classes."""
+    """Returns the loss function of a Kullback-Leibler divergence of log-probabilities from target
+    probabilities: summed over classes, and divided by the number of samples (`is_of_batch`,
+    PyTorch's batchmean) or of all elements (its mean). If the model ends in a Softmax over the
+    classes, takes its logarithm."""
 
     def loss(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
         axis = _class_axis(y, settings)

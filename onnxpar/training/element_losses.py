@@ -18,7 +18,7 @@ _LEAST = 1e-30
 
 
 def of_difference(cost: Callable[[Value, float], Value]) -> LossFunction:
-    """Returns a loss that is a function of the differences between output and target, and of the
+    """Returns a loss function: `cost` of the differences between output and target, and of the
     setting delta (1 by default)."""
 
     def loss(y: Value, settings: LossSettings, targets: Targets) -> Metrics:

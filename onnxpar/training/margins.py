@@ -59,7 +59,7 @@ MARGINS = tuple(_KINDS)
 class Margin:
     """The numbers of a margin softmax; None for the default of the loss.
 
-    margin     added by arcface to the angle of the label's class, or taken by cosface from its
+    margin     arcface adds it to the angle of the label's class, cosface subtracts it from the
                cosine
     scale      the factor of all cosines
     threshold  cosines of other classes above it become 0: these samples may have a wrong label

@@ -1,4 +1,4 @@
-"""Loads a model in onnxruntime."""
+"""Loads an ONNX model in onnxruntime."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ def load_ort_session(
     disabled: Sequence[str] = (),
     **how: Any,
 ) -> ort.InferenceSession:
-    """Returns a session; `disabled` are optimizers to switch off. Also switches off
-    QDQPropagationTransformer if a model does not load because of it. Errors: those of
-    onnxruntime."""
+    """Returns onnxruntime's session of a model. Also switches off the optimizer
+    QDQPropagationTransformer if the model does not load because of it. Errors: those of
+    onnxruntime.
+
+    disabled  optimizers to switch off
+    how       further arguments of `onnxruntime.InferenceSession`
+    """
     try:
         return ort.InferenceSession(model, options, disabled_optimizers=[*disabled], **how)
     except Exception as error:

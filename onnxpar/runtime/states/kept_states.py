@@ -172,7 +172,7 @@ class KeptStates:
 
     def gather(self, files: StateFiles, parts: Mapping[str, Shards]) -> None:
         """Reads this rank's shards of tables from the files of ranks of any mesh, block by block,
-        and keeps them."""
+        and keeps them. `parts` are the shards of the states."""
         tables = {}
         for name, each in parts.items():
             shape = each.local_shape(self._rank)

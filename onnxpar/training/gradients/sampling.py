@@ -209,8 +209,8 @@ def roi_align(v: Vjp) -> Grads:
 
 
 def _region_shares(v: Vjp, axis: int, size: int) -> Value:
-    """Returns the weight of each element of a dimension in each cell of each region, `r cell
-    element`."""
+    """Returns the weight of each element of dimension `axis`, which has `size` elements, in each
+    cell of each region: `r cell element`."""
     rois, dtype = v.operands[1], v.x.dtype
     cells, scale = v.y.shape[3 - axis], v.attr("spatial_scale")
     halves = v.attr("coordinate_transformation_mode") == "half_pixel"

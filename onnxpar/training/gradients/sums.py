@@ -27,9 +27,9 @@ class Sum:
 
 
 def sum_after(part: Value, inner: Container[str]) -> Sum | None:
-    """Returns the sum of `part` over all iterations, computed after the loop from other tensors of
-    the loop's body, whose names are in `inner`. None if `part` does not consist of products and
-    sums."""
+    """Returns the sum of `part` over all iterations of a loop, computed after the loop from stacks
+    of other tensors of the loop's body, whose names are in `inner`. None if `part` does not consist
+    of products and sums."""
     node = part.tensor.inputs[0] if part.tensor.inputs else None
     rule = None if node is None else _SUMMED_AFTER.get(node.op)
     total = rule(part, node, inner) if rule is not None else None
