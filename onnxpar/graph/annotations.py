@@ -208,7 +208,8 @@ def annotate_node(
     shardings: Sequence[TensorSharding],
     metadata: Mapping[str, str],
 ) -> None:
-    """Adds an annotation to a node."""
+    """Adds to a node the shardings of its tensors on the devices of `configuration`, and
+    `metadata`."""
     entry = node.device_configurations.add(configuration_id=configuration)
     entry.sharding_spec.extend(s.to_proto() for s in shardings)
     onnx.helper.set_metadata_props(node, {**_all_metadata(node), **metadata})
@@ -217,8 +218,8 @@ def annotate_node(
 def annotate_model(
     model: ModelProto, configuration: str, devices: int, metadata: Mapping[str, str]
 ) -> None:
-    """Declares a configuration in a model that has none, and raises its IR version to 11, the
-    first with configurations."""
+    """Declares a configuration of this number of `devices` in a model that has none, adds
+    `metadata`, and raises the IR version to 11, the first with configurations."""
     model.ir_version = max(model.ir_version, 11)
     model.configuration.add(name=configuration, num_devices=devices)
     onnx.helper.set_model_props(model, {**_all_metadata(model), **metadata})

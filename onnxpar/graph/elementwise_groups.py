@@ -51,7 +51,8 @@ def elementwise_units(graph: gs.Graph, kind: Kind) -> list[list[gs.Node]]:
 
 
 def _fits(node: gs.Node, kinds: Mapping[str, Hashable | None]) -> bool:
-    """True if a group may have the node: operands have the shape of the result, or one element."""
+    """True if a group may have the node: operands have the shape of the result, or one element.
+    `kinds` has the kind of each tensor's shape."""
     if node.op not in OPERATIONS or node.domain not in (None, "", "ai.onnx"):
         return False
     result = kinds[node.outputs[0].name]

@@ -158,7 +158,8 @@ def _export(folder: Path, output: Path) -> None:
 
 
 def export_command(arguments: Sequence[str], output: str) -> str:
-    """Returns the command line of the exporter."""
+    """Returns the command line of the exporter with these arguments; it writes to the folder
+    `output`."""
     return shlex.join(["optimum-cli", "export", "onnx", *arguments, output])
 
 

@@ -53,7 +53,8 @@ class _Inference:
         self.walk = walk
 
     def graph(self, graph: GraphProto, is_body: bool = False) -> None:
-        """Infers the nodes of a graph or body, and removes nodes whose results are constant."""
+        """Infers the nodes of a graph or body (`is_body`), and removes nodes whose results are
+        constant."""
         results = {p.name for p in graph.output} if is_body else set()
         kept: list[NodeProto] = []
         todo = deque(graph.node)
@@ -203,7 +204,8 @@ _COUNTERS = (TensorProto.INT64, TensorProto.BOOL)
 
 
 def _axes(attribute: onnx.AttributeProto | None, count: int) -> Sequence[int]:
-    """The axes of a Scan's sequences; the default is axis 0 for each."""
+    """The axes of a Scan's `count` sequences, from its `attribute`; the default is axis 0 for
+    each."""
     return [0] * count if attribute is None else attribute.ints
 
 
@@ -260,8 +262,8 @@ def _element(sequence: _Type, axis: int) -> tuple[_Type, int | None]:
 
 
 def _stacked(element: _Type, axis: int, count: int | None) -> _Type:
-    """Returns the type of `count` results stacked along an axis; a count of None is
-    data-dependent."""
+    """Returns the type of `count` results of the type `element`, stacked along an axis; a count of
+    None is data-dependent."""
     if element is None or not element.tensor_type.HasField("shape"):
         return element
     sizes = list(element.tensor_type.shape.dim)

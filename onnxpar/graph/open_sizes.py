@@ -207,8 +207,8 @@ def _check_related(walks: Lockstep, node: onnx.NodeProto, dims: OpenDims) -> Non
 def _graph_at(
     proto: onnx.ModelProto, live: Sequence[Walk], prepare: Callable[[onnx.ModelProto], gs.Graph]
 ) -> Callable[[int], gs.Graph]:
-    """Returns a function from the index of a binding to the model's graph there; only the graph at
-    the first binding has large weights."""
+    """Returns a function from the index of a binding in `live` to the model's graph there, made by
+    `prepare`; only the graph at the first binding has large weights."""
     bare = copy_with_stubs(proto, _reference_to_nowhere)
 
     def graph(i: int) -> gs.Graph:

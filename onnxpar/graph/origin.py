@@ -17,7 +17,7 @@ _END = "\n"
 
 
 def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:
-    """Records the global node for which these nodes were created."""
+    """Records the name `origin` of the global node for which these nodes were created."""
     for node in nodes:
         if node.name != origin and vars(node).get("onnx_source") is None:
             node.onnx_source = NodeProto()

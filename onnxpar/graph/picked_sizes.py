@@ -16,7 +16,7 @@ def compressed(
     node: NodeProto, type_: TypeProto, sizes: Sequence[int | None], condition: Array
 ) -> TypeProto:
     """Returns the type of the result of a Compress, from the type that ONNX infers, the sizes of
-    operand 0 and the value of operand 1."""
+    operand 0 and the value of operand 1, `condition`."""
     axis = next((a.i for a in node.attribute if a.name == "axis"), None)
     shape = list(sizes)
     if axis is None:

@@ -76,8 +76,8 @@ def constants(values: Any) -> Forms:
 
 
 def exact_range(form: Polynomial, dtype: np.dtype[Any]) -> Iterator[Limit]:
-    """The limits within which a dtype holds a size exactly. Errors: NotFollowed for a dtype that
-    rounds usual sizes, or in which they overflow."""
+    """The limits within which `dtype` holds the size `form` exactly. Errors: NotFollowed for a
+    dtype that rounds usual sizes, or in which they overflow."""
     if form.number is not None or dtype.kind == "b":
         return
     if dtype.itemsize < 4 or (dtype.kind == "u" and not form.is_natural):
@@ -185,7 +185,7 @@ def _each(function: Callable[..., Polynomial], *arrays: Any) -> Forms:
 
 
 def scaled(form: Polynomial, by: Fraction) -> Polynomial:
-    """A closed form times a number."""
+    """A closed form times the number `by`."""
     return form * Polynomial(((((), by)),)) if by else ZERO
 
 
@@ -197,7 +197,7 @@ def number_of(form: Polynomial) -> Fraction:
 
 
 def truncated(over: Polynomial, below: int) -> Polynomial:
-    """A quotient, rounded towards zero."""
+    """The quotient over / below, rounded towards zero."""
     if below < 0:
         over, below = MINUS * over, -below
     if over.is_natural:

@@ -220,7 +220,7 @@ def move_data(
 
 
 def _refer(tensor: TensorProto, location: str, place: tuple[int, int]) -> None:
-    """Makes a tensor refer to a place in a data file: offset and length in bytes."""
+    """Makes a tensor refer to a place (offset, length in bytes) in the data file `location`."""
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
     for key, entry in (("location", location), ("offset", place[0]), ("length", place[1])):

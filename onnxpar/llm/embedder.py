@@ -199,7 +199,7 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
             return self._status != READY, len(self._queue.running) + len(self._queue.waiting)
 
     def tokens(self, text: str, second: str | None = None) -> Tokens:
-        """Returns the tokens of a text, or of a pair."""
+        """Returns the tokens of a text, or of a pair with `second`."""
         if second is None:
             return Tokens(self.tokenizer.encode(text))
         return Tokens(*self.tokenizer.encode_pair(text, second))

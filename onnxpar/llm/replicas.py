@@ -163,7 +163,8 @@ class EngineReplicas(Replicas[Engine]):
         return Counts(*_sums(counts for _, counts in self.each()))
 
     def submit(self, prompt: Sequence[int], limits: Limits, listen: Listener) -> Generation:
-        """As that of `Engine`. Errors: Busy if no engine takes the request."""
+        """Like `Engine.submit`, for the first engine that takes the request. Errors: Busy if none
+        does."""
         tokens = [int(token) for token in prompt]
         order = sorted(self.workers, key=lambda engine: engine.burden(tokens))
         return self._submit(order, lambda engine: engine.submit(tokens, limits, listen))
@@ -194,7 +195,7 @@ class EmbedderReplicas(Replicas[Embedder]):
         return EmbedderCounts(*_sums(counts for _, counts in self.each()))
 
     def tokens(self, text: str, second: str | None = None) -> Tokens:
-        """Returns the tokens of a text, or of a pair."""
+        """Returns the tokens of a text, or of a pair with `second`."""
         return self.workers[0].tokens(text, second)
 
     def check(self, text: Tokens) -> None:
@@ -202,7 +203,8 @@ class EmbedderReplicas(Replicas[Embedder]):
         self.workers[0].check(text)
 
     def submit(self, texts: Sequence[Tokens], listen: EmbeddingListener) -> Embedding:
-        """As that of `Embedder`. Errors: Busy if no embedder takes the request."""
+        """Like `Embedder.submit`, for the first embedder that takes the request. Errors: Busy if
+        none does."""
         return self._submit(self._in_order(None), lambda each: each.submit(texts, listen))
 
     def _in_order(self, request: Any) -> Sequence[Embedder]:

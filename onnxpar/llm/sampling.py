@@ -87,8 +87,8 @@ class Sampling:
         return self.is_greedy and not self._changes
 
     def changed(self, seen: Sequence[int], step: int) -> Array:
-        """Returns the ids of tokens whose logits are changed before one is chosen, ascending;
-        arguments as of `choose`."""
+        """Returns the ids of tokens whose logits are changed by biases and penalties before a token
+        is chosen, ascending; `seen` and `step` as in `choose`."""
         ids = list(self.logit_bias)
         if self.repetition_penalty != 1:
             ids += seen

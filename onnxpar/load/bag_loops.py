@@ -30,8 +30,8 @@ def bags_of(node: NodeProto, names: Names) -> Bags | None:
 
 
 def _bags_of_ids(node: NodeProto, body: GraphProto, names: Names) -> Bags | None:
-    """Returns the bags of a Loop as the legacy exporter writes it: a scan output stacks the reduced
-    rows."""
+    """Returns the bags of a Loop with this `body` as the legacy exporter writes it: a scan output
+    stacks the reduced rows."""
     count = names.number(node.input[0]) if node.input[0] else None
     counter, last = body.input[0].name, names.node(body.output[1].name, *REDUCTIONS)
     if count is None or last is None or not names.is_value(body.output[0].name, 1):
@@ -40,9 +40,9 @@ def _bags_of_ids(node: NodeProto, body: GraphProto, names: Names) -> Bags | None
 
 
 def _bags_of_rows(node: NodeProto, body: GraphProto, names: Names) -> Bags | None:
-    """Returns the bags of a Loop as the dynamo exporter writes it: SequenceInsert appends the
-    reduced rows to a sequence. The operands of the Loop, the sequence and the number of the bag,
-    may be in either order."""
+    """Returns the bags of a Loop with this `body` as the dynamo exporter writes it: SequenceInsert
+    appends the reduced rows to a sequence. The operands of the Loop, the sequence and the number of
+    the bag, may be in either order."""
     kept, counted = (0, 1) if names.node(node.input[2], "SequenceEmpty") else (1, 0)
     sequence, at = body.input[2 + kept].name, body.input[2 + counted].name
     more = names.node(body.output[0].name, "Less")

@@ -48,7 +48,7 @@ class Surroundings:
         return name
 
     def constant(self, node: NodeProto, value: Any, element: int = TensorProto.INT64) -> str:
-        """Adds a constant before `node`; returns its name."""
+        """Adds a constant of the ONNX dtype `element` before `node`; returns its name."""
         array = np.asarray(value, helper.tensor_dtype_to_np_dtype(element))
         return self.add(node, "Constant", [], value=numpy_helper.from_array(array))
 

@@ -161,7 +161,8 @@ def _dtype(type_: TypeProto) -> np.dtype[np.generic]:
 
 
 def _types(graph: GraphProto, ports: Ports, past: int, new: int) -> dict[str, TypeProto]:
-    """The types of inputs, with a batch of one text."""
+    """The types of a decoder's inputs for a batch of one text with `past` cached and `new`
+    tokens."""
     lengths = {ports.tokens: new, ports.mask: past + new, ports.positions: new}
     types = {}
     for port in graph.input:

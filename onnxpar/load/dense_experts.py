@@ -60,7 +60,7 @@ class DenseExperts:
         return result
 
     def reduce(self, op: str, x: gs.Tensor, axis: int, keep: bool) -> gs.Variable:
-        """Adds a reduction over one dimension."""
+        """Adds a reduction over dimension `axis`, which stays, with size 1, if `keep`."""
         shape = list(x.shape)
         shape[axis : axis + 1] = [1] if keep else []
         return self.add(op, [x, np.array([axis])], x.dtype, shape, keepdims=int(keep))
@@ -116,7 +116,8 @@ class DenseExperts:
         return result
 
     def _matrix(self, step: RowStep, flipped: bool) -> gs.Tensor:
-        """The experts' matrices, [expert, row, column]."""
+        """The experts' matrices in a matrix product, [expert, row, column] ([row, column] if the
+        experts share one), transposed if `flipped`."""
         (operand,) = (o for o in step.operands if not isinstance(o, Row))
         assert isinstance(operand, (Stacked, Shared))
         flipped ^= isinstance(operand, Stacked) and operand.flipped

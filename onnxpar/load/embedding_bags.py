@@ -163,8 +163,8 @@ class _Sums:
         self._add("Div", [total, sizes], self.result)
 
     def _even(self, size: int, rows: str, width: int, largest: bool, result: str) -> str:
-        """Reduces the rows of bags that all have `size` rows: to their sums, or with `largest`
-        their maxima."""
+        """Reduces the rows of bags that all have `size` rows of `width` elements: to their sums, or
+        with `largest` their maxima, in the tensor `result`."""
         apart = self._add("Reshape", [rows, [self.bags.count, size, width]])
         return self._reduce("ReduceMax" if largest else "ReduceSum", apart, result)
 
@@ -172,10 +172,11 @@ class _Sums:
         self, number: str, source: int, rows: str, width: int, largest: bool, result: str
     ) -> str:
         """Reduces the rows of bags of different sizes: to their sums, or with `largest` their
-        maxima.
+        maxima, in the tensor `result`.
 
         number  the number of the bag of each row, [source, 1]
         source  the number of all rows
+        width   the number of elements of a row
         """
         count = self.bags.count
         number = self._add("Expand", [number, [source, width]])

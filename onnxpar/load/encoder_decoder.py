@@ -97,7 +97,7 @@ def _later_decoder(proto: ModelProto, path: Path) -> tuple[ModelProto, list[tupl
 
 
 def _replace_hidden(graph: GraphProto, port: ValueInfoProto, key: str, path: Path) -> None:
-    """Replaces the input with the encoder's result by zeros, as only its sizes may be read in a
+    """Replaces the input `port`, the encoder's result, by zeros, as only its sizes may be read in a
     later step: its numbers of texts and tokens are those of `key`, a cached key. Errors: ModelError
     if a node reads its values."""
     readers = [node for node in graph.node if _HIDDEN in reads_of(node)]
@@ -174,7 +174,8 @@ def _zeros(name: str, of: str, counts: Iterable[int | None], kind: int) -> list[
 
 
 def _branch(model: ModelProto, is_later: bool, path: Path) -> ModelProto:
-    """The model with one of its decoders, if it has both; else the model. Errors: ModelError."""
+    """The model with only its decoder of later steps (`is_later`) or of the first step, if it has
+    both; else the model. Errors: ModelError."""
     graph = model.graph
     choices = [n for n in graph.node if n.op_type == "If" and list(n.input) == [_CHOICE]]
     if not choices:
@@ -223,7 +224,7 @@ def _port(port: ValueInfoProto, name: str) -> ValueInfoProto:
 
 
 def _keep_outputs(graph: GraphProto, ports: Iterable[ValueInfoProto]) -> None:
-    """Replaces the outputs of a graph."""
+    """Replaces the outputs of a graph by `ports`."""
     kept = [_port(port, port.name) for port in ports]
     del graph.output[:]
     graph.output.extend(kept)

@@ -91,7 +91,7 @@ def _fit(operands: list[gs.Tensor], shape: tuple[Size, ...]) -> bool:
 
 
 def _spreads(own: tuple[Size, ...] | None, shape: tuple[Size, ...]) -> bool:
-    """True if a tensor can be broadcast to the shape of the scores."""
+    """True if a tensor of the shape `own` can be broadcast to `shape`, that of the scores."""
     if own is None or len(own) > len(shape):
         return False
     return all(a in (1, b) for a, b in zip(own[::-1], shape[::-1], strict=False))

@@ -240,7 +240,7 @@ class _Search:
 
 
 def _is_copy(node: NodeProto, elem: int) -> bool:
-    """True if a node copies its operand, if that is of this type."""
+    """True if a node copies its operand, if that has the ONNX dtype `elem`."""
     is_cast = node.op_type == "Cast" and any(a.name == "to" and a.i == elem for a in node.attribute)
     return is_cast or node.op_type == "Identity"
 

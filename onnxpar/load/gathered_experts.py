@@ -281,7 +281,8 @@ def _start(
     graph: gs.Graph, picks: Mapping[int, Stacked], groups: list[_Group], order: Mapping[int, int]
 ) -> tuple[gs.Tensor, str] | None:
     """Returns the tensor of rows that the first product reads, and the labels of its dimensions
-    (see `Rows`); None if its dimensions are not known."""
+    (see `Rows`); None if its dimensions are not known. The product is the first of `groups` or,
+    without groups, the first MatMul with weights in `picks`. `order` numbers the nodes."""
     firsts = [n for n in graph.nodes if n.op == "MatMul" and any(id(t) in picks for t in n.inputs)]
     if groups:
         first = min(groups, key=lambda g: order[id(g.joined)])
@@ -300,7 +301,8 @@ def _follow_all(
     program: _Rows, entry: gs.Tensor, order: Mapping[int, int], groups: list[_Group]
 ) -> list[Rows]:
     """Records the nodes that read rows in `program`, from `entry` on, as far as they are row-wise;
-    returns the rows that other nodes read."""
+    returns the rows that other nodes read. Nodes are followed in `order`; the readers of one of
+    `groups` are followed as a single node."""
     todo: list[tuple[int, gs.Node]] = []
     queued: set[int] = set()
     outside: list[Rows] = []

@@ -25,8 +25,9 @@ _FEW = 4
 
 
 def page_basic_attention(model: onnx.ModelProto, caches: list[Cache], ports: Ports) -> None:
-    """Rewrites a decoder whose attention is in basic ops, in place: with `caches` in pages, by
-    PagedAttention. Errors: ModelError, which says why the caches cannot be in pages."""
+    """Rewrites a decoder whose attention is in basic ops (MatMul, Softmax), in place: with `caches`
+    in pages, by PagedAttention. `ports` are its inputs and outputs by role. Errors: ModelError,
+    which says why the caches cannot be in pages."""
     graph = model.graph
     for node in graph.node:
         if any(a.HasField("g") for a in node.attribute):

@@ -241,7 +241,8 @@ def _set_dtype(graph: GraphProto, pairs: list[tuple[str, str]], dtype: int) -> N
 def _set_ports(
     graph: GraphProto, ports: _Ports, pairs: list[tuple[str, str]], page_size: int
 ) -> None:
-    """Declares the shapes of all inputs and outputs anew."""
+    """Declares the shapes of all inputs and outputs anew, and adds the inputs for pages: tables,
+    rows, positions and picks. `pairs` are the names of each cache's input and output."""
     for port in (*graph.input, *graph.output):
         dims = port.type.tensor_type.shape.dim
         if port.name in {name for pair in pairs for name in pair}:

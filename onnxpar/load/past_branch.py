@@ -40,5 +40,5 @@ def take_past_branch(model: onnx.ModelProto) -> None:
 
 
 def _read(body: GraphProto, names: Collection[str]) -> set[str]:
-    """The tensors with these names that a branch reads."""
+    """The tensors with these names that the branch `body` reads."""
     return {name for node in body.node for name in node.input} & set(names)

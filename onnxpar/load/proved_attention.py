@@ -90,9 +90,9 @@ def proved(
     small: Sequence[Sample],
     large: Sequence[Sample],
 ) -> Terms:
-    """Returns the parameters with which PagedAttention computes an attention. Of an attention in
-    basic ops, only the mask is compared at large samples. Errors: ModelError if it does not compute
-    the same."""
+    """Returns the parameters with which PagedAttention computes an attention, measured at samples
+    of short and of longer texts, `small` and `large`. Of an attention in basic ops, only the mask
+    is compared at large samples. Errors: ModelError if it does not compute the same."""
     return _Proof(attention, model, small[-1]).terms(small, large)
 
 
@@ -115,7 +115,8 @@ class _Proof:
             raise self._error("has scores of another shape than new tokens by keys")
 
     def terms(self, small: Sequence[Sample], large: Sequence[Sample]) -> Terms:
-        """Measures the parameters of the attention, and compares results. Errors: ModelError."""
+        """Measures the parameters of the attention, and compares its results with those of
+        PagedAttention; `small` and `large` as for `proved`. Errors: ModelError."""
         terms = self._layout(small)
         if self.found.scores:
             terms = replace(terms, window=self._window(small, large))
@@ -156,9 +157,9 @@ class _Proof:
         return Form(shapes[-1], axes[0])
 
     def _declared(self, terms: Terms, samples: Sequence[Sample]) -> Terms:
-        """Returns the parameters of an op of attention: `scale` and `softcap` are its attributes.
-        All queries are 0, so a token's result is the mean of the values that it sees, which tells
-        the window."""
+        """Returns `terms`, completed for an op of attention: `scale` and `softcap` are its
+        attributes, the window is measured. All queries are 0, so a token's result is the mean of
+        the values that it sees, which tells the window."""
         node = self.found.keys.fused
         assert node is not None
         values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -215,7 +216,7 @@ class _Proof:
         return np.asarray(masked > _HIDDEN)
 
     def _scaled(self, terms: Terms, samples: Sequence[Sample]) -> Terms:
-        """Returns the parameters with the measured scale and cap of scores."""
+        """Returns `terms` with the measured scale and cap of scores."""
         sample = samples[-1]
         feeds = self._feeds(terms, sample)
         at = next(i for i, n in enumerate(self.found.nodes) if n.op_type == "Softmax")
@@ -249,7 +250,8 @@ class _Proof:
         return scale
 
     def _compare(self, terms: Terms, sample: Sample) -> None:
-        """Errors: ModelError if the attention differs from that of PagedAttention at a sample."""
+        """Errors: ModelError if the attention's results at a sample differ from those of a
+        PagedAttention with the parameters `terms`."""
         feeds = self._feeds(terms, sample)
         products, values = self._products(feeds, terms)
         scores = products * terms.scale
@@ -329,7 +331,8 @@ class _Proof:
 
 
 def _wanted(past: int, new: int, window: int) -> Array:
-    """True for each key that a new token sees, (new, keys)."""
+    """The mask of PagedAttention: True for each key that a new token sees, (new, past + new). A
+    token sees itself and earlier tokens, at most `window` in all unless `window` is -1."""
     at = past + np.arange(new)[:, None]
     keys = np.arange(past + new)
     return (keys <= at) & (keys > at - window) if window > 0 else np.asarray(keys <= at)

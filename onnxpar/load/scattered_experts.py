@@ -182,8 +182,8 @@ def _rewrite(
 def _is_like(
     expert: ScatteredExpert, first: ScatteredExpert, steps: int, token_at: int, slots: int
 ) -> bool:
-    """True if an expert reads the same tokens as the first one, computes the same steps, and adds
-    its results in the same way."""
+    """True if an expert reads the same tokens as the first one, computes the same number of
+    `steps`, and adds its results in the same way. For `token_at` and `slots`, see `_is_of`."""
     if expert.tokens is None or first.tokens is None or expert.result is None:
         return False
     return (
@@ -261,8 +261,10 @@ def _has_token(tensor: gs.Tensor, mask: gs.Tensor, axis: int) -> bool:
 
 
 def _is_of(weight: Weight | None, first: Weight | None, token_at: int, slots: int) -> bool:
-    """True if the weight of each pair is the element of its token and slot in the table [token,
-    slot] that the first expert reads; also if neither expert has weights."""
+    """True if the weight of each pair is the element of its token and slot in the table that the
+    first expert reads, with `slots` slots per token; also if neither expert has weights. `token_at`
+    says which dimension of an expert's mask, 0 or 1, is that of tokens; the other is that of
+    slots."""
     if weight is None or first is None:
         return weight is first
     form = (1, slots) if token_at == 1 else (slots, 1)

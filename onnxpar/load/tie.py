@@ -25,9 +25,9 @@ _Members = list[tuple[str, bool]]
 
 def tie(graph: GraphProto, named: Mapping[str, TorchName], folder: Path) -> dict[str, TorchName]:
     """Replaces copies of a matrix, in place: readers of a copy read the first, or a Transpose of
-    it. Copies have equal bits up to their order, and nothing says that they are different
-    parameters. External data is in `folder`. Returns the names of the remaining tensors in
-    torch."""
+    it. Copies have equal bits, possibly transposed, and nothing says that they are different
+    parameters. `named` has the names of tensors in torch, as far as they are known; external data
+    is in `folder`. Returns the names of the remaining tensors in torch."""
     groups = [
         group
         for alike in _alike(graph, named)

@@ -97,7 +97,7 @@ def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
 
 
 def _insert(graph: GraphProto, added: dict[int, list[NodeProto]]) -> None:
-    """Inserts nodes after the nodes at given positions."""
+    """Inserts nodes: `added` has those behind the node at each position."""
     nodes = []
     for place, node in enumerate(graph.node):
         nodes += [node, *added.get(place, ())]

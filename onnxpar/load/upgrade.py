@@ -81,7 +81,7 @@ class _Upgrade:
 
 def _from_oldest(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
     """The model at opset 7 or newer: converts opsets 1 to 6 with ONNX's converter. That drops
-    metadata, which models of that age do not have."""
+    metadata, which models of that age do not have. `what` names the model in errors."""
     opset = min(o.version for o in model.opset_import if o.domain in _ONNX)
     if opset >= OLDEST:
         return model

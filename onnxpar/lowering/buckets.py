@@ -65,7 +65,8 @@ class _Bucket:
 
 def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Kind | None:
     """The bucket key of a collective: collectives with equal keys may share a bucket. None if the
-    node cannot be fused, or is a fused node."""
+    node's op is not in `ops`, if it cannot be fused, or if it is a fused node. `wanted` has the
+    purpose of each collective, by name."""
     if not is_reshard(node) or node.op not in ops:
         return None
     reshard, dtype = reshard_of(node), str(node.inputs[0].dtype)
@@ -137,6 +138,7 @@ def first_of_buckets(
 
     seconds  the compute time of each node, by name
     limit    the most bytes per rank of a bucket, by kind of collective
+    wanted   the purpose of each collective, by name; only equal ones share a bucket
     share    the most bytes of a bucket, as a share of the bytes of all collectives of its kind
 
     The graph must be sorted topologically. Collectives of different kinds count as if each kind had

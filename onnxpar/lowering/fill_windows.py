@@ -91,7 +91,8 @@ def find_fillings(
 def fill(
     graph: gs.Graph, heavy: Collection[str], groups: GroupsOf, fillings: Iterable[Filling]
 ) -> None:
-    """Repeats the moves of `fillings`, in order, in a graph with the same node names."""
+    """Repeats the moves of `fillings`, in order, in a graph with the same node names; `heavy` and
+    `groups` as when they were found."""
     for filling in fillings:
         _move(graph, Windows(graph, heavy, groups), filling)
 
@@ -119,8 +120,8 @@ class _Window:
 
     def filling(self, wanted: float, least: float, earlier: bool) -> Filling | None:
         """The nodes to move so that the window has `wanted` seconds of compute, or as much as
-        possible; None if no node is to move, or if the window would have `least` seconds or less.
-        """
+        possible: from before the collective if `earlier`, else from behind its first reader. None
+        if no node is to move, or if the window would have `least` seconds or less."""
         nodes = self.windows.nodes
         if self.end == len(nodes):
             return None

@@ -78,7 +78,7 @@ def _operand(node: gs.Node, makers: dict[int, gs.Node]) -> gs.Tensor | None:
 
 
 def _are_fused(maker: gs.Node, reader: gs.Node, tensor: gs.Tensor) -> bool:
-    """True if onnxruntime may fuse two nodes with this tensor between them."""
+    """True if onnxruntime may fuse `maker` and `reader`, which have `tensor` between them."""
     if reader.op in PRODUCTS:
         return maker.op in _INTO_PRODUCTS or maker.op in VIEWS
     if maker.op not in PRODUCTS:

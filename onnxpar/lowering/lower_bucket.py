@@ -117,8 +117,9 @@ class BucketBuilder(ReshardBuilder):
         self._split(moved, sizes, [self.outputs[i] for i in order], held)
 
     def _rows(self, x: gs.Tensor, before: Layout, axis: int, count: int, what: str) -> gs.Variable:
-        """Returns `x` as a matrix with a row for each of the `count` shards of dimension `axis`:
-        the dimensions before `axis` move into the columns."""
+        """Returns `x`, of the layout `before`, as a matrix with a row for each of the `count`
+        shards of dimension `axis`: the dimensions before `axis` move into the columns. `what` is a
+        part of the new tensors' names."""
         if axis:
 
             def apart(rank: int) -> list[int]:
@@ -129,7 +130,8 @@ class BucketBuilder(ReshardBuilder):
         return self._shaped(x, [count, -1], what)
 
     def _swapped(self, x: gs.Tensor, sizes: Callable[[int], list[int]], what: str) -> gs.Variable:
-        """`x` reshaped to three dimensions of these sizes, with the first two swapped."""
+        """`x` reshaped to three dimensions, of `sizes(rank)`, with the first two swapped. `what` is
+        a part of the new tensors' names."""
         apart, swapped = self._fresh(x, f"{what}.apart"), self._fresh(x, f"{what}.turned")
         self._resized(x, lambda rank: np.array(sizes(rank), np.int64), apart)
         self._add("Transpose", [apart], swapped, perm=[1, 0, 2])
@@ -179,7 +181,8 @@ class BucketBuilder(ReshardBuilder):
         self.built.append(gs.Node("Split", name, {"axis": axis}, operands, list(results)))
 
     def _shaped(self, x: gs.Tensor, shape: Sequence[int], what: str) -> gs.Variable:
-        """Reshapes `x` to a shape that is the same on all ranks."""
+        """Reshapes `x` to a shape that is the same on all ranks. `what` is a part of the new
+        tensors' names."""
         y = self._fresh(x, what)
         self._add("Reshape", [x, self._constant(f"{what}.shape", np.array(shape))], y)
         return y

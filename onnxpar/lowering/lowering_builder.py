@@ -107,7 +107,7 @@ class LoweringBuilder:
         return self.collective("AllGather", x, axes, shape, axis=axis, **attrs)
 
     def shares_axes(self, factor: str, other: str) -> bool:
-        """True if two factors are split over the same axes."""
+        """True if `factor` and `other` are split over the same axes."""
         return bool(self._axes(factor)) and self._axes(factor) == self._axes(other)
 
     def of_members(self, factor: str, value: Callable[[Any], Any]) -> list[Any]:

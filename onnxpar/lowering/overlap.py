@@ -191,8 +191,9 @@ class Windows:
         return [i for i in range(start + 1, stop) if self.heavy[i]]
 
     def _after(self, at: int, behind: list[gs.Node], between: Collection[int]) -> gs.Tensor | None:
-        """The operand of the result's first reader that is computed last in the window; None if no
-        operand is computed in the window."""
+        """The operand that is computed last, by the nodes `between` (the window), of the first node
+        that reads the result of node `at` or of nodes `behind` it. None if no operand is computed
+        in the window."""
         readers = [
             reader
             for node in [self.nodes[at], *behind]

@@ -48,7 +48,9 @@ class Sum:
 
 
 def other_axes(layout: Layout, rest: Layout) -> Axes:
-    """Returns the axes along which ranks hold different elements, and so send different codes."""
+    """Returns the axes along which ranks hold different elements, and so send different codes:
+    those of the layout's shards, and those over which the result, with the layout `rest`, is
+    partial."""
     axes = {a for d in layout.dims for a in dim_axes(d)} | set(rest.partial)
     return merge_axes(in_mesh_order(tuple(axes)))
 
@@ -156,7 +158,8 @@ class ThresholdBuilder:
         )
 
     def _row(self, what: str, tensors: Sequence[gs.Tensor]) -> gs.Tensor:
-        """The elements of all tensors, flattened and concatenated."""
+        """The elements of all tensors, flattened and concatenated. `what` is a part of the new
+        names."""
         shape = self._constant(f"{what} row", np.array([-1]))
         flat = [self._add("Reshape", [tensor, shape]) for tensor in tensors]
         return self._add("Concat", flat, axis=0) if len(flat) > 1 else flat[0]

@@ -232,7 +232,7 @@ class _Writer:
 
 
 def _take(block: Array, positions: Array, axis: int) -> Array:
-    """The elements at these positions; a view if they are contiguous."""
+    """The elements of `block` at these positions along `axis`; a view if they are contiguous."""
     n = len(positions)
     if n and positions[-1] - positions[0] + 1 == n:
         return block[(slice(None),) * axis + (slice(int(positions[0]), int(positions[0]) + n),)]

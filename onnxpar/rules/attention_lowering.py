@@ -203,7 +203,7 @@ class AttentionLowering:
             finish(build, "Identity", [scores], 3)
 
     def cut_heads(self, build: Lowering, operand: int) -> gs.Tensor:
-        """Queries, keys or values as (batch, heads, sequence, width)."""
+        """Operand 0, 1 or 2 (queries, keys or values) as (batch, heads, sequence, width)."""
         return self._cut(build, operand, operand == 0, "e" if operand == 2 else "d")
 
     def cut_results(self, build: Lowering, operand: int) -> gs.Tensor:

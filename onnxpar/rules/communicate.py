@@ -120,8 +120,8 @@ def moments(
     factors: Sequence[str],
     sizes: Sequence[Size],
 ) -> tuple[gs.Tensor, gs.Tensor, gs.Tensor]:
-    """The mean over axes across all shards, `x` minus the mean, and the variance (of the
-    population, in two passes)."""
+    """The mean over axes, whose `factors` have these global sizes, across all shards; `x` minus the
+    mean; and the variance (of the population, in two passes)."""
     middle = mean(build, x, axes, factors, sizes)
     centred = build.add("Sub", [x, middle])
     squares = build.add("Mul", [centred, centred])

@@ -121,7 +121,8 @@ def _apart(build: Lowering, index: int, lead: int, group: str, within: str) -> g
 
 
 def _finish_joined(build: Lowering, x: gs.Tensor, lead: int, group: str, within: str) -> None:
-    """Computes result 0 from `x`, whose last two dimensions become one."""
+    """Computes result 0 from `x`, whose last two dimensions, `group` and `within`, become one; the
+    first `lead` dimensions stay."""
 
     def shape(local: Local) -> Any:
         return int64([*[0] * lead, (local.size(group) if group else 1) * local.size(within)])

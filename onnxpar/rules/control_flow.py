@@ -40,8 +40,8 @@ def control_flow(node: gs.Node) -> Rule:
 
 
 def ports(node: gs.Node, inner: Sequence[gs.Graph]) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
-    """The tensors that a node reads (its operands, the results of its bodies) and the tensors that
-    it produces (its results, the operands of its bodies)."""
+    """The tensors that a node reads (its operands, the results of its bodies `inner`) and the
+    tensors that it produces (its results, the operands of its bodies)."""
     operands = [*node.inputs, *(t for body in inner for t in body.outputs)]
     return operands, [*node.outputs, *(t for body in inner for t in body.inputs)]
 

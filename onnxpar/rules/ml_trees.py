@@ -136,7 +136,8 @@ def _base(own: Any, base: np.ndarray[Any, Any]) -> Callable[[Local], Any]:
 
 
 def _lower_regressor(forest: Trees, op: str) -> Callable[[Lowering], None]:
-    """A lowering to a rank's trees, all-reduce, average, base values and post-transform."""
+    """Returns a lowering that runs the rank's trees, adds the ranks' results by an all-reduce, and
+    then takes the average, adds base values and applies the post-transform, as the op says."""
     attrs = forest.attrs
     how = _text(attrs.get("aggregate_function", _SUM[op == "TreeEnsemble"]))
     post = _text(attrs.get("post_transform"))
@@ -255,8 +256,9 @@ def _refusal(node: gs.Node, forest: Forest, always: Any) -> str:
 def _lower_classifier(
     forest: Forest, node: gs.Node, always: Any, by_rows: Any
 ) -> Callable[[Lowering], None]:
-    """A lowering to a regressor with the rank's trees, an all-reduce of scores, and the choice of
-    labels as in onnxruntime's kernel. `by_rows` is the lowering if only rows are split."""
+    """Returns a lowering that runs the rank's trees as a regressor, adds the ranks' scores by an
+    all-reduce, and chooses labels as onnxruntime's kernel does. `always` is True for each class
+    that gets a weight from every row; `by_rows` is the lowering if only rows are split."""
     count, base = forest.width, base_of(forest.attrs)
     weights, post = forest.weights, _text(node.attrs.get("post_transform", "NONE"))
     labels = labels_of(node)

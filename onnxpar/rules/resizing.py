@@ -122,7 +122,7 @@ def _scaling(node: gs.Node, size: int, out: int, scale: float, region: Region) -
 
 
 def _repeats(source: Taps, size: int) -> bool:
-    """True if the taps only repeat each of the dimension's `size` elements."""
+    """True if the taps `source` only repeat each of the dimension's `size` elements."""
     out = len(source.index)
     if source.index.shape[1] > 1 or out % size or source.outside.any():
         return False

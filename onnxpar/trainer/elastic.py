@@ -42,8 +42,9 @@ class Elastic:
         step: str | os.PathLike[str] | None,
         is_profiled: bool,
     ) -> Elastic | None:
-        """Returns the options that a user gave; None for a run that is not elastic. Errors:
-        InputError for options that do not go together."""
+        """Returns the options that a user gave; None unless `is_elastic`. Errors: InputError for
+        options that do not go together: others without --elastic, or --elastic with --profile
+        (`is_profiled`)."""
         options = {"min_ranks": min_ranks, "max_restarts": max_restarts, "step": step}
         options = {name: value for name, value in options.items() if value is not None}
         if not is_elastic:

@@ -79,7 +79,8 @@ def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProt
 
 
 def _check_equal(weight: str, keys: Sequence[str], files: Mapping[str, Path]) -> None:
-    """Errors: InputError if tensors of the files that are one weight of the step differ."""
+    """Errors: InputError if tensors `keys` of the files, which are all the step's weight `weight`,
+    differ."""
     if len(keys) < 2:
         return
     values = []

@@ -235,7 +235,8 @@ def records(
 
 
 def _tell_start(run: Run, data: Data, progress: Progress) -> None:
-    """Prints, at the start of a run that resumes, what a user may not expect."""
+    """Tells, when a run resumes from `progress`, that nothing is left to do, or that the samples of
+    the epoch that were taken already are read again."""
     nothing = f"nothing to do: {run.checkpoint} has"
     if run.max_steps is not None and progress.step >= run.max_steps:
         steps = f"{progress.step} of --max-steps {run.max_steps}"

@@ -84,7 +84,7 @@ class Needs:
 
     def filled(self, name: str, array: Array, source: str) -> Array:
         """Returns samples of an input with the sizes that the step needs: shorter ones are filled
-        at their end. Errors: InputError."""
+        at their end. `source` names the data in errors. Errors: InputError."""
         self.check_shape(name, array.shape, source)
         sizes = zip(self.sizes(name), array.shape, strict=True)
         widths = [(0, 0 if wanted is None else wanted - size) for wanted, size in sizes]
@@ -94,8 +94,9 @@ class Needs:
         return np.pad(array, widths, constant_values=value)
 
     def counted(self, shapes: Mapping[str, Sequence[int]], source: str) -> int:
-        """Returns the number of samples in arrays of these shapes. Errors: InputError if an array
-        is missing or does not fit, or if the numbers differ."""
+        """Returns the number of samples in arrays of these shapes. `source` names the data in
+        errors. Errors: InputError if an array is missing or does not fit, or if the numbers
+        differ."""
         check_keys(shapes, self.ports, source)
         for name in self.ports:
             self.check_shape(name, shapes[name], source)
@@ -109,7 +110,7 @@ class Needs:
 
     def chunk(self, values: Mapping[str, Any], source: str) -> Chunk:
         """Returns samples that are given as an array, or as a list of samples, for each input.
-        Errors: InputError."""
+        `source` names the data in errors. Errors: InputError."""
         check_keys(values, self.ports, source)
         arrays = {name: self._whole(name, values[name], source) for name in self.ports}
         self.counted({name: array.shape for name, array in arrays.items()}, source)

@@ -255,8 +255,9 @@ class Trainer(Closing):
             self._locks.append(FolderLock(folder))
 
     def save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
-        """Writes a checkpoint into a folder of checkpoints; each rank writes its own shards. The
-        checkpoint gets its name only when it is complete and on disk. Errors: OnnxparError."""
+        """Writes a checkpoint, with the run's `progress`, into a folder of checkpoints; each rank
+        writes its own shards. The checkpoint gets its name only when it is complete and on disk.
+        Errors: OnnxparError."""
         self.finish_save()
         folder = Path(folder)
         with self._begun(folder, progress) as written:

@@ -102,8 +102,8 @@ def settle_batch_norms(
 
 
 def numbers_of(node: gs.Node, groups: int | None) -> int:
-    """Returns the number of values per channel that each statistic of a BatchNormalization
-    covers."""
+    """Returns the number of values per channel that each statistic of a BatchNormalization covers,
+    if the batch is divided into `groups` with statistics of their own (None: one group)."""
     batch, _, *space = node.inputs[0].shape
     return int(batch // (groups or 1) * prod(space))
 

@@ -87,7 +87,7 @@ def _cross_entropy(
     kind: str, y: Value, labels: Value, weights: Value | None, smoothing: float
 ) -> Value:
     """Returns the sum of the losses of labels, times their weights, times 1 - smoothing; classes
-    are dimension 1."""
+    are dimension 1 of `y`."""
     op = "NegativeLogLikelihoodLoss" if kind == "nll" else "SoftmaxCrossEntropyLoss"
     if weights is None:
         total = y.op(op, labels, ignore_index=IGNORED, reduction="sum")
@@ -97,8 +97,8 @@ def _cross_entropy(
 
 
 def _of_all_classes(y: Value, is_counted: Value, weights: Value | None) -> Value:
-    """Returns the sum, over the samples that count, of the mean weighted loss of all classes;
-    classes are dimension 1."""
+    """Returns the sum, over the samples for which `is_counted`, of the mean weighted loss of all
+    classes; classes are dimension 1 of the scores `y`."""
     of_class = y.op("LogSoftmax", axis=1)
     if weights is not None:
         of_class = of_class * weights.reshape([-1 if a == 1 else 1 for a in range(y.rank)])

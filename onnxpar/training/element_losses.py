@@ -30,12 +30,12 @@ def of_difference(cost: Callable[[Value, float], Value]) -> LossFunction:
 
 
 def square(difference: Value, delta: float) -> Value:
-    """Returns the squares."""
+    """Returns the squares of `difference`; has no `delta`."""
     return difference * difference
 
 
 def absolute(difference: Value, delta: float) -> Value:
-    """Returns the absolute values."""
+    """Returns the absolute values of `difference`; has no `delta`."""
     return difference.op("Abs")
 
 

@@ -112,6 +112,7 @@ DEFAULT_MARGIN = Margin()
 
 
 def _classes(scores: Value, dtype: np.dtype[np.generic]) -> Value:
-    """The number of each class, with dimensions of size 1 for all others."""
+    """The number of each class, 0, 1, ..., as a tensor that broadcasts to `scores`, whose classes
+    are dimension 1."""
     shape: Sequence[int] = [-1 if a == 1 else 1 for a in range(scores.rank)]
     return scores.builder.arange(scores.shape[1], dtype).reshape(shape)

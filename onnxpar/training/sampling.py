@@ -258,7 +258,7 @@ def _with_classes(rows: Value, axis: int) -> Value:
 
 
 def _positions(chosen: Value, groups: ClassGroups) -> Value:
-    """For each class, its position among the sampled ones; 0 for others."""
+    """For each class, its position among the sampled ones, `chosen` (per group); 0 for others."""
     count, kept = chosen.shape
     builder = chosen.builder
     numbers = builder.arange(count * kept, np.int64).reshape([count, kept])

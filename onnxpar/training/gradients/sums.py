@@ -46,7 +46,8 @@ def _add(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _moved(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
-    """Returns the sum of a Reshape or Transpose: the sum of its operand, reshaped or transposed."""
+    """Returns the sum over the iterations of `part`, the result of a Reshape or Transpose: the sum
+    of its operand, reshaped or transposed."""
     within = sum_after(part.builder.value(node.inputs[0]), inner)
     if within is None:
         return None
@@ -65,8 +66,8 @@ def _reduced(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _product(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
-    """Returns the sum of a matrix product: a single product, which also sums over the
-    iterations."""
+    """Returns the sum over the iterations of `part`, the result of a matrix product: a single
+    product of the stacked operands, which also sums over the iterations."""
     if part.rank != 2 or len(node.inputs) != 2 or node.attrs.get("alpha", 1.0) != 1.0:
         return None
     a, a_transposed = _source(part, node, 0)
