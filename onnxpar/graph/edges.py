@@ -70,7 +70,8 @@ def _at(
     taken: Collection[int],
 ) -> Iterator[Binding]:
     """Yields bindings on one side, odd and even sizes in turn; each is one of `bindings` with other
-    sizes of symbols of the minimum."""
+    sizes of those of the `symbols` that are in the minimum: at least `least` and none of `taken`,
+    if possible."""
     own = [s for s in symbols_of(side[0]) if s in symbols]
     for changed in [[s] for s in own] + ([own] if len(own) > 1 else []):
         for parity in (1, 0):

@@ -89,9 +89,10 @@ class Batching:
         return times if self.scheduler.has_room(pieces, times) else 1
 
     def run(self, step: Step) -> list[tuple[Text, Token | Failure]]:
-        """Computes a step; returns the next tokens of each text that is complete, in order. If the
-        ranks die, nothing has changed. So texts with a constraint, which records each chosen token,
-        get all logits at once: no second call may follow a choice."""
+        """Computes a step; returns the next tokens of each text that is read to its end, in order.
+        Texts whose token the candidates do not tell are computed again, with all logits. If the
+        ranks die, no text has changed: texts with a constraint, which records each chosen token,
+        get all logits at once, so that no second call follows a choice."""
         complete = [piece.text for piece in step.pieces if piece.is_last]
         whole = any(text.has_missed or text.limits.needs_all for text in complete)
         steps = self._decoder.run(step.pieces, whole, step.times)

@@ -202,8 +202,9 @@ def _marked(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cut(text: str) -> str:
-    """The text before the mark; without white space at its end if the white space after the mark is
-    gone. Errors: InputError if the template has dropped the mark."""
+    """The text before the mark `_CUT`, which stands for the end of the last message; without white
+    space at its end if the template removed the white space after the mark. Errors: InputError if
+    the template has dropped the mark."""
     before, mark, after = text.rpartition(_CUT)
     if not mark:
         raise InputError("the chat template drops the end of the last message; do not continue it")

@@ -42,7 +42,8 @@ class Decoder:
             return self._batch, self._read(prompts, given or {})
 
     def _read(self, prompts: Sequence[Sequence[int]], given: Mapping[str, Array]) -> Array:
-        """Reads prompts in place of all texts before."""
+        """Reads prompts in place of all texts before; returns the logits. `given` has first values
+        of caches, and inputs that are the same in all runs."""
         self._session.states.reset()
         self._lengths = np.array([len(p) for p in prompts])
         longest = int(self._lengths.max())
@@ -114,7 +115,8 @@ class Decoder:
         return caches
 
     def _run(self, tokens: Array, positions: Array, caches: dict[str, Array]) -> Array:
-        """Runs the ranks once; returns the logits of all new tokens."""
+        """Runs the ranks once; returns the logits of all new tokens. `caches` are caches to feed;
+        those kept on the ranks are read otherwise."""
         model = self._model
         feeds = {model.tokens: tokens, **self._always, **caches}
         if model.mask is not None:

@@ -117,8 +117,8 @@ class Replicas(Closing, Generic[W]):
         raise refusal
 
     def _hand_over(self, own: W, requests: Sequence[Any]) -> Sequence[Any]:
-        """Called without ranks of the worker `own`: offers its requests to the others; returns
-        those that none takes."""
+        """Called by the worker `own` when it has no ranks: offers its requests to the other
+        workers; returns those that none takes."""
         return [
             request
             for request in requests

@@ -39,7 +39,8 @@ from onnxpar.load.row_program import (
 
 
 class DenseExperts:
-    """Adds the nodes of one mixture of experts."""
+    """Adds the nodes of one mixture of experts in dense form: each expert computes a row per token,
+    of zeros for tokens that it does not get, and the masked results are added."""
 
     def __init__(self, graph: gs.Graph, name: str, experts: int, tokens: int | None) -> None:
         self.graph, self.name = graph, names_of(graph).root(name, "/")

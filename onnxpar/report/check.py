@@ -132,9 +132,9 @@ def check_model(
     progress: Callable[[int], None] | None = None,
     tell: Callable[[str], None] = quietly,
 ) -> Check:
-    """Shards a model into a temporary folder, runs it, and compares it with the unsplit model.
-    Calls `progress` with the bytes of weights during writing, and `tell` with a text before each
-    step, and an empty text at the end. Errors: OnnxparError."""
+    """Shards a model with `options` into a temporary folder, runs it, and compares it with the
+    unsplit model as `way` says. Calls `progress` with the bytes of weights during writing, and
+    `tell` with a text before each step, and an empty text at the end. Errors: OnnxparError."""
     try:
         return _checked(model, options, way, progress, tell)
     finally:
@@ -295,8 +295,8 @@ def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
 
 
 def _check_training(model: Path, options: Options, way: Way) -> Check:
-    """Checks a training step over many steps; each step starts from the states of the previous
-    one."""
+    """Checks a training step over as many steps as `way` says; each step starts from the states of
+    the previous one."""
     steps = STEPS if way.steps is None else way.steps
     lr = RATE if way.lr is None else way.lr
     if steps < 1:
@@ -333,8 +333,8 @@ def _trained(plan: Plan) -> str:
 
 
 def _batches(way: Way, plan: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """Yields batches without end: of the given data in order (offsets of bags need that), epoch
-    after epoch, or random ones."""
+    """Yields batches without end: of the data that `way` has, in order (offsets of bags need that),
+    epoch after epoch; or random ones."""
     data = None if way.inputs is None else trainer.batches_of(way.inputs)
     specs = [s for s in trainer.bundle.input_specs if s[0] in trainer.spec.data]
     ranges = {name: r for name, r in plan.ranges.items() if name in trainer.spec.data}

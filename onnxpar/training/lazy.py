@@ -32,7 +32,8 @@ class Rows(Protocol):
         """The values that identify these rows."""
 
     def read(self, table: Value) -> Value:
-        """Returns these rows of a table."""
+        """Returns the rows of `table` that this object stands for: the rows that the step
+        updates."""
 
     def copies(self, gradient: Value) -> Value:
         """Returns the gradient of each row, from the gradient of the table."""

@@ -231,7 +231,7 @@ class _Lowering:
 
     def _narrowed(self, node: gs.Node, is_plain: bool) -> list[gs.Node]:
         """Gives the results of a node 16 bits; returns the casts that round them if it computes in
-        32."""
+        32 (not `is_plain`)."""
         casts = []
         for i, tensor in enumerate(node.outputs):
             if not self._is_float(tensor):

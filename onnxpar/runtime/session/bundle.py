@@ -422,7 +422,7 @@ def _opened(tree: Any) -> Any:
 
 
 def _resolved(tree: Any, sizes: Mapping[str, int]) -> Any:
-    """Returns the JSON of a layout with its polynomials replaced by numbers."""
+    """Returns `tree`, the JSON of a layout, with its polynomials replaced by numbers."""
     if isinstance(tree, Polynomial):
         return tree.at(sizes)
     if isinstance(tree, list):

@@ -175,7 +175,8 @@ def _paired(x: Value) -> Value:
 
 @vjp("AffineGrid")
 def affine_grid(v: Vjp) -> Grads:
-    """A grid is the product of the transformation with the points of an image."""
+    """The gradient of the transformation; a grid is the product of the transformation with the
+    points of an image."""
     count, *space, dims = v.y.shape
     identity = v.builder.constant(np.eye(dims, dims + 1)[None], v.x.dtype)
     sizes = np.array([1, 1, *space], np.int64)
