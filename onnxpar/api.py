@@ -17,15 +17,15 @@ from onnxpar.graph.given_model import Source, model_file
 from onnxpar.graph.model_name import model_name
 from onnxpar.graph.typical import sizes_text
 from onnxpar.planner import sharder
+from onnxpar.planner.convert_options import options_of
 from onnxpar.planner.dump import Dump
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.named_passes import run_named
 from onnxpar.planner.observer import Observer, Observers
-from onnxpar.planner.option import lists
+from onnxpar.planner.option_entry import lists
 from onnxpar.planner.option_table import LayoutOptions, PlanOptions
 from onnxpar.planner.options import Options
 from onnxpar.planner.paging import paged_by_default
-from onnxpar.planner.plan_options import options_of
 from onnxpar.planner.plugins import load_plugin
 from onnxpar.planner.refuse_overwriting import refuse_overwriting
 from onnxpar.planner.save_strategy import Saver
@@ -287,8 +287,9 @@ def output_of(model: Source) -> Path:
 def _plan_options(
     model: Source, asked: PlanOptions, caller: str, times: PassTimes | None = None
 ) -> Options:
-    """Returns the options for the model of which `shard` and all kinds of `plan` make plans: of a
-    folder, its decoder, with caches in pages. Errors: OnnxparError."""
+    """Converts the options of the user to those of the pipeline. For the folder of a language
+    model, they are those of its decoder, with a default page size. `caller` names the function in
+    errors; `times` collects the wall times of the pipeline. Errors: OnnxparError."""
     return paged_by_default(model, timed(options_of(asked, caller), times))
 
 

@@ -20,10 +20,10 @@ from onnxpar.graph.per_rank import PerRank
 from onnxpar.load.load import Model
 from onnxpar.passes.write.split_ranks import SplitRanks
 from onnxpar.planner.context import load_model, prepare
+from onnxpar.planner.convert_options import options_of
 from onnxpar.planner.default_passes import passes_of
 from onnxpar.planner.option_table import PlanOptions
 from onnxpar.planner.pass_registry import parse_passes
-from onnxpar.planner.plan_options import options_of
 from onnxpar.planner.run_passes import run_passes
 from onnxpar.training import grad
 

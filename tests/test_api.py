@@ -23,9 +23,9 @@ from onnxpar.base.errors import InputError, ModelError, StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.cli.parser import parser
 from onnxpar.llm.sampling import Sampling
-from onnxpar.planner.option import table
+from onnxpar.planner.convert_options import options_of
+from onnxpar.planner.option_entry import table
 from onnxpar.planner.option_table import Kind
-from onnxpar.planner.plan_options import options_of
 from onnxpar.serve.settings import Settings
 from onnxpar.trainer.grad_options import HYPERPARAMETERS
 from onnxpar.training.optimizers import OPTIMIZERS

@@ -32,12 +32,12 @@ from onnxpar.cli.options import values_of, with_times
 from onnxpar.cli.training_commands import warn_of
 from onnxpar.compiler.plan import Plan, SavedPlan
 from onnxpar.planner import sharder
+from onnxpar.planner.convert_options import options_of
 from onnxpar.planner.named_passes import run_named
 from onnxpar.planner.option_table import Kind, LayoutOptions, PlanOptions
 from onnxpar.planner.options import Options
 from onnxpar.planner.paging import paged_by_default
 from onnxpar.planner.pass_registry import LIST, pass_lines
-from onnxpar.planner.plan_options import options_of
 from onnxpar.report import op_table
 from onnxpar.report.candidates import Candidates
 from onnxpar.report.check import Check, Way, check_model

@@ -15,7 +15,7 @@ from onnxpar.base.pass_times import PassTimes
 from onnxpar.cli.arguments import dims_of, states_of
 from onnxpar.graph.typical import Typical
 from onnxpar.layout.mesh import MOST_RANKS, Mesh
-from onnxpar.planner.option import GROUPS, REQUIRED, NamedOption, members, table
+from onnxpar.planner.option_entry import GROUPS, REQUIRED, NamedOption, members, table
 from onnxpar.planner.option_table import Kind, PlanOptions
 
 Command = Callable[[argparse.Namespace], int]

@@ -26,7 +26,7 @@ from onnxpar.cli.serve_command import add_serve
 from onnxpar.cli.training_parser import add_grad, add_merge, add_train, add_weights
 from onnxpar.cost.measure import MOST_RANKS
 from onnxpar.planner import calibrate as calibration
-from onnxpar.planner.option import NEEDED, OUTPUT, TRAINING, table
+from onnxpar.planner.option_entry import NEEDED, OUTPUT, TRAINING, table
 from onnxpar.planner.option_table import LayoutOptions
 from onnxpar.planner.pass_registry import passes_help
 from onnxpar.report.check import RATE, STEPS

@@ -13,7 +13,7 @@ from onnxpar.cli.rank_options import (
     add_runtime,
     add_verify,
 )
-from onnxpar.planner.option import NEEDED, OUTPUT
+from onnxpar.planner.option_entry import NEEDED, OUTPUT
 from onnxpar.trainer import grad_options, train_options
 from onnxpar.trainer.grad_options import GradOptions
 from onnxpar.trainer.train_options import TrainOptions

@@ -18,8 +18,8 @@ import onnxruntime as ort
 from onnxpar.base.custom_ops import quiet_options, use_libraries
 from onnxpar.runtime.ranks.cores import Share
 from onnxpar.runtime.session.feeds import make_feeds
-from onnxpar.runtime.session.load_session import load_session
 from onnxpar.runtime.session.options import SLOW_FUSIONS, SessionSpec
+from onnxpar.runtime.session.ort_session import load_ort_session
 from onnxpar.runtime.session.values import is_value
 
 SECONDS = 0.05
@@ -41,7 +41,7 @@ def main() -> None:
     feeds = make_feeds(inputs, ranges)
     feeds |= {name: np.zeros_like(feeds[name]) for name in message["zeros"]}
     model = message["model"]
-    session = load_session(model, quiet_options(), providers=["CPUExecutionProvider"])
+    session = load_ort_session(model, quiet_options(), providers=["CPUExecutionProvider"])
     feeds = {port.name: feeds[port.name] for port in session.get_inputs()}
     alone = _shortest([lambda: lambda: session.run(None, feeds)])
     sizes = _sizes(session, feeds)
@@ -66,7 +66,7 @@ def _as_rank(model: str, feeds: Mapping[str, Any], sizes: Mapping[str, int], sha
     SessionSpec().apply(options, 0, share.threads, share.spin)
     for symbol, size in sizes.items():
         options.add_free_dimension_override_by_name(symbol, size)
-    session = load_session(model, options, SLOW_FUSIONS, providers=["CPUExecutionProvider"])
+    session = load_ort_session(model, options, SLOW_FUSIONS, providers=["CPUExecutionProvider"])
     if any(is_value(port.type) for port in (*session.get_inputs(), *session.get_outputs())):
         return lambda: session.run(None, feeds)
     binding = session.io_binding()

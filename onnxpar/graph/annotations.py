@@ -37,8 +37,9 @@ Component = tuple[int | None, int]
 class TensorSharding:
     """The sharding of one tensor of a node.
 
-    `devices` lists the devices that hold each shard, row-major over `dims`; it is empty if the
-    model does not assign devices. `dims` are the split dimensions by axis, which may be negative.
+    devices  the devices that hold each shard, row-major over `dims`; empty if the model does not
+             assign devices
+    dims     the components of each split dimension, by axis, which may be negative
     """
 
     tensor: str
@@ -55,7 +56,8 @@ class TensorSharding:
         return {axis: [n for _, n in components] for axis, components in self.dims.items()}
 
     def to_proto(self) -> ShardingSpecProto:
-        """The proto of the standard; a shard on several devices gets a group: -1, -2, ..."""
+        """Returns the proto of the standard. Devices that hold the same shard are a group in it,
+        numbered -1, -2, ..."""
         spec = ShardingSpecProto(tensor_name=self.tensor)
         for i, group in enumerate(self.devices):
             spec.device.append(group[0] if len(group) == 1 else -1 - i)
@@ -72,9 +74,12 @@ class TensorSharding:
 
 @dataclass(frozen=True)
 class NodeConfiguration:
-    """The annotation of one node: shardings by tensor, and onnxpar's own metadata.
+    """The annotation of one node.
 
-    `what` names the node in messages.
+    what       the node's name in messages
+    shardings  by tensor
+    stage      the pipeline stage; None if there is none
+    metadata   onnxpar's own
     """
 
     what: str
@@ -85,7 +90,8 @@ class NodeConfiguration:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One of a model's configurations: its devices, and its nodes by their first result."""
+    """One of a model's configurations. `devices` is their number; `nodes` has the annotations of
+    nodes, by the node's first result."""
 
     name: str
     devices: int
@@ -116,8 +122,8 @@ class Configuration:
 def _renamed(
     metadata: Mapping[str, str], keys: Sequence[str], new: Mapping[str, str]
 ) -> dict[str, str]:
-    """Metadata with new names for the tensors in entries under these keys. Damaged entries stay as
-    they are: their reader reports them."""
+    """Returns metadata with new names for the tensors in the entries under `keys`. Damaged entries
+    stay as they are: their reader reports them."""
     renamed = dict(metadata)
     for key in [key for key in keys if key in renamed]:
         with suppress(ValueError, AttributeError):
@@ -170,9 +176,9 @@ def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
 def choose_configuration(
     configurations: Sequence[Configuration], name: str | None, devices: int | None
 ) -> Configuration | None:
-    """The configuration called `name`; without a name, the only one for this number of devices.
-    None for the name `none`, and for a model without configurations. Errors: StrategyError that
-    lists the model's configurations."""
+    """Returns the configuration called `name`; without a name, the only one for this number of
+    devices, or with neither, the only one. None for the name `none`, and for a model without
+    configurations. Errors: StrategyError that lists the model's configurations."""
     if name == "none":
         return None
     have = ", ".join(f"{c.name!r} of {c.devices} devices" for c in configurations) or "none"
@@ -203,7 +209,8 @@ def annotate_node(
     shardings: Sequence[TensorSharding],
     metadata: Mapping[str, str],
 ) -> None:
-    """Adds an annotation to a node."""
+    """Adds to a node the shardings of its tensors on the devices of `configuration`, and
+    `metadata`."""
     entry = node.device_configurations.add(configuration_id=configuration)
     entry.sharding_spec.extend(s.to_proto() for s in shardings)
     onnx.helper.set_metadata_props(node, {**_all_metadata(node), **metadata})
@@ -212,8 +219,8 @@ def annotate_node(
 def annotate_model(
     model: ModelProto, configuration: str, devices: int, metadata: Mapping[str, str]
 ) -> None:
-    """Declares a configuration in a model that has none, and raises its IR version to 11, the
-    first with configurations."""
+    """Declares a configuration of this number of `devices` in a model that has none, adds
+    `metadata`, and raises the IR version to 11, the first with configurations."""
     model.ir_version = max(model.ir_version, 11)
     model.configuration.add(name=configuration, num_devices=devices)
     onnx.helper.set_model_props(model, {**_all_metadata(model), **metadata})

@@ -1,6 +1,7 @@
-"""Weights that ops have in attributes (the trees of a forest, the vectors of an SVM) as operands.
+"""Shows weights that ops have in attributes (the trees of a forest, the vectors of an SVM) as
+operands.
 
-A graph in memory shows them as one more constant operand, with one row per tree or vector, so that
+A graph in memory has them as one more constant operand, with one row per tree or vector, so that
 passes split, count and plan the weights like any others. The operand has no data: the rule of the
 op cuts the attributes for the rows that a rank holds. Models in files do not have this operand.
 """
@@ -30,7 +31,7 @@ _NAMES = {
 
 
 def has_attribute_weights(node: gs.Node) -> bool:
-    """True if the node shows weights in attributes as an operand."""
+    """True if a node has the operand that stands for weights in its attributes."""
     return node.domain == ML and node.op in _NAMES and len(node.inputs) > AT
 
 
@@ -51,7 +52,8 @@ def expose(graph: gs.Graph) -> None:
 
 
 def attribute_weights(graph: gs.Graph) -> frozenset[str]:
-    """The names of the operands, which cannot be resharded, as they have no data."""
+    """Returns the names of the operands that stand for weights in attributes. They cannot be
+    resharded, as they have no data."""
     nodes = filter(has_attribute_weights, all_nodes(graph))
     return frozenset(node.inputs[AT].name for node in nodes)
 

@@ -27,9 +27,9 @@ def taken_branch(
 
 
 def branch_of(node: NodeProto, condition: bool, names: Collection[str]) -> GraphProto | None:
-    """A copy of a branch of an If, with Identity nodes that copy the branch's results to the
-    results of the If. `names` has all names in use around the If. None if a tensor of the branch
-    has one of these names."""
+    """Returns a copy of the branch that an If takes for this condition, with Identity nodes that
+    copy the branch's results to the results of the If. `names` has all names in use around the If.
+    None if a tensor of the branch has one of these names."""
     name = "then_branch" if condition else "else_branch"
     branch = GraphProto()
     branch.CopyFrom(next(a.g for a in node.attribute if a.name == name))
@@ -44,7 +44,7 @@ def branch_of(node: NodeProto, condition: bool, names: Collection[str]) -> Graph
 
 
 def put_branch(graph: GraphProto, node: NodeProto, branch: GraphProto) -> None:
-    """Puts a branch in the place of an If of a graph, in place."""
+    """Replaces an If of a graph by a branch, in place."""
     at = next(i for i, each in enumerate(graph.node) if each is node)
     nodes = [*graph.node[:at], *branch.node, *graph.node[at + 1 :]]
     graph.initializer.extend(branch.initializer)

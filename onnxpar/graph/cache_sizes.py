@@ -26,10 +26,14 @@ _OP = "GroupQueryAttention"
 class CacheSizes:
     """Sizes of a GroupQueryAttention; None for a size without a closed form.
 
-    `own` is the number of tokens of a run, `past` the length of the cache, `keys` the length of all
-    keys as an operand gives it, and `rows` the number of rows of the table of rotary angles.
-    `is_buffer` is True if the cache has the same length before and after a run; `is_ring` if it
-    keeps only the last `window` tokens.
+    batch      texts
+    own        tokens of a run
+    past       length of the cache
+    keys       length of all keys, as an operand gives it
+    rows       rows of the table of rotary angles
+    window     keys that a token sees, itself included
+    is_buffer  True if the cache has the same length before and after a run
+    is_ring    True if the cache keeps only the last `window` tokens
     """
 
     batch: Polynomial | None
@@ -42,7 +46,8 @@ class CacheSizes:
     is_ring: bool
 
     def contradictions(self, sizes: Binding) -> Iterator[Remedies]:
-        """Remedies for each contradiction that makes the kernel reject these sizes.
+        """Yields, for each contradiction for which the kernel rejects these sizes, the remedies:
+        sizes to change, and their new values.
 
         The length of the keys must be that of past and present together. A ring must be as long as
         its window, and its keys at least as long, because otherwise a part of the ring would stay
@@ -78,7 +83,8 @@ class CacheSizes:
         return total <= self.rows.at(sizes)
 
     def _total(self, own: int, past: int) -> int:
-        """Number of keys that a query attends to: past and own ones, or all of a buffer."""
+        """Returns the number of keys that a query attends to: `past` and `own` ones, or all of a
+        buffer."""
         return past if past and self.is_buffer else past + own
 
 
@@ -114,9 +120,9 @@ def _of(
 def settled(
     caches: Sequence[CacheSizes], sizes: Mapping[str, int], kept: Collection[str]
 ) -> dict[str, int]:
-    """Sizes of all symbols, changed so that they contradict no cache, where that is possible
-    without changing symbols in `kept`. A symbol changes at most once. Rings come first: growing
-    caches can adapt to a longer mask."""
+    """Returns sizes of all symbols that contradict no cache, as far as this is possible without
+    changing symbols in `kept`. A symbol changes at most once. Rings come first: growing caches can
+    adapt to a longer mask."""
     changed, done = dict(sizes), set(kept)
     ordered = sorted(caches, key=lambda cache: not cache.is_ring)
     for _ in sizes:

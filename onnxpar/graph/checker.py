@@ -52,8 +52,8 @@ _IDENTITY = helper.make_node("Identity", ["x"], ["y"])
 
 
 def loads(node: onnx.NodeProto, opset: int, ir_version: int = MIN_IR) -> bool:
-    """True if onnxruntime loads a model of this node, which computes y from x, with this opset and
-    IR version."""
+    """True if onnxruntime loads a model of this node alone, which must compute y from x, both
+    float32 [1], with this opset and IR version."""
     value, result = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in "xy")
     opsets = [helper.make_opsetid("", opset)]
     graph = helper.make_graph([node], "version", [value], [result])
@@ -75,7 +75,7 @@ class Refusal:
 
 
 def check_functions(model: onnx.ModelProto, path: Path) -> None:
-    """Errors: ModelError for a model with functions that onnxruntime does not load."""
+    """Errors: ModelError if the model has functions, and onnxruntime does not load it."""
     if _has_unknown(model) or _refusal(_outline(model)) is None:
         return
     refusal = _refusal(str(path))
@@ -84,7 +84,7 @@ def check_functions(model: onnx.ModelProto, path: Path) -> None:
 
 
 def check_references(graph: GraphProto, path: Path) -> None:
-    """Errors: ModelError if a node outside any function refers to an attribute of a function."""
+    """Errors: ModelError if a node refers to an attribute of a function, but is in none."""
     for node in nodes_of(graph):
         name = next((a.name for a in node.attribute if a.ref_attr_name), None)
         if name is not None:
@@ -95,8 +95,8 @@ def check_references(graph: GraphProto, path: Path) -> None:
 
 
 def check_standard(model: onnx.ModelProto, path: Path) -> Refusal | None:
-    """The reason why onnxruntime does not load a model; None if it does. The model has no
-    functions, and its stored tensors have been checked.
+    """Returns the reason why onnxruntime does not load a model; None if it does. Call this once
+    functions are inlined and stored tensors are checked.
 
     Errors: ModelError if the model violates the standard and onnxruntime does not load it either.
     """
@@ -129,7 +129,8 @@ def check_standard(model: onnx.ModelProto, path: Path) -> Refusal | None:
 
 
 def check_bound(model: onnx.ModelProto, dims: Mapping[str, int | str], path: Path) -> None:
-    """Checks a model whose open sizes `dims` has bound; onnxruntime loads it with open sizes.
+    """Checks a model in which `dims` gave numbers to open sizes; onnxruntime loads it with open
+    sizes.
 
     Errors: StrategyError if onnxruntime does not load it with these sizes: a branch for other sizes
     does not fit them. Constant folding is on, because only folding may find the misfit.
@@ -284,8 +285,8 @@ def _stub_of_large(tensor: TensorProto) -> TensorProto | None:
 
 
 def _inline_stub(tensor: TensorProto) -> TensorProto:
-    """An empty tensor or a scalar. It replaces a tensor whose data the checker would copy, or look
-    for in the working directory."""
+    """Returns an empty tensor or a scalar in place of a tensor whose data ONNX's checker would
+    copy, or search in the working directory."""
     dims, dtype = tensor.dims, tensor.data_type
     data = b"" if dims else bytes(16)[: -(-element_bits(dtype) // 8)]
     return TensorProto(name=tensor.name, data_type=dtype, dims=[0] if dims else [], raw_data=data)

@@ -13,10 +13,11 @@ from onnxpar.graph.subgraphs import read_by
 def clone_nodes(
     nodes: Iterable[gs.Node], prefix: str = "", instead: Mapping[int, gs.Tensor] | None = None
 ) -> tuple[list[gs.Node], dict[int, gs.Tensor]]:
-    """Copies nodes and their results; the names of copies start with `prefix`.
+    """Copies nodes and their results; the names of copies start with `prefix`. A copy reads the
+    copies of the results of other nodes, `instead` of some operands other tensors (by id() of the
+    operand), and else the same operands as the original.
 
-    Returns the copies, and the copy of each tensor by the id() of the original. Other operands are
-    shared with the original nodes, except those that `instead` replaces, by id().
+    Returns the copies, and the copy of each tensor by the id() of the original.
     """
     copies: dict[int, gs.Tensor] = dict(instead or {})
     return [clone_node(node, prefix, copies) for node in nodes], copies
@@ -72,8 +73,8 @@ def needed(graph: gs.Graph, outputs: Collection[str], known: Collection[str] = (
 
 
 def nodes_of_run(graph: gs.Graph, apart: Collection[str]) -> list[gs.Node]:
-    """The nodes that a run computes, in order. Nodes that only the outputs in `apart` need are left
-    out: another program computes these outputs."""
+    """Returns the nodes that a run computes, in order: without those that only the outputs `apart`
+    need, which another program computes."""
     outputs = [t.name for t in graph.outputs]
     kept = [name for name in outputs if name not in apart]
     return list(graph.nodes) if len(kept) == len(outputs) else needed(graph, kept)

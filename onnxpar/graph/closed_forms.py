@@ -1,5 +1,5 @@
-"""The closed forms of a graph's sizes, and of the values that nodes compute from them, as far as
-these follow from the definitions of ops."""
+"""Computes the closed forms of a graph's sizes, and of the values that nodes compute from sizes, as
+far as they follow from the definitions of ops."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ MOST = 64
 
 
 class ClosedForms:
-    """The closed forms of sizes, and of values, by name of a tensor; `varies` are the names of
-    tensors whose values depend on sizes.
+    """The closed forms of sizes, and of values, by name of a tensor.
 
-    Arguments: `dims` are the open dimensions of inputs, whose types are `types`. `opset` is the
-    version of ONNX's own ops.
+    dims    the open dimensions of inputs
+    types   the types of inputs
+    opset   the version of ONNX's own ops
+    varies  the names of tensors whose values depend on sizes
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class ClosedForms:
             return None
 
     def follow(self, walk: Walk, node: NodeProto) -> list[Forms]:
-        """The elements of a node's results. Errors: NotFollowed."""
+        """Computes the elements of a node's results, in closed form. Errors: NotFollowed if there
+        is none."""
         if node.domain not in ("", "ai.onnx"):
             raise NotFollowed
         if node.op_type in ("Shape", "Size"):
@@ -92,13 +94,14 @@ class ClosedForms:
         return forms
 
     def results(self, walk: Walk, node: NodeProto, divide: Divide) -> list[Sizes] | None:
-        """The sizes of the results of an op that computes them from values; None for another op.
-        Errors: NotFollowed."""
+        """Computes the sizes of the results of an op whose result sizes are values of operands,
+        such as Slice; None for another op. `divide` finds quotients of sizes. Errors: NotFollowed
+        if there is no closed form."""
         return result_sizes(self._operands(walk, node, divide))
 
     def positions(self, walk: Walk, node: NodeProto) -> list[Polynomial]:
-        """The positions in an operand that an op computes from values; none if they have no closed
-        form."""
+        """Returns the positions in an operand that a Slice or Gather computes from values; none if
+        they have no closed form."""
         try:
             return list(positions(self._operands(walk, node, lambda over, below: None)))
         except NotFollowed:

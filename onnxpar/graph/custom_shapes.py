@@ -29,8 +29,9 @@ def custom_shapes(
     values: Mapping[str, TensorProto],
     opset: int,
 ) -> Iterator[tuple[str, Shape]]:
-    """Yields the name and the shape of each result, for an op with such a function, if the types of
-    all operands are known. Errors: the function's own."""
+    """Yields the name and the shape of each result of a node, if a ShapeFunction is registered for
+    its op and the types of all operands are known. `values` has the known values of operands.
+    Errors: those of the function."""
     find = _functions.get((node.domain, node.op_type))
     names = [name for name in node.input if name]
     if find is None or any(a.type == AttributeProto.GRAPH for a in node.attribute):

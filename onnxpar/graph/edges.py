@@ -20,7 +20,7 @@ _LARGEST = 1 << 20
 
 
 def unseen(atoms: Sequence[Atom], bindings: Sequence[Binding]) -> list[Side]:
-    """The sides of minima without a binding."""
+    """Returns the sides of minima on which no binding is."""
     return [
         (atom, i)
         for atom in atoms
@@ -31,7 +31,8 @@ def unseen(atoms: Sequence[Atom], bindings: Sequence[Binding]) -> list[Side]:
 
 
 def is_at(side: Side, binding: Binding) -> bool:
-    """True if a binding is on this side."""
+    """True if, at these sizes of the symbols, operand `i` of the minimum is less than all others;
+    `side` is (minimum, i)."""
     atom, i = side
     values = [operand.at(binding) for operand in atom.operands]
     return all(values[i] < other for k, other in enumerate(values) if k != i)
@@ -44,8 +45,9 @@ def edge_bindings(
     least: int,
     taken: Collection[int],
 ) -> list[Binding]:
-    """Bindings on these sides: each is one of `bindings` with another size of one of the `symbols`,
-    or of all of them. If possible, sizes are at least `least` and not in `taken`."""
+    """Returns bindings on these sides, two for each side, an even and an odd size: each is one of
+    `bindings` with another size of one of the `symbols`, or of all of them. If possible, sizes are
+    at least `least` and not in `taken`."""
     chosen: list[Binding] = []
 
     def size(side: Side) -> int:
@@ -67,7 +69,9 @@ def _at(
     least: int,
     taken: Collection[int],
 ) -> Iterator[Binding]:
-    """Bindings on one side, the odd and even sizes in turn, each like another of `bindings`."""
+    """Yields bindings on one side, odd and even sizes in turn; each is one of `bindings` with other
+    sizes of those of the `symbols` that are in the minimum: at least `least` and none of `taken`,
+    if possible."""
     own = [s for s in symbols_of(side[0]) if s in symbols]
     for changed in [[s] for s in own] + ([own] if len(own) > 1 else []):
         for parity in (1, 0):
@@ -84,7 +88,7 @@ def _at(
 
 
 def _sizes(parity: int) -> list[int]:
-    """Sizes of growing distance, all odd or all even."""
+    """Returns sizes at growing distances, all odd (`parity` 1) or all even (0)."""
     sizes, size = [], 1 if parity else 2
     while size < _LARGEST:
         sizes.append(size)
@@ -93,8 +97,8 @@ def _sizes(parity: int) -> list[int]:
 
 
 def limit(side: Side) -> Limit:
-    """The limit that keeps runs off this side: the first size must not be greater than the
-    second."""
+    """Returns the limit that excludes this side from runs: (minimum of the other operands, operand
+    i); the first must not be greater than the second."""
     atom, i = side
     others = [operand for k, operand in enumerate(atom.operands) if k != i]
     return minimum(*others), atom.operands[i]

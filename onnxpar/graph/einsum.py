@@ -11,9 +11,9 @@ Size = TypeVar("Size")
 def einsum_dims(
     equation: str, ranks: Sequence[int], broadcast: Callable[[int], Sequence[str]]
 ) -> tuple[list[list[str]], list[str]]:
-    """The names of the dimensions of each operand, given the operands' numbers of dimensions, and
-    of the result. `broadcast` gives names to the dimensions of `...`, given their number; operands
-    with fewer of them have the last ones."""
+    """Returns the names of the dimensions of each operand and of the result, from an equation and
+    the operands' numbers of dimensions. `broadcast` takes the number of dimensions that `...`
+    stands for, and returns their names; an operand with fewer of them has the last ones."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     widths = [
@@ -37,7 +37,8 @@ def einsum_dims(
 def einsum_sizes(
     terms: Sequence[Sequence[str]], shapes: Sequence[Sequence[Size]]
 ) -> dict[str, Size]:
-    """The size of each dimension, by name: of an operand in which it is not 1, if there is one."""
+    """Returns the size of each dimension, by name; if operands differ, because one is broadcast,
+    the size that is not 1."""
     sizes: dict[str, Size] = {}
     for dims, shape in zip(terms, shapes, strict=True):
         for dim, size in zip(dims, shape, strict=True):

@@ -15,7 +15,7 @@ OPERATIONS = frozenset(("Add", "Sub", "Mul", "Div", "Sqrt", "Neg", "Abs", "Ident
 FEWEST = 3
 """Nodes of a group: fewer save too little memory traffic."""
 ONE = "one element"
-"""The kind of a tensor that is broadcast to the others."""
+"""The kind of a tensor of one element, which is broadcast."""
 Kind = Callable[[gs.Tensor], Hashable | None]
 """The kind of a tensor: equal only if two tensors have the same shape on each rank; None for a
 tensor that cannot be in a group."""
@@ -31,8 +31,9 @@ _PRODUCTS = frozenset(("MatMul", "FusedMatMul", "Gemm"))
 
 
 def elementwise_units(graph: gs.Graph, kind: Kind) -> list[list[gs.Node]]:
-    """The nodes of a graph (not of its subgraphs) in units, in an order in which each unit follows
-    its operands. A unit of at least FEWEST nodes is a group; its nodes are in graph order.
+    """Divides the nodes of a graph (not of its subgraphs) into units: groups of at least FEWEST
+    elementwise nodes that one loop can compute, in graph order, and single nodes. Each unit follows
+    its operands in the returned order.
 
     No unit depends on itself through others. A node that reads a unit may come later than in the
     graph, but no collective does.
@@ -50,7 +51,8 @@ def elementwise_units(graph: gs.Graph, kind: Kind) -> list[list[gs.Node]]:
 
 
 def _fits(node: gs.Node, kinds: Mapping[str, Hashable | None]) -> bool:
-    """True if a group may have the node: operands have the shape of the result, or one element."""
+    """True if a group may have the node: operands have the shape of the result, or one element.
+    `kinds` has the kind of each tensor's shape."""
     if node.op not in OPERATIONS or node.domain not in (None, "", "ai.onnx"):
         return False
     result = kinds[node.outputs[0].name]
@@ -66,8 +68,9 @@ def _fits(node: gs.Node, kinds: Mapping[str, Hashable | None]) -> bool:
 
 
 def _of_onnxruntime(merger: _Merger, fits: set[int], outputs: set[str]) -> set[int]:
-    """The nodes that onnxruntime may fuse with others: nodes beside a fused op, directly or through
-    other nodes of groups, and nodes that become part of a product."""
+    """Returns the numbers of the nodes that onnxruntime may fuse with others: nodes beside a fused
+    op, directly or through other nodes that fit a group, and nodes that become part of a
+    product."""
     nodes = merger.nodes
     fused: set[int] = set()
     todo = [
@@ -99,7 +102,7 @@ def _of_onnxruntime(merger: _Merger, fits: set[int], outputs: set[str]) -> set[i
 
 
 class _Merger:
-    """Merges nodes to units, and keeps an order of units in which each follows its operands."""
+    """Merges nodes into units, and keeps an order in which each unit follows its operands."""
 
     def __init__(self, graph: gs.Graph) -> None:
         self.nodes: Sequence[gs.Node] = list(graph.nodes)
@@ -143,8 +146,8 @@ class _Merger:
             self._unit[node] = second
 
     def _between(self, first: int, second: int) -> set[int] | None:
-        """The units between two that depend on the first; None if the second depends on one of
-        them, or one has a collective."""
+        """Returns the units between two that depend on the first; None if the second depends on one
+        of them, or one of them is a collective."""
         units: set[int] = set()
         todo = [first]
         while todo:

@@ -25,7 +25,7 @@ from onnxpar.graph.paged_attention import (
 Shape = tuple[int | None, ...]
 Shapes = Sequence[Shape | None]
 Place = tuple[int, int]
-"""An operand and its axis."""
+"""(index of an operand, axis)."""
 
 
 class Multiple(NamedTuple):
@@ -104,9 +104,8 @@ EVEN = _BROADCAST | frozenset(
 
 
 def equal_sizes(node: NodeProto, shapes: Shapes) -> Iterator[tuple[Place, Size, bool]]:
-    """Triples of two dimensions of operands that must be equal, and True if the op also accepts a
-    size of 1 for one of the two, which it repeats. An attribute may give the size, or a divisor of
-    it; this then replaces the second dimension."""
+    """Yields triples: the dimension of an operand, the size that it must have (another dimension, a
+    number from an attribute, or a multiple), and True if the op also accepts a 1 and repeats it."""
     operands: Sequence[int] = range(len(shapes))
     skipped = 0
     if node.op_type not in _BROADCAST:
@@ -123,8 +122,8 @@ def _none(node: NodeProto, shapes: Shapes) -> Pairs:
 
 
 def _aligned(shapes: Shapes, operands: Sequence[int], skipped: int) -> Pairs:
-    """Pairs of dimensions of different operands with the same position counted from the last one.
-    The last `skipped` dimensions are left out."""
+    """Yields pairs of dimensions of different operands with the same position from the end; without
+    the last `skipped` dimensions."""
     for i, j in combinations(operands, 2):
         a, b = shapes[i], shapes[j]
         for back in range(1 + skipped, 1 + min(len(a or ()), len(b or ()))):

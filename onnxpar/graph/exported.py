@@ -75,7 +75,8 @@ def call_of(node: gs.Node | NodeProto) -> Call | None:
 
 
 def exported_kinds(graph: GraphProto) -> dict[str, str]:
-    """PARAMETER, BUFFER or CONSTANT_TENSOR by name; empty if the exporter wrote no signature."""
+    """Returns the kind that torch.export gave to each tensor, by name: PARAMETER, BUFFER or
+    CONSTANT_TENSOR; empty if the exporter wrote no signature."""
     for entry in graph.metadata_props:
         if entry.key == _SIGNATURE:
             return {name: kind for _, kind, name in _ENTRY.findall(entry.value)}
@@ -120,8 +121,9 @@ def torch_names(graph: GraphProto) -> dict[str, TorchName]:
 def _read(
     node: NodeProto, operand: int, kinds: Mapping[str, str], targets: Mapping[str, str]
 ) -> TorchName | None:
-    """The names in torch of the stored tensor that is an operand of a node; None if unknown, or as
-    in the file. `targets` are the parameters' names in torch, by their names in calls."""
+    """Returns the names in torch of the stored tensor that is an operand of a node; None if
+    unknown, or if they are those in the file. `kinds` are those of `exported_kinds`, `targets` the
+    parameters' names in torch, by their names in calls."""
     name = node.input[operand]
     module, called = _place(node)
     shared, _, copy = name.rpartition("@")
@@ -173,8 +175,8 @@ def _scopes(node: NodeProto) -> list[str] | None:
 
 
 def _place(node: NodeProto) -> tuple[str, str]:
-    """The path of the module in torch that a node comes from, and the name of the call there; empty
-    if the file does not record them."""
+    """Returns the path of the module in torch from which a node was made, and the name of the call
+    there; empty if the file does not record them."""
     scopes = _scopes(node)
     if scopes is not None:
         return scopes[-2], scopes[-1]

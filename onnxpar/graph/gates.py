@@ -15,7 +15,8 @@ _KEY = "onnxpar.gate"
 
 
 def add_gate(graph: gs.Graph, gate: str, name: str, tensor: gs.Tensor) -> gs.Variable:
-    """Appends an Identity that belongs to a gate to a graph; returns its result."""
+    """Appends an Identity of `tensor`, called `name`, that belongs to the gate `gate`; returns its
+    result."""
     result = gs.Variable(name, tensor.dtype, tensor.shape)
     node = gs.Node("Identity", name, {}, [tensor], [result])
     source = NodeProto()
@@ -26,5 +27,5 @@ def add_gate(graph: gs.Graph, gate: str, name: str, tensor: gs.Tensor) -> gs.Var
 
 
 def gate_of(node: gs.Node) -> str | None:
-    """The gate that a node belongs to, if any."""
+    """Returns the name of the gate to which a node belongs; None if it belongs to none."""
     return metadata_of(node, _KEY) if node.op == "Identity" else None

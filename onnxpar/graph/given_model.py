@@ -1,4 +1,4 @@
-"""Models that Python callers pass: files, bytes and ModelProtos."""
+"""Models as Python callers pass them: paths, bytes and ModelProtos."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ model, or a ModelProto."""
 
 @contextmanager
 def model_file(model: Source) -> Iterator[Path]:
-    """A file of the model: the caller's own, or a temporary one, named after the graph.
+    """Returns the file of a model for the time of the block: the caller's own, or for a model in
+    memory a temporary one, named after the graph.
 
     Errors: ModelError if it is unclear which model of a folder is meant, if bytes are not a model,
     or if a model in memory has external data.

@@ -62,7 +62,7 @@ def exported(path: Path) -> Path:
 
 
 def is_on_hub(path: Path) -> bool:
-    """True if a path is no file, and may be a name on the hub."""
+    """True if a path is no file, and could be a name on the hub (`owner/name`)."""
     is_name = _HUB.fullmatch(str(path)) is not None
     return is_name and not path.exists() and not path.parent.exists()
 
@@ -158,7 +158,8 @@ def _export(folder: Path, output: Path) -> None:
 
 
 def export_command(arguments: Sequence[str], output: str) -> str:
-    """Returns the command line of the exporter."""
+    """Returns the command line of the exporter with these arguments; it writes to the folder
+    `output`."""
     return shlex.join(["optimum-cli", "export", "onnx", *arguments, output])
 
 

@@ -38,8 +38,9 @@ def infer(model: onnx.ModelProto, keep: Collection[str] | None = None) -> None:
 
 
 def infer_bodies(walk: Walk, node: NodeProto) -> None:
-    """Records the types of the results of an If, Loop or Scan that its bodies give for the operands
-    of a walk. Shapes that bodies declare are ignored; the node stays as it is."""
+    """Records the types of the results of an If, Loop or Scan in a walk, by inferring its bodies
+    for the known types of its operands. Shapes that bodies declare are ignored; the node stays as
+    it is."""
     copy = NodeProto()
     copy.CopyFrom(node)
     _Inference(walk).infer(copy)
@@ -52,7 +53,8 @@ class _Inference:
         self.walk = walk
 
     def graph(self, graph: GraphProto, is_body: bool = False) -> None:
-        """Infers the nodes of a graph, and removes constant ones."""
+        """Infers the nodes of a graph or body (`is_body`), and removes nodes whose results are
+        constant."""
         results = {p.name for p in graph.output} if is_body else set()
         kept: list[NodeProto] = []
         todo = deque(graph.node)
@@ -79,8 +81,8 @@ class _Inference:
     def _fold(
         self, node: NodeProto, values: Sequence[object], results: set[str]
     ) -> list[NodeProto]:
-        """Records a node's results as constants. Returns an Identity for each result of the body,
-        since a node of the body must compute that."""
+        """Records a node's results as constants. Returns an Identity for each of them that is a
+        result of the body (`results`), because a node of the body must compute it."""
         copies = []
         for i, name in enumerate(node.output):
             if name in results:
@@ -136,7 +138,7 @@ class _Inference:
     ) -> list[_Type]:
         """Infers a body; returns the types that its carried tensors have in every iteration.
 
-        given   their types before the first iteration
+        given   the types of the carried tensors before the first iteration
         before  types of the body's inputs before the carried tensors
         after   types of the body's inputs after them
         """
@@ -193,7 +195,7 @@ class _Inference:
 
 
 def _stored_name(result: str) -> str:
-    """The name of the constant whose copy is a result of a body."""
+    """Returns the name of the constant that an Identity copies to a result of a body."""
     return f"{result}::value"
 
 
@@ -202,12 +204,14 @@ _COUNTERS = (TensorProto.INT64, TensorProto.BOOL)
 
 
 def _axes(attribute: onnx.AttributeProto | None, count: int) -> Sequence[int]:
-    """The axes of a Scan's sequences; the default is axis 0 for each."""
+    """The axes of a Scan's `count` sequences, from its `attribute`; the default is axis 0 for
+    each."""
     return [0] * count if attribute is None else attribute.ints
 
 
 def _scalar(declared: TypeProto, dtype: int) -> TypeProto:
-    """The type of one element, of the rank that the body declares, as in onnxruntime."""
+    """Returns the type of one element, scalar or vector as the body declares it, as onnxruntime
+    does."""
     rank = len(declared.tensor_type.shape.dim)
     return helper.make_tensor_type_proto(dtype, [1] * min(rank, 1))
 
@@ -225,7 +229,7 @@ def _bare(type_: TypeProto) -> TypeProto:
 
 
 def _common(a: _Type, b: _Type) -> _Type:
-    """The first type, but without the shape or the sizes in which the second type differs."""
+    """Returns type `a` without the sizes, or the shape, in which type `b` differs."""
     if a is None or a == b:
         return a
     shapes = [t.tensor_type.shape for t in (a, b) if t and t.tensor_type.HasField("shape")]
@@ -258,7 +262,8 @@ def _element(sequence: _Type, axis: int) -> tuple[_Type, int | None]:
 
 
 def _stacked(element: _Type, axis: int, count: int | None) -> _Type:
-    """The type of `count` results, stacked along an axis; None is a data-dependent count."""
+    """Returns the type of `count` results of the type `element`, stacked along an axis; a count of
+    None is data-dependent."""
     if element is None or not element.tensor_type.HasField("shape"):
         return element
     sizes = list(element.tensor_type.shape.dim)

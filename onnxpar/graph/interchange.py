@@ -45,7 +45,7 @@ _SKIPPED = {
 
 
 class _EmptyList(list[Any]):
-    """An empty list attribute that knows its kind."""
+    """An empty list attribute that knows the type of its elements."""
 
     kind = AttributeProto.INTS
 
@@ -74,8 +74,9 @@ def declared_shape(tensor: gs.Tensor) -> tuple[int | None, ...] | None:
 
 
 def reopen(graph: gs.Graph, declared: Mapping[str, TypeProto]) -> None:
-    """Removes the sizes of inputs and outputs of strings, which have no layout, where the model
-    leaves them open; `declared` has the model's types of its ports."""
+    """Opens again the sizes of inputs and outputs of strings, which have no layout, where the model
+    leaves them open; `declared` has the model's types of its ports. Inference at samples has made
+    them numbers."""
     for tensor in (*graph.inputs, *graph.outputs):
         source = _source(tensor)
         if declared_shape(tensor) is None:
@@ -356,7 +357,8 @@ def _read_constant_outputs(graph: gs.Graph) -> None:
 
 
 def _describe(message: Any, source: Any) -> None:
-    """Copies docs and metadata from one proto to another."""
+    """Copies docs and metadata to the proto `message` from `source`, the proto from which it was
+    imported."""
     if source is None:
         return
     message.doc_string = source.doc_string
@@ -385,8 +387,8 @@ def _describe_graph(graph: gs.Graph, proto: GraphProto) -> None:
 
 
 def _hoist(graph: gs.Graph, proto: GraphProto) -> list[TensorProto]:
-    """Removes captured constants from the protos of subgraphs, where the exporter repeats them;
-    returns the ones that are missing in the main graph."""
+    """Removes constants that subgraphs capture from the protos of the subgraphs, where
+    graphsurgeon's exporter repeats them; returns those that the main graph lacks."""
     have = {t.name for t in proto.initializer}
     missing: dict[str, TensorProto] = {}
     inner_graphs = [g for n in graph.nodes for g in n.attrs.values() if isinstance(g, gs.Graph)]

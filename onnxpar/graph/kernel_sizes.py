@@ -145,8 +145,8 @@ def _resized(node: _Sized) -> _Found:
 
 
 def _transposed(node: _Sized) -> _Found:
-    """The sizes of a ConvTranspose that pads as it likes: each element makes `stride` elements, if
-    the kernel reaches that far."""
+    """Yields the spatial sizes of a ConvTranspose with automatic padding: size * stride, or fewer
+    if the kernel does not reach that far. ONNX's inference adds `output_padding`."""
     attributes, sizes = node.attributes, node.sizes
     pads_itself = attributes.get("auto_pad", b"NOTSET") in (b"SAME_UPPER", b"SAME_LOWER")
     if not pads_itself or attributes.get("output_shape"):

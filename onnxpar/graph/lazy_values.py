@@ -27,9 +27,13 @@ class ExternalValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
 
 class StackedValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
     """Values of several weights of one shape, stacked along a new first dimension; they are read on
-    first use. `tensor` has no data: `parts` have it, in the model or in files of `folder`.
-    `weights` are the graph's constants that are stacked; their shapes may begin with further
-    dimensions of one element."""
+    first use.
+
+    tensor   the stack's proto, without data
+    parts    the protos of the weights, which have the data, or refer to files of `folder`
+    weights  the graph's constants that are stacked; their shapes may begin with further dimensions
+             of one element
+    """
 
     def __init__(
         self, name: str, parts: Sequence[TensorProto], folder: Path, weights: Sequence[gs.Constant]
@@ -66,6 +70,6 @@ def stored_proto(tensor: gs.Constant) -> TensorProto | None:
 
 
 def peeked(tensor: gs.Constant) -> np.ndarray[Any, Any]:
-    """The value of a constant; does not load an unloaded constant."""
+    """Returns the value of a constant; a value that has not been read yet is read, but not kept."""
     values: Any = tensor._values
     return np.asarray(values.load() if isinstance(values, gs.ir.tensor.LazyValues) else values)

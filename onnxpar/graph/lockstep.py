@@ -57,7 +57,8 @@ the result and of the operand on whose size it depends."""
 
 @dataclass(frozen=True)
 class Unsolved:
-    """A node that needs two sizes to be equal; that equation cannot be solved for a symbol."""
+    """A node that needs two sizes to be equal, where no symbol can be replaced to make them
+    equal."""
 
     node: NodeProto
     first: Polynomial
@@ -77,7 +78,7 @@ class Lockstep:
     live        indices of the bindings at which the model is valid so far
     kept        nodes that are not folded away
     forms       closed forms of sizes and values
-    atoms       the atoms that closed forms contain
+    atoms       the atoms that closed forms contain: minima and quotients of sizes
     conflicts   nodes that are not valid for their operands
     tie         a symbol and its replacement, which makes two sizes equal, as a node requires; the
                 walk ends at that node
@@ -243,7 +244,8 @@ class Lockstep:
         return any(tensor.name in names for tensor in self.model.graph.initializer)
 
     def _in_closed_form(self, node: NodeProto, of: Size) -> Polynomial | None:
-        """A size in closed form, given the node's operands."""
+        """Returns a size as `equal_sizes` states it (a number, a dimension of an operand, a
+        multiple) in closed form."""
         if isinstance(of, int):
             return Polynomial.constant(of)
         if isinstance(of, Multiple):
@@ -315,9 +317,9 @@ class Lockstep:
     def _exact_range(
         self, node: NodeProto, forms: Sequence[Forms], values: Sequence[Any]
     ) -> list[Limit] | None:
-        """The limits within which a node's results, and the values that they are computed from, are
-        exact in their dtypes, and quotients of floats are numbers; None if results are rounded, or
-        overflow, at usual sizes."""
+        """Returns the limits on sizes within which a node's results, and the values from which they
+        are computed, are exact in their dtypes, and no float is divided by 0; None if results are
+        rounded, or overflow, at usual sizes."""
         try:
             own = [
                 limit
@@ -344,7 +346,7 @@ class Lockstep:
 
     def _check(self, node: NodeProto) -> None:
         """Drops the bindings at which the node is not valid for its operands; if too few would be
-        left, records the node as a conflict instead."""
+        left, or the first one would go, records the node as a conflict instead."""
         for i in self.live:
             sizes = [s for name in node.output for s in self.walks[i].sizes(name) or ()]
             if any(s is not None and s < 0 for s in sizes):
@@ -356,7 +358,7 @@ class Lockstep:
             self.conflicts.append(node)
 
     def put_first(self) -> None:
-        """Moves the binding with the fewest open sizes of at most 1 to the front."""
+        """Moves the binding at which the fewest open sizes are at most 1 to the front."""
 
         def trivial(i: int) -> tuple[bool, int]:
             return i in self.edges, sum(size.at(self.bindings[i]) <= 1 for size in self.found)
@@ -366,7 +368,7 @@ class Lockstep:
         self._variables = {}
 
     def _drop(self, odd: Collection[int]) -> None:
-        """Drops these bindings, at which the model is not valid."""
+        """Drops the bindings `odd`, at which the model is not valid."""
         if odd:
             self.live = [i for i in self.live if i not in odd]
             self._known.clear()
@@ -450,7 +452,8 @@ class Lockstep:
             self.forms.sizes[name] = list(sizes)
 
     def _agreeing(self, size: Polynomial | None, column: Sequence[int | None]) -> Polynomial | None:
-        """The size, if it equals the inferred one at all bindings; else None."""
+        """Returns the size, if it has the values in `column` at the live bindings, and is simple
+        enough to follow; else None."""
         if (
             size is None
             or size.weight > HEAVIEST
@@ -460,7 +463,8 @@ class Lockstep:
         return size
 
     def _divide(self, over: Polynomial, below: Polynomial) -> Polynomial | None:
-        """The quotient of two sizes: proposed by their values, and proved by a product."""
+        """Returns the quotient of two sizes: a polynomial fits the quotients of their values, and
+        times `below` it is exactly `over`; else None."""
         bindings = [self.bindings[i] for i in self.live]
         values = [(over.at(b), below.at(b)) for b in bindings]
         if any(b == 0 or a % b for a, b in values):
@@ -544,7 +548,7 @@ class Lockstep:
         return True
 
     def _open_columns(self, node: NodeProto) -> Iterator[tuple[Polynomial, list[int | None]]]:
-        """The open sizes of operands, with their values at the live bindings."""
+        """Yields the open sizes of a node's operands, each with its values at the live bindings."""
         for operand, at, _, size in self._open_operands(node):
             yield size, self._column(operand, at)
 
@@ -565,8 +569,8 @@ class Lockstep:
     def _discover(
         self, node: NodeProto, name: str, axis: int, values: Sequence[int]
     ) -> Polynomial | None:
-        """A result's size as a quotient of an operand's size, found by inferring the node with
-        other sizes of the operand; None if there is no such quotient."""
+        """Returns a result's size as a quotient (a * size + b) // c of an operand's size, as
+        inference at other sizes of the operand shows it; None if there is no such quotient."""
         for operand, at, own, size in self._open_operands(node):
             key = (name, axis, operand, at)
             stride = self.strides.get(key) or find_quotient(partial(self._probe, node, *key), own)
@@ -589,8 +593,13 @@ class Lockstep:
     def _lowest(
         self, node: NodeProto, key: tuple[str, int, str, int], ratio: tuple[int, int, int], own: int
     ) -> int:
-        """The least operand size from which on this quotient is the result's size; 0 if it already
-        is at sizes 1 and 2: kernels round negative numbers towards zero."""
+        """Returns the least operand size from which on a quotient is the result's size; 0 if it
+        already is at sizes 1 and 2: kernels round negative numbers towards zero.
+
+        key    names and axes of the result and the operand
+        ratio  the quotient (a, b, c): (a * size + b) // c
+        own    an operand size at which it is right
+        """
         times, shift, below = ratio
 
         def is_right(size: int) -> bool:
@@ -614,15 +623,16 @@ class Lockstep:
     def _probe(
         self, node: NodeProto, name: str, axis: int, operand: str, at: int, size: int
     ) -> int | None:
-        """The size that a result's dimension would have if an operand's dimension had the given
-        size."""
+        """Returns the size that dimension `axis` of the result `name` would have, if dimension `at`
+        of `operand` had this size."""
         types = self.walks[self.live[0]].probe(node, {(operand, at): size})
         sizes = known_sizes(types.get(name))
         return sizes[axis] if sizes is not None and axis < len(sizes) else None
 
 
 def _is_folded(forms: Forms, value: Any) -> bool:
-    """True for a result that does not depend on sizes, and for a result of integers."""
+    """True if a result becomes a constant at each binding: it does not depend on sizes, or is
+    integers."""
     is_open = any(form.variables for form in forms.reshape(-1))
     return not is_open or np.issubdtype(np.asarray(value).dtype, np.integer)
 
@@ -638,7 +648,8 @@ def _agree(results: Sequence[Sequence[Any]]) -> bool:
 
 
 def _size_at(shapes: Shapes, of: Size) -> int | None:
-    """A size at these shapes of operands."""
+    """Returns a size that `equal_sizes` states, for operands of these shapes; None if it is
+    unknown."""
     if isinstance(of, int):
         return of
     if isinstance(of, Multiple):

@@ -15,7 +15,7 @@ Named = Sequence[tuple[str, str]]
 
 
 def note_file_name(node: NodeProto) -> None:
-    """Records the name that a node has in its file, before it gets another one."""
+    """Records the name that a node has in its file; call this before the node is renamed."""
     node.metadata_props.add(key=_FILE_NAME, value=node.name)
 
 

@@ -13,8 +13,8 @@ from onnxpar.graph.shapes import Walk
 
 
 def check_fits(walks: Sequence[Walk], node: NodeProto) -> None:
-    """Checks a node that ONNX's inference rejects on every walk, with the types and values that all
-    walks share.
+    """Checks a node that ONNX's inference rejects in every walk: asks onnxruntime, with the types
+    and values of operands in which all walks agree.
 
     Errors: ModelError if onnxruntime rejects the node as well.
     """
@@ -41,7 +41,7 @@ def check_fits(walks: Sequence[Walk], node: NodeProto) -> None:
 
 
 def _common(types: Sequence[TypeProto]) -> TypeProto:
-    """The first type, with only the sizes that all types share."""
+    """Returns the first type without the sizes in which others differ."""
     common = TypeProto()
     common.CopyFrom(types[0])
     shapes = [known_sizes(type_) for type_ in types]

@@ -53,8 +53,8 @@ def model_at(path: Path) -> Path:
 
 
 def decoder_in(folder: Path) -> Path:
-    """Returns the ONNX file of a folder: the decoder that genai_config.json names, or that has one
-    of the usual names, or else the only file. Errors: ModelError."""
+    """Returns the ONNX file of a folder: the decoder that genai_config.json names; else the one
+    that has one of the usual names; else the only file. Errors: ModelError."""
     if (folder / GENAI).exists():
         return _named_by_genai(folder)
     both = encoder_decoder_in(folder)
@@ -85,8 +85,8 @@ def decoder_in(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class EncoderDecoderFiles:
-    """The files of an encoder-decoder: the decoders of the first step and of later steps may be in
-    one file."""
+    """The files of an encoder-decoder; `first` and `later` are the decoders of the first step and
+    of later steps, perhaps in one file."""
 
     encoder: Path
     first: Path
@@ -114,12 +114,12 @@ def encoder_decoder_in(folder: Path) -> EncoderDecoderFiles | None:
 
 
 def encoder_file(decoder: Path) -> Path:
-    """Returns the file of the encoder that belongs to a file of a decoder."""
+    """Returns the file of the encoder in the folder of a decoder's file."""
     return decoder.parent / _ENCODER
 
 
 def _named_by_genai(folder: Path) -> Path:
-    """The decoder's file by genai_config.json."""
+    """Returns the decoder's file as genai_config.json names it."""
     decoder = genai_config(folder).get("decoder")
     name = decoder.get("filename") if isinstance(decoder, dict) else None
     if not isinstance(name, str):
@@ -159,9 +159,10 @@ def read_json(file: Path) -> object:
 
 
 def carried_files(model: Path, is_part: bool = False) -> dict[str, Path]:
-    """Returns the files beside a language or embedding model that its sharded model has, too, by
-    their names there; none if there is neither genai_config.json nor tokenizer.json, so that the
-    folder may hold anything, unless the model `is_part` of an encoder-decoder."""
+    """Returns the files beside a model (tokenizer, configurations) that are copied into the sharded
+    model, by their names there. A folder without genai_config.json and tokenizer.json is not that
+    of a language or embedding model: nothing is copied, unless the model `is_part` of an
+    encoder-decoder."""
     folder = _root(model.parent)
     if not is_part and not any((folder / name).is_file() for name in (GENAI, "tokenizer.json")):
         return {}

@@ -17,7 +17,7 @@ _END = "\n"
 
 
 def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:
-    """Records the global node for which these nodes were created."""
+    """Records the name `origin` of the global node for which these nodes were created."""
     for node in nodes:
         if node.name != origin and vars(node).get("onnx_source") is None:
             node.onnx_source = NodeProto()
@@ -25,7 +25,7 @@ def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:
 
 
 def note_origins(node: gs.Node, members: Iterable[gs.Node]) -> None:
-    """Records the global nodes of all members for a node that takes their place."""
+    """Records that a node takes the place of `members`, with the global nodes of all of them."""
     origins: dict[str, None] = {}
     for member in members:
         origins |= dict.fromkeys(lowered_from(member))

@@ -102,8 +102,8 @@ class UnpagedError(ModelError):
 
 
 def written_in_place(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """The inputs of the states, (input, output) pairs, that the op overwrites in place, or that an
-    Identity passes on, which then copies nothing."""
+    """Returns the inputs of states, (input, output) pairs, whose tensors a run overwrites:
+    PagedAttention writes into them in place, or an Identity passes them on and copies nothing."""
     pairs = set(states)
     ops = (PAGED_ATTENTION, PAGED_ATTENTION_PART)
     paged = [n for n in graph.nodes if n.op in ops and n.domain == COMPUTE]

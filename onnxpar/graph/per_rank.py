@@ -19,8 +19,8 @@ class PerRank:
     graph itself has rank 0's values. If an attribute's function returns None for a rank, the rank
     does not have the attribute.
 
-    `stand_ins` maps a constant to the sizes, with the axes that split them, for which the constant
-    counts an empty shard as one element.
+    `stand_ins` tells, by constant, which sizes the constant counts as one element where a shard is
+    empty: (size, axes that split it).
     """
 
     constants: dict[str, Callable[[int], Array]] = field(default_factory=dict)
@@ -28,7 +28,8 @@ class PerRank:
     stand_ins: dict[str, frozenset[tuple[int, Axes]]] = field(default_factory=dict)
 
     def copy_attributes(self, node: str, copy: str) -> None:
-        """Gives a node's copy, of another name, the attributes that depend on the rank."""
+        """Gives the node `copy`, a copy of `node`, the attributes of `node` that depend on the
+        rank."""
         for (name, key), function in list(self.attributes.items()):
             if name == node:
                 self.attributes[copy, key] = function
@@ -57,8 +58,8 @@ def collective_node(
     per_rank: PerRank,
     **attrs: Any,
 ) -> gs.Node:
-    """A collective over the ranks that differ only in these axes. An attribute can be a function of
-    the rank."""
+    """Returns a node of a collective, from x to y, over the ranks that differ only in these axes.
+    An attribute can be a function of the rank, which is recorded in `per_rank`."""
     attrs["group"] = _GroupOf(mesh, axes)
     for key, value in attrs.items():
         if callable(value):

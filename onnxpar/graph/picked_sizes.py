@@ -16,7 +16,7 @@ def compressed(
     node: NodeProto, type_: TypeProto, sizes: Sequence[int | None], condition: Array
 ) -> TypeProto:
     """Returns the type of the result of a Compress, from the type that ONNX infers, the sizes of
-    operand 0 and the value of operand 1."""
+    operand 0 and the value of operand 1, `condition`."""
     axis = next((a.i for a in node.attribute if a.name == "axis"), None)
     shape = list(sizes)
     if axis is None:
@@ -28,8 +28,8 @@ def compressed(
 
 
 def part_of(split: NodeProto, whole: TypeProto, sizes: Array, place: int) -> TypeProto | None:
-    """Returns the type of the element at a place of the sequence that a SplitToSequence makes of a
-    tensor of this type; `sizes` is operand 1. None if there is no such element, or its type is
+    """Returns the type of element `place` of the sequence that a SplitToSequence makes of a tensor
+    of the type `whole`; `sizes` is operand 1. None if there is no such element, or its type is
     unknown."""
     attributes = {a.name: a.i for a in split.attribute}
     part = TypeProto()

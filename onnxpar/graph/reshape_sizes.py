@@ -22,11 +22,12 @@ def is_possible(shape: Sequence[int], target: Sequence[int]) -> bool:
 def proportion(
     shape: Sequence[Polynomial | None], target: Sequence[Polynomial | None]
 ) -> tuple[str, str, Fraction] | None:
-    """A symbol of the shape, one of the target, and the factor between them (first = factor *
-    second) that a Reshape requires at all sizes. None if there are none, or if they are not unique.
+    """Returns (symbol of the shape, symbol of the target, factor), with first = factor * second, as
+    a Reshape requires at all sizes. None if there are none, or if they are not unique.
 
-    Only products count. Of several symbols in the shape, the one in the target symbol's dimension
-    counts: a batch stays one. If the target has a dimension of any size (None), the factor is 1.
+    Only the numbers of elements count. Of several symbols in the shape, the one in the dimension of
+    the target's symbol is meant: a batch stays one. If the target has a dimension of any size
+    (None), the factor is 1.
     """
     own = [_multiple(size) for size in shape]
     new = [_multiple(size) for size in target if size is not None]
@@ -50,7 +51,8 @@ def proportion(
 
 
 def _multiple(size: Polynomial | None) -> tuple[Fraction, str] | None:
-    """The number and the symbol ("" for none) whose product is this size; None for others."""
+    """Returns the number and the symbol ("" for none) whose product is this size; None for any
+    other size."""
     if size is None or len(size.terms) > 1:
         return None
     ((monomial, number),) = size.terms or (((), Fraction(0)),)

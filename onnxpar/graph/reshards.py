@@ -21,9 +21,14 @@ _KEY = "reshard"
 
 @dataclass(frozen=True)
 class Reshard:
-    """Describes a reshard: its `kind` (a row of `KINDS`), its mesh axes, and in `members` the
-    layouts before and after of each operand. A fused reshard has several operands. `share` is the
-    part of the elements that ranks really send: of the rows of all experts, the chosen ones."""
+    """A reshard.
+
+    kind     a row of `KINDS`
+    axes     its mesh axes
+    members  (layout before, layout after) of each operand; a fused reshard has several
+    share    the part of the elements that ranks really send: of the rows of all experts, the chosen
+             ones
+    """
 
     kind: str
     axes: Axes

@@ -31,9 +31,14 @@ HUGE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Operands:
-    """A node with known facts about its operands by position: `sizes` (None if even the number of
-    dimensions is unknown) and `values` (None without a closed form). `is_size` is true for the size
-    of a tensor, which is never negative."""
+    """A node with known facts about its operands.
+
+    sizes    by position; None if even the number of dimensions is unknown
+    values   by position, in closed form; None without one
+    opset    the version of ONNX's own ops
+    divide   finds quotients of sizes
+    is_size  True for the size of a tensor, which is never negative
+    """
 
     node: NodeProto
     sizes: Sequence[Sizes | None]
@@ -81,8 +86,8 @@ def result_sizes(operands: Operands) -> list[Sizes] | None:
 
 
 def positions(operands: Operands) -> Iterator[Polynomial]:
-    """The positions in an operand that an op computes from values: the first element of a Slice, or
-    the index of a Gather, which may count from the end. Errors: NotFollowed."""
+    """Yields the positions in an operand that a node computes from values: the first element of a
+    Slice, or the index of a Gather, which may count from the end. Errors: NotFollowed."""
     if operands.node.op_type == "Slice":
         for axis, start, _, step in _slices(operands):
             size = operands.shape()[axis]
@@ -124,7 +129,7 @@ def _first(size: Polynomial, start: Polynomial, step: int) -> Polynomial:
 
 
 def _from_the_end(index: Polynomial, size: Polynomial) -> Polynomial:
-    """An index, which may count from the end, from the beginning."""
+    """Counts an index that may be negative from the beginning."""
     if index.is_natural:
         return index
     if index.number is not None:

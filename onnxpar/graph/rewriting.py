@@ -1,5 +1,5 @@
-"""Runs rewrites one after the other, each with a row of its time, a dump, a check of names, and its
-name in the error if it fails."""
+"""Runs rewrites one after the other; records the time of each, shows its result, checks names, and
+says in an error which rewrite failed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unseen(name: str, graph: onnx.ModelProto | gs.Graph) -> None:
 
 
 class Rewritten(Protocol):
-    """A model while rewrites change it; `content` is what they change."""
+    """A model while rewrites change it; `content` is the proto or graph that they change."""
 
     path: Path
 
@@ -38,7 +38,7 @@ State = TypeVar("State", bound=Rewritten)
 
 @dataclass(frozen=True)
 class Rewrite(Generic[State]):
-    """A rewrite, or a check between rewrites, and when it is done."""
+    """A step that changes a model, or checks it; `when` says whether it runs for a model."""
 
     name: str
     run: Callable[[State], object]
@@ -52,8 +52,11 @@ def run_rewrites(
     show: Show = unseen,
     times: PassTimes | None = None,
 ) -> None:
-    """Runs those rewrites, in order, that are to be done. `who` has them, such as "the loader";
-    `times` collects the wall time of each.
+    """Runs the rewrites whose `when` is true, in order.
+
+    who    the owner of the rewrites in errors, such as "the loader"
+    show   called after each
+    times  collects the wall time of each
 
     Errors: OnnxparError of a rewrite; PassError for any other failure, naming the rewrite.
     """

@@ -68,8 +68,8 @@ class _Opening:
         self.enter(body, names)
 
     def _own_results(self, body: GraphProto, names: Mapping[str, str]) -> None:
-        """Adds an Identity for each result that no node of the body computes, or that is
-        repeated."""
+        """Adds an Identity for each result of the body that no node of the body computes, or that
+        the body returns twice."""
         computed = {o for node in body.node for o in node.output}
         for port in body.output:
             port.name = names.get(port.name, port.name)
@@ -81,7 +81,8 @@ class _Opening:
             port.name = result
 
     def _declare(self, name: str, names: dict[str, str]) -> str:
-        """The new name of a tensor of a body: the old one, unless another tensor has it."""
+        """Returns a new name for a tensor of a body, and records it in `names`: the old one, unless
+        another tensor has it."""
         names[name] = own = self._fresh(name)
         return own
 

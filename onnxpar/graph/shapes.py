@@ -64,7 +64,7 @@ _UNKNOWN_DEFAULTS = {"STFT": {"onesided": 1}}
 
 
 def _with_defaults(node: NodeProto) -> NodeProto:
-    """The node with the attributes that inference needs."""
+    """Returns the node with the attributes that ONNX's inference needs to be right."""
     have = {attribute.name for attribute in node.attribute}
     defaults = _UNKNOWN_DEFAULTS.get(node.op_type, {})
     missing = {name: value for name, value in defaults.items() if name not in have}
@@ -103,12 +103,12 @@ def _is_of_sizes(node: NodeProto, operands: Mapping[str, Array]) -> bool:
 
 
 class Walk:
-    """Types and values of a graph's tensors, as far as they are known; filled node by node, in
-    graph order.
+    """Types and values of a graph's tensors, as far as they are known. The caller passes over the
+    nodes in graph order.
 
-    With `keep`, weights that may be trained are not folded into other constants: floating-point
-    arrays, and the floating-point scalars that `keep` names. With `limit`, all results of at most
-    `limit` elements are folded.
+    keep   weights that may be trained are not folded into other constants: floating-point arrays,
+           and the floating-point scalars with these names; None: all small ones are folded
+    limit  folds all results of at most this many elements
     """
 
     def __init__(
@@ -159,7 +159,8 @@ class Walk:
             self._know(name, value)
 
     def fold(self, node: NodeProto, values: Sequence[Any]) -> None:
-        """Records the results of a node as constants, which replace the node."""
+        """Records the results of a node as constants; the graph then has these instead of the
+        node."""
         for name, value in zip(node.output, values, strict=True):
             self._know(name, value)
             self.folded.add(name)
@@ -211,8 +212,8 @@ class Walk:
         return results
 
     def _computed(self, node: NodeProto) -> list[Any] | None:
-        """The results of a node of known operands, as the runtime computes them; None if they are
-        left to the runtime."""
+        """Returns the results of a node whose operands are known, as onnxruntime computes them;
+        None if the node must be left to a run."""
         feeds = {name: self.values[name] for name in node.input if name}
         if not _is_of_sizes(node, feeds):
             results = self.runtime.evaluate(node, self.types, self.protos)
@@ -257,7 +258,8 @@ class Walk:
         return [np.array(shape[bounds.get("start", 0) : bounds.get("end", len(shape))], np.int64)]
 
     def infer(self, node: NodeProto) -> None:
-        """Records the types of results that inference finds, and conflicts."""
+        """Infers the types of a node's results and records them; records the node as a conflict if
+        it is not valid for its operands."""
         self.types.update(self._inferred(node))
         if reads_beyond(node, self.values, self.sizes) and self.conflicts[-1:] != [node]:
             self.conflicts.append(node)
@@ -276,8 +278,8 @@ class Walk:
         return types
 
     def types_without(self, node: NodeProto, names: Collection[str]) -> dict[str, TypeProto]:
-        """The types of the node's results as far as they do not follow from the values of these
-        operands; nothing is recorded."""
+        """Returns the types of the node's results, inferred without the values of the operands
+        `names`; nothing is recorded."""
         protos = {name: self.protos.pop(name) for name in names if name in self.protos}
         values = {name: self.values.pop(name) for name in names if name in self.values}
         types = self._types_of(node)
@@ -345,8 +347,8 @@ class Walk:
         return {name: type_ for name, type_ in (found | self._picked(node, found)).items() if name}
 
     def _given(self, node: NodeProto, found: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
-        """The types of a node's results: from `found`, from the model's declarations, or from the
-        sharding rule of a custom op."""
+        """Returns the types of a node's results, each from the first that has it: `found` (ONNX's
+        inference), the model's declarations, the sharding rule of a custom op."""
         types = dict(found)
         for name in node.output:
             if _static_shape(found.get(name)) is None and name in self.declared:
@@ -361,7 +363,8 @@ class Walk:
         return types
 
     def _picked(self, node: NodeProto, found: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
-        """The types of results that constants select, as far as ONNX leaves them open."""
+        """Returns the types of results that constants select (Compress, SequenceAt), which ONNX
+        leaves open."""
         if node.op_type == "SplitToSequence":
             self.splits[node.output[0]] = node
         if len(node.input) < 2 or node.input[1] not in self.values:

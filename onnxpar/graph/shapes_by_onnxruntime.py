@@ -112,8 +112,8 @@ class RuntimeShapes:
         types: Mapping[str, TypeProto],
         values: Mapping[str, TensorProto],
     ) -> onnx.ModelProto:
-        """A model of one node. Tensors are named by position, so that equal nodes give equal
-        models."""
+        """Returns a model of one node. Its tensors are named by position, so that equal nodes give
+        equal models, for which there is one answer."""
         names = {n: f"i{i}" for i, n in enumerate(dict.fromkeys(n for n in node.input if n))}
         alone = NodeProto()
         alone.CopyFrom(node)
@@ -172,8 +172,8 @@ def _session(model: onnx.ModelProto) -> Any:
 def results_of(
     model: onnx.ModelProto, feeds: Mapping[str, Array] | None = None
 ) -> list[Any] | None:
-    """The results of a one-node model: an empty list if onnxruntime refuses its operands, or NumPy
-    has no type for a result; None if onnxruntime has no kernel for it."""
+    """Runs a model of one node: returns its results; an empty list if onnxruntime refuses its
+    operands, or NumPy has no type for a result; None if onnxruntime has no kernel for it."""
     try:
         session = _session(model)
     except REFUSED:
@@ -187,8 +187,8 @@ def results_of(
 
 
 def _typed(result: Any, text: str) -> Any:
-    """A result with the type of its output: onnxruntime gives elements of float8e4m3fn as
-    uint8."""
+    """Returns a result in the type `text` of its output: onnxruntime gives elements of float8e4m3fn
+    as uint8."""
     type_ = _of_text(text)
     if not isinstance(result, np.ndarray) or type_ is None or not type_.HasField("tensor_type"):
         return result
@@ -252,7 +252,8 @@ def _element(text: str) -> int:
 
 
 def _may_be_sizes(node: NodeProto, element: int) -> bool:
-    """True if values of an operand of this type may determine sizes of the node's results."""
+    """True if the values of an operand of this element type may determine sizes of the node's
+    results."""
     if node.op_type in _NO_SIZES or node.domain == ML:
         return False
     return element in _SIZES or node.op_type in _OF_VALUES

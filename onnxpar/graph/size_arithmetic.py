@@ -76,8 +76,8 @@ def constants(values: Any) -> Forms:
 
 
 def exact_range(form: Polynomial, dtype: np.dtype[Any]) -> Iterator[Limit]:
-    """The limits within which a dtype holds a size exactly. Errors: NotFollowed for a dtype that
-    rounds usual sizes, or in which they overflow."""
+    """The limits within which `dtype` holds the size `form` exactly. Errors: NotFollowed for a
+    dtype that rounds usual sizes, or in which they overflow."""
     if form.number is not None or dtype.kind == "b":
         return
     if dtype.itemsize < 4 or (dtype.kind == "u" and not form.is_natural):
@@ -114,8 +114,8 @@ def follow(
     dtypes: Sequence[np.dtype[Any] | None],
     opset: int,
 ) -> list[Forms]:
-    """The closed forms of a node's results; operands that are left out are None. Errors:
-    NotFollowed."""
+    """Computes the closed forms of a node's results from those of its operands; operands that are
+    left out are None. Errors: NotFollowed if there are none."""
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     if node.op_type in _MOVES:
         results = _moved(node, operands, dtypes, opset)
@@ -138,7 +138,8 @@ def _moved(
     dtypes: Sequence[np.dtype[Any] | None],
     opset: int,
 ) -> list[Forms]:
-    """Runs the node on positions of elements in a list, and looks up its results there."""
+    """Follows an op that moves elements: runs the node on the elements' numbers, and takes the
+    closed forms by the numbers in its results."""
     moving = _MOVES[node.op_type]
     if any(a.name == "reduction" and a.s != b"none" for a in node.attribute):
         raise NotFollowed
@@ -179,12 +180,12 @@ def _moved(
 
 
 def _each(function: Callable[..., Polynomial], *arrays: Any) -> Forms:
-    """A function of each element, or of pairs of broadcast ones."""
+    """Applies a function to each element, or to pairs of broadcast ones."""
     return np.asarray(np.frompyfunc(function, len(arrays), 1)(*arrays), object)
 
 
 def scaled(form: Polynomial, by: Fraction) -> Polynomial:
-    """A closed form times a number."""
+    """A closed form times the number `by`."""
     return form * Polynomial(((((), by)),)) if by else ZERO
 
 
@@ -196,7 +197,7 @@ def number_of(form: Polynomial) -> Fraction:
 
 
 def truncated(over: Polynomial, below: int) -> Polynomial:
-    """A quotient, rounded towards zero."""
+    """The quotient over / below, rounded towards zero."""
     if below < 0:
         over, below = MINUS * over, -below
     if over.is_natural:
@@ -311,7 +312,7 @@ def _range(operands: Sequence[Forms], _: dict[str, Any], __: bool) -> Forms:
 
 
 def steps(start: Polynomial, end: Polynomial, step: Fraction) -> Polynomial:
-    """The number of elements from a start to an end, without it, by steps. Errors: NotFollowed for
+    """Counts the numbers from `start` up to, and without, `end`, by steps. Errors: NotFollowed for
     steps of 0."""
     if not step:
         raise NotFollowed
@@ -319,7 +320,7 @@ def steps(start: Polynomial, end: Polynomial, step: Fraction) -> Polynomial:
 
 
 def _pairs(function: Callable[..., Polynomial]) -> Callable[..., Forms]:
-    """An op of one or more operands, element by element."""
+    """Makes an op on arrays from a function of one element or of pairs."""
     return lambda operands, _, __: (
         _each(function, *operands)
         if len(operands) <= 2

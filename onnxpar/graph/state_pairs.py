@@ -42,7 +42,8 @@ _WRITES = frozenset(("Scatter", "ScatterElements", "ScatterND"))
 
 
 def given_states(graph: gs.Graph, given: Sequence[Pair]) -> list[Pair]:
-    """The given pairs. Errors: StrategyError for a name that the model does not have."""
+    """Checks the pairs (input, output) in `given`, the user's, and returns them. Errors:
+    StrategyError for a name that the model does not have."""
     inputs = {t.name for t in graph.inputs}
     outputs = {t.name for t in graph.outputs}
     for pair in given:
@@ -58,8 +59,8 @@ def given_states(graph: gs.Graph, given: Sequence[Pair]) -> list[Pair]:
 
 
 def find_states(graph: gs.Graph, given: Sequence[Pair] = (), is_step: bool = False) -> list[Pair]:
-    """Pairs of an input and an output: the given ones, then those found by ops, then those found
-    by names. In a training step, only caches that a Concat extends are looked for.
+    """Pairs of an input and an output: those in `given`, then those found by ops, then those found
+    by names. In a training step (`is_step`), only caches that a Concat extends are looked for.
 
     Errors: StrategyError for a given name that the model does not have.
     """
@@ -109,7 +110,8 @@ def _extended(
     pairs: Mapping[str, str],
     is_step: bool,
 ) -> str | None:
-    """The input that becomes this output, found by the ops between them; None if there is none."""
+    """The input that becomes this output, found by the ops between them; None if there is none.
+    `pairs` has the inputs that are paired already. For `is_step`, see `find_states`."""
     names = [
         name
         for name in dict.fromkeys(_sources(output, False, set(), is_step))
@@ -175,8 +177,8 @@ def _reads_another(tensor: gs.Tensor, name: str) -> bool:
 
 @cache
 def _op_pairs(domain: str, op: str) -> Mapping[int, int]:
-    """Index of the operand that each result updates: `past_key` for `present_key`, `initial_h` for
-    `Y_h`."""
+    """Returns, by the index of a result, the index of the operand that the result updates, by their
+    names in onnxruntime's schema: `past_key` for `present_key`, `initial_h` for `Y_h`."""
     operands, results = operator_ports(domain, op)
     before = {_stem(name, _BEFORE): i for i, name in enumerate(operands) if _is_kept(name)}
     after = {i: _stem(name, _AFTER) for i, name in enumerate(results) if _is_kept(name)}
@@ -186,7 +188,7 @@ def _op_pairs(domain: str, op: str) -> Mapping[int, int]:
 def _named_alike(
     inputs: Mapping[str, gs.Tensor], outputs: Mapping[str, gs.Tensor], pairs: Mapping[str, str]
 ) -> dict[str, str]:
-    """Pairs of the remaining inputs and outputs, found by names alone."""
+    """Pairs of the inputs and outputs that are not in `pairs`, found by names alone."""
     free = [t for name, t in inputs.items() if name not in pairs]
     results = [t for name, t in outputs.items() if name not in pairs.values()]
     sources = {t.name: _stem(t.name, _BEFORE) for t in free}
@@ -249,8 +251,8 @@ def _is_kept(name: str) -> bool:
 
 
 def _fits(source: gs.Tensor, result: gs.Tensor) -> bool:
-    """True if a result can be fed back: it has the same dtype, and the same size in all dimensions
-    but at most one, which grows."""
+    """True if an output, `result`, can be fed back to the input `source`: it has the same dtype,
+    and the same size in all dimensions but at most one, which grows."""
     before, after = tensor_shape(source), tensor_shape(result)
     if source.dtype != result.dtype or before is None or after is None:
         return source.dtype == result.dtype and source.dtype is not None

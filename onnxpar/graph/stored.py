@@ -320,7 +320,8 @@ def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
 
 
 def rename_reads(graph: GraphProto, new: Mapping[str, str]) -> None:
-    """Renames tensors where nodes read them, and where subgraphs return them."""
+    """Renames tensors where nodes read them, and where subgraphs return them: `new` has new names
+    by old."""
     for node in nodes_of(graph):
         for i, name in enumerate(node.input):
             if name in new:

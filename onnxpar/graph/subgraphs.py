@@ -93,7 +93,7 @@ def draws(node: gs.Node) -> bool:
 
 
 def replace_reads(old: gs.Tensor, new: gs.Tensor) -> None:
-    """Makes all nodes that read a tensor read another one."""
+    """Makes all nodes that read `old` read `new`."""
     for node in list(old.outputs):
         for i, operand in enumerate(node.inputs):
             if operand is old:

@@ -52,8 +52,8 @@ def _has_too_many(node: NodeProto, sizes: Sizes) -> bool:
 
 
 def _positions(node: NodeProto, indices: Array, sizes: Sizes) -> int:
-    """Number of rows that an index reads: the length of the sequence if the index is the position
-    of its first element, else 1."""
+    """Returns the number of rows that one index reads: the length of the sequence, if the index is
+    the position of its first element; else 1."""
     shape = sizes(node.input[0]) or ()
     is_first = node.op_type == "RotaryEmbedding" and indices.size == 1 and len(shape) in (3, 4)
     return (shape[len(shape) - 2] if is_first else 1) or 1

@@ -53,13 +53,13 @@ SEED = "seed"
 class Slot:
     """A tensor that a step passes to the next one.
 
-    kind    "parameter", FROZEN, or the optimizer's name for the tensor
-    of      the parameter that the tensor belongs to; empty for all
-    default True if the model has the first value; else the tensor starts as zero
-    torch   the parameter's names in torch, if they differ from the model's
+    kind        "parameter", FROZEN, or the optimizer's name for the tensor
+    of          the parameter that the tensor belongs to; empty for all
+    default     True if the model has the first value; else the tensor starts as zero
+    torch       the parameter's names in torch, if they differ from the model's
     transposed  True if the model has the transpose of torch's parameter
-    stored  the weights of the model's file that it replaces, True for transposed ones; empty for
-            just the weight of its own name
+    stored      the weights of the model's file that the parameter replaces, True for transposed
+                ones; empty for just the weight of its own name
     """
 
     input: str
@@ -72,7 +72,7 @@ class Slot:
     stored: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Errors: TypeError for what JSON may have in place of a name."""
+        """Checks fields that may come from JSON. Errors: TypeError for one that is no text."""
         for name in (self.input, self.output, self.kind, self.of, *self.torch, *self.stored):
             if not isinstance(name, str):
                 raise TypeError(f"a state has the name {name!r:.60}")

@@ -28,8 +28,8 @@ def names_in(graph: GraphProto) -> Names:
 
 
 def check_names(graph: gs.Graph, who: str) -> None:
-    """Errors: ModelError for two tensors of one name, which files and layouts would confuse: `who`
-    chose a name that the model already has. Sibling bodies may have the same names."""
+    """Errors: ModelError for two tensors of one name, which files and layouts would confuse; `who`
+    chose the name of the second one. Sibling bodies may have the same names."""
     _check_scope(graph, {}, who)
 
 

@@ -60,8 +60,9 @@ Values = Callable[[str], Array | NewValue | None]
 def write_model(
     model: onnx.ModelProto, source: Path, output: Path, values: Values = lambda name: None
 ) -> None:
-    """Writes a model to `output`, and its large weights to `output`.data; its external data is in
-    the folder `source`. Errors: OnnxparError; nothing is left half-written."""
+    """Writes a model to `output`, and its large weights to `output`.data. Its external data is in
+    the folder `source`; `values` gives new values of weights. Errors: OnnxparError; nothing is left
+    half-written."""
     if output.exists() and not output.is_file():
         raise OnnxparError(f"{output} exists and is not a file; choose another name")
     tensors = list(stored_tensors(model.graph))
@@ -97,7 +98,8 @@ def _replace(tensor: TensorProto, value: Array | NewValue | None) -> None:
 
 
 def _write_new(tensor: TensorProto, value: NewValue, sink: BinaryIO, location: str) -> None:
-    """Appends the new value of a tensor to the data file, and makes the tensor refer to it."""
+    """Appends the new value of a tensor to the open data file `sink`, and makes the tensor refer to
+    `location`, the file's name."""
     start = sink.tell() + -sink.tell() % ALIGN
     sink.flush()
     os.posix_fallocate(sink.fileno(), start, value.nbytes)  # a hole without room ends the process
@@ -109,9 +111,9 @@ def _write_new(tensor: TensorProto, value: NewValue, sink: BinaryIO, location: s
 
 
 def put_model(model: onnx.ModelProto, output: Path, folder: Path, data: Mapping[str, Path]) -> None:
-    """Moves a model to `output`, and its data files from `folder` to their locations. If the
-    process is killed at any time, `output` is the old model or the new one, each with its own data.
-    Errors: OSError."""
+    """Moves a model to `output`, and its data files, `data` by name, from `folder` to their
+    locations. If the process is killed at any time, `output` is the old model or the new one, each
+    with its own data. Errors: OSError."""
     there = output.parent
     taken = {name: own_name(f"{name}.") for name in data if (there / name).exists()}
     (folder / "model").write_bytes(_bytes_with(model, {}))
@@ -201,8 +203,9 @@ def move_data(
     location: str,
     place: tuple[int, int] | None = None,
 ) -> tuple[int, int]:
-    """Makes a tensor refer to the data file `location`. Appends its data to `sink`, the open data
-    file, unless `place` says that it is there already. Returns offset and length in bytes."""
+    """Moves a tensor's data to the data file `location`: appends it to `sink`, the open file,
+    unless `place` (offset, length) says that it is there already, and makes the tensor refer to it.
+    Returns offset and length in bytes."""
     length = stored_bytes(tensor)
     if place is None:
         sink.write(bytes(-sink.tell() % ALIGN))
@@ -217,7 +220,7 @@ def move_data(
 
 
 def _refer(tensor: TensorProto, location: str, place: tuple[int, int]) -> None:
-    """Makes a tensor refer to a place in a data file: offset and length in bytes."""
+    """Makes a tensor refer to a place (offset, length in bytes) in the data file `location`."""
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
     for key, entry in (("location", location), ("offset", place[0]), ("length", place[1])):

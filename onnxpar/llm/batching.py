@@ -14,7 +14,8 @@ from onnxpar.llm.requests import End, Event, Failure, PromptTokens, Token, tell
 from onnxpar.llm.scheduler import Piece, Scheduler, Step, Text
 
 Choice = tuple[Text, Token | Failure | None]
-"""The next token of a text; None if only all logits can tell it."""
+"""(text, its next token). The token is None if only the logits of the whole vocabulary can tell
+it."""
 MOST_TOKENS = 8
 """Most tokens that ranks choose in a call. More would save little, and delay new requests."""
 
@@ -35,7 +36,7 @@ class Done:
 
 
 class Batching:
-    """The texts of a decoder. A step is `next`, `run` and `finish`; only `run` may go on while
+    """The texts of a decoder. The caller repeats `next`, `run` and `finish`; only during `run` may
     other threads add texts. A call of the ranks may be several steps, if each text goes on with its
     likeliest token, and no text waits."""
 
@@ -88,9 +89,10 @@ class Batching:
         return times if self.scheduler.has_room(pieces, times) else 1
 
     def run(self, step: Step) -> list[tuple[Text, Token | Failure]]:
-        """Computes a step; returns the next tokens of each text that is complete, in order. If the
-        ranks die, nothing has changed: texts with a constraint, which records each chosen token,
-        take all logits at once, so that no second call follows."""
+        """Computes a step; returns the next tokens of each text that is read to its end, in order.
+        Texts whose token the candidates do not tell are computed again, with all logits. If the
+        ranks die, no text has changed: texts with a constraint, which records each chosen token,
+        get all logits at once, so that no second call follows a choice."""
         complete = [piece.text for piece in step.pieces if piece.is_last]
         whole = any(text.has_missed or text.limits.needs_all for text in complete)
         steps = self._decoder.run(step.pieces, whole, step.times)
@@ -107,8 +109,8 @@ class Batching:
         return [(text, token) for text, token in choices if token is not None]
 
     def _choose(self, texts: Sequence[Text], candidates: Sequence[Candidates]) -> Iterator[Choice]:
-        """Yields the next token of each text that is still wanted; None if only all logits can tell
-        it."""
+        """Yields the next token of each text that is still wanted; None if only the logits of the
+        whole vocabulary can tell it."""
         for text, each in zip(texts, candidates, strict=True):
             if not text.is_cancelled:
                 try:
@@ -120,7 +122,11 @@ class Batching:
         self, texts: Sequence[Text], steps: Sequence[Sequence[Candidates]], chosen: Sequence[Choice]
     ) -> Iterator[Choice]:
         """Yields the tokens that texts choose in the steps after the first one, as long as the
-        ranks have gone on with the tokens that were chosen."""
+        ranks went on with the tokens that were chosen.
+
+        steps   the candidates of the texts in each of these steps
+        chosen  the tokens of the first step
+        """
         at: Sequence[int] = range(len(texts))
         for before, following in pairwise(steps):
             last = dict(chosen)
@@ -166,8 +172,8 @@ class Batching:
 
 
 def _without_told(pieces: Sequence[Piece], candidates: Sequence[Candidates]) -> list[Candidates]:
-    """Records the tokens of prompts that listeners want to know; returns the candidates of the
-    tokens to choose."""
+    """Records the tokens of prompts that listeners want to know, with their probabilities; returns
+    the other candidates, among which tokens are to be chosen."""
     chosen = []
     picks = [(piece, place) for piece in pieces for place in piece.picks]
     for (piece, place), each in zip(picks, candidates, strict=True):
@@ -181,7 +187,8 @@ def _without_told(pieces: Sequence[Piece], candidates: Sequence[Candidates]) -> 
 
 
 def _goes_on(piece: Piece) -> bool:
-    """True if a piece is the last token of a text that goes on with the likeliest one."""
+    """True if a piece is the last token of a text whose next token is the likeliest one, so that
+    ranks can go on with it."""
     text = piece.text
     is_plain = text.limits.is_plain and text.step >= text.limits.min_new_tokens
     return piece.is_last and piece.count == 1 and is_plain and not text.has_missed

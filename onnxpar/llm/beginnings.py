@@ -16,10 +16,10 @@ _TASKS = ("transcribe", "translate")
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first tokens of each text; the second one may be chosen by the sound.
+    """The first tokens of each text; for a speech model, the language may be told by the sound.
 
     tokens     the tokens
-    languages  if the language is not given: the tokens of which the second token is one
+    languages  if the language is not given: the candidates for the second token
     """
 
     tokens: tuple[int, ...]
@@ -28,8 +28,8 @@ class Beginning:
     def of_each(
         self, number: int, first_logits: Callable[[Sequence[int]], Array]
     ) -> list[list[int]]:
-        """Returns the first tokens of texts. `first_logits` gives the logits behind tokens that are
-        the same for all texts, (texts, vocabulary)."""
+        """Returns the first tokens of `number` texts. `first_logits` returns the logits behind
+        tokens that are the same for all texts, (texts, vocabulary)."""
         if not self.languages:
             return [list(self.tokens)] * number
         logits = first_logits(self.tokens[:1])[:, list(self.languages)]

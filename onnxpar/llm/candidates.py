@@ -42,8 +42,12 @@ class Candidates:
     def best(
         tokens: Array, logits: Array, asked: Array, asked_logits: Array, log_totals: Array
     ) -> Candidates:
-        """Returns the likeliest tokens, the best first, and others that were asked for.
-        `log_totals` are those of `canonicalize.candidates`."""
+        """Returns the likeliest tokens, the best first, and others that were asked for (see
+        `load/candidates.py`).
+
+        log_totals  logarithms of sums over the vocabulary: of exp(logit - best logit), and of
+                    exp((logit - best logit) / temperature)
+        """
         each, at = np.unique(np.concatenate([tokens, asked]), return_index=True)
         total, cooled = map(float, log_totals)
         values = np.concatenate([logits, asked_logits])[at]

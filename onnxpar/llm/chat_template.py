@@ -36,7 +36,7 @@ _CUT = "onnxpar continues here"
 
 
 class ChatTemplate:
-    """The template of a model, which runs in Jinja's sandbox.
+    """The chat template of a model, which runs in Jinja's sandbox.
 
     specials   texts of special tokens, by names such as eos_token
     for_tools  the template of chats with tools, where it is another
@@ -57,7 +57,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         others: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Returns the text of a chat. Arguments of calls, in its messages, are JSON objects.
+        """Returns the text of a chat. In `messages`, `tool_calls[].function.arguments` are dicts,
+        not JSON text.
 
         tools                   the functions that the model may call, as in requests of OpenAI
         add_generation_prompt   True to begin the answer
@@ -140,8 +141,8 @@ def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_calls(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
-    """A message whose calls have arguments that templates may also write as a text. A missing
-    content becomes empty, unless the template tests whether it is missing."""
+    """Returns a message in whose calls the arguments are dicts that templates may also write as
+    text. A missing content becomes empty, unless the template tests whether it is missing."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -163,7 +164,8 @@ def _with_tools(
 
 
 def _call(call: Any) -> Any:
-    """A call with `_Arguments`; the members of a call may be in its `function`."""
+    """Returns a call of a tool with `_Arguments`; the members of a call may be in its
+    `function`."""
     if not isinstance(call, Mapping):
         return call
     copy = {**call, "function": _call(call["function"])} if "function" in call else dict(call)
@@ -173,8 +175,8 @@ def _call(call: Any) -> Any:
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a call: an object, for most templates. Some join them with texts: to these, they
-    are JSON."""
+    """Arguments of a call: a dict, for most templates. Some join arguments with texts: for these,
+    it is written as JSON."""
 
     def __str__(self) -> str:
         return _as_json(self)
@@ -200,8 +202,9 @@ def _marked(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cut(text: str) -> str:
-    """The text before the mark; without white space at its end if the white space after the mark is
-    gone. Errors: InputError if the template has dropped the mark."""
+    """The text before the mark `_CUT`, which stands for the end of the last message; without white
+    space at its end if the template removed the white space after the mark. Errors: InputError if
+    the template has dropped the mark."""
     before, mark, after = text.rpartition(_CUT)
     if not mark:
         raise InputError("the chat template drops the end of the last message; do not continue it")

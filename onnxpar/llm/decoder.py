@@ -33,15 +33,17 @@ class Decoder:
         self, prompts: Sequence[Sequence[int]], given: Mapping[str, Array] | None = None
     ) -> tuple[int, Array]:
         """Reads prompts of at least one token each, in place of all texts before; returns the
-        number of the batch, and the logits of the token after each prompt, (batch, vocabulary).
-        `given` has further inputs of the batch: initial caches, and inputs of each run. Errors:
-        InputError for prompts of different lengths, if the model cannot tell these apart."""
+        number of the batch, for `step`, and the logits of the token after each prompt, (batch,
+        vocabulary). `given` has further inputs of the batch: initial caches, and inputs of each
+        run. Errors: InputError for prompts of different lengths, if the model cannot tell padding
+        apart."""
         with self._lock:
             self._batch += 1
             return self._batch, self._read(prompts, given or {})
 
     def _read(self, prompts: Sequence[Sequence[int]], given: Mapping[str, Array]) -> Array:
-        """Reads prompts in place of all texts before."""
+        """Reads prompts in place of all texts before; returns the logits. `given` has first values
+        of caches, and inputs that are the same in all runs."""
         self._session.states.reset()
         self._lengths = np.array([len(p) for p in prompts])
         longest = int(self._lengths.max())
@@ -113,7 +115,8 @@ class Decoder:
         return caches
 
     def _run(self, tokens: Array, positions: Array, caches: dict[str, Array]) -> Array:
-        """Runs the ranks once; returns the logits of all new tokens."""
+        """Runs the ranks once; returns the logits of all new tokens. `caches` are caches to feed;
+        those kept on the ranks are read otherwise."""
         model = self._model
         feeds = {model.tokens: tokens, **self._always, **caches}
         if model.mask is not None:

@@ -50,9 +50,10 @@ class EmbedderCounts:
 
 @dataclass(eq=False)
 class Job:
-    """A request: its results as far as they are known.
+    """A request: its results as far as they are known, and the number of texts that are `left`.
 
-    rows    its texts that have not run, while no embedder has it
+    listen  called once, at the end
+    rows    its texts that have not run, while no embedder has the request
     losses  how often ranks died while its texts ran
     """
 
@@ -117,8 +118,8 @@ class _Queue:
             job.rows = ()
 
     def take(self, most_tokens: int, most_rows: int | None) -> list[Row]:
-        """Moves the oldest text, and others of similar lengths, from those that wait to those that
-        run: as many as have at most `most_tokens` tokens, including padding."""
+        """Moves the oldest text, and others of similar lengths, from `waiting` to `running`: as
+        many as have `most_tokens` tokens with padding, and at most `most_rows`."""
         if not self.waiting:
             return []
         length = len(self.waiting[0].tokens.ids)
@@ -147,8 +148,8 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
     options       those of `InferenceSession`
 
     If a rank dies, new ranks are started, and requests go on there with the texts that have not
-    run; one that has lost its ranks three times fails. Errors: ModelError for a model that is
-    neither; RankError if a rank does not start.
+    run; a request that has lost its ranks three times fails. Errors: ModelError for any other
+    model; RankError if a rank does not start.
     """
 
     def __init__(
@@ -192,13 +193,13 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
 
     @property
     def burden(self) -> tuple[bool, int]:
-        """A measure of the delay of another text, for comparison: whether the ranks do not run, and
-        the number of texts before it."""
+        """A measure of the delay of another text, to compare embedders: True if the ranks do not
+        run; and the number of texts before it."""
         with self._changed:
             return self._status != READY, len(self._queue.running) + len(self._queue.waiting)
 
     def tokens(self, text: str, second: str | None = None) -> Tokens:
-        """Returns the tokens of a text, or of a pair."""
+        """Returns the tokens of a text, or of a pair with `second`."""
         if second is None:
             return Tokens(self.tokenizer.encode(text))
         return Tokens(*self.tokenizer.encode_pair(text, second))

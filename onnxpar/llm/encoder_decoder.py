@@ -45,8 +45,15 @@ class EncoderDecoder(Closing):
         model: LanguageModel,
         options: Mapping[str, Any],
     ) -> EncoderDecoder:
-        """Starts the ranks of an encoder, with the options of its decoder's. Errors: ModelError if
-        the encoder reads neither token ids nor features of sound; RankError."""
+        """Starts the ranks of an encoder, with the options of its decoder's ranks.
+
+        encoder, bundle  the sharded encoder and decoder
+        decoder          the session of the decoder
+        model            the roles of the decoder's ports
+        options          of the session
+
+        Errors: ModelError if the encoder reads neither token ids nor features of sound; RankError.
+        """
         asked = dict(options)
         if asked.get("log_dir") is not None:
             asked["log_dir"] = os.path.join(asked["log_dir"], ENCODER_PART)
@@ -97,6 +104,7 @@ class EncoderDecoder(Closing):
     def source(
         self, inputs: Sequence[Input], begin: Beginning, rules: GenerationRules
     ) -> EncodedSource:
-        """Returns the source of the tokens of answers to prompts."""
+        """Returns the source of the answers' tokens; `begin` and `rules` are as `start` returns
+        them."""
         vocabulary = self._of.vocabulary
         return EncodedSource(self._decoder, self._encoder, inputs, begin, rules, vocabulary)

@@ -175,7 +175,8 @@ def _vocabulary(bundle: Bundle, tokens: str, config: Mapping[str, Any]) -> int:
 
 
 def _longest(folder: Path, config: Mapping[str, Any], first: int, length: int | None) -> int:
-    """The most tokens of a text: the least limit in the folder."""
+    """Returns the most tokens of a text: the least limit in the folder, or the model's fixed
+    `length`. `first` is the position of a text's first token."""
     lengths = [length] if length is not None else []
     positions = _whole(config, "max_position_embeddings", 0)
     lengths += [positions - first] if positions > first else []

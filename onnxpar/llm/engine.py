@@ -133,9 +133,9 @@ class Engine(Worker[Text, Step, Batching]):
         return self._pages * page_bytes(self._bundle, self.model)
 
     def burden(self, tokens: Sequence[int]) -> tuple[bool, bool, int, int]:
-        """Returns a measure of the delay of a text's next token, for comparison: whether the ranks
-        do not run, whether as many texts run as may, the number of tokens to compute before, and
-        the number of texts."""
+        """Returns a measure of the delay of a text's next token, to compare engines: True if the
+        ranks do not run; True if as many texts run as may; the number of tokens to compute before;
+        and the number of texts."""
         with self._changed:
             scheduler = self._batching.scheduler
             texts = self._batching.texts

@@ -34,8 +34,8 @@ class TokenSource(Protocol):
 
 
 class BatchSource:
-    """Texts of a decoder that runs one batch at a time, from its beginning to its end; `given` are
-    further inputs of the batch."""
+    """Generates texts on a decoder that runs one batch at a time, from its beginning to its end;
+    `given` are further inputs of the batch."""
 
     def __init__(self, decoder: Decoder, given: Mapping[str, Array] | None = None) -> None:
         self._decoder, self._given = decoder, given
@@ -43,7 +43,8 @@ class BatchSource:
     def follow(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
     ) -> Iterator[Step]:
-        """As `TokenSource` says. Errors: InputError if another batch has begun meanwhile."""
+        """Implements `TokenSource.follow`. Errors: InputError if another batch has begun
+        meanwhile."""
         texts = [list(prompt) for prompt in prompts]
         batch, logits = self._decoder.start(prompts, self._given)
         while True:
@@ -62,7 +63,7 @@ class BatchSource:
 
 
 class EncodedSource:
-    """Texts of a decoder behind an encoder: the prompts are read by the encoder, and the texts
+    """Generates texts on a decoder behind an encoder: the encoder reads the prompts, and the texts
     begin as the model prescribes."""
 
     def __init__(
@@ -80,7 +81,8 @@ class EncodedSource:
     def follow(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
     ) -> Iterator[Step]:
-        """As `TokenSource` says; `prompts` tell only the lengths of the beginnings."""
+        """Implements `TokenSource.follow`; of `prompts`, only the lengths count, which are those of
+        the beginnings."""
         inputs = self._encoder.read(self._inputs)
 
         def first_logits(tokens: Sequence[int]) -> Array:
@@ -97,7 +99,8 @@ class EncodedSource:
 
 
 class PagedSource:
-    """Texts of a decoder whose caches are in pages. Several calls may follow texts at once."""
+    """Generates texts on a decoder whose caches are in pages. Several calls may follow texts at
+    once."""
 
     def __init__(self, batching: Batching) -> None:
         self._batching = batching
@@ -106,7 +109,8 @@ class PagedSource:
     def follow(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
     ) -> Iterator[Step]:
-        """As `TokenSource` says. The thread that wants the next token runs a step of all texts."""
+        """Implements `TokenSource.follow`. The thread that wants the next token runs a step of all
+        texts."""
         come: deque[tuple[int, Token]] = deque()
         failed: list[Failure] = []
 
@@ -153,7 +157,7 @@ class PagedSource:
 
 
 def _next_step(come: deque[tuple[int, Token]]) -> list[tuple[int, Token]]:
-    """Takes the tokens that have come, up to the second one of a text."""
+    """Takes the tokens out of `come`, up to the second token of a text."""
     step: dict[int, Token] = {}
     while come and come[0][0] not in step:
         row, token = come.popleft()

@@ -185,7 +185,7 @@ class Generator(Closing):
     def _reading(
         self, encoded: EncoderDecoder, prompts: Sequence[Prompt], options: dict[str, Any]
     ) -> _Run:
-        """A run whose prompts are read by the encoder."""
+        """Returns a run for prompts that the encoder reads."""
         language, task = options.pop("language", None), options.pop("task", None)
         begin, rules = encoded.start(language, task, self.tokenizer if language else None)
         inputs = [self._input(prompt) for prompt in prompts]
@@ -233,7 +233,8 @@ class Generator(Closing):
     def _limits(
         self, prompts: Sequence[Sequence[int]], options: dict[str, Any]
     ) -> tuple[list[Limits], tuple[str, ...]]:
-        """The limits of each text, and the stop strings. Errors: InputError."""
+        """Returns the limits of each text, and the stop strings; removes the options that it reads
+        from `options`. Errors: InputError."""
         sampling = Sampling(**{n: options.pop(n) for n in _SAMPLING & options.keys()})
         sampling.check(self.model.vocabulary)
         most_new, most = options.pop("max_new_tokens", None), options.pop("max_length", None)
@@ -311,8 +312,8 @@ def _is_one(prompts: object) -> bool:
 
 
 def _first(given: Any) -> object:
-    """The first of a list of prompts, tokens or messages; None if it is empty. Errors: InputError
-    for what is no list."""
+    """Returns the first of a list of prompts, tokens or messages; None if it is empty. Errors:
+    InputError if it is no list."""
     try:
         return given[0] if len(given) else None
     except (TypeError, LookupError):
@@ -348,7 +349,7 @@ def _source(
 
 
 class _Run:
-    """Texts that are generated together."""
+    """Texts that are generated together, for one call."""
 
     def __init__(
         self,

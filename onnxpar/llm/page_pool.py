@@ -65,8 +65,9 @@ class PagePool:
         return pages
 
     def publish(self, pages: Sequence[int], at: int, tokens: Sequence[int]) -> None:
-        """Makes the page `at` of a text known, with its tokens. If a page with the same beginning
-        is known already, that one stays known."""
+        """Makes the page number `at` of a text's `pages`, which holds these `tokens`, known, so
+        that another text with the same beginning can use it. If such a page is known already, that
+        one stays known."""
         before = 0
         if at:
             known = self._keys.get(pages[at - 1])

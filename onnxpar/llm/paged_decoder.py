@@ -74,9 +74,9 @@ class PagedDecoder:
     def run(
         self, pieces: Sequence[Piece], whole: bool = False, times: int = 1
     ) -> list[list[Candidates]]:
-        """Computes pieces, and as many steps as `times` says, in which texts go on with their
-        likeliest tokens. Returns, for each step, the candidates for the token behind each of the
-        `picks` of the pieces, in order: all tokens if `whole`, else the likeliest ones, so that the
+        """Computes pieces of texts in `times` steps, in which texts go on with their likeliest
+        tokens. Returns, for each step, the candidates for the token behind each of the `picks` of
+        the pieces, in order: with `whole`, the vocabulary; else the likeliest tokens, so that the
         logits stay on their ranks."""
         tokens = sum(piece.count for piece in pieces)
         picks = [(piece, place) for piece in pieces for place in piece.picks]
@@ -100,7 +100,8 @@ class PagedDecoder:
     def _feed(
         self, pieces: Sequence[Piece], tokens: int, picks: Sequence[tuple[Piece, int]]
     ) -> None:
-        """Writes the inputs of the ranks to the arrays."""
+        """Writes the inputs of the ranks to the arrays: `tokens` is the number of tokens, and
+        `picks` are the places whose logits are wanted, each with its piece."""
         widest = max(len(piece.text.pages) for piece in pieces)
         asked = [piece.asked(place) for piece, place in picks]
         most = max(map(len, asked), default=0)
@@ -141,7 +142,7 @@ class PagedDecoder:
 
 
 def _rounded(count: int) -> int:
-    """The power of two that is not below a count, at least 1."""
+    """Returns the least power of two that is at least `count`, and at least 1."""
     return 1 << max(count - 1, 0).bit_length()
 
 
@@ -198,7 +199,7 @@ def _check_memory(size: int, host: HostMemory) -> None:
 
 
 def _bytes(kv_memory: float | str) -> float:
-    """Errors: InputError."""
+    """Returns a number of bytes, given as such or as text such as "2GB". Errors: InputError."""
     try:
         return quantity(kv_memory, "B", "--kv-memory", may_omit_unit=not isinstance(kv_memory, str))
     except OnnxparError as error:

@@ -19,7 +19,7 @@ _MODULES = "modules.json"
 
 
 def _weighted(hidden: Array) -> Array:
-    """The mean, in which later tokens weigh more."""
+    """Returns the mean of hidden states in which later tokens weigh more."""
     weights = np.arange(1, len(hidden) + 1, dtype=hidden.dtype)
     mean: Array = weights @ hidden / weights.sum()
     return mean

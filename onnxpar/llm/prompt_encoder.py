@@ -23,7 +23,7 @@ Input = Sequence[int] | Array
 
 @dataclass(frozen=True)
 class PromptModel:
-    """An encoder with the projections to the caches of cross-attention.
+    """An encoder that also computes the caches of cross-attention.
 
     tokens, mask  inputs of token ids and of their mask, (texts, length); None for features
     features      the input of features, (texts, mels, columns); None for token ids

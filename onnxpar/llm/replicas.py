@@ -37,11 +37,11 @@ class Replicas(Closing, Generic[W]):
 
     par       the folder that `onnxpar shard` wrote
     replicas  the number of workers, each with as many processes as the model has ranks
-    tell      as for a worker
+    tell      called with a line when ranks of a worker die, and when new ones run or do not start
     log_dir   a folder for the output of ranks, under replica.N/rank.M/
     options   those of a worker
 
-    Errors: as of a worker; InputError for a number below 1.
+    Errors: those of a worker; InputError for a number below 1.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class Replicas(Closing, Generic[W]):
         tell: Callable[[str], None],
         log_dir: str | os.PathLike[str] | None,
     ) -> dict[str, Any]:
-        """The options that differ between workers."""
+        """Returns the options of worker `number` that differ between workers: its name in messages,
+        the folder of its logs, and its number, by which workers divide the cores."""
         logs = None if log_dir is None else Path(log_dir) / f"replica.{number}"
         told = {"tell": lambda text: tell(f"replica {number}: {text}"), "log_dir": logs}
         return {**told, "replica": number, "replicas": replicas}
@@ -116,7 +117,8 @@ class Replicas(Closing, Generic[W]):
         raise refusal
 
     def _hand_over(self, own: W, requests: Sequence[Any]) -> Sequence[Any]:
-        """Offers requests of a worker to the others; returns those that none takes."""
+        """Called by the worker `own` when it has no ranks: offers its requests to the other
+        workers; returns those that none takes."""
         return [
             request
             for request in requests
@@ -161,7 +163,8 @@ class EngineReplicas(Replicas[Engine]):
         return Counts(*_sums(counts for _, counts in self.each()))
 
     def submit(self, prompt: Sequence[int], limits: Limits, listen: Listener) -> Generation:
-        """As that of `Engine`. Errors: Busy if no engine takes the request."""
+        """Like `Engine.submit`, for the first engine that takes the request. Errors: Busy if none
+        does."""
         tokens = [int(token) for token in prompt]
         order = sorted(self.workers, key=lambda engine: engine.burden(tokens))
         return self._submit(order, lambda engine: engine.submit(tokens, limits, listen))
@@ -192,7 +195,7 @@ class EmbedderReplicas(Replicas[Embedder]):
         return EmbedderCounts(*_sums(counts for _, counts in self.each()))
 
     def tokens(self, text: str, second: str | None = None) -> Tokens:
-        """Returns the tokens of a text, or of a pair."""
+        """Returns the tokens of a text, or of a pair with `second`."""
         return self.workers[0].tokens(text, second)
 
     def check(self, text: Tokens) -> None:
@@ -200,7 +203,8 @@ class EmbedderReplicas(Replicas[Embedder]):
         self.workers[0].check(text)
 
     def submit(self, texts: Sequence[Tokens], listen: EmbeddingListener) -> Embedding:
-        """As that of `Embedder`. Errors: Busy if no embedder takes the request."""
+        """Like `Embedder.submit`, for the first embedder that takes the request. Errors: Busy if
+        none does."""
         return self._submit(self._in_order(None), lambda each: each.submit(texts, listen))
 
     def _in_order(self, request: Any) -> Sequence[Embedder]:

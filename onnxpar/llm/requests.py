@@ -104,8 +104,8 @@ class Limits:
         return Token(*chosen, candidates.logprobs(self.top_logprobs))
 
     def _allowed(self, constraint: Constraint, step: int) -> Array:
-        """The tokens that a constraint allows, without those that would end the text too soon,
-        unless there are no others."""
+        """Returns the tokens that a constraint allows, (vocabulary,), without those that would end
+        the text before `min_new_tokens`, unless there are no others."""
         allowed = constraint.allowed()
         if step >= self.min_new_tokens:
             return allowed
@@ -117,7 +117,7 @@ class Limits:
 @dataclass(frozen=True)
 class PromptTokens:
     """The tokens of a prompt but the first, each with the logarithm of its probability after the
-    tokens before it, as `Limits.tells_prompt` asks."""
+    tokens before it; a listener gets them if `Limits.tells_prompt`."""
 
     tokens: Sequence[Token]
 

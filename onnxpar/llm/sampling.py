@@ -87,8 +87,8 @@ class Sampling:
         return self.is_greedy and not self._changes
 
     def changed(self, seen: Sequence[int], step: int) -> Array:
-        """Returns the ids of tokens whose logits are changed before one is chosen, ascending;
-        arguments as of `choose`."""
+        """Returns the ids of tokens whose logits are changed by biases and penalties before a token
+        is chosen, ascending; `seen` and `step` as in `choose`."""
         ids = list(self.logit_bias)
         if self.repetition_penalty != 1:
             ids += seen
@@ -102,9 +102,9 @@ class Sampling:
         """Returns the next token of a text, and the natural logarithm of its probability by the
         model; None if it can be told only with the logits of all tokens.
 
-        candidates  include the tokens of `changed`
-        seen    the tokens of the text, prompt included; the last `step` of them were generated
-        row, step  the number of the text and of the token in it, which decide what is drawn
+        candidates  the tokens to choose from, among them those of `changed`
+        seen        the tokens of the text, prompt included; the last `step` of them were generated
+        row, step   the number of the text and of the token in it, which decide what is drawn
 
         Errors: ModelError for logits that are not numbers.
         """
@@ -147,8 +147,8 @@ class Sampling:
 
     def _draw(self, scores: Array, candidates: Candidates, row: int, step: int) -> tuple[int, bool]:
         """Draws a number from 0 to 1, and returns the index of the token at which the
-        probabilities, added in the order of ids, exceed it. Returns False, too, if the drawn token
-        may be none of the candidates."""
+        probabilities, added in the order of ids, exceed it; and False if the drawn token may be
+        none of the candidates."""
         scores = scores / self.temperature
         powers = np.exp(scores - scores.max())
         total = powers.sum() if candidates.are_all else math.exp(candidates.cooled)

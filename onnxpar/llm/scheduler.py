@@ -50,7 +50,7 @@ class Text:
 
     @property
     def is_telling(self) -> bool:
-        """True if more tokens of its prompt are to be told."""
+        """True if tokens of its prompt are still to be told to the listener."""
         return self.limits.tells_prompt and len(self.told) < self.prompt - 1
 
     @property
@@ -66,7 +66,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Piece:
-    """`count` tokens of a text that one step reads, from `begin` on."""
+    """The part of a text that one step reads: `count` tokens from number `begin` on."""
 
     text: Text
     begin: int
@@ -98,8 +98,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """The work of a call of the ranks: the pieces, and the number of steps that follow each other,
-    in which each text goes on with its likeliest token."""
+    """The work of a call of the ranks: the pieces of texts, and the number of steps (`times`) that
+    follow each other, in which each text goes on with its likeliest token."""
 
     pieces: Sequence[Piece]
     times: int = 1
@@ -162,8 +162,9 @@ class Scheduler:
         text.pages, text.done = [], 0
 
     def _reserve(self, text: Text, count: int) -> bool:
-        """Takes the pages for the next tokens of a running text, from texts that began after it if
-        none is free. Returns False if the text itself has to wait."""
+        """Takes the pages for the next `count` tokens of a running text; if none is free, from
+        texts that began after it, which wait again. Returns False if the text itself has to
+        wait."""
         while not self._extend(text, count):
             last = self.running[-1]
             self._preempt(last)
@@ -188,7 +189,8 @@ class Scheduler:
         self.preemptions += 1
 
     def _admitted(self, text: Text, room: int) -> Piece | None:
-        """Lets a waiting text begin, if there are pages for its tokens and the next one."""
+        """Lets a waiting text begin, if there are pages for its tokens and the next one; returns
+        its first piece, of at most `room` tokens, else None."""
         if not text.is_telling:  # tokens that are told must be computed
             text.pages = self.pool.beginning(text.tokens)
         text.done = len(text.pages) * self.pool.page_size

@@ -142,7 +142,7 @@ def read_wave(file: Path, rate: int) -> Array:
 
 
 def _decoded(data: bytes, width: int) -> Array:
-    """Samples of PCM, between -1 and 1."""
+    """Samples of PCM of `width` bytes each, between -1 and 1."""
     if width == 1:
         samples: Array = (np.frombuffer(data, np.uint8).astype(np.float64) - 128) / 128
         return samples
@@ -154,7 +154,7 @@ def _decoded(data: bytes, width: int) -> Array:
 
 
 def _resampled(samples: Array, own: int, rate: int) -> Array:
-    """Samples at another rate."""
+    """Converts samples of the rate `own` to `rate`."""
     if own == rate:
         return samples
     from scipy.signal import resample_poly

@@ -18,8 +18,8 @@ class StopStrings:
         self.found = False
 
     def add(self, text: str, is_last: bool = False) -> str:
-        """Adds a piece; returns the text that no stop string can cut any more. Text that may be the
-        beginning of one waits for the next piece, or for the last."""
+        """Adds a piece of text; returns the text that no stop string can cut any more. Text that
+        may be the beginning of a stop string waits for the next piece, unless `is_last`."""
         if self.found:
             return ""
         text = self._waiting + text

@@ -42,15 +42,15 @@ Made = TypeVar("Made")
 
 class Worker(Closing, Generic[Request, Work, Made]):
     """A session, and a thread that runs requests on it. A subclass says what requests are, what the
-    next run computes, and what it makes of a new session.
-
-    If a rank dies, all requests are offered to other workers of the same model, if there are any,
-    and new ranks are started, which compute the rest. The thread holds the lock, `_changed`,
-    whenever it calls a method of the subclass, except `_open` and `_run`.
+    next run computes, and which objects it needs for a new session.
 
     par      a folder that `onnxpar shard` wrote
     options  those of `InferenceSession`
     tell     called with a line when ranks die, and when new ones run or do not start
+
+    If a rank dies, all requests are offered to other workers of the same model, if there are any,
+    and new ranks are started, which compute the rest. The thread holds the lock, `_changed`,
+    whenever it calls a method of the subclass, except `_open` and `_run`.
     """
 
     def __init__(
@@ -73,11 +73,12 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     @abstractmethod
     def _open(self, session: InferenceSession) -> Made:
-        """Returns the subclass's objects for a new session."""
+        """Returns the subclass's objects for a new session. Called without the lock."""
 
     @abstractmethod
     def _adopt(self, made: Made) -> None:
-        """Goes on with what `_open` made for new ranks; requests that wait begin there."""
+        """Called when new ranks run: uses the objects that `_open` returned for them; requests that
+        wait begin there."""
 
     @abstractmethod
     def _requests(self) -> Sequence[Request]:
@@ -89,12 +90,13 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     @abstractmethod
     def _release(self) -> Sequence[Request]:
-        """Removes all requests, the oldest first, as if none had begun on these ranks; tells their
-        listeners nothing."""
+        """Called when the ranks are lost: removes all requests, as if none had begun, and returns
+        them, the oldest first; tells their listeners nothing."""
 
     @abstractmethod
     def _take(self, requests: Sequence[Request]) -> None:
-        """Adds requests that were released, before those that have not begun anywhere."""
+        """Called with requests that were released, here or elsewhere: queues them before the
+        requests that have not begun anywhere."""
 
     @abstractmethod
     def _end_cancelled(self) -> None:
@@ -110,7 +112,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     @abstractmethod
     def _of(self, work: Work) -> Sequence[Request]:
-        """Returns the requests of this work."""
+        """Returns the requests that this work computes."""
 
     @abstractmethod
     def _run(self, work: Work) -> Callable[[], None]:
@@ -252,7 +254,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
         self._adopt_started(self._started_again())
 
     def _move(self) -> None:
-        """Offers all requests to other workers; keeps those that nobody takes."""
+        """Called when the ranks have failed: offers all requests, running and waiting, to other
+        workers, and queues those again that no worker takes."""
         if self.hand_over is None:
             with self._changed:
                 self._take(self._release())
@@ -265,7 +268,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
             self._moving = ()
 
     def _adopt_started(self, started: tuple[InferenceSession, Made] | OnnxparError) -> None:
-        """Goes on on new ranks; if none have started, fails the requests that nobody takes."""
+        """Called after an attempt to start ranks: goes on with new ranks; after an error, fails the
+        requests that no other worker takes."""
         is_up = not isinstance(started, OnnxparError)
         self._tell("the ranks run again" if is_up else f"no ranks start: {_first_line(started)}")
         if isinstance(started, OnnxparError) and self.hand_over is not None:
@@ -283,7 +287,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
                 self._status, self._pause = READY, _PAUSE
 
     def _time_of_next_start(self) -> float:
-        """When to try again to start ranks: never, if requests have no other workers meanwhile."""
+        """Returns when to try again to start ranks; never (inf), if there are no other workers to
+        which requests can go meanwhile."""
         if self.hand_over is None:
             return math.inf
         pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
@@ -318,7 +323,7 @@ def _first_line(error: object) -> str:
 
 
 def _reported(error: Exception) -> OnnxparError:
-    """An error as the listeners get it."""
+    """Returns an error in the form that listeners get."""
     if isinstance(error, OnnxparError):
         return error
     return OnnxparError(f"internal error: {describe(error)}")

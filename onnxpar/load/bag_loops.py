@@ -16,7 +16,7 @@ from onnxpar.load.padded_bags import padded_bags
 
 
 def bags_of(node: NodeProto, names: Names) -> Bags | None:
-    """The bags that a loop adds up; None for another node."""
+    """Returns the bags whose rows a Loop adds up; None if the node is no such Loop."""
     if node.op_type != "Loop" or node.domain not in ("", "ai.onnx"):
         return None
     if not names.is_value(node.input[1], 1):
@@ -30,7 +30,8 @@ def bags_of(node: NodeProto, names: Names) -> Bags | None:
 
 
 def _bags_of_ids(node: NodeProto, body: GraphProto, names: Names) -> Bags | None:
-    """The bags of a loop of the legacy exporter, which stacks the reduced rows."""
+    """Returns the bags of a Loop with this `body` as the legacy exporter writes it: a scan output
+    stacks the reduced rows."""
     count = names.number(node.input[0]) if node.input[0] else None
     counter, last = body.input[0].name, names.node(body.output[1].name, *REDUCTIONS)
     if count is None or last is None or not names.is_value(body.output[0].name, 1):
@@ -39,8 +40,9 @@ def _bags_of_ids(node: NodeProto, body: GraphProto, names: Names) -> Bags | None
 
 
 def _bags_of_rows(node: NodeProto, body: GraphProto, names: Names) -> Bags | None:
-    """The bags of a loop of the dynamo exporter, which inserts the reduced rows into a sequence;
-    the sequence and the number of the bag may be in either order."""
+    """Returns the bags of a Loop with this `body` as the dynamo exporter writes it: SequenceInsert
+    appends the reduced rows to a sequence. The operands of the Loop, the sequence and the number of
+    the bag, may be in either order."""
     kept, counted = (0, 1) if names.node(node.input[2], "SequenceEmpty") else (1, 0)
     sequence, at = body.input[2 + kept].name, body.input[2 + counted].name
     more = names.node(body.output[0].name, "Less")
@@ -89,7 +91,13 @@ def _bags_of_rows(node: NodeProto, body: GraphProto, names: Names) -> Bags | Non
 def _bags_with(
     last: NodeProto, keepdims: int, counter: str, count: int, nodes: list[NodeProto], names: Names
 ) -> Bags | None:
-    """The bags, from the node that reduces the rows of one bag."""
+    """Returns the bags, given `last`, the node of the Loop's body that reduces the rows of one bag.
+
+    keepdims  the value that `keepdims` of `last` must have
+    counter   the body's input with the number of the iteration
+    count     the number of bags
+    nodes     the nodes outside of the body to replace
+    """
     attributes = {a.name: a for a in last.attribute}
     is_first = len(last.input) > 1 and names.is_value(last.input[1], 0)
     kept = attributes["keepdims"].i if "keepdims" in attributes else 1
@@ -107,8 +115,9 @@ def _bags_with(
 
 
 def _usual(name: str, counter: str, count: int, names: Names) -> str:
-    """If an If treats the last bag apart, and both results are equal where bags end with the rows,
-    returns and records the result of the other bags; else returns the tensor itself."""
+    """Returns the result of the else-branch, if an If makes `name`, takes its then-branch for the
+    last bag alone (iteration `count` - 1), and both branches give the same where the last bag ends
+    with the last row; else returns `name`. Records the result in `names.usual`."""
     choice = names.node(name, "If")
     is_last = names.node(choice.input[0], "Equal") if choice is not None else None
     if choice is None or is_last is None:
@@ -124,7 +133,8 @@ def _usual(name: str, counter: str, count: int, names: Names) -> str:
 
 
 def _are_equal_slices(last: str, other: str, names: Names) -> bool:
-    """True for a slice up to the end of all rows, and one that begins at the same row."""
+    """True if `last` is a Slice to the end of all rows, and `other` a Slice of them that begins at
+    the same row: equal, if the last bag ends with the last row."""
     one, two = names.node(last, "Slice"), names.node(other, "Slice")
     if one is None or two is None or one.input[:2] != two.input[:2]:
         return False
@@ -134,7 +144,8 @@ def _are_equal_slices(last: str, other: str, names: Names) -> bool:
 
 
 def _are_equal_means(last: str, other: str, names: Names) -> bool:
-    """True for a mean, and the sum of the same rows over the number of rows up to the end."""
+    """True if `other` is the mean of a bag's rows, and `last` their sum over the number of rows
+    from the bag's start to the end of all rows: equal, if the last bag ends with the last row."""
     mean, choice = names.node(other, "ReduceMean"), names.node(last, "If")
     is_some = names.node(choice.input[0], "Greater") if choice is not None else None
     if mean is None or choice is None or is_some is None or names.number(is_some.input[1]) != 0:
@@ -171,8 +182,9 @@ def _end_with_rows(bags: Bags, names: Names) -> bool:
 
 
 def _slices(name: str, names: Names) -> Iterator[tuple[str, str]]:
-    """Yields the bounds of each slice from which a body computes rows; an empty pair for a node
-    that does not compute each row from the same row."""
+    """Yields the bounds (start, end) of each Slice that takes the rows of a bag, back from tensor
+    `name` of the body; an empty pair if a node on the way does not compute each row from the same
+    row."""
     node = names.made.get(names.usual.get(name, name))
     if node is None or name not in names.inside:
         yield "", ""

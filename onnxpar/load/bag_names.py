@@ -49,7 +49,8 @@ class Bags:
 
 
 class Names:
-    """The nodes and values of a graph and its bodies, by name; names are unique."""
+    """The nodes and values of a graph and its bodies, by name; names are unique. `counter` in its
+    methods is the input of a Loop's body with the number of the iteration."""
 
     def __init__(self, graph: GraphProto, opset: int) -> None:
         self.graph, self.opset = graph, opset
@@ -110,7 +111,7 @@ class Names:
         return [d.dim_value for d in dims] if all(d.HasField("dim_value") for d in dims) else None
 
     def steps(self, name: str, counter: str) -> int | None:
-        """The difference between a number in a body and the body's counter; None if unknown."""
+        """Returns n if a number in a body is `counter` + n; None for any other number."""
         if name == counter:
             return 0
         node = self.node(name, *_SAME)
@@ -134,7 +135,8 @@ class Names:
         return int(value.reshape(-1)[0]) if value.size == 1 and value.dtype.kind == "i" else None
 
     def bound(self, name: str, counter: str) -> tuple[str, int] | None:
-        """The tensor and the position, after the counter, from which a body takes a number."""
+        """Returns (tensor, n) if a body takes a number from position `counter` + n of a tensor
+        outside of it; else None."""
         node = self.node(name, *_SAME)
         if node is not None:
             return self.bound(node.input[0], counter)
@@ -157,7 +159,8 @@ class Names:
         )
 
     def _shifted(self, name: str, steps: int) -> tuple[str, int]:
-        """Follows a Slice that leaves out the first elements."""
+        """Returns (tensor, position) of element `steps` of `name`: if `name` is a Slice without the
+        first elements, the place of the element in the sliced tensor."""
         node = self.node(name, "Slice")
         if node is None or not self.is_plain(node):
             return name, steps
@@ -174,7 +177,9 @@ class Names:
 def offsets_of(
     start: tuple[str, int], end: tuple[str, int], count: int, names: Names
 ) -> str | None:
-    """The tensor with the bounds of all bags."""
+    """Returns the tensor with the `count` + 1 bounds of all bags: bag i is from its element i to
+    element i + 1. `start` and `end` are (tensor, position) of the bounds of bag 0; None if they are
+    not of one tensor, or of two constants of the same numbers."""
     if start[0] == end[0]:
         shape = names.shape(start[0])
         return start[0] if (start[1], end[1]) == (0, 1) and shape == [count + 1] else None
@@ -187,5 +192,5 @@ def offsets_of(
 
 
 def results_of(choice: NodeProto) -> dict[str, str]:
-    """The results of an If, by branch."""
+    """Returns the first result of each branch of an If, by the name of the branch's attribute."""
     return {a.name: str(a.g.output[0].name) for a in choice.attribute}

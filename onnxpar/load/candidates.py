@@ -31,8 +31,9 @@ BEST = 64
 
 
 def add_candidates(graph: GraphProto, logits: str, opset: int) -> None:
-    """Adds the nodes, inputs and outputs to a decoder in place. `logits` is its output, (1, picks,
-    vocabulary); `opset` is the version of ONNX's ops in the model, at least OLDEST."""
+    """Adds the nodes, inputs and outputs to a decoder, in place. `logits` names the decoder's
+    output, (1, picks, vocabulary); `opset` is the version of ONNX's ops in the model, at least
+    OLDEST."""
     nodes: list[NodeProto] = []
     vocabulary = next(o for o in graph.output if o.name == logits).type.tensor_type.shape.dim[2]
     count = min(BEST, vocabulary.dim_value or BEST)

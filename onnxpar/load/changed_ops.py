@@ -23,11 +23,11 @@ class NoEquivalentError(Exception):
 
 @dataclass
 class Surroundings:
-    """Facts around a node, and the nodes that are added before and after it.
+    """The graph around a node to convert, and the nodes that are added before and after the node.
 
-    scope  the graph of the node
-    types  types by name, as far as they are known
-    read   names that any node or output reads
+    scope   the graph of the node
+    types   types by name, as far as they are known
+    read    names that any node or output reads
     """
 
     scope: Scope
@@ -48,7 +48,7 @@ class Surroundings:
         return name
 
     def constant(self, node: NodeProto, value: Any, element: int = TensorProto.INT64) -> str:
-        """Adds a constant before `node`; returns its name."""
+        """Adds a constant of the ONNX dtype `element` before `node`; returns its name."""
         array = np.asarray(value, helper.tensor_dtype_to_np_dtype(element))
         return self.add(node, "Constant", [], value=numpy_helper.from_array(array))
 
@@ -76,7 +76,8 @@ Change = Callable[[NodeProto, Surroundings], None]
 
 
 def _take(node: NodeProto, name: str, default: Any = None) -> Any:
-    """Removes an attribute, and returns its value."""
+    """Removes an attribute from the node, and returns its value; `default` if the node does not
+    have it."""
     for i, attribute in enumerate(node.attribute):
         if attribute.name == name:
             value = helper.get_attribute_value(attribute)
@@ -91,13 +92,13 @@ def _set(node: NodeProto, name: str, value: Any) -> None:
 
 
 def _give(node: NodeProto, index: int, name: str) -> None:
-    """Makes `name` an operand of the node."""
+    """Makes `name` operand `index` of the node."""
     node.input.extend([""] * (index + 1 - len(node.input)))
     node.input[index] = name
 
 
 def _as_operand(key: str, index: int = 1) -> Change:
-    """Integers in an attribute become an operand."""
+    """Returns a change that makes an attribute of integers, `key`, operand `index`."""
 
     def change(node: NodeProto, at: Surroundings) -> None:
         value = _take(node, key)
@@ -135,7 +136,8 @@ def _renamed(op: str) -> Change:
 
 
 def _resize(node: NodeProto, at: Surroundings) -> None:
-    """onnxruntime takes the nearest point above where it shrinks, and the one below elsewhere."""
+    """Converts a nearest Resize of opset 10. Where it shrinks, onnxruntime takes the nearest point
+    above; where it grows, the one below."""
     scales = node.input[1]
     roi = at.constant(node, [], TensorProto.FLOAT)
     node.input[1:] = [roi, scales]
@@ -154,7 +156,8 @@ def _resize(node: NodeProto, at: Surroundings) -> None:
 
 
 def _apart(node: NodeProto, scales: str, at: Surroundings) -> list[str]:
-    """The scales above 1 and those below, each with 1 in place of the others."""
+    """Splits the scales of a Resize in two: those above 1, and those below 1, each with 1 in place
+    of the others."""
     values = at.value(scales)
     if values is not None:
         parts = (np.maximum(values, 1), np.minimum(values, 1))
@@ -184,7 +187,8 @@ def _dropout_mask(node: NodeProto, at: Surroundings) -> None:
 
 
 def _dropout(node: NodeProto, at: Surroundings) -> None:
-    """onnxruntime gives a mask of nothing but false before opset 12, of nothing but true since."""
+    """Makes `ratio` an operand, and negates a mask that is read: onnxruntime's is all false before
+    opset 12, and all true since."""
     ratio = _take(node, "ratio")
     if ratio is not None:
         _give(node, 1, at.constant(node, ratio, TensorProto.FLOAT))
@@ -205,8 +209,8 @@ def _statistics(node: NodeProto, at: Surroundings) -> None:
 
 
 def _scan(node: NodeProto, at: Surroundings) -> None:
-    """Before opset 9, a Scan had a batch of sequences: a Scan over the batch has one over each
-    sequence in its body."""
+    """Converts a Scan of opset 8, which has a batch of sequences, to a Scan over the batch; its
+    body has a Scan over one sequence."""
     if node.input[0]:
         raise NoEquivalentError("it scans sequences of different lengths")
     body = _take(node, "body")
@@ -233,8 +237,8 @@ def _scan(node: NodeProto, at: Surroundings) -> None:
 
 
 def _flattening(node: NodeProto, at: Surroundings) -> None:
-    """Before opset 13, Softmax and its like covered all dimensions from `axis` on; since then,
-    one."""
+    """Converts Softmax, LogSoftmax and Hardmax: before opset 13 they are over all dimensions from
+    `axis` on, since then over one."""
     x, axis, rank = node.input[0], _take(node, "axis", 1), at.rank(node.input[0])
     _set(node, "axis", -1)
     if axis == -1 or (rank is not None and axis == rank - 1):
@@ -247,8 +251,8 @@ def _flattening(node: NodeProto, at: Surroundings) -> None:
 
 
 def _softplus(node: NodeProto, at: Surroundings) -> None:
-    """In 16 bits, onnxruntime runs a kernel of 32 bits before opset 18, and Log(Exp(x) + 1) since,
-    which overflows."""
+    """Replaces a Softplus of 16 bits, by one of 32 bits between Casts: onnxruntime computes it so
+    before opset 18, but since then as Log(Exp(x) + 1), which overflows."""
     type_ = at.types.get(node.input[0])
     if type_ is not None and type_.elem_type == TensorProto.FLOAT16:
         node.input[0] = at.add(node, "Cast", [node.input[0]], to=TensorProto.FLOAT)

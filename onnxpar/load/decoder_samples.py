@@ -1,7 +1,7 @@
-"""Evaluates a decoder at some sizes: tensors that depend on sizes, positions and the mask alone.
+"""Evaluates a decoder at some sizes: the values of tensors that depend on sizes, positions and the
+mask alone, and the shapes of the other tensors.
 
-A sample has a number of past tokens and a number of new tokens, in one text without padding. For
-other tensors, the shape is known.
+A sample has a number of past tokens and a number of new tokens, in one text without padding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Ports:
 
 @dataclass
 class Sample:
-    """A decoder at some sizes."""
+    """A decoder at some sizes: `past` tokens in its caches, and `new` ones. `walk` has the types
+    and values of its tensors."""
 
     past: int
     new: int
@@ -48,7 +49,7 @@ class Sample:
 
     @property
     def total(self) -> int:
-        """The number of keys."""
+        """The number of keys: past and new tokens."""
         return self.past + self.new
 
     def value(self, name: str) -> Array | None:
@@ -73,13 +74,14 @@ class Sampler:
         self.constants = self._constants()
 
     def small(self) -> list[Sample]:
-        """The samples at sizes SMALL at which the decoder can run."""
+        """Returns the samples at the sizes SMALL, as far as the decoder can run there."""
         samples = (self._sample(past, new, self.nodes) for past, new in SMALL)
         return [sample for sample in samples if sample is not None]
 
     def large(self, names: Collection[str]) -> list[Sample]:
-        """Samples of these tensors at which positions reach and exceed the constants that may
-        bound them, such as a window or the end of a table; as far as the decoder can run there."""
+        """Returns samples of the tensors `names` at longer texts: positions reach and exceed each
+        constant that may bound them, such as a window or the length of a table, as far as the
+        decoder can run there."""
         nodes = nodes_before(self.nodes, names)
         constants, lengths = self._bounds(nodes)
         ends = {(length - 6, 6) for length in lengths}
@@ -91,7 +93,7 @@ class Sampler:
         return [sample for sample in samples if sample is not None]
 
     def _sample(self, past: int, new: int, nodes: Iterable[NodeProto]) -> Sample | None:
-        """Evaluates nodes; None if one cannot run at these sizes."""
+        """Evaluates nodes at `past` and `new` tokens; None if a node cannot run at these sizes."""
         ports = self.ports
         walk = Walk(self.model, _types(self.model.graph, ports, past, new), limit=_LIMIT)
         walk.suppose(self.tables)
@@ -108,7 +110,7 @@ class Sampler:
         return None if walk.conflicts else Sample(past, new, walk)
 
     def _constants(self) -> Walk:
-        """The tensors that depend on no input."""
+        """Evaluates the nodes that depend on no input."""
         walk = Walk(self.model, limit=_LIMIT)
         depending = {port.name for port in self.model.graph.input}
         for node in self.nodes:
@@ -119,8 +121,8 @@ class Sampler:
         return walk
 
     def _bounds(self, nodes: Iterable[NodeProto]) -> tuple[set[int], set[int]]:
-        """Possible bounds of positions among the constant operands of nodes: whole numbers that are
-        larger than those that SMALL covers, and the lengths of tables."""
+        """Returns the numbers that may bound positions, among the constant operands of nodes: whole
+        numbers that are larger than the positions in SMALL; and the lengths of tables."""
         numbers, lengths = set[int](), set[int]()
         for name in {name for node in nodes for name in node.input}:
             value = self.tables.get(name, self.constants.values.get(name))
@@ -147,7 +149,7 @@ def _whole(value: Array) -> set[int]:
 
 
 def _is_table(weight: onnx.TensorProto) -> bool:
-    """True for a possible stored mask, which may be too large to be folded."""
+    """True for a stored tensor that may be a mask, and may be too large for constant folding."""
     has_data = weight.data_location != TensorProto.EXTERNAL
     is_byte = weight.data_type in (TensorProto.UINT8, TensorProto.INT8) and len(weight.dims) == 4
     size = int(np.prod(weight.dims, dtype=np.int64))
@@ -159,7 +161,8 @@ def _dtype(type_: TypeProto) -> np.dtype[np.generic]:
 
 
 def _types(graph: GraphProto, ports: Ports, past: int, new: int) -> dict[str, TypeProto]:
-    """The types of inputs, with a batch of one text."""
+    """The types of a decoder's inputs for a batch of one text with `past` cached and `new`
+    tokens."""
     lengths = {ports.tokens: new, ports.mask: past + new, ports.positions: new}
     types = {}
     for port in graph.input:

@@ -39,7 +39,8 @@ from onnxpar.load.row_program import (
 
 
 class DenseExperts:
-    """Adds the nodes of one mixture; results are before `position` in the graph's nodes."""
+    """Adds the nodes of one mixture of experts in dense form: each expert computes a row per token,
+    of zeros for tokens that it does not get, and the masked results are added."""
 
     def __init__(self, graph: gs.Graph, name: str, experts: int, tokens: int | None) -> None:
         self.graph, self.name = graph, names_of(graph).root(name, "/")
@@ -60,7 +61,7 @@ class DenseExperts:
         return result
 
     def reduce(self, op: str, x: gs.Tensor, axis: int, keep: bool) -> gs.Variable:
-        """Adds a reduction over one dimension."""
+        """Adds a reduction over dimension `axis`, which stays, with size 1, if `keep`."""
         shape = list(x.shape)
         shape[axis : axis + 1] = [1] if keep else []
         return self.add(op, [x, np.array([axis])], x.dtype, shape, keepdims=int(keep))
@@ -69,8 +70,13 @@ class DenseExperts:
         self, steps: Sequence[RowStep], tokens: gs.Tensor, chosen: gs.Tensor,
         weights: gs.Tensor | None = None,
     ) -> gs.Variable:  # fmt: skip
-        """Adds a mixture: `tokens` are [token, column], `chosen` and `weights` [expert, token, 1].
-        Returns the sum over experts, [token, column]."""
+        """Adds a mixture of experts, and returns the sum of their results, [token, column].
+
+        steps    the steps of each expert, with the weights of all experts stacked
+        tokens   the rows, [token, column]
+        chosen   True where an expert gets a token, [expert, token, 1]
+        weights  factors of the experts' results, [expert, token, 1]; None: 1
+        """
         zero = np.zeros((), numpy_dtype(tokens))
         x = self._rows("Where", [chosen, tokens, zero], tokens.dtype, tokens.shape[-1])
         results: list[gs.Tensor] = [x]
@@ -111,7 +117,8 @@ class DenseExperts:
         return result
 
     def _matrix(self, step: RowStep, flipped: bool) -> gs.Tensor:
-        """The experts' matrices, [expert, row, column]."""
+        """The experts' matrices in a matrix product, [expert, row, column] ([row, column] if the
+        experts share one), transposed if `flipped`."""
         (operand,) = (o for o in step.operands if not isinstance(o, Row))
         assert isinstance(operand, (Stacked, Shared))
         flipped ^= isinstance(operand, Stacked) and operand.flipped
@@ -137,7 +144,7 @@ class DenseExperts:
 
 
 def _stored(name: str, value: np.ndarray[Any, Any]) -> gs.Constant:
-    """A constant like one of the file, whose value is not read before it is needed."""
+    """Returns a constant like those of the file: its value is not read before it is needed."""
     return gs.Constant(name, gs.ir.tensor.LazyValues(numpy_helper.from_array(value, name)))
 
 
@@ -147,8 +154,9 @@ def _onnx_dtype(tensor: gs.Tensor) -> int:
 
 
 def merged(programs: Sequence[RowProgram], folder: Path, name: str) -> list[RowStep] | None:
-    """The steps of all experts, with each expert's own constants stacked; None if the experts do
-    not compute the same steps."""
+    """Returns the steps of all experts as one program, with each expert's own constants stacked in
+    a tensor named after `name`; None if the experts do not compute the same steps. `folder` has
+    external data."""
     first = programs[0].steps
     if any(len(p.steps) != len(first) or p.width != programs[0].width for p in programs):
         return None
@@ -171,7 +179,8 @@ def merged(programs: Sequence[RowProgram], folder: Path, name: str) -> list[RowS
 
 
 def _joined(each: Sequence[Operand], folder: Path, name: str) -> Operand | None:
-    """One operand for those of all experts at one place; None if they differ in kind."""
+    """Merges the operands that the experts have in one place of a step: their own constants are
+    stacked, equal ones are shared; None if they differ in kind."""
     first = each[0]
     if any(type(o) is not type(first) for o in each):
         return None
@@ -225,9 +234,10 @@ def put(
     new: gs.Variable,
     order: Mapping[int, int],
 ) -> None:
-    """Inserts nodes after the one that computes a tensor, and gives their last result its name and
-    its readers; removes nodes whose results nothing reads. `order` has the places of the nodes that
-    the graph had before."""
+    """Replaces the tensor `old` by `new`, the result of the last of `nodes`: inserts the nodes
+    where all of their operands are computed, gives `new` the name and the readers of `old`, and
+    removes nodes whose results nothing reads. `order` has the places of the graph's nodes, by
+    id()."""
     node = old.inputs[0]
     last = max(order.get(id(n), -1) for m in nodes for t in m.inputs for n in t.inputs)
     last = max(last, order[id(node)])

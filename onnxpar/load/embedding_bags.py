@@ -18,8 +18,8 @@ from onnxpar.load.bag_loops import bags_of
 from onnxpar.load.bag_names import Array, Bags, Names
 
 Grouped = Callable[[str, int, bool, str], str]
-"""Adds nodes for the sums of the rows of each bag: takes the rows, their width, True for largest
-values instead of sums, and a name for the result."""
+"""Adds nodes that reduce the rows of each bag. Arguments: the rows; their width; True for the
+maximum, False for the sum; a name for the result."""
 
 
 def add_up_bags(model: ModelProto) -> bool:
@@ -100,7 +100,8 @@ class _Sums:
         return source, table
 
     def _lift(self, name: str) -> str:
-        """The rows of all bags, computed as the body computes the rows of one."""
+        """Returns the rows of all bags: copies of the nodes by which the body computes the rows of
+        one bag."""
         node = self.names.made[self.names.usual.get(name, name)]
         if node.op_type == "Slice":
             return self._weighted(node.input[0])
@@ -116,8 +117,8 @@ class _Sums:
         return self.lifted[name]
 
     def _weighted(self, rows: str) -> str:
-        """The rows, without a product by ones, which the dynamo exporter writes for bags without
-        weights, and which would be trained."""
+        """Returns the rows without a Mul by ones: the dynamo exporter writes one for bags without
+        weights, and training would change the ones."""
         product = self.names.node(rows, "Mul")
         ones = [] if product is None else [n for n in product.input if self.names.is_ones(n)]
         if product is None or len(ones) != 1 or (self.names.shape(ones[0]) or [])[1:] != [1]:
@@ -133,8 +134,13 @@ class _Sums:
         return self._add(op, [rows, [1]], result, keepdims=0)
 
     def _combine(self, grouped: Grouped, source: int, width: int) -> None:
-        """Makes the result from sums, or largest values, of the rows of each bag, and from the
-        numbers of its rows; a bag without rows is zero."""
+        """Adds the result of the op (sum, mean or maximum) to the graph; a bag without rows gives
+        zero.
+
+        grouped  reduces the rows of each bag
+        source   the number of all rows
+        width    the columns of a row
+        """
         op, largest = self.bags.op, self.bags.op == "ReduceMax"
         rows = self._weighted(self.bags.rows) if self.bags.padding else self._lift(self.bags.rows)
         kept = self._kept() if self.bags.padding else None
@@ -157,15 +163,21 @@ class _Sums:
         self._add("Div", [total, sizes], self.result)
 
     def _even(self, size: int, rows: str, width: int, largest: bool, result: str) -> str:
-        """The sum, or the largest values, of the rows of each bag; all have this size."""
+        """Reduces the rows of bags that all have `size` rows of `width` elements: to their sums, or
+        with `largest` their maxima, in the tensor `result`."""
         apart = self._add("Reshape", [rows, [self.bags.count, size, width]])
         return self._reduce("ReduceMax" if largest else "ReduceSum", apart, result)
 
     def _scattered(
         self, number: str, source: int, rows: str, width: int, largest: bool, result: str
     ) -> str:
-        """The sum, or the largest values, of the rows of each bag, given the number of each row's
-        bag."""
+        """Reduces the rows of bags of different sizes: to their sums, or with `largest` their
+        maxima, in the tensor `result`.
+
+        number  the number of the bag of each row, [source, 1]
+        source  the number of all rows
+        width   the number of elements of a row
+        """
         count = self.bags.count
         number = self._add("Expand", [number, [source, width]])
         start = np.full((count + 1, width), -np.inf if largest else 0, np.float32)
@@ -175,8 +187,8 @@ class _Sums:
         return self._add("Slice", [sums, [0], [count], [0]], result)
 
     def _numbers(self, source: int) -> str:
-        """The number of each row's bag, [source, 1]. Rows before the first bag and after the last
-        one go to one more bag, which is sliced off."""
+        """Returns the number of the bag of each row, [source, 1]. Rows before the first bag and
+        after the last one are in one more bag, which is sliced off later."""
         count, offsets = self.bags.count, self.bags.offsets
         ones = np.ones(count + 1, np.int64)
         starts = self._add(
@@ -195,7 +207,7 @@ class _Sums:
         return self._add("Sub", [ends, self._add("Slice", [offsets, [0], [count], [0]])])
 
     def _kept(self) -> str:
-        """True for each row that counts, [source, 1]."""
+        """Returns a mask of the rows whose ids are not the padding, [source, 1]."""
         padding = self.bags.padding
         assert padding is not None
         ids = padding.ids
@@ -206,7 +218,7 @@ class _Sums:
         return self._add("Unsqueeze", [self._add("Not", [is_one]), [1]])
 
     def _like(self, value: float, tensor: str) -> str:
-        """A number in a tensor's type."""
+        """Returns a constant in the type of `tensor`."""
         dtype = np.int64 if isinstance(value, int) else np.float32
         return self._add("CastLike", [np.array([value], dtype), tensor])
 

@@ -40,9 +40,9 @@ _CUT, _GIVEN = "cross::", "cross::given::"
 
 
 def read_part(proto: ModelProto, part: str, path: Path) -> tuple[ModelProto, list[tuple[str, str]]]:
-    """Returns a part of the encoder-decoder in the folder of `path`, whose file was read as
-    `proto`, and the pairs of inputs and outputs that are the caches of cross-attention. The
-    encoder's outputs have the names of the decoder's inputs. Errors: ModelError."""
+    """Returns the encoder or the decoder (`part`) of the encoder-decoder in the folder of `path`,
+    and the (input, output) pairs of the caches of cross-attention. `proto` is the model in the file
+    `path`. The encoder's outputs have the names of the decoder's inputs. Errors: ModelError."""
     files = encoder_decoder_in(path.parent)
     if files is None:
         raise ModelError(f"{path.parent} holds no encoder-decoder; give the .onnx file")
@@ -68,8 +68,8 @@ def drop_decoder(graph: gs.Graph) -> None:
 
 
 def _later_decoder(proto: ModelProto, path: Path) -> tuple[ModelProto, list[tuple[str, str]]]:
-    """The decoder of later steps, of one token each, which returns also the caches that it does
-    not change."""
+    """Returns the decoder of later steps, of one token each, with the caches of cross-attention,
+    which it does not change, as outputs, too; and the (input, output) pairs of these caches."""
     model = _branch(proto, True, path)
     graph = model.graph
     outputs = {port.name for port in graph.output}
@@ -97,9 +97,9 @@ def _later_decoder(proto: ModelProto, path: Path) -> tuple[ModelProto, list[tupl
 
 
 def _replace_hidden(graph: GraphProto, port: ValueInfoProto, key: str, path: Path) -> None:
-    """Replaces the encoder's result, whose sizes some exporters read in every step, by zeros of its
-    shape, with the texts and tokens of a cached key. Errors: ModelError if more than its shape is
-    read."""
+    """Replaces the input `port`, the encoder's result, by zeros, as only its sizes may be read in a
+    later step: its numbers of texts and tokens are those of `key`, a cached key. Errors: ModelError
+    if a node reads its values."""
     readers = [node for node in graph.node if _HIDDEN in reads_of(node)]
     if any(node.op_type != "Shape" for node in readers):
         raise ModelError(
@@ -114,7 +114,8 @@ def _replace_hidden(graph: GraphProto, port: ValueInfoProto, key: str, path: Pat
 
 
 def _with_projections(encoder: ModelProto, path: Path, first: ModelProto, of: Path) -> ModelProto:
-    """The encoder, and behind it the projections of the first decoder."""
+    """Returns the encoder, and behind it the projections of the first decoder. `of` is the file of
+    the first decoder, for errors."""
     results = [port.name for port in encoder.graph.output]
     cross = [port for port in first.graph.output if _is_cross(port.name, _PRESENT)]
     _keep_outputs(first.graph, cross)
@@ -144,8 +145,9 @@ def _with_projections(encoder: ModelProto, path: Path, first: ModelProto, of: Pa
 
 
 def _sized_like_result(port: ValueInfoProto) -> list[NodeProto]:
-    """Nodes that make an input of the first decoder: its zeros have the encoder's numbers of texts
-    and tokens, whose sizes exporters use for the projections; its values do not count there."""
+    """Returns nodes that make an input of the first decoder behind the encoder: zeros, because the
+    values do not affect the projections, with as many texts and tokens as the encoder's result,
+    because exporters compute the sizes of the projections from them."""
     counts: list[int | None] = [0, 1] if port.name.startswith("encoder_") else [0, None]
     if len(port.type.tensor_type.shape.dim) == 1:
         counts = [None]  # positions in the cache
@@ -153,8 +155,8 @@ def _sized_like_result(port: ValueInfoProto) -> list[NodeProto]:
 
 
 def _zeros(name: str, of: str, counts: Iterable[int | None], kind: int) -> list[NodeProto]:
-    """Nodes that compute zeros of a type, `name`; each size is that of an axis of the tensor `of`,
-    or 1."""
+    """Returns nodes that compute a tensor of zeros, `name`, of the type `kind`. `counts` has, for
+    each dimension, the axis of the tensor `of` that gives its size; None: 1."""
     nodes, sizes = [helper.make_node("Shape", [of], [f"{name}::shape"])], []
     for axis, at in enumerate(counts):
         sizes.append(f"{name}::{axis}")
@@ -172,7 +174,8 @@ def _zeros(name: str, of: str, counts: Iterable[int | None], kind: int) -> list[
 
 
 def _branch(model: ModelProto, is_later: bool, path: Path) -> ModelProto:
-    """The model with one of its decoders, if it has both; else the model. Errors: ModelError."""
+    """The model with only its decoder of later steps (`is_later`) or of the first step, if it has
+    both; else the model. Errors: ModelError."""
     graph = model.graph
     choices = [n for n in graph.node if n.op_type == "If" and list(n.input) == [_CHOICE]]
     if not choices:
@@ -193,7 +196,8 @@ def _branch(model: ModelProto, is_later: bool, path: Path) -> ModelProto:
 
 
 def _check_opsets(one: ModelProto, path: Path, other: ModelProto, of: Path) -> None:
-    """Adds the domains of `other` to `one`. Errors: ModelError for different versions of one."""
+    """Adds the opset imports of `other` to `one`. Errors: ModelError if the two import different
+    versions of a domain."""
     known = {o.domain: o.version for o in one.opset_import}
     for opset in other.opset_import:
         if known.setdefault(opset.domain, opset.version) != opset.version:
@@ -220,7 +224,7 @@ def _port(port: ValueInfoProto, name: str) -> ValueInfoProto:
 
 
 def _keep_outputs(graph: GraphProto, ports: Iterable[ValueInfoProto]) -> None:
-    """Replaces the outputs of a graph."""
+    """Replaces the outputs of a graph by `ports`."""
     kept = [_port(port, port.name) for port in ports]
     del graph.output[:]
     graph.output.extend(kept)

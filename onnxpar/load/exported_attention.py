@@ -69,7 +69,8 @@ def find_attention(softmax: gs.Node, graph: gs.Graph) -> ExportedAttention | Non
 
 
 def _index(tensor: gs.Tensor, score: gs.Tensor, operands: list[gs.Tensor]) -> str:
-    """An operand of a step as text; adds it to the operands if it is new."""
+    """Returns an operand of a step as text: a dot for `score`, else its index in `operands`;
+    appends it to `operands` if it is new."""
     if tensor is score:
         return SCORE
     at = next((i for i, t in enumerate(operands) if t is tensor and i > 2), len(operands))
@@ -79,8 +80,8 @@ def _index(tensor: gs.Tensor, score: gs.Tensor, operands: list[gs.Tensor]) -> st
 
 
 def _fit(operands: list[gs.Tensor], shape: tuple[Size, ...]) -> bool:
-    """True if queries, keys and values have the same batch, and as many heads, or one head of keys
-    and values."""
+    """True if queries, keys and values (`operands`) have the same batch, and keys and values one
+    head or as many heads as queries. `shape` is that of the scores."""
     query, key, value = (tensor_shape(t) or () for t in operands)
     if not len(query) == len(key) == len(value) == len(shape) or None in (*query, *key, *value):
         return False
@@ -90,21 +91,23 @@ def _fit(operands: list[gs.Tensor], shape: tuple[Size, ...]) -> bool:
 
 
 def _spreads(own: tuple[Size, ...] | None, shape: tuple[Size, ...]) -> bool:
-    """True if a tensor can be broadcast to the shape of the scores."""
+    """True if a tensor of the shape `own` can be broadcast to `shape`, that of the scores."""
     if own is None or len(own) > len(shape):
         return False
     return all(a in (1, b) for a, b in zip(own[::-1], shape[::-1], strict=False))
 
 
 class _Search:
-    """Follows scores of one shape; nothing but the next node may read them."""
+    """Follows scores of one `shape` through nodes. Only the next node may read a score; `kept` has
+    the ids of the graph's outputs."""
 
     def __init__(self, shape: tuple[Size, ...], kept: Collection[int]) -> None:
         self.shape = shape
         self.kept = kept
 
     def steps(self, tensor: gs.Tensor) -> list[gs.Node] | None:
-        """The nodes that compute scores, the product first; None if a tensor is no score."""
+        """Returns the nodes that compute a tensor of scores, first the MatMul, then elementwise
+        ops; None if the tensor is not made so."""
         node = tensor.inputs[0] if tensor.inputs else None
         is_score = tensor_shape(tensor) == self.shape and str(dtype_of(tensor)) in _DTYPES
         if node is None or node.domain or self.reader(tensor) is None or not is_score:
@@ -120,8 +123,8 @@ class _Search:
         return None
 
     def weighted(self, weights: gs.Tensor) -> list[gs.Node] | None:
-        """The product of weights and values, after the nodes that replace NaN by zero, if there
-        are any."""
+        """Returns the MatMul of weights and values, and before it an IsNaN and a Where that replace
+        NaN among the weights by zero, if there are any."""
         guards = list[gs.Node]()
         if {node.op for node in weights.outputs} == {"IsNaN", "Where"}:
             guards = sorted(weights.outputs, key=lambda node: str(node.op))
@@ -134,7 +137,8 @@ class _Search:
         return [*guards, product]
 
     def _is_guard(self, weights: gs.Tensor, is_nan: gs.Node, where: gs.Node) -> bool:
-        """True if two nodes replace NaN among the weights by zero, and nothing else reads these."""
+        """True if `is_nan` and `where` replace NaN among the weights by zero, and no other node
+        reads the weights."""
         condition, zero, other = where.inputs
         value = constant(zero)
         is_read = self.reader(condition) is where and condition is is_nan.outputs[0]

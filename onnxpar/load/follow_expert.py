@@ -20,7 +20,9 @@ _IN_ORDER = frozenset(["Flatten", "Unsqueeze", "Squeeze", "Reshape", "Identity"]
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight for each pair, [pair, 1] or [pair]: element `form` of `table` in its flat order."""
+    """A weight for each pair of a token and a slot, [pair, 1] or [pair]. `form` (a, b) says where
+    it is: for the pair at (row, column) of the expert's mask, element a * row + b * column of the
+    flat `table`."""
 
     table: gs.Tensor
     form: tuple[int, int]
@@ -28,7 +30,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """Rows, times a weight for each pair."""
+    """The rows of pairs, times a weight for each pair."""
 
     rows: Rows
     weight: Weight
@@ -36,7 +38,7 @@ class _Scaled:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Zeros, in which the rows of pairs replace those of their tokens."""
+    """The result of a scatter into zeros: the row of each pair is where its token is."""
 
     rows: Rows
     weight: Weight | None
@@ -44,15 +46,19 @@ class _Placed:
 
 @dataclass(eq=False)
 class ScatteredExpert(RowProgram):
-    """One expert: the NonZero that selects its pairs, and the results for these pairs.
+    """One expert: the NonZero `seed` that selects its pairs of a token and a slot, and the results
+    for these pairs.
 
     which       the number of the expert in the mask, if it is constant
     number      the tensor that has that number
-    tokens      the tensor that the expert reads rows of, and its dimension of tokens
-    token       the form of an index of tokens
+    tokens      the tensor whose rows the expert reads, and its dimension of tokens
+    token       (a, b): the token of a pair is a * row + b * column of the mask
+    result      the last step's rows, which are added to the total
+    weight      the weight of each pair's result, if there is one
     total       the tensor to whose rows the expert adds, and the sum
-    overwrites  true if of two equal tokens the last one counts
-    guards      the If around each sum that is the result of its first branch, by the sum
+    overwrites  True if of two pairs of one token only the last counts
+    others      indices and weights of pairs, by the id of the tensor
+    guards      by the id of a sum that is the result of an If's first branch, the If
     """
 
     seed: gs.Node = field(default_factory=gs.Node)
@@ -68,7 +74,8 @@ class ScatteredExpert(RowProgram):
     guards: Mapping[int, gs.Node] = field(default_factory=dict)
 
     def operand(self, tensor: gs.Tensor) -> Own | Stacked | Shared | Beside | None:
-        """A constant, or the expert's slice of a tensor for all experts."""
+        """Returns a constant, or the expert's slice of a tensor of all experts, also transposed;
+        else None."""
         flipped, maker = False, tensor.inputs[0] if tensor.inputs else None
         if maker is not None and maker.op == "Transpose" and maker.attrs.get("perm") == [1, 0]:
             flipped, tensor = True, maker.inputs[0]
@@ -101,7 +108,9 @@ def follow(expert: ScatteredExpert, node: gs.Node) -> bool:
 
 
 def _move_index(expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any]) -> bool:
-    """Arithmetic on indices, and nodes that move their dimensions."""
+    """Records the result of a node that computes with indices, or moves their dimensions (Add, Mul,
+    Slice, Reshape ...). Like all functions that `follow` calls, returns False if the node is not
+    understood."""
     result = moved_index(node, reads)
     if isinstance(result, list):
         expert.others |= {id(t): r for t, r in zip(node.outputs, result, strict=True)}
@@ -112,7 +121,8 @@ def _move_index(expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any]) ->
 
 
 def _gather(expert: ScatteredExpert, node: gs.Node, index: Index) -> bool:
-    """Rows of tokens, or weights of pairs."""
+    """Records the result of a Gather or GatherND by `index`: the rows of tokens, or a weight for
+    each pair."""
     data = node.inputs[0]
     shape = tensor_shape(data)
     is_nd = node.op == "GatherND"
@@ -147,7 +157,7 @@ def _gather(expert: ScatteredExpert, node: gs.Node, index: Index) -> bool:
 def _read_tokens(
     expert: ScatteredExpert, node: gs.Node, index: Index, shape: Sequence[int | None]
 ) -> bool:
-    """The rows of an expert's tokens, which are its input."""
+    """Records the result of a Gather as the input of the expert: the rows of its tokens."""
     axis = 0 if node.op == "GatherND" else node.attrs.get("axis", 0) % len(shape)
     others = [s for i, s in enumerate(shape[:-1]) if i != axis]
     if axis == len(shape) - 1 or any(s != 1 for s in others):
@@ -165,7 +175,8 @@ def _read_tokens(
 def _scale(
     expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any], rows: Sequence[Rows | None]
 ) -> bool:
-    """Nodes that move or cast weights of pairs, and the product of weights and rows."""
+    """Records the result of a node that reads weights of pairs: moves or casts them, or multiplies
+    rows by them. `reads` and `rows` have the known meaning of each operand; None if it has none."""
     weight = next(r for r in reads if r is not None)
     out = node.outputs[0]
     if node.op in MOVES and reads[0] is weight:
@@ -185,7 +196,7 @@ def _scale(
 
 
 def _pass_scaled(expert: ScatteredExpert, node: gs.Node, scaled: Any) -> bool:
-    """Casts and expansions that change nothing, between the product with weights and the sum."""
+    """Records the result of a Cast, Identity or Expand of scaled rows, if it changes nothing."""
     if node.op == "Cast" and isinstance(scaled, _Scaled):
         is_same = bool(node.outputs[0].dtype == node.inputs[0].dtype)
     else:
@@ -199,7 +210,8 @@ def _pass_scaled(expert: ScatteredExpert, node: gs.Node, scaled: Any) -> bool:
 
 
 def _scatter(expert: ScatteredExpert, node: gs.Node, index: Any) -> bool:
-    """Rows that are added to, or replace, those of their tokens."""
+    """Records a ScatterND or ScatterElements that puts the rows of pairs where their tokens are:
+    adds them to a total, or replaces zeros."""
     total, updates = node.inputs[0], node.inputs[2]
     value = expert.others.get(id(updates)) or expert.rows(updates)
     is_token = isinstance(index, Index) and index.forms == (expert.token,)
@@ -243,8 +255,8 @@ def _finish(
 
 
 def _runs_for_rows(guard: gs.Node, expert: ScatteredExpert, before: gs.Tensor) -> bool:
-    """True if an If runs its first branch where an expert has tokens, and else returns the sum
-    before."""
+    """True if an If, `guard`, runs its first branch only where the expert has tokens, and else
+    returns `before`, the total without this expert."""
     condition, sizes = guard.inputs[0], ("Cast", "Identity", "Squeeze", "ReduceProd", "Gather")
     while condition.inputs and condition.inputs[0].op in ("Cast", "Identity"):
         condition = condition.inputs[0].inputs[0]

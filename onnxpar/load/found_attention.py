@@ -23,8 +23,15 @@ _FUSED = {("", "Attention"): 4, ("com.microsoft", "MultiHeadAttention"): 6}
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache: its past, the new tokens, and `joined`, made of both, which is the output `present`.
-    `nodes` compute `present`; `fused` is the attention, if that is one node."""
+    """A cache of keys or values.
+
+    past    the input
+    new     the keys or values of the new tokens
+    joined  `past` and `new` together
+    present the output, a copy of `joined`
+    nodes   the nodes that compute `present`
+    fused   the op of attention that joins `past` and `new`; None: a Concat does
+    """
 
     past: str
     new: str
@@ -36,7 +43,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class FoundAttention:
-    """An attention.
+    """An attention that reads two caches.
 
     query   the operand of the product with the keys
     scores  the product with the keys; empty for one node
@@ -93,7 +100,8 @@ def find_caches(graph: GraphProto) -> list[Cache]:
 
 
 def _copied(name: str, makers: dict[str, NodeProto], elem: int, nodes: list[NodeProto]) -> str:
-    """The tensor that another one of this type copies; adds the copying nodes to `nodes`."""
+    """Follows Casts to the type `elem` and Identities back from a tensor; returns the tensor that
+    they copy, and appends them to `nodes`."""
     while name in makers and _is_copy(makers[name], elem):
         nodes.append(makers[name])
         name = makers[name].input[0]
@@ -123,7 +131,8 @@ def find_attentions(graph: GraphProto, caches: list[Cache], sample: Sample) -> l
 
 
 class _Search:
-    """Follows tensors through nodes whose other operands are known from sizes alone."""
+    """Follows tensors through nodes whose other operands depend on sizes alone; `sample` has the
+    values of such operands."""
 
     def __init__(self, graph: GraphProto, sample: Sample) -> None:
         self.sample = sample
@@ -135,8 +144,8 @@ class _Search:
                     self.readers[name].append(node)
 
     def way(self, cache: Cache) -> _Way:
-        """The way of a cache. Errors: ModelError if several nodes read it, or one mixes it with
-        something else."""
+        """Follows a cache to the product that reads it. Errors: ModelError if several nodes read
+        it, or one mixes it with a tensor that does not depend on sizes alone."""
         nodes: list[NodeProto] = []
         name = cache.joined
         while True:
@@ -160,7 +169,9 @@ class _Search:
     def attention(
         self, keys: Cache, ways: dict[str, _Way], by_product: dict[str, Cache]
     ) -> FoundAttention | None:
-        """The attention whose keys are in a cache; None if they are values."""
+        """Returns the attention whose keys are in the cache `keys`; None if the cache has values.
+        `ways` are by the name of a cache's input, `by_product` has the cache that a product reads,
+        by the product's name."""
         way = ways[keys.past]
         query = next((n for n in way.product.input if n != way.operand), None)
         scores = way.product.output[0]
@@ -185,7 +196,8 @@ class _Search:
         )
 
     def fused(self, caches: list[Cache]) -> list[FoundAttention]:
-        """The attentions that are one node, with these caches."""
+        """Returns the attentions that are one op (Attention, MultiHeadAttention) with two of these
+        caches."""
         attentions = []
         for keys in caches:
             for values in caches:
@@ -201,8 +213,9 @@ class _Search:
         return attentions
 
     def _inner(self, scores: str, by_product: dict[str, Cache]) -> list[NodeProto]:
-        """The nodes behind scores, up to the product with values; none if a node reads anything
-        else, or if that product is not the last of them."""
+        """Returns the nodes from scores to the product with values, in order; an empty list if a
+        node reads another tensor that does not depend on sizes alone, or if a node follows the
+        product."""
         results, inner = {scores}, dict[str, NodeProto]()
         todo = list(self.readers[scores])
         while todo:
@@ -220,13 +233,14 @@ class _Search:
         return list(inner.values())
 
     def _unknown(self, node: NodeProto, results: set[str]) -> list[str]:
-        """The operands of a node that are neither `results` nor known from sizes alone."""
+        """Returns the operands of a node that are not in `results`, and depend on more than
+        sizes."""
         others = [name for name in node.input if name and name not in results]
         return [name for name in others if self.sample.value(name) is None]
 
 
 def _is_copy(node: NodeProto, elem: int) -> bool:
-    """True if a node copies its operand, if that is of this type."""
+    """True if a node copies its operand, if that has the ONNX dtype `elem`."""
     is_cast = node.op_type == "Cast" and any(a.name == "to" and a.i == elem for a in node.attribute)
     return is_cast or node.op_type == "Identity"
 

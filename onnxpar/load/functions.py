@@ -24,10 +24,10 @@ _Key = tuple[str, str, str]
 
 
 def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """The model with the calls of its functions replaced by their nodes. A function with the name
-    of an op of onnxruntime is dropped, because onnxruntime runs its op instead. Errors: ModelError,
-    before anything expands, if a function calls itself, or if the calls expand into too many
-    nodes."""
+    """Returns the model with the calls of its functions replaced by their nodes. A function with
+    the name of an op of onnxruntime is dropped, because onnxruntime runs its own op. Errors:
+    ModelError, before anything expands, if a function calls itself, or if the calls expand into too
+    many nodes."""
     functions = [f for f in proto.functions if not is_known(f.name, f.domain)]
     if len(functions) < len(proto.functions):
         del proto.functions[:]
@@ -47,8 +47,9 @@ def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 
 
 def _take_opsets(proto: onnx.ModelProto, path: Path) -> None:
-    """Gives functions the opsets of the model, by which onnxruntime runs them. Errors: ModelError
-    for a node that this opset does not have, which onnxruntime refuses, too."""
+    """Gives each function the opsets of the model, because onnxruntime runs functions by these.
+    Errors: ModelError for a node that does not exist in the model's opset, which onnxruntime
+    refuses, too."""
     model = {o.domain.removeprefix("ai.onnx"): o.version for o in proto.opset_import}
     for function in proto.functions:
         for entry in function.opset_import:

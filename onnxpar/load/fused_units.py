@@ -49,8 +49,9 @@ class _Scope:
         return self.floats.union(*map(self._before, ends))
 
     def _before(self, node: gs.Node) -> set[str]:
-        """Names of the tensors between a QuantizeLinear and the node whose result it rounds; none
-        unless all operands of that node are dequantized or stored."""
+        """Returns the names of the tensors from a node to the QuantizeLinear `node` that rounds the
+        node's result; none unless all operands of the node are dequantized or stored, so that
+        onnxruntime fuses them."""
         names: set[str] = set()
         while node.inputs[0].inputs and self._reader(node.inputs[0]):
             names.add(node.inputs[0].name)
@@ -89,7 +90,7 @@ def separate_dequantized(graph: gs.Graph) -> None:
 
 
 def _join_blocks(graph: gs.Graph, results: set[int]) -> None:
-    """Makes products with the same blocked weight read the same DequantizeLinear."""
+    """Makes all MatMuls and Gemms that read the same weight in blocks read one DequantizeLinear."""
     first: dict[tuple[int, ...], gs.Node] = {}
     for node in graph.nodes:
         if node.op != _DEQUANTIZE or not _multiplies_blocks(node):

@@ -31,13 +31,14 @@ _SAME_ORDER = frozenset(["Unsqueeze", "Squeeze", "Reshape", "Flatten", "Cast", "
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """A product of ranges of rows, each with the matrix of its expert.
+    """A product by expert of rows that are sorted by expert: Concat of rows[start:end] @
+    weight[expert].
 
     rows     the tensor whose rows are read
     weight   the matrices of all experts
-    ends     the end of each expert's range
+    ends     the end of each expert's range of rows
     joined   the Concat of the products
-    readers  the nodes that read rows
+    readers  the ids of the nodes that take ranges of `rows`
     """
 
     rows: gs.Tensor
@@ -49,13 +50,16 @@ class _Group:
 
 @dataclass(eq=False)
 class _Rows(RowProgram):
-    """The steps of a row, and the tensors that have a matrix or a vector for each row, by id."""
+    """The steps that each row goes through. `picked` has the tensors with a matrix or a vector for
+    each row, by id, as slices of the stack from which they are gathered; `size` is the number of
+    rows."""
 
     picked: dict[int, Stacked] = field(default_factory=dict)
     size: int = 0
 
     def operand(self, tensor: gs.Tensor) -> Own | Stacked | Shared | Beside | None:
-        """The matrix of the row's expert, or a constant for all rows."""
+        """Returns the operand for a tensor: the matrix of the row's expert, a vector for all rows,
+        or a tensor with as many rows; else None."""
         if id(tensor) in self.picked:
             return self.picked[id(tensor)]
         if isinstance(tensor, gs.Constant):
@@ -66,7 +70,7 @@ class _Rows(RowProgram):
         return None
 
     def group(self, group: _Group) -> bool:
-        """Records a product of ranges of rows."""
+        """Records a product of ranges of rows; False if its operand is not recorded."""
         x = self.rows(group.rows)
         columns = (tensor_shape(group.weight) or (None,))[-1]
         if x is None or x.labels != "Rf" or columns is None:
@@ -86,7 +90,8 @@ def gathered_mixtures(graph: gs.Graph, folder: Path) -> None:
 
 
 def _picks(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, dict[int, Stacked]]]:
-    """Vectors of experts' numbers, each with the tensors that hold what is gathered with it."""
+    """Yields each vector with the number of each row's expert, and the tensors that are gathered by
+    it from stacked weights, by id; only if one of the weights is a matrix for each expert."""
     by_ids: dict[int, dict[int, Stacked]] = defaultdict(dict)
     numbers: dict[int, gs.Tensor] = {}
     for node in graph.nodes:
@@ -137,8 +142,8 @@ def _is_stored(tensor: gs.Tensor) -> bool:
 
 
 def _moved(tensor: gs.Tensor, pick: Stacked) -> dict[int, Stacked]:
-    """A tensor of gathered matrices or vectors, and the results of nodes that transpose them or add
-    a dimension, by id."""
+    """Returns a tensor of gathered matrices or vectors, and the results of nodes that transpose
+    them or add a dimension, by id, each as a slice of the stack `pick`."""
     moved = {id(tensor): pick}
     for node in tensor.outputs:
         if node.op == "Transpose" and node.attrs.get("perm") == [0, 2, 1]:
@@ -153,7 +158,7 @@ def _is_vector(pick: Stacked) -> bool:
 
 
 def _groups(graph: gs.Graph) -> Iterator[_Group]:
-    """The products of ranges of rows that a Concat joins."""
+    """Yields the products of ranges of rows that a Concat joins."""
     for node in graph.nodes:
         if node.op == "Concat" and node.attrs.get("axis") == 0 and len(node.inputs) > 1:
             group = _group(node)
@@ -197,8 +202,8 @@ def _maker(tensor: gs.Tensor, op: str) -> gs.Node | None:
 
 
 def _part(tensor: gs.Tensor, number: int) -> gs.Tensor | None:
-    """The tensor whose element `number` along the first dimension is this one: a Squeeze of a part
-    of a Split into single elements."""
+    """If `tensor` is Squeeze(Split(y)[number]), perhaps with Casts, and the Split is into single
+    elements of the first dimension, returns y; else None."""
     while (node := _maker(tensor, "Squeeze") or _maker(tensor, "Cast")) is not None:
         tensor = node.inputs[0]
     split = _maker(tensor, "Split")
@@ -213,7 +218,12 @@ def _rewrite(
     groups: list[_Group],
 ) -> None:  # fmt: skip
     """Replaces the steps from the first product with an expert's matrix to the last one, or to the
-    addition of an expert's vector."""
+    addition of an expert's vector, by those of a mixture with the expert as first dimension.
+
+    source  the number of each row's expert, or (with `groups`) the end of each expert's range
+    picks   the tensors gathered by `source`, as `_picks` yields them
+    groups  the products of ranges of rows
+    """
     order = {id(node): i for i, node in enumerate(graph.nodes)}
     start = _start(graph, picks, groups, order)
     if start is None:
@@ -270,7 +280,9 @@ def _rewrite(
 def _start(
     graph: gs.Graph, picks: Mapping[int, Stacked], groups: list[_Group], order: Mapping[int, int]
 ) -> tuple[gs.Tensor, str] | None:
-    """The rows that the first product reads, and their labels."""
+    """Returns the tensor of rows that the first product reads, and the labels of its dimensions
+    (see `Rows`); None if its dimensions are not known. The product is the first of `groups` or,
+    without groups, the first MatMul with weights in `picks`. `order` numbers the nodes."""
     firsts = [n for n in graph.nodes if n.op == "MatMul" and any(id(t) in picks for t in n.inputs)]
     if groups:
         first = min(groups, key=lambda g: order[id(g.joined)])
@@ -288,8 +300,9 @@ def _start(
 def _follow_all(
     program: _Rows, entry: gs.Tensor, order: Mapping[int, int], groups: list[_Group]
 ) -> list[Rows]:
-    """Records all nodes that read rows, as far as they are row-wise; returns the rows that other
-    nodes read."""
+    """Records the nodes that read rows in `program`, from `entry` on, as far as they are row-wise;
+    returns the rows that other nodes read. Nodes are followed in `order`; the readers of one of
+    `groups` are followed as a single node."""
     todo: list[tuple[int, gs.Node]] = []
     queued: set[int] = set()
     outside: list[Rows] = []
@@ -334,8 +347,8 @@ def _of_expert(write: DenseExperts, ids: gs.Tensor) -> gs.Tensor:
 
 
 def _is_found(tensor: gs.Tensor, count: int) -> bool:
-    """True for numbers that TopK or ArgMax found among `count` elements, none of which is out of
-    range."""
+    """True for numbers that TopK, ArgMax or ArgMin gives as indices of `count` elements: none is
+    out of range."""
     while tensor.inputs and tensor.inputs[0].op in _SAME_ORDER:
         tensor = tensor.inputs[0].inputs[0]
     node = tensor.inputs[0] if tensor.inputs else None
@@ -366,7 +379,7 @@ def _in_range(write: DenseExperts, ends: gs.Tensor, places: gs.Tensor) -> gs.Ten
 
 
 def _without(write: DenseExperts, tensor: gs.Tensor, ones: list[int]) -> gs.Tensor:
-    """A tensor without these dimensions of one element."""
+    """Returns a tensor without its dimensions `ones`, which have one element."""
     if not ones:
         return tensor
     node = tensor.inputs[0] if tensor.inputs else None
@@ -377,7 +390,8 @@ def _without(write: DenseExperts, tensor: gs.Tensor, ones: list[int]) -> gs.Tens
 
 
 def _settle_rows(tensor: gs.Tensor) -> None:
-    """Gives elementwise nodes the number of rows that is known now."""
+    """Gives the results of elementwise nodes behind a tensor their number of rows, which is known
+    since the mixture is replaced."""
     for node in tensor.outputs:
         out = node.outputs[0]
         is_open = out.shape is not None and None in out.shape

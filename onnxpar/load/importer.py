@@ -25,7 +25,8 @@ from onnxpar.load.tolerated import scalar_bounds
 
 
 class Importer:
-    """Makes graphs of a model's inferred protos: one, or one for each binding of open sizes."""
+    """Makes graphs for passes of a model's protos with inferred types: one graph, or one for each
+    sample size (binding) of a model with open sizes."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Importer:
         self.declared = {port.name: _type_copy(port.type) for port in ports}
 
     def graph(self, inferred: onnx.ModelProto) -> gs.Graph:
-        """The graph that passes see. Errors: ModelError for an output without a type."""
+        """Returns the graph that passes see. Errors: ModelError for an output without a type."""
         _check_outputs(inferred.graph, self.path)
         name_nodes(inferred.graph, self.names)
         graph = import_graph(inferred, self.defaults, self.path.parent)

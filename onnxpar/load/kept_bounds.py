@@ -56,7 +56,7 @@ def _stored(tensor: gs.Tensor) -> int:
 
 
 def _kept(node: gs.Node) -> list[gs.Node]:
-    """The nodes in place of a Relu or a Clip."""
+    """Returns the Max and Min in place of a Relu or a Clip."""
     x, *bounds = node.inputs
     if node.op == "Relu":
         bounds = [gs.Constant(f"{node.name}::bound", np.zeros((), dtype_of(x)))]

@@ -23,7 +23,8 @@ _DEEPEST = 24
 
 def known_integers(tensor: gs.Tensor, depth: int = 0) -> Known | None:
     """The elements of an integer tensor, with None for each one that is not known; None if the
-    tensor is not integer arithmetic on shapes and constants."""
+    tensor is not integer arithmetic on shapes and constants. `depth` counts the nodes followed so
+    far."""
     value = constant(tensor)
     if value is not None:
         return value.astype(object) if value.dtype.kind in "iub" else None

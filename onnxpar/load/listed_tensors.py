@@ -26,7 +26,8 @@ def read_listed(model: ModelProto) -> None:
 
 
 def _join(at: Match) -> None:
-    """A Concat of tensors in place of that of a list, with a new axis if the node makes one."""
+    """Replaces a ConcatFromSequence of listed tensors by a Concat of them, with a new axis if the
+    node makes one."""
     attrs, tensors = attributes(at.node), list(at["list"].input)
     if attrs.get("new_axis"):
         axis = at.constant(np.array([attrs["axis"]]), "axis")
@@ -35,7 +36,8 @@ def _join(at: Match) -> None:
 
 
 def _pick(at: Match) -> bool:
-    """An Identity of the tensor at a place; False if there is no such place."""
+    """Replaces a SequenceAt of listed tensors by an Identity of the tensor; False if the position
+    is out of range, so that the node stays."""
     tensors, place = at["list"].input, at["place"]
     if place.ndim or not -len(tensors) <= place < len(tensors):
         return False

@@ -194,7 +194,7 @@ def _model(loading: Loading) -> Model:
 
 
 def unread_inputs(model: Model) -> list[str]:
-    """The inputs that a run needs, and that no node reads; of a training step, none."""
+    """Returns the inputs that a run needs, and that no node reads; none for a training step."""
     graph = model.graph
     read = {t.name for node in all_nodes(graph) for t in node.inputs}
     read |= {t.name for t in graph.outputs}

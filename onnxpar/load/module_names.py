@@ -50,8 +50,8 @@ def use_module_names(graph: GraphProto, named: Mapping[str, TorchName]) -> Modul
 
 
 def _name_nodes(graph: GraphProto, names: Names) -> set[str]:
-    """Names nodes, and returns the new names. The nodes of a training step have theirs already,
-    since the model that it was made from was loaded."""
+    """Names nodes after their modules, and returns the new names. The nodes of a training step have
+    such names already, since the loader gave them to the model from which the step was made."""
     taken: set[str] = set()
     for node in nodes_of(graph):
         if (path := module_path(node)) is None or has_file_name(node):
@@ -73,7 +73,13 @@ def _name_stored(
     kept: set[str],
     new: dict[str, str],
 ) -> dict[str, TorchName]:
-    """Chooses new names of stored tensors; returns their names in torch by new name."""
+    """Chooses new names for stored tensors, in `new`, by old name; returns what is known of each in
+    torch, by its new name.
+
+    named  the names in torch, by the tensor's old name
+    names  the names in use
+    kept   tensors that keep their names
+    """
     claims = Counter(n for t in graph.initializer for n in names_in_torch(t.name, named))
     stored = {tensor.name for tensor in graph.initializer} - kept
     by_name: dict[str, TorchName] = {}

@@ -17,8 +17,9 @@ NEXT = "next_{}"
 
 
 def add_next_step(graph: GraphProto, tokens: str, positions: Sequence[str]) -> None:
-    """Adds the nodes and outputs to a decoder with candidates in place. The next tokens are those
-    of the picks, (1, picks); `positions` are the inputs that are 1 more in the next step."""
+    """Adds the nodes and outputs to a decoder that has candidates, in place. `tokens` is its input
+    of tokens, whose next value are the likeliest tokens of the picks, (1, picks); `positions` are
+    inputs that are 1 more in the next step."""
     ports = {port.name: port for port in graph.input}
     scope = "next_step"
 
@@ -53,7 +54,8 @@ def _dtype(port: ValueInfoProto) -> int:
 
 
 def next_of(inputs: Iterable[str], outputs: Collection[str]) -> dict[str, str]:
-    """The outputs with the next values of inputs, by input, as far as a decoder has them."""
+    """Returns the outputs with the next values of `inputs`, by input, as far as a decoder has
+    them."""
     return {name: NEXT.format(name) for name in inputs if NEXT.format(name) in outputs}
 
 

@@ -22,8 +22,9 @@ from onnxpar.load.bag_names import (
 def padded_bags(
     choice: NodeProto, counter: str, count: int, nodes: list[NodeProto], names: Names
 ) -> Bags | None:
-    """The bags of which a loop first lists the rows that count; `choice` is zeros for a bag without
-    any, and else the reduction of these rows."""
+    """Returns the bags of a Loop whose body lists the rows that are not padding by an inner Loop.
+    The If `choice` gives zeros for a bag without such rows, else their reduction; None if it does
+    not. `counter`, `count` and `nodes` are as in `bag_loops._bags_with`."""
     branches = results_of(choice)
     zeros, last = names.value(branches["then_branch"]), names.made.get(branches["else_branch"])
     is_empty = names.node(choice.input[0], "Equal")
@@ -50,8 +51,8 @@ def padded_bags(
 
 
 def _counted(loop: NodeProto, result: str, names: Names) -> tuple[Padding, tuple[str, str]] | None:
-    """The padding, and the bounds, of a loop that lists the rows between two bounds whose ids are
-    not padding."""
+    """Returns the padding of the inner Loop, whose output `result` lists the rows between two
+    bounds whose ids are not padding, and these bounds, (start, end)."""
     body = next(a.g for a in loop.attribute if a.name == "body")
     if len(loop.input) != 4 or loop.input[0] or result not in loop.output:
         return None
@@ -78,7 +79,8 @@ def _counted(loop: NodeProto, result: str, names: Names) -> tuple[Padding, tuple
 
 
 def _padding(condition: str, at: str, names: Names) -> Padding | None:
-    """The padding, given the condition that the row at a number is none."""
+    """Returns the padding if `condition` is true where the id at row `at` is not the padding id;
+    else None."""
     differs = names.node(condition, "Not")
     is_one = None if differs is None else names.node(differs.input[0], "Equal")
     choice = None if is_one is None else names.node(is_one.input[0], "If")

@@ -25,8 +25,9 @@ _FEW = 4
 
 
 def page_basic_attention(model: onnx.ModelProto, caches: list[Cache], ports: Ports) -> None:
-    """Rewrites a decoder with these caches in place. Errors: ModelError, which says why the caches
-    cannot be paged."""
+    """Rewrites a decoder whose attention is in basic ops (MatMul, Softmax), in place: with `caches`
+    in pages, by PagedAttention. `ports` are its inputs and outputs by role. Errors: ModelError,
+    which says why the caches cannot be in pages."""
     graph = model.graph
     for node in graph.node:
         if any(a.HasField("g") for a in node.attribute):
@@ -52,7 +53,8 @@ def page_basic_attention(model: onnx.ModelProto, caches: list[Cache], ports: Por
 
 
 def _replace(graph: GraphProto, proofs: Sequence[tuple[FoundAttention, Terms]]) -> None:
-    """Puts PagedAttention where the product with values was, and removes the other nodes."""
+    """Puts each PagedAttention where the product with values was, and removes the nodes of the
+    attention."""
     removed = {node.output[0] for attention, _ in proofs for node in attention.nodes}
     ends = {attention.output: (attention, terms) for attention, terms in proofs}
     kept: list[NodeProto] = []
@@ -69,7 +71,8 @@ def _replace(graph: GraphProto, proofs: Sequence[tuple[FoundAttention, Terms]]) 
 def _paged(
     graph: GraphProto, attention: FoundAttention, terms: Terms, name: str
 ) -> list[NodeProto]:
-    """PagedAttention in place of an attention, with tokens in the order that it wants."""
+    """Returns the PagedAttention `name` in place of an attention, with the nodes that bring
+    queries, keys and values into its form (1, tokens, heads * width), and its result back."""
     makers = {output: node for node in graph.node for output in node.output}
     moves: list[NodeProto] = []
     sources = {
@@ -111,8 +114,9 @@ def _paged(
 def _flat(
     source: str, makers: Mapping[str, NodeProto], perm: list[int], name: str
 ) -> list[NodeProto]:
-    """The nodes that make a tensor (1, tokens, all else), under this name. A Transpose before them
-    is read through."""
+    """Returns the nodes that bring `source` into the form (1, tokens, all else), as the tensor
+    `name`: a Transpose by `perm`, and a Reshape. If a Transpose makes `source`, the nodes read its
+    operand."""
     before, turned = makers.get(source), f"{name}/tokens_first"
     if before is not None and before.op_type == "Transpose":
         own = next((list(a.ints) for a in before.attribute if a.name == "perm"), None)

@@ -161,8 +161,8 @@ def _given(node: NodeProto, index: int) -> str:
 
 
 def _caches(node: NodeProto, graph: GraphProto) -> Iterable[tuple[str, str]]:
-    """The caches of an attention. Errors: ModelError if it has something that pages do not
-    support."""
+    """Yields the (input, output) pairs of the caches of a GroupQueryAttention. Errors: ModelError
+    if it has an attribute or operand that PagedAttention does not support."""
     inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
     for past, present in zip(node.input[3:5], node.output[1:3], strict=True):
         if past not in inputs or present not in outputs:
@@ -183,7 +183,7 @@ def _caches(node: NodeProto, graph: GraphProto) -> Iterable[tuple[str, str]]:
 
 
 def _ports(graph: GraphProto, caches: Collection[str]) -> _Ports:
-    """The ports that are no caches. Errors: ModelError."""
+    """Returns the inputs and outputs that are no caches, by role. Errors: ModelError."""
     stored = {w.name for w in graph.initializer}
     inputs = [i for i in graph.input if i.name not in caches and i.name not in stored]
     outputs = [o for o in graph.output if o.name not in caches]
@@ -211,7 +211,7 @@ def _roles(ports: _Ports, caches: Collection[Cache]) -> Ports:
 
 
 def _page(at: Match) -> None:
-    """A PagedAttention in place of a GroupQueryAttention."""
+    """Replaces a GroupQueryAttention by a PagedAttention."""
     values = attributes(at.node)
     angles = [at.operand(i) if values.get("do_rotary") else "" for i in (_COSINE, _SINE)]
     operands = [*at.node.input[:5], TABLE, ROWS, POSITIONS, *angles, at.operand(_SINK)]
@@ -222,8 +222,8 @@ def _page(at: Match) -> None:
 
 
 def _set_dtype(graph: GraphProto, pairs: list[tuple[str, str]], dtype: int) -> None:
-    """Declares the type of caches anew. Rows of int8 have their scales behind them, so that their
-    size is another one, which the loader finds."""
+    """Declares that caches, (input, output) `pairs`, have this type. A row of int8 has its scale
+    behind it: its size is SCALE_BYTES larger."""
     caches = {name for pair in pairs for name in pair}
     for port in (*graph.input, *graph.output):
         if port.name in caches:
@@ -241,7 +241,8 @@ def _set_dtype(graph: GraphProto, pairs: list[tuple[str, str]], dtype: int) -> N
 def _set_ports(
     graph: GraphProto, ports: _Ports, pairs: list[tuple[str, str]], page_size: int
 ) -> None:
-    """Declares the shapes of all inputs and outputs anew."""
+    """Declares the shapes of all inputs and outputs anew, and adds the inputs for pages: tables,
+    rows, positions and picks. `pairs` are the names of each cache's input and output."""
     for port in (*graph.input, *graph.output):
         dims = port.type.tensor_type.shape.dim
         if port.name in {name for pair in pairs for name in pair}:
@@ -265,7 +266,8 @@ def _set_ports(
 
 
 def _pick(graph: GraphProto, logits: str) -> None:
-    """Takes the picked tokens before the product that makes logits. Errors: ModelError."""
+    """Inserts a Gather of the picked tokens before the MatMul or Gemm that makes logits, perhaps
+    with elementwise nodes behind it. Errors: ModelError if another op makes them."""
     makers = {name: node for node in graph.node for name in node.output}
     readers = Counter(name for node in graph.node for name in node.input)
     stored = {w.name for w in graph.initializer}
@@ -286,8 +288,8 @@ def _pick(graph: GraphProto, logits: str) -> None:
 
 
 def _before_last(name: str, scope: Scope) -> str:
-    """The tensor of all tokens from which an exporter takes the last one, by Gather and perhaps
-    Unsqueeze, so that logits are of it alone; else the tensor itself."""
+    """Returns the tensor of all tokens, if an exporter takes only the last token of it, by a Gather
+    and perhaps an Unsqueeze, before it computes logits; else the tensor `name` itself."""
     node = scope.maker(name)
     matches = (form.match(node, scope) for form in _LAST_TOKEN if node is not None)
     return next((at["every"] for at in matches if at is not None), name)
@@ -301,7 +303,7 @@ def _is_constant(name: str, makers: dict[str, NodeProto], stored: Collection[str
 
 
 def _remove_unread(graph: GraphProto) -> None:
-    """Removes nodes whose results nobody reads, as those that reshape the mask."""
+    """Removes nodes whose results nothing reads any more, such as those that reshape the mask."""
     nodes = nodes_before(graph.node, (o.name for o in graph.output))
     del graph.node[:]
     graph.node.extend(nodes)

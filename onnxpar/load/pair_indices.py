@@ -29,8 +29,9 @@ class Index:
 
 
 def moved_index(node: gs.Node, reads: Sequence[Any]) -> Index | list[Index] | None:
-    """The indices that a node computes from the indices among its operands, `reads` (None for other
-    operands): a list for several results; None if the node is not understood."""
+    """Returns the indices that a node computes from indices: a list if it has several results; None
+    if the node is not understood. `reads` has the indices that each operand holds, None for other
+    operands."""
     index: Index = next(r for r in reads if r is not None)
     at = index.labels.find("c")
     if node.op in ("Add", "Mul"):
@@ -62,7 +63,8 @@ def moved_index(node: gs.Node, reads: Sequence[Any]) -> Index | list[Index] | No
 
 
 def _some_forms(node: gs.Node, index: Index, at: int) -> Index | list[Index] | None:
-    """A Slice, Split or Gather along the dimension of forms."""
+    """Returns the indices that a Slice, Split or Gather takes along dimension `at`, which has an
+    element for each form."""
     rank, count = len(index.labels), len(index.forms)
     if node.op == "Slice":
         starts = given_integers(node, 1)

@@ -16,8 +16,8 @@ from onnxpar.graph.branches import branch_of, put_branch
 
 
 def take_past_branch(model: onnx.ModelProto) -> None:
-    """Puts the branch that reads most inputs in place of an If that is the whole graph and whose
-    condition is an input, in place."""
+    """Replaces an If that is the whole graph, and whose condition is an input, by the branch that
+    reads the most inputs, in place."""
     graph = model.graph
     inputs = {i.name for i in graph.input}
     if (
@@ -40,5 +40,5 @@ def take_past_branch(model: onnx.ModelProto) -> None:
 
 
 def _read(body: GraphProto, names: Collection[str]) -> set[str]:
-    """The tensors with these names that a branch reads."""
+    """The tensors with these names that the branch `body` reads."""
     return {name for node in body.node for name in node.input} & set(names)

@@ -1,9 +1,9 @@
-"""Measures an attention that was found in basic ops, and proves that PagedAttention computes the
+"""Measures an attention that was found in basic ops, and checks that PagedAttention computes the
 same.
 
-Its nodes run on random numbers at several sizes. Scores tell their scale, their cap, and which keys
-are hidden: all that come later, and perhaps those before a window. Then the whole attention must
-give what the formula of PagedAttention gives, with these terms.
+The attention's nodes run on random numbers at several sizes. Scores tell their scale, their cap,
+and which keys are hidden: all that come later, and perhaps those before a window. Then the whole
+attention must give the same as the formula of PagedAttention with these parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class _CannotRunError(UnpagedError):
 
 @dataclass(frozen=True)
 class Form:
-    """A tensor of all tokens and heads: its shape at one sample, and the axis of tokens."""
+    """The form of a tensor that has all tokens and heads: its shape at one sample, and the axis of
+    tokens."""
 
     shape: tuple[int, ...]
     axis: int
@@ -89,13 +90,15 @@ def proved(
     small: Sequence[Sample],
     large: Sequence[Sample],
 ) -> Terms:
-    """Returns the terms of an attention. Errors: ModelError if PagedAttention does not compute the
-    same at all samples; at large ones, only scores are compared."""
+    """Returns the parameters with which PagedAttention computes an attention, measured at samples
+    of short and of longer texts, `small` and `large`. Of an attention in basic ops, only the mask
+    is compared at large samples. Errors: ModelError if it does not compute the same."""
     return _Proof(attention, model, small[-1]).terms(small, large)
 
 
 class _Proof:
-    """Runs parts of an attention."""
+    """Runs parts of an attention on random numbers, to measure its parameters and to compare its
+    results."""
 
     def __init__(self, attention: FoundAttention, model: onnx.ModelProto, sample: Sample) -> None:
         self.found, self.model, self.types = attention, model, sample.walk.types
@@ -112,7 +115,8 @@ class _Proof:
             raise self._error("has scores of another shape than new tokens by keys")
 
     def terms(self, small: Sequence[Sample], large: Sequence[Sample]) -> Terms:
-        """The terms, measured and proved."""
+        """Measures the parameters of the attention, and compares its results with those of
+        PagedAttention; `small` and `large` as for `proved`. Errors: ModelError."""
         terms = self._layout(small)
         if self.found.scores:
             terms = replace(terms, window=self._window(small, large))
@@ -124,7 +128,8 @@ class _Proof:
         return terms
 
     def _layout(self, samples: Sequence[Sample]) -> Terms:
-        """Heads and forms of queries, keys, values and results."""
+        """Returns the parameters that shapes tell: heads, and the forms of queries, keys, values
+        and results."""
         attention, last = self.found, samples[-1]
         past = [last.shape(c.past) for c in (attention.keys, attention.values)]
         if past[0] is None or len(past[0]) != 4 or past[0] != past[1]:
@@ -152,8 +157,9 @@ class _Proof:
         return Form(shapes[-1], axes[0])
 
     def _declared(self, terms: Terms, samples: Sequence[Sample]) -> Terms:
-        """The terms of a node of attention: its attributes, and the window of its longest sample,
-        which equal scores tell."""
+        """Returns `terms`, completed for an op of attention: `scale` and `softcap` are its
+        attributes, the window is measured. All queries are 0, so a token's result is the mean of
+        the values that it sees, which tells the window."""
         node = self.found.keys.fused
         assert node is not None
         values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -179,7 +185,8 @@ class _Proof:
         return self._run(self.found.nodes, feeds, self.found.output, sample)
 
     def _window(self, small: Sequence[Sample], large: Sequence[Sample]) -> int:
-        """The window, from the scores that are hidden at all samples at which the model runs."""
+        """Returns the window (-1: none), from the keys that masks hide at all samples. Errors:
+        ModelError for any other mask."""
         visible = {(s.past, s.new): self._visible(s) for s in small}
         for sample in large:
             with suppress(_CannotRunError):  # texts of this length do not run
@@ -200,7 +207,7 @@ class _Proof:
         return window
 
     def _visible(self, sample: Sample) -> Array:
-        """The scores that are not hidden, (..., new, keys)."""
+        """Returns True for each score that the mask does not hide, (..., new, keys)."""
         shape = (*self.scores[:-2], sample.new, sample.total)
         scores = self.rng.standard_normal(shape).astype(self.dtype)
         masked = self._run(self.found.steps, {self.found.scores: scores}, self.found.masked, sample)
@@ -209,7 +216,7 @@ class _Proof:
         return np.asarray(masked > _HIDDEN)
 
     def _scaled(self, terms: Terms, samples: Sequence[Sample]) -> Terms:
-        """The terms with the scale and the cap of scores."""
+        """Returns `terms` with the measured scale and cap of scores."""
         sample = samples[-1]
         feeds = self._feeds(terms, sample)
         at = next(i for i, n in enumerate(self.found.nodes) if n.op_type == "Softmax")
@@ -235,14 +242,16 @@ class _Proof:
         return replace(terms, scale=self._usual(scale, terms), softcap=cap)
 
     def _usual(self, scale: float, terms: Terms) -> float:
-        """A measured scale without the error of the measurement, if it is a usual one."""
+        """Rounds a measured scale to a usual one (such as width ** -0.5) if it is as good as
+        equal."""
         for usual in (terms.width**-0.5, terms.width**-0.25, 1.0, 1 / terms.width):
             if abs(scale - usual) <= self.tolerance / 10 * usual:
                 return float(usual)
         return scale
 
     def _compare(self, terms: Terms, sample: Sample) -> None:
-        """Errors: ModelError if the attention differs from that of PagedAttention at a sample."""
+        """Errors: ModelError if the attention's results at a sample differ from those of a
+        PagedAttention with the parameters `terms`."""
         feeds = self._feeds(terms, sample)
         products, values = self._products(feeds, terms)
         scores = products * terms.scale
@@ -322,7 +331,8 @@ class _Proof:
 
 
 def _wanted(past: int, new: int, window: int) -> Array:
-    """True for each key that a new token sees, (new, keys)."""
+    """The mask of PagedAttention: True for each key that a new token sees, (new, past + new). A
+    token sees itself and earlier tokens, at most `window` in all unless `window` is -1."""
     at = past + np.arange(new)[:, None]
     keys = np.arange(past + new)
     return (keys <= at) & (keys > at - window) if window > 0 else np.asarray(keys <= at)

@@ -17,8 +17,9 @@ _Dims = list[list[_Atom]]
 
 @dataclass
 class Unrepeated:
-    """Keys or values (batch, key heads, positions, width), and the nodes that scale them by a
-    number later on, each with its number; `nodes` are all nodes that repeat and scale them."""
+    """Keys or values before a model repeats them for query heads: `source`, (batch, key heads,
+    positions, width). `scales` are the nodes that multiply them by a number, each with that number;
+    `nodes` are all nodes that repeat and scale them."""
 
     source: gs.Tensor
     scales: list[tuple[gs.Node, gs.Tensor]]
@@ -32,8 +33,9 @@ class Unrepeated:
 
 
 def find_unrepeated(tensor: gs.Tensor, is_turned: bool) -> Unrepeated | None:
-    """The keys (`is_turned`: batch, heads, width, positions) or values (batch, heads, positions,
-    width) of which a tensor has a copy for each query head; None if it has no copies."""
+    """Returns the keys or values of which `tensor` has a copy for each query head; None if it has
+    no copies. `is_turned`: the tensor is (batch, heads, width, positions), as keys are; else
+    (batch, heads, positions, width)."""
     chain: list[gs.Node] = []
     at = tensor
     while at.inputs and (node := at.inputs[0]).op in (*_MOVES, *_SCALES) and not node.domain:
@@ -68,8 +70,9 @@ def _repeats(chain: list[gs.Node], shape: list[int], is_turned: bool) -> bool:
 
 
 def _moved(dims: _Dims, node: gs.Node, number: int) -> _Dims | None:
-    """The atoms of the dimensions of a node's result, given those of its operand; None if a
-    dimension is cut within an atom. Copies are an atom with a name of their own."""
+    """Returns the dimensions of a node's result as products of atoms, from those of its operand
+    (`dims`); None if a dimension ends within an atom. The copies that an Expand makes are an atom
+    of their own, named by `number`."""
     shape = tensor_shape(node.outputs[0])
     if shape is None or None in shape:
         return None

@@ -82,7 +82,7 @@ def put_caches_in_pages(loading: Loading) -> None:
 
 
 def tie_weights(loading: Loading) -> None:
-    """Merges the copies of weights that the exporter stored several times."""
+    """Merges copies of one weight that the exporter stored."""
     loading.torch = tie(loading.proto.graph, loading.torch, loading.folder)
 
 
@@ -94,13 +94,13 @@ def name_after_modules(loading: Loading) -> None:
 
 
 def check_stored_tensors(loading: Loading) -> None:
-    """Checks what the file stores, and takes the names of weights."""
+    """Checks the stored tensors, and records their names."""
     check_all_stored(loading.proto, loading.path)
     loading.torch = torch_names(loading.proto.graph)
 
 
 def keep_original(loading: Loading) -> None:
-    """Keeps the model for ranks that run it whole, and asks onnxruntime whether it loads."""
+    """Records the model as it is, for ranks that run it whole, and whether onnxruntime loads it."""
     request, proto = loading.request, loading.proto
     loading.stored = {t.name for t in stored_tensors(proto.graph)} - {""}
     if not (request.for_training or request.page_size or request.part == ENCODER):
@@ -110,7 +110,8 @@ def keep_original(loading: Loading) -> None:
 
 
 def settle_defaults(loading: Loading) -> None:
-    """Separates initializers that are also inputs: default values, and constants."""
+    """Takes initializers that are also inputs apart: into default values of inputs, and
+    constants."""
     feedable = not loading.request.for_training
     loading.defaults, loading.fixed = _settled(loading.proto, feedable)
 
@@ -142,8 +143,8 @@ def find_step(loading: Loading) -> None:
 
 
 def infer_shapes(loading: Loading) -> None:
-    """Infers all types: by the program per rank that the model is, at samples of open sizes, or
-    once; folds what is constant."""
+    """Infers all types, and folds constants: for a program per rank by its own inference, for a
+    model with open sizes at several samples of them, else once."""
     request, proto = loading.request, loading.proto
     kinds = (bool(loading.open_dims), request.for_training, request.part == ENCODER)
     arguments = proto, loading.path, loading.defaults, loading.names
@@ -175,7 +176,7 @@ def import_model(loading: Loading) -> None:
 
 
 def find_state_pairs(loading: Loading) -> None:
-    """Finds the outputs that are fed back."""
+    """Records the (input, output) pairs of states, which are fed back."""
     step, graph = loading.step, loading.graph
     assert graph is not None
     known = [*((s.input, s.output) for s in (step.slots if step else ())), *loading.states]
@@ -185,8 +186,8 @@ def find_state_pairs(loading: Loading) -> None:
 
 
 def _settled(proto: onnx.ModelProto, feedable: bool) -> tuple[dict[str, TensorProto], list[str]]:
-    """Separates initializers that are also inputs: returns default values by name, and the names of
-    those that are constants here though they could be fed.
+    """Takes initializers that are also inputs apart. Returns the default values, by name, and the
+    names of those that are constants here though they could be fed.
 
     Before IR 4, all initializers had to be inputs, and none of them can be fed. Since IR 4 they can
     be, as in onnxruntime, if `feedable`; but those that may decide shapes are constants.

@@ -88,7 +88,7 @@ class Shared:
 
 @dataclass(frozen=True, eq=False)
 class Beside:
-    """A tensor with a row for each row of the expert's input, which no step computes."""
+    """A tensor that no step computes, with a row for each row of the expert's input."""
 
     tensor: gs.Tensor
 
@@ -110,8 +110,8 @@ class RowStep:
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor that a step computes: `labels` names its dimensions, R for rows, f for columns and 1
-    for dimensions of one element."""
+    """A tensor of an expert's program: the result of step `number` (0: the expert's input).
+    `labels`, such as R1f, names its dimensions: R tokens, f features, 1 singletons."""
 
     number: int
     labels: str
@@ -119,8 +119,12 @@ class Rows:
 
 @dataclass
 class RowProgram:
-    """The steps of one expert, and the tensors that they compute, by id; `made` has the result of
-    each step with its labels."""
+    """The steps of one expert.
+
+    width  the columns of the input
+    found  tensors of the program, by id
+    made   the result of each step, with the labels of its dimensions
+    """
 
     width: int
     dtype: Any
@@ -137,16 +141,18 @@ class RowProgram:
         self.found[id(tensor)] = Rows(0, labels)
 
     def rows(self, tensor: gs.Tensor) -> Rows | None:
-        """The step that computes a tensor; None if no step does."""
+        """Returns the step that computes a tensor, and the labels of its dimensions; None if no
+        step does."""
         return self.found.get(id(tensor))
 
     def operand(self, tensor: gs.Tensor) -> Own | Stacked | Shared | Beside | None:
-        """The operand for a tensor that no step computes; None if it cannot be one. Forms of
-        experts whose weights are not constants of their own override this."""
+        """Returns the operand for a tensor that no step computes; None if it cannot be one. A
+        subclass overrides this where the weights of experts are not separate constants."""
         return Own(tensor) if isinstance(tensor, gs.Constant) else None
 
     def follow(self, node: gs.Node) -> bool:
-        """Records a node that reads rows. False if it is not row-wise."""
+        """Records a node that reads rows, as a step. False if the node does not compute each row on
+        its own."""
         if node.domain not in (None, "", "ai.onnx") and node.op != "QuickGelu":
             return False
         reads = [self.rows(t) for t in node.inputs]
@@ -219,7 +225,8 @@ class RowProgram:
     def _addend(
         self, tensor: gs.Tensor, labels: str, width: int
     ) -> tuple[Own | Stacked | Shared | Beside, int] | None:
-        """The operand of an elementwise op that is no result of a step, and its width."""
+        """Returns the operand for a tensor that no step computes, in an elementwise op with rows of
+        these `labels` and this `width`, and the operand's width; None if it cannot be one."""
         value = constant(tensor) if _is_number(tensor) else None
         if value is not None:
             return (Shared(tensor), 1) if value.ndim <= 1 else None
@@ -282,7 +289,7 @@ class RowProgram:
         return True
 
     def _cut(self, node: gs.Node, x: Rows) -> bool:
-        """Columns of rows: a Slice, each result of a Split, or a Gather of constant columns."""
+        """Records a Slice, each result of a Split, or a Gather of constant columns."""
         width, rank = self.width_of(x), len(x.labels)
         at = x.labels.index("f")
         for output, bounds in enumerate(_cuts(node, width, rank, at) or ()):
@@ -312,8 +319,9 @@ def _is_number(tensor: gs.Tensor) -> bool:
 
 
 def _cuts(node: gs.Node, width: int, rank: int, at: int) -> list[tuple[int, int, int]] | None:
-    """Start, stop and step of the columns that each result of a node takes; None if it takes
-    anything else than columns at a regular distance."""
+    """For a Slice, Split or Gather along dimension `at` of `rank`, which has `width` columns:
+    returns start, stop and step of the columns of each result; None for columns at irregular
+    distances, or along another dimension."""
     if node.op == "Slice":
         fields = [given_integers(node, i) for i in (1, 2)]
         axes = given_integers(node, 3)
@@ -341,8 +349,8 @@ def _cuts(node: gs.Node, width: int, rank: int, at: int) -> list[tuple[int, int,
 
 
 def _moved(node: gs.Node, x: Rows, width: int) -> str | None:
-    """The labels of the result of a node that only moves dimensions of one element; None if it
-    does anything else."""
+    """Returns the labels of the result of a node that only adds, removes or moves dimensions of one
+    element (Reshape, Transpose ...); None if it does more. `width` is the columns of `x`."""
     shape = tensor_shape(node.outputs[0])
     before = tensor_shape(node.inputs[0])
     if node.op == "Transpose":

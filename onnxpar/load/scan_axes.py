@@ -25,7 +25,7 @@ def scan_first_axes(graph: gs.Graph) -> None:
 
 
 def _with_transposes(node: gs.Node) -> list[gs.Node]:
-    """A Scan, after the Transposes of its operands and before those of its results."""
+    """Returns a Scan between the Transposes of its operands and those of its results."""
     states = len(node.inputs) - node.attrs["num_scan_inputs"]
     before = _transposes(node, "scan_input_axes", node.inputs, states)
     (body,) = bodies(node)
@@ -34,8 +34,9 @@ def _with_transposes(node: gs.Node) -> list[gs.Node]:
 
 
 def _transposes(node: gs.Node, key: str, tensors: list[gs.Tensor], states: int) -> list[gs.Node]:
-    """Sets the axes in the attribute `key` to 0, and replaces these sequences, the tensors after
-    `states`, by others; returns the Transposes between the two."""
+    """Sets the axes in the attribute `key` to 0. Replaces the tensors whose axis was another one,
+    among those after the first `states` of `tensors`, and returns the Transposes between the old
+    and the new tensors. `tensors` are the Scan's operands or results."""
     transposes = []
     axes = list(node.attrs.get(key, ()))
     for i, (axis, tensor) in enumerate(zip(axes, tensors[states:], strict=False)):

@@ -29,7 +29,7 @@ from onnxpar.load.row_program import Stacked
 
 
 def scattered_mixtures(graph: gs.Graph, folder: Path) -> None:
-    """Rewrites the mixtures of a graph in place."""
+    """Rewrites the mixtures of a graph, in place; `folder` has the model's external data."""
     order, guards = _places(graph)
     for mask, axis, seeds in _seeds(graph):
         experts = [_traced(seed, order, guards) for seed in seeds]
@@ -39,8 +39,8 @@ def scattered_mixtures(graph: gs.Graph, folder: Path) -> None:
 
 
 def _places(graph: gs.Graph) -> tuple[dict[int, int], dict[int, gs.Node]]:
-    """The places of all nodes, also of those in the first branch of an If with one result; and such
-    Ifs by the result of that branch."""
+    """Returns the places of all nodes, by id(), also of nodes in the first branch of an If with one
+    result; and these Ifs, by the id of that branch's result."""
     order: dict[int, int] = {}
     guards: dict[int, gs.Node] = {}
     for node in graph.nodes:
@@ -54,8 +54,8 @@ def _places(graph: gs.Graph) -> tuple[dict[int, int], dict[int, gs.Node]]:
 
 
 def _seeds(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, int, list[gs.Node]]]:
-    """The masks that have a matrix for each expert, with their dimension of experts and the NonZero
-    nodes that read these matrices."""
+    """Yields each mask of three dimensions from which NonZeros read a matrix for each expert, its
+    dimension of experts, and the NonZeros."""
     readers: dict[tuple[int, int], list[gs.Node]] = defaultdict(list)
     masks: dict[int, gs.Tensor] = {}
     for node in graph.nodes:
@@ -68,7 +68,8 @@ def _seeds(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, int, list[gs.Node]]]:
 
 
 def _pick(seed: gs.Node) -> gs.Node | None:
-    """The Gather that takes an expert's matrix out of the mask."""
+    """Returns the Gather `mask[expert]` that the NonZero `seed` reads, perhaps through Casts; None
+    if there is none."""
     tensor = seed.inputs[0]
     while tensor.inputs and tensor.inputs[0].op in ("Cast", "Identity"):
         tensor = tensor.inputs[0].inputs[0]
@@ -80,7 +81,8 @@ def _pick(seed: gs.Node) -> gs.Node | None:
 def _traced(
     seed: gs.Node, order: Mapping[int, int], guards: Mapping[int, gs.Node]
 ) -> ScatteredExpert | None:
-    """Follows an expert from its NonZero to the sum; None if it does anything else."""
+    """Follows an expert from its NonZero, `seed`, to the sum to which it adds; None if a node on
+    the way is not understood. `order` and `guards` are as `_places` returns them."""
     pick = _pick(seed)
     assert pick is not None
     which = constant(pick.inputs[1])
@@ -118,7 +120,13 @@ def _rewrite(
     graph: gs.Graph, mask: gs.Tensor, axis: int, experts: list[ScatteredExpert], folder: Path,
     order: Mapping[int, int],
 ) -> None:  # fmt: skip
-    """Replaces a mixture, if all of its experts are alike."""
+    """Replaces a mixture by one with the expert as first dimension, if all of its experts are
+    alike.
+
+    mask   the tokens and slots of each expert
+    axis   the mask's dimension of experts
+    order  the places of nodes, by id()
+    """
     chain = _chain(experts)
     if all(e.which is not None for e in experts):
         experts = sorted(experts, key=lambda e: e.which or 0)  # the order in which they are stacked
@@ -174,7 +182,8 @@ def _rewrite(
 def _is_like(
     expert: ScatteredExpert, first: ScatteredExpert, steps: int, token_at: int, slots: int
 ) -> bool:
-    """True if an expert reads, computes and adds to the same as the first one."""
+    """True if an expert reads the same tokens as the first one, computes the same number of
+    `steps`, and adds its results in the same way. For `token_at` and `slots`, see `_is_of`."""
     if expert.tokens is None or first.tokens is None or expert.result is None:
         return False
     return (
@@ -200,8 +209,8 @@ def _chain(experts: Sequence[ScatteredExpert]) -> tuple[gs.Tensor, gs.Tensor] | 
 
 
 def _count(mask: gs.Tensor, axis: int, experts: Sequence[ScatteredExpert]) -> int | None:
-    """How many experts of the mask are covered, if their numbers are constants 0, 1, ...; -1 if the
-    numbers are those of all experts that have a token; None if neither is known."""
+    """Returns the number of experts, if their numbers are the constants 0, 1, ...; -1 if the
+    numbers are those of the experts that have a token, in a run; None if neither is known."""
     numbers = [e.which for e in experts]
     if all(n is not None for n in numbers):
         return len(numbers) if sorted(n or 0 for n in numbers) == [*range(len(numbers))] else None
@@ -215,8 +224,8 @@ def _count(mask: gs.Tensor, axis: int, experts: Sequence[ScatteredExpert]) -> in
 
 
 def _hit(number: gs.Tensor | None, mask: gs.Tensor, axis: int) -> tuple[gs.Node | None, int]:
-    """The NonZero, over the experts that have a token, from which a number comes, and the index of
-    the number among its elements."""
+    """If `number` is an element of a NonZero over the experts that have a token, returns the
+    NonZero and the index of the element; else (None, -1)."""
     part = -1
     while number is not None and number.inputs:
         node = number.inputs[0]
@@ -240,7 +249,7 @@ def _hit(number: gs.Tensor | None, mask: gs.Tensor, axis: int) -> tuple[gs.Node 
 
 
 def _has_token(tensor: gs.Tensor, mask: gs.Tensor, axis: int) -> bool:
-    """True if a vector says of each expert of the mask whether it has a token."""
+    """True if element i of a vector says whether expert i of the mask has a token."""
     node = tensor.inputs[0] if tensor.inputs else None
     if node is None or node.op != "Greater" or not is_zero(node.inputs[1]):
         return False
@@ -252,8 +261,10 @@ def _has_token(tensor: gs.Tensor, mask: gs.Tensor, axis: int) -> bool:
 
 
 def _is_of(weight: Weight | None, first: Weight | None, token_at: int, slots: int) -> bool:
-    """True if a weight is that of its pair in the table [token, slot] that the first expert
-    reads."""
+    """True if the weight of each pair is the element of its token and slot in the table that the
+    first expert reads, with `slots` slots per token; also if neither expert has weights. `token_at`
+    says which dimension of an expert's mask, 0 or 1, is that of tokens; the other is that of
+    slots."""
     if weight is None or first is None:
         return weight is first
     form = (1, slots) if token_at == 1 else (slots, 1)
@@ -265,7 +276,8 @@ def _is_of(weight: Weight | None, first: Weight | None, token_at: int, slots: in
 def _routed(
     write: DenseExperts, pairs: gs.Tensor, expert: ScatteredExpert, slots: int
 ) -> tuple[gs.Tensor, gs.Tensor | None]:
-    """A mask of each expert's tokens, and the weights of its results, both [expert, token, 1]."""
+    """Returns a mask of each expert's tokens, and the weights of its results (None without
+    weights), both [expert, token, 1]; `pairs` is the mask as [expert, token, slot]."""
     dtype: Any = np.dtype(np.float32) if expert.weight is None else expert.weight.table.dtype
     code = gs.exporters.onnx_exporter.dtype_to_onnx(dtype)
     marks = write.add("Cast", [pairs], dtype, pairs.shape, to=code)
@@ -288,7 +300,7 @@ def _routed(
 
 
 def _is_top(pairs: gs.Tensor) -> bool:
-    """True if the mask shows the results of a TopK, so that no token has an expert twice."""
+    """True if the mask comes from the indices of a TopK, so that no token has an expert twice."""
     todo, steps = pairs, 0
     while todo.inputs and steps < 16:
         node = todo.inputs[0]
@@ -304,7 +316,7 @@ def _is_top(pairs: gs.Tensor) -> bool:
 
 
 def _token_rows(write: DenseExperts, tensor: gs.Tensor, axis: int) -> gs.Tensor:
-    """The tokens as [token, column]."""
+    """Returns `tensor`, whose dimension `axis` is that of tokens, as [token, column]."""
     shape = tensor_shape(tensor) or ()
     ones = [i for i in range(len(shape) - 1) if i != axis]
     if not ones:

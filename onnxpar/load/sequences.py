@@ -52,8 +52,8 @@ def _replace(graph: gs.Graph, node: gs.Node) -> None:
 
 
 def _place(reader: gs.Node, count: int) -> int | None:
-    """The position of the sequence element that a node picks, from 0 to count - 1; None if the node
-    does anything else, or if the position is no constant scalar."""
+    """The position, from 0 to count - 1, of the element that `reader` picks from a sequence of
+    `count`; None if the node does anything else, or if the position is no constant scalar."""
     number = constant(reader.inputs[1]) if reader.op == "SequenceAt" else None
     place = count if number is None or number.shape else int(number)
     return place % count if -count <= place < count else None

@@ -58,9 +58,10 @@ class SortedRows:
 def find_sorted_rows(
     graph: gs.Graph, entry: gs.Tensor, result: gs.Tensor, readers: Collection[int]
 ) -> SortedRows | None:
-    """The sort of the rows that enter a mixture by `entry`; None if they are not sorted, or if
-    anything but a node that computes each row by itself reads a row before it is back in its place.
-    `readers` are the ids of the mixture's nodes that may read the entry."""
+    """Returns the sort of the rows that enter a mixture as `entry` and leave it as `result`; None
+    if they are not sorted, or if a row that is not yet back in its place is read by a node that
+    does not compute each row by itself. `readers` are the ids of the mixture's nodes that may read
+    the entry."""
     gather = entry.inputs[0] if entry.inputs else None
     order = _sort(gather.inputs[1]) if gather is not None and _gathers(gather) else None
     if gather is None or order is None or any(id(r) not in readers for r in entry.outputs):
@@ -97,7 +98,8 @@ def _gathers(node: gs.Node) -> bool:
 
 
 def _sort(index: gs.Tensor) -> gs.Tensor | None:
-    """The order from which numbers of rows are computed: the places of all elements of a vector."""
+    """Follows arithmetic on row numbers back to the sort that they come from, and returns its
+    order: the indices of a TopK of all elements of a vector; else None."""
     while index.inputs:
         node = index.inputs[0]
         if node.op == "TopK" and index is node.outputs[1]:
@@ -114,8 +116,9 @@ def _sort(index: gs.Tensor) -> gs.Tensor | None:
 
 
 def _ends(graph: gs.Graph, order: gs.Tensor, size: int) -> list[tuple[gs.Node, Array]] | None:
-    """The nodes that read numbers computed from an order, with these numbers for the order 0, 1, 2
-    ...; None if a node reads them otherwise than as places of rows."""
+    """Returns the Gathers and ScatterNDs that use row numbers computed from `order`, each with
+    these numbers as they are for the order 0, 1, 2 ... `size` - 1; None if another node reads such
+    numbers."""
     known: dict[int, Array] = {id(order): np.arange(size)}
     ends = []
     for node in graph.nodes:
@@ -136,7 +139,8 @@ def _ends(graph: gs.Graph, order: gs.Tensor, size: int) -> list[tuple[gs.Node, A
 
 
 def _all_read(graph: gs.Graph, known: Collection[int], ends: list[tuple[gs.Node, Array]]) -> bool:
-    """True if nothing outside of the graph's nodes reads one of these tensors."""
+    """True if only nodes of the graph itself read the tensors in `known` (by id) and the results of
+    `ends`: no output, and no body."""
     members = {id(node) for node in graph.nodes}
     ports = {id(t) for t in graph.outputs}
     tensors = [t for node in graph.nodes for t in node.outputs if id(t) in known]
@@ -147,8 +151,9 @@ def _all_read(graph: gs.Graph, known: Collection[int], ends: list[tuple[gs.Node,
 
 
 def _backs(graph: gs.Graph, scatter: gs.Node, size: int) -> list[gs.Node] | None:
-    """The nodes that gather rows by an inverse order; None if the node does not make one, or if it
-    is read in another way."""
+    """Returns the nodes that gather rows by the inverse order, which `scatter` computes from the
+    order of `size` rows; None if it computes something else, or if its result is read in another
+    way."""
     values = constant(scatter.inputs[2])
     is_inverse = values is not None and np.array_equal(values.reshape(-1), np.arange(size))
     if not is_inverse or scatter.attrs.get("reduction", "none") not in ("none", b"none"):
@@ -167,7 +172,8 @@ def _backs(graph: gs.Graph, scatter: gs.Node, size: int) -> list[gs.Node] | None
 
 
 def _come_back(graph: gs.Graph, rows: SortedRows, result: gs.Tensor, size: int) -> bool:
-    """True if only nodes that compute each row by itself read rows out of their places."""
+    """True if, between the sort and the nodes that bring rows back, each node computes each row by
+    itself."""
     backs = {id(node) for node in rows.backs}
     moved = {id(result), *(id(node.outputs[0]) for node in rows.sides)}
     ports = {id(t) for t in graph.outputs}
@@ -186,7 +192,7 @@ def _come_back(graph: gs.Graph, rows: SortedRows, result: gs.Tensor, size: int) 
 
 
 def numbers(write: DenseExperts, rows: gs.Tensor) -> gs.Tensor:
-    """0, 1, 2 ... for the rows of a tensor."""
+    """Adds a tensor 0, 1, 2 ..., with an element for each row of `rows`."""
     kind, zero, one = np.dtype(np.int64), np.array(0, np.int64), np.array(1, np.int64)
     sizes = write.add("Shape", [rows], kind, [len(rows.shape)])
     count = write.add("Gather", [sizes, zero], kind, [], axis=0)
@@ -194,14 +200,14 @@ def numbers(write: DenseExperts, rows: gs.Tensor) -> gs.Tensor:
 
 
 def places(write: DenseExperts, order: gs.Tensor) -> gs.Tensor:
-    """The place of each row in an order."""
+    """Adds the place of each row in an order: its inverse."""
     kind = np.dtype(np.int64)
     at = write.add("Unsqueeze", [order, np.array([1], np.int64)], kind, [write.tokens, 1])
     return write.add("ScatterND", [order, at, numbers(write, order)], kind, [write.tokens])
 
 
 def copies(write: DenseExperts, sort: SortedRows) -> gs.Tensor:
-    """The rows that a sort orders, in their places: as many copies of each token as it has."""
+    """Adds the rows that a sort would order, unsorted: `count` copies of each token in turn."""
     tokens = sort.tokens
     count, width = tensor_shape(tokens) or ()
     each = write.add(
@@ -214,7 +220,7 @@ def copies(write: DenseExperts, sort: SortedRows) -> gs.Tensor:
 
 
 def skip(node: gs.Node) -> None:
-    """Makes the readers of gathered rows read the rows themselves."""
+    """Removes a Gather of rows: its readers read the rows themselves."""
     old, new = node.outputs[0], node.inputs[0]
     for reader in list(old.outputs):
         for i, tensor in enumerate(reader.inputs):

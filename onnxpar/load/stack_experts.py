@@ -31,7 +31,7 @@ def stack_experts(graph: gs.Graph, folder: Path, in_nodes: bool = False) -> None
 
 
 def _stack_in_nodes(graph: gs.Graph) -> None:
-    """Replaces each stack of weights by nodes that stack these."""
+    """Replaces each constant that stacks weights by Reshapes and a Concat of the weights."""
     stacks: dict[int, tuple[gs.Constant, StackedValues]] = {}
     for node in all_nodes(graph):
         for tensor in node.inputs:

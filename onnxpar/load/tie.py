@@ -25,9 +25,9 @@ _Members = list[tuple[str, bool]]
 
 def tie(graph: GraphProto, named: Mapping[str, TorchName], folder: Path) -> dict[str, TorchName]:
     """Replaces copies of a matrix, in place: readers of a copy read the first, or a Transpose of
-    it. Copies have equal bits up to their order, and nothing says that they are different
-    parameters. External data is in `folder`. Returns the names of the remaining tensors in
-    torch."""
+    it. Copies have equal bits, possibly transposed, and nothing says that they are different
+    parameters. `named` has the names of tensors in torch, as far as they are known; external data
+    is in `folder`. Returns the names of the remaining tensors in torch."""
     groups = [
         group
         for alike in _alike(graph, named)
@@ -47,13 +47,15 @@ def tie(graph: GraphProto, named: Mapping[str, TorchName], folder: Path) -> dict
 
 
 def names_in_torch(tensor: str, named: Mapping[str, TorchName]) -> tuple[str, ...]:
-    """Returns the names of a stored tensor in torch: its own, if nothing else is known."""
+    """Returns the names in torch of the parameter that a stored tensor holds: several if copies
+    were merged; the tensor's own name if `named` does not have it."""
     return named[tensor].names if tensor in named else (tensor,)
 
 
 def _alike(graph: GraphProto, named: Mapping[str, TorchName]) -> Iterator[list[TensorProto]]:
-    """Yields matrices of one type and one pair of sizes among which there may be copies, matrices
-    that an exporter has transposed last."""
+    """Yields groups of matrices of one type that have the same two sizes, in either order, and
+    among which there may be copies; matrices that an exporter has transposed come last in a
+    group."""
     by_size: dict[tuple[int, ...], list[TensorProto]] = defaultdict(list)
     outputs = {port.name for port in graph.output}
     for tensor in graph.initializer:
@@ -68,8 +70,8 @@ def _alike(graph: GraphProto, named: Mapping[str, TorchName]) -> Iterator[list[T
 
 
 def _equal(tensors: Iterable[TensorProto], folder: Path) -> Iterator[_Members]:
-    """Yields the names of matrices that are equal, or transposes of each other. A matrix of one
-    number is equal to others by chance."""
+    """Yields groups of equal matrices, also if one is the transpose of the other. A matrix whose
+    elements are all one number is left out: it equals others by chance."""
     by_corners: dict[bytes, list[tuple[TensorProto, _Members]]] = defaultdict(list)
     for tensor in tensors:
         value = _bits(tensor, folder)
@@ -93,8 +95,8 @@ def _bits(tensor: TensorProto, folder: Path) -> Array:
 
 
 def _of_one_parameter(members: _Members, named: Mapping[str, TorchName]) -> list[_Members]:
-    """Equal matrices in groups that are one parameter each: all of them, unless some are certainly
-    different ones."""
+    """Divides equal matrices into groups, of one parameter each: one group, unless the file says
+    certainly that some are different parameters."""
     groups: dict[tuple[str, ...], _Members] = defaultdict(list)
     for name, is_transposed in members:
         if name not in named or named[name].is_certain:

@@ -139,8 +139,8 @@ def _scaled_product(at: Match) -> None:
 
 
 def _product(at: Match, operands: Sequence[str], scales: Sequence[str], bias: int) -> None:
-    """Adds the nodes of a scaled product of integers, and adds the operand at index `bias` to it if
-    there is one."""
+    """Adds the nodes of a product of integers, times the two `scales`, and adds the operand at
+    index `bias` to it if there is one."""
     total = at.add("MatMulInteger", operands)
     at.take_name()
     number = at.add("Cast", [total], to=TensorProto.FLOAT)

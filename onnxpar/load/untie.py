@@ -97,7 +97,7 @@ def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
 
 
 def _insert(graph: GraphProto, added: dict[int, list[NodeProto]]) -> None:
-    """Inserts nodes after the nodes at given positions."""
+    """Inserts nodes: `added` has those behind the node at each position."""
     nodes = []
     for place, node in enumerate(graph.node):
         nodes += [node, *added.get(place, ())]
@@ -114,8 +114,8 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _shared(graph: GraphProto) -> Iterator[tuple[str, list[list[_Reader]]]]:
-    """The name of each vector that several nodes read as scale or bias, and its readers: those that
-    are certainly of one parameter together."""
+    """Yields the name of each vector that several nodes read as scale or bias, and its readers, in
+    groups: readers of one parameter, by what the file says, are a group."""
     reads: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in nodes_of(graph):
         for i, name in enumerate(node.input):
@@ -141,8 +141,9 @@ def _shared(graph: GraphProto) -> Iterator[tuple[str, list[list[_Reader]]]]:
 
 
 def _parameters(reader: _Reader, targets: Collection[str]) -> tuple[object, ...]:
-    """A key that is equal for readers of one parameter: the parameters of a call of torch, and the
-    reader's operand there; empty if the file does not say them."""
+    """Returns a key that is equal for all readers of one parameter: the parameters of a call of
+    torch, and the reader's operand there; empty if the file does not say it. `targets` are the
+    names of parameters."""
     call = call_of(reader.node)
     names = [name for name in call.tensors if name in targets] if call is not None else []
     return (call.op, *names, reader.node.op_type, reader.operand) if call and names else ()

@@ -48,7 +48,7 @@ def upgrade(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
 
 
 class _Upgrade:
-    """Converts the nodes of one model from the opset `have` to NEWEST."""
+    """Converts the nodes of one model from opset `have` to NEWEST."""
 
     def __init__(self, model: onnx.ModelProto, have: int, what: str) -> None:
         self.have, self.what = have, what
@@ -81,7 +81,7 @@ class _Upgrade:
 
 def _from_oldest(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
     """The model at opset 7 or newer: converts opsets 1 to 6 with ONNX's converter. That drops
-    metadata, which models of that age do not have."""
+    metadata, which models of that age do not have. `what` names the model in errors."""
     opset = min(o.version for o in model.opset_import if o.domain in _ONNX)
     if opset >= OLDEST:
         return model

@@ -21,8 +21,9 @@ _Made = tuple[list[NodeProto], dict[str, Array]]
 
 
 class WithoutPast:
-    """Rewrites the readers of tensors that are `gone` from a graph, by the inputs of tokens, (1,
-    tokens), and of positions, (tokens,)."""
+    """Removes the tensors `gone`, such as an attention mask and caches, from a graph. Nodes that
+    read them are replaced by nodes that read `tokens`, the input (1, tokens), and `positions`, the
+    input (tokens,)."""
 
     def __init__(
         self, graph: GraphProto, gone: Collection[str], tokens: str, positions: str
@@ -35,8 +36,9 @@ class WithoutPast:
                 self.depending |= set(node.output)
 
     def run(self, samples: Sequence[Sample]) -> list[str]:
-        """Rewrites the graph in place; returns the tensors that are made anew. Errors: ModelError
-        if something else needs what is gone."""
+        """Rewrites the graph in place; returns the tensors that new nodes compute. `samples` tell
+        the values of tensors at several sizes. Errors: ModelError if a node that stays needs a
+        tensor that is gone."""
         needed = {o.name for o in self.graph.output}
         kept: list[NodeProto] = []
         rewritten: list[str] = []
@@ -66,14 +68,14 @@ class WithoutPast:
         return rewritten
 
     def check(self, names: Collection[str], samples: Sequence[Sample]) -> None:
-        """Errors: ModelError if a tensor that was made anew differs at a sample."""
+        """Errors: ModelError if a tensor that new nodes compute has another value at a sample."""
         for name in names:
             if self._instead([name], samples) is None:
                 raise UnpagedError(f"{name!r} depends in another way on the length of long texts")
 
     def check_order(self, positions: Collection[str], samples: Sequence[Sample]) -> None:
-        """Errors: ModelError if a node reads numbers that differ by the order of new tokens, other
-        than from their `positions`: in pages, tokens of several texts follow each other."""
+        """Errors: ModelError if a node that stays reads numbers that differ between the new tokens,
+        but are not `positions`: in a run with pages, the tokens may be of several texts."""
         known = set(positions)
         for node in self.graph.node:
             if not known.isdisjoint(node.input):
@@ -89,8 +91,8 @@ class WithoutPast:
                     )
 
     def _instead(self, names: Sequence[str], samples: Sequence[Sample]) -> _Made | None:
-        """The nodes and constants that compute a tensor without past; None if it must stay as it
-        is."""
+        """Returns nodes and constants that compute a tensor of integers from `tokens` or
+        `positions`, with the same values at all samples; None if there are none."""
         if len(names) != 1 or names[0] not in self.depending:
             return None
         (name,) = names
@@ -102,7 +104,8 @@ class WithoutPast:
 
 
 def _sizes(name: str, values: Mapping[tuple[int, int], Array], tokens: str) -> _Made | None:
-    """A tensor that is a number times the new tokens, plus a number, for each element."""
+    """Returns nodes for a tensor whose elements are each a * new + b, new being the number of new
+    tokens; None for any other tensor. `values` are by (past, new)."""
     arrays = list(values.values())
     if len({a.shape for a in arrays}) > 1 or arrays[0].ndim > 1:
         return None
@@ -135,7 +138,8 @@ def _sizes(name: str, values: Mapping[tuple[int, int], Array], tokens: str) -> _
 
 
 def _positions(name: str, values: Mapping[tuple[int, int], Array], positions: str) -> _Made | None:
-    """A tensor that holds the positions of new tokens, plus a number, along one axis."""
+    """Returns nodes for a tensor that holds the positions of the new tokens, plus a number, along
+    one axis; None for any other tensor. `values` are by (past, new)."""
     (past, new), array = max(values.items(), key=lambda item: item[0][1])
     axes = [axis for axis, size in enumerate(array.shape) if size == new]
     if len(axes) != 1 or array.size != new:
@@ -157,7 +161,8 @@ def _positions(name: str, values: Mapping[tuple[int, int], Array], positions: st
 
 
 def _differs_by_token(values: Sequence[Array | None], new: Sequence[int]) -> bool:
-    """True if tensors have an axis of new tokens, along which their elements differ."""
+    """True if tensors have an axis of new tokens along which their elements differ; `new` has the
+    number of new tokens of each."""
     known = [value for value in values if value is not None]
     if len(known) < len(values) or len({value.ndim for value in known}) > 1:
         return False

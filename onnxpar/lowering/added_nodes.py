@@ -12,7 +12,8 @@ from onnxpar.graph.origin import note_origin
 
 
 class AddedNodes:
-    """Appends nodes for the global node `origin` to `nodes`; `name` begins their names."""
+    """Appends nodes to the list `nodes`: nodes that a rank runs in place of the global node
+    `origin`. Their names begin with `name`, and are unique."""
 
     def __init__(self, name: str, origin: str, nodes: list[gs.Node]) -> None:
         self.name, self.origin, self.nodes = name, origin, nodes
@@ -41,14 +42,14 @@ class AddedNodes:
         return result
 
     def note(self, node: gs.Node) -> None:
-        """Adds an existing node."""
+        """Appends an existing node."""
         note_origin([node], self.origin)
         self.nodes.append(node)
 
     def copy(
         self, node: gs.Node, inputs: Sequence[gs.Tensor], outputs: Sequence[gs.Tensor]
     ) -> None:
-        """Adds a copy of a node, with the same name but other operands and results."""
+        """Appends a copy of a node, with the same name but other operands and results."""
         clone = gs.Node(
             node.op, node.name, dict(node.attrs), list(inputs), list(outputs), node.domain
         )

@@ -46,8 +46,9 @@ Wanted = Mapping[str, object]
 
 @dataclass
 class _Bucket:
-    """Collectives over the same axes; `read` are the tensors that they read, and `dependent` the
-    tensors that depend on one of them."""
+    """Collectives over the same axes, which become one. `read` are the tensors that they read;
+    `dependent` the tensors that depend on one of them, so that a collective that reads one cannot
+    join."""
 
     nodes: list[gs.Node] = field(default_factory=list)
     size: int = 0
@@ -55,7 +56,7 @@ class _Bucket:
     dependent: set[str] = field(default_factory=set)
 
     def takes(self, node: gs.Node, size: int, limit: int) -> bool:
-        """True if a node may join the bucket."""
+        """True if a node of this size, in bytes, may join the bucket without exceeding `limit`."""
         if not self.nodes:
             return True
         independent = all(t.name not in self.dependent for t in node.inputs)
@@ -64,7 +65,8 @@ class _Bucket:
 
 def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Kind | None:
     """The bucket key of a collective: collectives with equal keys may share a bucket. None if the
-    node cannot be fused, or is a fused node."""
+    node's op is not in `ops`, if it cannot be fused, or if it is a fused node. `wanted` has the
+    purpose of each collective, by name."""
     if not is_reshard(node) or node.op not in ops:
         return None
     reshard, dtype = reshard_of(node), str(node.inputs[0].dtype)
@@ -81,8 +83,9 @@ def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Ki
 
 
 def held_dim(before: Layout, after: Layout) -> tuple[int, bool] | None:
-    """For an all-to-all of contiguous shards that moves a dimension to or from the ranks at one
-    coordinate: the dimension, and True if these ranks hold it before. Else None."""
+    """For an all-to-all of contiguous shards that gathers a dimension on the ranks at one
+    coordinate, or spreads it from there: returns the dimension, and True if these ranks hold it
+    before. Else None."""
     changed = changed_dims(before, after)
     pairs = [(i, before.dims[i], after.dims[i]) for i in changed]
     if len(pairs) != 2 or not all(is_run(b) and is_run(a) for _, b, a in pairs):
@@ -107,8 +110,9 @@ def _is_even(reshard: Reshard, mesh: Mesh) -> bool:
 
 
 def _first_reader(node: gs.Node) -> str | None:
-    """The first node that reads a gathered tensor; None if no node reads the tensor. Gathers with
-    different first readers are not fused: a fused gather would allocate results too early."""
+    """Returns the name of the first node that reads a gathered tensor; None if no node does. Only
+    gathers with the same first reader are fused: otherwise, a fused gather would allocate results
+    too early."""
     return next((str(reader.name) for t in node.outputs for reader in t.outputs), None)
 
 
@@ -134,6 +138,7 @@ def first_of_buckets(
 
     seconds  the compute time of each node, by name
     limit    the most bytes per rank of a bucket, by kind of collective
+    wanted   the purpose of each collective, by name; only equal ones share a bucket
     share    the most bytes of a bucket, as a share of the bytes of all collectives of its kind
 
     The graph must be sorted topologically. Collectives of different kinds count as if each kind had
@@ -165,7 +170,8 @@ def _starts(
 
     ready   the time at which each tensor is computed
     ends    cumulative bytes: of the tensors before each tensor, and of all tensors
-    taking  the seconds of collectives with these numbers of bytes
+    taking  returns the seconds of collectives with these numbers of bytes
+    limit   the most bytes of a bucket
     """
     count = len(ready)
     sent: Array = np.zeros(count + 1)  # sent[n]: the time at which the first n tensors are sent
@@ -185,8 +191,8 @@ def _starts(
 
 
 def _least(ends: Array, end: int, limit: float) -> int:
-    """The first index of the largest bucket within the limit that ends before index `end`; a bucket
-    has at least one tensor."""
+    """Returns the first index of the largest bucket of at most `limit` bytes that ends before index
+    `end`; a bucket has at least one tensor. `ends` are cumulative bytes, as in `_starts`."""
     return min(int(np.searchsorted(ends, ends[end] - limit)), end - 1)
 
 
@@ -199,15 +205,19 @@ def fuse_collectives(
     first: Collection[str] = (),
     ops: Collection[str] = REDUCTIONS,
 ) -> bool:
-    """Fuses collectives of one kind, up to `bucket_bytes` per rank, in graph order; returns True if
-    a bucket was fused.
+    """Fuses collectives of one kind into buckets, in graph order; returns True if a bucket was
+    fused. The graph must be sorted topologically, and stays sorted.
 
-    `ops` are the kinds to fuse. All-gathers are fused if the same node reads their results first,
-    or if no node reads them. All-to-alls are fused if each moves a dimension to or from ranks at
-    one coordinate, and if `wanted` says that the other dimensions have equal sizes. The graph must
-    be sorted topologically, and stays sorted. A fused node has `members`, the (before, after)
-    layouts of its operands. `sizes` caches bytes by node between calls; a new bucket begins at each
-    node of `first`.
+    bucket_bytes  the most bytes per rank of a bucket
+    sizes         caches bytes by node between calls
+    wanted        the purpose of each collective, by name; only equal ones are fused
+    first         names of nodes at which a new bucket begins
+    ops           the kinds to fuse
+
+    All-gathers are fused if the same node reads their results first, or if no node reads them.
+    All-to-alls are fused if each moves a dimension to or from ranks at one coordinate, and if
+    `wanted` says that the other dimensions have equal sizes. A fused node has `members`, the
+    (before, after) layouts of its operands.
     """
     fused = [
         nodes
@@ -236,7 +246,8 @@ def independent_groups(
     limit: int,
     first: Collection[str] = (),
 ) -> list[list[gs.Node]]:
-    """Groups of independent nodes of one kind, each up to `limit` in size, in graph order.
+    """Divides nodes into groups, in graph order: the nodes of a group are of one kind, do not
+    depend on each other, and are at most `limit` in size together.
 
     Nodes whose kind is None are in no group. A new group begins at each node of `first`.
     """

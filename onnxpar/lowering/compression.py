@@ -61,12 +61,12 @@ class Compression:
 
 
 def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[str, str]:
-    """The parameter of each reduction of a gradient, by name of the reshard node.
+    """Returns the parameter of each reduction of a gradient over ranks, by name of the reshard
+    node; `gradients` has the tensor of each parameter's gradient.
 
-    `gradients` maps parameters to tensors. A reduction does not count if the backward pass reads
-    its result further on. Only ops that move, add and scale elements may stand between a reduction
-    and the gradient: a Reshape, an Add over several uses of a parameter, a loop's sum over
-    iterations.
+    A reduction does not count if the backward pass reads its result further on. Only ops that move,
+    add and scale elements may stand between a reduction and the gradient: a Reshape, an Add over
+    several uses of a parameter, a loop's sum over iterations.
     """
     named = {tensor: parameter for parameter, tensor in gradients.items()}
     backward = {node.name for node in needed(graph, list(named))}
@@ -89,8 +89,8 @@ def gradient_tensors(graph: gs.Graph, gradients: Mapping[str, str]) -> set[str]:
 
 
 def _parts(graph: gs.Graph, named: Mapping[str, str]) -> dict[str, str]:
-    """Tensors that become a gradient by moves, reshards and scalings alone, each with the
-    gradient's parameter. `named` gives the parameter of each gradient."""
+    """Returns the tensors that become a gradient by moves, additions, scalings and reshards alone,
+    each with the gradient's parameter. `named` has the parameter of each gradient."""
     carried = {s.back.name: n.outputs[s.result] for n in graph.nodes for s in accumulators(n)}
     parts: dict[str, str] = {}
     for scope in scopes(graph):

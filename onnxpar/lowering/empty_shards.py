@@ -35,7 +35,8 @@ Step = Callable[[gs.Tensor], tuple[str, list[Any], dict[str, Any]]]
 
 
 def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
-    """The factors whose shards may be empty although the node's kernel rejects empty tensors.
+    """Returns the factors of a node whose shards may be empty although the node's kernel rejects
+    empty tensors: these get stand-ins.
 
     They include the dimensions of a window op's result: each rank computes at least one element of
     the result, and fetches the operands for that element.
@@ -49,8 +50,11 @@ class StandIns:
     """Adds nodes that fill a node's operands with stand-ins, and nodes that drop the results of
     stand-ins.
 
-    `filled` builds nodes from the node's view with stand-ins, `true` from the view without
-    stand-ins; `layouts` are the layouts of stored tensors, by name.
+    op       the node
+    names    the factors to fill
+    filled   builds nodes for shards with stand-ins
+    true     builds nodes for shards without them
+    layouts  layouts of stored tensors, by name
     """
 
     def __init__(
@@ -96,9 +100,9 @@ class StandIns:
         self._op.node.inputs[i] = self._sized(i, axis, fill(self._filled, x, axis, size))
 
     def _sized(self, i: int, axis: int, y: gs.Tensor) -> gs.Tensor:
-        """`y`, the new operand i; for an Attention, reshaped to a constant size along `axis`, if
-        the size is the same in all runs. From an unknown width, ONNX's shape inference would infer
-        a width of 0."""
+        """Returns `y`, the new operand i; for an Attention, reshaped to a constant size along
+        `axis`, if the size is the same in all runs. From an unknown width, ONNX's shape inference
+        would infer a width of 0."""
         build, spec = self._filled, self._op.rule.inputs[i]
         if self._op.node.op != "Attention" or spec is None:
             return y
@@ -112,8 +116,9 @@ class StandIns:
         return build.make("Reshape", [y, build.per_rank(shape)], (y.dtype, list(y.shape)))
 
     def _fill_stored(self, i: int) -> bool:
-        """Fills the stored operands of a DequantizeLinear before operand i, so that onnxruntime
-        still fuses the DequantizeLinear with this node; returns False for any other operand."""
+        """Fills the stored operands of a DequantizeLinear that makes operand i, instead of its
+        result, so that onnxruntime still fuses the DequantizeLinear with this node; returns False
+        for any other operand."""
         x = self._op.node.inputs[i]
         source = x.inputs[0] if x.inputs else None
         if source is None or source.op != "DequantizeLinear":
@@ -201,7 +206,8 @@ class StandIns:
         yield lambda x: ("Cast", [x], {"to": onnx.helper.np_dtype_to_tensor_dtype(none.dtype)})
 
     def _cut(self, i: int, axis: int, x: gs.Tensor) -> tuple[str, list[Any], dict[str, Any]]:
-        """The op that removes stand-ins along a dimension of result i."""
+        """Returns the op, operands and attributes of the node that removes stand-ins from `x`,
+        along dimension `axis` of result i: a Slice, or a Gather in a dimension with segments."""
         build = self._true
         if _has_segments(build.view.outputs[i].dims[axis]):
 
@@ -214,7 +220,9 @@ class StandIns:
         return "Slice", [x, np.zeros(1, np.int64), end, np.array([axis], np.int64)], {}
 
     def _positions(self, side: str, i: int, axis: int, rank: int) -> tuple[list[int], list[int]]:
-        """The global positions along a dimension that a rank holds, without and with stand-ins."""
+        """Returns the global positions that a rank holds along dimension `axis` of operand or
+        result `i` (`side`: "inputs" or "outputs"): the true positions, and those of the view in
+        which empty shards get one element."""
         views = (self._true.view, self._filled.view)
         dims = [getattr(view, side)[i].dims[axis] for view in views]
         true, filled = (indices(dim, views[0].mesh, rank).tolist() for dim in dims)
@@ -228,7 +236,8 @@ def _has_segments(dim: Dim) -> bool:
 
 
 def fill(build: LoweringBuilder, x: gs.Tensor, axis: int, size: Any, value: Any = 0) -> gs.Variable:
-    """`x`; if `x` has no elements along the axis, `size` elements of `value` along the axis."""
+    """Adds nodes that return `x`; but if `x` has no elements along `axis`, `size` elements of
+    `value` there."""
     rank = len(x.shape)
     here = np.arange(rank) == axis
     shape = build.add("Shape", [x])
@@ -242,7 +251,8 @@ def fill(build: LoweringBuilder, x: gs.Tensor, axis: int, size: Any, value: Any 
 def zeros(
     build: LoweringBuilder, x: gs.Tensor, sizes: gs.Tensor, shape: Sequence[int], value: Any = 0
 ) -> gs.Variable:
-    """A tensor of shape `sizes` (`shape` on rank 0) and the dtype of `x`, filled with `value`."""
+    """Adds a tensor full of `value`, in the dtype of `x`, whose shape is the tensor `sizes`; on
+    rank 0, the shape is `shape`."""
     dtype = dtype_of(x)
     stored = np.dtype(np.float32) if str(dtype) == "bfloat16" else np.dtype(dtype)
     constant = gs.Constant("value", np.array([value], stored))

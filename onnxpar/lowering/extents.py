@@ -16,10 +16,12 @@ from onnxpar.layout.symbols import Binding, Polynomial
 
 @dataclass(frozen=True)
 class Extent:
-    """The start or the size of a rank's shard of an open size that is split over several axes.
+    """The start (`is_start`) or the size of a rank's shard of an open size that is split over
+    several axes.
 
-    `at` are the rank's coordinates along the axes. Ranks share the size in the proportion `parts`;
-    without `parts`, equally. If `is_filled`, an empty shard has one element, a stand-in.
+    at         the rank's coordinates along the axes
+    is_filled  True if an empty shard has one element, a stand-in
+    parts      the proportion in which ranks share the size; None: equally
     """
 
     size: Polynomial
@@ -35,7 +37,8 @@ class Extent:
         return int(np.ravel_multi_index(self.at, [axis.size for axis in self.axes]))
 
     def value(self, size: int) -> int:
-        """The start or size of the shard if the whole has `size` elements."""
+        """Returns the start or size of the shard at a run in which the whole has `size`
+        elements."""
         sizes = self.parts.sizes(size) if self.parts else default_parts(size, self.axes)
         at = self.place
         start, length = sum(sizes[:at]), sizes[at]
@@ -65,7 +68,7 @@ class OpenArray:
 
 
 def part_values(parts: Mapping[str, Extent], bindings: Sequence[Binding]) -> dict[str, list[int]]:
-    """The value of each extent at every binding."""
+    """Returns the value of each extent at every binding, by name."""
     return {
         name: [part.value(part.size.at(binding)) for binding in bindings]
         for name, part in parts.items()

@@ -91,7 +91,8 @@ def find_fillings(
 def fill(
     graph: gs.Graph, heavy: Collection[str], groups: GroupsOf, fillings: Iterable[Filling]
 ) -> None:
-    """Repeats the moves of `fillings`, in order, in a graph with the same node names."""
+    """Repeats the moves of `fillings`, in order, in a graph with the same node names; `heavy` and
+    `groups` as when they were found."""
     for filling in fillings:
         _move(graph, Windows(graph, heavy, groups), filling)
 
@@ -119,8 +120,8 @@ class _Window:
 
     def filling(self, wanted: float, least: float, earlier: bool) -> Filling | None:
         """The nodes to move so that the window has `wanted` seconds of compute, or as much as
-        possible; None if no node is to move, or if the window would have `least` seconds or less.
-        """
+        possible: from before the collective if `earlier`, else from behind its first reader. None
+        if no node is to move, or if the window would have `least` seconds or less."""
         nodes = self.windows.nodes
         if self.end == len(nodes):
             return None
@@ -141,7 +142,8 @@ class _Window:
         return node.domain != DOMAIN and not bodies(node) and node.name not in self.taken
 
     def _earlier(self, lacking: float) -> list[gs.Node]:
-        """The last nodes before the collective on which no node up to the collective depends, in
+        """Returns nodes before the collective that can move behind it, because no node up to the
+        collective depends on them: the last ones, with `lacking` seconds of compute or all, in
         graph order."""
         windows = self.windows
         chosen: list[gs.Node] = []
@@ -160,7 +162,7 @@ class _Window:
         return chosen[::-1] if self._work(chosen) > 0.0 else []
 
     def _needed(self) -> set[int]:
-        """The nodes on which the operands of the collective depend."""
+        """Returns the ids of the nodes on which the operands of the collective depend."""
         windows = self.windows
         needed: set[int] = set()
         ready = [self.at]
@@ -173,8 +175,9 @@ class _Window:
         return needed
 
     def _later(self, lacking: float) -> list[gs.Node]:
-        """Nodes behind the first reader that depend neither on this reader nor on a pending
-        collective; the first such nodes, in graph order."""
+        """Returns nodes behind the collective's first reader that can move before it, because they
+        depend neither on this reader nor on a collective under way: the first ones, with `lacking`
+        seconds of compute or all, in graph order."""
         windows = self.windows
         pending = self._pending()
         possible: dict[int, gs.Node] = {}
@@ -205,7 +208,8 @@ class _Window:
     def _add(
         self, node: gs.Node, possible: Mapping[int, gs.Node], chosen: dict[int, gs.Node]
     ) -> float:
-        """Adds a node and its dependencies to `chosen`; returns the seconds that they compute."""
+        """Adds a node, and the nodes among `possible` on which it depends, to `chosen`; returns the
+        seconds that they compute."""
         if id(node) in chosen or id(node) not in possible:
             return 0.0
         chosen[id(node)] = node

@@ -120,7 +120,8 @@ def _local(fused: FusedNode, main: NodeProto | None, operands: Mapping[str, str]
 
 
 def _closed(groups: Sequence[_Group], readers: Mapping[str, set[str]]) -> list[_Group]:
-    """The groups whose inner tensors are read only within groups that contain the same tensor."""
+    """Returns the groups whose inner tensors no node outside of them reads; two groups may share a
+    part."""
     inside: dict[str, set[str]] = {}
     for group in groups:
         for name in group.inner:

@@ -26,8 +26,9 @@ def fetch(
     axis: int,
     wanted: Callable[[Any], Interval],
 ) -> gs.Tensor:
-    """See `Lowering.fetch`. If every rank needs elements of its direct neighbours only, neighbours
-    exchange halos; otherwise an all-to-all sends each element to all ranks that need it."""
+    """Implements `Lowering.fetch`. If every rank needs elements of its direct neighbours only,
+    neighbours exchange halos; otherwise an all-to-all sends each element to all ranks that need
+    it."""
     axes = dim_axes(view.factors[factor])
     members = view.mesh.group(axes, 0)
     held = [view.on(m).interval(factor) for m in members]
@@ -68,7 +69,8 @@ def _redistribute(
     held: list[Interval],
     want: list[Interval],
 ) -> gs.Tensor:
-    """Adds an all-to-all: each member gets the elements `want` from the shards of all members."""
+    """Adds an all-to-all: each member of the group along `axes` gets the elements `want`, an
+    interval, of dimension `axis` of `x`, from the members' intervals `held`."""
     mesh = view.mesh
 
     def overlap(owner: int, reader: int) -> range:

@@ -69,7 +69,7 @@ def _computes(node: gs.Node) -> bool:
 
 
 def _operand(node: gs.Node, makers: dict[int, gs.Node]) -> gs.Tensor | None:
-    """A computed operand of a node that a Gate may hold back; None if there is none."""
+    """Returns a computed operand of a node before which a Gate may be; None if there is none."""
     for tensor in node.inputs:
         maker = makers.get(id(tensor))
         if maker is not None and _computes(maker) and not _are_fused(maker, node, tensor):
@@ -78,7 +78,7 @@ def _operand(node: gs.Node, makers: dict[int, gs.Node]) -> gs.Tensor | None:
 
 
 def _are_fused(maker: gs.Node, reader: gs.Node, tensor: gs.Tensor) -> bool:
-    """True if onnxruntime may fuse two nodes with this tensor between them."""
+    """True if onnxruntime may fuse `maker` and `reader`, which have `tensor` between them."""
     if reader.op in PRODUCTS:
         return maker.op in _INTO_PRODUCTS or maker.op in VIEWS
     if maker.op not in PRODUCTS:

@@ -36,11 +36,13 @@ def localize_node(
     per_rank: PerRank,
     open_atoms: Collection[int] = (),
 ) -> None:
-    """Rewrites a node of the graph so that each rank runs it on its shards.
+    """Rewrites a node of the graph so that each rank runs it on its shards. A node without a split
+    factor stays as it is, if its op has a kernel.
 
-    `layouts` are the layouts of the node's operands and results, by tensor name; the sizes of atoms
-    in `open_atoms` differ between runs. A node without a split factor stays as it is, if its op
-    has a kernel.
+    op          the node, with the factors of its rule
+    layouts     the layouts of the node's operands and results, by tensor name
+    per_rank    gets the constants and attributes that differ by rank
+    open_atoms  the atoms of factors whose sizes differ between runs
     """
     view = NodeView.of(op, layouts, mesh, open_atoms)
     if op.rule.ranks.has_kernel and not any(map(view.is_split, view.factors)):

@@ -77,7 +77,7 @@ class BucketBuilder(ReshardBuilder):
                 self._order(whole, y, axis, held, after.dims[axis])
 
     def _exchange(self) -> None:
-        """One all-to-all of the tensors, concatenated along the dimension of `held_dim` in the
+        """Adds one all-to-all of the tensors, concatenated along the dimension of `held_dim` in the
         order of the ranks that hold it; so each rank sends and receives contiguous shards."""
         held_and_side = held_dim(*self.reshard.members[0])
         assert held_and_side is not None
@@ -117,8 +117,9 @@ class BucketBuilder(ReshardBuilder):
         self._split(moved, sizes, [self.outputs[i] for i in order], held)
 
     def _rows(self, x: gs.Tensor, before: Layout, axis: int, count: int, what: str) -> gs.Variable:
-        """`x` as a matrix with a row for each shard of dimension `axis`: the dimensions before
-        `axis` move into the columns."""
+        """Returns `x`, of the layout `before`, as a matrix with a row for each of the `count`
+        shards of dimension `axis`: the dimensions before `axis` move into the columns. `what` is a
+        part of the new tensors' names."""
         if axis:
 
             def apart(rank: int) -> list[int]:
@@ -129,7 +130,8 @@ class BucketBuilder(ReshardBuilder):
         return self._shaped(x, [count, -1], what)
 
     def _swapped(self, x: gs.Tensor, sizes: Callable[[int], list[int]], what: str) -> gs.Variable:
-        """`x` reshaped to three dimensions of these sizes, with the first two swapped."""
+        """`x` reshaped to three dimensions, of `sizes(rank)`, with the first two swapped. `what` is
+        a part of the new tensors' names."""
         apart, swapped = self._fresh(x, f"{what}.apart"), self._fresh(x, f"{what}.turned")
         self._resized(x, lambda rank: np.array(sizes(rank), np.int64), apart)
         self._add("Transpose", [apart], swapped, perm=[1, 0, 2])
@@ -138,8 +140,8 @@ class BucketBuilder(ReshardBuilder):
     def _whole(
         self, piece: gs.Tensor, before: Layout, axis: int, count: int, y: gs.Tensor, number: int
     ) -> None:
-        """Computes `y`, whole along `axis`, from a matrix gathered from all members: the inverse of
-        `_rows`."""
+        """Computes `y`, which is whole along `axis`, from `piece`, the columns of `y` in a matrix
+        with a row from each of `count` members: the inverse of `_rows`."""
 
         def shape(rank: int) -> Array:
             sizes = local_shape(before, self.mesh, rank)
@@ -155,7 +157,8 @@ class BucketBuilder(ReshardBuilder):
         self._resized(piece, shape, y)
 
     def _around(self, layout: Layout, rank: int, axis: int) -> tuple[int, int]:
-        """A shard's number of elements in the dimensions before `axis`, and in all other ones."""
+        """Returns a shard's number of elements in the dimensions before `axis`, and in `axis` and
+        those after it."""
         shape = local_shape(layout, self.mesh, rank)
         return int(np.prod(shape[:axis], dtype=int)), int(np.prod(shape[axis:], dtype=int))
 
@@ -178,7 +181,8 @@ class BucketBuilder(ReshardBuilder):
         self.built.append(gs.Node("Split", name, {"axis": axis}, operands, list(results)))
 
     def _shaped(self, x: gs.Tensor, shape: Sequence[int], what: str) -> gs.Variable:
-        """Reshapes `x` to a shape that is the same on all ranks."""
+        """Reshapes `x` to a shape that is the same on all ranks. `what` is a part of the new
+        tensors' names."""
         y = self._fresh(x, what)
         self._add("Reshape", [x, self._constant(f"{what}.shape", np.array(shape))], y)
         return y

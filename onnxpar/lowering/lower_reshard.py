@@ -220,7 +220,8 @@ class ReshardBuilder:
     def _by_member(
         self, x: gs.Tensor, axis: int, before: Dim, after: Dim, what: str = "ordered"
     ) -> gs.Tensor:
-        """The operand, reordered so that each member's elements are contiguous."""
+        """Returns the operand with its elements along `axis` in the order of the members of the
+        group that get them, so that each member's are contiguous."""
         if is_run(before) and is_run(after):
             return x
         ordered = self._fresh(x, what)
@@ -245,8 +246,8 @@ class ReshardBuilder:
         held: Callable[[int], Array],
         wanted: Callable[[int], Array],
     ) -> None:
-        """Gathers the elements at global positions `wanted` from an operand whose elements have
-        global positions `held`."""
+        """Gathers the elements at the global positions `wanted(rank)` along `axis` of `x`, whose
+        elements have the global positions `held(rank)`."""
 
         def index(rank: int) -> Array:
             have = held(rank)
@@ -297,9 +298,9 @@ class ReshardBuilder:
 
 
 def shard_sources(before: Layout, after: Layout, mesh: Mesh, axes: Axes) -> list[int]:
-    """For each member of a group along `axes`, the index of the member that sends the shard that
-    the layout `after` gives to the receiver, and `before` to the sender. A member that already has
-    its shard is its own sender. No member sends twice."""
+    """Returns, for each member of a group along `axes`, the index of the member that sends its
+    shard of the layout `after`: the one that has it in the layout `before`. A member that already
+    has its shard is its own sender. No member sends twice."""
 
     members = np.array(mesh.group(axes, 0))
 
@@ -319,8 +320,8 @@ def shard_sources(before: Layout, after: Layout, mesh: Mesh, axes: Axes) -> list
 
 
 def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
-    """Both layouts, with a dimension per factor in place of each merged dimension whose inner
-    factors change: shards are contiguous along the dimension of a single factor."""
+    """Returns both layouts with a dimension per factor in place of each merged dimension whose
+    inner factors change: shards are contiguous along the dimension of a single factor."""
     dims: list[tuple[Dim, Dim]] = []
     for b, a in zip(before.dims, after.dims, strict=True):
         changes = b != a and not (is_run(b) and is_run(a))

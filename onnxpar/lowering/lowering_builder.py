@@ -86,7 +86,8 @@ class LoweringBuilder:
         return results
 
     def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
-        """The reduction of `x` over the shards of these factors; `x` itself if none is split."""
+        """Adds an all-reduce of `x` by `op` over the ranks with different shards of these factors;
+        returns `x` itself if none is split."""
         axes = in_mesh_order(tuple(dict.fromkeys(a for f in factors for a in self._axes(f))))
         return self.collective("AllReduce", x, axes, self.shape(x), op=op) if axes else x
 
@@ -106,15 +107,17 @@ class LoweringBuilder:
         return self.collective("AllGather", x, axes, shape, axis=axis, **attrs)
 
     def shares_axes(self, factor: str, other: str) -> bool:
-        """True if two factors are split over the same axes."""
+        """True if `factor` and `other` are split over the same axes."""
         return bool(self._axes(factor)) and self._axes(factor) == self._axes(other)
 
     def of_members(self, factor: str, value: Callable[[Any], Any]) -> list[Any]:
-        """The function's value on each rank that holds a shard of the factor."""
+        """Returns the function's value on each rank that holds a shard of the factor, in the order
+        of shards."""
         return [value(self.view.on(m)) for m in self.view.mesh.group(self._axes(factor), 0)]
 
     def shift(self, x: gs.Tensor, factor: str, axis: int, sizes: Sequence[int]) -> gs.Tensor:
-        """`x` of the rank with the previous shard, in a ring."""
+        """Sends `x` to the rank with the next shard of the factor, in a ring; returns `x` of the
+        rank with the previous one."""
         return shift(self, x, self._axes(factor), axis, sizes)
 
     def exchange(
@@ -125,7 +128,8 @@ class LoweringBuilder:
         held: Sequence[npt.NDArray[Any]],
         wanted: Sequence[npt.NDArray[Any]],
     ) -> gs.Tensor:
-        """The elements of `x` at the positions `wanted`, from the ranks that hold them."""
+        """Returns the elements of `x` at the positions `wanted` along `axis`, from the ranks that
+        have them (`held`); both have an array for each rank with a shard of the factor."""
         return exchange(self, self.view.mesh, x, self._axes(factor), axis, held, wanted)
 
     def gathered(self, factor: str) -> npt.NDArray[Any]:
@@ -175,8 +179,9 @@ class LoweringBuilder:
     def fetch(
         self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Any], tuple[int, int]]
     ) -> gs.Tensor:
-        """Elements `wanted[0]` up to (not including) `wanted[1]` of dimension `axis` of `x`, from
-        the ranks that hold them. The dimension is the factor; its shards are contiguous."""
+        """Returns the elements of `x` from position `wanted[0]` up to, and without, `wanted[1]` of
+        dimension `axis`, from the ranks that hold them. The dimension is the factor; its shards are
+        contiguous."""
         return fetch(self, self.view, x, factor, axis, wanted)
 
     def is_open(self, factor: str) -> bool:
@@ -186,7 +191,7 @@ class LoweringBuilder:
     def fetch_between(
         self, x: gs.Tensor, factor: str, axis: int, bounds: gs.Tensor, extent: int
     ) -> gs.Tensor:
-        """See `Lowering.fetch_between`."""
+        """Implements `Lowering.fetch_between`."""
         shape = self.shape(x)
         shape[axis] = extent
         y = self.collective("HaloExchange", x, self._axes(factor), shape, axis=axis)
@@ -220,7 +225,7 @@ class LoweringBuilder:
         types: Sequence[tuple[Any, Sequence[int]] | int],
         **attrs: Any,
     ) -> list[gs.Variable]:
-        """Adds a node with a result for each type; see `Lowering.make_each`."""
+        """Adds a node with a result for each type; implements `Lowering.make_each`."""
         name = self._fresh(op)
         results = [
             self._outputs[type_] if isinstance(type_, int) else gs.Variable(f"{name}:{i}", *type_)

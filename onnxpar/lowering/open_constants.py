@@ -166,7 +166,8 @@ class OpenConstants:
         return self._fitted(name, values, rank, self._filled(name))
 
     def _filled(self, name: str) -> frozenset[int]:
-        """The indices of the split sizes whose empty shards have a stand-in, for a constant."""
+        """Returns the indices, in `_split_sizes`, of the sizes whose empty shards count as one
+        element in a constant."""
         stand_ins = self.base.per_rank.stand_ins.get(name, frozenset())
         keys = [(split.sizes[0], split.axes) for split in self._split_sizes]
         return frozenset(i for i, key in enumerate(keys) if key in stand_ins)
@@ -174,8 +175,9 @@ class OpenConstants:
     def _variable_values(
         self, rank: int, filled: frozenset[int]
     ) -> tuple[dict[Variable, Sequence[int]], list[dict[str, int]]]:
-        """Values of all variables of a constant: at the bindings, by variable; and at random sizes,
-        one mapping per probe."""
+        """Returns the values of all variables of a constant on a rank: at the bindings, by
+        variable; and at random sizes, one mapping per probe. `filled` is as `_filled` returns
+        it."""
         extents = self._parts(rank, filled)
         variables: dict[Variable, Sequence[int]] = {}
         variables.update(self.sizes.variables())
@@ -190,8 +192,8 @@ class OpenConstants:
     def _sizes_of_shards(
         self, rank: int, filled: frozenset[int]
     ) -> dict[tuple[int, ...], list[Polynomial]]:
-        """Polynomials for the sizes of a rank's shards of all split dimensions, by their values at
-        the bindings."""
+        """Returns, by the values of a size at the bindings, the polynomials for sizes of a rank's
+        shards that have these values."""
         names = {
             (split.sizes, split.axes, split.parts): self._extent_name("part", i, filled)
             for i, split in enumerate(self._split_sizes)
@@ -245,8 +247,8 @@ class OpenConstants:
         rank: int,
         filled: frozenset[int],
     ) -> OpenArray:
-        """The constant as polynomials with these values. Errors: OpenSizesError if no polynomial
-        fits, or if two fitting polynomials differ at a probe."""
+        """Returns the constant as polynomials that have its `values` at the bindings. Errors:
+        OpenSizesError if no polynomial fits, or if two fitting polynomials differ at a probe."""
         variables, probes = self._variables(rank, filled)
         shards = self._shard_forms(rank, filled)
         first = values[0]
@@ -269,7 +271,8 @@ class OpenConstants:
         return OpenArray(tuple(elements), first.shape, first.dtype)
 
     def _has(self, forms: Forms, columns: Sequence[Sequence[int]]) -> bool:
-        """True if closed forms have these values at all bindings."""
+        """True if closed forms have these values at all bindings: a column of values for each
+        element."""
         pairs = zip(forms.reshape(-1), columns, strict=True)
         return all([form.at(b) for b in self.sizes.bindings] == column for form, column in pairs)
 
@@ -365,8 +368,9 @@ class OpenConstants:
         return removed
 
     def operands(self, rank: int) -> dict[str, tuple[OpenArray, dict[str, Extent]]]:
-        """The shard sizes that a rank's collective takes as an operand, by node, with the extents
-        on which they depend, by variable. Errors: OpenSizesError."""
+        """Returns the sizes that a rank's collective takes as an operand, by node: the sizes of the
+        shards into which it cuts, and the extents on which they depend, by variable. Errors:
+        OpenSizesError."""
         operands = {}
         for node in self.base.graph.nodes:
             for name, key in self._attributes(rank, node):
@@ -378,8 +382,9 @@ class OpenConstants:
     def _member_sizes(
         self, rank: int, node: gs.Node, key: str, values: Sequence[Any]
     ) -> tuple[OpenArray, dict[str, Extent]]:
-        """The shard sizes into which a collective cuts its operand, one for each member of the
-        group. Errors: OpenSizesError for any other attribute."""
+        """Returns the sizes of the shards into which a collective cuts its operand, one for each
+        member of the group, and the extents on which they depend. `values` has the attribute `key`
+        at each binding. Errors: OpenSizesError for any other attribute."""
         kind = KINDS.get(node.op) if node.domain == DOMAIN else None
         if kind is None or not kind.cuts or key != kind.cuts.sizes or _moved_axis(node) is not None:
             raise self.needs_sizes(node.name)
@@ -412,8 +417,8 @@ class OpenConstants:
 
 
 def _ends(column: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> list[Polynomial]:
-    """The polynomials start + size that have these values at the bindings: the ends of shards.
-    They fit by meaning, even if too few bindings differ to exclude other polynomials."""
+    """Returns the polynomials start + size of a shard that have these values at the bindings: the
+    ends of shards. They are taken before others, which may fit by chance at few bindings."""
     texts = [v for v in variables if isinstance(v, str) and "start" in v]
     pairs = [
         (start, part) for start in texts if (part := start.replace("start", "part")) in variables

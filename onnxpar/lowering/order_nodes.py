@@ -26,6 +26,8 @@ def schedule(graph: gs.Graph) -> None:
 
 
 class _Schedule:
+    """Sorts the nodes of one graph."""
+
     def __init__(self, graph: gs.Graph) -> None:
         self.graph = graph
         self.nodes = list(graph.nodes)

@@ -48,10 +48,13 @@ def is_collective(node: gs.Node) -> bool:
 
 
 class Windows:
-    """Finds the windows of collectives in a topologically sorted graph. Nodes in `heavy` compute;
-    other nodes may move together with a collective. A collective that is not split into start and
-    completion waits only for started collectives of the same `groups`. `awaited` names tensors by
-    collective: the first reader of the collective's result waits for that tensor, too."""
+    """Finds the windows of collectives in a topologically sorted graph.
+
+    heavy    names of the nodes that compute; other nodes may move together with a collective
+    groups   returns the groups of ranks of a collective: one that is not split into start and
+             completion waits only for started collectives of the same groups
+    awaited  by collective, the tensor for which the first reader of its result waits, too
+    """
 
     def __init__(
         self,
@@ -113,8 +116,9 @@ class Windows:
         return sorted(windows, key=lambda w: self.index[id(w.collective)])
 
     def _early(self, at: int, fetched: int, cuts: Sequence[int]) -> Window:
-        """The window of a gather: the gather ends at its place, and starts after the index
-        `fetched`, after its dependencies, and after any collective that would wait for it."""
+        """Returns the window of the gather at index `at`: it ends at its place, and starts after
+        index `fetched`, after its dependencies, and after any collective (`cuts`) that would wait
+        for it."""
         before, first = self._before(at)
         start = max(first, fetched, *(c for c in cuts if c < at))
         between = self._between(start, at, cuts)
@@ -181,13 +185,15 @@ class Windows:
         return [shaped[i] for i in sorted(shaped)], first
 
     def _between(self, start: int, end: int, cuts: Sequence[int]) -> list[int]:
-        """The indices of computing nodes between `start` and `end`, up to the first of `cuts`."""
+        """Returns the indices of the computing nodes between `start` and `end`, up to the first
+        collective in `cuts`, which would wait for the one under way."""
         stop = min((c for c in cuts if start < c < end), default=end)
         return [i for i in range(start + 1, stop) if self.heavy[i]]
 
     def _after(self, at: int, behind: list[gs.Node], between: Collection[int]) -> gs.Tensor | None:
-        """The operand of the result's first reader that is computed last in the window; None if no
-        operand is computed in the window."""
+        """The operand that is computed last, by the nodes `between` (the window), of the first node
+        that reads the result of node `at` or of nodes `behind` it. None if no operand is computed
+        in the window."""
         readers = [
             reader
             for node in [self.nodes[at], *behind]
@@ -215,8 +221,9 @@ class Windows:
 
 
 def _fetched(batches: Sequence[tuple[int, int]], most: int) -> int:
-    """The index of the gather that must be complete before the last batch of gathers starts; -1 if
-    there is none. A batch is (index of its last gather, bytes)."""
+    """Returns the index of the gather that must be complete before the last batch of gathers
+    starts, so that ranks hold at most `most` bytes of them; -1 if there is none. A batch is (index
+    of its last gather, bytes)."""
     held = batches[-1][1]
     for number, (at, size) in enumerate(reversed(batches[:-1]), 1):
         held += size

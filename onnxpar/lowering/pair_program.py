@@ -39,11 +39,12 @@ rows of an expert, but each expert then has nodes of its own."""
 
 
 class PairProgram:
-    """Replaces the nodes of a mixture in a rank's graph, each in its place.
+    """Replaces the nodes of a mixture in a rank's graph, each in its place, by nodes that compute
+    only the chosen pairs of an expert and a row.
 
     shapes   global shapes of tensors, by name
     experts  the number of experts of each rank, at least one
-    width    the number of columns of a tensor of rows on a rank
+    width    returns the number of columns of a tensor of rows on a rank
     """
 
     def __init__(
@@ -170,7 +171,8 @@ class PairProgram:
         return self.pairs.as_rows(rows) if is_flat else rows
 
     def _flip(self, _: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
-        """Adds nothing: products transpose the rows of each expert."""
+        """Adds nothing for a Transpose of rows: products transpose the rows of each expert
+        themselves."""
 
     def _rows(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
         if self.most > MOST_APART or not any(id(t) in self.apart for t in inputs):
@@ -196,7 +198,8 @@ class PairProgram:
         return results
 
     def _joined_operand(self, node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
-        """An operand of a node that computes the rows of all experts."""
+        """Returns the operand for `tensor` in the copy of a node that computes the rows of all
+        experts at once."""
         if self._has(tensor):
             return self._pairs_of(tensor)
         if node.op in ELEMENTWISE:
@@ -204,7 +207,8 @@ class PairProgram:
         return self._target(node, tensor)
 
     def _part(self, node: gs.Node, tensor: gs.Tensor, expert: int) -> gs.Tensor:
-        """An operand of a node that computes the rows of one expert."""
+        """Returns the operand for `tensor` in the copy of a node that computes the rows of one
+        expert."""
         if self._has(tensor):
             return self._parts(tensor)[expert]
         if node.op not in ELEMENTWISE:
@@ -217,7 +221,8 @@ class PairProgram:
         return tensor
 
     def _target(self, node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
-        """An operand that is no tensor of rows; a target shape becomes that of pairs."""
+        """Returns an operand that is no tensor of rows; the target shape of an Expand or Reshape
+        becomes that of pairs."""
         if node.op not in ("Expand", "Reshape"):
             return tensor
         key = id(node), id(tensor)
@@ -228,7 +233,7 @@ class PairProgram:
         return self.shared[key]
 
     def _of_expert(self, stack: gs.Tensor, expert: int) -> gs.Tensor:
-        """An expert's matrix or vector."""
+        """Returns the matrix or vector of an expert, out of a stack of them."""
         key = id(stack), expert
         if key not in self.shared:
             number = self.experts[expert]
@@ -289,8 +294,8 @@ class PairProgram:
         self.pairs.sum(parts, outputs[0], zeros, keepdims)
 
     def _leave(self, tensor: gs.Tensor, written: gs.Tensor) -> None:
-        """Writes all rows of a tensor for nodes outside the mixture; rows that are not chosen are
-        zeros."""
+        """Called for a tensor that nodes outside the mixture read: writes all its rows to
+        `written`, with zeros for the rows that are not chosen."""
         columns = self._constant(f"{tensor.name}/columns", lambda rank: [self.width(tensor, rank)])
         shape = self.add("Shape", [self.pairs.picks], np.int64)
         shape = self.add("Concat", [shape, columns], np.int64, axis=0)

@@ -43,9 +43,9 @@ class Pairs:
         return self.shapes.get(tensor.name, ())[-2:-1] == (self.rows,)
 
     def beside(self, tensor: gs.Tensor) -> gs.Tensor:
-        """The part of an operand that belongs to each pair. [expert, row, column] and [expert, 1,
-        column] become [1, pair, column]; [row, column] becomes [pair, column]; other operands stay
-        as they are."""
+        """Returns an operand of an elementwise node for the pairs: [expert, row, column] and
+        [expert, 1, column] become [1, pair, column]; [row, column] becomes [pair, column]; other
+        operands stay as they are."""
         shape = self.shapes.get(tensor.name, ())
         if self.is_of_experts(tensor):
             parts = self.add("Gather", [tensor, self.expert], tensor.dtype, axis=0)
@@ -59,8 +59,9 @@ class Pairs:
     def sum(
         self, parts: Sequence[gs.Tensor], total: gs.Tensor, zeros: gs.Tensor, keeps: bool = False
     ) -> None:
-        """Sums `parts` [1, pair, column] over the pairs of each row, to [row, column], or [1, row,
-        column] with `keeps`; `zeros` are [1, 1, column]."""
+        """Sums `parts`, [1, pair, column], over the pairs of each row, to `total`, [row, column],
+        or with `keeps` [1, row, column]. `zeros`, [1, 1, column], stand for pairs that a row
+        lacks."""
         padded = self.add("Concat", [zeros, *parts], total.dtype, axis=1)
         if self.table is None:
             self.table = self._table(f"{total.name}/empty")

@@ -32,8 +32,8 @@ from onnxpar.sharding.factors import OpFactors
 
 @dataclass(frozen=True, eq=False)
 class NodeView:
-    """The layouts of a node's operands and results, and the sharding of each factor of its rule;
-    the sizes of `open` factors differ between runs."""
+    """The shards of a node on all ranks: the layouts of its operands and results, and the sharding
+    of each factor of its rule. The sizes of `open` factors differ between runs."""
 
     node: gs.Node
     inputs: tuple[Layout, ...]
@@ -120,8 +120,8 @@ class NodeView:
         return RankView(self, rank)
 
     def value(self, function: Callable[[RankView], Any]) -> tuple[Any, Callable[[int], Any] | None]:
-        """The function's value on rank 0; and the value as a function of the rank if values may
-        differ between ranks, else None."""
+        """Returns the function's value on rank 0; and, if the function read something that differs
+        between ranks, the value as a function of the rank, else None."""
         first = self.on(0)
         value = function(first)
         return value, (lambda rank: function(self.on(rank))) if first.varies else None
@@ -171,7 +171,7 @@ class RankView:
         return start, start + self._size(tree)
 
     def member(self, factor: str) -> int:
-        """The rank's index among the ranks that hold the shards of a factor."""
+        """Returns the rank's index among the ranks that hold the shards of a factor."""
         self.varies = True
         return self._view.mesh.coordinate(dim_axes(self._view.factors[factor]), self._rank)
 
@@ -201,7 +201,8 @@ def _segments_agree(dim: Dim) -> bool:
 def _match(
     spec: Spec, dims: Sequence[Dim], sizes: Mapping[str, Size], factors: dict[str, Dim]
 ) -> None:
-    """Stores the sharding of each factor of an operand in `factors`, from the operand's layout."""
+    """Records the sharding of each factor of an operand in `factors`: `spec` are the operand's
+    dimensions in its rule, `dims` those of its layout."""
     for expr, dim in zip(spec, dims, strict=True):
         _match_dim(expr, dim, sizes, factors)
 
@@ -216,8 +217,8 @@ def _match_dim(expr: Expr, dim: Dim, sizes: Mapping[str, Size], factors: dict[st
 
 
 def _pieces(expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]) -> list[tuple[Expr, Dim]] | None:
-    """Each child of an expression with its part of the dimension's layout; None if expression and
-    layout divide the dimension differently (then the dimension is whole)."""
+    """Returns each child of an expression with its part of the dimension's layout; None if
+    expression and layout divide the dimension differently, so that the dimension is whole."""
     kind = Product if isinstance(expr, Prod) else Concat
     rest = list(dim.children if isinstance(dim, kind) else (dim,))
     pieces: list[tuple[Expr, Dim]] = []
@@ -235,7 +236,8 @@ def _pieces(expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]) -> list[tuple
 
 
 def _unsplit(expr: Expr, sizes: Mapping[str, Size]) -> tuple[Dim, ...]:
-    """A one-element tuple with the expression as a layout of unsplit factors."""
+    """Returns an expression as the layout of a dimension with unsplit factors, in a tuple of
+    one."""
     if isinstance(expr, Var):
         return (Factor(sizes[expr.name] or 0),)
     children = tuple(d for c in expr.children for d in _unsplit(c, sizes))

@@ -83,7 +83,7 @@ class SizeGraph:
         return total if below == 1 else self._divided(total, below)
 
     def _divided(self, total: str, below: int) -> str:
-        """The quotient, rounded down; a Div of integers would round towards zero."""
+        """The quotient total / below, rounded down; a Div of integers would round towards zero."""
         by = self._constant([below])
         return self._add("Div", [self._add("Sub", [total, self._add("Mod", [total, by])]), by])
 
@@ -129,7 +129,7 @@ class SizeGraph:
         return size, start
 
     def _bound(self, size: str, parts: Proportion, at: int) -> str:
-        """Adds nodes that compute `Proportion.bound`."""
+        """Adds nodes that compute `Proportion.bound`: where the shard number `at` begins."""
         total, before = sum(parts.weights), sum(parts.weights[:at])
         twice = self._add("Mul", [size, self._constant([2 * before])])
         rounded = self._add("Add", [twice, self._constant([total])])
@@ -149,7 +149,7 @@ class SizeGraph:
         return self._lesser(a, self._constant([b]))
 
     def _lesser(self, a: str, b: str) -> str:
-        """The minimum of two tensors."""
+        """The minimum of the tensors `a` and `b`."""
         return self._add("Where", [self._add("Less", [a, b]), a, b])
 
     def _fold(self, op: str, operands: Sequence[str]) -> str:

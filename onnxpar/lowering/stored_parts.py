@@ -44,8 +44,8 @@ def store_parts(graph: GraphProto) -> None:
 
 
 def _drop(graph: GraphProto, results: Mapping[str, str]) -> None:
-    """Removes the nodes with these results, and their operands, by result, if no node reads them
-    any more."""
+    """Removes the nodes with these results, and the initializers that only they read. `results`
+    has, by result, the operand."""
     for each in graphs_of(graph):
         for i, node in reversed([*enumerate(each.node)]):
             if any(name in results for name in node.output):
@@ -58,8 +58,8 @@ def _drop(graph: GraphProto, results: Mapping[str, str]) -> None:
 
 
 def _number(node: NodeProto, stack: TensorProto, stored: _Stored) -> int | None:
-    """The number of the element of a stack of matrices or vectors that a node takes; None if it
-    does anything else, or if the element does not begin at a byte."""
+    """Returns the number of the element that a Gather takes out of a stored stack of matrices or
+    vectors; None if the node does anything else, or if the element does not begin at a byte."""
     index = stored.get(node.input[1]) if node.op_type == "Gather" else None
     is_whole = prod(stack.dims[1:]) * element_bits(stack.data_type) % 8 == 0
     if index is None or index.dims or any(a.i for a in node.attribute):
@@ -71,7 +71,8 @@ def _number(node: NodeProto, stack: TensorProto, stored: _Stored) -> int | None:
 
 
 def _part(stack: TensorProto, name: str, step: int) -> TensorProto:
-    """One tensor of a stack; the part of a stack in a file refers to that file."""
+    """Returns element `step` of a stack as a tensor `name`; if the stack is in a file, it refers to
+    that file."""
     part = TensorProto(name=name, data_type=stack.data_type, dims=stack.dims[1:])
     size = prod(part.dims) * element_bits(stack.data_type) // 8
     if stack.data_location == TensorProto.EXTERNAL:

@@ -19,8 +19,8 @@ STREAM = "stream"
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """The distinct groups of a collective. Equal `Groups` are one object: comparing the groups of
-    thousands of ranks is slow."""
+    """The distinct groups of ranks that run a collective. Equal `Groups` are one object: comparing
+    the groups of thousands of ranks is slow."""
 
     each: tuple[tuple[int, ...], ...]
 

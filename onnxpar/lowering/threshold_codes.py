@@ -29,9 +29,15 @@ PER_BYTE = 4
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over ranks: the partial sum `addend` gives `result`. `kept` is the remainder of the
-    last step, `keeps` the remainder of this step. `layout` is the layout of the addend, `rest` the
-    layout of the result."""
+    """A sum over ranks.
+
+    addend  the rank's term
+    kept    the remainder of the last step
+    result  the sum
+    keeps   the remainder of this step
+    layout  the layout of the addend, which is partial
+    rest    the layout of the result
+    """
 
     addend: gs.Tensor
     kept: gs.Tensor
@@ -42,7 +48,9 @@ class Sum:
 
 
 def other_axes(layout: Layout, rest: Layout) -> Axes:
-    """The axes along which ranks send codes of different elements."""
+    """Returns the axes along which ranks hold different elements, and so send different codes:
+    those of the layout's shards, and those over which the result, with the layout `rest`, is
+    partial."""
     axes = {a for d in layout.dims for a in dim_axes(d)} | set(rest.partial)
     return merge_axes(in_mesh_order(tuple(axes)))
 
@@ -150,13 +158,14 @@ class ThresholdBuilder:
         )
 
     def _row(self, what: str, tensors: Sequence[gs.Tensor]) -> gs.Tensor:
-        """The elements of all tensors, flattened and concatenated."""
+        """The elements of all tensors, flattened and concatenated. `what` is a part of the new
+        names."""
         shape = self._constant(f"{what} row", np.array([-1]))
         flat = [self._add("Reshape", [tensor, shape]) for tensor in tensors]
         return self._add("Concat", flat, axis=0) if len(flat) > 1 else flat[0]
 
     def _hand_out(self, row: gs.Tensor, results: Sequence[gs.Tensor]) -> None:
-        """Splits a row into the result tensors."""
+        """Splits a row, which holds the elements of all sums, into the result tensors."""
         pieces = [row]
         if len(results) > 1:
             pieces = [gs.Variable(f"{t.name}::piece", self.dtype) for t in results]

@@ -29,7 +29,7 @@ from onnxpar.sharding.mixtures import Crossing
 class TokenExchange:
     """Replaces the exchanges of a mixture, which move all rows, by exchanges of chosen rows.
 
-    width     the number of columns of a tensor of rows on a rank
+    width     returns the number of columns of a tensor of rows on a rank
     tag       the tag of the collective that exchanges numbers of rows
     """
 
@@ -80,7 +80,8 @@ class TokenExchange:
         return rows if is_flat else self.add("Squeeze", [rows], tokens.dtype, axes=[0])
 
     def _enters(self) -> list[gs.Node]:
-        """The node that computes the operand of each exchange on the way to the experts."""
+        """Returns, for each exchange on the way to the experts, the node that computes its
+        operand."""
         return [node.inputs[0].inputs[0] for node in self.moves.there]
 
     def _attribute(self, node: gs.Node, key: str) -> Callable[[int], list[int]]:
@@ -133,7 +134,8 @@ class TokenExchange:
     def _travel(
         self, node: gs.Node, x: gs.Tensor, sends: gs.Tensor, receives: gs.Tensor
     ) -> gs.Tensor:
-        """Sends rows by an AllToAllV with the name, tag and group of the exchange `node`."""
+        """Sends rows by an AllToAllV with the name, tag and group of the exchange `node`; `sends`
+        and `receives` have the number of rows to and from each member."""
         y = gs.Variable(f"{self.name}/{node.name}", x.dtype)
         attrs = {"axis": 0, "tag": node.attrs["tag"], "group": node.attrs["group"]}
         exchange = gs.Node("AllToAllV", node.name, attrs, [x, sends, receives], [y], DOMAIN)
@@ -186,7 +188,8 @@ class TokenExchange:
         return ExpertRows(chosen, nodes, {**inside, **masks, id(total): Role.TOTAL})
 
     def _finish(self, pairs: Pairs, y: gs.Tensor) -> None:
-        """Adds the sum over experts, and puts the nodes in the place of the mixture's."""
+        """Adds the sum of the results `y` over experts, and puts the new nodes in the place of the
+        mixture's nodes."""
         mixture, moves = self.mixture, self.moves
         left, result = mixture.total.inputs[0], mixture.total.outputs[0]
         at = next(i for i, node in enumerate(self.graph.nodes) if node is mixture.total)

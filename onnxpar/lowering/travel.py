@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def shift(
     builder: LoweringBuilder, x: gs.Tensor, axes: Axes, axis: int, sizes: Sequence[int]
 ) -> gs.Tensor:
-    """See `Lowering.shift`."""
+    """Implements `Lowering.shift`."""
     count, rank = len(sizes), len(builder.shape(x))
     shapes = [size if i == axis % rank else -1 for size in sizes for i in range(rank)]
     shape = builder.shape(x)
@@ -36,7 +36,8 @@ def exchange(
     held: Sequence[Array],
     wanted: Sequence[Array],
 ) -> gs.Tensor:
-    """See `Lowering.exchange`. One all-to-all sends each element to the ranks that need it."""
+    """Implements `Lowering.exchange`: one all-to-all sends each element to the ranks that need
+    it."""
     count = len(held)
     sent = [[np.isin(wanted[d], held[s]) for d in range(count)] for s in range(count)]
 

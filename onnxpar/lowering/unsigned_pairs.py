@@ -56,7 +56,8 @@ def _may_change(path: list[tuple[gs.Tensor, gs.Node]], results: set[int]) -> boo
 
 
 def _is_signed(node: gs.Node, index: int) -> bool:
-    """True if a node's result (index 0) or operand (1) is int8 with one stored zero point."""
+    """True if the result (`index` 0) or the first operand (1) of a quantizing node is int8, with
+    one stored zero point."""
     tensor = (node.outputs, node.inputs)[index][0]
     point = given(node, 2)
     value = None if point is None else constant(point)

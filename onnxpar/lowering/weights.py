@@ -63,7 +63,8 @@ class Shard:
 @dataclass
 class WeightStore:
     """The weight files of a sharded model in `folder`; `source` is the folder of the original
-    model. `names` are the names of files that several ranks read, by reading ranks."""
+    model. `progress` is called with numbers of bytes that are done. `names` has the names of files
+    that several ranks read, by these ranks."""
 
     folder: DigestedFolder
     source: Path
@@ -107,8 +108,8 @@ class WeightStore:
         return [shards[r].proto(name, weight) for r in holder]
 
     def cut_inner(self, graph: GraphProto, others: Collection[str] = ()) -> None:
-        """Stores the external tensors of subgraphs and attributes of a graph, whole on every rank;
-        `others` are names of weights that other calls store."""
+        """Stores the tensors of subgraphs and attributes of a graph that are in the model's files,
+        whole for every rank; not those named in `others`, which other calls store."""
         for i, tensor in enumerate(stored_tensors(graph)):
             if tensor.data_location == TensorProto.EXTERNAL and tensor.name not in others:
                 name = tensor.name or f"attribute.{i}"
@@ -121,7 +122,7 @@ class WeightStore:
         return [numpy_helper.from_array(part, name) for part in parts]
 
     def _first_holders(self, layout: Layout) -> list[int]:
-        """For each rank, the first rank that holds the same shard."""
+        """Returns, for each rank, the first rank that holds the same shard."""
         first: dict[tuple[int, ...], int] = {}
         axes = tuple(dict.fromkeys(layout.axes))
         keys = (
@@ -132,8 +133,8 @@ class WeightStore:
     def _place(
         self, rank: int, weight: TensorProto, layout: Layout, holder: list[int]
     ) -> tuple[Shard, DigestedFile | None]:
-        """Places the shard whose first holder is this rank; returns the shard, and its file if it
-        has one."""
+        """Chooses the place of the shard that this rank is the first to hold; returns the shard,
+        and its file if it has one. `holder` is as `_first_holders` returns it."""
         shape = layout.local_shape(self.mesh, rank)
         bits = element_bits(weight.data_type)
         length = -(-int(np.prod(shape, dtype=np.int64)) * bits // 8)
@@ -231,7 +232,7 @@ class _Writer:
 
 
 def _take(block: Array, positions: Array, axis: int) -> Array:
-    """The elements at these positions; a view if they are contiguous."""
+    """The elements of `block` at these positions along `axis`; a view if they are contiguous."""
     n = len(positions)
     if n and positions[-1] - positions[0] + 1 == n:
         return block[(slice(None),) * axis + (slice(int(positions[0]), int(positions[0]) + n),)]
@@ -296,7 +297,7 @@ class _Reader:
             yield lead, start, elements.reshape(count, *shape[1:])
 
     def _read(self, at: int, length: int) -> Array:
-        """The elements in the `length` bits from bit `at`."""
+        """Returns the elements in the `length` bits of the file from bit `at` on."""
         first, skip = divmod(at, 8)
         block = self.buffer[: -(-(skip + length) // 8)]
         self.source.seek(first)

@@ -7,7 +7,7 @@ from typing import Any, Union, cast, get_origin
 
 from olive.passes.pass_config import PassConfigParam
 
-from onnxpar.planner.option import members, table
+from onnxpar.planner.option_entry import members, table
 from onnxpar.planner.option_table import PlanOptions
 
 _JSON: Mapping[Any, type] = {

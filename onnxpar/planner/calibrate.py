@@ -16,7 +16,7 @@ from onnxpar.base.write_file import whole_file
 from onnxpar.cost.fit import file_text, fit, lines
 from onnxpar.cost.measure import Measurements, default_ranks, measure
 from onnxpar.cost.topology import Topology
-from onnxpar.planner.plan_options import shard_batch
+from onnxpar.planner.convert_options import shard_batch
 from onnxpar.runtime.launch.launch import launched_rank
 from onnxpar.runtime.session.checks import check_timeout
 

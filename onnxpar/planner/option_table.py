@@ -17,7 +17,7 @@ from onnxpar.graph.typical import Typical
 from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.compression import THRESHOLD
 from onnxpar.passes.lower.fuse_all_reduces import FUSIONS
-from onnxpar.planner.option import (
+from onnxpar.planner.option_entry import (
     DECIDE,
     DUMP,
     EXTENSIONS,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner.option import DUMP, MANUAL_PROGRAM, table
+from onnxpar.planner.option_entry import DUMP, MANUAL_PROGRAM, table
 from onnxpar.planner.option_table import PlanOptions
 from onnxpar.planner.options import Options
 from onnxpar.search.objective import LATENCY

@@ -137,7 +137,7 @@ class Candidates(Shown):
 
     @property
     def _alone(self) -> str:
-        """A remark if several ranks are no faster than one."""
+        """A sentence if several ranks are no faster than one; else empty."""
         if self.one_rank.seconds > self.winner.seconds + _SAME:
             return ""
         return f"; one rank alone takes no longer, {_ms(self.one_rank.seconds)}"
@@ -156,9 +156,9 @@ class Candidates(Shown):
 
 
 def choices(path: Path, options: Options) -> list[Options]:
-    """Returns options for each strategy to try: every preset and the search, on the given mesh or
-    else on each strategy's own meshes. Errors: StrategyError if the options already name a
-    strategy, or no number of ranks."""
+    """Returns options for each strategy to try: every preset and the search, each on the given mesh
+    or else on meshes that suit it. Errors: StrategyError if the options already name a strategy, or
+    no number of ranks."""
     if options.preset is not None or options.search is not None:
         raise StrategyError(
             "--candidates compares presets and the search; leave --preset and --search out"
@@ -244,8 +244,9 @@ def _candidate(strategy: str, explained: Explained, options: Options) -> Candida
 def fastest_first(
     model: str, objective: str, tried: Iterable[Candidate | Refused], one_rank: Candidate
 ) -> Candidates:
-    """Sorts candidates by their time as the objective counts it, and returns the comparison. Only
-    the fastest keeps its plan's steps. Errors: StrategyError if no strategy applies."""
+    """Sorts the candidates in `tried` by their time as the objective counts it, and returns the
+    comparison. Only the fastest keeps its plan's steps. Errors: StrategyError if no strategy
+    applies."""
     kept: list[Candidate] = []
     refused: list[Refused] = []
     for each in tried:

@@ -24,8 +24,8 @@ page."""
 
 @dataclass
 class Bar:
-    """A bar of the timeline: compute or communication of a rank. `start` and `seconds` are in
-    seconds."""
+    """A bar of the timeline: a time, in seconds, in which a rank computes or communicates (`lane`).
+    `names` are the nodes."""
 
     lane: str
     start: float

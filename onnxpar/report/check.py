@@ -85,11 +85,15 @@ class Way:
 
 @dataclass(frozen=True)
 class Check(Shown):
-    """The result of a check: the plan, and the comparison of every output. `made_up` describes the
-    inputs that were random because the user gave none; `title` is the heading for a training run.
-    `elsewhere` is a sentence on comparisons at other open sizes: the outputs agree there, or
-    `report` has the first sizes at which they differ. For a training run, it names the gradients
-    that were not compared with differences of the loss."""
+    """The result of a check.
+
+    report     the comparison of every output
+    title      the heading for a training run
+    made_up    descriptions of the inputs that were random because the user gave none
+    elsewhere  a sentence on other open sizes: that the outputs agree there, or that `report` has
+               the first sizes at which they differ; for a training run, the gradients that were not
+               compared with differences of the loss
+    """
 
     plan: Plan
     report: Report
@@ -128,9 +132,9 @@ def check_model(
     progress: Callable[[int], None] | None = None,
     tell: Callable[[str], None] = quietly,
 ) -> Check:
-    """Shards a model into a temporary folder, runs it, and compares it with the unsplit model.
-    Calls `progress` with the bytes of weights during writing, and `tell` with a text before each
-    step, and an empty text at the end. Errors: OnnxparError."""
+    """Shards a model with `options` into a temporary folder, runs it, and compares it with the
+    unsplit model as `way` says. Calls `progress` with the bytes of weights during writing, and
+    `tell` with a text before each step, and an empty text at the end. Errors: OnnxparError."""
     try:
         return _checked(model, options, way, progress, tell)
     finally:
@@ -226,9 +230,9 @@ def _elsewhere(
     made_up: list[str],
 ) -> tuple[Report, list[str], str]:
     """Compares the outputs at size 1 and at the compiler's sample sizes: odd and even, small and
-    large, on both sides of the numbers that the model compares sizes with. Returns `report` and
-    `made_up`, or those of the first sizes at which the outputs differ, and a sentence about the
-    result."""
+    large, on both sides of the numbers with which the model compares sizes. `at` compares at given
+    sizes; `report` and `made_up` are its results at the usual ones. Returns these, or the results
+    at the first sizes at which the outputs differ, and a sentence."""
     if not plan.samples:
         return report, made_up, ""
     wanted = [dict.fromkeys(plan.samples[0], 1), *reversed(plan.samples)]
@@ -291,8 +295,8 @@ def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
 
 
 def _check_training(model: Path, options: Options, way: Way) -> Check:
-    """Checks a training step over many steps; each step starts from the states of the previous
-    one."""
+    """Checks a training step over as many steps as `way` says; each step starts from the states of
+    the previous one."""
     steps = STEPS if way.steps is None else way.steps
     lr = RATE if way.lr is None else way.lr
     if steps < 1:
@@ -329,8 +333,8 @@ def _trained(plan: Plan) -> str:
 
 
 def _batches(way: Way, plan: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """Yields batches without end: of the given data in order (offsets of bags need that), epoch
-    after epoch, or random ones."""
+    """Yields batches without end: of the data that `way` has, in order (offsets of bags need that),
+    epoch after epoch; or random ones."""
     data = None if way.inputs is None else trainer.batches_of(way.inputs)
     specs = [s for s in trainer.bundle.input_specs if s[0] in trainer.spec.data]
     ranges = {name: r for name, r in plan.ranges.items() if name in trainer.spec.data}
@@ -367,8 +371,8 @@ def _feeds(
     chosen: Mapping[str, int],
 ) -> tuple[dict[str, Any], list[str], bool]:
     """Returns the user's feeds, completed by random ones; a text with name, type and shape of each
-    random feed; and True if the user's feeds leave an open size undetermined. Such a size is taken
-    from `chosen`, unless it contradicts other sizes. Errors: InputError if the random feeds would
+    random feed; and True if the user's feeds leave an open size undetermined. Such a size is that
+    in `chosen`, unless it contradicts other sizes. Errors: InputError if the random feeds would
     have too many elements."""
     specs = bundle.input_specs
     feeds: dict[str, Any] = {}
@@ -424,9 +428,9 @@ def _consistent(
     sizes: Mapping[str, int],
     fed: Collection[str],
 ) -> tuple[dict[str, int], Mapping[str, Range]]:
-    """Returns sizes that the runtime accepts, by symbol, and the range of each integer input at
-    these sizes. Sizes in `fed` stay; other sizes change if they contradict fed sizes or each other.
-    For example, the length of a mask must be the sum of the lengths of past and present."""
+    """Returns sizes that the model accepts, by symbol, and the range of each integer input at these
+    sizes. Sizes in `fed` stay; others change if they contradict fed sizes or each other: for
+    example, the length of a mask must be the sum of the lengths of past and present."""
     if not bundle.symbols or options.preset == MANUAL:
         return dict(sizes), plan.ranges
     split = {s for s in bundle.symbols if _splits(bundle, s, sizes)}

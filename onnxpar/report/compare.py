@@ -109,9 +109,12 @@ class Closeness:
 
 @dataclass(frozen=True)
 class Times:
-    """The seconds of a run of the unsplit model, and of the sharded model on `ranks` ranks: the
-    shortest of a few runs after the first; or the first run, if that takes longer than
-    TIMED_SECONDS. `predicted` are the plan's predictions of both for these sizes."""
+    """Seconds of a run.
+
+    unsplit, sharded  the unsplit model, and the sharded one on `ranks` ranks: the shortest of a few
+                      runs after the first; or the first, if that takes longer than TIMED_SECONDS
+    predicted         the plan's predictions of both, for these sizes
+    """
 
     unsplit: float
     sharded: float
@@ -248,8 +251,8 @@ def is_far(row: Comparison) -> bool:
 
 
 def judged(row: Comparison, moved: Mapping[str, float]) -> Comparison:
-    """Returns the comparison; too large an error gets a tolerance for the measured effect of
-    rounding."""
+    """Returns the comparison; if its error is too large, with a tolerance for the effect of
+    rounding that was measured on the unsplit model (`moved`, by output)."""
     if not is_far(row):
         return row
     return replace(row, tolerance=max(row.tolerance, MARGIN * moved.get(row.name, 0.0)))
@@ -280,8 +283,8 @@ def compare_arrays(
     tolerances: Mapping[str, float] = TOLERANCES,
     close: Closeness | None = None,
 ) -> Comparison:
-    """Compares an output with its reference; `close`, if given, replaces the tolerances of
-    numbers."""
+    """Compares an output, `given`, with its reference; `tolerances` are by dtype, and `close`
+    replaces them for numbers."""
     dtype, shape = reference.dtype, reference.shape
     error, fault, off, largest, blank = 0.0, "", 0.0, 0.0, 0.0
     if given is None:

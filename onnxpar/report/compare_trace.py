@@ -36,8 +36,8 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """A node of the global graph. `always` means that every run executes it, because it is not in a
-    subgraph. A node that a pass added without a rule has no prediction."""
+    """A node of the global graph. `always` is True if every run executes it, because it is in no
+    subgraph. `predicted` is None for a node that a pass added without a rule."""
 
     op: str
     predicted: Prediction | None
@@ -161,8 +161,8 @@ def _check_same(
 def _computed(
     events: Iterable[Event], runs: int, ranks: int, nodes: Mapping[str, PlannedNode]
 ) -> tuple[int, list[Computed]]:
-    """Returns the rank with the longest compute time, and the rank's times by set of nodes, in
-    graph order."""
+    """Returns the rank that computes longest, and its times by set of nodes, in graph order. `runs`
+    and `ranks` are the numbers of recorded runs and of ranks."""
     own = [event for event in events if event.collective is None]
     sets = _Sets()
     for event in own:

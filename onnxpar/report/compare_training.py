@@ -61,10 +61,10 @@ def compare_training(
 
 
 def judge_gradients(report: Report, step: Step) -> Report:
-    """Returns the report with other errors for gradients: relative to the gradient's largest
-    element or, if larger, to a thousandth of the largest element of all gradients. A gradient below
-    the rounding error of that largest element, such as of the bias of attention's keys, may differ
-    by this rounding error."""
+    """Returns the report with errors of gradients relative to the gradient's largest element or, if
+    that is larger, to a thousandth of the largest element of all gradients. A gradient below the
+    rounding error of that largest element, such as of the bias of attention's keys, may differ by
+    this rounding error."""
     names = {f"{name}{GRADIENT}" for name in step.gradients}
     gradients = [row for row in report.rows if row.name in names]
     most = max((row.largest for row in gradients), default=0.0)

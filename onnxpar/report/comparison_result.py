@@ -15,9 +15,13 @@ NOTHING_RAN = "(nothing ran)"
 
 @dataclass(frozen=True)
 class Computed:
-    """The times of a set of nodes. `ops` are the nodes' op types in the model, `ran` the op types
-    that onnxruntime ran for them, and `calls` the number of these calls per run. Times are seconds
-    per run, on the rank that computes longest."""
+    """The times of a set of nodes, in seconds per run, on the rank that computes longest.
+
+    nodes  their names
+    ops    their op types in the model
+    ran    the op types that onnxruntime ran for them
+    calls  how many of these ran in a run
+    """
 
     nodes: tuple[str, ...]
     ops: tuple[str, ...]
@@ -39,9 +43,12 @@ class Computed:
 
 @dataclass(frozen=True)
 class Communicated:
-    """The times of a collective, or of all collectives inside an op. `bytes` is the number of bytes
-    that a rank sends per run, None if unknown. `measured` excludes `wait`; both are means over the
-    ranks."""
+    """The times of a collective, or of all collectives inside an op, in seconds per run: means over
+    the ranks.
+
+    bytes     the bytes that a rank sends per run; None if unknown
+    measured  without `wait`, the time for which a rank waits for others
+    """
 
     node: str
     kind: str
@@ -65,11 +72,17 @@ class OpType:
 
 @dataclass(frozen=True)
 class Comparison(Shown):
-    """Predicted and measured times, in seconds per run. Measured times are means over `runs` runs:
-    the middle half, by length, of the `recorded` runs. `rank` is the rank that computes longest;
-    `length` is the time from the start of a run on the first rank to its end on the last. `sizes`
-    are the open sizes of the predictions: the sizes of the runs, if the trace has them. `session`
-    is the time of a run beside the work of ranks, if the trace has it."""
+    """Predicted and measured times, in seconds per run.
+
+    runs      the number of runs whose times are averaged: the middle half, by length, of the
+              `recorded` runs
+    rank      the rank that computes longest
+    length    from the start of a run on the first rank to its end on the last
+    computed  times of sets of nodes
+    talked    times of collectives
+    session   the time of a run beside the work of ranks, if the trace has it
+    sizes     the open sizes of the predictions: those of the runs, if the trace has them
+    """
 
     model: str
     mesh: tuple[tuple[str, int], ...]

@@ -114,7 +114,8 @@ class Explained:
 
 
 class Explainer(Observer):
-    """Collects the steps of a plan, at each of its typical sizes; then call `explained`."""
+    """Collects the steps of a plan, at each of its typical sizes, while the pipeline runs;
+    `explained` then returns them."""
 
     def __init__(self) -> None:
         self._found: list[tuple[float, list[Step]]] = []
@@ -190,8 +191,8 @@ def _within(
     depth: int = 0,
     around: int = 0,
 ) -> Iterator[tuple[gs.Node, int, int]]:
-    """Yields nodes, and the nodes of their subgraphs, each with its depth and the bytes of live
-    activations; `around` is the bytes that are live outside the graph."""
+    """Yields the nodes of a graph, each followed by those of its subgraphs, with its depth and the
+    bytes of live activations; `around` are the bytes that are live outside the graph."""
     for node, alive in zip(nodes, activations(graph, nodes, ctx), strict=True):
         yield node, depth, around + alive
         for body in subgraphs(node):
@@ -260,8 +261,8 @@ def _alike(some: Iterable[Step], others: Iterable[Step]) -> bool:
 def repeated(
     steps: Sequence[T], sign: Callable[[T], Hashable]
 ) -> Iterator[tuple[Sequence[T], int]]:
-    """Divides steps into parts; yields each part with the number of its repetitions (with equal
-    signs) in a row."""
+    """Divides steps into parts that are repeated; yields each part, and how often it is repeated in
+    a row, with equal signs (`sign`)."""
     numbers: dict[Hashable, int] = {}
     signs = [numbers.setdefault(sign(step), len(numbers)) for step in steps]
     done = 0

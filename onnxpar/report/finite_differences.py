@@ -75,7 +75,8 @@ def compare_gradients(
 
 @dataclass(frozen=True)
 class _Change:
-    """The change of the loss over a way: the measured one, and the one by the gradient."""
+    """The change of the loss over a way along a direction: `found` is the measured one, `said` the
+    one that the gradient predicts."""
 
     way: float
     found: float
@@ -93,8 +94,9 @@ class _Change:
 
 
 class _Slopes:
-    """The unsplit step on one batch, at the initial values of the parameters, until the time `end`.
-    `obstacle` is the reason why differences cannot check its gradients; empty if they can."""
+    """The unsplit step on one batch, at the initial values of the parameters. Nothing is tried
+    after the time `end`. `obstacle` is the reason why differences cannot check its gradients; empty
+    if they can."""
 
     def __init__(self, model: Path, spec: Step, batch: Mapping[str, Array], end: float) -> None:
         proto = read_proto(model)

@@ -72,7 +72,12 @@ def node_data(
 def _tell(
     values: Values, key: str, step: Step, reshards: dict[str, Step], held: dict[str, int]
 ) -> None:
-    """Adds the values of a node."""
+    """Adds the values of the node `key` of the model's file, to which this step belongs, to each
+    file's values.
+
+    reshards  the reshards of the plan, by result
+    held      bytes of weights on a rank, by name
+    """
     before = [s for s in _before(step.operands, reshards) if s.kind == COLLECTIVE]
     texts = (", ".join(o.layout or "-" for o in some) for some in (step.operands, step.results))
     values[LAYOUTS][key] = " -> ".join(texts)

@@ -51,8 +51,12 @@ class Change:
 
 @dataclass(frozen=True)
 class PassStep:
-    """The changes by a pass: nodes in the order of the graph, the new `asked` layouts (one line
-    each), and True in `reordered` if old nodes are in another order."""
+    """The changes by a pass.
+
+    changes    the nodes in the order of the graph
+    asked      new requests of layouts, one line each
+    reordered  True if old nodes are in another order
+    """
 
     name: str
     changes: tuple[Change, ...]
@@ -105,8 +109,8 @@ class PassSteps(Observer):
 
 
 def _changes(before: Mapping[str, NodeText], after: Mapping[str, NodeText]) -> Iterator[Change]:
-    """Yields all nodes, in the order of the graph after a pass; removed nodes stand behind the
-    nodes that they followed."""
+    """Yields a change for each node, in the order of the graph after a pass; removed nodes come
+    behind the nodes that they followed."""
     was = _same(before, after)
     stay = {old.name for old in was.values()}
     behind: dict[str, list[NodeText]] = {"": []}

@@ -28,8 +28,12 @@ Texts = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """The parts of a tensor on ranks: their `shapes`; for an input or a stored tensor, the `spans`
-    of elements in each dimension; and the tensor's `layout`, if it is split."""
+    """The parts of a tensor on ranks.
+
+    shapes  of the parts
+    spans   for an input or a stored tensor, the ranges of elements in each dimension
+    layout  the tensor's layout, if it is split
+    """
 
     name: str
     shapes: Texts

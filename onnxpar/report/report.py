@@ -34,7 +34,7 @@ def _type_text(port: Mapping[str, Any]) -> str:
 
 
 def _each(rows: Sequence[Any], heads: Sequence[str]) -> Iterator[str]:
-    """Returns the heads of columns of bytes, with "each" if rows are joined."""
+    """Yields the heads of columns of bytes, with "each" if the table joins rows."""
     return (f"{head} each" if len(rows) > MANY else head for head in heads)
 
 
@@ -92,8 +92,8 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
 
 
 def _stored(plan: Mapping[str, Any]) -> str:
-    """The word for the stored tensors of a plan. In a training step, they are constants: its
-    parameters are states."""
+    """Returns the word for the stored tensors of a plan: weights; in a training step, whose
+    parameters are states, constants."""
     return "constant" if plan.get("step") else "weight"
 
 

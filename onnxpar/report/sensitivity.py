@@ -171,8 +171,8 @@ def _none(node: NodeProto) -> bool:
 def _open_weights(
     proto: onnx.ModelProto, folder: str | os.PathLike[str] | None, opens: _Opens
 ) -> dict[str, Array]:
-    """Turns small weights of the nodes for which `opens` is True into inputs, in place; returns
-    their values by name."""
+    """Turns small weights of nodes into inputs, in place, so that they can be changed; returns
+    their values by name. `opens` is True for these nodes; `folder` has external data."""
     read = {name for node in proto.graph.node if opens(node) for name in node.input}
     ports = {port.name for port in proto.graph.input}
     ports |= {n for node in proto.graph.node if not opens(node) for n in node.input}

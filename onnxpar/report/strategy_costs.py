@@ -143,8 +143,8 @@ def strategy_costs(path: Path, pattern: str, options: Options) -> StrategyCosts:
 
 
 class _Collector(Observer):
-    """Collects the strategies of nodes: lists them after the pass that sets annotations, and marks
-    the plan's strategies after the pass that decides layouts."""
+    """Collects the strategies of nodes while the pipeline runs: lists them after the pass that sets
+    annotations, and marks those that the plan uses after the pass that decides layouts."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern

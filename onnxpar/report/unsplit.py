@@ -16,8 +16,8 @@ from onnxpar.base.errors import InputError, ModelError
 from onnxpar.load.kept_bounds import DROPPING, drops_bounds
 from onnxpar.load.kept_ranges import SLICING, takes_ranges
 from onnxpar.report.sensitivity import ORT_ERRORS, read_model
-from onnxpar.runtime.session.load_session import load_session
 from onnxpar.runtime.session.options import keep_double
+from onnxpar.runtime.session.ort_session import load_ort_session
 from onnxpar.runtime.session.tensors import as_fed, bind_input, dtype_of, memory_of, view_of
 from onnxpar.runtime.session.values import is_optional, is_value
 
@@ -72,7 +72,7 @@ def open_unsplit(
     disabled = DROPPING * drops_bounds(proto) + SLICING * takes_ranges(proto)
 
     def opened() -> ort.InferenceSession:
-        return load_session(source, options, disabled, providers=["CPUExecutionProvider"])
+        return load_ort_session(source, options, disabled, providers=["CPUExecutionProvider"])
 
     try:
         session = opened()

@@ -1,4 +1,4 @@
-"""A plan with its history: the steps of its passes, and the graphs of its ranks."""
+"""A plan with its history: the changes by each of its passes, and the graphs of its ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ from onnxpar.report.rank_graph import RankGraph, rank_graph
 
 @dataclass(frozen=True)
 class Walk:
-    """The steps of a plan's passes in order, the graphs of its ranks, the model, and the `makers`:
-    by tensor, the node that computes it in the graph before the passes."""
+    """The history of a plan.
+
+    steps   the changes by its passes, in order
+    ranks   the graphs of its ranks
+    model   the model
+    makers  by tensor, the node that computes it in the graph before the passes
+    """
 
     steps: tuple[PassStep, ...]
     ranks: RankGraph

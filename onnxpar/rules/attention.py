@@ -20,8 +20,8 @@ _CACHED = "queries attend to the whole cache"
 
 
 class AttentionDims(NamedTuple):
-    """The dimensions of an Attention as rule text, and the sizes of their factors. `flat` is True
-    if heads and width are one dimension."""
+    """The dimensions of the operands and of the result of an Attention as text of a rule, and the
+    sizes of their factors. `flat` is True if heads and width are one dimension."""
 
     flat: bool
     sizes: dict[str, Size]
@@ -52,8 +52,8 @@ def attention_dims(node: gs.Node) -> AttentionDims | None:
 def attention_products(
     sizes: Mapping[str, Size], seen: str = "t", by_key: int = 1, by_value: int = 1
 ) -> int:
-    """Multiplications of `by_key` products with keys and `by_value` products with values; `seen` is
-    the factor of the keys."""
+    """Returns the number of multiplications of an attention: of `by_key` products of queries with
+    keys, and of `by_value` products of weights with values. `seen` is the factor of the keys."""
     width = by_key * (sizes["d"] or 1) + by_value * (sizes["e"] or 1)
     return width * math.prod(
         1 if sizes[v] is None else sizes[v] or 0 for v in (*"bkgs", seen) if v in sizes
@@ -113,9 +113,9 @@ def attention(node: gs.Node) -> Rule:
 
 
 def _mask(node: gs.Node, sizes: dict[str, Size], seen: str) -> str:
-    """The mask's dimensions as rule text, aligned at the last dimension; `_` without a mask. The
-    last dimension is the factor `seen` of the keys or, if the op pads a shorter mask, a separate
-    factor `m`. Adds `m` to `sizes`."""
+    """Returns the mask's dimensions as text of a rule, aligned at the last dimension; `_` without a
+    mask. The last dimension is the factor `seen` of the keys or, if the op pads a shorter mask, a
+    separate factor `m`, which is added to `sizes`."""
     mask = given(node, 3)
     if mask is None:
         return "_"

@@ -59,7 +59,8 @@ class AttentionLowering:
             self._attend_under_mask(build)
 
     def _attend_under_mask(self, build: Lowering) -> None:
-        """Keeps the op, with an explicit mask in place of its causal and window attributes."""
+        """Called if only queries are split: keeps the op, with an explicit mask in place of its
+        causal and window attributes."""
         node = build.local.node
         mask, visible = self._mask(build), self._visible(build)
         if mask is not None:
@@ -74,7 +75,8 @@ class AttentionLowering:
         build.finish_each("Attention", operands, **attrs)
 
     def _mask(self, build: Lowering) -> gs.Tensor | None:
-        """The mask operand if it is added to scores; None for a boolean mask, or without a mask."""
+        """Returns the mask operand if it is added to scores; None for a boolean mask, or without a
+        mask."""
         mask = given(build.local.node, MASK)
         return None if mask is None or dtype_of(mask) == np.bool_ else build.input(MASK)
 
@@ -116,8 +118,9 @@ class AttentionLowering:
         return masks[0] if masks else None
 
     def _near(self, build: Lowering, columns: gs.Tensor, rows: gs.Tensor) -> list[gs.Tensor]:
-        """Masks of the keys that are not later than a query, and of the keys in its window; `rows`
-        are the positions of the queries among the keys."""
+        """Returns two masks: of the keys that are not later than a query (for causal attention),
+        and of the keys in its window. `columns` are the positions of keys; `rows`, as a column,
+        those of the queries among the keys."""
         left, right = (self.attrs.get(key, -1) for key in WINDOW)
         masks = []
         if self.attrs.get("is_causal"):
@@ -200,7 +203,7 @@ class AttentionLowering:
             finish(build, "Identity", [scores], 3)
 
     def cut_heads(self, build: Lowering, operand: int) -> gs.Tensor:
-        """Queries, keys or values as (batch, heads, sequence, width)."""
+        """Operand 0, 1 or 2 (queries, keys or values) as (batch, heads, sequence, width)."""
         return self._cut(build, operand, operand == 0, "e" if operand == 2 else "d")
 
     def cut_results(self, build: Lowering, operand: int) -> gs.Tensor:
@@ -248,8 +251,9 @@ class AttentionLowering:
         finish(build, "Identity", [self.joined_heads(build, result, "kge")])
 
     def joined_heads(self, build: Lowering, x: gs.Tensor, factors: str) -> gs.Tensor:
-        """A tensor (batch, heads, sequence, width) in the layout of the node's operands; `factors`
-        are the factors of heads and width."""
+        """Returns a tensor (batch, heads, sequence, width) in the form of the node's operands,
+        which may have heads and width in one dimension; `factors` are the factors of heads and
+        width."""
         if not self.flat:
             return x
 
@@ -266,7 +270,8 @@ all keys evenly; before, it attends to no key in onnxruntime."""
 
 
 def hidden(build: Lowering, least: float) -> float:
-    """The score of a key that a query does not see, for scores whose least number is `least`."""
+    """Returns the score for keys that a query does not see: the least number of the scores' type,
+    `least`, or in newer opsets minus infinity."""
     return -np.inf if build.opset >= _EVEN else least
 
 
@@ -282,7 +287,8 @@ def masked(build: Lowering, scores: gs.Tensor, mask: gs.Tensor) -> gs.Tensor:
 
 
 def powers_of(build: Lowering, scores: gs.Tensor, largest: gs.Tensor, least: Any) -> gs.Tensor:
-    """exp(scores - largest); zero for queries that see no key, where `largest` is `least`."""
+    """Returns exp(scores - largest); zero for queries that see no key, whose `largest` score is
+    `least`."""
     powers = build.add("Exp", [build.add("Sub", [scores, largest])])
     if build.opset >= _EVEN:
         return powers

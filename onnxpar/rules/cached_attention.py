@@ -43,8 +43,9 @@ _ROTATED = "its elements are rotated in pairs"
 @rule(CACHED, domain=DOMAIN)
 def cached_attention(node: gs.Node) -> Rule:
     """`b s (k g d), b s (k d), b s (k d), b k p d, b k p d, b, () -> b s (k g d); b k p d; ...`:
-    com.microsoft's GroupQueryAttention with caches of equal length before and after a run.
-    Keys and values may be packed into the query."""
+    com.microsoft's GroupQueryAttention with caches of equal length before and after a run. k are
+    the heads of keys, g the query heads that share one, p the positions of the cache. Keys and
+    values may be packed into the query."""
     heads, shared = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     cache = tensor_shape(node.inputs[PAST]) or ()
     packed = given(node, 1) is None
@@ -139,7 +140,12 @@ class _Lowering:
         self._attend(query, keys, values, self._seen(rows, columns, lengths))
 
     def _seen(self, rows: gs.Tensor, columns: gs.Tensor, lengths: gs.Tensor) -> gs.Tensor:
-        """A mask of the positions that each query sees: up to its own position, in its sample."""
+        """Returns a mask of the positions in the cache that each query sees, up to its own.
+
+        rows     the position of each query
+        columns  the positions that the rank holds
+        lengths  the number of tokens of each sample
+        """
         build = self.build
         seen = build.add("LessOrEqual", [columns, rows])
         return build.add("And", [seen, build.add("Less", [columns, lengths])])
@@ -201,8 +207,9 @@ class _Lowering:
     def _written(
         self, operand: int, new: gs.Tensor, rows: gs.Tensor, columns: gs.Tensor
     ) -> gs.Tensor:
-        """The rank's shard of a cache after writing the new tokens at its positions. A MatMul
-        places them: its left operand has at most one 1 in the row of each position."""
+        """Returns the rank's shard of a cache (`operand`) with the new tokens at their positions. A
+        MatMul places them: its left operand has at most one 1 in the row of each position. `rows`
+        are the positions of the new tokens, `columns` those that the rank holds."""
         build = self.build
         is_place = build.add("Equal", [rows, columns])  # batch, 1, queries, positions
         chosen = build.add("Cast", [is_place], to=onnx.helper.np_dtype_to_tensor_dtype(new.dtype))
@@ -215,7 +222,8 @@ class _Lowering:
     def _attend(
         self, query: gs.Tensor, keys: gs.Tensor, values: gs.Tensor, seen: gs.Tensor
     ) -> None:
-        """Attends to the rank's shard of the caches, and combines the results of all ranks."""
+        """Attends to the rank's shard of the caches, and combines the results of all ranks. `seen`
+        is the mask of the keys that each query sees."""
         build = self.build
         scale = self.attrs.get("scale") or default_scale(self.width)
         query = widen(build, query)
@@ -246,7 +254,8 @@ class _Lowering:
         finish(build, "Reshape", [result, build.per_rank(shape)])
 
     def _grouped(self, x: gs.Tensor) -> gs.Tensor:
-        """`x` with the concatenated rows of all query heads that share a key head."""
+        """Reshapes [b, heads, s, d] to [b, key heads, group * s, d]: the query heads that share a
+        key head become more rows of it."""
 
         def shape(local: Local) -> Any:
             rows = local.size("g") * local.size("s")

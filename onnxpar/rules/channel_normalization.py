@@ -52,8 +52,9 @@ def batch_normalization(node: gs.Node) -> Rule:
 def _lower_training(
     node: gs.Node, axes: list[int], factors: list[str], sizes: list[Size]
 ) -> Callable[[Lowering], None]:
-    """A lowering that normalises by the statistics of all shards, and updates the running
-    statistics. `factors` are the dimensions `axes` of operand 0."""
+    """Returns a lowering that normalises by the statistics of all shards, and updates the running
+    statistics. `factors` are the dimensions `axes` of operand 0, over which statistics are taken;
+    `sizes` are their global sizes."""
     momentum = float_attr(node, "momentum", 0.9)
     epsilon = float_attr(node, "epsilon", 1e-5)
 

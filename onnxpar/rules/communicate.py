@@ -27,11 +27,8 @@ def communicating(
     sizes: Sequence[Size],
     lower: Callable[[Lowering], None],
 ) -> dict[str, Any]:
-    """The fields of a rule for factors whose split makes ranks communicate inside the op; `lower`
-    implements the op then.
-
-    The factors stay whole if one of their `sizes` is unknown.
-    """
+    """Returns the fields of a rule for factors whose split makes ranks communicate inside the op;
+    `lower` then replaces the node. The factors stay whole if one of their `sizes` is unknown."""
     if None in sizes:
         return {"whole": dict.fromkeys(factors, UNKNOWN)}
     over = frozenset(factors)
@@ -97,8 +94,8 @@ def mean(
 
 
 def where_held(build: Lowering, x: gs.Tensor, factor: str) -> gs.Tensor:
-    """`x`; zeros on ranks with an empty shard of the factor, for kernels whose sum over nothing is
-    not zero."""
+    """Returns `x`, but zeros on ranks with an empty shard of the factor: the sums of some kernels
+    over nothing are not zero."""
     if not build.local.may_be_empty(factor):
         return x
     size = build.per_rank(lambda local: np.array(local.size(factor), np.int64))
@@ -106,7 +103,8 @@ def where_held(build: Lowering, x: gs.Tensor, factor: str) -> gs.Tensor:
 
 
 def number(build: Lowering, size: int | Callable[[Local], int], dtype: Any) -> gs.Tensor:
-    """A size as a scalar of a dtype: a Cast of an int64 constant (open sizes must be int64)."""
+    """Returns a size as a scalar of a dtype: a Cast of an int64 constant, because only int64
+    constants may depend on open sizes."""
 
     def whole(local: Local) -> Any:
         return np.array(size(local) if callable(size) else size, np.int64)
@@ -122,8 +120,8 @@ def moments(
     factors: Sequence[str],
     sizes: Sequence[Size],
 ) -> tuple[gs.Tensor, gs.Tensor, gs.Tensor]:
-    """The mean over axes across all shards, `x` minus the mean, and the variance (of the
-    population, in two passes)."""
+    """The mean over axes, whose `factors` have these global sizes, across all shards; `x` minus the
+    mean; and the variance (of the population, in two passes)."""
     middle = mean(build, x, axes, factors, sizes)
     centred = build.add("Sub", [x, middle])
     squares = build.add("Mul", [centred, centred])
@@ -137,7 +135,8 @@ def inverse_root(build: Lowering, variance: gs.Tensor, epsilon: float) -> gs.Ten
 
 
 def global_positions(build: Lowering, index: gs.Tensor, factor: str) -> gs.Tensor:
-    """Global positions along a factor (int64), from positions in the rank's shard."""
+    """Returns positions along a factor in the global tensor (int64), from positions in the rank's
+    shard."""
     if not build.local.is_split(factor):
         return index
     if build.local.is_run(factor):

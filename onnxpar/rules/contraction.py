@@ -21,7 +21,9 @@ _EITHER = (FIRST, frozenset({1}))
 def product_text(
     a: tuple[Size, ...], b: tuple[Size, ...], out: tuple[Size, ...], left: str, right: str
 ) -> tuple[str, str, str]:
-    """The operands and the result of a product with broadcast batches, as rule text."""
+    """Returns both operands and the result of a product with broadcast batches as text of a rule.
+    `a`, `b` and `out` are their shapes; `left` and `right` are the texts of the last two dimensions
+    of the operands."""
     batch = names("b", max(len(a), len(b)) - 2)
 
     def dims(shape: tuple[Size, ...], core: str) -> str:
@@ -55,8 +57,8 @@ def matmul(node: gs.Node) -> Rule:
 
 
 def _fused_factors(node: gs.Node, right: str) -> frozenset[str]:
-    """The factors of the right operand, `right`, whose shards must not be empty, because
-    onnxruntime fuses the product with the DequantizeLinear of an operand. A fused product returns
+    """Returns the factors of the right operand, `right`, whose shards must not be empty, because
+    onnxruntime fuses the product with the DequantizeLinear of an operand: a fused product returns
     uninitialized memory for a sum over nothing, and does not load a weight without elements."""
     sources = [dequantized(t) for t in node.inputs[:2]]
     is_stored = any(isinstance(source, gs.Constant) for source in sources)

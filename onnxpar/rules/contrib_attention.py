@@ -34,9 +34,10 @@ def _stated(
     whole: Mapping[str, str],
     **fields: Any,
 ) -> Rule:
-    """The rule with these operands and results (index to rule text). Dimensions of one element are
-    broadcast, except in texts with products or segments. The node stays whole if a tensor's number
-    of dimensions differs from its text."""
+    """Returns the rule with these operands and results: the text of each, by index. Dimensions of
+    one element are broadcast, except in texts with products or segments. The node stays whole if a
+    tensor's number of dimensions differs from its text. `whole` has factors that stay whole, with
+    the reason."""
 
     def text(tensor: gs.Tensor, dims: str | None) -> str:
         if not tensor.name or dims is None:
@@ -60,8 +61,8 @@ def _stated(
 
 
 def _bias(node: gs.Node, index: int, heads: str) -> str:
-    """The dimensions of an operand that is added to scores, as rule text; dimensions of size 1 are
-    broadcast."""
+    """Returns the dimensions of operand `index`, which is added to scores, as text of a rule;
+    dimensions of size 1 are broadcast. `heads` is the factor of the heads."""
     shape = _shape(node, index)
     names = ["b", heads, "s", "t"][4 - len(shape) :]
     return dims_text("1" if s == 1 else d for d, s in zip(names, shape, strict=True))
@@ -77,8 +78,9 @@ def _key_mask(shape: tuple[Size, ...], batch: Size) -> str | None:
 
 @rule("Attention QAttention", domain=DOMAIN)
 def attention(node: gs.Node) -> Rule:
-    """`b s h, h (n d) + (n d) + (n e), (n d) + (n d) + (n e) -> b s (n e)`: d must stay whole. If h
-    is split, the ranks add their projections; if s is split, they gather keys and values."""
+    """`b s h, h (n d) + (n d) + (n e), (n d) + (n d) + (n e) -> b s (n e)`: input, weight and bias
+    of queries, keys and values; n are the heads. d must stay whole. If h is split, the ranks add
+    their projections; if s is split, they gather keys and values."""
     at = OPERANDS[node.op]
     image, weight, out = _shape(node, 0), _shape(node, 1), tensor_shape(node.outputs[0]) or ()
     heads = node.attrs["num_heads"]

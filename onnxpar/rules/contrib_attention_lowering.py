@@ -75,7 +75,8 @@ class HeadsLowering:
         ]
 
     def _apart(self, build: Lowering, x: gs.Tensor, width: str) -> gs.Tensor:
-        """Turns (batch, sequence, heads x width) into (batch, heads, sequence, width)."""
+        """Turns (batch, sequence, heads x width) into (batch, heads, sequence, width); `width` is
+        the factor of the width."""
         shape = build.per_rank(lambda local: int64([0, 0, local.size("n"), local.size(width)]))
         return build.add("Transpose", [build.add("Reshape", [x, shape])], perm=[0, 2, 1, 3])
 

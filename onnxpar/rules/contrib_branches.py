@@ -98,7 +98,9 @@ def _own_branches(node: gs.Node) -> dict[str | int, Callable[[Local], Any]]:
 
 
 def _gates(gates: gs.Tensor, rank: int, sizes: dict[str, int]) -> str:
-    """The dimensions of the gates after the leading dimensions, as rule text."""
+    """Returns the dimensions of the operand `gates` behind the leading ones, as text of a rule.
+    `rank` is the number of dimensions of a tensor without branches; `sizes` are those of branches
+    and features."""
     shape = tensor_shape(gates) or ()
     if len(shape) == rank + 1:
         return "c 1" if shape[-1] == 1 else "c h"

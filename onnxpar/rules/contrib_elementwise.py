@@ -55,7 +55,8 @@ def quantized_softmax(node: gs.Node) -> Rule:
 
 
 def _over(node: gs.Node, dims: list[str], whole: list[str], why: str = _ROW) -> Rule:
-    """The rule of an op that may split operand 0 along all dimensions except `whole`."""
+    """Returns the rule of an op that may split operand 0 along all its dimensions, `dims`, except
+    `whole`, which stay whole for the reason `why`."""
     rest = ", _" * (len(node.inputs) - 1)
     text = dims_text(dims)
     return einsum(node, f"{text}{rest} -> {text}", whole=dict.fromkeys(whole, why))

@@ -97,7 +97,8 @@ def _hidden(node: gs.Node) -> Size:
 def _stacks(
     node: gs.Node, indices: Sequence[int], reason: str
 ) -> tuple[list[str], dict[str, Size], dict[str, str]]:
-    """Dimensions of weights that may be split only by expert, with their sizes and reasons."""
+    """Returns dimensions as text of a rule, their sizes, and reasons why they stay whole, for
+    operands with these `indices`: weights that may be split only by expert, for this reason."""
     dims: list[str] = []
     for i in indices:
         tensor = given(node, i)
@@ -142,7 +143,13 @@ def _elements(node: gs.Node) -> int:
 
 
 def _products(elements: int, best: int, columns: Size, sizes: Mapping[str, Size]) -> int:
-    """Multiplications of a rank with shards of these sizes; experts get equally many tokens."""
+    """Returns the multiplications of a rank with shards of these sizes; experts get equally many
+    tokens.
+
+    elements  the elements of an expert's matrices
+    best      the experts that a token chooses
+    columns   the global number of columns of an expert
+    """
     tokens = math.prod(sizes[f] or 1 for f in "tbs" if f in sizes)
     experts, of = (sizes.get(f) or 1 for f in "er")
     inner, all_inner = (sizes.get("f") or 1, columns or 1) if "f" in sizes else (1, 1)
@@ -150,7 +157,8 @@ def _products(elements: int, best: int, columns: Size, sizes: Mapping[str, Size]
 
 
 def _columns(rule: Rule) -> dict[int, tuple[int, int]]:
-    """For each operand with experts' columns, (dimension of the columns, elements per column)."""
+    """Returns, for each operand that has a dimension of experts' columns, (the dimension, elements
+    of it for one column)."""
     columns = {}
     for i, spec in enumerate(rule.inputs):
         for axis, expr in enumerate(spec or ()):
@@ -162,7 +170,7 @@ def _columns(rule: Rule) -> dict[int, tuple[int, int]]:
 
 def _lower(columns: Mapping[int, tuple[int, int]], low: Lowering) -> None:
     """Adds the mixture of the rank's experts and columns. If ranks share the columns of an expert,
-    only one of them adds the bias."""
+    only one of them adds the bias. `columns` is as `_columns` returns it."""
     node = low.local.node
     inputs = [low.input(i) for i in range(len(node.inputs))]
     for i, (axis, count) in columns.items():
@@ -234,7 +242,7 @@ def _shares(low: Lowering) -> gs.Tensor:
 
 
 def _where(low: Lowering, condition: gs.Tensor, x: gs.Tensor) -> gs.Tensor:
-    """`x`, or zeros if the condition is False."""
+    """Returns `x` where the condition is True, else zeros."""
     dtype = dtype_of(x)
     if str(dtype) in SELECTED:
         return low.add("Where", [condition, x, np.zeros((), dtype)])

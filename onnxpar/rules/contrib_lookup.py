@@ -52,8 +52,9 @@ def gather_blocks(node: gs.Node) -> Rule:
 def _blocks(
     node: gs.Node, shape: tuple[Size, ...], along: int
 ) -> tuple[dict[str, Size], dict[str, Any]] | None:
-    """The sizes of the quantized dimension's factors, and the factors that stay whole; None if
-    blocks do not fill the dimension, or the shape of the table is unknown."""
+    """Returns the sizes of the factors of the quantized dimension, `along`, and those that stay
+    whole; None if blocks do not fill the dimension, or if the shape of the table is unknown.
+    `shape` is that of the table."""
     block, bits = node.attrs.get("block_size", 128), node.attrs.get("bits", 4)
     is_bytes = str(dtype_of(node.inputs[0])) == "uint8"
     packed = 8 // bits if is_bytes else 1
@@ -70,7 +71,8 @@ def _blocks(
 
 
 def _by_index(node: gs.Node, data: list[str], at: list[str], axis: int) -> Rule:
-    """The rule of a table that stays whole: only the dimensions of the indices may be split."""
+    """Returns the rule of a table that stays whole: only the dimensions of the indices, `at`, may
+    be split. `data` are the dimensions of the table; `axis` is that of its rows."""
     out = names("o", len(data))
     result = [*out[:axis], *at, *out[axis + 1 :]]
     text = f"{dims_text(data)}, {dims_text(at)}" + ", _" * (len(node.inputs) - 2)
@@ -80,7 +82,13 @@ def _by_index(node: gs.Node, data: list[str], at: list[str], axis: int) -> Rule:
 
 
 def _lower(rows: Size, axis: int, trailing: int) -> Callable[[Lowering], None]:
-    """A lowering that looks up the rows that the rank holds, and gives zeros for other rows."""
+    """Returns a lowering that looks up the rows that the rank holds, and gives zeros for other
+    rows.
+
+    rows      the global number of rows
+    axis      their dimension
+    trailing  the number of dimensions behind those of the indices
+    """
 
     def lower(build: Lowering) -> None:
         node = build.local.node

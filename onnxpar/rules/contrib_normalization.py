@@ -70,8 +70,9 @@ def _normalize(
     steps: list[tuple[str, Any]],
     is_simple: bool,
 ) -> None:
-    """Computes result 0: `x` normalized along `axis`, the dimension of `factor`, then the chain
-    `steps`. If `is_simple`, the mean is not subtracted."""
+    """Computes result 0: `x` normalized along `axis`, the dimension of `factor`, whose global size
+    is `size`; then the chain `steps` of (op, second operand). If `is_simple`, the mean is not
+    subtracted."""
     centred = x
     if is_simple:
         variance = mean(build, build.add("Mul", [x, x]), [axis], [factor], [size])
@@ -110,8 +111,8 @@ def gated_normalization(node: gs.Node) -> Rule:
 
 
 def _apart(build: Lowering, index: int, lead: int, group: str, within: str) -> gs.Tensor:
-    """Operand `index` in float32, with two dimensions after the first `lead` dimensions: `group`
-    (empty: one group) and `within`, the elements of a group."""
+    """Returns operand `index` in float32, with two dimensions behind the first `lead` ones: the
+    factors `group` (empty: one group) and `within`, the elements of a group."""
 
     def shape(local: Local) -> Any:
         return int64([*[0] * lead, local.size(group) if group else 1, local.size(within)])
@@ -120,7 +121,8 @@ def _apart(build: Lowering, index: int, lead: int, group: str, within: str) -> g
 
 
 def _finish_joined(build: Lowering, x: gs.Tensor, lead: int, group: str, within: str) -> None:
-    """Computes result 0 from `x`, whose last two dimensions become one."""
+    """Computes result 0 from `x`, whose last two dimensions, `group` and `within`, become one; the
+    first `lead` dimensions stay."""
 
     def shape(local: Local) -> Any:
         return int64([*[0] * lead, (local.size(group) if group else 1) * local.size(within)])

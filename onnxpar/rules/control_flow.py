@@ -16,7 +16,7 @@ _STEPS = "its steps run one after the other"
 
 @rule("If Loop Scan", ranks_known=False)
 def control_flow(node: gs.Node) -> Rule:
-    """A rule for all `ports` of the node: operands and results of the node and of its bodies."""
+    """Gives a value the same layout outside and inside the bodies: one rule over all `ports`."""
     paths = _Paths(node)
     inner = bodies(node)
     if node.op == "If":
@@ -40,8 +40,8 @@ def control_flow(node: gs.Node) -> Rule:
 
 
 def ports(node: gs.Node, inner: Sequence[gs.Graph]) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
-    """The tensors that a node reads (its operands, the results of its bodies) and the tensors that
-    it produces (its results, the operands of its bodies)."""
+    """The tensors that a node reads (its operands, the results of its bodies `inner`) and the
+    tensors that it produces (its results, the operands of its bodies)."""
     operands = [*node.inputs, *(t for body in inner for t in body.outputs)]
     return operands, [*node.outputs, *(t for body in inner for t in body.inputs)]
 
@@ -61,9 +61,9 @@ class _Paths:
         self.whole: dict[str, str] = {}
 
     def join(self, *path: tuple[int, int | None]) -> None:
-        """Gives the tensors of a path the same factors in all dimensions except the scan axis. A
-        path is a list of (port, scan axis); None: no scan axis. Does nothing if a tensor's number
-        of dimensions is unknown, or changes on the path."""
+        """Gives the tensors on the path of a value the same factors in all dimensions except the
+        scan axis. A path is a list of (port, scan axis); None: no scan axis. Does nothing if a
+        tensor's number of dimensions is unknown, or changes on the path."""
         used = [(slot, axis) for slot, axis in path if self.ports[slot].name]
         shapes = [list(tensor_shape(self.ports[slot]) or ()) for slot, _ in used]
         is_known = all(tensor_shape(self.ports[slot]) is not None for slot, _ in used)

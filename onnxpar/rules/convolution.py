@@ -22,9 +22,13 @@ UNKNOWN = "a data-dependent number of channels"
 
 @dataclass(frozen=True)
 class Parts:
-    """The operands and the result of a convolution as rule text, and the fields of its rule.
-    `channels` are the output channels; `covered` are the spatial dimensions that a single window
-    covers."""
+    """A convolution as text of a rule.
+
+    image, weight, result  their dimensions
+    channels               the output channels
+    fields                 further fields of the rule
+    covered                the spatial dimensions that a single window covers
+    """
 
     image: str
     weight: str
@@ -81,8 +85,8 @@ def _places(node: gs.Node) -> tuple[int, int]:
 
 
 def _blank(node: gs.Node) -> Any:
-    """A value with the effect of padding in a window: 0, or for a quantized image the index of its
-    zero point operand; None if there is no such value."""
+    """Returns a value that has the effect of padding in a window: 0, or for a quantized image the
+    index of its zero point operand; None if there is no such value."""
     point = {"QLinearConv": 2, "ConvInteger": 2}.get(node.op)
     dtype = dtype_of(node.inputs[0])
     if point is None or (node.op == "ConvInteger" and given(node, point) is None):

@@ -54,9 +54,10 @@ class Trees:
         self._last: tuple[bytes, dict[str, Any]] | None = None
 
     def cut(self, trees: Array, reaches_all: bool = False) -> dict[str, Any]:
-        """The attributes of a node with these trees. With `stand_in`, extra leaves give this weight
-        to each target. If weights are added, extra leaves give 0, but only if there is no tree (a
-        node must have one) or with `reaches_all` (each target must get a weight)."""
+        """Returns the attributes of a node with these trees, by index. With `stand_in`, extra
+        leaves give this weight to each target. If weights are added, extra leaves give 0, but only
+        if there is no tree (a node must have one) or with `reaches_all` (each target must get a
+        weight)."""
         key = bytes([reaches_all]) + trees.tobytes()
         if self._last is None or self._last[0] != key:
             of_sums = None if len(trees) and not reaches_all else 0.0
@@ -162,7 +163,7 @@ def _add_leaf(attrs: dict[str, Any], weight: float, count: int, tree: int) -> No
 
 
 def _pick(value: Any, at: Array) -> Any:
-    """These elements of an attribute, in the attribute's form."""
+    """Returns the elements of an attribute at these indices, in the attribute's form."""
     if isinstance(value, gs.Tensor):
         return gs.Constant("", np.ascontiguousarray(np.asarray(value.values)[at]))
     return [value[i] for i in at.tolist()]
@@ -242,7 +243,7 @@ class Ensemble(Trees):
 
 
 def _add_stump(attrs: dict[str, Any], weight: float, target: int) -> None:
-    """Adds a tree of one node, whose both branches lead to one leaf with this weight."""
+    """Adds a tree of one node, both branches of which lead to one leaf with this weight."""
     at, leaf = len(attrs["nodes_featureids"]), len(attrs["leaf_targetids"])
     values: dict[str, Any] = {
         "nodes_truenodeids": leaf,

@@ -80,7 +80,13 @@ def _of_attention(
     results: list[str],
     ring: type[SummarizedRing] | type[GradientRing],
 ) -> Rule:
-    """The rule of a node with the operands of ONNX's Attention, followed by `more`."""
+    """Returns the rule of a node with the operands of ONNX's Attention.
+
+    dims     the dimensions of an Attention
+    more     texts of the operands behind those
+    results  texts of the results
+    ring     the class that lowers the node
+    """
     sizes, mask = dims.sizes, given(node, MASK)
     of_mask = "_" if mask is None else _aligned(mask)
     operands = [dims.query, dims.key, dims.value, of_mask, "_", "_", "b", *more]

@@ -1,6 +1,6 @@
-"""Maps from a result's dimension to the positions of an operand's dimension that it copies: strided
-slices, mirrored padding, nearest neighbours. The two dimensions are co-sharded; a rank fetches the
-range from the first to the last element that its results need."""
+"""Maps from the positions of a result's dimension to the positions of an operand's dimension from
+which they are copied: strided slices, mirrored padding, nearest neighbours. The two dimensions are
+co-sharded; a rank fetches the range from the first to the last element that its results need."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from onnxpar.rules.rule import Local, Lowering
 
 @dataclass(frozen=True, eq=False)
 class IndexMap:
-    """A map from each index of the result's factor `after` to the indices of the operand's factor
-    `before` that the result needs: an element or a row of `index`."""
+    """A map from each position along the result's factor `after` to the positions along the
+    operand's factor `before` that the result needs: an element, or a row, of `index`."""
 
     before: str
     after: str
@@ -55,7 +55,8 @@ class IndexMap:
 
 
 def tied_fields(maps: dict[int, IndexMap]) -> dict[str, Any]:
-    """The fields of a rule that allow to split the dimensions of these maps."""
+    """Returns the fields of a rule that allow to split the dimensions of these maps, which are by
+    dimension."""
     pairs = tuple((m.before, m.after) for m in maps.values())
     both = frozenset(f for pair in pairs for f in pair)
     before = frozenset(m.before for m in maps.values())

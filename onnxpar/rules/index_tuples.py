@@ -178,8 +178,9 @@ def _lower_gather(dims: Sequence[str], first: int, trailing: int) -> Callable[[L
 def local_tuples(
     build: Lowering, dims: Sequence[str], elsewhere: Callable[[Local], Any]
 ) -> tuple[gs.Tensor, gs.Tensor]:
-    """Tuples of indices into the rank's shard (`elsewhere` for elements of other ranks), and a mask
-    that is True for each index of a tuple that is in the shard.
+    """Returns tuples of indices into the rank's shard (`elsewhere` for elements of other ranks),
+    and a mask that is True for each index of a tuple that is in the shard. `dims` are the
+    dimensions of the data that tuples index.
 
     An index beyond the global dimension stays beyond the shard, so that the kernel refuses it.
     """

@@ -98,8 +98,9 @@ def gather_elements(node: gs.Node) -> Rule:
 def uncovered(
     dims: list[str], axis: int, data: Sequence[Size], index: Sequence[Size]
 ) -> dict[str, Size]:
-    """Replaces each dimension d in `dims` that indices cover only partly by `(d + r)`; returns the
-    sizes of the new factors. `index` is the shape of the indices."""
+    """Replaces each dimension d in `dims` that indices cover only partly by `(d + r)`, except
+    `axis`; returns the sizes of the new factors. `data` and `index` are the shapes of data and
+    indices."""
     sizes: dict[str, Size] = {}
     for i, (size, covered) in enumerate(zip(data, index, strict=True)):
         if i != axis and size != covered:
@@ -110,10 +111,10 @@ def uncovered(
 
 
 def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[str, Any]:
-    """The fields of a rule for a lookup in factor `v`, dimension `axis` of operand 0; `at` are the
-    dimensions of the indices.
+    """Returns the fields of a rule for a lookup in factor `v`, dimension `axis` of operand 0.
 
-    The result has `trailing` further dimensions after the dimensions of the indices.
+    at        the dimensions of the indices
+    trailing  the number of dimensions that the result has behind those of the indices
     """
     rows = (tensor_shape(node.inputs[0]) or ())[axis]
     if rows is None or not is_summable(node.inputs[0]):
@@ -129,7 +130,8 @@ def is_summable(data: gs.Tensor) -> bool:
 
 
 def joined_by(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
-    """The field `reduce` of a rule in which each rank gives zeros for elements of other ranks."""
+    """Returns the field `reduce` of a rule for factors over which the ranks' results are added:
+    each rank gives zeros for elements of other ranks."""
     op = "max" if dtype_of(node.inputs[0]) == np.bool_ else "sum"
     return {"reduce": dict.fromkeys(factors, op)}
 
@@ -141,7 +143,8 @@ def wide_type(dtype: np.dtype[Any]) -> int:
 
 def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
     """Adds the nodes that compute the result: `rows` where the mask `held` is True, elsewhere the
-    neutral element of a sum, so that the sum over ranks is bit-identical to the rows."""
+    neutral element of a sum: -0.0 for floats, so that the sum over ranks is bit-identical to the
+    rows."""
     dtype = dtype_of(build.local.node.outputs[0])
     if dtype == np.bool_:
         build.finish("And", [held, rows])

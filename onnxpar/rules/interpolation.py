@@ -1,4 +1,5 @@
-"""Computes the elements and weights from which a Resize interpolates each element of a dimension.
+"""Computes the elements from which a Resize interpolates each element of a dimension, and their
+weights.
 
 The arithmetic is float32 in the same order as in onnxruntime, so that both choose the same one of
 two equally near neighbours.
@@ -23,8 +24,13 @@ _TIE = 1e-6
 
 @dataclass(frozen=True)
 class Scaling:
-    """The resizing of a dimension from `size` to `out` elements. `region` is the cropped part, as
-    fractions of the dimension; `attrs` are the node's attributes."""
+    """The resizing of a dimension from `size` to `out` elements.
+
+    scale   the factor from elements to results
+    mode    nearest, linear or cubic
+    attrs   the node's attributes
+    region  the cropped part, as fractions of the dimension
+    """
 
     size: int
     out: int
@@ -50,7 +56,7 @@ class Taps:
 
 
 def taps(scaling: Scaling) -> Taps:
-    """The taps of every element of the resized dimension."""
+    """Returns the elements and weights of every result along the resized dimension."""
     at = coordinates(scaling)
     outside = np.zeros(scaling.out, np.bool_)
     if scaling.transformation == "tf_crop_and_resize":
@@ -137,7 +143,8 @@ _FILTERS = {"linear": (_linear_filter, 1), "cubic": (_cubic_filter, 2)}
 
 
 def _smooth(scaling: Scaling, at: Array) -> tuple[Array, Array]:
-    """Taps with antialias: the filter widens as the dimension shrinks."""
+    """Returns indices and weights for `antialias`: the filter widens as the dimension shrinks. `at`
+    are coordinates, as `coordinates` returns them."""
     kernel, reach = _FILTERS[scaling.mode]
     grown = max(F(1) / F(scaling.scale), F(1))
     centre = at + HALF

@@ -22,11 +22,11 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, given_specs, rule,
 
 
 def linear_attention(node: gs.Node) -> Rule:
-    """`b s (k g d), b s (k d), b s (k e), b k d e, b s (k d), b s k -> b s (k g e); b k d e`. The
-    columns e of a state are independent and may be split, too; without a delta rule, also the rows
-    d, over which ranks add. If steps s are split, each rank computes the map that its steps apply
-    to a state; ranks exchange these maps, and each starts from the state after all earlier steps.
-    """
+    """`b s (k g d), b s (k d), b s (k e), b k d e, b s (k d), b s k -> b s (k g e); b k d e`:
+    queries, keys, values, past state, decay and beta. The columns e of a state are independent and
+    may be split, too; without a delta rule, also the rows d, over which ranks add. If steps s are
+    split, each rank computes the map that its steps apply to a state; ranks exchange these maps,
+    and each starts from the state after all earlier steps."""
     heads, groups = int(node.attrs["kv_num_heads"]), int(node.attrs["q_num_heads"])
     if node.attrs.get("state_window"):
         return whole_rule(node, "it keeps the states of several steps")

@@ -126,7 +126,8 @@ class _Loss:
 
 
 def _log_softmax(build: Lowering, scores: gs.Tensor) -> gs.Tensor:
-    """The log-probabilities of the rank's classes."""
+    """Returns the log-probabilities of the rank's classes; ranks exchange the largest score and the
+    sum of exponentials."""
     largest = build.add("ReduceMax", [scores], axes=[1], keepdims=1)
     shifted = build.add("Sub", [scores, build.all_reduce(largest, ["c"], "max")])
     powers = build.add("Exp", [shifted])

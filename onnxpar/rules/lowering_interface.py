@@ -109,7 +109,7 @@ class Lowering(Protocol):
         ...
 
     def shares_axes(self, factor: str, other: str) -> bool:
-        """True if two factors are split over the same axes."""
+        """True if `factor` and `other` are split over the same axes."""
         ...
 
     def of_members(self, factor: str, value: Callable[[Local], Any]) -> list[Any]:

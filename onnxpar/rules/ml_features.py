@@ -113,7 +113,8 @@ def encoder(node: gs.Node) -> Rule:
 
 
 def _of_own_text(node: gs.Node, dims: list[str]) -> dict[str, Any]:
-    """The fields of a rule whose operand has strings: a rank takes the strings of its shard."""
+    """Returns the fields of a rule whose operand has strings: every rank has all of them, and takes
+    those of its shard, which has the dimensions `dims`."""
     op, attrs = node.op, dict(node.attrs)
 
     def lower(build: Lowering) -> None:

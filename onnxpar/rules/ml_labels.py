@@ -45,7 +45,8 @@ def finish_labels(build: Lowering, chosen: gs.Tensor, labels: np.ndarray[Any, An
 
 
 def in_order(build: Lowering, x: gs.Tensor, factor: str, axis: int) -> gs.Tensor:
-    """Puts `x`, a result of `all_gather` along a factor, into the unsplit dimension's order."""
+    """Puts `x`, a result of `all_gather` along `axis` by shards of a factor, in the order of the
+    unsplit dimension."""
     if not build.local.is_split(factor) or build.local.is_run(factor):
         return x
     order = np.argsort(build.gathered(factor), kind="stable").astype(np.int64)

@@ -163,8 +163,8 @@ def _pair_weights(coefficients: Array, sizes: list[int]) -> Array:
 
 
 def _of_margins(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a classifier whose features are the margins of the pairs of classes: a unit
-    vector for each pair, under a linear kernel."""
+    """Returns the attributes of a classifier whose features are the margins of the pairs of
+    classes: it has a unit vector for each pair, under a linear kernel."""
     count = len(attrs["vectors_per_class"])
     pairs = list(combinations(range(count), 2))
     table = np.zeros((count - 1, len(pairs)))

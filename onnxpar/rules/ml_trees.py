@@ -69,7 +69,8 @@ def tree_regressor(node: gs.Node) -> Rule:
 
 
 def _depends_on_rows(forest: Trees) -> bool:
-    """True if only some rows get a base value: the op adds it only where a leaf gives a weight."""
+    """True if only some rows get a base value: the op adds it only where a leaf of a tree gives a
+    weight."""
     base = base_of(forest.attrs)
     if base is None or forest.width == 1:
         return False
@@ -77,7 +78,8 @@ def _depends_on_rows(forest: Trees) -> bool:
 
 
 def _given_base(forest: Trees) -> np.ndarray[Any, Any] | None:
-    """The base values, with 0 for targets without any leaf's weight; None without base values."""
+    """Returns the base values, with 0 for targets to which no leaf gives a weight; None without
+    base values."""
     base = base_of(forest.attrs)
     if base is None or forest.width == 1:
         return base
@@ -106,9 +108,9 @@ def _local(forest: Trees) -> dict[str | int, Callable[[Local], Any]]:
 
 
 def _own_trees(forest: Trees, key: str, adds_base: bool = False) -> Callable[[Local], Any]:
-    """An attribute of the rank's trees; unchanged if trees are not split. With `adds_base`, the
-    first rank's trees reach all targets: the op adds base values only where a leaf gives a weight.
-    """
+    """Returns a function to attribute `key` of the rank's trees; unchanged if trees are not split.
+    With `adds_base`, the first rank's trees reach all targets: the op adds base values only where a
+    leaf gives a weight."""
 
     def taken(local: Local) -> Any:
         if not local.is_split("t"):
@@ -119,7 +121,8 @@ def _own_trees(forest: Trees, key: str, adds_base: bool = False) -> Callable[[Lo
 
 
 def _base(own: Any, base: np.ndarray[Any, Any]) -> Callable[[Local], Any]:
-    """The base values on the first rank along t, zeros on the others; of the type of `own`."""
+    """Returns a function to the base values: on the first rank along t, zeros on the others; of the
+    type of `own`."""
 
     def value(local: Local) -> Any:
         if not local.is_split("t"):
@@ -133,7 +136,8 @@ def _base(own: Any, base: np.ndarray[Any, Any]) -> Callable[[Local], Any]:
 
 
 def _lower_regressor(forest: Trees, op: str) -> Callable[[Lowering], None]:
-    """A lowering to a rank's trees, all-reduce, average, base values and post-transform."""
+    """Returns a lowering that runs the rank's trees, adds the ranks' results by an all-reduce, and
+    then takes the average, adds base values and applies the post-transform, as the op says."""
     attrs = forest.attrs
     how = _text(attrs.get("aggregate_function", _SUM[op == "TreeEnsemble"]))
     post = _text(attrs.get("post_transform"))
@@ -235,8 +239,8 @@ def tree_classifier(node: gs.Node) -> Rule:
 
 
 def _refusal(node: gs.Node, forest: Forest, always: Any) -> str:
-    """The reason why trees cannot be split; empty if they can. The op chooses a label among the
-    classes that got a weight, so these classes must be the same for each row."""
+    """Returns the reason why trees cannot be split; empty if they can. The op chooses a label among
+    the classes that got a weight, so these classes must be the same for each row (`always`)."""
     count = forest.width
     weighted = forest.given()
     base = base_of(node.attrs)
@@ -252,8 +256,9 @@ def _refusal(node: gs.Node, forest: Forest, always: Any) -> str:
 def _lower_classifier(
     forest: Forest, node: gs.Node, always: Any, by_rows: Any
 ) -> Callable[[Lowering], None]:
-    """A lowering to a regressor with the rank's trees, an all-reduce of scores, and the choice of
-    labels as in onnxruntime's kernel. `by_rows` is the lowering if only rows are split."""
+    """Returns a lowering that runs the rank's trees as a regressor, adds the ranks' scores by an
+    all-reduce, and chooses labels as onnxruntime's kernel does. `always` is True for each class
+    that gets a weight from every row; `by_rows` is the lowering if only rows are split."""
     count, base = forest.width, base_of(forest.attrs)
     weights, post = forest.weights, _text(node.attrs.get("post_transform", "NONE"))
     labels = labels_of(node)
@@ -282,7 +287,8 @@ def _lower_classifier(
 
 def _two_classes(build: Lowering, x: gs.Tensor, positive: bool, post: str) -> gs.Tensor:
     """Computes the scores of two classes from the only score, in column 0; returns the class of
-    each row. If no weight is negative, the score is a probability, else a margin around 0."""
+    each row. If no weight is negative (`positive`), the score is a probability, else a margin
+    around 0."""
     score = build.add("Slice", [x, np.array([0]), np.array([1]), np.array([1])])
     limit = np.array(0.5 if positive else 0, np.float32)
     above = build.add("Greater", [score, limit])

@@ -41,11 +41,9 @@ def output_shape(local: Local) -> np.ndarray[Any, Any]:
 def regroup(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[Spec, Spec, dict[str, Size], list[str]]:
-    """The common factors of two row-major shapes with the same number of elements.
-
-    Returns both shapes in terms of factors, the sizes of the factors, and the factors of only one
-    shape, which must stay whole: the shapes (4, 6) and (6, 4) share only a leading factor of 2.
-    """
+    """Returns two row-major shapes with the same number of elements as products of common factors:
+    both specs, the sizes of the factors, and the factors that only one shape has, which must stay
+    whole: the shapes (4, 6) and (6, 4) share only a leading factor of 2."""
     sizes: dict[str, Size] = {}
     sides: tuple[list[list[Expr]], list[list[Expr]]] = ([[] for _ in before], [[] for _ in after])
     alone: list[str] = []

@@ -88,7 +88,9 @@ def layer_normalization(node: gs.Node) -> Rule:
 
 
 def aligned(dims: list[str], tensor: gs.Tensor) -> str:
-    """The dimensions of an operand that broadcasts to the normalised tensor, as rule text."""
+    """Returns the dimensions of an operand that broadcasts to the normalised tensor, as text of a
+    rule: the names of the tensor's last dimensions, `1` for a size of 1, `_` for an absent
+    operand."""
     if not tensor.name:
         return "_"
     shape = tensor_shape(tensor) or ()

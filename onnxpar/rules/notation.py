@@ -47,7 +47,8 @@ def spec_text(spec: Spec | None) -> str:
 
 
 def expr_text(expr: Expr, nested: bool = False) -> str:
-    """The text form of one dimension."""
+    """The text form of one dimension; a sum gets parentheses if it is `nested` in another
+    expression."""
     if isinstance(expr, Var):
         return expr.name
     if isinstance(expr, Prod):

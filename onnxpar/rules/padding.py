@@ -152,7 +152,8 @@ def _padding(node: gs.Node) -> tuple[list[Pads], bool] | None:
 
 
 def _copied(size: int, pads: Pads, mode: str) -> Array:
-    """For each position of the padded dimension, the index of the element that it copies."""
+    """Returns, for each position of the padded dimension, the index of the element that it copies.
+    `mode` is reflect, edge or wrap."""
     begin, end = pads
     kept = np.arange(size)[max(-begin, 0) : size - max(-end, 0)]
     how: Any = _MODES[mode]

@@ -46,9 +46,9 @@ def pool(node: gs.Node) -> Rule:
 
 
 def _lower(space: Windows, covered: Mapping[str, Size], blank: Any) -> Callable[[Lowering], None]:
-    """A lowering to the same pool of the elements that a rank's windows read. If a single window
-    covers split dimensions (`covered`, with global sizes), a mean becomes the rank's share of it.
-    """
+    """Returns a lowering to the same pool of the elements that a rank's windows (`space`) read. If
+    a single window covers split dimensions (`covered`, with global sizes), a mean becomes the
+    rank's share of it. `blank` is a value that has the effect of padding."""
 
     def lower(builder: Lowering) -> None:
         node = builder.local.node
@@ -122,7 +122,7 @@ def _first_indices(space: Windows, local: Local, shape: Sequence[int] | None = N
 
 
 def _span_of(space: Windows, i: int, size: bool) -> Callable[[Local], Array]:
-    """A function that returns the start (with `size`: the size) of the range that a rank reads in
+    """Returns a function to the start (with `size`: the size) of the range that a rank reads in
     spatial dimension `i`."""
 
     def value(local: Local) -> Array:
@@ -133,7 +133,7 @@ def _span_of(space: Windows, i: int, size: bool) -> Callable[[Local], Array]:
 
 
 def _span(space: Windows, local: Local, i: int) -> tuple[int, int]:
-    """The range (first, end) that the rank reads in spatial dimension `i`."""
+    """The range (first, end) that the rank's windows (`space`) read in spatial dimension `i`."""
     if i in space.tied and local.is_split(f"h{i}"):
         return space.tied[i].held(local.interval(f"y{i}"))
     return local.interval(space.before[i])
@@ -167,7 +167,8 @@ def global_pool(node: gs.Node) -> Rule:
 
 
 def _lower_norm(builder: Lowering, space: Sequence[str], power: int) -> None:
-    """Adds nodes that compute the norm of the shards' norms."""
+    """Adds nodes that compute the norm (exponent `power`) over the spatial dimensions `space` from
+    the norms of the shards."""
     node = builder.local.node
     dtype = dtype_of(node.outputs[0])
     image = builder.input(0)

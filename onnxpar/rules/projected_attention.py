@@ -25,7 +25,12 @@ _KEPT = ("mask_filter_value", "scale")
 
 @dataclass(frozen=True)
 class AttentionOperands:
-    """The indices of an op's operands besides the input, the weight and the bias."""
+    """The indices of an op's operands besides input, weight and bias.
+
+    mask, past     padding mask, and cached keys and values
+    added          mask that is added to scores
+    scales, zeros  of a quantized input and weight
+    """
 
     mask: int
     past: int
@@ -85,7 +90,8 @@ class ProjectedAttention:
         return build.add("Mul", [number, scale])
 
     def _rows(self, build: Lowering, operand: int | None) -> gs.Tensor | None:
-        """An operand that may have a row for each query; a stand-in on ranks without queries."""
+        """Returns an operand that may have a row for each query (dimension 2); on ranks without
+        queries, one stand-in row."""
         tensor = None if operand is None else given(build.local.node, operand)
         if tensor is None or operand is None:
             return None

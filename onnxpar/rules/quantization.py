@@ -150,14 +150,14 @@ class _QuantizedProduct:
 
 
 def finish_quantized(build: Lowering, total: gs.Tensor, scale: gs.Tensor, at: int) -> None:
-    """Scales a sum of integers by `scale`, and quantizes it to the result's type. The scale of the
-    result is operand `at`, and its zero point the next operand."""
+    """Scales a sum of integers by `scale`, and quantizes it to the result's type. The operands with
+    the scale and the zero point of the result are numbers `at` and `at` + 1."""
     finish_requantized(build, total, build.add("Div", [scale, as_float32(build, at)]), at + 1)
 
 
 def finish_requantized(build: Lowering, total: gs.Tensor, ratio: gs.Tensor, at: int) -> None:
-    """Quantizes a sum of integers times `ratio` to the result's type; operand `at` is the result's
-    zero point."""
+    """Quantizes a sum of integers times `ratio` to the result's type; the operand with the result's
+    zero point is number `at`."""
     number = build.add("Mul", [build.add("Cast", [total], to=TensorProto.FLOAT), ratio])
     point = build.add("Reshape", [build.input(at), np.array([], np.int64)])
     build.finish("QuantizeLinear", [number, np.float32(1), point])

@@ -21,10 +21,12 @@ _COMPARABLE = ("float32", "float64", "int32", "int64")
 def extreme_position(
     build: Lowering, axis: int, factor: str, extent: int, largest: bool = True, last: bool = False
 ) -> gs.Tensor:
-    """The global position along a factor of operand 0's largest element (without `largest`: its
-    smallest one). Of equal elements, the first counts (with `last`: the last).
+    """Returns the global position, along a factor of operand 0, of the largest element (without
+    `largest`: the smallest). Of equal elements, the first counts (with `last`: the last).
 
-    `axis` is the factor's dimension, which keeps one element; `extent` is the factor's global size.
+    axis    the factor's dimension, which keeps one element
+    extent  the factor's global size
+
     As in onnxruntime, a NaN counts only if it is the first element.
     """
     x = _without_nan(build, widen(build, build.input(0)), axis, factor, largest)
@@ -50,8 +52,8 @@ def _holds(build: Lowering, factor: str) -> gs.Tensor:
 
 
 def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest: bool) -> gs.Tensor:
-    """`x` without NaNs: a NaN in the first element becomes the infinity that wins every comparison,
-    any other NaN the infinity that wins none."""
+    """Returns `x` with infinities in place of NaNs: the one that wins every comparison for a NaN in
+    the first element of `axis`, the one that wins none for any other."""
     if not is_float(x):
         return x
     greatest = np.inf if largest else -np.inf

@@ -54,7 +54,7 @@ def _segments(count: int) -> str:
 
 
 def _local_direction(node: gs.Node) -> dict[str | int, Callable[[Local], Any]]:
-    """The attributes for a rank that runs only one of two directions."""
+    """Returns the attributes for a rank that runs only one of two directions."""
     activations = node.attrs.get("activations")
     one_way = ("forward", "reverse")
 

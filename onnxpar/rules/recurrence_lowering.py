@@ -217,7 +217,8 @@ class _Network:
         return self.build.all_gather(h, "h", 2, lambda local: local.size("h"))
 
     def _product(self, whole: gs.Tensor, part: int = 0) -> gs.Variable:
-        """The product of the state of all units with tensor `part` of R, for the rank's gates."""
+        """The product of `whole`, the state of all units, with tensor `part` of R, for the rank's
+        gates."""
         return self._op("MatMul", whole, self.recurrent[part])
 
     def _split(self, x: gs.Tensor, count: int) -> list[gs.Variable]:
@@ -234,8 +235,9 @@ class _Network:
         return self._op("Add", gate, self._op("Mul", c, self.peepholes[peephole]))
 
     def _activated(self, which: int, x: gs.Tensor, is_bound: bool = True) -> gs.Tensor:
-        """Applies activation `which` to `x`. If the directions have different activations, each
-        rank computes both and selects one: ranks with different directions run the same nodes."""
+        """Applies activation number `which` to `x`, with its limit (`clip`) if `is_bound`. If the
+        directions have different activations, each rank computes both and selects one: ranks with
+        different directions run the same nodes."""
         kinds = dict.fromkeys(of_direction[which] for of_direction in self.activations)
         results = [self._function(k if is_bound else replace(k, clip=None), x) for k in kinds]
         if len(results) == 1:

@@ -180,8 +180,8 @@ def weighted_mean(
 
 
 def finish_share(build: Lowering, mean: gs.Tensor, sizes: Mapping[str, Size]) -> None:
-    """Computes the result: the rank's `mean` over factors of these global sizes, times the rank's
-    share of the elements. The sum over ranks is the global mean."""
+    """Computes the result of a mean, as a partial sum: the rank's `mean` over factors of these
+    global sizes, times the rank's share of the elements."""
     dtype = np.float64 if dtype_of(build.local.node.outputs[0]) == np.float64 else np.float32
     totals = {f: s for f, s in sizes.items() if s is not None}
     count = number(build, lambda local: math.prod(map(local.size, totals)), dtype)

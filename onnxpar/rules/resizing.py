@@ -122,7 +122,7 @@ def _scaling(node: gs.Node, size: int, out: int, scale: float, region: Region) -
 
 
 def _repeats(source: Taps, size: int) -> bool:
-    """True if the taps only repeat each of the dimension's `size` elements."""
+    """True if the taps `source` only repeat each of the dimension's `size` elements."""
     out = len(source.index)
     if source.index.shape[1] > 1 or out % size or source.outside.any():
         return False
@@ -181,8 +181,9 @@ def _of_rank(factor: str, values: Array, inner: Shape) -> Callable[[Local], Arra
 
 
 def _scales_of_sizes(node: gs.Node, axes: Sequence[int], out: Sequence[Size]) -> list[float] | None:
-    """The scale of every dimension, from the node's operand of sizes; equal for all `axes` if the
-    aspect ratio is kept. None if a scale is data-dependent."""
+    """Returns the scale of every dimension, from the node's operand of sizes; equal for all `axes`
+    if the aspect ratio is kept. None if a scale is data-dependent. `out` is the shape of the
+    result."""
     shape = tensor_shape(node.inputs[0]) or ()
     if None in shape or None in out or 0 in shape:
         return None

@@ -34,7 +34,8 @@ _KEYS_AXIS = {"columns": 0}
 
 
 class Ring:
-    """Builds the nodes that replace one node with queries and keys.
+    """Builds the nodes that replace one node with queries and keys. Queries stay on their ranks;
+    shards of keys and values travel from rank to rank.
 
     queries, keys  the positions of each rank of the ring; None if the length is open or there is
                    no ring
@@ -72,8 +73,8 @@ class Ring:
         return sees_by_place(self.op.attrs) or self.has_lengths
 
     def places(self) -> bool:
-        """Places the sequence in zigzag for causal attention: rank i has parts i and 2n-1-i of 2n.
-        Returns False if the sequence stays as it is."""
+        """Moves the sequence to zigzag order for causal attention, so that all ranks have equal
+        work: rank i gets parts i and 2n-1-i of 2n. Returns False if the sequence stays as it is."""
         before, keys = self.queries, self.keys
         if before is None or keys is None or not self.op.attrs.get("is_causal"):
             return False
@@ -90,8 +91,8 @@ class Ring:
         return True
 
     def placed(self, x: gs.Tensor, factor: str) -> gs.Tensor:
-        """A tensor of queries (factor `s`) or keys (`t`), along dimension 2, moved to zigzag order
-        if the sequence is in zigzag order."""
+        """Returns a tensor of queries (`factor` s) or keys (t), along dimension 2, in zigzag order
+        if the ring uses that."""
         if self.held is None or self.queries is None:
             return x
         return self.build.exchange(x, factor, 2, self.held["st".index(factor)], self.queries)
@@ -158,9 +159,12 @@ class Ring:
 
 @dataclass
 class Block:
-    """The queries of a rank and its keys at a step. `ranges` has the queries and keys that take
-    part, by rank (None if they depend on the run); `places` is a tensor of the keys' positions
-    (None if the compiler knows them)."""
+    """The queries of a rank, and the keys that it has at a step.
+
+    ranges  the queries and keys that take part, by rank: the others see no key, or are not seen;
+            None if they depend on the run
+    places  a tensor of the keys' positions; None if the compiler knows them
+    """
 
     ring: Ring
     step: int
@@ -313,6 +317,7 @@ class Block:
 
 
 def like_head(build: Lowering, value: float) -> Array:
-    """A number of the type in which scores are computed."""
+    """Returns a number in the type in which scores are computed, which is that of the node's
+    queries widened to 32 bits."""
     query = build.local.node.inputs[0]
     return np.array(value, np.float32) if is_short_float(query) else like(query, value)

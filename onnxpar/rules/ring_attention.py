@@ -33,7 +33,8 @@ class RingAttention(AttentionLowering):
 
 @dataclass
 class State:
-    """For each query: the largest score, the sum of exponentials, the weighted sum of values."""
+    """For each query, over the keys so far: the largest score, the sum of exponentials, and the sum
+    of values weighted by them."""
 
     largest: gs.Tensor
     total: gs.Tensor

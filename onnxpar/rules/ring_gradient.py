@@ -64,8 +64,9 @@ class GradientRing(Ring):
                 finish(build, "Identity", [op.joined_heads(build, gradient, factors)], i)
 
     def _rows(self) -> gs.Tensor:
-        """The row that a rank keeps for each query: the scaled query, the gradient of its result,
-        the sum of this gradient times the result, the largest score and the sum of exponentials."""
+        """Returns a row of numbers for each query, which its rank keeps: the scaled query, the
+        gradient of its result, the sum of this gradient times the result, the largest score and the
+        sum of exponentials."""
         build, op = self.build, self.op
         query = build.add("Mul", [op.by_head(build, 0), like_head(build, op.scale)])
         dy, y = (widen(build, op.cut_results(build, i)) for i in (DY, Y))

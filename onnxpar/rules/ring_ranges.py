@@ -26,8 +26,8 @@ class Range:
 
 
 def zigzag(size: int, ranks: int) -> list[Array]:
-    """The positions of each rank if rank i has parts i and 2n-1-i of 2n. So each rank has queries
-    that see few keys and queries that see many."""
+    """Returns the positions of each rank if rank i has parts i and 2n-1-i of 2n: an early and a
+    late one, so that each rank has queries that see few keys and queries that see many."""
     parts = np.array_split(np.arange(size), 2 * ranks)
     return [np.concatenate([parts[i], parts[-1 - i]]) for i in range(ranks)]
 
@@ -35,8 +35,9 @@ def zigzag(size: int, ranks: int) -> list[Array]:
 def seen_range(
     attrs: Mapping[str, Any], queries: Array, keys: Array, is_first: bool = False
 ) -> Range:
-    """The range to compute in a block of queries and keys at these increasing positions, for an
-    Attention with these attributes. The first block of a rank is computed completely."""
+    """Returns the range to compute in a block of queries and keys at these increasing positions,
+    for an Attention with these attributes. The first block of a rank (`is_first`) is computed
+    completely."""
     left, right = (attrs.get(key, -1) for key in WINDOW)
     first = queries - left if left >= 0 else np.full(len(queries), -1)
     last = queries + right if right >= 0 else np.full(len(queries), 1 << 62)

@@ -45,7 +45,8 @@ class ScoreRing(AttentionRing):
         return self.build.add("Concat", [key, self._operand(2)], axis=3)
 
     def _operand(self, index: int) -> gs.Tensor:
-        """Queries, keys or values with four dimensions."""
+        """Operand 0, 1 or 2 (queries, keys or values) with four dimensions: batch, heads, sequence,
+        width."""
         x = self.build.input(index)
         return x if self.is_long else self.build.add("Unsqueeze", [x], axes=[0])
 

@@ -139,7 +139,7 @@ class Rule:
 
 
 def invalid(node: gs.Node, what: str) -> ModelError:
-    """The error for a node whose attributes no runtime takes."""
+    """The error for a node whose attributes no runtime takes: it "has `what`"."""
     return ModelError(f"{node.op} '{node.name}' has {what}; export the model again")
 
 
@@ -193,7 +193,7 @@ def names(prefix: str, count: int) -> list[str]:
 
 
 def given_specs(specs: Sequence[str], tensors: Sequence[gs.Tensor]) -> list[str]:
-    """The texts of operands or results, with `_` for missing tensors."""
+    """The texts `specs` of operands or results, with `_` for missing tensors."""
     return [spec if tensor.name else "_" for spec, tensor in zip(specs, tensors, strict=False)]
 
 

@@ -51,8 +51,8 @@ def scatter_padded(
     counts: Callable[[Local], Sequence[int]],
 ) -> None:
     """Scatters into operand 0, padded by one element along the axes, and slices the padding off.
-    The padding takes updates of other ranks: their `indices` equal the rank's `counts`, the sizes
-    of its shard along the axes."""
+    Updates of other ranks go there: their `indices` equal the rank's `counts`, the sizes of its
+    shard along the axes."""
     node = build.local.node
     rank = len(tensor_shape(node.inputs[0]) or ())
     pads = np.array([*[0] * rank, *(int(i in axes) for i in range(rank))], np.int64)
@@ -132,6 +132,12 @@ def tensor_scatter(node: gs.Node) -> Rule:
 class _Writes:
     """Writes the updates of a TensorScatter that fall into the rank's shard of a cache.
 
+    factor       the factor of the cache's positions
+    axis, rank   their dimension, and the number of dimensions
+    length       the global length of the cache
+    count        the number of updates
+    is_circular  True if updates continue from the end of the cache to its start
+
     Each update becomes one write: to its own place or, if that is on another rank, to the nearest
     place of this rank. A write stores the update that belongs to its place or, if there is none,
     the old value. So several writes to one place store the same value.
@@ -186,7 +192,8 @@ class _Writes:
         return build.add("Unsqueeze", [vector], axes=others)
 
     def _around(self, build: Lowering, at: gs.Tensor) -> gs.Tensor:
-        """Places, where a circular cache continues from its end to its start."""
+        """Returns places within a circular cache, which continues from its end to its start; else
+        `at` itself."""
         if not self.is_circular:
             return at
         return build.add("Mod", [at, np.array(self.length, np.int64)])

@@ -51,8 +51,9 @@ def _are_single(parts: Sequence[gs.Tensor], axis: int) -> bool:
 def _stack(
     stacked: gs.Tensor, parts: Sequence[gs.Tensor], axis: int
 ) -> tuple[tuple[Spec, ...], Spec, dict[str, Size], dict[str, str]]:
-    """`1 d, 1 d -> e d {whole: e}`: the specs of the parts and of the stack. Unlike `(a + b)`, e is
-    one factor, so nodes that read the stack can split it."""
+    """Returns the specs of the parts and of the stack, as in `1 d, 1 d -> e d`, the sizes of
+    factors, and those that stay whole: e does in this node. Unlike `(a + b)`, e is one factor, so
+    nodes that read the stack can split it."""
     shape = tensor_shape(stacked) or ()
     sizes: dict[str, Size] = {f"d{i}": s for i, s in enumerate(shape)}
     sizes |= {f"s{i}": 1 for i in range(len(parts))}
@@ -92,7 +93,8 @@ def split(node: gs.Node) -> Rule:
 
 
 def _drop(local: Local) -> None:
-    """Removes an attribute that contradicts the explicit sizes of a rank."""
+    """Returns None as the value of an attribute: a rank's node has explicit sizes instead, which it
+    would contradict."""
 
 
 def slice_bounds(node: gs.Node) -> dict[int, tuple[int, int, int]] | None:

@@ -32,7 +32,7 @@ class Window:
         return (self.width - 1) * self.dilation + 1
 
     def reach(self, out: Interval) -> Interval:
-        """The interval that the windows of the results `out` read, including padding: the interval
+        """Returns the interval that the windows of the results `out` read, including padding: it
         may begin below 0 or end beyond the size."""
         return self._read(out)
 
@@ -42,8 +42,9 @@ class Window:
         return not any(self.pads) and not self.exceeds
 
     def follows_size(self, can_pad: bool) -> bool:
-        """True if an open size alone determines the elements that windows read, and each window
-        reads at least one element. `can_pad` is True if a node can add the padding."""
+        """True if, in a run with another size, the size alone tells which elements windows read,
+        and each window reads at least one element. `can_pad` is True if a node can add the
+        padding."""
         fits = self.pads[0] < self.span and self.pads[1] < self.span
         return type(self) is Window and self.has_fixed_pads and fits and (can_pad or self.is_plain)
 
@@ -94,8 +95,8 @@ class Spread(Window):
         return max(end - count, 0)
 
     def _extent(self, out: Interval) -> tuple[int, int, int]:
-        """The start and end of `out` among the results of the `held` elements, and the number of
-        these results."""
+        """Returns the start and end of `out` among the results to which the `held` elements add,
+        and the number of these results."""
         first, end = self.held(out)
         origin = first * self.stride - self.pads[0]
         return out[0] - origin, out[1] - origin, (end - first - 1) * self.stride + self.span

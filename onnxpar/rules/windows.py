@@ -78,9 +78,9 @@ class Windows:
     def fetch(
         self, builder: Lowering, x: gs.Tensor, first: int = 2, but: Collection[int] = ()
     ) -> gs.Tensor:
-        """Fetches the elements of `x` that the windows of the rank's results read. `first` is the
-        first spatial dimension of `x`; nothing is fetched along the spatial dimensions in `but`,
-        counted from 0."""
+        """Returns the elements of `x` that the windows of the rank's results read, from the ranks
+        that hold them. `first` is the first spatial dimension of `x`; nothing is fetched along the
+        spatial dimensions in `but`, counted from 0."""
         for i in self.split(builder.local):
             if i not in but:
                 x = builder.fetch(x, f"h{i}", first + i, self._held(i))
@@ -300,8 +300,9 @@ def _add_dimension(
 def _place(
     result: Windows, i: int, window: Window | None, out: Size, is_summed: bool = False
 ) -> None:
-    """Adds spatial dimension `i` with these windows (None if its size is unknown) and `out` results
-    to `result`. `is_summed` is True if the op's rule reduces a dimension that one window covers."""
+    """Adds spatial dimension `i` to `result`, with these windows (None if its size is unknown) and
+    `out` results. `is_summed` is True if the op's rule reduces a dimension that one window
+    covers."""
     before, after = f"h{i}", f"y{i}"
     if window is None or not window.size or not out:
         result.whole.update(dict.fromkeys((before, after), WINDOW))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from onnxpar.base.pass_times import PassTimes
 from onnxpar.graph.given_model import Source, model_file
 from onnxpar.graph.training_spec import Step
-from onnxpar.planner.option import lists
+from onnxpar.planner.option_entry import lists
 from onnxpar.runtime.ranks.ranks import StartRanks
 from onnxpar.trainer.grad_options import GradOptions
 from onnxpar.trainer.iterables import Samples

@@ -96,7 +96,8 @@ class Settings:
     max_steps: int | None = None
 
     def differences(self, now: Settings) -> list[str]:
-        """Says how the settings of a run that goes on differ from these."""
+        """Returns a text for each setting in which the run that goes on, `now`, differs from
+        these."""
         texts = {
             "batch": "batches of {} samples",
             "samples": "{} samples",
@@ -124,10 +125,11 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: the number of steps that it has taken, and the number of samples in the
-    current epoch.
+    """How far a run is.
 
-    epoch      number of that epoch, from 0
+    step       number of steps that it has taken
+    epoch      number of the current epoch, from 0
+    samples    number of samples that it has taken in that epoch
     settings   the settings of the run; None if steps were taken without a run
     best       the least loss of an evaluation so far, after step `best_step`; None if there is none
     worse      number of evaluations since then
@@ -143,8 +145,9 @@ class Progress:
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> Progress:
-        """Returns the progress that `dataclasses.asdict` turned into `data`. Errors: TypeError,
-        KeyError; ModelError for one that counts steps, in the middle of an epoch."""
+        """Returns the progress of which `data` is the form by `dataclasses.asdict`. Errors:
+        TypeError, KeyError; ModelError if it counts steps, not samples, in the middle of an
+        epoch."""
         if "in_epoch" in data:
             if data["in_epoch"]:
                 raise ModelError(
@@ -173,9 +176,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. `digest`, the SHA-256 of checkpoint.json, identifies the content; in
-    the format without digests of files, it covers only checkpoint.json. `taken` is the number of
-    steps of the trainer that wrote it, and of trainers before."""
+    """A checkpoint on disk.
+
+    progress  how far the run was
+    taken     number of steps of the trainer that wrote it, and of trainers before
+    slots     the states
+    states    the files of the states
+    files     digests of all files, by name
+    digest    the SHA-256 of checkpoint.json, which identifies the content; in the format without
+              digests of files, it covers only checkpoint.json
+    """
 
     path: Path
     progress: Progress
@@ -281,9 +291,9 @@ def _find(path: Path, together: Together) -> tuple[Checkpoint, list[str]]:
 
 
 def _candidate(path: Path, damaged: dict[str, str]) -> tuple[str, str]:
-    """Returns the name of a folder's newest checkpoint that is not in `damaged`, and the text of
-    its checkpoint.json. The name is empty if `path` is itself a checkpoint. Adds newly found damage
-    to `damaged`, by name. Errors: ModelError."""
+    """Returns the name of the newest checkpoint of a folder that is not in `damaged` (empty: `path`
+    is a checkpoint itself), and the text of its checkpoint.json. Adds damage that it notices to
+    `damaged`, by name. Errors: ModelError."""
     if (path / RECORD).is_file() or _NAME.fullmatch(path.name):
         try:
             return "", _complete(path)
@@ -392,7 +402,7 @@ def _fault(checkpoint: Checkpoint, together: Together) -> str:
 
 def _unopened(checkpoint: Checkpoint) -> str:
     """Opens the files of a checkpoint, because a run may remove them later. Returns a description
-    of the error, if any."""
+    of the error; empty if there is none."""
     try:
         if checkpoint.files:
             checkpoint.states.open()

@@ -25,8 +25,9 @@ from onnxpar.trainer.sources import Source, in_memory
 
 @dataclass(frozen=True)
 class Rest:
-    """How a step leaves out samples: by labels that do not count, or by an input for the number of
-    samples that do. `of_labels` is the dimension of labels that numbers samples."""
+    """How a step leaves out samples that only fill a batch: by labels that do not count, or by an
+    input for the number of samples that do. `of_labels` is the dimension of labels that numbers
+    samples."""
 
     labels: str | None
     samples: str | None
@@ -34,13 +35,14 @@ class Rest:
 
     @staticmethod
     def of(step: Step, in_training: bool) -> Rest | None:
-        """Returns how a step, or else its evaluation, leaves out samples; None if it cannot."""
+        """Returns how a training step (or with `in_training` False, its evaluation) leaves out
+        samples; None if it cannot."""
         if (in_training and step.full_batches) or not (step.labels or step.samples):
             return None
         return Rest(step.labels, step.samples, step.batch.get(step.labels or "", 0))
 
     def without(self, batch: Mapping[str, Array], count: int) -> dict[str, Array]:
-        """Returns the inputs by which only the first `count` samples of a batch count."""
+        """Returns the inputs of a batch in which only the first `count` samples count."""
         inputs = {self.samples: np.array(count, np.float32)} if self.samples else {}
         if self.labels:
             labels, at = batch[self.labels], self.of_labels
@@ -52,10 +54,14 @@ class Rest:
 
 @dataclass(frozen=True)
 class Data:
-    """Training data: samples from a source, as batches for a step that reads `needs`. `rest` says
-    how the step leaves out samples that only fill a batch; None if it cannot, so that the last
-    samples of each epoch are not used. `arrays` has the arrays that were in memory from the
-    start."""
+    """Training data: samples from a source, in batches for a step.
+
+    needs    the inputs of the step
+    rest     how the step leaves out samples that only fill a batch; None if it cannot, so that the
+             last samples of each epoch are not used
+    lengths  the shapes of the inputs in each program of a step for several lengths
+    arrays   the arrays that were in memory from the start
+    """
 
     source: Source
     needs: Needs
@@ -101,7 +107,7 @@ class Data:
         return self.source.count
 
     def check_batch(self, batch: int | None) -> None:
-        """Errors: InputError if the user expects another batch size; None expects nothing."""
+        """Errors: InputError if the user expects another batch size; None: expects none."""
         if batch not in (None, self.batch):
             raise InputError(
                 f"--batch {batch}: this step was written for batches of {self.batch} samples; to "

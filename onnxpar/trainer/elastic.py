@@ -42,8 +42,9 @@ class Elastic:
         step: str | os.PathLike[str] | None,
         is_profiled: bool,
     ) -> Elastic | None:
-        """Returns the options that a user gave; None for a run that is not elastic. Errors:
-        InputError for options that do not go together."""
+        """Returns the options that a user gave; None unless `is_elastic`. Errors: InputError for
+        options that do not go together: others without --elastic, or --elastic with --profile
+        (`is_profiled`)."""
         options = {"min_ranks": min_ranks, "max_restarts": max_restarts, "step": step}
         options = {name: value for name, value in options.items() if value is not None}
         if not is_elastic:
@@ -59,8 +60,8 @@ class Elastic:
 
 
 class Generations(Closing):
-    """Trainers of a run, one after the other. Without `elastic`, there is one, whose errors end the
-    run.
+    """The trainers of a run, one after the other: when ranks die, the next generation of ranks gets
+    a new one. Without `elastic`, there is one, whose errors end the run.
 
     par        the folder of the sharded step
     must_stop  as in `loop.records`
@@ -116,15 +117,16 @@ class Generations(Closing):
                 self._lose(error)
 
     def _lose(self, error: RankError) -> None:
-        """Notes that ranks have died. Raises the error if no rank has died, or if the run ends with
-        it."""
+        """Called after an error: records that ranks have died. Raises the error if no rank has, or
+        if the run ends with it."""
         if self._places is None or not error.lost:
             raise error
         self._places.lose(error)
 
 
 class _Places:
-    """The slots of this host, and the sharded step for those that are left."""
+    """The slots for ranks on this host, and the folder of the sharded step for the slots that are
+    left."""
 
     def __init__(self, par: Path, run: Run, elastic: Elastic) -> None:
         self._folder = checkpoint_folder(run)
@@ -148,8 +150,8 @@ class _Places:
         return par, self._generation.number
 
     def lose(self, error: RankError) -> None:
-        """Notes that the ranks which an error names have died, and says so. Raises the error if too
-        few are left."""
+        """Records that the ranks which an error names have died, and prints it. Raises the error if
+        too few are left."""
         members = self._members
         starts_again = members.lose([self._generation.slots[rank] for rank in error.lost])
         first, *others = str(error).split("\n")

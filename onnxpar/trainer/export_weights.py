@@ -76,13 +76,14 @@ def library(module: str) -> Any:
 
 
 def _value(source: Checkpoint, slot: Slot) -> Array:
-    """A weight as torch has it."""
+    """Returns the weight of a slot in the form that torch has."""
     value = source.states.read(slot.input)
     return np.ascontiguousarray(value.T if slot.transposed else value)
 
 
 def _files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
-    """The weights of each file, by its name."""
+    """Divides weights of these sizes among files of at most `most` bytes; returns the weights by
+    name of the file."""
     groups: list[list[str]] = [[]]
     room = most
     for name, size in sizes.items():

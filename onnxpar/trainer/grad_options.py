@@ -11,7 +11,15 @@ from typing import Annotated, Any, TypedDict
 from onnxpar.base.custom_ops import HELP as LIBRARY_HELP
 from onnxpar.graph.training_spec import IGNORED
 from onnxpar.layout.mesh import Mesh
-from onnxpar.planner.option import EXTENSIONS, NEEDED, OUTPUT, REQUIRED, Option, option_lines, table
+from onnxpar.planner.option_entry import (
+    EXTENSIONS,
+    NEEDED,
+    OUTPUT,
+    REQUIRED,
+    Option,
+    option_lines,
+    table,
+)
 from onnxpar.planner.option_table import LayoutOptions
 from onnxpar.strategy.manual import MANUAL
 from onnxpar.strategy.strategy import Strategy

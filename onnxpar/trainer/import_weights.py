@@ -79,7 +79,8 @@ def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProt
 
 
 def _check_equal(weight: str, keys: Sequence[str], files: Mapping[str, Path]) -> None:
-    """Errors: InputError if tensors of the files that are one weight of the step differ."""
+    """Errors: InputError if tensors `keys` of the files, which are all the step's weight `weight`,
+    differ."""
     if len(keys) < 2:
         return
     values = []
@@ -101,8 +102,8 @@ def _fill(file: Path, key: str, is_transposed: bool, target: Array) -> None:
 
 
 def _prefixes(wanted: Iterable[str], files: Mapping[str, Path]) -> tuple[str, str]:
-    """The prefix that names in the files have in addition to the step's names, and the other way
-    round: the pair with which most names are equal."""
+    """Returns the prefix that names in the files have in addition to the step's names, and the
+    prefix that the step's names have in addition: the pair with which most names are equal."""
     matches: Counter[tuple[str, str]] = Counter()
     ends: dict[str, list[str]] = {}
     for key in files:
@@ -118,7 +119,7 @@ def _prefixes(wanted: Iterable[str], files: Mapping[str, Path]) -> tuple[str, st
 
 
 def _ends(name: str) -> list[str]:
-    """A name without its first 0, 1, 2 ... modules."""
+    """Returns a name without its first 0, 1, 2 ... modules: `a.b.c`, `b.c`, `c`."""
     parts = name.split(".")
     return [".".join(parts[i:]) for i in range(len(parts))]
 

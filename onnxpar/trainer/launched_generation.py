@@ -54,11 +54,13 @@ class LaunchedGeneration:
 def launched_generation(
     par: Path, run: Run, elastic: Elastic, launched: Launched, **options: Any
 ) -> Iterator[LaunchedGeneration]:
-    """Joins the ranks of this generation, on a sharded step for as many. In the block, SIGTERM
-    makes the run save a checkpoint and end.
+    """Joins the ranks of this generation, with a sharded step for as many ranks. In the block,
+    SIGTERM makes the run save a checkpoint and end.
 
-    par      the folder of the sharded step, for any number of ranks
-    options  those of `Trainer`
+    par       the folder of the sharded step, for any number of ranks
+    elastic   how the run lives on when ranks die
+    launched  the rank of this process
+    options   those of `Trainer`
 
     Errors: those of `Trainer`; InputError if the run cannot be elastic; NotNeededError.
     """
@@ -90,9 +92,9 @@ def _for_ranks(ranks: int, par: Path, folder: Path, elastic: Elastic) -> Path:
 
 
 def _agreed(launched: Launched, par: Path, prepare: Callable[[], str]) -> Path:
-    """Returns the folder that rank 0 prepares for all ranks: `par`, or one that all hosts see. If
-    it is for fewer ranks than were started, sets this process's number of ranks. Errors:
-    NotNeededError if this rank is not among them; OnnxparError."""
+    """Returns the folder that `prepare` returns on rank 0, for all ranks: `par`, or a folder that
+    all hosts see. If the step in it is for fewer ranks than were started, sets this process's
+    number of ranks. Errors: NotNeededError if this rank is not among them; OnnxparError."""
     rank, size, store = launched.rank, launched.size, launched.store
     with World.create("elastic", rank, size, store, launched.bind_address, _PREPARING) as world:
         together = Together(rank, size, lambda payload: gather_bytes(world, payload, "plan"))

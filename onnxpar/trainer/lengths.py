@@ -54,8 +54,8 @@ class Batches:
         ]
 
     def made(self, chunks: Iterable[Chunk], first: int = 0) -> Iterator[Chunk]:
-        """Yields the samples of chunks, which have at most a batch each, as batches; skips the
-        `first` ones. The last batch may have fewer samples. Samples that fill no batch of their
+        """Yields the samples of chunks (each of at most a batch) in batches, without the first
+        `first` batches. The last batch may have fewer samples. Samples that fill no batch of their
         length join a batch of longer samples."""
         for number, batch in enumerate(self._every(chunks)):
             if number >= first:
@@ -91,7 +91,8 @@ class Batches:
         return needs.take(joined, np.arange(size)), needs.take(joined, np.arange(size, have))
 
     def _by_length(self, chunk: Chunk) -> Iterator[tuple[int, Chunk]]:
-        """Yields samples with the number of the shortest program that holds them."""
+        """Yields the samples of a chunk in groups, each with the number of the shortest program
+        that holds them."""
         if len(self.lengths) < 2:
             yield 0, chunk
             return
@@ -109,7 +110,8 @@ class Batches:
         return np.asarray(fit.argmax(0))
 
     def _used(self, name: str, axis: int, array: Array) -> Array:
-        """The length of each sample of an input along a dimension."""
+        """Returns the length of each sample of an input along dimension `axis`: up to the last
+        value other than the fill value."""
         at, fill = self.needs.dims[name], np.asarray(self.needs.pad[name]).astype(array.dtype)
         others = tuple(k for k in range(array.ndim) if k not in (at, axis))
         is_own = (array != fill).any(axis=others)  # samples and places, in the order of dimensions

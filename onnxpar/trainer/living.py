@@ -18,8 +18,8 @@ from onnxpar.trainer.trainer import held_by_first
 
 @contextmanager
 def held_unless_launched(run: Run, elastic: Elastic | None) -> Iterator[FolderLock | None]:
-    """Locks the folder of checkpoints as `held_by_first` does, unless the ranks of an elastic run
-    are started by a launcher: they lock it together. Errors: as there."""
+    """Locks the folder of checkpoints as `held_by_first` does; but the ranks of an elastic run
+    under a launcher lock it together, later. Errors: those of `held_by_first`."""
     is_later = elastic is not None and launched_rank() is not None
     with held_by_first(None if is_later else run.checkpoint) as held:
         yield held

@@ -96,8 +96,8 @@ class Run:
         return self.epochs
 
     def steps(self, data: Data, done: Progress) -> int | None:
-        """Returns the number of steps of the run, with those that are done; None if only its end
-        tells."""
+        """Returns the number of all steps of the run, the past ones (`done`) included; None if only
+        its end tells."""
         left, each = data.left(done.samples), data.batches
         if left is None or each is None or self.passes == inf:
             return self.max_steps
@@ -162,11 +162,14 @@ def records(
     must_stop: Callable[[], bool] | None = None,
 ) -> Iterator[Record]:
     """Trains, and yields a record after each step; the record of an epoch's last step has an
-    evaluation on `held_out`, if given. The lines of each record also go to the ranks' logs. A
-    checkpoint is saved only when the caller asks for the next record, so that a killed run has a
-    record of each step that a checkpoint includes. After a step in which `must_stop` is true on any
-    rank, a checkpoint is saved, and the run ends. Errors: InputError, ModelError, RankError,
-    DivergenceError; StoppedError if the run had to stop."""
+    evaluation on `held_out`, if given. The lines of each record also go to the ranks' logs.
+
+    A checkpoint is saved only when the caller asks for the next record, so that a killed run has a
+    record of each step that a checkpoint includes. After a step in which `must_stop` returns True
+    on any rank, a checkpoint is saved, and the run ends.
+
+    Errors: InputError, ModelError, RankError, DivergenceError; StoppedError if the run had to stop.
+    """
     run.check_evaluation(held_out is not None)
     together = trainer.together
     if together.size > 1:
@@ -232,7 +235,8 @@ def records(
 
 
 def _tell_start(run: Run, data: Data, progress: Progress) -> None:
-    """Says what a user may not expect of a run that resumes."""
+    """Tells, when a run resumes from `progress`, that nothing is left to do, or that the samples of
+    the epoch that were taken already are read again."""
     nothing = f"nothing to do: {run.checkpoint} has"
     if run.max_steps is not None and progress.step >= run.max_steps:
         steps = f"{progress.step} of --max-steps {run.max_steps}"
@@ -345,7 +349,7 @@ def _has_checkpoint(folder: Path, may: bool) -> bool:
 
 
 def _settings(run: Run, data: Data) -> Settings:
-    """The settings of a run that its checkpoints record."""
+    """Returns the settings of a run, which its checkpoints record."""
     order = data.batch, data.count, data.digest, run.shuffle, run.seed
     ends = run.schedule.kind in ENDING
     epochs = int(run.passes) if ends and run.passes < inf else None

@@ -24,13 +24,14 @@ class MetricsFile(Protocol):
     """A file, or a folder, of metrics."""
 
     def begin(self, first: int) -> None:
-        """Forgets step `first` and later ones, which run again. Errors: OnnxparError."""
+        """Called when a run begins or resumes: removes step `first` and later ones, which run
+        again. Errors: OnnxparError."""
 
     def add(self, row: Row) -> None:
         """Adds the metrics of a step. Errors: OnnxparError."""
 
     def close(self) -> None:
-        """Writes what is left to write."""
+        """Writes the rest."""
 
 
 def row_of(record: Record) -> dict[str, float]:

@@ -84,7 +84,7 @@ class Needs:
 
     def filled(self, name: str, array: Array, source: str) -> Array:
         """Returns samples of an input with the sizes that the step needs: shorter ones are filled
-        at their end. Errors: InputError."""
+        at their end. `source` names the data in errors. Errors: InputError."""
         self.check_shape(name, array.shape, source)
         sizes = zip(self.sizes(name), array.shape, strict=True)
         widths = [(0, 0 if wanted is None else wanted - size) for wanted, size in sizes]
@@ -94,8 +94,9 @@ class Needs:
         return np.pad(array, widths, constant_values=value)
 
     def counted(self, shapes: Mapping[str, Sequence[int]], source: str) -> int:
-        """Returns the number of samples in arrays of these shapes. Errors: InputError if an array
-        is missing or does not fit, or if the numbers differ."""
+        """Returns the number of samples in arrays of these shapes. `source` names the data in
+        errors. Errors: InputError if an array is missing or does not fit, or if the numbers
+        differ."""
         check_keys(shapes, self.ports, source)
         for name in self.ports:
             self.check_shape(name, shapes[name], source)
@@ -109,7 +110,7 @@ class Needs:
 
     def chunk(self, values: Mapping[str, Any], source: str) -> Chunk:
         """Returns samples that are given as an array, or as a list of samples, for each input.
-        Errors: InputError."""
+        `source` names the data in errors. Errors: InputError."""
         check_keys(values, self.ports, source)
         arrays = {name: self._whole(name, values[name], source) for name in self.ports}
         self.counted({name: array.shape for name, array in arrays.items()}, source)
@@ -121,8 +122,9 @@ class Needs:
         return self.filled(name, self._array(name, value, source), source)
 
     def stacked(self, samples: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> Chunk:
-        """Returns samples that each have a value for each input. Inputs that all samples share have
-        the value of the first one. Errors: InputError, with the name of the sample's source."""
+        """Returns samples, each with a value for each input, as one chunk. An input that all
+        samples share gets the value of the first one. Errors: InputError, with the sample's entry
+        in `sources`."""
         for sample, source in zip(samples, sources, strict=True):
             check_keys(sample, self.ports, source)
         arrays = {}
@@ -155,7 +157,8 @@ class Needs:
         return converted(array, dtype, f"{source}: {name!r}")
 
     def is_sample(self, values: Mapping[str, Any]) -> bool:
-        """True if each value has one dimension less than the input: it has no number of samples."""
+        """True if each value has one dimension less than the input has: the values are one sample,
+        not a batch."""
         return all(_depth(values[n]) == len(self.ports[n].shape) - 1 for n in self.dims)
 
     def count(self, chunk: Chunk) -> int:

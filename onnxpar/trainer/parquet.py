@@ -47,7 +47,8 @@ def _described(parquet: Any) -> tuple[list[str], list[int]]:
 
 
 def _open(file: Path, group: int, count: int, needs: Needs) -> Take:
-    """Reads a row group. Errors: InputError, with the names of the file and the column."""
+    """Reads a row group of `count` rows. Errors: InputError, with the names of the file and the
+    column."""
     # Threads of pyarrow would keep what they read until they read more.
     how: dict[str, Any] = {"columns": list(needs.ports), "use_threads": False}
     table = _read(file, lambda parquet: parquet.read_row_group(group, **how))
@@ -62,7 +63,7 @@ def _open(file: Path, group: int, count: int, needs: Needs) -> Take:
 
 
 def _read(file: Path, read: Any) -> Any:
-    """Returns `read` of an open Parquet file. Errors: InputError."""
+    """Opens a Parquet file, and returns the result of `read` on it. Errors: InputError."""
     import pyarrow
     import pyarrow.parquet
 
@@ -99,7 +100,7 @@ def _depth(kind: Any) -> int:
 
 
 def _lists(column: Any, sizes: Sequence[int], name: str, needs: Needs, source: str) -> Array:
-    """Returns lists, of lists, of numbers as an array of these sizes, in which shorter lists are
+    """Returns a column of lists, of lists, of numbers as an array of these sizes; shorter lists are
     filled at their end. Errors: InputError."""
     import pyarrow.compute
 

@@ -94,8 +94,8 @@ class PendingCheckpoint:
             self._is_abandoned.wait(min((time.monotonic() - start) / 8 + 0.001, _LOOK))
 
     def _look(self) -> int:
-        """Records the ranks that have written; returns the bytes in the folder. Errors:
-        OnnxparError if a rank cannot write."""
+        """Looks which ranks have written, and records them; returns the bytes in the folder.
+        Errors: OnnxparError if a rank cannot write."""
         sizes = _sizes_in(self._written)
         for rank in range(self._ranks):
             if rank not in self._files and marker(rank) in sizes:

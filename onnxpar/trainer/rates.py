@@ -103,7 +103,7 @@ class Rate:
         return SCHEDULES[self.schedule.kind](self, step - self.schedule.warmup)
 
     def _between(self, share: float) -> float:
-        """Returns the rate at this share of the way from the least one to the peak."""
+        """Returns the rate at this share of the way from the schedule's least rate to the peak."""
         return self.schedule.min_lr + (self.peak - self.schedule.min_lr) * share
 
     def _left(self, step: int) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.base.custom_ops import use_libraries
-from onnxpar.planner.option import check_options, same_names, with_defaults
+from onnxpar.planner.option_entry import check_options, same_names, with_defaults
 from onnxpar.runtime.profile.trace import check_place
 from onnxpar.runtime.session.checks import check_timeout
 from onnxpar.trainer.data import Data
@@ -23,8 +23,9 @@ from onnxpar.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What a user asks of `train`.
+    """The options of a call of `train`, read.
 
+    run         the options of the run
     elastic     how the run lives on when ranks die; None: it does not
     of_trainer  the options of its `Trainer`
     profile     the file for a trace, if any

@@ -97,8 +97,8 @@ def _npy_files(folder: Path, name: str, has_samples: bool) -> dict[str, Path]:
 
 
 def _mapped(file: Path) -> Array:
-    """Returns an array whose elements the system reads from the file when they are used. Errors:
-    InputError."""
+    """Returns an array over a mapped file: the system reads its elements when they are used.
+    Errors: InputError."""
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
         if isinstance(array, np.ndarray):

@@ -36,14 +36,14 @@ class Source(Protocol):
         """Returns a digest of the samples; "" if there is none."""
 
     def chunks(self, number: int, seed: int | None, first: int, size: int) -> Iterator[Chunk]:
-        """Yields the samples of epoch `number`, after its `first` ones, in chunks of up to `size`;
+        """Yields the samples of epoch `number` without its `first` ones, in chunks of up to `size`;
         `seed` decides their order."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Some of the samples. `open` returns a function that takes samples in any order; dropping it
-    closes the shard."""
+    """Some of the samples. `open` returns a function that takes samples by number; when that is
+    dropped, the shard is closed."""
 
     count: int
     open: Callable[[], Take]

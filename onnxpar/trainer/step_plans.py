@@ -82,7 +82,7 @@ class StepPlans:
         """Returns the folder for `ranks` ranks; makes it unless it exists. Errors:
         StrategyError."""
         # A pass imports onnxpar.training, whose entrance imports this module.
-        from onnxpar.planner.plan_options import options_of
+        from onnxpar.planner.convert_options import options_of
         from onnxpar.planner.sharder import shard
 
         target = self._folder / f"ranks_{ranks:04d}.par"
@@ -112,7 +112,7 @@ class StepPlans:
         return requests + (bare if bare != requests else [])
 
     def _is_made(self, target: Path, tries: list[dict[str, Any]]) -> bool:
-        """True if a folder has the complete step for one of these requests."""
+        """True if the folder `target` has the complete step for one of the requests `tries`."""
         try:
             bundle = Bundle.load(target)
             bundle.files.check_complete()

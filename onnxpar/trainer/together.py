@@ -20,8 +20,8 @@ message."""
 
 class Together:
     """All processes of a run: a single process or, under a launcher, one per rank. All must make
-    the same calls. `exchange` sends bytes to all processes and returns the bytes of all, by
-    rank."""
+    the same calls of its methods. `exchange` sends bytes to all processes and returns the bytes of
+    all, by rank."""
 
     def __init__(
         self,

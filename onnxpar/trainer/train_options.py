@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, TypedDict
 
 from onnxpar.base.custom_ops import HELP as LIBRARY_HELP
-from onnxpar.planner.option import NEEDED, OUTPUT, Option, option_lines
+from onnxpar.planner.option_entry import NEEDED, OUTPUT, Option, option_lines
 from onnxpar.runtime.ranks.cores import BINDINGS
 from onnxpar.trainer.iterables import Samples
 from onnxpar.trainer.rates import SCHEDULES

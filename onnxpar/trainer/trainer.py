@@ -165,8 +165,10 @@ class Trainer(Closing):
     def run(
         self, names: Sequence[str], batch: Mapping[str, Array], rate: float, seed: int | None = None
     ) -> list[Array]:
-        """Takes one step like `step`, and returns the outputs `names` as global arrays. Numbers
-        that are not finite are only reported in `problem`. Errors: InputError, RankError."""
+        """Takes one step, and returns the outputs `names` as global arrays. Without a `seed`, the
+        number of the step is the seed. If the loss or a parameter is not finite, the states stay as
+        before, and `problem` says why; unlike `step`, this does not raise. Errors: InputError,
+        RankError."""
         port = self.bundle.inputs[self.spec.rate]
         feeds = {**self._fed(batch), self.spec.rate: np.asarray(rate, port.dtype)}
         if self.spec.seed is not None:
@@ -182,7 +184,8 @@ class Trainer(Closing):
         return [values[name] for name in names]
 
     def _problem(self, values: Mapping[str, Array]) -> str:
-        """The reason why a step must not change the states; empty if it may."""
+        """Returns the reason why a step must not change the states, from its outputs; empty if it
+        may."""
         if values.get(SKIPPED):
             return "gradients are not finite"
         if not isfinite(loss := float(values[self.spec.loss])):
@@ -192,7 +195,8 @@ class Trainer(Closing):
         return f"the update of {_first(odd, 'of ', 'parameter')} is not finite" if odd else ""
 
     def _fed(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
-        """A batch whose samples all count, unless it says how many do. Errors: InputError."""
+        """Returns a batch with the input for the number of samples that count; by default, all.
+        Errors: InputError."""
         self._check_labels(batch)
         name = self.spec.samples
         if name is None or name in batch:
@@ -212,8 +216,8 @@ class Trainer(Closing):
         return {name: value for name, (value, _) in self.measure(batch).items()}
 
     def measure(self, batch: Mapping[str, Array]) -> dict[str, tuple[float, float]]:
-        """Like `evaluate`; also returns the weight of each mean among those of other batches, which
-        may be longer: the number of elements that count."""
+        """Like `evaluate`; each mean comes with its weight, by which the caller can average it over
+        batches of different lengths: the number of elements that count."""
         names = self.spec.evaluation
         outputs = self.session.run(names, self._fed(batch))
         values = dict(zip(names, map(float, outputs), strict=True))
@@ -229,9 +233,9 @@ class Trainer(Closing):
         }
 
     def hold(self, folder: str | os.PathLike[str]) -> None:
-        """Creates a folder for checkpoints, if it does not exist, and locks it until `close`, so
-        that no other run writes there. Errors: InputError if another run has locked it; ModelError
-        if not all processes see the folder; OnnxparError."""
+        """Locks a folder for checkpoints until `close`, so that no other run writes there; creates
+        it if it does not exist. Errors: InputError if another run has locked it; ModelError if not
+        all processes see the folder; OnnxparError."""
         place = Path(folder)
         if place not in self._held:
             self.together.first(lambda: self._lock(place))
@@ -251,8 +255,9 @@ class Trainer(Closing):
             self._locks.append(FolderLock(folder))
 
     def save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
-        """Writes a checkpoint into a folder of checkpoints; each rank writes its own shards. The
-        checkpoint gets its name only when it is complete and on disk. Errors: OnnxparError."""
+        """Writes a checkpoint, with the run's `progress`, into a folder of checkpoints; each rank
+        writes its own shards. The checkpoint gets its name only when it is complete and on disk.
+        Errors: OnnxparError."""
         self.finish_save()
         folder = Path(folder)
         with self._begun(folder, progress) as written:
@@ -305,8 +310,8 @@ class Trainer(Closing):
 
     @contextmanager
     def _begun(self, folder: Path, progress: Progress) -> Iterator[Path]:
-        """Yields a new folder that all processes see, for a checkpoint to write; removes the folder
-        if the block fails."""
+        """Yields a new folder, which all processes see, to write a checkpoint to; removes the
+        folder if the block fails."""
         self.hold(folder)
         written = folder / self.together.first(lambda: begin(folder, progress))
         try:
@@ -320,7 +325,7 @@ class Trainer(Closing):
             raise
 
     def _note(self, folder: Path, progress: Progress) -> None:
-        """Remembers a checkpoint that was saved."""
+        """Records which checkpoint was saved last."""
         self.checkpoint = folder / progress.name
         self._is_whole[self.checkpoint] = True
 
@@ -476,14 +481,15 @@ def held_by_first(folder: Path | None) -> Iterator[FolderLock | None]:
 
 
 def _first(names: Sequence[str], of: str, what: str) -> str:
-    """The first of several names, and how many others there are."""
+    """Returns the first of several names with what it is, and the number of others."""
     more = len(names) - 1
     others = f" and {of}{more} other {what}{'s' if more > 1 else ''}" if more else ""
     return f"{names[0]!r}{others}"
 
 
 def _not_here(slots: Sequence[Slot]) -> str:
-    """Names a state of a checkpoint that a step does not keep, and the remedy."""
+    """Returns a text that names a state of a checkpoint which a step does not keep, and the
+    remedy."""
     trained = [slot.input for slot in slots if slot.kind == "parameter"]
     if not trained:
         return (

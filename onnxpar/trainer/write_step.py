@@ -1,4 +1,4 @@
-"""Writes a training step as `grad` asks for it."""
+"""Writes a training step by the options of `grad`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnxpar.graph.write_model import export_model, write_model
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.planner.context import load_model
-from onnxpar.planner.option import check_options, same_names, table, with_defaults
+from onnxpar.planner.option_entry import check_options, same_names, table, with_defaults
 from onnxpar.planner.options import Options, manual_of
 from onnxpar.planner.refuse_overwriting import refuse_overwriting
 from onnxpar.planner.rewrite_dump import LOADING, STEP, RewriteDump
@@ -59,7 +59,7 @@ def _values_of(options: GradOptions) -> dict[str, Any]:
 
 
 def _request_of(values: Mapping[str, Any]) -> StepRequest:
-    """Returns what is asked of the step. Errors: StrategyError."""
+    """Returns the request of the step from the values of options. Errors: StrategyError."""
     margin = values["margin"], values["logit_scale"], values["interclass_filtering_threshold"]
     of_loss = {
         "margin": Margin(*margin),

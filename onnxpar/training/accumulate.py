@@ -18,9 +18,9 @@ from onnxpar.training.step_state import StepState
 
 
 def accumulate(to: StepState) -> None:
-    """Makes the graph process several micro-batches per step. The batch dimensions of inputs grow
-    by their number, loss and gradients become sums over the micro-batches, and each micro-batch in
-    turn updates the running statistics. Random numbers differ between micro-batches.
+    """Makes the graph process `request.accumulate` micro-batches per step. The batch dimensions of
+    inputs grow by this factor, loss and gradients become sums over the micro-batches, and each
+    micro-batch in turn updates the running statistics. Random numbers differ between micro-batches.
 
     Each micro-batch has the model's batch size. All micro-batches read the same value of an input
     that has no batch. Errors: StrategyError.
@@ -77,10 +77,13 @@ class _Iterations:
         running: Sequence[tuple[gs.Variable, gs.Variable]],
         known: Sequence[tuple[gs.Tensor, gs.Tensor]] = (),
     ) -> list[Value]:
-        """Adds a Scan that sums up the values `sums` over the micro-batches, and carries `running`,
-        pairs of a running statistic and its next value, from one iteration to the next. `known` are
-        pairs of a tensor and the tensor that is read in its place. Returns the totals and the last
-        statistics; adds nothing if there are no sums."""
+        """Adds a Scan over the micro-batches; returns the totals and the last statistics. Adds
+        nothing if there are no sums.
+
+        sums     values of the graph that the Scan sums up
+        running  pairs (running statistic, its next value), carried from one iteration to the next
+        known    pairs (tensor, tensor that the body reads in its place)
+        """
         if not sums:
             return []
         self.graph.nodes = list(self.nodes)
@@ -131,7 +134,8 @@ class _Iterations:
         return [outside.value(t) for t in results]
 
     def _micro_batches(self, outside: Builder, tensor: gs.Variable) -> Value:
-        """Returns an input, with a dimension of micro-batches before the others."""
+        """Returns an input of the graph for several micro-batches, with a dimension of
+        micro-batches before the others; `outside` adds the Reshape."""
         at, shape = self.dims[tensor.name], list(tensor.shape)
         apart = outside.value(self.long[tensor.name]).reshape(
             [*shape[:at], self.count, *shape[at:]]

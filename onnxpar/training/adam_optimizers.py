@@ -22,7 +22,7 @@ class Moments(Optimizer):
     counts: ClassVar[bool] = True
 
     def slots(self, shape: Sequence[int]) -> Slots:
-        """The moving averages."""
+        """Returns the shapes of both moving averages."""
         return {"exp_avg": shape, "exp_avg_sq": shape}
 
     def averages(self, g: Value, state: State) -> tuple[Value, Value]:
@@ -49,7 +49,8 @@ class Moments(Optimizer):
         return along, {"exp_avg": mean, "exp_avg_sq": square, **following}
 
     def kept(self, square: Value, state: State) -> Update:
-        """Returns the average of squares by which Adam divides, and further state for it."""
+        """Returns the average of squares by which Adam divides, given the new average `square`, and
+        further state for it."""
         return square, {}
 
 
@@ -61,7 +62,8 @@ class Adam(Moments):
     amsgrad: bool = False
 
     def slots(self, shape: Sequence[int]) -> Slots:
-        """The moving averages, and the largest average of squares."""
+        """Returns the shapes of the moving averages, and with `amsgrad` of the largest average of
+        squares."""
         more = {"max_exp_avg_sq": shape} if self.amsgrad else {}
         return {**super().slots(shape), **more}
 
@@ -121,7 +123,8 @@ class NAdam(Moments):
     momentum_decay: float = 4e-3
 
     def slots(self, shape: Sequence[int]) -> Slots:
-        """The moving averages, and 1 minus the product of all momentums so far: zero at first."""
+        """Returns the shapes of the moving averages, and of 1 minus the product of all momentums so
+        far, which is zero at first."""
         return {**super().slots(shape), "mu_complement": ()}
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:

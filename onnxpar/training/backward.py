@@ -52,9 +52,14 @@ WHO = "the training step"
 
 def add_backward(model: Model, request: StepRequest) -> StepState:
     """Appends a loss and its gradients with respect to the trained weights to the graph of a model
-    that was loaded for training; the graph's outputs do not change. Returns what was appended: of
-    one of several micro-batches, and of one of the program's ranks. Errors: StrategyError,
-    ModelError, PassError."""
+    that was loaded for training; the graph's outputs do not change. `request` has the options of
+    the step.
+
+    Returns the appended tensors, which `UPDATE` of `step.py` reads. With `request.accumulate`, they
+    are of one micro-batch; if `request.program` is a program per rank, of one rank.
+
+    Errors: StrategyError, ModelError, PassError.
+    """
     state = StepState(model, request)
     run_rewrites(BACKWARD, state, WHO)
     return state
@@ -99,8 +104,8 @@ def free_names(to: StepState) -> None:
 
 
 def find_weights(to: StepState) -> None:
-    """Finds the weights to train, and makes inputs of those of which each rank has a shard. Errors:
-    StrategyError."""
+    """Finds the weights to train. A weight of which each rank has a shard (in a program per rank)
+    becomes an input. Errors: StrategyError."""
     options, program, outputs = to.request, to.request.program, to.outputs
     named = [name for name in (options.loss, options.output) if name in outputs]
     ends = [str(outputs[named[0]].name)] if named else None
@@ -130,7 +135,8 @@ def lower(to: StepState) -> None:
 
 
 def copy_model(to: StepState) -> None:
-    """Copies the model for evaluations, if these differ from training."""
+    """Copies the model's nodes for evaluations, if a Dropout or BatchNormalization behaves
+    differently in training, or a moving average or a sample of classes replaces weights."""
     to.norms = [n for n in all_nodes(to.graph) if n.op == "BatchNormalization"]
     if to.has_messages:
         return
@@ -161,7 +167,7 @@ def add_mean_loss(to: StepState) -> None:
 
 
 def add_metrics(to: StepState) -> None:
-    """Appends the loss and other metrics of evaluations."""
+    """Appends the loss and other metrics for evaluations, in inference mode."""
     metrics = to.metrics
     if to.used is not None:
         used = {to.renamed.get(name, name): t for name, t in to.used.items()}
@@ -173,7 +179,7 @@ def add_metrics(to: StepState) -> None:
 
 
 def feed_weights(to: StepState) -> None:
-    """Makes inputs of the trained weights, and of those that the user freezes."""
+    """Makes the trained weights inputs of the graph, and also the weights that the user freezes."""
     trained = [t.tensor for t in to.weights.trained]
     to.parameters = [to.parts.get(t.name) or as_input(to.graph, t) for t in trained]
     to.frozen = [to.parts.get(t.name) or as_input(to.graph, t) for t in to.frozen]
@@ -196,15 +202,16 @@ def add_gradients(to: StepState) -> None:
 
 
 def compute_again(to: StepState) -> None:
-    """Computes blocks again in the backward pass."""
+    """Makes the backward pass compute blocks of the forward pass again, instead of keeping their
+    activations (`--recompute`)."""
     followed = {b.after.name: to.by_tensor.pop(b.after.name) for b in to.blocks}
     known = {name: value for name, value in followed.items() if value is not None}
     recompute(to.graph, to.forward, to.blocks, known)
 
 
 def gather_gradients(to: StepState) -> None:
-    """Makes the gradients of tables those of their rows, and leaves out parameters on which the
-    loss does not depend."""
+    """Records the gradient of each parameter on which the loss depends: of a lazily trained table,
+    the gradient of the rows that the step looks up."""
     for parameter in to.parameters:
         name = parameter.name
         gradient, lookups = to.by_tensor.get(name), to.lookups.get(name)
@@ -267,7 +274,8 @@ def settle_lost(to: StepState) -> None:
 
 
 def evaluate_averages(to: StepState) -> None:
-    """Makes evaluations read moving averages of the parameters."""
+    """Makes evaluations read the moving averages of parameters (`--ema`) in place of the
+    parameters."""
     evaluated = [value.tensor.name for value in to.evaluated.values()]
     to.averages = read_averages(to.graph, evaluated, to.parameters)
 

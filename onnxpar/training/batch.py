@@ -46,8 +46,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Compared:
-    """The tensor that a loss compares with labels or a target, and its dimensions that they share;
-    none if the tensor is the loss itself."""
+    """The tensor that a loss compares with labels or a target, and its dimensions that labels or
+    target have, too; `axes` is empty if the tensor is the loss itself."""
 
     tensor: gs.Tensor
     axes: Sequence[int] = ()
@@ -61,8 +61,9 @@ def find_batch(
     one_program: bool = True,
     grows: bool = False,
 ) -> Batch | None:
-    """Returns the batch of a model with these inputs; None if it has none.
+    """Returns the batch of a model with the inputs `fed`; None if it has none.
 
+    compared     the tensor that the loss compares with labels or a target
     given        dimensions that the user gives, by input, labels or target; None: has no batch
     one_program  False for the program of one of several ranks: then only sizes tell the batch
     grows        True if a step has several such batches
@@ -114,8 +115,9 @@ def _check(fed: Sequence[gs.Variable], compared: Compared, given: Mapping[str, i
 def _by_size(
     inputs: Sequence[gs.Variable], given: Mapping[str, int], compared: Compared, grows: bool
 ) -> dict[str, int]:
-    """Returns the first dimension of each input, if all have the same size; or, for a batch that
-    does not grow, those with the size of the labels or of the target. Errors: StrategyError."""
+    """Returns the first dimension of each input, if all inputs have the same size there; or, for a
+    batch that does not grow, the first dimension of each input whose size there is that of the
+    labels or of the target. Errors: StrategyError."""
     dims = {t.name: given.get(t.name, 0) for t in inputs}
     sizes = {t.name: int(t.shape[dims[t.name]]) for t in inputs}
     if len(set(sizes.values())) == 1 or len(given) == len(inputs):
@@ -189,7 +191,7 @@ class _Search:
         return batch_dims
 
     def of_labels(self, batch: Atoms) -> int:
-        """Returns the dimension of the labels or of the target."""
+        """Returns the dimension of the labels or of the target that is the batch."""
         own = [self._of(self.compared.tensor.name, axis) for axis in self.compared.axes]
         return own.index(batch) if batch in own else 0
 
@@ -244,8 +246,9 @@ class _Search:
         return [i for leaf, i in zip(leaves, links, strict=True) if leaf.atom == atom]
 
     def _of_loss(self) -> Atoms | None:
-        """Returns the atoms of the one dimension of inputs over which the loss is a mean or sum; of
-        several, those of the one that is first in its inputs. None if no single one is left."""
+        """Returns the atoms of the one dimension of inputs over which the loss is a mean or sum; if
+        there are several, of the one that is the first dimension in all of its inputs. None if that
+        leaves no or several."""
         dims = [(d, k) for t in self.inputs for k, d in enumerate(self._dims(t.name)) if d]
         averaged = {d for d, _ in dims if self._is_averaged(d[0])}
         if len(averaged) > 1:

@@ -102,8 +102,8 @@ def settle_batch_norms(
 
 
 def numbers_of(node: gs.Node, groups: int | None) -> int:
-    """Returns the number of values per channel that each statistic of a BatchNormalization
-    covers."""
+    """Returns the number of values per channel that each statistic of a BatchNormalization covers,
+    if the batch is divided into `groups` with statistics of their own (None: one group)."""
     batch, _, *space = node.inputs[0].shape
     return int(batch // (groups or 1) * prod(space))
 
@@ -123,8 +123,8 @@ def _bessel(node: gs.Node, groups: int | None) -> float:
 def _scaled(
     graph: gs.Graph, node: gs.Node, pair: tuple[gs.Tensor, gs.Tensor], scale: float
 ) -> tuple[gs.Tensor, gs.Tensor]:
-    """Makes a node move a running variance by a multiple of the variance of a batch; returns the
-    running variance with its next value.
+    """Makes a node move its running variance by `scale` times the variance of a batch; returns the
+    running variance with its next value. `pair` has both as they are without a scale.
 
     The node reads the running variance divided by `scale`, and its result is multiplied:
     onnxruntime's kernel overwrites what it reads, so nothing can read the running variance itself

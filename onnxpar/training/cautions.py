@@ -94,7 +94,7 @@ def _source(tensor: gs.Tensor) -> gs.Node | None:
 
 def _is_missed(left: Left) -> bool:
     """True if an untrained tensor deserves a warning: it has at least two dimensions, and the user
-    did not freeze or leave it out."""
+    has neither frozen it nor chosen other weights."""
     if left.reason in (FROZEN, UNNAMED, STOPPED) or len(left.tensor.shape) < 2:
         return False
     return left.reason != HELD or left.in_role
@@ -130,8 +130,9 @@ def _of_folded(model: Model, weights: Weights) -> Iterator[str]:
 
 
 def _of_shared(weights: Weights, shared: Mapping[str, int]) -> Iterator[str]:
-    """Yields a sentence about scale or bias vectors that several nodes read: an exporter that
-    stores equal tensors once merges parameters that are equal before training."""
+    """Yields a sentence about scale or bias vectors that several nodes read (`shared`: number of
+    readers, by name): an exporter that stores equal tensors once merges parameters that are equal
+    before training."""
     tied = {t.name: shared[t.name] for t in weights.trained if t.name in shared}
     if tied:
         texts = [f"{name} (read by {count} nodes)" for name, count in tied.items()]

@@ -47,7 +47,8 @@ def cautions_of_stops(
 
 
 def _of_names(graph: gs.Graph, flows: Collection[str]) -> Iterator[str]:
-    """Yields a sentence on each Identity whose name says that it stops gradients."""
+    """Yields a sentence on each Identity whose name says that it stops gradients, although it does
+    not; `flows` are the tensors through which gradients flow."""
     for node in all_nodes(graph):
         if node.op != "Identity" or is_stop(node) or node.outputs[0].name not in flows:
             continue
@@ -78,7 +79,7 @@ def _of_estimators(graph: gs.Graph, flows: Collection[str]) -> Iterator[str]:
 
 
 def _cancels(node: gs.Node, inner: gs.Node) -> bool:
-    """True if two nodes together add a tensor and take it off again."""
+    """True if `inner` adds (or subtracts) a tensor, and `node` takes it off again."""
     outer = [t for t in node.inputs if all(n is not inner for n in t.inputs)]
     if len(outer) != 1:
         return False

@@ -36,8 +36,8 @@ class ClassGroups:
         return self.classes % self.count
 
     def apart(self, table: Value) -> Value:
-        """A table whose first dimension has the classes as [groups, size, ...], with zeros where a
-        group is smaller."""
+        """Returns a table whose first dimension is that of classes as [groups, size, ...], with
+        zeros where a group is smaller."""
         rest = table.shape[1:]
         if not self._larger:
             return table.reshape([self.count, self.size, *rest])

@@ -18,8 +18,8 @@ LossFunction = Callable[[Value, LossSettings, Targets], Metrics]
 
 
 def by_label(kind: str) -> LossFunction:
-    """Returns a cross-entropy whose targets are class numbers. The mean is weighted by the weights
-    of the labels' classes, as in PyTorch."""
+    """Returns the loss function of a cross-entropy of this kind, whose targets are class numbers.
+    The mean is weighted by the weights of the labels' classes, as in PyTorch."""
 
     def loss(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
         axis = _class_axis(y, settings)
@@ -87,7 +87,7 @@ def _cross_entropy(
     kind: str, y: Value, labels: Value, weights: Value | None, smoothing: float
 ) -> Value:
     """Returns the sum of the losses of labels, times their weights, times 1 - smoothing; classes
-    are dimension 1."""
+    are dimension 1 of `y`."""
     op = "NegativeLogLikelihoodLoss" if kind == "nll" else "SoftmaxCrossEntropyLoss"
     if weights is None:
         total = y.op(op, labels, ignore_index=IGNORED, reduction="sum")
@@ -97,8 +97,8 @@ def _cross_entropy(
 
 
 def _of_all_classes(y: Value, is_counted: Value, weights: Value | None) -> Value:
-    """Returns the sum, over the samples that count, of the mean weighted loss of all classes;
-    classes are dimension 1."""
+    """Returns the sum, over the samples for which `is_counted`, of the mean weighted loss of all
+    classes; classes are dimension 1 of the scores `y`."""
     of_class = y.op("LogSoftmax", axis=1)
     if weights is not None:
         of_class = of_class * weights.reshape([-1 if a == 1 else 1 for a in range(y.rank)])
@@ -107,9 +107,10 @@ def _of_all_classes(y: Value, is_counted: Value, weights: Value | None) -> Value
 
 
 def divergence(is_of_batch: bool) -> LossFunction:
-    """Returns a Kullback-Leibler divergence of log-probabilities from target probabilities: summed
-    over classes and divided by the number of samples (PyTorch's batchmean), or of all elements (its
-    mean). Takes the logarithm of a Softmax over the classes."""
+    """Returns the loss function of a Kullback-Leibler divergence of log-probabilities from target
+    probabilities: summed over classes, and divided by the number of samples (`is_of_batch`,
+    PyTorch's batchmean) or of all elements (its mean). If the model ends in a Softmax over the
+    classes, takes its logarithm."""
 
     def loss(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
         axis = _class_axis(y, settings)

@@ -38,7 +38,8 @@ def _is_undecayed(tensor: gs.Constant) -> bool:
 
 
 def _scales_or_shifts(node: gs.Node, index: int) -> bool:
-    """True if an operand is a bias of one dimension, or a scale or bias of a normalization."""
+    """True if operand `index` of a node is a bias of one dimension, or a scale or bias of a
+    normalization."""
     if index in _VECTORS.get(node.op, ()):
         return True
     if node.op not in ("Add", "Mul"):
@@ -61,7 +62,8 @@ def _scales_or_shifts(node: gs.Node, index: int) -> bool:
 
 
 def _is_normalized(tensor: gs.Tensor) -> bool:
-    """True if a tensor is divided by a root of its own statistics, by an op or in parts."""
+    """True if a tensor is divided by a root of its own statistics: by an op of normalization, or by
+    basic ops."""
     node = _made_by(tensor)
     if node is None:
         return False

@@ -18,7 +18,7 @@ _LEAST = 1e-30
 
 
 def of_difference(cost: Callable[[Value, float], Value]) -> LossFunction:
-    """Returns a loss that is a function of the differences between output and target, and of the
+    """Returns a loss function: `cost` of the differences between output and target, and of the
     setting delta (1 by default)."""
 
     def loss(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
@@ -30,12 +30,12 @@ def of_difference(cost: Callable[[Value, float], Value]) -> LossFunction:
 
 
 def square(difference: Value, delta: float) -> Value:
-    """Returns the squares."""
+    """Returns the squares of `difference`; has no `delta`."""
     return difference * difference
 
 
 def absolute(difference: Value, delta: float) -> Value:
-    """Returns the absolute values."""
+    """Returns the absolute values of `difference`; has no `delta`."""
     return difference.op("Abs")
 
 

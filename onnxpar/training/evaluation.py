@@ -19,8 +19,11 @@ def copy_for_use(
 ) -> dict[str, gs.Tensor] | None:
     """Appends copies of a model's nodes in which Dropout returns its input and BatchNormalization
     uses its running statistics. Returns the copies of the model's outputs by name; None, without
-    copies, if no node behaves differently in training, unless `always`. `takes_statistics` says
-    that every BatchNormalization will be set to training mode."""
+    copies, if no node behaves differently in training.
+
+    takes_statistics  every BatchNormalization will be set to training mode
+    always            copies the nodes in any case
+    """
     if not always and not any(_differs(node, takes_statistics) for node in all_nodes(graph)):
         return None
     copies, tensors = clone_nodes(list(graph.nodes), "evaluation/")

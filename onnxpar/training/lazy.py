@@ -32,7 +32,8 @@ class Rows(Protocol):
         """The values that identify these rows."""
 
     def read(self, table: Value) -> Value:
-        """Returns these rows of a table."""
+        """Returns the rows of `table` that this object stands for: the rows that the step
+        updates."""
 
     def copies(self, gradient: Value) -> Value:
         """Returns the gradient of each row, from the gradient of the table."""
@@ -100,10 +101,17 @@ def lazy_lookups(
     sample: Sample | None = None,
     apart: Collection[int] = (),
 ) -> dict[str, list[gs.Node]]:
-    """Returns the nodes that look up rows, by name of each trained table that a glob matches;
-    `sample` is the sample of a head, of which a step reads some rows. Nodes in `apart`, by id(), do
-    not train. Errors: StrategyError for a glob that matches no trained weight, or if another node
-    reads a table."""
+    """Returns, for each trained table that a glob matches, by its name, the nodes that look up
+    rows.
+
+    trained     the trained weights
+    parameters  the same weights as inputs of the graph
+    sample      the sample of a head's classes, whose rows a step reads
+    apart       nodes of the copy for evaluations, by id(): they do not train
+
+    Errors: StrategyError for a glob that matches no trained weight, or if another node reads a
+    table.
+    """
     names = [t.name for t in trained]
     chosen = {name for glob in globs for name in matching(glob, names, "--lazy")}
     return {p.name: _lookups(p, p.name, sample, apart) for p in parameters if p.name in chosen}
@@ -141,8 +149,8 @@ def lookup_gradient(
     gradients: Mapping[str, Value | None],
 ) -> tuple[Value, Rows] | None:
     """Returns the gradient of a table by slot, and the rows that have gradients; None if the loss
-    depends on no lookup. `gradients` has those of the results of `lookups`, by name. A slot without
-    a row is zero."""
+    depends on no lookup. `gradients` has the gradient of each result of the nodes `lookups`, by
+    name. A slot without a row is zero."""
     builder = Builder(graph, f"lazy/{table.name}")
     height, *width = table.shape
     indices, rows = [], []
@@ -174,8 +182,8 @@ def lookup_gradient(
 def sampled_gradient(
     sample: Sample, table: gs.Variable, gradients: Mapping[str, Value | None]
 ) -> tuple[Value | None, Drawn]:
-    """Returns the gradient of the sampled rows of a head, and these rows; `gradients` has those of
-    results, by name."""
+    """Returns the gradient of the sampled rows of a head (None if the loss does not depend on
+    them), and these rows. `gradients` has the gradient of each result, by name."""
     gradient = gradients[sample.readers[-1].outputs[0].name]
     return None if gradient is None else gradient.cast(table.dtype), Drawn(sample)
 

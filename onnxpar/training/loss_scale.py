@@ -59,8 +59,9 @@ class LossScale:
         return builder.value(tensor)
 
     def following(self, factor: Value, good: Value, finite: Value) -> tuple[Value, Value]:
-        """Returns the next factor and the next count of steps with finite gradients, given both
-        before the step (`good` is the count) and whether the step's gradients are finite."""
+        """Returns the next factor, and the next number of steps in a row with finite gradients;
+        `factor` and `good` are both before the step, and `finite` says whether its gradients are
+        finite."""
         enough = (good + 1).op("GreaterOrEqual", self.interval)
         grown = enough.where(factor * 2.0, factor)
         count = enough.where(0, good + 1)

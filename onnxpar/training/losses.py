@@ -46,10 +46,13 @@ def add_loss(
     """Appends a loss to a graph, with inputs for labels or targets; returns the loss and other
     metrics.
 
-    outputs  outputs of the model, by name
-    kind     one of LOSSES, or the name of an output that is a loss
-    output   the output to compare with the target; None if the model has only one
-    `check_loss` has accepted these options. Errors: StrategyError.
+    outputs   outputs of the model, by name
+    kind      one of LOSSES, or the name of an output that is a loss
+    output    the output to compare with the target; None if the model has only one
+    settings  settings of the loss
+    targets   the inputs for labels and targets
+
+    Call `check_loss` first. Errors: StrategyError.
     """
     if kind not in LOSSES:
         value = builder.value(outputs[kind])

@@ -91,7 +91,7 @@ class RankProgram(Program):
         ]
 
     def builder(self, graph: gs.Graph, prefix: str, parameter: str) -> Builder:
-        """Returns a builder for the update of a parameter; its `over_parts` sums over the
+        """Returns a builder for the update of a parameter, whose `over_parts` sums over the
         parameter's shards."""
         return _OfParts(graph, prefix, self.manual.split_over(parameter), self.manual.mesh)
 

@@ -59,7 +59,7 @@ MARGINS = tuple(_KINDS)
 class Margin:
     """The numbers of a margin softmax; None for the default of the loss.
 
-    margin     added by arcface to the angle of the label's class, or taken by cosface from its
+    margin     arcface adds it to the angle of the label's class, cosface subtracts it from the
                cosine
     scale      the factor of all cosines
     threshold  cosines of other classes above it become 0: these samples may have a wrong label
@@ -112,6 +112,7 @@ DEFAULT_MARGIN = Margin()
 
 
 def _classes(scores: Value, dtype: np.dtype[np.generic]) -> Value:
-    """The number of each class, with dimensions of size 1 for all others."""
+    """The number of each class, 0, 1, ..., as a tensor that broadcasts to `scores`, whose classes
+    are dimension 1."""
     shape: Sequence[int] = [-1 if a == 1 else 1 for a in range(scores.rank)]
     return scores.builder.arange(scores.shape[1], dtype).reshape(shape)

@@ -62,8 +62,8 @@ class Adafactor(Optimizer):
         return self.shrunk(p, rate) - along * (length / beyond), following
 
     def _variance(self, g: Value, state: State, share: Value) -> Update:
-        """Returns the estimated mean squares of a gradient, and the next state, which moves by a
-        share towards the squares of this step."""
+        """Returns the estimated mean squares of a gradient, and the next state, which moves by the
+        fraction `share` towards the squares of this step."""
         square = g * g
 
         def moved(slot: str, to: Value) -> Value:

@@ -40,8 +40,8 @@ class Targets:
         return self.made[name]
 
     def mean(self, each: Value) -> Mean:
-        """Returns the mean of a number for each element of the target, over the samples of a batch
-        that may have fewer than the graph has room for."""
+        """Returns the mean of `each`, a number for each element of the target. If a batch may have
+        fewer samples than the graph has room for, only as many as the input SAMPLES says count."""
         batch = self.batch
         if batch is None or each.rank == 0 or each.shape[batch.of_labels] != batch.size:
             return Mean(each.mean())
@@ -65,8 +65,8 @@ class Mean:
     count: Value | None = None
 
     def of(self, count: Value | None, parts: int) -> Value:
-        """Returns the batch's summand in the mean over a larger batch of `parts` parts; `count` is
-        the sum of the counts of all parts. NaN if nothing counts."""
+        """Returns the part of this batch in the mean over a larger batch of `parts` batches;
+        `count` is the sum of their counts. NaN if nothing counts."""
         if count is None:
             return self.total if parts == 1 else self.total * (1 / parts)
         return self.total / count.cast(self.total.dtype)

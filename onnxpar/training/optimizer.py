@@ -62,7 +62,7 @@ class Optimizer:
         return g + p * self.weight_decay if self.weight_decay else g
 
     def shrunk(self, p: Value, rate: Value) -> Value:
-        """Returns the parameter after a decoupled weight decay."""
+        """Returns the parameter after decoupled weight decay: p * (1 - rate * weight_decay)."""
         return p - p * (rate * self.weight_decay) if self.weight_decay else p
 
 
@@ -72,6 +72,7 @@ def norm(x: Value) -> Value:
 
 
 def trust(length: Value, other: Value) -> Value:
-    """Returns the quotient of two norms; 1 if one of them is zero."""
+    """Returns the quotient length / other of two norms, as LAMB and LARS use it; 1 if one of them
+    is zero."""
     known = (length > 0.0).op("And", other > 0.0)
     return known.where(length / known.where(other, 1.0), 1.0)

@@ -16,10 +16,11 @@ _FLAGS = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Group:
-    """The parameters whose names match a glob; the other fields are as in `Rule`.
+    """The parameters whose names match a glob, and how a step updates them.
 
-    text       what the user wrote, such as "*.embed*:lr_scale=0.1,weight_decay=0"
-    optimizer  another update rule, by name; None for that of the step
+    text       the user's text, such as "*.embed*:lr_scale=0.1,weight_decay=0"
+    lr_scale   factor of the step's learning rate
+    optimizer  another optimizer, by name; None for that of the step
     options    hyperparameters by name, in place of the optimizer's own
     """
 
@@ -41,14 +42,14 @@ class Group:
             raise _wrong(text)
         return Group(text, glob, lr_scale, name, numbers)
 
-    def rule(self, base: Optimizer) -> Rule:
-        """Returns the rule for this group in a step with the optimizer `base`. Errors:
+    def rule(self, base: Optimizer) -> UpdateRule:
+        """Returns the update rule of this group; `base` is the optimizer of the step. Errors:
         StrategyError."""
         if self.optimizer is not None:
             optimizer = make_optimizer(self.optimizer, **self.options)
             if optimizer is None:
                 raise _wrong(self.text)
-            return Rule(optimizer, self.lr_scale)
+            return UpdateRule(optimizer, self.lr_scale)
         known = [f.name for f in fields(base)]
         for key in self.options:
             if key not in known:
@@ -56,12 +57,13 @@ class Group:
                     f"--group {self.text}: the optimizer has no hyperparameter {key!r}; give "
                     f"{', '.join((_SCALE, *known))}"
                 )
-        return Rule(replace(base, **self.options), self.lr_scale)
+        return UpdateRule(replace(base, **self.options), self.lr_scale)
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How a parameter is updated; the learning rate is multiplied by `lr_scale`."""
+class UpdateRule:
+    """How a step updates a parameter: by `optimizer`, with `lr_scale` times the step's learning
+    rate."""
 
     optimizer: Optimizer
     lr_scale: float = 1.0
@@ -72,22 +74,25 @@ def rules_of(
     groups: Sequence[Group],
     names: Collection[str],
     undecayed: Collection[str],
-) -> tuple[dict[str, Rule], dict[str, list[str]]]:
-    """Returns the rule of each parameter, and the parameters by the summary's text about their
-    rule.
+) -> tuple[dict[str, UpdateRule], dict[str, list[str]]]:
+    """Returns the update rule of each parameter, and the names of parameters by a text about their
+    rule, for the summary.
 
-    Of the groups that match a parameter, only the last one applies. Parameters in `undecayed` are
-    not decayed, unless their group gives a weight decay. Errors: StrategyError for a group that
-    matches no parameter.
+    optimizer  the optimizer of the step
+    names      the names of all parameters
+    undecayed  parameters without weight decay, unless their group gives one
+
+    Of the groups that match a parameter, only the last one applies. Errors: StrategyError for a
+    group that matches no parameter.
     """
     of: dict[str, Group] = {}
     for group in groups:
         of |= dict.fromkeys(matching(group.glob, names, "--group"), group)
-    rules: dict[str, Rule] = {}
+    rules: dict[str, UpdateRule] = {}
     told: dict[str, list[str]] = {}
     for name in names:
         chosen = of.get(name)
-        rule = Rule(optimizer) if chosen is None else chosen.rule(optimizer)
+        rule = UpdateRule(optimizer) if chosen is None else chosen.rule(optimizer)
         what = [] if chosen is None else [f"--group {chosen.text}"]
         decides = chosen is not None and "weight_decay" in chosen.options
         if rule.optimizer.weight_decay and not decides:

@@ -68,8 +68,8 @@ def lower_precision(graph: gs.Graph, precision: str, weights: Collection[str]) -
 
 
 class _Lowering:
-    """The state of a lowering: `narrow` and `learned` hold the ids of tensors that got 16 bits, and
-    of floats that depend on weights or on inputs that are floats."""
+    """Makes a graph compute in 16 bits. `narrow` has the ids of tensors that got 16 bits; `learned`
+    those of floats that depend on weights, or on inputs that are floats."""
 
     def __init__(self, graph: gs.Graph, half: np.dtype[Any], weights: Collection[str]) -> None:
         self.opset = graph.opset
@@ -121,7 +121,7 @@ class _Lowering:
         return is_narrow and all(map(self._is_bendable, constants))
 
     def _is_float(self, tensor: gs.Tensor) -> bool:
-        """True for tensors of 32 bits, and for those that had them."""
+        """True for a tensor that had 32 bits in the model, whether or not it has 16 now."""
         is_single = tensor.dtype is not None and dtype_of(tensor) == np.float32
         return bool(tensor.name) and (is_single or id(tensor) in self.narrow)
 
@@ -135,8 +135,8 @@ class _Lowering:
         return constant.name in self.weights or np.prod(constant.shape) > FOLD_LIMIT
 
     def _is_bendable(self, constant: gs.Constant) -> bool:
-        """True for a constant that takes the type of other operands: a weight, or a single number
-        that 16 bits can hold."""
+        """True for a constant that takes the type of the other operands: a weight, or a single
+        number that 16 bits can hold."""
         if self._is_weight(constant):
             return True
         values = np.asarray(constant.values)
@@ -189,8 +189,8 @@ class _Lowering:
         return casts
 
     def _bounded(self, mask: gs.Tensor, nodes: list[gs.Node]) -> gs.Tensor:
-        """A mask whose finite numbers 16 bits can hold: the least one hides a key relative to the
-        other keys of its row, minus infinity always."""
+        """Returns a mask whose finite numbers 16 bits can hold. Its least number hides a key only
+        relative to the other keys of its row, minus infinity always: so both stay different."""
         least = np.array(-self.largest, np.float32)
         if isinstance(mask, gs.Constant) and not self._is_weight(mask):
             values = np.asarray(mask.values)
@@ -231,7 +231,7 @@ class _Lowering:
 
     def _narrowed(self, node: gs.Node, is_plain: bool) -> list[gs.Node]:
         """Gives the results of a node 16 bits; returns the casts that round them if it computes in
-        32."""
+        32 (not `is_plain`)."""
         casts = []
         for i, tensor in enumerate(node.outputs):
             if not self._is_float(tensor):

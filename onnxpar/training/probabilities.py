@@ -26,9 +26,9 @@ _COMBINES = ("Mul", "Max", "Min", "Mean", "Concat")
 
 
 def scores_behind(y: Value, op: str, axis: int | None = None) -> Value | None:
-    """Returns the scores from which a Sigmoid or Softmax (`op`) computes this tensor, moved like
-    the node's results; None if no such node does, or if it normalizes another dimension than
-    `axis`."""
+    """Returns the scores from which a Sigmoid or Softmax (`op`) computes `y`, moved by the same
+    nodes as that node's result; None if no such node does, or if it normalizes another dimension
+    than `axis`."""
     node, moves = made_by(y.tensor)
     if node is None or node.op != op:
         return None

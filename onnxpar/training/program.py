@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 
 class Program:
-    """One global program, which `onnxpar shard` may split over ranks."""
+    """The parts of a training step that differ for one global program, which `onnxpar shard` may
+    split over ranks, and for a program per rank."""
 
     @property
     def count(self) -> int:
-        """The number of ranks that compute a loss each."""
+        """The number of ranks that each compute a loss."""
         return 1
 
     def check(self, options: StepRequest) -> None:
-        """Errors: StrategyError for options that such a program cannot follow."""
+        """Errors: StrategyError for options that a program of this kind cannot have."""
 
     def is_part(self, name: str) -> bool:
         """True if each rank has a shard of this weight."""
@@ -34,7 +35,7 @@ class Program:
         return tuple(shape)
 
     def summed(self, graph: gs.Graph, value: Value) -> Value:
-        """Returns the sum of a number over the ranks that compute a loss each."""
+        """Returns the sum of a number over the ranks that each compute a loss."""
         return value
 
     def over_ranks(self, to: StepState) -> None:

@@ -81,7 +81,8 @@ def _common(readings: Sequence[Rows | None]) -> Rows | None:
 
 
 def _selected(node: gs.Node) -> Wants:
-    """Returns the rows that a node reads of its operands: some of the first if it picks few."""
+    """Returns the rows that a node reads of its operands: some rows of the first operand, if a
+    Gather or Slice picks few of them; else all."""
     axis, positions = _picked(node)
     unique = tuple(sorted({*positions.reshape(-1).tolist()}))
     is_few = unique and len(unique) <= _MOST * node.inputs[0].shape[axis]
@@ -105,8 +106,8 @@ def _picked(node: gs.Node) -> tuple[int, Positions]:
 
 
 def _passed(node: gs.Node, asked: Rows, weights: Collection[str]) -> Wants | None:
-    """Returns the rows of operands from which a node computes these rows of its result; None if it
-    needs other rows, too, or would read rows of a weight."""
+    """Returns the rows of each operand from which a node computes the rows `asked` of its result;
+    None if it needs other rows, too, or would read some rows of a weight."""
     results = [t for t in node.outputs if t.name]
     if len(results) > 1 or node.domain == DOMAIN or bodies(node):
         return None
@@ -127,7 +128,7 @@ def _passed(node: gs.Node, asked: Rows, weights: Collection[str]) -> Wants | Non
 
 
 def _is_free(rule: Rule, factor: str) -> bool:
-    """True if a node computes each element of a factor on its own, like all others."""
+    """True if a node computes each element along a factor by itself, and all in the same way."""
     tied = {f for group in (*rule.co_sharded, *rule.rings) for f in group}
     bound = {
         *rule.whole,
@@ -140,8 +141,8 @@ def _is_free(rule: Rule, factor: str) -> bool:
 
 
 def _axes(spec: Spec | None, factor: str) -> list[int] | None:
-    """Returns the dimension that is a factor, in a list; an empty one if the operand does not have
-    the factor, and None if it has it in another way."""
+    """Returns [dimension] if one dimension of an operand is the factor, [] if the operand does not
+    have the factor; None if it is only a part of a dimension, or of several."""
     having = [a for a, e in enumerate(spec or ()) if factor in expr_vars(e)]
     if len(having) > 1 or any((spec or ())[a] != Var(factor) for a in having):
         return None

@@ -127,9 +127,14 @@ def _block(
     active: Collection[str],
     parameters: Collection[str],
 ) -> Block | None:
-    """Returns the block of a group of nodes; None if other nodes read all its results. The gradient
-    of the last result that others read depends on no node of the group, so the group can wait for
-    it."""
+    """Returns the block of a group of nodes; None if other nodes read all its results. A block
+    waits for the gradient of the last result that others read, which depends on no node of the
+    group.
+
+    nodes       the nodes of the forward pass
+    active      names of activations: tensors that depend on parameters
+    parameters  names of parameters
+    """
     inside = {id(node) for node in group}
     results = [t for node in group for t in node.outputs if t.name]
     names = {t.name for t in results}
@@ -150,8 +155,8 @@ def _block(
 
 
 def _single(nodes: Sequence[gs.Node], active: Collection[str]) -> dict[int, gs.Tensor]:
-    """Returns the positions of nodes after which later nodes read a single activation of the nodes
-    so far, each with that activation."""
+    """Returns, by position of a node, the only activation of the nodes up to it that later nodes
+    read; no entry where they read none or several."""
     last: dict[str, int] = {}
     for i, node in enumerate(nodes):
         for tensor in node.inputs:
@@ -196,10 +201,9 @@ def _cost(cuts: Sequence[int], ends: dict[int, gs.Tensor], total: Sequence[int])
 def recompute(
     graph: gs.Graph, forward: int, blocks: Sequence[Block], gradients: dict[str, Value]
 ) -> None:
-    """Adds copies of blocks to the graph, and makes the backward pass, the nodes after the first
-    `forward`, read the copies instead of the forward pass's activations. `gradients` has the
-    gradients of the blocks' `after` tensors, by name; when such a gradient is known, the block is
-    computed again."""
+    """Makes the backward pass, the nodes of the graph after the first `forward`, read copies of the
+    blocks' nodes instead of the forward pass's activations. `gradients` has the gradient of each
+    block's `after`, by name; once it is known, the block is computed again."""
     backward = list(graph.nodes[forward:])
     first = list(graph.nodes[:forward])
     makers = {id(t): node for node in backward for t in node.outputs}

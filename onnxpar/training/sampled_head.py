@@ -45,8 +45,8 @@ class Head:
         return int(self.weight.shape[self.axis])
 
     def read(self, graph: gs.Graph, rows: gs.Tensor) -> None:
-        """Makes the nodes read some rows of the weight instead of the whole weight, and changes the
-        shapes of their results."""
+        """Makes the nodes read `rows`, some rows of the weight, instead of the whole weight, and
+        changes the shapes of their results."""
         count = int(rows.shape[self.axis])
         for node, axis in self.nodes:
             node.inputs = [rows if t is self.weight else t for t in node.inputs]
@@ -110,8 +110,9 @@ def _follow(nodes: Sequence[gs.Node], weight: gs.Tensor, axis: int) -> Head | st
 
 
 def _kept_axis(node: gs.Node, given: Mapping[int, int]) -> int | str:
-    """The dimension of a node's result that has the classes, which the operands in `given` have in
-    these dimensions; or why the node does not compute each class from one row of the weight."""
+    """Returns the dimension of a node's result that is that of classes; or the reason why the node
+    does not compute each class from one row of the weight. `given` has, by operand with classes,
+    their dimension."""
     rule = rule_of(node)
     specs = rule.inputs
     factors = {_factor(specs[i], axis) for i, axis in given.items() if i < len(specs)}

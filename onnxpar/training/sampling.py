@@ -58,10 +58,11 @@ class Sampling:
         return self.rate < 1
 
     def groups_of(self, classes: int, samples: int) -> ClassGroups:
-        """Returns the groups: by default as many as the largest divisor of the number of classes,
-        up to 64, at which a group's share of the sample has room for a whole batch of different
-        labels; else the largest up to 8. Errors: StrategyError if there are more groups than
-        classes, or if a batch may have more labels of a group than a smaller group has classes."""
+        """Returns the groups for a number of classes, and of samples in a batch. By default, their
+        number is the largest divisor of `classes`, up to 64, at which a group's share of the sample
+        has room for a whole batch of different labels; else the largest divisor up to 8. Errors:
+        StrategyError if there are more groups than classes, or if a batch may have more labels of a
+        group than a smaller group has classes."""
         if self.groups is None:
             divisors = [n for n in range(1, min(_MOST, classes) + 1) if classes % n == 0]
             roomy = [n for n in divisors if int(self.rate * (classes // n)) >= samples]
@@ -97,7 +98,8 @@ class Sample:
     """The sampled classes of a head.
 
     head     the nodes from the weight to the scores
-    groups   the groups of its classes
+    groups   groups of consecutive classes, independent of the mesh; a step samples equally many
+             classes of each
     chosen   the positions of the sampled rows in their groups, of shape [groups, kept]
     labels   the labels as positions among the sampled classes; ignored labels stay ignored
     readers  the nodes from the weight to its sampled rows
@@ -142,8 +144,8 @@ def sample_loss(
     targets: Targets,
     sampling: Sampling,
 ) -> Sample:
-    """Restricts the output that a loss reads to a sample of its classes; returns the sample. Other
-    arguments are as for `add_loss` and `sample_classes`. Errors: StrategyError."""
+    """Restricts the output from which a loss is computed to a sample of its classes; returns the
+    sample. The arguments are as for `add_loss` and `sample_classes`. Errors: StrategyError."""
     if loss not in BY_LABEL:
         raise StrategyError(
             f"--sample-rate {sampling.rate}: the loss {loss!r} has no classes; only "
@@ -176,8 +178,15 @@ def sample_classes(
     labels: gs.Variable,
     sampling: Sampling,
 ) -> Sample:
-    """Makes a graph compute an output for a sample of the classes only, in place; returns the
-    sample. `weights` are the trained weights. Errors: StrategyError."""
+    """Makes a graph compute an output for a sample of its classes only, in place; returns the
+    sample.
+
+    weights   the trained weights, of which one is that of the head
+    labels    the input of labels
+    sampling  the options of the sample
+
+    Errors: StrategyError.
+    """
     if len(output.shape or ()) != 2:
         raise StrategyError(
             f"--sample-rate: output {output.name!r} has the shape {list(output.shape or ())}; only "
@@ -216,7 +225,8 @@ def _seed(graph: gs.Graph) -> gs.Variable:
 
 
 def _chosen(seed: Value, labels: Value, groups: ClassGroups, kept: int) -> Value:
-    """The positions of the kept classes in each group, in ascending order."""
+    """Returns the positions of the `kept` classes in each group, in ascending order: those of the
+    labels, and others at random."""
     builder = seed.builder
     drawn = integers_of(seed, builder.arange(groups.classes, np.int64))
     score = builder.constant(np.full(labels.shape, _KEPT, np.int64))
@@ -248,7 +258,7 @@ def _with_classes(rows: Value, axis: int) -> Value:
 
 
 def _positions(chosen: Value, groups: ClassGroups) -> Value:
-    """For each class, its position among the sampled ones; 0 for others."""
+    """For each class, its position among the sampled ones, `chosen` (per group); 0 for others."""
     count, kept = chosen.shape
     builder = chosen.builder
     numbers = builder.arange(count * kept, np.int64).reshape([count, kept])

@@ -41,7 +41,7 @@ from onnxpar.training.gradients.trained import Weights
 from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.loss_scale import GOOD, is_finite
 from onnxpar.training.optimizers import lazy_form
-from onnxpar.training.parameter_groups import Rule, rules_of
+from onnxpar.training.parameter_groups import UpdateRule, rules_of
 from onnxpar.training.rewrite import add_output
 from onnxpar.training.step_state import StepRequest, StepState
 
@@ -59,7 +59,7 @@ def make_step(
 
 
 def describe(to: StepState) -> None:
-    """Begins the description of the step, which has none of the model's outputs."""
+    """Begins the description of the step (`Step`), and removes the model's outputs."""
     scale = to.request.scale
     fed = [t.name for t in to.graph.inputs if default_of(t) is None]
     names = {what: str(tensor.name) for what, tensor in to.targets.made.items()}
@@ -78,7 +78,7 @@ def describe(to: StepState) -> None:
 
 
 def output_loss(to: StepState) -> None:
-    """Adds the output of the loss, and notes the gradients."""
+    """Adds the loss as an output of the step, and records the names of the gradients."""
     for name, gradient in to.gradients.items():
         of = to.step.rows if name in to.rows else to.step.gradients
         of[name] = gradient.tensor.name
@@ -94,7 +94,7 @@ def divide_by_scale(to: StepState) -> None:
 
 
 def add_norm(to: StepState) -> None:
-    """Adds up the squares of all gradients."""
+    """Computes the sum of the squares of all gradients."""
     kind = _number(to)
     squares = {n: _norm(g, "ReduceSumSquare", kind) for n, g in to.gradients.items()}
     to.total = to.request.program.totals(to.builder, squares)[1].sum()
@@ -196,7 +196,7 @@ def write_description(to: StepState) -> None:
 
 
 def _update(
-    to: StepState, parameter: gs.Variable, rule: Rule, rate: Value, count: Value | None
+    to: StepState, parameter: gs.Variable, rule: UpdateRule, rate: Value, count: Value | None
 ) -> Value:
     """Adds outputs for the next values of a parameter and its optimizer state; returns the new
     values: the whole parameter, or the rows of a lazily trained table."""
@@ -239,7 +239,13 @@ def _update(
 
 def _average(to: StepState, p: Value, following: Value, count: Value, decay: float) -> None:
     """Adds the update of the moving average of a parameter. The first update sets it to the
-    parameter itself, as torch.optim.swa_utils.get_ema_multi_avg_fn does."""
+    parameter itself, as torch.optim.swa_utils.get_ema_multi_avg_fn does.
+
+    p          the parameter before the step
+    following  the parameter after it
+    count      the number of updates
+    decay      how much of the average is kept
+    """
     before = p.builder.value(to.averages[p.tensor.name])
     moved = before * decay + following * (1 - decay)
     after = count.equal(1.0).where(following, moved)
@@ -247,7 +253,7 @@ def _average(to: StepState, p: Value, following: Value, count: Value, decay: flo
 
 
 def _number(to: StepState) -> np.dtype[Any]:
-    """Returns the type of numbers over all gradients."""
+    """Returns the dtype for numbers computed from all gradients, such as their norm."""
     return np.result_type(np.float32, *(g.dtype for g in to.gradients.values()))
 
 
@@ -262,7 +268,8 @@ def _input(to: StepState, name: str, dtype: Any, shape: Sequence[int]) -> Value:
 
 
 def _slot(to: StepState, before: Value, after: Value, kind: str, of: str) -> None:
-    """Adds a state pair that passes `after` to the next step, unless gradients are not finite."""
+    """Adds a state pair: `after` is the value of `before` in the next step, unless gradients are
+    not finite. `kind` and `of` are as in `Slot`."""
     _add_slot(to, before, _checked(to, before, after), kind, of)
 
 

@@ -1,4 +1,4 @@
-"""A model while it becomes a training step, and what is asked of the step."""
+"""A model while it becomes a training step, and the request of the step."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ an int64."""
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What is asked of a training step: the options of `grad` by the same names, and these. Without
-    an optimizer, the step returns the gradients.
+    """The request of a training step: options of `grad`, by the same names, and these. Without an
+    optimizer, the step returns the gradients.
 
     output      the output that the loss compares with the target, if the model has several
     settings    settings of the loss
     scale       factor of the loss; gradients are divided by it again
     sampling    the fraction of classes that a step computes
     batch_dims  by input, the dimension that numbers samples; None for an input without one
-    groups      parameters with hyperparameters of their own; the last that matches holds
+    groups      parameters with hyperparameters of their own; the last that matches applies
     program     whether the model is one global program, or that of each rank
     """
 
@@ -121,7 +121,8 @@ class StepRequest:
 
 
 class StepState:
-    """A model while rewrites make a training step of it: what they find in it and add to it."""
+    """A model while rewrites make a training step of it, and the tensors that they find in it and
+    add to it."""
 
     weights: Weights
     targets: Targets
@@ -177,7 +178,7 @@ class StepState:
 
     @property
     def which(self) -> tuple[str, str | None, LossSettings]:
-        """Which loss, of which output, with which settings."""
+        """(loss, output, settings): the arguments of `add_loss`."""
         return self.request.loss, self.request.output, self.request.settings
 
     @property
@@ -203,12 +204,13 @@ class StepState:
         return [*(value.tensor for value in values), *(after for _, after in self.running)]
 
     def share_of(self, mean: Mean) -> Value:
-        """Returns the share of the graph's batch in a mean over all micro-batches and ranks."""
+        """Returns the part of the graph's batch in a mean over all micro-batches and ranks."""
         turns, ranks = self.request.accumulate, self.request.program.count
         return mean.of(self.count_of(mean), turns * ranks)
 
     def count_of(self, mean: Mean) -> Value | None:
-        """Returns the divisor of the sum; None if all elements count."""
+        """Returns the divisor of a mean over all ranks, as `Mean.count` has it (of one micro-batch,
+        until `accumulate` replaces it by that of all); None if all elements count."""
         if mean.count is None:
             return None
         key = id(mean.count)

@@ -79,8 +79,8 @@ class _Stops:
         return [(call, nodes) for (_, call), nodes in by_call.items()]
 
     def named(self) -> dict[str, list[gs.Tensor]]:
-        """Returns the tensors behind which a gradient may be stopped, by their names, and by those
-        of the nodes that make them."""
+        """Returns the tensors behind which a gradient may be stopped, by their own names and by the
+        names of the nodes that make them."""
         named: dict[str, list[gs.Tensor]] = {t.name: [t] for t in constants(self.graph)}
         for node in self.nodes:
             results = [t for t in node.outputs if t.name]
@@ -115,8 +115,8 @@ class _Stops:
             node.inputs[index] = self._copy(node.inputs[index])
 
     def _detached(self, call: Call, nodes: Sequence[gs.Node]) -> list[tuple[gs.Node, int]] | None:
-        """Returns where the nodes of a call read tensors whose detach() is not in the file; None if
-        that cannot be told."""
+        """Returns (node, index of the operand) where the nodes of a call read a tensor whose
+        detach() is not in the file; None if that cannot be told."""
         inner = {id(t) for node in nodes for t in node.outputs}
         reads = [
             (node, i)

@@ -28,7 +28,7 @@ from onnxpar.cost.measure import (
     group_sizes,
 )
 from onnxpar.cost.topology import ANY_HOST, CONSTANTS, Topology
-from onnxpar.planner.plan_options import options_of
+from onnxpar.planner.convert_options import options_of
 from onnxpar.runtime.ranks.cores import Core
 
 MODEL = Path(__file__).parents[2] / "models" / "gpt2.dynamo.static.onnx"

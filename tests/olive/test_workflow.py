@@ -15,9 +15,9 @@ import pytest
 
 import onnxpar
 from onnxpar.base.errors import ModelError, RankError
-from onnxpar.planner.option import table
+from onnxpar.planner.convert_options import options_of
+from onnxpar.planner.option_entry import table
 from onnxpar.planner.option_table import PlanOptions
-from onnxpar.planner.plan_options import options_of
 
 pytest.importorskip("olive.passes")
 

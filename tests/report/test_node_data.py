@@ -13,7 +13,7 @@ from small_models import HEAD, write_text
 import onnxpar
 from onnxpar.base.errors import OnnxparError
 from onnxpar.cli.command_line import main
-from onnxpar.planner.plan_options import options_of
+from onnxpar.planner.convert_options import options_of
 from onnxpar.report.explain import explain
 
 MODELS = Path(__file__).parents[2] / "models"

@@ -57,8 +57,8 @@ def main() -> int:
 
 
 class Agent:
-    """The ranks of this host. `asked` is the first line of the input, and `rest` the bytes read
-    after it."""
+    """Runs the ranks of this host. `asked` is the first line of the input, and `rest` the bytes
+    read after it."""
 
     def __init__(self, asked: Mapping[str, Any], rest: bytes, folder: Path) -> None:
         self._hub = folder / HUB
@@ -136,7 +136,8 @@ class Agent:
                 self._end()
 
     def _write_hub(self, text: str) -> None:
-        """Writes this text to the hub file, or removes the file if the text is empty."""
+        """Writes the address of rank 0's hub to the file in which this host's ranks look for it;
+        removes the file if the text is empty."""
         draft = self._hub.with_name("draft")
         draft.touch(0o600)
         draft.write_text(text)

@@ -23,7 +23,7 @@ LONGEST_PROBE = 30.0
 
 @dataclass(frozen=True)
 class _Rank:
-    """A rank of a launch, as the supervisor sees it."""
+    """A rank of a launch, with the interface that `Supervisor` needs."""
 
     launch: Launcher
     number: int

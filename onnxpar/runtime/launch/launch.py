@@ -66,8 +66,13 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Launched:
-    """The rank of this process, the number of ranks in total and on this host, the store where
-    they meet, and the address that this rank listens on: "" where its route to rank 0 begins."""
+    """The place of this process among ranks that a launcher started.
+
+    rank, size    its rank, and the number of all ranks
+    local_size    the number of ranks on this host
+    store         where the ranks meet
+    bind_address  the address on which this rank listens; "": that of its route to rank 0
+    """
 
     rank: int
     size: int

@@ -221,7 +221,7 @@ class LaunchedRank:
         self, names: Sequence[str], own: Mapping[str, Array], rows: Rows = None
     ) -> PartsOf:
         """Returns the shards of these tensors, or these rows of each shard, from all ranks. `own`
-        are this rank's shards. Whole tensors are not exchanged."""
+        has this rank's shards. Tensors that each rank holds whole are not exchanged."""
         split = [name for name in names if not self._parts[name].is_whole]
         parts: PartsOf = {name: {0: own[name]} for name in names if name not in split}
         if not split:
@@ -272,7 +272,8 @@ class LaunchedRank:
         return dtype, shape, dtype.itemsize * math.prod(shape)
 
     def _agree(self) -> None:
-        """Waits until all ranks have reached this point without an error."""
+        """Waits until all ranks have reached this point; fails on all ranks if one has an error
+        instead."""
         barrier(self._world, "agreement")
 
     @contextmanager
@@ -317,7 +318,7 @@ class LaunchedRank:
 
 
 def _cut(shape: tuple[int, ...], start: int, end: int) -> tuple[int, ...]:
-    """The shape of these rows of a tensor."""
+    """Returns the shape of rows `start` to `end` of a tensor of this shape."""
     return (max(min(end, shape[0]) - start, 0), *shape[1:])
 
 

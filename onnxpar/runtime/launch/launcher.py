@@ -55,7 +55,14 @@ class Command:
 
 @dataclass
 class _Agent:
-    """The agent that runs the ranks of a host; `lost` is the reason if the host is lost."""
+    """The agent that runs the ranks of a host.
+
+    ranks    its ranks
+    lines    the beginning of an unfinished line of its output
+    said     the end of its standard error
+    running  the ranks that still run
+    lost     the reason if the host is lost, else empty
+    """
 
     host: str
     process: subprocess.Popen[bytes]
@@ -76,9 +83,14 @@ class _Agent:
 
 
 class Launcher(Closing):
-    """Runs a command as ranks; `ranks` has the numbers of the ranks on each host. The output of
-    ranks goes to the output of this process. The end of the `with` block ends the ranks. `on_loss`
-    is called with each host that is lost, and the reason."""
+    """Runs a command as ranks on several hosts.
+
+    ranks    the numbers of the ranks on each host
+    on_loss  called with each host that is lost, and the reason
+
+    The output of ranks goes to the output of this process. The end of the `with` block ends the
+    ranks.
+    """
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ class Membership:
         return Generation(self._begun - 1, self.slots[:ranks])
 
     def lose(self, died: Collection[Slot]) -> bool:
-        """Notes that the ranks of these slots died, which ended a generation. Returns True if new
+        """Called when the ranks of these slots died, which ended a generation. Returns True if new
         ranks may start there, False if the slots are given up."""
         self.restarts += 1
         if self.restarts <= self.max_restarts:

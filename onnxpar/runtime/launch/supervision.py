@@ -114,9 +114,9 @@ class Supervisor:
         return asked, stuck
 
     def _prepare_next(self, generation: Generation, ends: Sequence[_End]) -> None:
-        """Gives up lost slots. A rank that had to be killed counts as lost only if nothing else
-        explains the end of the generation. Errors: RankError without an explanation or a restart
-        left."""
+        """Called after a generation that is not done: gives up lost slots. A rank that had to be
+        killed counts as lost only if nothing else explains the end of the generation. Errors:
+        RankError without an explanation or a restart left."""
         members = self._members
         gone = {end.slot.host for end in ends if end.status == HOST_GONE and not end.was_stuck}
         members.leave([slot for slot in members.slots if slot.host in gone])

@@ -26,7 +26,8 @@ class _Place:
 def expert_loads(
     mixtures: Sequence[Mapping[str, Any]], mesh: Mesh, events: Sequence[Sequence[Event]]
 ) -> Iterator[ExpertLoad]:
-    """Yields the load of each mixture of a plan that ran; `events` are the events of each rank."""
+    """Yields the load of each mixture of a plan that ran; `mixtures` are those of the plan,
+    `events` those of each rank."""
     for entry in mixtures:
         places = _places(Layout.from_json(entry["layout"]), mesh)
         tokens: Array = np.zeros(entry["experts"], np.int64)

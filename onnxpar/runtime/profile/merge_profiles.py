@@ -26,8 +26,13 @@ run."""
 
 @dataclass
 class _Rank:
-    """The runs (`spans`) and events of one rank, in seconds of its host's clock, and the `roots` of
-    its collectives by name."""
+    """The recordings of one rank, in seconds of its host's clock.
+
+    spans    runs
+    events   calls of nodes
+    roots    the root of each collective, by name
+    sources  the sources of each collective, by name
+    """
 
     host: str
     spans: list[Span]
@@ -49,7 +54,11 @@ def merge(
     seconds: Sequence[float] = (),
 ) -> Trace:
     """Returns the trace of all ranks without the first `left_out` runs, but always with the last
-    run. `sizes` are the open sizes of each run, and `seconds` what it took the session, in order.
+    run.
+
+    records  the profile of each rank
+    sizes    the open sizes of each run
+    seconds  the time of each run in the session
 
     A run that onnxruntime dropped on any rank is left out on all ranks.
     """
@@ -115,9 +124,9 @@ def _begin(record: Record, run: _Run) -> int:
 def _rank(
     rank: int, record: Record, numbers: Mapping[_Run, int], zero: int, finders: Collection[str]
 ) -> _Rank:
-    """Returns a rank's spans and events of the runs in `numbers`, which maps them to their numbers
-    in the trace. Times are relative to `zero`, in microseconds of rank 0's clock. Nodes of the
-    names `finders` split rows by expert."""
+    """Returns a rank's runs and events. `numbers` has the runs to take, with their numbers in the
+    trace. Times are relative to `zero`, in microseconds of rank 0's clock. Nodes named in `finders`
+    split rows by expert."""
     spans, events = [], []
     for program, recorded in record["programs"].items():
         runs = recorded["runs"]
@@ -154,9 +163,10 @@ def _rank(
 
 
 def _collective(node: Mapping[str, Any], end: int, told: Any) -> tuple[str, Collective | None]:
-    """Returns the name of a recorded node, and its collective. The completion of a collective has
-    the name of the collective. It `told` when a thread ran the collective, in microseconds before
-    `end`, and the bytes sent if these depend on data."""
+    """Returns the name of a recorded node, and its collective, if it is one. The completion of a
+    collective has the name of the collective. `told` has what the recorder read from shapes: when a
+    thread ran the collective, in microseconds before `end`, and the bytes sent if these depend on
+    data."""
     if "group" not in node:
         return node["name"], None
     name, kind = node.get("started", (node["name"], node["op"]))

@@ -127,9 +127,10 @@ def _program(
 
 
 def _told(args: dict[str, Any]) -> int | list[int] | None:
-    """Returns the sizes of a Split's results, or how many bytes an AllToAllV sent to others; for
-    a Complete, how many microseconds before its end the collective began and ended, and then what
-    the collective itself told; None for any other node. Profiles have shapes, but no values."""
+    """Returns what the shapes of a node's results tell: the sizes of a Split's results; the bytes
+    that an AllToAllV sent to others; for a Complete, how many microseconds before its end the
+    collective began and ended, and then what the collective itself told. None for any other node:
+    profiles have no values."""
     if args["op_name"] not in _TELL or not args.get("output_type_shape"):
         return None
     if args["op_name"] == "Split":
@@ -172,8 +173,8 @@ def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
 
 
 def _meeting(node: NodeProto, makers: Mapping[str, NodeProto]) -> dict[str, Any]:
-    """Returns group, root and sources of a node if it is a collective, that is, has a tag, or
-    completes one. An empty group stands for all ranks."""
+    """Returns group, root and sources of a node that has a tag, as collectives do, or that
+    completes a collective; an empty group stands for all ranks. Nothing for any other node."""
     if node.domain == "onnxpar" and node.op_type == _COMPLETE:
         start = makers[node.input[0]]
         kind = start.op_type.removeprefix(_START)

@@ -33,11 +33,16 @@ lane, because it may have a thread."""
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective: its ranks, the bytes that a rank sends per call, and the tensor. `wait` is the
-    time that this rank waited for the last rank, in seconds. None: unknown.
+    """A collective.
 
-    `transfer` is the start and the duration, in seconds, of a collective that a thread of the
-    plugin ran while the rank computed. The event is then its completion, and `wait` is unknown."""
+    group     its ranks
+    bytes     the bytes that a rank sends per call
+    wait      seconds for which this rank waited for the last rank
+    transfer  start and duration, in seconds, if a thread of the plugin ran it while the rank
+              computed; the event is then its completion, and `wait` is unknown
+
+    None: unknown.
+    """
 
     kind: str
     group: tuple[int, ...]
@@ -140,10 +145,16 @@ class NodeTimes:
 
 @dataclass(frozen=True)
 class Trace:
-    """The recorded runs of all ranks. `left_out` is the number of earlier runs that are not part of
-    the trace; `dropped` the number of later events that onnxruntime could not record. `sizes` has
-    each combination of open sizes, with the fraction of runs that used it; `experts` the load of
-    the experts of each mixture."""
+    """The recorded runs of all ranks.
+
+    spans     the runs
+    events    the calls of nodes
+    left_out  number of earlier runs that are not part of the trace
+    dropped   number of later events that onnxruntime could not record
+    sizes     each combination of open sizes, with the fraction of runs that used it
+    experts   the load of the experts of each mixture
+    seconds   the time of each run in the session
+    """
 
     model: str
     mesh: tuple[tuple[str, int], ...]

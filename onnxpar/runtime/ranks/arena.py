@@ -31,7 +31,7 @@ class Slot(NamedTuple):
 
 
 class Room(Protocol):
-    """Memory for outputs: an Arena or a Heap."""
+    """Memory to which a rank writes outputs: an Arena or a Heap."""
 
     def place(self, specs: Sequence[Spec]) -> list[Slot]: ...
 

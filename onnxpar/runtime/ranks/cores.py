@@ -39,9 +39,9 @@ class Share:
 def shares(
     ranks: int, bind: str = "cores", per_node: int = 0, cores: Sequence[Core] | None = None
 ) -> list[Share]:
-    """Returns each rank's share of `cores`, by default of those that this process may use; `bind`
-    is one of BINDINGS. Errors: InputError if the NUMA nodes with `per_node` ranks each hold too few
-    ranks.
+    """Returns each rank's share of `cores`, by default of those that this process may use. `bind`
+    is one of BINDINGS; `per_node` is the number of ranks on each NUMA node (0: any). Errors:
+    InputError if the NUMA nodes with `per_node` ranks each hold too few ranks.
 
     A rank runs on one NUMA node, or on several whole ones if there are fewer ranks than nodes;
     Linux then takes its memory from there. By default, each rank goes where it gets most cores: on
@@ -100,8 +100,8 @@ def _dealt(ranks: int, nodes: Sequence[Sequence[Core]], per_node: int) -> Deal:
 
 
 def _divided(own: Sequence[Core], ranks: int, bind: str, beside: Sequence[Core]) -> Iterator[Share]:
-    """Divides cores among ranks. A rank without several cores of its own is bound to the cores
-    `beside`; if there are none, it is not bound."""
+    """Divides the cores `own` among ranks. A rank without several cores of its own is bound to the
+    cores `beside`; if there are none, it is not bound."""
     single = [Core(core.node, (thread,)) for core in own for thread in core.threads]
     units = own if ranks <= len(own) else single
     around = _threads(beside if bind != "none" else [])

@@ -25,12 +25,10 @@ session."""
 class Doorbell:
     """Counts the calls of a session, and the answers of its ranks. The message of a call or an
     answer goes over a `Wire`. A call or an answer that equals the one before (`again`) has no
-    message: only the bell is rung. All ranks answer each call before the next. With `spins`, a
-    waiting process first spins for a while, and then sleeps; this needs a core for the session and
-    each rank.
+    message: only the bell is rung.
 
-    All ranks answer each call before the next. With `spins`, those who wait first look for a while,
-    and then sleep; this needs a core for the session and each rank.
+    All ranks answer each call before the next. With `spins`, a waiting process first spins for a
+    while, and then sleeps; this needs a core for the session and each rank.
     """
 
     def __init__(self, fd: int, ranks: int, spins: bool) -> None:

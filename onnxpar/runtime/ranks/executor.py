@@ -46,11 +46,8 @@ Facts = Mapping[str, Any]
 
 
 class Executor:
-    """Runs one rank's graph.
-
-    If all ranks hold the same whole tensor, only rank 0 returns it; with `everywhere`, every rank
-    does.
-    """
+    """Runs one rank's graph, again and again, and keeps its states. If all ranks hold the same
+    whole tensor, only rank 0 returns it; with `everywhere`, every rank does."""
 
     def __init__(
         self,
@@ -206,7 +203,11 @@ class Executor:
     ) -> RepeatedRun | None:
         """Prepares repetitions of the last run. Returns None if each run needs other memory: if a
         size depends on data, if a kept state is also fetched, is an input or a table on the host,
-        or if an input must be packed."""
+        or if an input must be packed.
+
+        order  the outputs of the rank's graph that were computed
+        slots  the memory of the results
+        """
         kept = self._states if request.keep else {}
         packed = any(is_packed(array.dtype) for array in feeds.values())
         if packed or self._row_outputs or not self._own.passed.isdisjoint(kept.values()):
@@ -380,15 +381,16 @@ class Executor:
             bind_input(self._binding.native, SIZES, self._sizes)
 
     def _order(self, request: Request) -> list[str]:
-        """Returns the outputs of the rank's graph to compute, fetched or kept, in order."""
+        """Returns the outputs of the rank's graph that a run computes, in order: to return them or
+        to keep them."""
         kept = self._states.values() if request.keep else ()
         every = (*request.fetch, *kept, *request.carried.values())
         asked = [name for each in every for name in self._computed(each)]
         return list(dict.fromkeys(asked))
 
     def _computed(self, name: str) -> Sequence[str]:
-        """Returns the outputs of the rank's graph for an output: for a table on the host, the
-        indices and the values of changed rows; else the output itself."""
+        """Returns the names of the rank's outputs from which output `name` is made: for a table on
+        the host, the indices and the values of changed rows; else `name` itself."""
         return self._row_outputs[name][1:] if name in self._row_outputs else (name,)
 
     def _bind_outputs(
@@ -444,8 +446,8 @@ class Executor:
         return slot
 
     def _lasting(self, name: str, value: ort.OrtValue | RowUpdate) -> ort.OrtValue | RowUpdate:
-        """Returns a value that can be kept: a copy if the output is an input passed through,
-        because the caller owns that memory."""
+        """Returns a value of an output that can be kept: a copy if the output is an input passed
+        through, because the caller owns that memory."""
         passed = name in self._own.passed
         return copy_of(view_of(value, self._ports[name].dtype)) if passed else value
 
@@ -464,7 +466,8 @@ class Executor:
 
 
 def _may_be(inferred: Sequence[int | str | None], shape: Sequence[int]) -> bool:
-    """True if a shape that onnxruntime inferred, empty for an unknown rank, allows this shape."""
+    """True if `shape` is possible by `inferred`, the shape that onnxruntime inferred, which is
+    empty if it does not know the rank."""
     pairs = zip(inferred, shape, strict=False)
     return not inferred or (
         len(inferred) == len(shape) and all(a == b for a, b in pairs if isinstance(a, int))

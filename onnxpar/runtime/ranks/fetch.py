@@ -95,7 +95,7 @@ def _sent_text(text: bytes, size: int, root: int, world: World) -> bytes:
 
 
 class _Fetch:
-    """The fetching of one sharded model.
+    """Fetches the files of one sharded model; all ranks make the same calls.
 
     each    the host of each rank, and whether it lacks files
     told    for each rank: the listed files that it has and needs, and the name of its folder for

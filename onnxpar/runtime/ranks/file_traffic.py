@@ -24,7 +24,7 @@ from onnxpar.runtime.session.bundle_files import BundleFiles
 
 class FileTraffic(Closing):
     """Sends files of a folder, and writes arriving files to `folder` (None: no file arrives).
-    `ends` has a text that names each rank."""
+    `ends` has a text that names each rank in errors."""
 
     def __init__(
         self, files: BundleFiles, world: World, folder: Path | None, ends: Sequence[str]
@@ -70,7 +70,9 @@ class FileTraffic(Closing):
         return file
 
     def _move(self, one: Transfer, at: int, length: int, turn: int) -> None:
-        """Sends or receives a piece of a file, if this rank takes part."""
+        """Sends or receives `length` bytes of a file from byte `at` on, if this rank takes part.
+        `turn`, 0 or 1, is the buffer to receive in: the other one may still be on its way to the
+        disk."""
         receives = self._rank in one.receivers
         if not receives and self._rank != one.source:
             return

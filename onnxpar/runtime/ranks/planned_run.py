@@ -1,4 +1,5 @@
-"""What a run asks of the ranks, and whether a run is the same again as one that was planned."""
+"""The request of a run to the ranks, and whether a run is the same again as one that was
+planned."""
 
 from __future__ import annotations
 
@@ -21,9 +22,16 @@ _NONE: Mapping[str, Any] = {}
 
 @dataclass(frozen=True)
 class Request:
-    """A run: the outputs to return, whether to keep states, run options, the values of the open
-    sizes, and the number of runs. `carried` has, by input, the output that is the value of the
-    input in the next run; such tensors are whole on all ranks."""
+    """The request of a run.
+
+    fetch    the outputs to return
+    keep     True to keep states
+    options  run options, as data
+    sizes    the values of the open sizes
+    times    the number of runs
+    carried  by input, the output that is its value in the next run; such tensors are whole on all
+             ranks
+    """
 
     fetch: Sequence[str]
     keep: bool = False
@@ -37,7 +45,7 @@ class Request:
 class PlannedRun:
     """A run whose checks, messages or bindings also serve each run that is the same again.
 
-    asked   what was asked for; an equal object asks for the same
+    asked   the request; an equal object requests the same
     feeds   dtype and shape of each input; one that is not a tensor of numbers is left out, so that
             no run is the same again
     places  where some of the inputs must be; the others may be anywhere
@@ -67,8 +75,8 @@ class PlannedRun:
         places: Places = _NONE,
         kept: KeptShapes = _NONE,
     ) -> bool:
-        """True if a run with these inputs needs no other plan. The same object `asked` must always
-        come with inputs of the same dtypes and shapes."""
+        """True if a run with this request and these inputs needs no other plan. The same object
+        `asked` must always come with inputs of the same dtypes and shapes."""
         if places != self.places or kept != self.kept or len(feeds) != len(self.feeds):
             return False
         if asked is self.asked:

@@ -172,9 +172,9 @@ class Processes:
                 self._fail(rank, what)
 
     def _lose(self, rank: RankProcess, what: str) -> NoReturn:
-        """Fails the call because a rank closed its connection, perhaps after its answer. Waits for
-        the process's exit code, which follows a moment later, or much later on a busy host. Errors:
-        RankError."""
+        """Called when a rank has closed its connection, perhaps after its answer: fails the call.
+        Waits for the process's exit code, which follows a moment later, or much later on a busy
+        host. Errors: RankError."""
         if rank.fate() is None and not rank.wait(CLOSING):
             rank.reply = {"error": "it closed its connection, but its process still runs"}
         self._fail(rank, what)

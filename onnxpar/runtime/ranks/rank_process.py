@@ -40,9 +40,14 @@ def command(module: str) -> list[str]:
 
 @dataclass
 class RankProcess:
-    """A rank's process and the connections to it: `work` for calls, `control` for its watch thread.
-    `outputs` is the descriptor of the file for its outputs, `silence` the seconds since its last
-    message."""
+    """A rank's process, and the connections to it.
+
+    work     for calls
+    control  for its watch thread
+    outputs  the descriptor of the file for its outputs
+    silence  seconds since its last message
+    reply    its answer to the current call, once it has arrived
+    """
 
     process: subprocess.Popen[bytes]
     work: Wire

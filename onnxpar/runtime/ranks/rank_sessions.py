@@ -12,8 +12,8 @@ from onnxpar.runtime.ranks import groups
 from onnxpar.runtime.ranks.rank_failure import load_text
 from onnxpar.runtime.session import openvino
 from onnxpar.runtime.session.bundle import Bundle
-from onnxpar.runtime.session.load_session import load_session
 from onnxpar.runtime.session.options import SLOW_FUSIONS, SessionSpec, keep_double
+from onnxpar.runtime.session.ort_session import load_ort_session
 
 
 class RankSessions:
@@ -75,7 +75,7 @@ class RankSessions:
         try:
             if spec.provider_options is None and options.intra_op_num_threads:
                 providers = openvino.with_threads(providers, options.intra_op_num_threads)
-            return load_session(
+            return load_ort_session(
                 str(file),
                 options,
                 [*spec.all_disabled(), *self._slow],

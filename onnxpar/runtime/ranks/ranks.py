@@ -49,7 +49,10 @@ def common_shapes(reported: Sequence[KeptShapes]) -> KeptShapes:
 class Ranks(Protocol):
     """All ranks of a bundle. The caller passes global arrays that are already checked; the same
     Request object always comes with feeds of the same dtypes and shapes.
-    `kept_shapes` are the global shapes of the states that the last run kept, by input."""
+
+    facts        facts about the sessions of ranks
+    kept_shapes  the global shapes of the states that the last run kept, by input
+    """
 
     bundle: Bundle
     facts: Facts
@@ -83,7 +86,8 @@ class StartRanks(Protocol):
 
 
 class _Piece(NamedTuple):
-    """A shard of an input in shared memory."""
+    """A shard of the input `name`, that of `rank`, and the array in shared memory to which it is
+    copied."""
 
     name: str
     parts: Shards
@@ -97,8 +101,13 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Run:
-    """A run that can be repeated: what it depends on, with the offsets of feeds in lasting memory,
-    the places of shards that are copied, the answers of the ranks and the shards of the outputs."""
+    """A run that can be repeated.
+
+    planned  what it depends on, with the offsets of feeds in lasting memory
+    pieces   the places of shards that are copied
+    answers  the answers of the ranks
+    outputs  the shards of the outputs
+    """
 
     planned: PlannedRun
     pieces: Sequence[_Piece]

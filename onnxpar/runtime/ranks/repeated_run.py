@@ -16,8 +16,8 @@ Values = Mapping[str, ort.OrtValue]
 
 
 class Turn(NamedTuple):
-    """Bound inputs and outputs, and the states in the bound outputs, by input; empty if the run
-    keeps none."""
+    """A binding of inputs and outputs for every second run, and the states in the bound outputs, by
+    input; empty if the run keeps none."""
 
     binding: Binding
     states: Values

@@ -132,7 +132,7 @@ class Server:
         return None if self._ran == before else self._ran
 
     def _tell(self, slots: Mapping[str, Slot]) -> None:
-        """Sets the answer to a run with these results."""
+        """Records these results as the answer to a run."""
         self._told = slots, self._executor.kept_shapes
         self._ran = {**self._sent(slots), "kept": self._executor.kept_shapes}
 
@@ -168,8 +168,9 @@ class Server:
         return {}
 
     def _feeds(self, message: Message) -> dict[str, Array]:
-        """Returns this rank's shards by name. The message gives the place of each: one [offset,
-        shape, whether it is in lasting memory] for all ranks, or a list with one for each rank."""
+        """Returns this rank's shards of inputs by name. The message has the place of each in shared
+        memory: one [offset, shape, whether the memory is lasting] for all ranks, or a list with one
+        for each rank."""
         self._inputs.map(message["size"])
         self._lasting.map(message["lasting"])
         feeds = {}

@@ -39,7 +39,7 @@ class SeveralRuns:
         return SeveralRuns(request, feeds, once, {**feeds, **own}, planned)
 
     def continued(self, request: Request, feeds: Mapping[str, Array]) -> SeveralRuns | None:
-        """Returns the runs of another request in the same memory; None unless each is the same
+        """Returns the runs of another request in the same memory; None unless each run is the same
         again."""
         once = replace(request, times=1)
         if not self.planned.is_again(once, feeds, _places(request, feeds)):

@@ -59,8 +59,8 @@ def _seconds(
     session: ort.InferenceSession, runs: int, cold: bool, communicates: bool
 ) -> list[float]:
     """Returns the seconds of each run: elapsed time if ranks communicate, else the CPU time of this
-    thread. This thread takes part in all work, and its CPU time does not include the load of other
-    processes."""
+    thread. The thread takes part in all work, and its CPU time does not include the load of other
+    processes. With `cold`, caches are emptied before each run."""
     clock = time.perf_counter if communicates else time.thread_time
     other = np.zeros(OTHER if cold else 0, np.int8)
     types = {"tensor(float)": np.float32, "tensor(bool)": np.bool_}

@@ -29,9 +29,13 @@ def planned(
     holders: Mapping[str, Collection[int]],
     needs: Mapping[str, Sequence[Collection[int]]],
 ) -> list[Transfer]:
-    """Returns the transfers of all files that are needed. `sizes` are the bytes of each file,
-    `holders` the ranks that have it, and `needs` the folders that lack it, each as the ranks that
-    can write there. Ranks send and write about equally many bytes."""
+    """Returns the transfers of all files that are needed. Ranks send and write about equally many
+    bytes.
+
+    sizes    the bytes of each file
+    holders  the ranks that have each file
+    needs    the folders that lack each file, a folder being the ranks that can write there
+    """
     sent, written = Counter[int](), Counter[int]()
     transfers = []
     for name, places in needs.items():

@@ -211,8 +211,8 @@ class Bundle:
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]], kept: Collection[str] = ()) -> Sizes:
         """Returns the values of the symbols that follow from these shapes, given by input name; 0
-        for a symbol that occurs in none of them. `kept` names the inputs that have their values
-        from an earlier run.
+        for a symbol that occurs in none of them. `kept` names the inputs whose values are kept from
+        an earlier run.
 
         Errors: InputError if two shapes contradict each other, naming both.
         """
@@ -368,8 +368,8 @@ def _parsed(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> None:
-    """Errors: ModelError if a model has ports that are not tensors of numbers, and also an output
-    whose dtype NumPy lacks. The former need a run without a binding, and there onnxruntime's Python
+    """Errors: ModelError if a model has both ports that are not tensors of numbers and an output
+    whose dtype NumPy lacks. The former need a run without a binding, in which onnxruntime's Python
     API cannot return such a dtype."""
     if any(port.is_value for port in (*inputs.values(), *outputs.values())):
         for port in outputs.values():
@@ -422,7 +422,7 @@ def _opened(tree: Any) -> Any:
 
 
 def _resolved(tree: Any, sizes: Mapping[str, int]) -> Any:
-    """Returns the JSON of a layout with its polynomials replaced by numbers."""
+    """Returns `tree`, the JSON of a layout, with its polynomials replaced by numbers."""
     if isinstance(tree, Polynomial):
         return tree.at(sizes)
     if isinstance(tree, list):

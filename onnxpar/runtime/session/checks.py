@@ -65,8 +65,8 @@ def check_kept(bundle: Bundle, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def check_array(port: Port, value: Any) -> Any:
-    """Returns the value as an array of the port's dtype and shape or, for types other than tensors
-    of numbers, as a value of the port's type. Errors: InputError."""
+    """Returns the value as an array of the port's dtype and shape; if the port is no tensor of
+    numbers, as a value of its type. Errors: InputError."""
     if port.is_value:
         return _check_value(port, value)
     if is_ort_value(value):

@@ -154,9 +154,9 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         *,
         keep_states: bool = False,
     ) -> None:
-        """Runs with the bound inputs, and writes outputs to their bound memory. Errors: those of
-        `run`; InputError if the binding belongs to another session, or if the memory of an output
-        does not fit."""
+        """Runs with the inputs bound in `iobinding`, and writes outputs to their bound memory.
+        Errors: those of `run`; InputError if the binding belongs to another session, or if the
+        memory of an output does not fit."""
         if not isinstance(iobinding, IOBinding) or iobinding._session is not self:
             raise InputError("the binding is of another session; make one with io_binding()")
         with self._lock:

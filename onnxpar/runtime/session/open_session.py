@@ -1,4 +1,4 @@
-"""Opens a session, and reads what the caller needs to know about the model."""
+"""Opens a session of a sharded model, and reads facts about the model for the caller."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ T = TypeVar("T")
 def open_session(
     make: Callable[..., S], par: str | os.PathLike[str], read: Callable[[Bundle], T], **options: Any
 ) -> tuple[S, T]:
-    """Makes a session of a sharded model, with the options of `make`, such as `InferenceSession`;
-    returns the session, and what `read` returns for the model.
+    """Makes a session of a sharded model; returns the session, and the result of `read` for the
+    model.
+
+    make     the class of the session, such as `InferenceSession`
+    par      the folder of the sharded model
+    read     reads facts about the model, or refuses it
+    options  those of `make`
 
     Calls `read` before ranks start, because it may refuse the model; under a launcher, after the
     start, because ranks may have to fetch the folder. Errors: those of `make` and `read`.

@@ -15,7 +15,7 @@ from onnxpar.runtime.session.tensors import is_packed
 
 class OwnShards:
     """A rank's shards of inputs and outputs, by name. With `everywhere`, every rank returns the
-    tensors that all hold whole; otherwise, the first one does."""
+    tensors that all ranks hold whole; otherwise, only the first does."""
 
     def __init__(self, bundle: Bundle, rank: int, *, everywhere: bool) -> None:
         self.ports: Mapping[str, Port] = {**bundle.inputs, **bundle.outputs}

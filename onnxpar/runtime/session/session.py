@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
 
 class _Checked(NamedTuple):
-    """A run that was checked: the names of the results, in order, and the request to the ranks."""
+    """A run that passed the checks: the names of the results, in order, and the request to the
+    ranks."""
 
     run: PlannedRun
     names: Sequence[str]

@@ -106,8 +106,8 @@ class Shards:
         return Shards(Layout(tuple(dims), self._all.partial, self._all.reduce), self._mesh)
 
     def _for_array(self, array: Array) -> Shards:
-        """Returns the shards for the data-dependent sizes of an array, which may be the global
-        array or a shard."""
+        """Returns the shards for the data-dependent sizes of `array`, which may be the global array
+        or a shard."""
         return self.of_shape({i: array.shape[i] for i in self._by_data})
 
     def take(self, whole: Array, rank: int) -> Array:
@@ -215,8 +215,7 @@ class Shards:
 
 
 class PortParts:
-    """The shards of all inputs and outputs of a bundle; `at` returns them for the open sizes of a
-    run."""
+    """The shards of all inputs and outputs of a bundle, at the open sizes of a run."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle

@@ -179,8 +179,8 @@ class ThreadRanks:
         self._pool.shutdown()
 
     def _all(self, work: Callable[[int], T], what: str) -> list[T]:
-        """Calls `work(rank)` for all ranks in parallel and returns the results, by rank. Errors:
-        RankError."""
+        """Calls `work(rank)` for all ranks in parallel and returns the results, by rank. `what`
+        names the work in errors. Errors: RankError."""
         self.check_usable()
         failed: list[Exception] = []
 

@@ -129,8 +129,8 @@ class HostTable:
             unmap(part)
 
     def copy_rows(self, at: Sequence[Array], of: Sequence[Array], part: Array) -> None:
-        """Copies the elements at the positions `of` in each dimension of `part`, a mapped array, to
-        the positions `at`, in blocks."""
+        """Copies elements of `part`, a mapped array, to the table, in blocks: those at the
+        positions `of` in each dimension, to the positions `at`."""
         count = max(BLOCK * len(self.array) // max(self.array.nbytes, 1), 1)
         for start in range(0, len(at[0]), count):
             rows = slice(start, start + count)

@@ -88,7 +88,7 @@ class KeptStates:
         self._updates = updates
 
     def put(self, name: str, part: Array) -> None:
-        """Keeps a copy of this rank's shard of a state."""
+        """Keeps a copy of `part`, this rank's shard of a state."""
         self._unsaved.discard(name)
         self._change({**self._kept, name: self._of(name, part)})
 
@@ -103,7 +103,7 @@ class KeptStates:
         self._change({})
 
     def _of(self, name: str, part: Array) -> Any:
-        """Returns a copy of a shard that can be kept."""
+        """Returns a copy of the shard `part` that can be kept."""
         if self._ports[name].is_value:
             return part
         if name not in self._on_host:
@@ -172,7 +172,7 @@ class KeptStates:
 
     def gather(self, files: StateFiles, parts: Mapping[str, Shards]) -> None:
         """Reads this rank's shards of tables from the files of ranks of any mesh, block by block,
-        and keeps them."""
+        and keeps them. `parts` are the shards of the states."""
         tables = {}
         for name, each in parts.items():
             shape = each.local_shape(self._rank)

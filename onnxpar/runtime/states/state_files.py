@@ -23,7 +23,7 @@ from onnxpar.runtime.session.tensors import is_packed
 from onnxpar.runtime.states.host_table import HostTable, row_blocks, unmap, unmap_written
 
 Origin = Mapping[str, Any]
-"""The mesh of the ranks that wrote files, and the layouts of the states in them, as JSON."""
+"""The mesh of the ranks that wrote files, and the layouts of the states in these files, as JSON."""
 
 ALIGN = 64
 """The alignment of tensors in a states file, in bytes."""

@@ -49,9 +49,9 @@ def attention(v: Vjp) -> Grads:
 
 
 def _with_scores(v: Vjp, mode: int, gradient: Value, visible: Value | None = None) -> Value:
-    """Returns a gradient of the scores at stage `mode`, plus the gradient of the node's last result
-    if the node returns the scores of that stage. Hidden scores get no gradient from the result if
-    `visible`, a mask, is given."""
+    """Returns a gradient of the scores, plus the gradient of the node's last result if that has the
+    scores of stage `mode` (ONNX's `qk_matmul_output_mode`). With a mask `visible`, hidden scores
+    get no gradient from the result."""
     dy = v.dys[3] if len(v.dys) > 3 else None
     if dy is None or v.attr("qk_matmul_output_mode") != mode:
         return gradient
@@ -73,8 +73,8 @@ class _Sequence:
             self.whole = past.op("Concat", self.whole, axis=2)
 
     def gradients(self, whole: Value) -> tuple[Value, Value | None]:
-        """Returns the gradients of the operand and of the cache, given the gradient of their
-        concatenation."""
+        """Returns the gradients of the operand and of the cache, given the gradient of both
+        together (`whole`)."""
         dys = self.v.dys
         present = dys[self.operand] if len(dys) > self.operand else None
         if present is not None:
@@ -85,7 +85,7 @@ class _Sequence:
 
 def _heads(v: Vjp, x: Value, role: str) -> Value:
     """Returns a tensor with the dimensions `batch head row element`. If `x` has three dimensions,
-    its last one is split into heads."""
+    its last one is split into heads; `role`, q or kv, says which attribute has their number."""
     if x.rank == 4:
         return x
     batch, rows, width = x.shape

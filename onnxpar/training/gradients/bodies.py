@@ -23,7 +23,8 @@ forward pass."""
 
 
 class Replay:
-    """A graph that computes a body again, and then its gradients.
+    """The body of a gradient's op: a graph that computes the body of a control-flow op again, and
+    then its gradients.
 
     graph    the graph; `close` sets its outputs
     builder  appends nodes to the graph
@@ -36,10 +37,14 @@ class Replay:
         self._copies: dict[int, gs.Tensor] = {}
 
     def compute(self, body: gs.Graph, provided: Mapping[int, gs.Tensor], drawn: Handed) -> None:
-        """Adds copies of a body's nodes. `provided` has tensors that the copies read instead of
-        tensors of the body, such as its inputs, by `id` of the body's tensor. `drawn` returns the
-        random numbers of the forward pass. Errors: ModelError if a nested body draws random
-        numbers."""
+        """Adds copies of a body's nodes.
+
+        provided  tensors that the copies read instead of tensors of the body, such as its inputs,
+                  by `id` of the body's tensor
+        drawn     returns the random numbers of the forward pass
+
+        Errors: ModelError if a nested body draws random numbers.
+        """
         self._copies.update(provided)
         for node in body.nodes:
             for inner in (n for n in _within(node) if draws(n)):

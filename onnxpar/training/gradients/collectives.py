@@ -42,8 +42,8 @@ def reduce_scatter(v: Vjp) -> Grads:
 
 
 def _of_reduced(v: Vjp, whole: Value, of_whole: Value) -> Value:
-    """Returns the gradient of this rank's operand of a reduction, given the whole result and its
-    gradient summed over the ranks."""
+    """Returns the gradient of this rank's operand of an AllReduce (sum, max, min or prod), given
+    its result `whole`, and `of_whole`, the result's gradient summed over the ranks."""
     op = v.node.attrs.get("op", "sum")
     if op == "sum":
         return of_whole

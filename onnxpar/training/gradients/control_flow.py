@@ -43,8 +43,8 @@ def if_(v: Vjp) -> Grads:
 def _branch(
     v: Vjp, key: str, other: str, wanted: Sequence[gs.Tensor]
 ) -> tuple[Replay, list[Value | None]]:
-    """Returns a copy of a branch with its gradients appended, and the gradients with respect to
-    `wanted`."""
+    """Returns a graph for the branch `key`, with its gradients appended, and the gradients with
+    respect to `wanted`. `other` is the other branch, which must return zeros for random numbers."""
     body, none = v.node.attrs[key], v.node.attrs[other]
     replay = Replay(v.builder.fresh(key), body.opset)
     results = zip(body.outputs, v.dys, strict=False)

@@ -1,4 +1,4 @@
-"""Gradients of convolutions."""
+"""Gradients of Conv and ConvTranspose."""
 
 from __future__ import annotations
 

@@ -83,7 +83,8 @@ class _Deformed:
         return (self.samples.picked * self.samples.shares).sum([3])
 
     def by_row(self, x: Value, depth: int) -> Value:
-        """Reshapes a tensor to a row for each group, image and window: `g (n p) depth`."""
+        """Reshapes a tensor to a row for each group, image and window: `g (n p) depth`; `depth` is
+        the size of a row."""
         x = x.reshape([self.count, self.groups, depth, self.places]).transpose([1, 0, 3, 2])
         return x.reshape([self.groups, self.count * self.places, depth])
 

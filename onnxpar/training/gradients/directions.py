@@ -14,8 +14,8 @@ from onnxpar.training.gradients.vjp import Vjp
 
 
 class Direction:
-    """One direction of a recurrent node. Its tensors have no dimension for directions; in
-    sequences, the dimension of steps comes first.
+    """One direction of a recurrent node (LSTM, GRU, RNN). Its tensors have no dimension for
+    directions; in sequences, the dimension of steps comes first.
 
     acts      the activations: f, g and h in the ONNX standard
     lengths   number of steps of each sequence, [1, batch, 1]; None if all sequences have all steps
@@ -57,8 +57,8 @@ class Direction:
         return states.swap(0, 1) if self.v.attr("layout") else states
 
     def _end(self, output: int) -> Value:
-        """Returns the gradient of a last state. It is zero for sequences without steps, because
-        their last state is zero and does not depend on the first state."""
+        """Returns the gradient of a last state, result `output`. It is zero for sequences without
+        steps, because their last state is zero and does not depend on the first state."""
         dy = self._state(self.v.dys[output] if output < len(self.v.dys) else None)
         if self.lengths is None:
             return dy
@@ -113,10 +113,14 @@ class Direction:
     def back(
         self, step: Callable[..., tuple[list[Value], Value]], states: list[Value], *sequences: Value
     ) -> tuple[Value, list[Value]]:
-        """Appends a Scan from the last step to the first. `step` takes the gradients of the states
-        after a step, and the step's elements of `sequences`; it returns the gradients of the states
-        before the step, and of the gates' operands. Returns the gradients of the gates' operands
-        for all steps, and of the initial states."""
+        """Appends a Scan from the last step to the first. Returns the gradients of the gates'
+        operands for all steps, and of the initial states.
+
+        step       takes the gradients of the states after a step, and the elements of `sequences`;
+                   returns the gradients of the states before the step, and of the gates' operands
+        states     the gradients of the states after the last step
+        sequences  values of all steps that `step` reads
+        """
 
         def scan_step(ends: list[Value], elements: list[Value]) -> tuple[list[Value], list[Value]]:
             before, gates = step(*ends, *elements)
@@ -166,6 +170,7 @@ def join(axis: int, *values: Value) -> Value:
 
 
 def frozen(dh: Value, before: Value, valid: Sequence[Value]) -> Value:
-    """Returns the gradient of the state before a step: `before`, or `dh`, the gradient of the state
-    after the step, for sequences that end before the step."""
+    """Returns the gradient of the state before a step: `before`; but for a sequence that has ended
+    before the step, `dh`, the gradient of the state after it. `valid` has the mask of steps, if
+    there is one."""
     return valid[0].where(before, dh) if valid else before

@@ -52,9 +52,9 @@ def einsum(v: Vjp) -> Grads:
 
 
 def _gradient(factors: list[Term], letters: str, sizes: dict[str, int]) -> Value:
-    """Returns the gradient of an operand with these letters, as an Einsum of `factors`. The product
-    is broadcast over letters that no factor has. If the operand repeats a letter, only the diagonal
-    is nonzero."""
+    """Returns the gradient of an operand with these letters: an Einsum of `factors`, the other
+    operands and the gradient of the result. It is broadcast over letters that no factor has;
+    `sizes` are those of letters. If the operand repeats a letter, only the diagonal is nonzero."""
     unique = "".join(dict.fromkeys(letters))
     product = _product(factors, "".join(a for a in unique if any(a in f.letters for f in factors)))
     lacking = [i for i, a in enumerate(unique) if not any(a in f.letters for f in factors)]

@@ -35,8 +35,8 @@ def scatter_each(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> 
 
 
 def without_padding(gather: gs.Node, indices: Value, dy: Value) -> Value:
-    """Returns the gradient of the rows that a Gather looks up, zero for the row that it does not
-    train."""
+    """Returns `dy`, the gradient of the rows that a Gather looks up, with zeros for the row that
+    the lookup does not train (torch's `padding_idx`), if there is one."""
     row = padding_row(gather)
     if row is None:
         return dy

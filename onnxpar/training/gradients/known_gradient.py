@@ -57,8 +57,8 @@ def _operand(index: int) -> str:
 
 
 def _reference(graph: gs.Graph, node: gs.Node) -> list[Value | None]:
-    """Applies a node's gradient rule in a new graph, and returns the operands' gradients. The
-    graph's operands are named by `_operand`."""
+    """Applies a node's gradient rule in a new graph, and returns the operands' gradients. The new
+    graph has inputs in place of the node's operands, with the names that `_operand` gives."""
     operands = [
         gs.Variable(_operand(i), t.dtype, t.shape) if t.name else gs.Variable.empty()
         for i, t in enumerate(node.inputs)

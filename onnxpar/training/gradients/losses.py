@@ -31,8 +31,8 @@ def negative_log_likelihood(v: Vjp) -> Grads:
 
 
 class _ClassLoss:
-    """A loss over classes: the negative score of each sample's label, times the weight of the
-    label's class."""
+    """The loss over classes that a node computes: the negative score of each sample's label, times
+    the weight of the label's class."""
 
     def __init__(self, v: Vjp) -> None:
         self.v = v

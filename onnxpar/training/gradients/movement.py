@@ -95,9 +95,8 @@ def _computed_slice(v: Vjp, gradient: Value) -> Value:
 
 
 def _spread(dy: Value, axis: int, places: range) -> Value:
-    """Returns the gradient of a slice that took the positions `places` of a dimension: with the
-    elements in ascending order of position, and with zeros inserted for skipped positions between
-    them."""
+    """Returns the gradient of a Slice that took the positions `places` of dimension `axis`: the
+    elements in ascending order of position, with zeros between them for skipped positions."""
     step = abs(places.step)
     if places.step < 0:
         last, end = np.array([-1], np.int64), np.array([np.iinfo(np.int64).min], np.int64)
@@ -152,8 +151,8 @@ def _border(dy: Value, before: Sequence[int], after: Sequence[int]) -> Value | N
 def _folded(
     dy: Value, shape: Sequence[int], before: Sequence[int], after: Sequence[int], mode: str
 ) -> Value:
-    """Returns the gradient of a padding that copies elements: for each element, the sum over its
-    copies. Each dimension takes a product with a matrix of zeros and ones."""
+    """Returns the gradient of a Pad that copies elements (`mode`): for each element, the sum over
+    its copies. Each dimension takes a product with a matrix of zeros and ones."""
     for axis, (b, a) in enumerate(zip(before, after, strict=True)):
         if not b and not a:
             continue

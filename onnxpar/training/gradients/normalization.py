@@ -45,7 +45,7 @@ def _through_scaling(d: Value, normal: Value, inverse: Value, axes: Sequence[int
 
 
 def _fitted(v: Vjp, *gradients: Value) -> Grads:
-    """Returns gradients by operand, each summed to the operand's shape and then rounded to its
+    """Returns the gradients of operands, each summed to the operand's shape and then rounded to its
     dtype."""
     operands = (v.operand(i) for i in range(len(gradients)))
     return [
@@ -111,7 +111,8 @@ def _skipped(v: Vjp, bias: int) -> Value:
 
 
 def _with_sum(v: Vjp, through: Value) -> Value:
-    """Returns the gradient of the sum, plus the gradient of the node's result that is this sum."""
+    """Returns the gradient of the sum that is normalized: `through`, which comes through the
+    normalization, plus the gradient of the result that is the sum itself."""
     beside = v.dys[3] if len(v.dys) > 3 else None
     return through if beside is None else through + beside.wide()
 

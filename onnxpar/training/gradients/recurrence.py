@@ -97,8 +97,7 @@ def _of_gru(direction: Direction) -> Passed:
 
 
 def _cut(weight: Value | None, at: int) -> tuple[Any, Any]:
-    """Returns the first `at` rows of a weight, and the other rows; None for both without a
-    weight."""
+    """Returns the first `at` rows of a weight, and the others; (None, None) without a weight."""
     if weight is None:
         return None, None
     return weight.slice(0, at, 0), weight.slice(at, weight.shape[0], 0)
@@ -217,7 +216,7 @@ def _gradients(v: Vjp, passed: Callable[[Direction], Passed]) -> Grads:
 
 
 def _add_y(v: Vjp) -> None:
-    """Adds the result Y to the node, if the node does not return it yet."""
+    """Makes the node return Y, all states, if it does not yet: the gradient reads it."""
     count = v.operands[1].shape[0]
     shape = [*v.x.shape[:2], v.operands[2].shape[-1]]
     shape.insert(2 if v.attr("layout") else 1, count)

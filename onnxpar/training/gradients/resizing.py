@@ -36,7 +36,8 @@ def resize(v: Vjp) -> Grads:
 
 
 def _shares(elements: Taps, size: int) -> np.ndarray:
-    """Returns a matrix of weights: a row per result, a column per element."""
+    """Returns the matrix by which a Resize multiplies a dimension of `size` elements: a row per
+    result, a column per element."""
     shares = np.zeros((len(elements.index), size))
     np.add.at(shares, (np.arange(len(shares))[:, None], elements.index), elements.weight)
     shares[elements.outside] = 0

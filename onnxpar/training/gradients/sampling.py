@@ -175,7 +175,8 @@ def _paired(x: Value) -> Value:
 
 @vjp("AffineGrid")
 def affine_grid(v: Vjp) -> Grads:
-    """A grid is the product of the transformation with the points of an image."""
+    """The gradient of the transformation; a grid is the product of the transformation with the
+    points of an image."""
     count, *space, dims = v.y.shape
     identity = v.builder.constant(np.eye(dims, dims + 1)[None], v.x.dtype)
     sizes = np.array([1, 1, *space], np.int64)
@@ -209,8 +210,8 @@ def roi_align(v: Vjp) -> Grads:
 
 
 def _region_shares(v: Vjp, axis: int, size: int) -> Value:
-    """Returns the weight of each element of a dimension in each cell of each region, `r cell
-    element`."""
+    """Returns the weight of each element of dimension `axis`, which has `size` elements, in each
+    cell of each region: `r cell element`."""
     rois, dtype = v.operands[1], v.x.dtype
     cells, scale = v.y.shape[3 - axis], v.attr("spatial_scale")
     halves = v.attr("coordinate_transformation_mode") == "half_pixel"

@@ -61,7 +61,8 @@ class _Scattered:
         self.x, self.at, self.updates, self.y, self.dy, self.axis = x, at, updates, y, dy, axis
 
     def gradients(self, how: str) -> Grads:
-        """Returns the gradients of x, the indices (None) and the updates, for a reduction."""
+        """Returns the gradients of x, the indices (None) and the updates, for the reduction `how`
+        (none, add, mul, max or min)."""
         if how == "add":
             return self.dy, None, self.pick(self.dy)
         if how == "mul":

@@ -84,8 +84,8 @@ class Steps:
         raise NotImplementedError
 
     def given(self) -> dict[int, gs.Tensor]:
-        """Returns tensors for the inputs of the body's copy, except carried values, by `id` of the
-        body's input."""
+        """Returns the tensors that the copy of the body reads as its inputs, except carried values,
+        by `id` of the body's input."""
         raise NotImplementedError
 
     def row(self, stack: gs.Tensor, like: gs.Tensor, result: int | None = None) -> gs.Tensor:
@@ -100,7 +100,7 @@ class Steps:
         return {}
 
     def handed(self) -> list[gs.Tensor]:
-        """Returns the rows that are inputs of the gradient's body."""
+        """Returns the rows that the op hands to the gradient's body as inputs."""
         return []
 
     def stack_of(self, row: gs.Tensor) -> gs.Tensor | None:
@@ -155,22 +155,24 @@ class Steps:
         return at_positions(self.v, results)
 
     def _sum_after(self, part: Value, entering: Mapping[int, gs.Tensor]) -> Sum | None:
-        """Returns the sum of a gradient over the iterations, if it can be computed after the loop;
-        else None."""
+        """Returns the sum over the iterations of `part`, a gradient of one iteration, if it can be
+        computed after the loop (see `sums.py`); else None. `entering` has inputs of the body."""
         if not self.length():
             return None
         computed = [t for node in self.replay.graph.nodes for t in node.outputs]
         return sum_after(part, {t.name for t in (*computed, *entering.values(), *self.handed())})
 
     def _flow(self, state: int, inner: gs.Tensor, result: Value | None) -> Carried:
-        """Returns the gradient of a carried value: the gradient's loop carries it, too."""
+        """Returns the gradient of the carried value number `state`, which the gradient's loop
+        carries, too: `inner` is the value before an iteration, `result` the gradient that an
+        iteration computes."""
         start = self.dys[state] or zeros_like(self.v.builder, self.states[state])
         result = result or zeros_like(self.replay.builder, inner)
         return Carried(self.first + state, inner, start, result)
 
     def _sum(self, operand: int, tensor: gs.Tensor, part: Value) -> Carried:
-        """Returns the gradient of a tensor that all iterations read: a sum that the gradient's loop
-        carries."""
+        """Returns the gradient of a tensor that all iterations read: the gradient's loop carries a
+        sum, to which each iteration adds `part`. `operand` is the index of the tensor."""
         total = new_like(self.replay.builder, tensor)
         result = self.replay.builder.value(total) + part
         return Carried(operand, total, zeros_like(self.v.builder, tensor), result)

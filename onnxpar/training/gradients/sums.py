@@ -27,9 +27,9 @@ class Sum:
 
 
 def sum_after(part: Value, inner: Container[str]) -> Sum | None:
-    """Returns the sum of `part` over all iterations, computed after the loop from other tensors of
-    the loop's body, whose names are in `inner`. None if `part` does not consist of products and
-    sums."""
+    """Returns the sum of `part` over all iterations of a loop, computed after the loop from stacks
+    of other tensors of the loop's body, whose names are in `inner`. None if `part` does not consist
+    of products and sums."""
     node = part.tensor.inputs[0] if part.tensor.inputs else None
     rule = None if node is None else _SUMMED_AFTER.get(node.op)
     total = rule(part, node, inner) if rule is not None else None
@@ -46,7 +46,8 @@ def _add(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _moved(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
-    """Returns the sum of a Reshape or Transpose: the sum of its operand, reshaped or transposed."""
+    """Returns the sum over the iterations of `part`, the result of a Reshape or Transpose: the sum
+    of its operand, reshaped or transposed."""
     within = sum_after(part.builder.value(node.inputs[0]), inner)
     if within is None:
         return None
@@ -65,8 +66,8 @@ def _reduced(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _product(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
-    """Returns the sum of a matrix product: a single product, which also sums over the
-    iterations."""
+    """Returns the sum over the iterations of `part`, the result of a matrix product: a single
+    product of the stacked operands, which also sums over the iterations."""
     if part.rank != 2 or len(node.inputs) != 2 or node.attrs.get("alpha", 1.0) != 1.0:
         return None
     a, a_transposed = _source(part, node, 0)

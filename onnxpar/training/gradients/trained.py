@@ -78,7 +78,7 @@ instead."""
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained weight, and the first node that reads it, as operand number `operand`."""
+    """A trained weight: `node` is the first node that reads it, as operand number `operand`."""
 
     tensor: gs.Constant
     node: gs.Node
@@ -111,8 +111,12 @@ class Left:
 
 @dataclass(frozen=True)
 class Weights:
-    """The trained and the untrained (`left`) weights, both in the order in which nodes read them.
-    `asked` has the names of the weights that match `params`."""
+    """The weights of a model, in the order in which nodes read them.
+
+    trained  to be trained
+    left     not to be trained
+    asked    names of weights that the user's `params` match
+    """
 
     trained: list[Trained]
     left: list[Left]
@@ -137,6 +141,7 @@ def find_trained(
     params   globs of the weights to train; if empty, weights that PyTorch would train
     frozen   globs of weights not to train
     outputs  names of the outputs from which the loss is computed; None for all
+
     Errors: StrategyError for a glob that matches no weight, or if no weight is left.
     """
     readers = _readers(model.graph)
@@ -271,8 +276,9 @@ class _Judge:
     def _reason_of_number(
         self, tensor: gs.Constant, uses: Sequence[tuple[gs.Node, int]], value: float
     ) -> str | None:
-        """Returns the reason for a constant with one element. The constant is a parameter if nodes
-        use it like a parameter (the bias of a single class), or if PyTorch has named it."""
+        """Returns the reason why a constant of one element, `value`, is not trained; None if it is.
+        It is a parameter if nodes use it like one (the bias of a single class), or if PyTorch has
+        named it."""
         if any(is_role(n, i) or _is_bias_of_one(n, i) for n, i in uses):
             return None
         if not self.by_torch or self.model.exported or _GENERATED.match(tensor.name):
@@ -326,8 +332,8 @@ def leading(
     ends: Callable[[gs.Node], bool] = is_stop,
     of_any_type: bool = False,
 ) -> set[str]:
-    """Returns the names of the tensors on which the outputs depend: floating-point tensors, or
-    tensors `of_any_type`. Nodes for which `ends` is true end a path. `outputs` has names of
+    """Returns the names of the tensors on which the outputs depend: floating-point tensors, or with
+    `of_any_type` all. A path ends at a node for which `ends` is true. `outputs` has names of
     outputs; None for all."""
     named = [t for t in graph.outputs if outputs is None or t.name in outputs]
     names = {str(t.name) for t in named}
@@ -374,9 +380,9 @@ def _becomes_angle(node: gs.Node) -> bool:
 
 
 def _is_of_groups(node: gs.Node, index: int, values: Array) -> bool:
-    """True if an InstanceNormalization is an exported group normalization, and the operand is its
-    trivial scale or bias: after a Reshape, with scale 1 and bias 0, because a later node scales by
-    channel."""
+    """True if an InstanceNormalization with operand `index` is an exported group normalization, and
+    the operand is its trivial scale or bias: it is behind a Reshape, with scale 1 and bias 0,
+    because a later node scales by channel."""
     maker = _maker(node.inputs[0])
     return maker is not None and maker.op == "Reshape" and bool((values == (index == 1)).all())
 

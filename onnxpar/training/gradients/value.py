@@ -253,11 +253,13 @@ class Value:
         return self.cast(np.float32) if self.dtype.itemsize < 4 else self
 
     def sum(self, axes: Sequence[int] | None = None, keepdims: bool = False) -> Value:
-        """Returns the sum over axes, by default over all."""
+        """Returns the sum over axes, by default over all; with `keepdims`, they stay, with size
+        1."""
         return self._reduce("ReduceSum", axes, keepdims)
 
     def mean(self, axes: Sequence[int] | None = None, keepdims: bool = False) -> Value:
-        """Returns the mean over axes, by default over all."""
+        """Returns the mean over axes, by default over all; with `keepdims`, they stay, with size
+        1."""
         return self._reduce("ReduceMean", axes, keepdims)
 
     def _reduce(self, op: str, axes: Sequence[int] | None, keepdims: bool) -> Value:

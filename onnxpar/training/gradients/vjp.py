@@ -30,11 +30,12 @@ VjpFunction = Callable[["Vjp"], Grads]
 
 @dataclass
 class Vjp:
-    """A node of the forward graph, and the gradients of its results: the argument of a gradient
-    rule.
+    """The argument of a gradient rule: a node of the forward graph, and the gradients of its
+    results.
 
-    dys     gradient of each result, None if the loss does not depend on it
-    wanted  for each operand, True if its gradient is used
+    builder  appends nodes to the graph
+    dys      gradient of each result, None if the loss does not depend on it
+    wanted   for each operand, True if its gradient is used
     """
 
     node: gs.Node

@@ -44,8 +44,8 @@ class Windows:
 
 
 def windows_of(v: Vjp, kernel: Sequence[int]) -> Windows:
-    """Returns the windows of a convolution or pool. The wide image is the operand, for a
-    ConvTranspose the result."""
+    """Returns the windows, of the sizes `kernel`, of a convolution or pool. The wide image is the
+    operand, for a ConvTranspose the result."""
     rank = len(kernel)
     wide, narrow = (v.y, v.x) if v.node.op == "ConvTranspose" else (v.x, v.y)
     strides, dilations = (
@@ -77,7 +77,9 @@ def spread(narrow: Value, weight: Value, by: Windows, group: int = 1) -> Value:
 
 
 def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
-    """Returns the gradient of a weight `(g o) c k`: `n (g c) w, n (g o) y -> (g o) c k`.
+    """Returns the gradient of a convolution's weight `(g o) c k`, as a convolution of a wide and a
+    narrow image, of which one is the operand and the other the gradient of the result: `n (g c) w,
+    n (g o) y -> (g o) c k`, where g is `group`.
 
     The convolution sums over the batch, so the result is partial if the batch is sharded.
     """

@@ -1,4 +1,4 @@
-"""Loads a model in onnxruntime."""
+"""Loads an ONNX model in onnxruntime."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ _MISTYPED = "does not match y_zero_point type"
 int8 past a Transpose or Reshape, and gives it a zero point of uint8."""
 
 
-def load_session(
+def load_ort_session(
     model: str | os.PathLike[str] | bytes,
     options: ort.SessionOptions,
     disabled: Sequence[str] = (),
     **how: Any,
 ) -> ort.InferenceSession:
-    """Returns a session; `disabled` are optimizers to switch off. Also switches off
-    QDQPropagationTransformer if a model does not load because of it. Errors: those of
-    onnxruntime."""
+    """Returns onnxruntime's session of a model. Also switches off the optimizer
+    QDQPropagationTransformer if the model does not load because of it. Errors: those of
+    onnxruntime.
+
+    disabled  optimizers to switch off
+    how       further arguments of `onnxruntime.InferenceSession`
+    """
     try:
         return ort.InferenceSession(model, options, disabled_optimizers=[*disabled], **how)
     except Exception as error:
         if _MISTYPED not in str(error) or _PROPAGATION in disabled:
             raise
-    return load_session(model, options, [*disabled, _PROPAGATION], **how)
+    return load_ort_session(model, options, [*disabled, _PROPAGATION], **how)

@@ -17,7 +17,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.page_caches import DTYPES
 from onnxpar.planner.auto_parallel_context import options_of_context
 from onnxpar.planner.dataset import read_dataset
-from onnxpar.planner.option import check_options, table, with_defaults
+from onnxpar.planner.option_entry import check_options, table, with_defaults
 from onnxpar.planner.option_table import Kind, PlanOptions
 from onnxpar.planner.options import Options, unknown_host
 from onnxpar.planner.pass_registry import parse_placed
