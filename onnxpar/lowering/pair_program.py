@@ -20,7 +20,7 @@ from onnxpar.graph.subgraphs import detach
 from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.lowering.added_nodes import AddedNodes
 from onnxpar.lowering.lowering_builder import rank_constant
-from onnxpar.lowering.pairs import Pairs
+from onnxpar.lowering.pairs import Pairs, rows_shape
 from onnxpar.sharding.expert_rows import (
     ELEMENTWISE,
     RANK,
@@ -44,15 +44,15 @@ class PairProgram:
 
     shapes   global shapes of tensors, by name
     experts  the number of experts of each rank, at least one
-    width    returns the number of columns of a tensor of rows on a rank
+    columns  the sizes of a tensor on a rank, behind the dimensions of experts and rows
     """
 
     def __init__(
         self, graph: gs.Graph, mixture: ExpertRows, shapes: Shapes, experts: Sequence[int],
-        width: Callable[[gs.Tensor, int], int], per_rank: PerRank,
+        columns: Callable[[gs.Tensor, int], tuple[int, ...]], per_rank: PerRank,
     ) -> None:  # fmt: skip
         self.graph, self.mixture, self.shapes = graph, mixture, shapes
-        self.width, self.per_rank = width, per_rank
+        self.columns, self.per_rank = columns, per_rank
         self.name = f"{mixture.total.name}::pairs"
         self.added = AddedNodes(self.name, mixture.total.name, [])
         self.add = self.added.add
@@ -175,6 +175,8 @@ class PairProgram:
         themselves."""
 
     def _rows(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
+        if node.op in ("Expand", "Reshape"):
+            inputs = [inputs[0], self._target(node.op, outputs[0])]
         if self.most > MOST_APART or not any(id(t) in self.apart for t in inputs):
             read = [self._joined_operand(node, t) for t in inputs]
             results = self._copy(node, read, outputs, "")
@@ -202,9 +204,7 @@ class PairProgram:
         experts at once."""
         if self._has(tensor):
             return self._pairs_of(tensor)
-        if node.op in ELEMENTWISE:
-            return self.pairs.beside(tensor)
-        return self._target(node, tensor)
+        return self.pairs.beside(tensor) if node.op in ELEMENTWISE else tensor
 
     def _part(self, node: gs.Node, tensor: gs.Tensor, expert: int) -> gs.Tensor:
         """Returns the operand for `tensor` in the copy of a node that computes the rows of one
@@ -212,7 +212,7 @@ class PairProgram:
         if self._has(tensor):
             return self._parts(tensor)[expert]
         if node.op not in ELEMENTWISE:
-            return self._target(node, tensor)
+            return tensor
         if self.pairs.is_of_experts(tensor):
             return self._of_expert(tensor, expert)
         if self.pairs.has_rows(tensor):
@@ -220,17 +220,11 @@ class PairProgram:
             return self._parts(tensor)[expert]
         return tensor
 
-    def _target(self, node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
-        """Returns an operand that is no tensor of rows; the target shape of an Expand or Reshape
-        becomes that of pairs."""
-        if node.op not in ("Expand", "Reshape"):
-            return tensor
-        key = id(node), id(tensor)
-        if key not in self.shared:
-            behind = self.add("Slice", [tensor, [2], [RANK + 1], [0]], np.int64)
-            before = [1, 1] if node.op == "Expand" else [1, 0]  # 0: Reshape copies the size
-            self.shared[key] = self.add("Concat", [before, behind], np.int64, axis=0)
-        return self.shared[key]
+    def _target(self, op: str, result: gs.Tensor) -> gs.Tensor:
+        """The shape to which an Expand or a Reshape takes the rows of pairs."""
+        return self._constant(
+            f"{result.name}/shape", lambda rank: rows_shape(op, self.columns(result, rank))
+        )
 
     def _of_expert(self, stack: gs.Tensor, expert: int) -> gs.Tensor:
         """Returns the matrix or vector of an expert, out of a stack of them."""
@@ -286,7 +280,7 @@ class PairProgram:
         x = inputs[0]
 
         def row(rank: int) -> Any:
-            return np.zeros((1, 1, self.width(x, rank)))
+            return np.zeros((1, 1, *self.columns(x, rank)))
 
         zeros = self._constant(f"{outputs[0].name}/row", row, numpy_dtype(outputs[0]))
         keepdims = bool(node.attrs.get("keepdims", 1))
@@ -294,9 +288,9 @@ class PairProgram:
         self.pairs.sum(parts, outputs[0], zeros, keepdims)
 
     def _leave(self, tensor: gs.Tensor, written: gs.Tensor) -> None:
-        """Called for a tensor that nodes outside the mixture read: writes all its rows to
-        `written`, with zeros for the rows that are not chosen."""
-        columns = self._constant(f"{tensor.name}/columns", lambda rank: [self.width(tensor, rank)])
+        """Writes all rows of a tensor for nodes outside the mixture; rows that are not chosen are
+        zeros."""
+        columns = self._constant(f"{tensor.name}/columns", lambda rank: self.columns(tensor, rank))
         shape = self.add("Shape", [self.pairs.picks], np.int64)
         shape = self.add("Concat", [shape, columns], np.int64, axis=0)
         filler = gs.Constant(f"{self.name}/{tensor.name}/zero", np.zeros(1, numpy_dtype(tensor)))

@@ -89,5 +89,10 @@ class Pairs:
         return add("ScatterND", [empty, where, place], np.int64)
 
 
+def rows_shape(op: str, columns: Sequence[int]) -> list[int]:
+    """The second operand of an Expand or a Reshape whose result is [1, pair, *columns]."""
+    return [1, 1 if op == "Expand" else 0, *columns]  # 0: Reshape copies the size
+
+
 def _zero(name: str) -> gs.Constant:
     return gs.Constant(name, np.zeros(1, np.int64))

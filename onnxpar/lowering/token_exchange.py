@@ -21,7 +21,7 @@ from onnxpar.graph.subgraphs import detach
 from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.lowering.added_nodes import AddedNodes
 from onnxpar.lowering.lowering_builder import rank_constant
-from onnxpar.lowering.pairs import Pairs
+from onnxpar.lowering.pairs import Pairs, rows_shape
 from onnxpar.sharding.expert_rows import RANK, ExpertRows, Role, Shapes
 from onnxpar.sharding.mixtures import Crossing
 
@@ -29,16 +29,16 @@ from onnxpar.sharding.mixtures import Crossing
 class TokenExchange:
     """Replaces the exchanges of a mixture, which move all rows, by exchanges of chosen rows.
 
-    width     returns the number of columns of a tensor of rows on a rank
-    tag       the tag of the collective that exchanges numbers of rows
+    columns  the sizes of a tensor on a rank, behind the dimensions of experts and rows
+    tag      the tag of the collective that exchanges numbers of rows
     """
 
     def __init__(
         self, graph: gs.Graph, mixture: ExpertRows, moves: Crossing, shapes: Shapes,
-        width: Callable[[gs.Tensor, int], int], per_rank: PerRank, tag: int,
+        columns: Callable[[gs.Tensor, int], tuple[int, ...]], per_rank: PerRank, tag: int,
     ) -> None:  # fmt: skip
         self.graph, self.mixture, self.moves, self.shapes = graph, mixture, moves, shapes
-        self.width, self.per_rank, self.tag = width, per_rank, tag
+        self.columns, self.per_rank, self.tag = columns, per_rank, tag
         self.name = f"{mixture.total.name}::exchange"
         self.added = AddedNodes(self.name, mixture.total.name, [])
         self.add = self.added.add
@@ -66,12 +66,21 @@ class TokenExchange:
         mapped: dict[int, gs.Tensor] = {id(moves.back.outputs[0]): pairs.as_rows(back)}
         for node in moves.after:
             inputs = [mapped.get(id(t)) or pairs.beside(t) for t in node.inputs]
+            if node.op in ("Expand", "Reshape"):
+                inputs[1] = self._target(node.op, node.outputs[0])
             outputs = [gs.Variable(f"{self.name}/{t.name}", t.dtype) for t in node.outputs]
             mapped |= {id(t): o for t, o in zip(node.outputs, outputs, strict=True)}
             self.added.copy(node, inputs, outputs)
+            self.added.nodes[-1].attrs.pop("allowzero", None)
         assert mixture.leave is not None
         self._finish(pairs, mapped[id(mixture.leave.inputs[1])])
         return local_mixture
+
+    def _target(self, op: str, result: gs.Tensor) -> gs.Tensor:
+        """The shape to which an Expand or a Reshape takes the rows of pairs."""
+        return self._constant(
+            f"{result.name}/shape", lambda rank: rows_shape(op, self.columns(result, rank))
+        )
 
     def _rows_of(self, pairs: Pairs, tokens: gs.Tensor) -> gs.Tensor:
         """The row of each pair, [pair, column]."""
@@ -200,10 +209,11 @@ class TokenExchange:
                 node.outputs.clear()
 
         def zeros(rank: int) -> Any:
-            return np.zeros((1, 1, self.width(left, rank)), numpy_dtype(result))
+            return np.zeros((1, 1, *self.columns(left, rank)), numpy_dtype(result))
 
         name = f"{self.name}/row"
-        pairs.sum([y], result, rank_constant(name, zeros(0), zeros, self.per_rank))
+        keepdims = bool(mixture.total.attrs.get("keepdims", 1))
+        pairs.sum([y], result, rank_constant(name, zeros(0), zeros, self.per_rank), keepdims)
         gone = {id(node) for node in mixture.nodes}
         before, after = self.graph.nodes[:at], self.graph.nodes[at + 1 :]
         self.graph.nodes[:] = [

@@ -32,7 +32,9 @@ from onnxpar.sharding.expert_rows import (
     flips,
 )
 
-_ALONG_COLUMNS = frozenset(["Slice", "Split", "Softmax", "ReduceMean", "ReduceSum", "ReduceMax"])
+_ALONG_COLUMNS = frozenset(
+    ["Concat", "ReduceMax", "ReduceMean", "ReduceSum", "Slice", "Softmax", "Split"]
+)
 _RESHAPES = frozenset(["Expand", "Reshape", "Squeeze", "Unsqueeze"])
 """Ops that may change the dimensions behind the dimensions of experts and rows."""
 _ZERO_IF_FIRST = _RESHAPES | frozenset(
@@ -157,10 +159,11 @@ class _Search:
             return self._product(node)
         if flips(node):
             return Role.FLIP if len(self.shapes[first.name]) == RANK else None
-        if node.op == "ReduceSum" and zeros.get(id(first)) and _axes_of(node, False) == [0]:
-            return Role.TOTAL
-        if node.op == "ReduceSum" and zeros.get(id(first)) and _axes_of(node, False) == [1]:
-            return Role.VECTORS
+        if node.op == "ReduceSum" and zeros.get(id(first)):
+            shape = self.shapes[first.name]
+            axes = _axes_of(node, len(shape))
+            if len(shape) == RANK and axes in ([0], [1]):
+                return Role.TOTAL if axes == [0] else Role.VECTORS
         return Role.ROWS if self._is_row_wise(node) else None
 
     def _matrices(self, node: gs.Node) -> Role | None:
@@ -207,16 +210,18 @@ class _Search:
             return others_known and self._has_rows(rows[0])
         if id(node.inputs[0]) not in zeros or not all(map(self._has_rows, rows)):
             return False
-        if node.op == "Concat":
-            axis = int(node.attrs.get("axis", 0)) % RANK
-            return axis == RANK - 1 and all(id(t) in zeros for t in node.inputs)
+        if node.op == "Concat" and not all(id(t) in zeros for t in node.inputs):
+            return False
         if node.op in ("Squeeze", "Unsqueeze"):
             axes = constant(node.inputs[1]) if given(node, 1) else None
             deep = max(map(len, rows))
             return axes is not None and all(int(axis) % deep > 1 for axis in axes)
         if node.op in _RESHAPES:
-            return node.op == "Reshape" or len(rows[1]) == RANK
-        return _pads_columns(node) if node.op == "Pad" else _axes_of(node) == [2]
+            return node.op == "Reshape" or len(rows[1]) == len(rows[0])
+        if node.op == "Pad":
+            return _pads_columns(node)
+        along = _axes_of(node, len(rows[-1]))
+        return along is not None and bool(along) and min(along) > 1
 
     def _has_rows(self, shape: tuple[int, ...]) -> bool:
         return len(shape) >= RANK and shape[:2] == (self.experts, self.rows)
@@ -253,15 +258,14 @@ def _pads_columns(node: gs.Node) -> bool:
     return not pads[[0, 1, half, half + 1]].any()
 
 
-def _axes_of(node: gs.Node, keeps: bool = True) -> list[int] | None:
-    """The dimensions along which a node works; None if they are unknown, or, with `keeps`, if the
-    node removes them."""
+def _axes_of(node: gs.Node, rank: int) -> list[int]:
+    """The dimensions along which a node works on operands with `rank` dimensions; none if they are
+    unknown."""
     if node.op not in _ALONG_COLUMNS:
-        return None
-    if node.op in ("Split", "Softmax"):
-        return [int(node.attrs.get("axis", 0 if node.op == "Split" else -1)) % RANK]
+        return []
+    if node.op in ("Concat", "Split", "Softmax"):
+        return [int(node.attrs.get("axis", -1 if node.op == "Softmax" else 0)) % rank]
     axes = given(node, 3 if node.op == "Slice" else 1)
-    removes = node.op.startswith("Reduce") and not node.attrs.get("keepdims", 1)
-    if not isinstance(axes, gs.Constant) or (keeps and removes):
-        return None
-    return [int(a) % RANK for a in axes.values.reshape(-1)]
+    if not isinstance(axes, gs.Constant):
+        return []
+    return [int(axis) % rank for axis in axes.values.reshape(-1)]

@@ -166,20 +166,20 @@ def _compact(scope: gs.Graph, mixture: ExpertRows, shapes: Shapes, ctx: PassCont
     if not all(experts) or (is_exchanged and moves is None):
         return False
 
-    def width(tensor: gs.Tensor, rank: int) -> int:
-        return layouts.get(tensor.name, rows).local_shape(mesh, rank)[2]
+    def columns(tensor: gs.Tensor, rank: int) -> tuple[int, ...]:
+        return layouts.get(tensor.name, rows).local_shape(mesh, rank)[2:]
 
     name = mixture.total.outputs[0].name.split("@")[0]
     if moves is not None:
         tag = len(ctx.lowered.collectives) + 1
-        exchange = TokenExchange(scope, mixture, moves, shapes, width, per_rank, tag)
+        exchange = TokenExchange(scope, mixture, moves, shapes, columns, per_rank, tag)
         rows = layouts[moves.back.inputs[0].name]
         _update_plan(exchange, moves, rows, ctx)
         mixture = exchange.replace()
         # Received rows come from all ranks: no operand inside has a value for each of them.
         shapes = {**shapes, mixture.chosen.name: (rows.shape[0], -1, 1)}
         shapes |= {node.inputs[1].name: (-1, rows.shape[2]) for node in mixture.enter}
-    program = PairProgram(scope, mixture, shapes, experts, width, per_rank)
+    program = PairProgram(scope, mixture, shapes, experts, columns, per_rank)
     program.replace()
     ctx.lowered.mixtures.append(CompactedMixture(name, program.finder, rows))
     return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,12 +50,16 @@ mixture (TYPE[ROWS,4] x, int64[ROWS,SLOTS] ids, TYPE[ROWS,SLOTS] weights) => (TY
 
 
 def mixture(
-    experts: int, slots: int, rows: int | str, dtype: str = "float", width: int = 4
-) -> onnx.ModelProto:
+    experts: int, slots: int, rows: int | str, dtype: str = "float", width: int = 4,
+    lines: Mapping[str, str] | None = None,
+) -> onnx.ModelProto:  # fmt: skip
     """A model with the inputs x [rows, width], ids and weights [rows, slots], and the output y
-    [rows, 3]."""
+    [rows, 3]. `lines` replaces nodes, by result."""
     kind = TensorProto.FLOAT if dtype == "float" else TensorProto.FLOAT16
-    text = TEXT.replace("TYPE", dtype).replace("KIND", str(kind)).replace("SLOTS", str(slots))
+    text = TEXT
+    for result, nodes in (lines or {}).items():
+        text = re.sub(rf"(?m)^  {result} = .*$", nodes, text)
+    text = text.replace("TYPE", dtype).replace("KIND", str(kind)).replace("SLOTS", str(slots))
     text = text.replace("ROWS", str(rows)).replace(",4] x", f",{width}] x")
     model = onnx.parser.parse_model(text)
     random = np.random.default_rng(0)
