@@ -202,9 +202,10 @@ def _marked(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cut(text: str) -> str:
-    """The text before the mark `_CUT`, which stands for the end of the last message; without white
-    space at its end if the template removed the white space after the mark. Errors: InputError if
-    the template has dropped the mark."""
+    """Returns the rendered text before `_CUT`. The caller put `_CUT` and a blank at the end of the
+    last message; if the template removed that blank, it would have removed the message's own
+    trailing white space, too, and so does this function. Errors: InputError if the template has
+    dropped the mark."""
     before, mark, after = text.rpartition(_CUT)
     if not mark:
         raise InputError("the chat template drops the end of the last message; do not continue it")

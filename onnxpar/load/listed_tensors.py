@@ -15,8 +15,8 @@ _LIST = Op("SequenceConstruct", name="list")
 
 
 def read_listed(model: ModelProto) -> None:
-    """Makes each ConcatFromSequence, and each SequenceAt at a constant position, of a
-    SequenceConstruct read its tensors, in place."""
+    """Replaces ConcatFromSequence of a SequenceConstruct by a Concat of its tensors, and SequenceAt
+    at a constant position by the tensor, in place; from opset 13 on."""
     if onnx_opset(model) >= _AXES_BY_OPERAND:
         table = {
             Op("ConcatFromSequence", _LIST): _join,

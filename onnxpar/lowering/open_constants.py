@@ -347,8 +347,9 @@ class OpenConstants:
         return len({layout.shape[axis] for layout in layouts if layout is not None}) > 1
 
     def attributes(self, rank: int) -> Iterator[tuple[str, str]]:
-        """Yields (node, attribute) for each attribute to remove: sizes that the collective takes as
-        an operand or finds when it runs. Errors: OpenSizesError for any other attribute that
+        """Yields (node, attribute) for each attribute that the rank's nodes must not have because
+        its value depends on sizes that differ between runs: the collective gets such sizes as an
+        operand, or finds them when it runs. Errors: OpenSizesError for any other attribute that
         depends on open sizes."""
         for node in self.base.graph.nodes:
             yield from self._attributes(rank, node)

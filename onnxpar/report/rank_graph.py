@@ -62,7 +62,7 @@ class RankGraph:
 
 
 def rank_graph(ctx: PassContext) -> RankGraph:
-    """Returns the graphs of the first ranks, after the last pass."""
+    """Returns the lowered nodes of at most MOST ranks, by the model's node, for the report."""
     ranks = range(min(ctx.sharding.mesh.size, MOST))
     parts = _Parts(ctx, ranks)
     nodes: dict[str, list[RankNode]] = {}

@@ -129,7 +129,8 @@ class OpFactors:
 
     @property
     def costed(self) -> tuple[tuple[float, OpFactors], ...]:
-        """(weight, node) at each of the sizes for which costs are computed."""
+        """Returns (weight, factors of the node) for each set of sizes at which costs are computed.
+        Weights add up to 1; without such sizes, the node itself has the weight 1."""
         return self.priced or ((1.0, self),)
 
     def operands(self) -> Iterator[tuple[gs.Tensor, Links]]:

@@ -163,7 +163,8 @@ class Permutes:
 
 
 def _at(location: Location) -> Iterable[int | ReduceOp]:
-    """The leaves of a location, or its reduction."""
+    """Returns where a sub-axis is used: the leaves that it splits, or the reduction of a partial
+    sum; nothing if it is unused."""
     return leaves_at(location) if location is None or isinstance(location, tuple) else (location,)
 
 

@@ -61,8 +61,8 @@ def plan_steps(
 
 
 def _reordered(before: FactorSharding, after: FactorSharding) -> FactorSharding:
-    """The sharding `before`, with the axes in the order of `after` on leaves that both shardings
-    split over the same axes."""
+    """Returns `before`, except that a leaf with the same axes in both shardings has them in the
+    order of `after`."""
 
     def order(have: Axes, wanted: Axes) -> Axes:
         same = merge_axes(in_mesh_order(have)) == merge_axes(in_mesh_order(wanted))

@@ -127,7 +127,8 @@ def _resize_op(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
 
 
 def _sized_as(dim: Dim, size: int | None, resized: Dim) -> Dim:
-    """A dimension at other sizes: `resized`; without leaves, a factor of this size."""
+    """Returns `resized`, unless `dim` is a single factor that is no leaf: it has one element at the
+    base sizes, so `resized` cannot have its size; then a factor of `size`, if there is one."""
     is_one = isinstance(dim, Factor) and not dim.is_leaf and size is not None
     return Factor(size) if is_one and size is not None else resized
 

@@ -272,7 +272,8 @@ def _size(weight: gs.Constant) -> int:
 
 
 def _is_number(tensor: gs.Tensor) -> bool:
-    """True if the elements are numbers to compute with, also quantized ones."""
+    """True for floats, and for integers of at most 8 bits (quantized weights); False for indices,
+    masks and strings."""
     dtype = str(dtype_of(tensor))
     return "float" in dtype or dtype in _PACKED
 

@@ -84,6 +84,7 @@ def written_by(folder: Path, rank: int) -> dict[str, Digests]:
 
 
 def forget_written(folder: Path, ranks: int) -> None:
-    """Removes the markers of ranks that have written. Errors: OSError."""
+    """Removes the markers of all ranks, each of which must have written. Errors: OSError if one is
+    missing."""
     for rank in range(ranks):
         (folder / marker(rank)).unlink()
