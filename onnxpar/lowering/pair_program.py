@@ -189,9 +189,9 @@ class PairProgram:
         self.apart |= {id(t): parts for t, *parts in zip(outputs, *each, strict=True)}
 
     def _copy(self, node: gs.Node, inputs: Tensors, outputs: Tensors, suffix: str) -> Tensors:
-        """Adds a copy of a node with other operands; the names of the copy and of its results end
-        with `suffix`. Returns the results."""
-        results = [gs.Variable(f"{self.name}/{t.name}{suffix}", t.dtype) for t in outputs]
+        """Adds a copy of a node with other operands; `suffix` tells its names from those of other
+        copies. Returns the results."""
+        results = [gs.Variable(f"{self.name}{suffix}/{t.name}", t.dtype) for t in outputs]
         self.added.copy(node, inputs, results)
         copy = self.added.nodes[-1]
         copy.name += suffix

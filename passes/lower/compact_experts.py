@@ -97,10 +97,10 @@ class CompactExperts(Pass):
                 ReduceSum_y::pairs/Unsqueeze.8/axes)
         ReduceSum_y::pairs/Gather.9: float32 ? whole = Gather(w, ReduceSum_y::pairs/expert.0)
                 {axis=0}
-        ReduceSum_y::pairs/b@0: float32 ? whole = MatMul(ReduceSum_y::pairs/Unsqueeze.8,
+        ReduceSum_y::pairs@0/b: float32 ? whole = MatMul(ReduceSum_y::pairs/Unsqueeze.8,
                 ReduceSum_y::pairs/Gather.9)
         ReduceSum_y::pairs/Concat.10: float32 ? whole = Concat(ReduceSum_y::pairs/y@1/row,
-                ReduceSum_y::pairs/b@0) {axis=1}
+                ReduceSum_y::pairs@0/b) {axis=1}
         ReduceSum_y::pairs/ReduceSum.11: int64 ? whole = ReduceSum(ReduceSum_y::pairs/Cast.1,
                 ReduceSum_y::pairs/ReduceSum.11/axes) {keepdims=0}
         ReduceSum_y::pairs/Concat.12: int64 ? whole = Concat(ReduceSum_y::pairs/ReduceSum.11,

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import onnx
 import pytest
-from agreement import check_outputs, run_ranks, run_unsplit
+from agreement import check_outputs, options, run_ranks, run_unsplit
 from lowering.mixtures import exchanging, feeds_of, mixture
+from onnx import TensorProto, helper
 
 from onnxpar.graph.typical import Typical
 from onnxpar.planner import sharder
@@ -60,3 +61,17 @@ def test_ranks_agree(case: str, layout: str, rows: int | str, tmp_path: Path) ->
     for ids in IDS.values():
         feeds = feeds_of(ids)
         check_outputs(run_ranks(tmp_path / "model.par", feeds), run_unsplit(path, feeds), ["y"])
+
+
+def test_names_that_end_like_the_copy_of_a_node(tmp_path: Path) -> None:
+    """h@1 is not what the second expert computes in place of h."""
+    model = mixture(3, 2, 6)
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = ["h@1" if name == "g" else name for name in names]
+    model.graph.output.append(helper.make_tensor_value_info("h@1", TensorProto.FLOAT, [3, 6, 5]))
+    path, feeds = tmp_path / "model.onnx", feeds_of(IDS["chosen"])
+    onnx.save(model, path)
+    sharder.shard(path, tmp_path / "model.par", options("data-parallel 2"))
+    got = run_ranks(tmp_path / "model.par", feeds)
+    check_outputs(got, run_unsplit(path, feeds), ["y", "h@1"])
