@@ -85,8 +85,8 @@ def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpF
     expert."""
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
     for op in sharding.factors.ops:  # weights in bodies and in the backward pass are copies
-        is_same = op.node.op in ("Cast", "Identity", "Transpose")
-        if (is_same and op.node.inputs[0].name in weights) or _stacked_weights(op.node):
+        keeps = op.node.op in ("Cast", "DequantizeLinear", "Identity", "Transpose")
+        if (keeps and op.node.inputs[0].name in weights) or _stacked_weights(op.node):
             weights.add(op.node.outputs[0].name)
     atoms: dict[int, list[OpFactors]] = defaultdict(list)
     for op in sharding.factors.ops:

@@ -12,6 +12,7 @@ import onnx
 import pytest
 from agreement import check_outputs, options, run_ranks, run_unsplit
 from lowering.mixtures import exchanging, feeds_of, mixture
+from onnx import helper, numpy_helper
 
 from onnxpar.compiler.plan import Plan
 from onnxpar.graph.typical import Typical
@@ -138,6 +139,24 @@ def test_half_precision(tmp_path: Path) -> None:
     plan = sharder.shard(path, tmp_path / "model.par", exchanging("expert-parallel 2"))
     assert kinds(plan) == EXCHANGED
     feeds = feeds_of([[0, 1], [2, 3], [3, 3], [1, 2], [0, 2], [3, 0]], "float16")
+    check_outputs(run_ranks(tmp_path / "model.par", feeds), run_unsplit(path, feeds), ["y"])
+
+
+def test_quantized_experts(tmp_path: Path) -> None:
+    """Ranks hold the integers of their own experts."""
+    model, random = mixture(4, 2, 6), np.random.default_rng(5)
+    for weight in [t for t in model.graph.initializer if t.name in ("w1", "w2")]:
+        name, shape = weight.name, tuple(weight.dims)
+        model.graph.initializer.remove(weight)
+        parts = random.integers(-99, 99, shape, np.int8), np.full(4, 0.01, np.float32)
+        names = [f"{name}.integers", f"{name}.scales"]
+        model.graph.initializer.extend(map(numpy_helper.from_array, parts, names))
+        model.graph.node.insert(0, helper.make_node("DequantizeLinear", names, [name], axis=0))
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    plan = sharder.shard(path, tmp_path / "model.par", exchanging("expert-parallel 2"))
+    assert kinds(plan) == EXCHANGED
+    feeds = feeds_of([[0, 1], [2, 3], [3, 3], [1, 2], [0, 2], [3, 0]])
     check_outputs(run_ranks(tmp_path / "model.par", feeds), run_unsplit(path, feeds), ["y"])
 
 
