@@ -159,7 +159,7 @@ def _transposed(node: _Sized) -> _Found:
         size = sizes[2 + i]
         if size is not None and kernel is not None:
             reach = (size - 1) * strides[i] + more[i] + (kernel - 1) * dilations[i] + 1
-            yield 2 + i, min(size * strides[i], reach)
+            yield 2 + i, max(min(size * strides[i], reach), 0)
 
 
 def _counted(node: _Sized) -> _Found:

@@ -71,6 +71,11 @@ class Mesh:
         return Mesh.of(axes)
 
     @staticmethod
+    def from_argument(mesh: Mesh | str | None) -> Mesh | None:
+        """Returns the mesh that a caller gives, also as text. Errors: StrategyError."""
+        return Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+
+    @staticmethod
     def of(axes: Iterable[tuple[str, int]]) -> Mesh:
         """A mesh of (name, size) pairs. Errors: StrategyError for a repeated name or a size < 1."""
         shape = tuple(axes)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.graph.origin import note_origin
+from onnxpar.graph.per_rank import PerRank
+from onnxpar.lowering.lowering_builder import rank_constant
 
 
 class AddedNodes:
     """Appends nodes to the list `nodes`: nodes that a rank runs in place of the global node
-    `origin`. Their names begin with `name`, and are unique."""
+    `origin`. Their names begin with `name`, and are unique. `per_rank` gets the constants that
+    depend on the rank."""
 
-    def __init__(self, name: str, origin: str, nodes: list[gs.Node]) -> None:
-        self.name, self.origin, self.nodes = name, origin, nodes
+    def __init__(self, name: str, origin: str, per_rank: PerRank) -> None:
+        self.name, self.origin, self.per_rank = name, origin, per_rank
+        self.nodes: list[gs.Node] = []
         self.count = 0
 
     def add(
@@ -40,6 +44,16 @@ class AddedNodes:
         result = gs.Variable(name, dtype) if output is None else output
         self.note(gs.Node(op, name, attrs, operands, [result]))
         return result
+
+    def constant(
+        self, name: str, value: Callable[[int], Any], dtype: Any = np.int64
+    ) -> gs.Constant:
+        """Returns a constant whose value is a function of the rank."""
+
+        def by_rank(rank: int) -> Any:
+            return np.array(value(rank), dtype)
+
+        return rank_constant(f"{self.name}/{name}", by_rank(0), by_rank, self.per_rank)
 
     def note(self, node: gs.Node) -> None:
         """Appends an existing node."""

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.base.arrays import Array
 from onnxpar.graph.per_rank import PerRank
 from onnxpar.graph.subgraphs import detach
 from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.lowering.added_nodes import AddedNodes
-from onnxpar.lowering.lowering_builder import rank_constant
-from onnxpar.lowering.pairs import Pairs, rows_shape
+from onnxpar.lowering.pairs import Pairs
 from onnxpar.sharding.expert_rows import (
     ELEMENTWISE,
     RANK,
@@ -54,8 +52,8 @@ class PairProgram:
         self.graph, self.mixture, self.shapes = graph, mixture, shapes
         self.columns, self.per_rank = columns, per_rank
         self.name = f"{mixture.total.name}::pairs"
-        self.added = AddedNodes(self.name, mixture.total.name, [])
-        self.add = self.added.add
+        self.added = AddedNodes(self.name, mixture.total.name, per_rank)
+        self.add, self.constant = self.added.add, self.added.constant
         self.joined: dict[int, gs.Tensor] = {}
         self.apart: dict[int, Tensors] = {}
         self.shared: dict[tuple[int, int], gs.Tensor] = {}
@@ -106,7 +104,7 @@ class PairProgram:
         self.pairs = Pairs(self.added, self.mixture.chosen, self.shapes)
         self.counts = self.add("ReduceSum", [self.pairs.picks], np.int64, axes=[1], keepdims=0)
         if not self.is_even:
-            more = self._constant("more", lambda rank: [0] * (self.most - self.expert_counts[rank]))
+            more = self.constant("more", lambda rank: [0] * (self.most - self.expert_counts[rank]))
             self.counts = self.add("Concat", [self.counts, more], np.int64, axis=0)
         self.experts = [self._expert_index(i) for i in range(self.most)]
         self.row_numbers = [gs.Variable(f"{self.finder}.{i}", np.int64) for i in range(self.most)]
@@ -115,17 +113,9 @@ class PairProgram:
 
     def _expert_index(self, expert: int) -> gs.Constant:
         """The index of an expert; on a rank with fewer experts, the index of its last expert."""
-        return self._constant(
+        return self.constant(
             f"expert.{expert}", lambda rank: min(expert, self.expert_counts[rank] - 1)
         )
-
-    def _constant(
-        self, name: str, value: Callable[[int], Any], dtype: Any = np.int64
-    ) -> gs.Constant:
-        def by_rank(rank: int) -> Array:
-            return np.array(value(rank), dtype)
-
-        return rank_constant(f"{self.name}/{name}", by_rank(0), by_rank, self.per_rank)
 
     def _has(self, tensor: gs.Tensor) -> bool:
         """True for a tensor of rows."""
@@ -176,7 +166,7 @@ class PairProgram:
 
     def _rows(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
         if node.op in ("Expand", "Reshape"):
-            inputs = [inputs[0], self._target(node.op, outputs[0])]
+            inputs = [inputs[0], self.pairs.target_shape(node.op, outputs[0], self.columns)]
         if self.most > MOST_APART or not any(id(t) in self.apart for t in inputs):
             read = [self._joined_operand(node, t) for t in inputs]
             results = self._copy(node, read, outputs, "")
@@ -219,12 +209,6 @@ class PairProgram:
             self.joined[id(tensor)] = self._rows_of(tensor)
             return self._parts(tensor)[expert]
         return tensor
-
-    def _target(self, op: str, result: gs.Tensor) -> gs.Tensor:
-        """The shape to which an Expand or a Reshape takes the rows of pairs."""
-        return self._constant(
-            f"{result.name}/shape", lambda rank: rows_shape(op, self.columns(result, rank))
-        )
 
     def _of_expert(self, stack: gs.Tensor, expert: int) -> gs.Tensor:
         """Returns the matrix or vector of an expert, out of a stack of them."""
@@ -273,7 +257,7 @@ class PairProgram:
             self.add("Concat", parts, result.dtype, result, axis=0)
             return
         joined = self.add("Concat", parts, result.dtype, axis=0)
-        end = self._constant(f"{result.name}/experts", lambda rank: [self.expert_counts[rank]])
+        end = self.constant(f"{result.name}/experts", lambda rank: [self.expert_counts[rank]])
         self.add("Slice", [joined, [0], end, [0]], result.dtype, result)
 
     def _total(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
@@ -282,7 +266,7 @@ class PairProgram:
         def row(rank: int) -> Any:
             return np.zeros((1, 1, *self.columns(x, rank)))
 
-        zeros = self._constant(f"{outputs[0].name}/row", row, numpy_dtype(outputs[0]))
+        zeros = self.constant(f"{outputs[0].name}/row", row, numpy_dtype(outputs[0]))
         keepdims = bool(node.attrs.get("keepdims", 1))
         parts = self.apart.get(id(x)) or [self._pairs_of(x)]
         self.pairs.sum(parts, outputs[0], zeros, keepdims)
@@ -290,7 +274,7 @@ class PairProgram:
     def _leave(self, tensor: gs.Tensor, written: gs.Tensor) -> None:
         """Writes all rows of a tensor for nodes outside the mixture; rows that are not chosen are
         zeros."""
-        columns = self._constant(f"{tensor.name}/columns", lambda rank: self.columns(tensor, rank))
+        columns = self.constant(f"{tensor.name}/columns", lambda rank: self.columns(tensor, rank))
         shape = self.add("Shape", [self.pairs.picks], np.int64)
         shape = self.add("Concat", [shape, columns], np.int64, axis=0)
         filler = gs.Constant(f"{self.name}/{tensor.name}/zero", np.zeros(1, numpy_dtype(tensor)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -20,7 +20,7 @@ class Pairs:
     """
 
     def __init__(self, nodes: AddedNodes, chosen: gs.Tensor, shapes: Shapes) -> None:
-        self.add, self.shapes = nodes.add, shapes
+        self.nodes, self.add, self.shapes = nodes, nodes.add, shapes
         self.table: gs.Tensor | None = None
         self.experts, self.rows, _ = shapes[chosen.name]
         mask = self.add("Squeeze", [chosen], bool, axes=[2])
@@ -56,6 +56,16 @@ class Pairs:
             return self.as_rows(self.add("GatherND", [tensor, self.places], tensor.dtype))
         return self.add("Gather", [tensor, self.row], tensor.dtype, axis=len(shape) - 2)
 
+    def target_shape(
+        self, op: str, result: gs.Tensor, columns: Callable[[gs.Tensor, int], Sequence[int]]
+    ) -> gs.Constant:
+        """Returns the second operand of an Expand or a Reshape whose result is [1, pair, column].
+        `columns` has the sizes of a tensor on a rank, behind the dimensions of experts and rows."""
+        pairs = 1 if op == "Expand" else 0  # 0: Reshape copies the size
+        return self.nodes.constant(
+            f"{result.name}/shape", lambda rank: [1, pairs, *columns(result, rank)]
+        )
+
     def sum(
         self, parts: Sequence[gs.Tensor], total: gs.Tensor, zeros: gs.Tensor, keeps: bool = False
     ) -> None:
@@ -87,11 +97,6 @@ class Pairs:
         end = add("Add", [count, 1], np.int64)
         place = add("Range", [1, end, 1], np.int64)
         return add("ScatterND", [empty, where, place], np.int64)
-
-
-def rows_shape(op: str, columns: Sequence[int]) -> list[int]:
-    """The second operand of an Expand or a Reshape whose result is [1, pair, *columns]."""
-    return [1, 1 if op == "Expand" else 0, *columns]  # 0: Reshape copies the size
 
 
 def _zero(name: str) -> gs.Constant:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from math import prod
 
+import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, numpy_helper
 
 from onnxpar.graph.stored import element_bits, external_location, graphs_of, nodes_of
@@ -50,7 +51,8 @@ def _drop(graph: GraphProto, results: Mapping[str, str]) -> None:
         for i, node in reversed([*enumerate(each.node)]):
             if any(name in results for name in node.output):
                 del each.node[i]
-    unread = {*results.values()} - {name for node in nodes_of(graph) for name in node.input}
+    read = {name for node in nodes_of(graph) for name in node.input}
+    unread = {*results.values()} - read - {port.name for port in graph.output}
     for each in graphs_of(graph):
         for i, tensor in reversed([*enumerate(each.initializer)]):
             if tensor.name in unread:
@@ -60,21 +62,25 @@ def _drop(graph: GraphProto, results: Mapping[str, str]) -> None:
 def _number(node: NodeProto, stack: TensorProto, stored: _Stored) -> int | None:
     """Returns the number of the element that a Gather takes out of a stored stack of matrices or
     vectors; None if the node does anything else, or if the element does not begin at a byte."""
-    index = stored.get(node.input[1]) if node.op_type == "Gather" else None
-    is_whole = prod(stack.dims[1:]) * element_bits(stack.data_type) % 8 == 0
-    if index is None or index.dims or any(a.i for a in node.attribute):
+    if node.op_type != "Gather" or node.input[0] != stack.name or any(a.i for a in node.attribute):
         return None
-    if node.input[0] != stack.name:
+    index = stored.get(node.input[1])
+    if index is None or index.dims:
         return None
-    number = int(numpy_helper.to_array(index))
-    return number if is_whole and 0 <= number < stack.dims[0] else None
+    number, bits = int(numpy_helper.to_array(index)), _bits(stack)
+    return number if bits and bits % 8 == 0 and 0 <= number < stack.dims[0] else None
+
+
+def _bits(stack: TensorProto) -> int:
+    """Returns the number of bits of an element of a stack; 0 for strings."""
+    return int(prod(stack.dims[1:])) * element_bits(stack.data_type)
 
 
 def _part(stack: TensorProto, name: str, step: int) -> TensorProto:
     """Returns element `step` of a stack as a tensor `name`; if the stack is in a file, it refers to
     that file."""
     part = TensorProto(name=name, data_type=stack.data_type, dims=stack.dims[1:])
-    size = prod(part.dims) * element_bits(stack.data_type) // 8
+    size = _bits(stack) // 8
     if stack.data_location == TensorProto.EXTERNAL:
         location, offset, _ = external_location(stack)
         part.data_location = TensorProto.EXTERNAL
@@ -87,5 +93,5 @@ def _part(stack: TensorProto, name: str, step: int) -> TensorProto:
     elif stack.HasField("raw_data"):
         part.raw_data = stack.raw_data[step * size : (step + 1) * size]
     else:
-        part.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(stack)[step], name))
+        part.CopyFrom(numpy_helper.from_array(np.asarray(numpy_helper.to_array(stack)[step]), name))
     return part

@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.base.arrays import Array
 from onnxpar.graph.collectives import DOMAIN
 from onnxpar.graph.per_rank import PerRank
 from onnxpar.graph.subgraphs import detach
 from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.lowering.added_nodes import AddedNodes
-from onnxpar.lowering.lowering_builder import rank_constant
-from onnxpar.lowering.pairs import Pairs, rows_shape
+from onnxpar.lowering.pairs import Pairs
 from onnxpar.sharding.expert_rows import RANK, ExpertRows, Role, Shapes
 from onnxpar.sharding.mixtures import Crossing
 
@@ -40,8 +38,8 @@ class TokenExchange:
         self.graph, self.mixture, self.moves, self.shapes = graph, mixture, moves, shapes
         self.columns, self.per_rank, self.tag = columns, per_rank, tag
         self.name = f"{mixture.total.name}::exchange"
-        self.added = AddedNodes(self.name, mixture.total.name, [])
-        self.add = self.added.add
+        self.added = AddedNodes(self.name, mixture.total.name, per_rank)
+        self.add, self.constant = self.added.add, self.added.constant
         self.group = self._attribute(moves.there[0], "group")
         self.sizes = self._attribute(moves.there[0], "split_sizes")
         """The number of experts of each member of the group."""
@@ -67,7 +65,7 @@ class TokenExchange:
         for node in moves.after:
             inputs = [mapped.get(id(t)) or pairs.beside(t) for t in node.inputs]
             if node.op in ("Expand", "Reshape"):
-                inputs[1] = self._target(node.op, node.outputs[0])
+                inputs[1] = pairs.target_shape(node.op, node.outputs[0], self.columns)
             outputs = [gs.Variable(f"{self.name}/{t.name}", t.dtype) for t in node.outputs]
             mapped |= {id(t): o for t, o in zip(node.outputs, outputs, strict=True)}
             self.added.copy(node, inputs, outputs)
@@ -75,12 +73,6 @@ class TokenExchange:
         assert mixture.leave is not None
         self._finish(pairs, mapped[id(mixture.leave.inputs[1])])
         return local_mixture
-
-    def _target(self, op: str, result: gs.Tensor) -> gs.Tensor:
-        """The shape to which an Expand or a Reshape takes the rows of pairs."""
-        return self._constant(
-            f"{result.name}/shape", lambda rank: rows_shape(op, self.columns(result, rank))
-        )
 
     def _rows_of(self, pairs: Pairs, tokens: gs.Tensor) -> gs.Tensor:
         """The row of each pair, [pair, column]."""
@@ -105,12 +97,6 @@ class TokenExchange:
         """The number of experts of a rank."""
         return self.sizes(rank)[self.group(rank).index(rank)]
 
-    def _constant(self, name: str, value: Callable[[int], Any]) -> gs.Tensor:
-        def by_rank(rank: int) -> Array:
-            return np.array(value(rank), np.int64)
-
-        return rank_constant(f"{self.name}/{name}", by_rank(0), by_rank, self.per_rank)
-
     def _amounts(self, counts: gs.Tensor) -> tuple[gs.Tensor, gs.Tensor, gs.Tensor]:
         """The numbers of rows that this rank sends to each member; receives from each member; and
         receives from each member for each of its experts."""
@@ -119,7 +105,7 @@ class TokenExchange:
             sizes = self.sizes(rank)
             return np.repeat(np.eye(len(sizes), dtype=np.int64), sizes, axis=1)
 
-        by_member = self.add("Mul", [counts, self._constant("members", members)], np.int64)
+        by_member = self.add("Mul", [counts, self.constant("members", members)], np.int64)
         sends = self.add("ReduceSum", [by_member], np.int64, axes=[1], keepdims=0)
         attrs: dict[str, Callable[[int], Any]] = {
             "group": self.group,
@@ -135,7 +121,7 @@ class TokenExchange:
             [counts], [arrived], DOMAIN,
         )  # fmt: skip
         self.added.note(node)
-        shape = self._constant("own", lambda rank: [-1, self._expert_count(rank)])
+        shape = self.constant("own", lambda rank: [-1, self._expert_count(rank)])
         by_expert = self.add("Reshape", [arrived, shape], np.int64)
         receives = self.add("ReduceSum", [by_expert], np.int64, axes=[1], keepdims=0)
         return sends, receives, arrived
@@ -159,8 +145,8 @@ class TokenExchange:
         count = self.add("ReduceSum", [arrived], np.int64, keepdims=0)
         number = self.add("Range", [0, count, 1], np.int64)
         row = self.add("Unsqueeze", [number], np.int64, axes=[1])
-        shape = self._constant("shape", lambda rank: [-1, self._expert_count(rank)])
-        last = self._constant("last", lambda rank: self._expert_count(rank) - 1)
+        shape = self.constant("shape", lambda rank: [-1, self._expert_count(rank)])
+        last = self.constant("last", lambda rank: self._expert_count(rank) - 1)
         ends = self.add("CumSum", [arrived, 0], np.int64)
         begins = self.add("Sub", [ends, arrived], np.int64)
         ends, begins = (self.add("Reshape", [t, shape], np.int64) for t in (ends, begins))
@@ -208,12 +194,12 @@ class TokenExchange:
                 detach(node)
                 node.outputs.clear()
 
-        def zeros(rank: int) -> Any:
-            return np.zeros((1, 1, *self.columns(left, rank)), numpy_dtype(result))
+        def row(rank: int) -> Any:
+            return np.zeros((1, 1, *self.columns(left, rank)))
 
-        name = f"{self.name}/row"
+        zeros = self.constant("row", row, numpy_dtype(result))
         keepdims = bool(mixture.total.attrs.get("keepdims", 1))
-        pairs.sum([y], result, rank_constant(name, zeros(0), zeros, self.per_rank), keepdims)
+        pairs.sum([y], result, zeros, keepdims)
         gone = {id(node) for node in mixture.nodes}
         before, after = self.graph.nodes[:at], self.graph.nodes[at + 1 :]
         self.graph.nodes[:] = [

@@ -45,8 +45,7 @@ def options_of(
     for module in values["plugin"]:
         load_plugin(module)
     use_libraries(values["libraries"])
-    mesh, bucket_mb, any_host = values["mesh"], values["bucket_mb"], values["for_any_host"]
-    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    mesh, bucket_mb = Mesh.from_argument(values["mesh"]), values["bucket_mb"]
     limits = values["objective"], values["memory_limit"], values["untied"]
     return Options(
         mesh=mesh,
@@ -55,8 +54,8 @@ def options_of(
         topology=Topology.from_argument(
             values["topology"], mesh.size if mesh else values["devices"]
         ),
-        host=unknown_host if any_host else partial(host_topology, shard_batch),
-        on_any_host=any_host,
+        host=unknown_host if values["for_any_host"] else partial(host_topology, shard_batch),
+        on_any_host=values["for_any_host"],
         objective=Objective.from_argument(*limits, Patience(tell=progress_line("search"))),
         typical=Typical.from_argument(values["typical"]),
         states=_pairs(values["states"] or ()),

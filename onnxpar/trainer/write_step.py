@@ -82,8 +82,7 @@ def _request_of(values: Mapping[str, Any]) -> StepRequest:
 def _source_of(values: Mapping[str, Any], times: PassTimes | None) -> Options:
     """Returns the options of the loader: the sizes of the model and, if it is one rank's program,
     its mesh and strategy. Errors: OnnxparError."""
-    mesh, strategy = values["mesh"], Strategy.from_argument(values["strategy"])
-    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    mesh, strategy = Mesh.from_argument(values["mesh"]), Strategy.from_argument(values["strategy"])
     use_libraries(values["libraries"])
     own = {name: values[name] for name in ("devices", "preset", "dims")}
     return Options(mesh=mesh, strategy=strategy, times=times or PassTimes(), **own)

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from agreement import check_outputs, options, run_ranks, run_unsplit
 
+from onnxpar.graph.stored import nodes_of
 from onnxpar.lowering import pair_program
+from onnxpar.lowering.stored_parts import store_parts
 from onnxpar.planner import sharder
 
 MODELS = Path(__file__).parents[2] / "models" / "experts"
@@ -67,3 +70,25 @@ def test_rows_of_many_experts_are_joined(
     assert len(matrices(graph)) == 4 * 3
     sigmoids = [n for n in graph.node if n.op_type == "Sigmoid" and "/experts/" in n.name]
     assert len(sigmoids) == (4 if most == 4 else 1)
+
+
+def test_stacks_of_which_nodes_take_elements_by_number() -> None:
+    """They are stored apart, also if a subgraph reads them. What stays: a stack that is also read
+    whole, one of strings, and one without the element."""
+    graph = onnx.parser.parse_graph(
+        """m (bool c) => (float[2] y, float[2,2] all, string s, float[2] z)
+        <float[2,2] a = {1, 2, 3, 4}, float[2,2] b = {5, 6, 7, 8}, string[2] n = {"p", "q"},
+         float[3] v = {7, 8, 9}, float[2,2] d = {1, 2, 3, 4}, int64 one = {1}, int64 nine = {9}> {
+          r = Gather(a, one)  f = Gather(v, one)  p = Mul(r, f)
+          y = If(c) <then_branch = t () => (u) { g = Gather(a, one)  u = Neg(g) },
+                     else_branch = e () => (w) { w = Identity(p) }>
+          k = Gather(b, one)  all = Identity(b)  h = Gather(n, one)  s = Identity(h)
+          i = Gather(d, nine)  z = Neg(i) }"""
+    )
+    store_parts(graph)
+    values = {t.name: onnx.numpy_helper.to_array(t).tolist() for t in graph.initializer}
+    assert values == {
+        "r": [3, 4], "g": [3, 4], "f": 8, "one": 1, "nine": 9,
+        "b": [[5, 6], [7, 8]], "n": ["p", "q"], "d": [[1, 2], [3, 4]],
+    }  # fmt: skip
+    assert [n.op_type for n in nodes_of(graph) if n.op_type == "Gather"] == ["Gather"] * 3
