@@ -2,9 +2,12 @@
 experts all compute all tokens.
 
     python tests/bench/bench_experts.py [--tokens 2048] [--width 256] [--hidden 1024] [--pairs 9]
+    python tests/bench/bench_experts.py --inference [--experts 8] [--chosen 2] ...
 
 One rank; of 8 experts, a router chooses 2 for each token. Both steps are taken in turns, so that
-what else the machine does falls on both.
+what else the machine does falls on both. With --inference, two ranks of half of the tokens each run
+the model: with the rows of each expert apart, and with those of all experts in one tensor. The
+times are then those of the CPU, of both ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +22,16 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import numpy as np
+import onnx
+from lowering.mixtures import feeds_of
+from lowering.mixtures import mixture as routed
 from training.expert_steps import mixture
 from training.steps import ThreadTrainer, batches, shard, write_step
+
+import onnxpar
+from onnxpar.lowering import pair_program
+from onnxpar.runtime.session.threads import ThreadSession
 
 EXPERTS = 8
 FINDER = "onnxpar.passes.lower.compact_experts.find_expert_rows"
@@ -30,7 +41,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, value in (("tokens", 2048), ("width", 256), ("hidden", 1024), ("pairs", 9)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in (("experts", EXPERTS), ("chosen", 2)):
+        parser.add_argument(f"--{name}", type=int, default=value, help="with --inference")
+    parser.add_argument("--inference", action="store_true")
     args = parser.parse_args()
+    if args.inference:
+        compare_forms(args)
+        return
     with tempfile.TemporaryDirectory() as folder:
         text = mixture(EXPERTS, args.tokens, args.width, args.hidden)
         step = write_step(text, Path(folder), "mse")
@@ -48,6 +65,31 @@ def main() -> None:
             few_time, all_time = (statistics.median(s[1:]) for s in seconds.values())
     print(f"chosen rows {few_time * 1e3:.0f} ms, all rows {all_time * 1e3:.0f} ms a step")
     print(f"all rows take {all_time / few_time:.2f} times as long")
+
+
+def compare_forms(args: argparse.Namespace) -> None:
+    """Prints the times of a run with experts' rows apart and joined."""
+    random = np.random.default_rng(0)
+    draws = (random.permutation(args.experts)[: args.chosen] for _ in range(args.tokens))
+    feeds = feeds_of(np.stack(list(draws)), width=args.width)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model.onnx"
+        sizes = {"width": args.width, "hidden": args.hidden, "out": args.width}
+        onnx.save(routed(args.experts, args.chosen, args.tokens, **sizes), model)
+        pars = [Path(folder) / f"{most}.par" for most in (args.experts, 0)]
+        for par, most in zip(pars, (args.experts, 0), strict=True):
+            with patch(f"{pair_program.__name__}.MOST_APART", most):
+                onnxpar.shard(model, par, devices=2, preset="data-parallel")
+        with ThreadSession(pars[0]) as apart, ThreadSession(pars[1]) as joined:
+            seconds: dict[ThreadSession, list[float]] = {apart: [], joined: []}
+            for _ in range(args.pairs + 1):
+                for session, taken in seconds.items():
+                    start = time.process_time()
+                    session.run(None, feeds)
+                    taken.append(time.process_time() - start)
+            apart_time, joined_time = (statistics.median(s[1:]) for s in seconds.values())
+    print(f"apart {apart_time * 1e3:.2f} ms, joined {joined_time * 1e3:.2f} ms a run")
+    print(f"joined rows take {joined_time / apart_time:.2f} times as long")
 
 
 if __name__ == "__main__":

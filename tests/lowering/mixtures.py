@@ -51,38 +51,39 @@ mixture (TYPE[ROWS,4] x, int64[ROWS,SLOTS] ids, TYPE[ROWS,SLOTS] weights) => (TY
 
 def mixture(
     experts: int, slots: int, rows: int | str, dtype: str = "float", width: int = 4,
-    lines: Mapping[str, str] | None = None,
+    lines: Mapping[str, str] | None = None, hidden: int = 5, out: int = 3,
 ) -> onnx.ModelProto:  # fmt: skip
     """A model with the inputs x [rows, width], ids and weights [rows, slots], and the output y
-    [rows, 3]. `lines` replaces nodes, by result."""
+    [rows, out]. `lines` replaces nodes, by result."""
     kind = TensorProto.FLOAT if dtype == "float" else TensorProto.FLOAT16
     text = TEXT
     for result, nodes in (lines or {}).items():
         text = re.sub(rf"(?m)^  {result} = .*$", nodes, text)
     text = text.replace("TYPE", dtype).replace("KIND", str(kind)).replace("SLOTS", str(slots))
     text = text.replace("ROWS", str(rows)).replace(",4] x", f",{width}] x")
+    text = text.replace(",3] y", f",{out}] y")
     model = onnx.parser.parse_model(text)
     random = np.random.default_rng(0)
     of = np.float32 if dtype == "float" else np.float16
     stored: dict[str, Any] = {
         "experts": np.arange(experts).reshape(-1, 1, 1),
         "nothing": np.zeros((), of),
-        "w1": random.standard_normal((experts, width, 5)).astype(of),
-        "w2": random.standard_normal((experts, 5, 3)).astype(of),
-        "bias": random.standard_normal((experts, 1, 3)).astype(of),
+        "w1": random.standard_normal((experts, width, hidden)).astype(of),
+        "w2": random.standard_normal((experts, hidden, out)).astype(of),
+        "bias": random.standard_normal((experts, 1, out)).astype(of),
     }
     for name, value in stored.items():
         model.graph.initializer.append(numpy_helper.from_array(value, name))
     return model
 
 
-def feeds_of(ids: Any, dtype: str = "float") -> dict[str, np.ndarray]:
+def feeds_of(ids: Any, dtype: str = "float", width: int = 4) -> dict[str, np.ndarray]:
     """Random tokens for these decisions [row, slot]."""
     chosen = np.array(ids, np.int64)
     random = np.random.default_rng(1)
     of = np.float32 if dtype == "float" else np.float16
     return {
-        "x": random.standard_normal((len(chosen), 4)).astype(of),
+        "x": random.standard_normal((len(chosen), width)).astype(of),
         "ids": chosen,
         "weights": random.random(chosen.shape).astype(of),
     }

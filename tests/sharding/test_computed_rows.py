@@ -42,6 +42,13 @@ def test_products_are_of_the_chosen_rows() -> None:
     assert [flops(replace(op, chosen=None)) for op in products(ctx)] == [2 * PRODUCT] * 3
 
 
+def test_each_expert_that_has_a_row_transposes_its_matrix() -> None:
+    ops = context("1", "mixtral.legacy.static.onnx").sharding.factors.ops
+    turned = [op for op in ops if op.node.attrs.get("perm") == [0, 2, 1]]
+    of_experts = [op for op in turned if "experts" in op.node.name]
+    assert of_experts and all(op.chosen and op.chosen.share == 1 / EXPERTS for op in of_experts)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "parts"),
