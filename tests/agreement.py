@@ -12,6 +12,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from onnxpar.compiler.plan import Plan, Port
+from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
 from onnxpar.planner import sharder
 from onnxpar.planner.options import Options
@@ -32,6 +33,7 @@ def options(
     *,
     dims: Mapping[str, int | str] | None = None,
     strategy: Mapping[str, Any] | None = None,
+    topology: Topology | None = None,
 ) -> Options:
     """Options from `tensor-parallel 4`, `hybrid dp=2,tp=3`, or a mesh alone; verifying."""
     preset, _, mesh = layout.rpartition(" ")
@@ -41,6 +43,7 @@ def options(
         preset=preset or None,
         dims=dims,
         strategy=None if strategy is None else Strategy.of(strategy),
+        topology=topology,
         verify=True,
     )
 

@@ -3,12 +3,13 @@
 A pair is an expert and a row that the expert computes. Pairs are sorted by expert, and a tensor of
 rows is either one tensor [1, pair, column], or apart: a tensor [1, row, column] for each expert. A
 product with experts' matrices takes each expert's range of pairs (Gale et al., "MegaBlocks", 2022).
-The forward and the backward pass read the same pairs.
+The forward and the backward pass read the same pairs. If ranks exchange rows, a rank has two lists
+of pairs: of its own rows and all experts, and of its own experts and the rows that it received.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from onnxpar.graph.subgraphs import detach
 from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.lowering.added_nodes import AddedNodes
 from onnxpar.lowering.pairs import Pairs
+from onnxpar.lowering.token_exchange import TokenExchange
 from onnxpar.sharding.expert_rows import (
     ELEMENTWISE,
     RANK,
@@ -43,22 +45,23 @@ class PairProgram:
     shapes   global shapes of tensors, by name
     experts  the number of experts of each rank, at least one
     columns  the sizes of a tensor on a rank, behind the dimensions of experts and rows
+    inside   if ranks exchange rows, the ids of the nodes whose results are at the ranks of experts
+    tag      the tag of the collective that exchanges numbers of rows
     """
 
     def __init__(
         self, graph: gs.Graph, mixture: ExpertRows, shapes: Shapes, experts: Sequence[int],
         columns: Callable[[gs.Tensor, int], tuple[int, ...]], per_rank: PerRank,
+        inside: Collection[int], tag: int,
     ) -> None:  # fmt: skip
-        self.graph, self.mixture, self.shapes = graph, mixture, shapes
-        self.columns, self.per_rank = columns, per_rank
+        self.graph, self.mixture, self.shapes, self.experts = graph, mixture, shapes, experts
+        self.columns, self.per_rank, self.inside, self.tag = columns, per_rank, inside, tag
         self.name = f"{mixture.total.name}::pairs"
         self.added = AddedNodes(self.name, mixture.total.name, per_rank)
         self.add, self.constant = self.added.add, self.added.constant
         self.joined: dict[int, gs.Tensor] = {}
         self.apart: dict[int, Tensors] = {}
         self.shared: dict[tuple[int, int], gs.Tensor] = {}
-        self.expert_counts, self.most = experts, max(experts)
-        self.is_even = len(set(experts)) == 1
 
     @property
     def finder(self) -> str:
@@ -73,6 +76,7 @@ class PairProgram:
             Role.FLIP: self._flip,
             Role.ROWS: self._rows,
             Role.REDUCED: self._reduced,
+            Role.CROSSING: self._crossing,
             Role.PRODUCT: self._product,
             Role.MATRICES: self._matrices,
             Role.VECTORS: self._vectors,
@@ -91,6 +95,8 @@ class PairProgram:
             detach(node)
             node.outputs.clear()
             self.added.origin = node.name
+            is_inside = not self.inside or id(node) in self.inside
+            self.pairs = self.computed if is_inside else self.sent
             role = mixture.roles[id(node)]
             write[role](node, inputs, outputs)
             for tensor in outputs:
@@ -100,22 +106,25 @@ class PairProgram:
         self._drop_unread([t for inputs, _ in operands for t in inputs])
 
     def _begin(self) -> None:
-        """Adds nodes that find the pairs, and the number of pairs of each expert."""
-        self.pairs = Pairs(self.added, self.mixture.chosen, self.shapes)
-        self.counts = self.add("ReduceSum", [self.pairs.picks], np.int64, axes=[1], keepdims=0)
-        if not self.is_even:
-            more = self.constant("more", lambda rank: [0] * (self.most - self.expert_counts[rank]))
-            self.counts = self.add("Concat", [self.counts, more], np.int64, axis=0)
-        self.experts = [self._expert_index(i) for i in range(self.most)]
-        self.row_numbers = [gs.Variable(f"{self.finder}.{i}", np.int64) for i in range(self.most)]
-        inputs = [self.pairs.row, self.counts]
-        self.added.note(gs.Node("Split", self.finder, {"axis": 0}, inputs, self.row_numbers))
+        """Adds nodes that find the pairs, and the number of pairs of each expert; with an exchange,
+        the pairs of the rank's rows, and those of its experts."""
+        chosen, exchanges = self.mixture.chosen, self.mixture.of(Role.CROSSING)
+        if exchanges:
+            all_experts = [self.shapes[chosen.name][0]] * len(self.experts)
+            self.sent = Pairs(self.added, chosen, self.shapes, all_experts)
+            self.exchange = TokenExchange(
+                self.added, self.sent, exchanges[0], self.experts, self.tag
+            )
+            self.computed = self.exchange.received
+        else:
+            self.sent = self.computed = Pairs(self.added, chosen, self.shapes, self.experts)
+        self.row_numbers = self.computed.split(self.computed.row, 0, self.finder)
 
-    def _expert_index(self, expert: int) -> gs.Constant:
-        """The index of an expert; on a rank with fewer experts, the index of its last expert."""
-        return self.constant(
-            f"expert.{expert}", lambda rank: min(expert, self.expert_counts[rank] - 1)
-        )
+    @property
+    def _is_joined(self) -> bool:
+        """True where the rows of all experts are one tensor: at the tokens, and with many experts
+        at the experts."""
+        return self.pairs is not self.computed or self.pairs.most > MOST_APART
 
     def _has(self, tensor: gs.Tensor) -> bool:
         """True for a tensor of rows."""
@@ -133,10 +142,7 @@ class PairProgram:
         """The rows of each expert, [1, row, column]; no rows for an expert that a rank lacks."""
         if id(tensor) not in self.apart:
             x = self.joined[id(tensor)]
-            name = f"{x.name}/parts"
-            parts = [gs.Variable(f"{name}.{i}", x.dtype) for i in range(self.most)]
-            self.added.note(gs.Node("Split", name, {"axis": 1}, [x, self.counts], parts))
-            self.apart[id(tensor)] = parts
+            self.apart[id(tensor)] = self.pairs.split(x, 1, f"{x.name}/parts")
         return self.apart[id(tensor)]
 
     def _mask(self, _: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
@@ -147,11 +153,27 @@ class PairProgram:
         if self._has(result):
             return
         source = before_experts(x, self.shapes)
-        if self.most > MOST_APART or len(self.shapes[source.name]) == RANK:
+        if self._is_joined or len(self.shapes[source.name]) == RANK:
             self.joined[id(result)] = self._rows_of(source)
-            return
-        parts = [self.add("Gather", [source, r], source.dtype, axis=0) for r in self.row_numbers]
+        else:
+            self._pick_parts(source, result)
+
+    def _pick_parts(self, rows: gs.Tensor, result: gs.Tensor) -> None:
+        """Gives each expert its rows out of `rows`, [row, column]."""
+        parts = [self.add("Gather", [rows, r], rows.dtype, axis=0) for r in self.row_numbers]
         self.apart[id(result)] = [self.pairs.as_rows(part) for part in parts]
+
+    def _crossing(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
+        (x,), (result,) = inputs, outputs
+        rows = self.add("Squeeze", [self._pairs_of(x)], x.dtype, axes=[0])
+        moved = self.exchange.move(node, rows)
+        if self.pairs is self.sent:
+            self.joined[id(result)] = self.pairs.as_rows(moved)
+        elif self._is_joined:
+            rows = self.add("Gather", [moved, self.pairs.row], moved.dtype, axis=0)
+            self.joined[id(result)] = self.pairs.as_rows(rows)
+        else:
+            self._pick_parts(moved, result)
 
     def _rows_of(self, tensor: gs.Tensor) -> gs.Tensor:
         """The rows of the pairs, [1, pair, column], of a tensor [row, column] or [expert, row,
@@ -167,13 +189,13 @@ class PairProgram:
     def _rows(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
         if node.op in ("Expand", "Reshape"):
             inputs = [inputs[0], self.pairs.target_shape(node.op, outputs[0], self.columns)]
-        if self.most > MOST_APART or not any(id(t) in self.apart for t in inputs):
+        if self._is_joined or not any(id(t) in self.apart for t in inputs):
             read = [self._joined_operand(node, t) for t in inputs]
             results = self._copy(node, read, outputs, "")
             self.joined |= {id(t): r for t, r in zip(outputs, results, strict=True)}
             return
         each = []
-        for i in range(self.most):
+        for i in range(self.pairs.most):
             read = [self._part(node, t, i) for t in inputs]
             each.append(self._copy(node, read, outputs, f"@{i}"))
         self.apart |= {id(t): parts for t, *parts in zip(outputs, *each, strict=True)}
@@ -214,7 +236,7 @@ class PairProgram:
         """Returns the matrix or vector of an expert, out of a stack of them."""
         key = id(stack), expert
         if key not in self.shared:
-            number = self.experts[expert]
+            number = self.pairs.numbers[expert]
             self.shared[key] = self.add("Gather", [stack, number], stack.dtype, axis=0)
         return self.shared[key]
 
@@ -253,11 +275,11 @@ class PairProgram:
 
     def _stack(self, parts: Sequence[gs.Tensor], result: gs.Tensor) -> None:
         """Concatenates the results of all experts, without the experts that a rank lacks."""
-        if self.is_even:
+        if self.pairs.is_even:
             self.add("Concat", parts, result.dtype, result, axis=0)
             return
         joined = self.add("Concat", parts, result.dtype, axis=0)
-        end = self.constant(f"{result.name}/experts", lambda rank: [self.expert_counts[rank]])
+        end = self.constant(f"{result.name}/experts", lambda rank: [self.experts[rank]])
         self.add("Slice", [joined, [0], end, [0]], result.dtype, result)
 
     def _total(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -14,13 +15,18 @@ from onnxpar.sharding.expert_rows import Shapes
 class Pairs:
     """Adds nodes that work on the pairs for which `chosen` [expert, row, 1] is true.
 
+    own          the number of experts of each rank
+    most         the most experts of a rank
     picks        [expert, row]: 1 for each pair
     expert, row  [pair]: the index of the pair's expert, and of its row
     places       [pair, 2]: both indices
     """
 
-    def __init__(self, nodes: AddedNodes, chosen: gs.Tensor, shapes: Shapes) -> None:
-        self.nodes, self.add, self.shapes = nodes, nodes.add, shapes
+    def __init__(
+        self, nodes: AddedNodes, chosen: gs.Tensor, shapes: Shapes, own: Sequence[int]
+    ) -> None:
+        self.nodes, self.add, self.shapes, self.own = nodes, nodes.add, shapes, own
+        self.most, self.is_even = max(own), len(set(own)) == 1
         self.table: gs.Tensor | None = None
         self.experts, self.rows, _ = shapes[chosen.name]
         mask = self.add("Squeeze", [chosen], bool, axes=[2])
@@ -29,6 +35,34 @@ class Pairs:
         self.expert = self.add("Gather", [indices, 0], np.int64, axis=0)
         self.row = self.add("Gather", [indices, 1], np.int64, axis=0)
         self.places = self.add("Transpose", [indices], np.int64, perm=[1, 0])
+
+    @cached_property
+    def counts(self) -> gs.Tensor:
+        """[expert]: the number of pairs of each of `most` experts."""
+        counts = self.add("ReduceSum", [self.picks], np.int64, axes=[1], keepdims=0)
+        if self.is_even:
+            return counts
+        more = self.nodes.constant("more", lambda rank: [0] * (self.most - self.own[rank]))
+        return self.add("Concat", [counts, more], np.int64, axis=0)
+
+    @cached_property
+    def numbers(self) -> Sequence[gs.Tensor]:
+        """For each of `most` experts, its index; on a rank with fewer experts, the index of its
+        last expert."""
+
+        def number(expert: int) -> gs.Constant:
+            return self.nodes.constant(
+                f"expert.{expert}", lambda rank: min(expert, self.own[rank] - 1)
+            )
+
+        return [number(expert) for expert in range(self.most)]
+
+    def split(self, x: gs.Tensor, axis: int, name: str) -> Sequence[gs.Tensor]:
+        """Splits the dimension of pairs by expert, by a node of that name; the parts of experts
+        that a rank lacks are empty."""
+        parts = [gs.Variable(f"{name}.{i}", x.dtype) for i in range(self.most)]
+        self.nodes.note(gs.Node("Split", name, {"axis": axis}, [x, self.counts], parts))
+        return parts
 
     def as_rows(self, x: gs.Tensor) -> gs.Tensor:
         """Reshapes [pair, column] to [1, pair, column], like the rows of one expert."""

@@ -57,14 +57,15 @@ _MEETINGS = {"AllReduce": Role.REDUCED, EXCHANGE: Role.CROSSING}
 def find_expert_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[ExpertRows]:
     """Yields the mixtures of a graph whose nodes are in execution order. A mixture has a matrix for
     each expert and a sum over experts; tensors that nodes outside the mixture read do not depend on
-    rows that are not chosen."""
+    rows that are not chosen. No node is in two mixtures."""
     masks: dict[int, list[gs.Node]] = {}
     for node in graph.nodes:
         if _is_mask(node, shapes):
             masks.setdefault(id(node.inputs[0]), []).append(node)
     order = {id(node): i for i, node in enumerate(graph.nodes)} if masks else {}
+    taken: set[int] = set()
     for same in masks.values():
-        apart: set[int] = set()
+        apart = {*taken}
         while True:
             search = _Search(graph, shapes, ExpertRows(same[0].inputs[0]), order, apart)
             leaks = search.fill(same)
@@ -72,6 +73,7 @@ def find_expert_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[ExpertRows]:
                 break
             apart |= leaks
         if search.is_complete:
+            taken |= search.region.roles.keys()
             yield search.region
 
 

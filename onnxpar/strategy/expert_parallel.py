@@ -18,12 +18,11 @@ from onnxpar.graph.interchange import is_weight
 from onnxpar.graph.subgraphs import constants
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.rules.contrib_experts import EXPERT_WEIGHTS
-from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.mixtures import is_stored
+from onnxpar.sharding.factors import OpFactors, TensorFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.contraction import convolves, is_contraction
 from onnxpar.strategy.strategy import Annotation, TensorAnnotation
-from onnxpar.strategy.token_dispatch import exchanged_parts
+from onnxpar.strategy.token_dispatch import exchanged_mixtures
 
 EXPERT = "expert-parallel"
 
@@ -41,11 +40,10 @@ def expert_annotations(
     inside = tuple(beside.items())
     annotations = [SplitExperts(atom, tuple(ops), axes, inside) for atom, ops in atoms.items()]
     token_axes = next(iter(beside.values()), ())
-    for part in exchanged_parts(sharding, axes, token_axes) if batch else ():
-        members = {node.name for node in part.nodes}
+    for mixture in exchanged_mixtures(sharding, axes, token_axes) if batch else ():
+        names = tuple(node.name for node in mixture.at_experts)
         for i, annotation in enumerate(annotations):
-            if members.issuperset(op.node.name for op in annotation.ops):
-                names = tuple(node.name for node in part.nodes)
+            if {*names}.issuperset(op.node.name for op in annotation.ops):
                 annotations[i] = replace(annotation, part=names, tokens=tuple(batch.items()))
     fitting = [s for s in annotations if s.size >= parts_over(axes)] or [
         s for s in annotations if s.size > 1
@@ -116,8 +114,8 @@ class SplitExperts:
     operands and results all have this atom.
 
     beside  axes of other atoms that are split inside these nodes, too
-    part    if ranks exchange rows, the names of the nodes that experts run; only these nodes, and
-            nodes that prepare their weights, are split by expert
+    part    if ranks exchange rows, the names of the nodes at the experts; of the nodes that read
+            or write tokens, only these are split by expert
     tokens  if ranks exchange rows, the axes of the batch's atoms before and after the exchange
     """
 
@@ -135,7 +133,8 @@ class SplitExperts:
 
     def apply(self, sharding: ShardingState) -> bool:
         """Splits the leaves of nodes that compute separately for each expert. Keeps the atom whole
-        in tensors at the border of these nodes, which are split by tokens."""
+        in tensors at the border of these nodes, which are split by tokens. If ranks exchange rows,
+        tensors at the border without rows, such as gradients of weights, are split by expert."""
         inside = self._inside(sharding)
         touched: dict[str, set[bool]] = defaultdict(set)
         for op in sharding.factors.ops:
@@ -152,7 +151,7 @@ class SplitExperts:
             factors = sharding.factors.tensors.get(name)
             for i, leaf in enumerate(factors.leaves if factors and True in sides else ()):
                 if leaf.atom == self.atom:
-                    if len(sides) == 1:
+                    if len(sides) == 1 or (self.part and not self._has_tokens(factors)):
                         sharding.assign_tensor(name, i, self.axes)
                     elif sharding.tensors[name][i] is None:
                         sharding.tensors[name][i] = ()
@@ -181,14 +180,20 @@ class SplitExperts:
         than a shard of the tensors with it: a Where writes tokens into the rows of each expert.
         Each rank needs the tensors without it whole. A product with an operand without the atom
         stays outside: it dispatches tokens to the rows of experts, which ranks exchange."""
-        if self.part and op.node.name not in self.part:
-            return all(is_stored(t, {}) for t in op.node.inputs if t.name)
+        is_outside = bool(self.part) and op.node.name not in self.part
         sizes = {True: 0, False: 0}
         for tensor, links in op.operands():
             factors = sharding.factors.tensors.get(tensor.name)
+            if is_outside and factors is not None and self._has_tokens(factors):
+                return False
             read = any(link is not None for link in links) or not isinstance(tensor, gs.Constant)
             if factors is not None and factors.leaves and read:  # axes and shapes do not count
                 has = self.atom in {leaf.atom for leaf in factors.leaves}
                 sizes[has] += math.prod(leaf.size for leaf in factors.leaves)
         whole = sizes[False] * parts_over(self.axes)
         return sizes[True] > 0 and (sizes[True] >= whole if not is_contraction(op) else not whole)
+
+    def _has_tokens(self, factors: TensorFactors) -> bool:
+        """True for a tensor with an atom of the batch that is split outside the exchange."""
+        tokens = dict(self.tokens)
+        return any(leaf.atom in tokens for leaf in factors.leaves)

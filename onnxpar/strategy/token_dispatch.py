@@ -12,8 +12,8 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.layout.layout import default_parts
 from onnxpar.layout.mesh import Axes, parts_over
-from onnxpar.sharding.expert_rows import ExpertRows
-from onnxpar.sharding.mixtures import ExpertPart
+from onnxpar.sharding.expert_rows import Role
+from onnxpar.sharding.mixtures import Mixture
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
@@ -22,23 +22,22 @@ _LAUNCHES = 30
 """The number of additional nodes that a rank runs to sort the rows that it sends and receives."""
 
 
-def exchanged_parts(sharding: ShardingState, over: Axes, beside: Axes) -> Iterator[ExpertPart]:
-    """Yields the part of experts in each mixture for which the exchange of rows is cheaper.
+def exchanged_mixtures(sharding: ShardingState, over: Axes, beside: Axes) -> Iterator[Mixture]:
+    """Yields the mixtures for which the exchange of rows is cheaper.
 
     over    the axes that split experts
     beside  the other axes, which split tokens
     """
     for mixture in sharding.factors.mixtures:
-        rows, part, share = mixture.rows, mixture.part, mixture.share
-        if part is None or share is None:
+        if not mixture.moved or mixture.share is None:
             continue
-        experts = sharding.factors.tensors[rows.chosen.name].dims[0].size
+        experts = sharding.factors.tensors[mixture.rows.chosen.name].dims[0].size
         if not min(default_parts(experts, over)):
             continue
-        moved = [share * _bytes(tensor, sharding) for tensor in mixture.moved]
-        gathered = _gather(rows, share, sharding, over, beside)
+        moved = [mixture.share * _bytes(tensor, sharding) for tensor in mixture.moved]
+        gathered = _gather(mixture, mixture.share, sharding, over, beside)
         if _exchange(moved, experts, sharding, over, beside) < gathered:
-            yield part
+            yield mixture
 
 
 def _exchange(
@@ -53,19 +52,21 @@ def _exchange(
 
 
 def _gather(
-    rows: ExpertRows, share: float, sharding: ShardingState, over: Axes, beside: Axes
+    mixture: Mixture, share: float, sharding: ShardingState, over: Axes, beside: Axes
 ) -> float:
-    """Seconds in which each rank gathers all tokens, and ranks add up the results. If other axes
-    split the batch, every rank along `over` has its tokens already."""
-    parts, costs = parts_over(beside), sharding.costs
-    result = _bytes(rows.total.outputs[0], sharding) / parts
+    """Seconds in which each rank gathers all tokens, and ranks add up the results, in both passes
+    of a training step. If other axes split the batch, every rank along `over` has its tokens
+    already."""
+    parts, costs, rows = parts_over(beside), sharding.costs, mixture.rows
+    results = [_bytes(node.outputs[0], sharding) / parts for node in rows.of(Role.TOTAL)]
     if beside:
-        return costs.collective("AllReduce", over, result)
+        return sum(costs.collective("AllReduce", over, size) for size in results)
     marks = _bytes(rows.chosen, sharding)  # one byte for each expert and row
     decisions = share * marks * _COUNT_BYTES
-    tokens = [_bytes(node.inputs[1], sharding) for node in rows.enter]
-    gathered = sum(costs.collective("AllGather", over, size) for size in (*tokens, decisions))
-    return gathered + costs.collective("ReduceScatter", over, result)
+    gathered = [*(_bytes(tensor, sharding) for tensor in mixture.entering), decisions]
+    return sum(costs.collective("AllGather", over, size) for size in gathered) + sum(
+        costs.collective("ReduceScatter", over, size) for size in results
+    )
 
 
 def _bytes(tensor: gs.Tensor, sharding: ShardingState) -> float:

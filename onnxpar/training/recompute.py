@@ -198,6 +198,12 @@ def _cost(cuts: Sequence[int], ends: dict[int, gs.Tensor], total: Sequence[int])
     return kept + max((total[b] - total[a] for a, b in pairwise(cuts)), default=0)
 
 
+def _is_mask_of_rows(tensor: gs.Tensor) -> bool:
+    """True for a small tensor that stays in memory: one Boolean for each row. So both passes of a
+    mixture of experts read the same decisions of its router."""
+    return tensor.dtype == bool and bool(tensor.shape) and tensor.shape[-1] == 1
+
+
 def recompute(
     graph: gs.Graph, forward: int, blocks: Sequence[Block], gradients: dict[str, Value]
 ) -> None:
@@ -210,7 +216,8 @@ def recompute(
     added: dict[int, list[gs.Node]] = {}
     for number, block in enumerate(blocks):
         results = [t for node in block.nodes for t in node.outputs]
-        inside = {id(t): t for t in results if t.name not in block.kept}
+        masks = {t.name for t in results if _is_mask_of_rows(t)}
+        inside = {id(t): t for t in results if t.name not in block.kept | masks}
         readers = [n for n in backward if any(id(t) in inside for t in n.inputs)]
         if not readers:
             continue
@@ -221,7 +228,7 @@ def recompute(
             id(t): add_gate(graph, gate, f"{name}/start{f'.{i}' if i else ''}", t)
             for i, t in enumerate(block.before)
         }
-        read = needed(gs.Graph(block.nodes), {t.name for n in readers for t in n.inputs})
+        read = needed(gs.Graph(block.nodes), {t.name for n in readers for t in n.inputs}, masks)
         copies, tensors = clone_nodes(read, f"{name}/", again)
         opener = makers[id(gradients[block.after.name].tensor)]
         added.setdefault(id(opener), []).extend([*graph.nodes, *copies])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,9 +14,10 @@ from onnxpar.graph.subgraphs import scopes
 from onnxpar.layout.layout import Layout
 from onnxpar.lowering.pair_program import PairProgram
 from onnxpar.lowering.token_exchange import TokenExchange
+from onnxpar.sharding.expert_cut import between_exchanges, crosses_to_experts
 from onnxpar.sharding.expert_rows import ExpertRows, Role, Shapes
 from onnxpar.sharding.find_expert_rows import find_expert_rows
-from onnxpar.sharding.mixtures import CompactedMixture, Crossing, crossing
+from onnxpar.sharding.mixtures import CompactedMixture
 
 _COUNT_BYTES = 8
 
@@ -158,42 +160,52 @@ class CompactExperts(Pass):
 
 def _compact(scope: gs.Graph, mixture: ExpertRows, shapes: Shapes, ctx: PassContext) -> bool:
     """Makes a mixture compute and send only its chosen rows; False if it stays as it is."""
-    mesh, per_rank, layouts = ctx.sharding.mesh, ctx.lowered.per_rank, ctx.layouts
-    is_exchanged = bool(mixture.of(Role.CROSSING))
-    moves = crossing(mixture) if is_exchanged else None
-    rows = layouts[(moves.there[0] if moves else mixture.enter[0]).outputs[0].name]
+    mesh, layouts = ctx.sharding.mesh, ctx.layouts
+    exchanges = mixture.of(Role.CROSSING)
+    inside = between_exchanges(mixture, shapes) if exchanges else frozenset()
+    if inside is None or not _is_uniform(mixture, exchanges, layouts):
+        return False
+    there = [node for node in exchanges if crosses_to_experts(node)]
+    rows = layouts[(there or mixture.enter)[0].outputs[0].name]
     experts = [rows.local_shape(mesh, rank)[0] for rank in range(mesh.size)]
-    if not all(experts) or (is_exchanged and moves is None):
+    if not all(experts):
         return False
 
     def columns(tensor: gs.Tensor, rank: int) -> tuple[int, ...]:
         return layouts.get(tensor.name, rows).local_shape(mesh, rank)[2:]
 
     name = mixture.total.outputs[0].name.split("@")[0]
-    if moves is not None:
-        tag = len(ctx.lowered.collectives) + 1
-        exchange = TokenExchange(scope, mixture, moves, shapes, columns, per_rank, tag)
-        rows = layouts[moves.back.inputs[0].name]
-        _update_plan(exchange, moves, rows, ctx)
-        mixture = exchange.replace()
-        # Received rows come from all ranks: no operand inside has a value for each of them.
-        shapes = {**shapes, mixture.chosen.name: (rows.shape[0], -1, 1)}
-        shapes |= {node.inputs[1].name: (-1, rows.shape[2]) for node in mixture.enter}
-    program = PairProgram(scope, mixture, shapes, experts, columns, per_rank)
+    tag = len(ctx.lowered.collectives) + 1
+    program = PairProgram(
+        scope, mixture, shapes, experts, columns, ctx.lowered.per_rank, inside, tag
+    )
     program.replace()
+    if exchanges:
+        _update_plan(program.exchange, {node.name for node in exchanges}, rows, ctx)
     ctx.lowered.mixtures.append(CompactedMixture(name, program.finder, rows))
     return True
 
 
-def _update_plan(exchange: TokenExchange, moves: Crossing, inner: Layout, ctx: PassContext) -> None:
-    """Updates the collectives of the plan: exchanges of rows get data-dependent sizes; a new entry
-    before them exchanges the numbers of rows."""
-    names = {node.name for node in (*moves.there, moves.back)}
+def _is_uniform(
+    mixture: ExpertRows, exchanges: Sequence[gs.Node], layouts: Mapping[str, Layout]
+) -> bool:
+    """True if all rows at the tokens are split alike, and all rows at the experts."""
+    back = [node for node in exchanges if not crosses_to_experts(node)]
+    there = [node for node in exchanges if crosses_to_experts(node)]
+    sides = [*mixture.enter, *back], there
+    return all(len({layouts[n.outputs[0].name].dims[:2] for n in side}) <= 1 for side in sides)
+
+
+def _update_plan(
+    exchange: TokenExchange, names: Collection[str], inner: Layout, ctx: PassContext
+) -> None:
+    """Updates the collectives of the plan: exchanges of rows, which have these names, get
+    data-dependent sizes; a new entry before them exchanges the numbers of rows."""
     listed = ctx.lowered.collectives
     for i, entry in enumerate(listed):
         if entry.name in names:
             listed[i] = replace(entry, kind="AllToAllV")
-    first = next(i for i, e in enumerate(listed) if e.name == moves.there[0].name)
+    first = next(i for i, entry in enumerate(listed) if entry.name in names)
     size = _COUNT_BYTES * inner.shape[0]
     sent = int(bytes_sent("AllToAll", len(listed[first].group), size))
     entry = replace(

@@ -91,12 +91,12 @@ def feeds_of(ids: Any, dtype: str = "float", width: int = 4) -> dict[str, np.nda
 
 def exchanging(layout: str) -> Options:
     """Options for a layout, on slow links."""
-    return replace(options(layout), topology=SLOW)
+    return options(layout, topology=SLOW)
 
 
 def between_hosts(layout: str, overlap: str = "auto") -> Options:
     """Options for a layout, on hosts of one rank each."""
-    return replace(options(layout), topology=HOSTS, overlap=overlap)
+    return replace(options(layout, topology=HOSTS), overlap=overlap)
 
 
 def beside_shared_expert(model: onnx.ModelProto, first: bool) -> onnx.ModelProto:

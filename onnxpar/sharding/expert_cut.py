@@ -1,0 +1,206 @@
+"""Decides which nodes of a mixture run at the ranks of experts if ranks exchange rows.
+
+x = Where(chosen, tokens, 0)                  at the rank of the tokens
+...    nodes with weights of experts          at the rank of the expert
+ReduceSum(Where(chosen, z * weight, 0))       at the rank of the tokens
+
+A training step has several such parts: its backward pass takes gradients of z to the experts, and
+gradients of x back. The nodes at the experts are one side of a minimum cut: rows that cross between
+ranks have the fewest bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from onnxpar.graph.interchange import is_weight
+from onnxpar.graph.tensors import element_bytes
+from onnxpar.sharding.expert_rows import ELEMENTWISE, RANK, ExpertRows, Role, Shapes
+
+_PREPARES = frozenset(
+    [
+        "Cast",
+        "DequantizeLinear",
+        "Identity",
+        "Range",
+        "Reshape",
+        "Squeeze",
+        "Transpose",
+        "Unsqueeze",
+    ]
+)
+"""Ops that prepare stored values for the nodes that read them."""
+_OF_EXPERTS = (Role.PRODUCT, Role.MATRICES, Role.VECTORS)
+_TOKENS, _EXPERTS = 0, 1
+
+
+def nodes_at_experts(rows: ExpertRows, shapes: Shapes) -> tuple[gs.Node, ...]:
+    """The nodes of a mixture that run at the ranks of experts if ranks exchange rows, in graph
+    order. Empty if ranks cannot exchange rows: a node needs both a weight of its expert and a value
+    of its row from outside the mixture.
+
+    Nodes with weights of experts, and sums of gradients for these weights, run at the experts. All
+    nodes that no such node depends on, and nodes that read values of rows from outside the mixture,
+    run at the tokens."""
+    stored: dict[int, bool] = {}
+    owners = [n for n in rows.nodes if _is_owner(n, rows, shapes, stored)]
+    before = _upstream(owners, rows.nodes)
+    fixed = {id(n): _TOKENS for n in rows.nodes if not before[id(n)] or reads_rows(n, rows, shapes)}
+    if any(id(node) in fixed for node in owners):
+        return ()
+    fixed |= {id(node): _EXPERTS for node in owners}
+    cut = _Cut(rows.nodes, fixed)
+    for node in rows.nodes:
+        for tensor in node.outputs:
+            if id(tensor) in rows.zeros or id(tensor) in rows.flipped:
+                cut.add(tensor, node, _bytes_per_row(tensor, rows, shapes))
+    return cut.nodes_at_experts()
+
+
+def reads_rows(node: gs.Node, rows: ExpertRows, shapes: Shapes) -> bool:
+    """True if a node reads or writes rows outside the mixture: a mask, a sum over experts, or an
+    elementwise node with such an operand."""
+    if rows.roles[id(node)] in (Role.MASK, Role.TOTAL, Role.REDUCED):
+        return True
+    count = shapes[rows.chosen.name][1]
+    others = [t for t in node.inputs if id(t) not in rows.zeros]
+    return node.op in ELEMENTWISE and any(
+        shapes.get(t.name, ())[-2:-1] == (count,) for t in others
+    )
+
+
+def moved_tensors(rows: ExpertRows, at_experts: Collection[gs.Node]) -> list[gs.Tensor]:
+    """The tensors of rows that cross between the ranks of tokens and of experts."""
+    inside = {id(node) for node in at_experts}
+    leaving = {id(tensor) for tensor in rows.leaving}
+    return [
+        t for node in rows.nodes for t in node.outputs if id(t) in rows.zeros and (
+            any((id(reader) in inside) != (id(node) in inside) for reader in t.outputs)
+            or (id(t) in leaving and id(node) in inside)
+        )
+    ]  # fmt: skip
+
+
+def crosses_to_experts(node: gs.Node) -> bool:
+    """True for an exchange that takes rows to the ranks of their experts, which splits experts and
+    joins rows; False for one that takes them back."""
+    return (node.attrs.get("split_axis"), node.attrs.get("concat_axis")) == (0, 1)
+
+
+def between_exchanges(rows: ExpertRows, shapes: Shapes) -> frozenset[int] | None:
+    """The ids of the nodes of a rank's graph whose results are at the ranks of experts, from an
+    exchange to the next. None if ranks cannot exchange chosen rows alone there: a node reads rows
+    of both sides, or is on the side of `nodes_at_experts` where it cannot run."""
+    inside: set[int] = set()
+    for node in rows.nodes:
+        role = rows.roles[id(node)]
+        makers = [m for t in node.inputs if id(t) in rows.zeros or id(t) in rows.flipped
+                  for m in t.inputs]  # fmt: skip
+        sides = {id(maker) in inside for maker in makers} or {False}
+        is_inside = True in sides
+        if len(sides) > 1:
+            return None
+        if role is Role.CROSSING:
+            if crosses_to_experts(node) is is_inside:
+                return None
+            is_inside = not is_inside
+        elif reads_rows(node, rows, shapes) if is_inside else role in _OF_EXPERTS:
+            return None
+        if is_inside:
+            inside.add(id(node))
+    is_read = any(id(maker) in inside for tensor in rows.leaving for maker in tensor.inputs)
+    return None if is_read else frozenset(inside)
+
+
+def is_stored(tensor: gs.Tensor, known: dict[int, bool]) -> bool:
+    """True if a tensor is stored with the model, or is computed from stored tensors alone."""
+    if id(tensor) not in known:
+        known[id(tensor)] = False
+        maker = tensor.inputs[0] if tensor.inputs else None
+        known[id(tensor)] = is_weight(tensor) or (
+            maker is not None
+            and maker.op in _PREPARES
+            and all(is_stored(t, known) for t in maker.inputs if t.name)
+        )
+    return known[id(tensor)]
+
+
+def _is_owner(node: gs.Node, rows: ExpertRows, shapes: Shapes, stored: dict[int, bool]) -> bool:
+    """True if a node multiplies by a matrix of each expert, sums gradients for each expert, or
+    reads a stored operand with a matrix for each expert."""
+    experts = shapes[rows.chosen.name][0]
+    return rows.roles[id(node)] in _OF_EXPERTS or any(
+        t.name in shapes
+        and len(shapes[t.name]) == RANK
+        and shapes[t.name][0] == experts > 1
+        and is_stored(t, stored)
+        for t in node.inputs
+    )
+
+
+def _upstream(owners: Iterable[gs.Node], nodes: Collection[gs.Node]) -> Mapping[int, bool]:
+    """For each node, by id: True for owners, and for nodes on which owners depend."""
+    needed = {id(node): False for node in nodes}
+    todo = list(owners)
+    while todo:
+        node = todo.pop()
+        if needed.get(id(node)) is False:
+            needed[id(node)] = True
+            todo += [maker for t in node.inputs for maker in t.inputs]
+    return needed
+
+
+def _bytes_per_row(tensor: gs.Tensor, rows: ExpertRows, shapes: Shapes) -> int | None:
+    """The bytes of a row of a tensor; None if ranks cannot exchange its rows."""
+    shape = shapes[tensor.name]
+    is_rows = len(shape) == RANK and id(tensor) in rows.zeros
+    return math.prod(shape[2:]) * element_bytes(tensor) if is_rows else None
+
+
+class _Cut:
+    """A minimum cut between nodes at the tokens and nodes at the experts.
+
+    fixed  the side of nodes that have no choice, by id
+    """
+
+    def __init__(self, nodes: Collection[gs.Node], fixed: Mapping[int, int]) -> None:
+        self.nodes = nodes
+        self.number = {id(node): i for i, node in enumerate(nodes, 2)}
+        self.count = len(nodes) + 2
+        self.edges: dict[tuple[int, int], int | None] = {}
+        """Capacities by start and end; None for an edge that the cut must not cross."""
+        for node, side in fixed.items():
+            at = self.number[node]
+            self.edges[(at, _EXPERTS) if side == _EXPERTS else (_TOKENS, at)] = None
+
+    def add(self, tensor: gs.Tensor, producer: gs.Node, size: int | None) -> None:
+        """Adds a tensor, of `size` bytes per row: it crosses once if its producer and readers are
+        on both sides, or must not cross if `size` is None. Readers outside the mixture are at the
+        tokens."""
+        first, last = self.count, self.count + 1
+        self.count += 2
+        self.edges[first, last] = size
+        for node in (producer, *tensor.outputs):
+            at = self.number.get(id(node), _TOKENS)
+            self.edges[at, first] = self.edges[last, at] = None
+
+    def nodes_at_experts(self) -> tuple[gs.Node, ...]:
+        """The nodes that no path with free capacity connects to the tokens; empty if each cut
+        crosses an edge that it must not cross."""
+        total = sum(size or 0 for size in self.edges.values())
+        capacities = [total + 1 if size is None else size for size in self.edges.values()]
+        starts, ends = np.array([*self.edges]).T
+        shape = self.count, self.count
+        graph = csr_array((np.array(capacities, np.int32), (starts, ends)), shape)
+        result = maximum_flow(graph, _TOKENS, _EXPERTS)
+        if result.flow_value > total:
+            return ()
+        free = csr_array(graph - result.flow > 0)
+        reached = {*breadth_first_order(free, _TOKENS, return_predecessors=False).tolist()}
+        return tuple(node for node in self.nodes if self.number[id(node)] not in reached)
