@@ -76,7 +76,7 @@ def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Ki
         held = held_dim(*reshard.members[0])
         purpose = wanted.get(node.name)
         return None if held is None else (node.op, reshard.axes, dtype, *held, purpose)
-    if any(map(is_data_dependent, reshard.before.dims)):
+    if reshard.share < 1 or any(map(is_data_dependent, reshard.before.dims)):
         return None  # the tensor's part of the bucket has no known size
     reader = _first_reader(node) if node.op == "AllGather" else None
     return node.op, reshard.axes, reshard.before.reduce, dtype, wanted.get(node.name), reader

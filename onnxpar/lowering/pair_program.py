@@ -100,7 +100,7 @@ class PairProgram:
             role = mixture.roles[id(node)]
             write[role](node, inputs, outputs)
             for tensor in outputs:
-                if id(tensor) in leaving and role is not Role.REDUCED:
+                if id(tensor) in leaving:
                     self._leave(tensor, tensor)
         self.graph.nodes[:] = self.added.nodes
         self._drop_unread([t for inputs, _ in operands for t in inputs])
@@ -241,12 +241,8 @@ class PairProgram:
         return self.shared[key]
 
     def _reduced(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
-        """Reduces all rows, with zeros for rows that are not chosen: so ranks exchange as many
-        bytes as the plan says, whatever the router chooses."""
-        x = gs.Variable(f"{self.name}/{inputs[0].name}/all", inputs[0].dtype)
-        self._leave(inputs[0], x)
-        self.added.copy(node, [x], outputs)
-        self.joined[id(outputs[0])] = self.pairs.beside(outputs[0])
+        """Reduces the rows of the pairs: ranks that hold partial sums have the same pairs."""
+        (self.joined[id(outputs[0])],) = self._copy(node, [self._pairs_of(inputs[0])], outputs, "")
 
     def _product(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
         (result,) = outputs

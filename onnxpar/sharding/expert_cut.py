@@ -66,7 +66,7 @@ def nodes_at_experts(rows: ExpertRows, shapes: Shapes) -> tuple[gs.Node, ...]:
 def reads_rows(node: gs.Node, rows: ExpertRows, shapes: Shapes) -> bool:
     """True if a node reads or writes rows outside the mixture: a mask, a sum over experts, or an
     elementwise node with such an operand."""
-    if rows.roles[id(node)] in (Role.MASK, Role.TOTAL, Role.REDUCED):
+    if rows.roles[id(node)] in (Role.MASK, Role.TOTAL):
         return True
     count = shapes[rows.chosen.name][1]
     others = [t for t in node.inputs if id(t) not in rows.zeros]

@@ -16,8 +16,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The global shapes of tensors, by name."""
 RANK = 3
 """The number of dimensions: expert, row, column."""
-EXCHANGE = "AllToAll"
-"""The collective that takes rows to the ranks of their experts, and back."""
 _LOGIC = frozenset(
     ["And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or", "Xor"]
 )
@@ -49,6 +47,8 @@ class Role(Enum):
     TOTAL = auto()
 
 
+MEETINGS = {"AllReduce": Role.REDUCED, "AllToAll": Role.CROSSING}
+"""The roles of collectives between nodes of a mixture: ranks send the chosen rows alone."""
 INSIDE = (Role.ROWS, Role.PRODUCT, Role.REDUCED, Role.CROSSING)
 """The roles of nodes that compute or exchange rows."""
 

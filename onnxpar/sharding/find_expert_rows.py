@@ -23,8 +23,8 @@ from onnxpar.graph.lazy_values import peeked
 from onnxpar.graph.tensors import constant, given, numel, tensor_shape
 from onnxpar.sharding.expert_rows import (
     ELEMENTWISE,
-    EXCHANGE,
     INSIDE,
+    MEETINGS,
     RANK,
     ExpertRows,
     Role,
@@ -38,7 +38,7 @@ _ALONG_COLUMNS = frozenset(
 _RESHAPES = frozenset(["Expand", "Reshape", "Squeeze", "Unsqueeze"])
 """Ops that may change the dimensions behind the dimensions of experts and rows."""
 _ZERO_IF_FIRST = _RESHAPES | frozenset(
-    ["AllReduce", EXCHANGE, "Div", "MatMul", "Pad", "ReduceSum", "Slice", "Split"]
+    [*MEETINGS, "Div", "MatMul", "Pad", "ReduceSum", "Slice", "Split"]
 )
 _ZERO_IF_FIRST |= frozenset(
     ["Abs", "Cast", "Elu", "Erf", "Gelu", "HardSwish", "Identity", "LeakyRelu", "Mish", "Neg"]
@@ -49,9 +49,6 @@ _ZERO_IF_FIRST |= frozenset(
 """Ops whose results are zero where the first operand is zero."""
 _ZERO_IF_ALL = frozenset(["Add", "Concat", "Max", "Min", "Sub", "Sum"])
 """Ops whose results are zero where all operands are zero."""
-
-
-_MEETINGS = {"AllReduce": Role.REDUCED, EXCHANGE: Role.CROSSING}
 
 
 def find_expert_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[ExpertRows]:
@@ -151,7 +148,7 @@ class _Search:
         if not any(id(t) in zeros or id(t) in flipped for t in node.inputs):
             return None
         if node.domain == DOMAIN and len(self.shapes[node.inputs[0].name]) == RANK:
-            return _MEETINGS.get(node.op)
+            return MEETINGS.get(node.op)
         if node.domain not in (None, "", "ai.onnx") and node.op != "QuickGelu":
             return None
         first = node.inputs[0]

@@ -151,21 +151,31 @@ def plan_tree(
 def exchanges(
     start: FactorSharding, wanted: Sequence[FactorSharding], tensor: ReshardedTensor
 ) -> list[ReshardStep] | None:
-    """One all-to-all from `start` to each wanted sharding; None if a sharding needs other steps."""
-    steps = []
-    for goal in dict.fromkeys(w for w in wanted if w != start):
-        pairs = [(plain(a), plain(b)) for a, b in zip(start.leaves, goal.leaves, strict=True)]
-        removed = [tuple(x for x in a if x not in b) for a, b in pairs if a[: len(b)] == b != a]
-        added = [tuple(x for x in b if x not in a) for a, b in pairs if b[: len(a)] == a != b]
-        same = sum(a == b for a, b in pairs)
-        is_one = len(removed) == len(added) == 1 and removed == added and same == len(pairs) - 2
-        if not is_one or (start.partial, start.reduce) != (goal.partial, goal.reduce):
+    """One all-to-all from `start` to each wanted sharding, after one all-reduce of partial sums if
+    a wanted sharding has none; None if a sharding needs other steps."""
+    goals = [goal for goal in dict.fromkeys(wanted) if goal != start]
+    reduced, steps = start.reduced(), list[ReshardStep]()
+    if start.partial and not all(goal.partial for goal in goals):
+        steps.append(ReshardStep("AllReduce", start.partial, start, reduced))
+    for goal in goals:
+        step = _exchange(start if goal.partial else reduced, goal)
+        if step is not None and _composes(step, tensor.factors, tensor.parts):
+            steps.append(step)
+        elif goal != reduced:
             return None
-        step = ReshardStep("AllToAll", in_mesh_order(removed[0]), start, goal)
-        if not _composes(step, tensor.factors, tensor.parts):
-            return None
-        steps.append(step)
     return steps
+
+
+def _exchange(start: FactorSharding, goal: FactorSharding) -> ReshardStep | None:
+    """The all-to-all between two shardings; None if it is not one step."""
+    pairs = [(plain(a), plain(b)) for a, b in zip(start.leaves, goal.leaves, strict=True)]
+    removed = [tuple(x for x in a if x not in b) for a, b in pairs if a[: len(b)] == b != a]
+    added = [tuple(x for x in b if x not in a) for a, b in pairs if b[: len(a)] == a != b]
+    same = sum(a == b for a, b in pairs)
+    is_one = len(removed) == len(added) == 1 and removed == added and same == len(pairs) - 2
+    if not is_one or (start.partial, start.reduce) != (goal.partial, goal.reduce):
+        return None
+    return ReshardStep("AllToAll", in_mesh_order(removed[0]), start, goal)
 
 
 def _grow(

@@ -4,7 +4,7 @@ steps (`sharding/reshard_steps.py`), such as a reduce-scatter for an all-reduce 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from onnxpar.graph.reshards import Reshard, reshard_node
 from onnxpar.graph.subgraphs import captured, constants, is_random
 from onnxpar.graph.tensors import element_bytes
 from onnxpar.lowering.order_nodes import schedule
-from onnxpar.sharding.expert_rows import EXCHANGE
+from onnxpar.sharding.expert_rows import MEETINGS
 from onnxpar.sharding.factors import BodyFactors, OpFactors
 from onnxpar.sharding.partial_sums import PartialSums, choose_partial
 from onnxpar.sharding.reshard_planner import Bytes, ReshardedTensor, cost, exchanges, plan_tree
@@ -92,8 +92,7 @@ class _Insertion:
         self.reads: dict[str, list[_Read]] = defaultdict(list)
         self.scopes: dict[str, gs.Graph] = {}
         self.changed = False
-        mixtures = self.sharding.factors.mixtures
-        self.shares = {t.name: m.share for m in mixtures if m.share is not None for t in m.moved}
+        self.moved = {t.name for m in self.sharding.factors.mixtures for t in m.moved}
 
     def run(self) -> bool:
         self.sharding.settle()
@@ -356,7 +355,7 @@ class _Insertion:
             parts = partial(self.sharding.parts_of_leaf, tensor.name)
             costs, size = self.sharding.costs, element_bytes(tensor)
             resharded = ReshardedTensor(factors, costs, size, parts)
-            direct = exchanges(produced, goals, resharded) if tensor.name in self.shares else None
+            direct = exchanges(produced, goals, resharded) if tensor.name in self.moved else None
             chosen[key] = direct or plan_tree(produced, goals, self._bytes(tensor), resharded)
         return chosen[key]
 
@@ -383,8 +382,11 @@ class _Insertion:
                 self.sharding.factors.tensors[name] = self.sharding.factors.tensors[tensor.name]
             before = self.sharding.layout(tensor, step.before)
             after = self.sharding.layout(tensor, step.after)
-            share = self.shares.get(tensor.name, 1.0) if step.kind == EXCHANGE else 1.0
-            reshard = Reshard(step.kind, step.axes, ((before, after),), share)
+            reshard = Reshard(step.kind, step.axes, ((before, after),))
+            if step.kind in MEETINGS:
+                share = self.sharding.factors.share
+                most = max(share(tensor.name, layout) for layout in (before, after))
+                reshard = replace(reshard, share=most)
             name = self.ctx.model.names.free(f"{step.kind}_{result.name}")
             node = reshard_node(name, reshard, [have[step.before]], [result])
             self.scopes.get(tensor.name, self.graph).nodes.append(node)
