@@ -38,6 +38,8 @@ _PREPARES = frozenset(
 """Ops that prepare stored values for the nodes that read them."""
 _OF_EXPERTS = (Role.PRODUCT, Role.MATRICES, Role.VECTORS)
 _TOKENS, _EXPERTS = 0, 1
+_MOST_FLOW = 2**29
+"""The most flow of a cut that may be: scipy counts in 32 bits."""
 
 
 def nodes_at_experts(rows: ExpertRows, shapes: Shapes) -> tuple[gs.Node, ...]:
@@ -45,21 +47,24 @@ def nodes_at_experts(rows: ExpertRows, shapes: Shapes) -> tuple[gs.Node, ...]:
     order. Empty if ranks cannot exchange rows: a node needs both a weight of its expert and a value
     of its row from outside the mixture.
 
-    Nodes with weights of experts, and sums of gradients for these weights, run at the experts. All
-    nodes that no such node depends on, and nodes that read values of rows from outside the mixture,
-    run at the tokens."""
+    Nodes with weights of experts, and sums of gradients for these weights, run at the experts;
+    nodes that read values of rows from outside the mixture, at the tokens. If the bytes are the
+    same, other nodes run at the experts if a node with weights depends on them, else at the tokens.
+    """
     stored: dict[int, bool] = {}
     owners = [n for n in rows.nodes if _is_owner(n, rows, shapes, stored)]
-    before = _upstream(owners, rows.nodes)
-    fixed = {id(n): _TOKENS for n in rows.nodes if not before[id(n)] or reads_rows(n, rows, shapes)}
-    if any(id(node) in fixed for node in owners):
-        return ()
-    fixed |= {id(node): _EXPERTS for node in owners}
-    cut = _Cut(rows.nodes, fixed)
+    needed = _upstream(owners, rows.nodes)
+    cut = _Cut(rows.nodes)
     for node in rows.nodes:
+        if reads_rows(node, rows, shapes):
+            cut.fix(node, _TOKENS)
+        elif not needed[id(node)]:
+            cut.prefer_tokens(node)
         for tensor in node.outputs:
             if id(tensor) in rows.zeros or id(tensor) in rows.flipped:
                 cut.add(tensor, node, _bytes_per_row(tensor, rows, shapes))
+    for node in owners:
+        cut.fix(node, _EXPERTS)
     return cut.nodes_at_experts()
 
 
@@ -70,9 +75,7 @@ def reads_rows(node: gs.Node, rows: ExpertRows, shapes: Shapes) -> bool:
         return True
     count = shapes[rows.chosen.name][1]
     others = [t for t in node.inputs if id(t) not in rows.zeros]
-    return node.op in ELEMENTWISE and any(
-        shapes.get(t.name, ())[-2:-1] == (count,) for t in others
-    )
+    return node.op in ELEMENTWISE and any(shapes.get(t.name, ())[-2:-1] == (count,) for t in others)
 
 
 def moved_tensors(rows: ExpertRows, at_experts: Collection[gs.Node]) -> list[gs.Tensor]:
@@ -160,24 +163,29 @@ def _bytes_per_row(tensor: gs.Tensor, rows: ExpertRows, shapes: Shapes) -> int |
     """The bytes of a row of a tensor; None if ranks cannot exchange its rows."""
     shape = shapes[tensor.name]
     is_rows = len(shape) == RANK and id(tensor) in rows.zeros
-    return math.prod(shape[2:]) * element_bytes(tensor) if is_rows else None
+    return math.ceil(math.prod(shape[2:]) * element_bytes(tensor)) if is_rows else None
 
 
 class _Cut:
-    """A minimum cut between nodes at the tokens and nodes at the experts.
+    """A minimum cut between nodes at the tokens and nodes at the experts."""
 
-    fixed  the side of nodes that have no choice, by id
-    """
-
-    def __init__(self, nodes: Collection[gs.Node], fixed: Mapping[int, int]) -> None:
+    def __init__(self, nodes: Collection[gs.Node]) -> None:
         self.nodes = nodes
         self.number = {id(node): i for i, node in enumerate(nodes, 2)}
         self.count = len(nodes) + 2
+        self.weight = len(nodes) + 1
+        """The capacity of a byte: more than that of all preferences together."""
         self.edges: dict[tuple[int, int], int | None] = {}
         """Capacities by start and end; None for an edge that the cut must not cross."""
-        for node, side in fixed.items():
-            at = self.number[node]
-            self.edges[(at, _EXPERTS) if side == _EXPERTS else (_TOKENS, at)] = None
+
+    def fix(self, node: gs.Node, side: int) -> None:
+        """Places a node that has no choice."""
+        at = self.number[id(node)]
+        self.edges[(at, _EXPERTS) if side == _EXPERTS else (_TOKENS, at)] = None
+
+    def prefer_tokens(self, node: gs.Node) -> None:
+        """Places a node at the tokens if the bytes are the same."""
+        self.edges[_TOKENS, self.number[id(node)]] = 1
 
     def add(self, tensor: gs.Tensor, producer: gs.Node, size: int | None) -> None:
         """Adds a tensor, of `size` bytes per row: it crosses once if its producer and readers are
@@ -185,7 +193,7 @@ class _Cut:
         tokens."""
         first, last = self.count, self.count + 1
         self.count += 2
-        self.edges[first, last] = size
+        self.edges[first, last] = None if size is None else size * self.weight
         for node in (producer, *tensor.outputs):
             at = self.number.get(id(node), _TOKENS)
             self.edges[at, first] = self.edges[last, at] = None
@@ -193,11 +201,12 @@ class _Cut:
     def nodes_at_experts(self) -> tuple[gs.Node, ...]:
         """The nodes that no path with free capacity connects to the tokens; empty if each cut
         crosses an edge that it must not cross."""
-        total = sum(size or 0 for size in self.edges.values())
-        capacities = [total + 1 if size is None else size for size in self.edges.values()]
+        unit = sum(size or 0 for size in self.edges.values()) // _MOST_FLOW + 1
+        sizes = [size and -(-size // unit) for size in self.edges.values()]
+        total = sum(size or 0 for size in sizes)
+        capacities = np.array([total + 1 if size is None else size for size in sizes], np.int32)
         starts, ends = np.array([*self.edges]).T
-        shape = self.count, self.count
-        graph = csr_array((np.array(capacities, np.int32), (starts, ends)), shape)
+        graph = csr_array((capacities, (starts, ends)), (self.count, self.count))
         result = maximum_flow(graph, _TOKENS, _EXPERTS)
         if result.flow_value > total:
             return ()

@@ -149,7 +149,9 @@ class SplitExperts:
                     sharding.assign_op(op, i, axes)
         for name, sides in touched.items():
             factors = sharding.factors.tensors.get(name)
-            for i, leaf in enumerate(factors.leaves if factors and True in sides else ()):
+            if factors is None or True not in sides:
+                continue
+            for i, leaf in enumerate(factors.leaves):
                 if leaf.atom == self.atom:
                     if len(sides) == 1 or (self.part and not self._has_tokens(factors)):
                         sharding.assign_tensor(name, i, self.axes)

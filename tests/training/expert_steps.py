@@ -35,3 +35,21 @@ def mixture(experts: int, rows: int, width: int = 4, hidden: int = 6) -> str:
     for name, size in sizes.items():
         text = text.replace(name, str(size))
     return text
+
+
+def changed(text: str, *lines: tuple[str, str]) -> str:
+    """The text of a model with other lines in the place of some."""
+    for old, new in lines:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+def behind_layer(text: str) -> str:
+    """The mixture behind a trained layer, which gets a gradient from the experts' operand."""
+    width = text.split("] w_gate")[0].rpartition("float[")[2].split(",")[0]
+    return changed(
+        text,
+        ("] x,", f"] x0, float[{width},{width}] w_first,"),
+        ("  scores =", "  p = MatMul (x0, w_first)\n  x = Tanh (p)\n  scores ="),
+    )
