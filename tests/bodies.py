@@ -70,7 +70,7 @@ def kinds(plan: Plan) -> list[str]:
 
 def axes_of(plan: Plan, weight: str) -> str:
     """The layout of a weight, as text."""
-    return next(w.layout for w in plan.weights if w.name == weight)
+    return next(w.layout_text for w in plan.weights if w.name == weight)
 
 
 def loop(body: onnx.GraphProto, inputs: Sequence[str], outputs: Sequence[str]) -> onnx.NodeProto:

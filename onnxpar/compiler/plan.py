@@ -79,13 +79,21 @@ class Port:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight: its layout, its bytes, and the bytes of the largest shard. If the loader stacked it
-    from several weights, `stacks` has their names in the model file."""
+    """A weight that ranks store.
+
+    name            in the unsplit model
+    tensor          in the graphs of ranks, which have a copy for each layout that nodes need
+    layout          as JSON; `layout_text` as onnxpar prints it
+    bytes           of the whole weight; `bytes_per_rank` of the largest shard
+    stacks          the names in the model file of the weights that the loader stacked to it
+    """
 
     name: str
+    tensor: str
     shape: tuple[int, ...]
     dtype: str
-    layout: str
+    layout: Mapping[str, Any]
+    layout_text: str
     bytes: int
     bytes_per_rank: int
     stacks: tuple[str, ...] = ()

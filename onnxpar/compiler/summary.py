@@ -150,7 +150,8 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
         name = ctx.copies.get(tensor.name, tensor.name)
         shape = tuple(int(s) for s in tensor.shape)
         stacks = tuple(part.name for part in stacked_parts(tensor))
-        out.append(Weight(name, shape, dtype.name, layout.text(mesh), size, largest, stacks))
+        layouts = layout.to_json(), layout.text(mesh)
+        out.append(Weight(name, tensor.name, shape, dtype.name, *layouts, size, largest, stacks))
     return [*out, *_inner_weights(graph, mesh)]
 
 
@@ -186,8 +187,9 @@ def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
         if isinstance(value, gs.Constant):
             dtype, shape = numpy_dtype(value), tuple(int(s) for s in value.shape)
             size = -(-math.prod(shape) * stored_bits(dtype) // 8)
-            layout = Layout.whole(shape).text(mesh)
-            yield Weight(node.outputs[0].name, shape, dtype.name, layout, size, size)
+            layout, name = Layout.whole(shape), node.outputs[0].name
+            layouts = layout.to_json(), layout.text(mesh)
+            yield Weight(name, name, shape, dtype.name, *layouts, size, size)
 
 
 def _states(graph: gs.Graph, ctx: PassContext, rank: int) -> int:

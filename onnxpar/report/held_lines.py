@@ -48,7 +48,7 @@ def held_lines(plan: Mapping[str, Any]) -> Iterator[str]:
 def _tensors(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
     """Yields name, layout and bytes of each weight, and of each state that is whole somewhere."""
     for weight in plan["weights"]:
-        yield weight["name"], weight["layout"], weight["bytes"]
+        yield weight["name"], weight["layout_text"], weight["bytes"]
     states = {pair["input"] for pair in plan["states"]}
     for port in plan["inputs"]:
         if port["name"] in states and _AT.search(port.get("layout_text") or ""):

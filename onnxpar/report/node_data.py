@@ -99,7 +99,7 @@ def _ports(explained: Explained) -> dict[str, str]:
     """Returns the layouts of inputs and weights by name."""
     plan = explained.plan
     layouts = {p.name: p.layout.text(plan.mesh) for p in plan.inputs if p.layout is not None}
-    return layouts | {weight.name: weight.layout for weight in plan.weights}
+    return layouts | {weight.name: weight.layout_text for weight in plan.weights}
 
 
 def _graph_data(name: str, values: dict[str, str | float]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def tensors(plan: Plan) -> Iterator[str]:
     for weight in plan.weights:
         cells = [code(weight.name), (escape(weight.dtype), ""), (shape_text(weight.shape), "")]
         sizes = (number(size_text(s)) for s in (weight.bytes, weight.bytes_per_rank))
-        rows.append(row("", [*cells, code(weight.layout), *sizes]))
+        rows.append(row("", [*cells, code(weight.layout_text), *sizes]))
     title = f"<b>{counted(len(rows), 'weights')}</b>"
     yield from folded(title, "weights", _WEIGHT_HEADS, rows, room, len(rows) <= FEW)
 

@@ -275,7 +275,7 @@ def _weight_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
     if full:
         large = [w for w in weights if w["bytes"] > 4096]
         rows = [
-            (w["name"], shape_text(w["shape"]), w["layout"], w["bytes"], w["bytes_per_rank"])
+            (w["name"], shape_text(w["shape"]), w["layout_text"], w["bytes"], w["bytes_per_rank"])
             for w in large
         ]
         if rows:

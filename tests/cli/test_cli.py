@@ -55,7 +55,7 @@ def test_shard_run_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (collective,) = plan["collectives"]
     assert collective["kind"] == "AllReduce" and collective["group"] == [0, 1]
     assert collective["before"] == "[-, -] sum(a)" and collective["after"] == "[-, -]"
-    assert [w["layout"] for w in plan["weights"]] == ["[a, -]"]
+    assert [w["layout_text"] for w in plan["weights"]] == ["[a, -]"]
     assert main(["inspect", str(par)]) == 0
     text = capsys.readouterr().out
     assert "1 AllReduce" in text and max(map(len, text.splitlines())) <= 100

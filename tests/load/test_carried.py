@@ -269,7 +269,7 @@ def test_small_weights_split(tmp_path: Path, name: str, split: int, elsewhere: b
     for ranks in (2, 3):
         par = tmp_path / f"{ranks}.par"
         plan = onnxpar.shard(path, par, mesh=f"tp={ranks}", strategy={"shard": {"mm": how}})
-        (layout,) = [w.layout for w in plan.weights if w.name == "q"]
+        (layout,) = [w.layout_text for w in plan.weights if w.name == "q"]
         assert layout == ("[tp, -]" if split == 0 else "[-, tp]")
         with ThreadSession(par, plain) as session:
             (given,) = session.run(None, {"x": X})

@@ -109,7 +109,7 @@ def test_ranks_gather_tokens_and_sum_results(tmp_path: Path) -> None:
     found = sorted(c.bytes for c in plan.collectives if c.kind == "AllGather")
     assert found == sorted([ids, weights, tokens])
     assert [c.bytes for c in plan.collectives if c.kind == "ReduceScatter"] == [tokens]
-    layouts = {w.name: w.layout for w in plan.weights if "weight." in w.name}
+    layouts = {w.name: w.layout_text for w in plan.weights if "weight." in w.name}
     assert set(layouts.values()) == {"[ep, -, -]"} and len(layouts) == 3
 
 
@@ -127,7 +127,7 @@ def test_experts_beside_the_batch_and_columns() -> None:
     (total,) = plan.collectives
     assert (total.kind, total.group, total.bytes) == ("AllReduce", (0, 1), 24 * 16 * 4)
     plan, _ = sharder.plan(path, options("expert-parallel ep=2,tp=2"))
-    layouts = {w.layout for w in plan.weights if "weight." in w.name}
+    layouts = {w.layout_text for w in plan.weights if "weight." in w.name}
     assert layouts == {"[ep, -, tp]", "[ep, tp, -]"}
 
 
@@ -262,5 +262,5 @@ def test_a_token_with_one_expert_twice(
         "weights": random.random((6, 2), np.float32),
     }
     plan = sharder.shard(path, tmp_path / "model.par", options("expert-parallel 2"))
-    assert {w.layout for w in plan.weights if "weight" in w.name} == {"[ep, -, -]"}
+    assert {w.layout_text for w in plan.weights if "weight" in w.name} == {"[ep, -, -]"}
     check_outputs(run_ranks(tmp_path / "model.par", feeds), run_unsplit(path, feeds), ["y"])

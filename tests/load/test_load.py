@@ -235,7 +235,7 @@ def test_a_constant_elsewhere_is_a_weight(tmp_path: Path) -> None:
     del proto.graph.initializer[:]
     proto.graph.node.insert(0, node)
     plan = agree(proto, tmp_path, {"x": X}, 3, strategy=TP)
-    assert [w.layout for w in plan.weights] == ["[-, tp]"]
+    assert [w.layout_text for w in plan.weights] == ["[-, tp]"]
 
 
 def test_an_input_that_nobody_reads_is_kept(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ GPT2 = MODELS / "gpt2.dynamo.static.onnx"
 def layouts(plan: Plan) -> dict[str, str]:
     ports = [*plan.inputs, *plan.outputs]
     found = {p.name: p.layout.text(plan.mesh) for p in ports if p.layout is not None}
-    return found | {weight.name: weight.layout for weight in plan.weights}
+    return found | {weight.name: weight.layout_text for weight in plan.weights}
 
 
 QKV = "transformer.h.0.attn.c_attn.weight"
@@ -117,7 +117,7 @@ def test_balanced_parts_are_faster(mesh: str, preset: str | None) -> None:
     )
     assert equal.predicted is not None and balanced.predicted is not None
     assert balanced.predicted.total < 0.85 * equal.predicted.total
-    assert len({weight.layout for weight in equal.weights if "{" in weight.layout}) == 0
+    assert len({weight.layout_text for weight in equal.weights if "{" in weight.layout_text}) == 0
 
 
 @pytest.mark.slow
@@ -145,8 +145,8 @@ def test_what_each_rank_holds() -> None:
     plan, ctx = sharder.plan(GPT2, options("tp=2", "tensor-parallel", topology(3, 1)))
     held = [0, 0]
     for weight in plan.weights:
-        first, second = _parts(weight.layout) if "{" in weight.layout else (1, 1)
-        whole = first + second if "{" in weight.layout else 1
+        first, second = _parts(weight.layout_text) if "{" in weight.layout_text else (1, 1)
+        whole = first + second if "{" in weight.layout_text else 1
         for rank, part in enumerate((first, second)):
             held[rank] += weight.bytes * part // whole
     assert [load.weights for load in plan.loads] == held

@@ -110,7 +110,7 @@ def test_experts_have_an_axis(tmp_path: Path) -> None:
     path = write(tmp_path / "m.onnx", nodes, ports, {"w": [8, 64, 64]})
     produced = onnxpar.plan(path, devices=4, search="auto", topology=ONE)
     assert str(produced.mesh) == "ep=4"
-    assert produced.weights[0].layout == "[ep, -, -]"
+    assert produced.weights[0].layout_text == "[ep, -, -]"
 
 
 def test_channels_are_no_experts(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_channels_are_no_experts(tmp_path: Path) -> None:
     path = write(tmp_path / "m.onnx", nodes, ports, {"w": [64, 1, 3, 3]})
     produced = onnxpar.plan(path, devices=4, search="auto", topology=ONE)
     assert str(produced.mesh) == "tp=4"
-    assert produced.weights[0].layout == "[tp, -, -, -]"
+    assert produced.weights[0].layout_text == "[tp, -, -, -]"
     with pytest.raises(StrategyError, match="no weight with a matrix for each expert"):
         onnxpar.plan(path, devices=4, preset="expert-parallel")
 
@@ -155,7 +155,7 @@ def test_axes_of_a_strategy_without_a_mesh(tmp_path: Path) -> None:
     one = {"shard": {"up": [None, [None, "columns"]]}}
     produced = onnxpar.plan(path, devices=8, search="auto", topology=ONE, strategy=one, verify=True)
     assert "columns" in produced.mesh.sizes
-    assert {w.name: w.layout for w in produced.weights}["up"] == "[-, columns]"
+    assert {w.name: w.layout_text for w in produced.weights}["up"] == "[-, columns]"
 
 
 def test_a_mesh_is_chosen_on_which_the_strategy_works(tmp_path: Path) -> None:

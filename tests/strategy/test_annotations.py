@@ -71,7 +71,7 @@ def _names(plan: Plan) -> list[str]:
 def layouts(plan: Plan) -> dict[str, str]:
     """Of inputs, outputs and weights."""
     ports = {p.name: p.layout.text(plan.mesh) for p in (*plan.inputs, *plan.outputs) if p.layout}
-    return ports | {w.name: w.layout for w in plan.weights}
+    return ports | {w.name: w.layout_text for w in plan.weights}
 
 
 def kinds(plan: Plan) -> list[tuple[str, str]]:

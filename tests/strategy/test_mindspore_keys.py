@@ -42,7 +42,7 @@ def test_a_table_is_split_by_hand(lookup: Path, tmp_path: Path, split: Any) -> N
     entry = {"mesh": {"tp": 3}, "shard": {"w1": {"manual_split": split, "primitive_target": "CPU"}}}
     plan = onnxpar.shard(lookup, tmp_path / "l.par", strategy=entry)
     (table,) = (w for w in plan.weights if w.name == "w1")
-    assert table.layout == "[tp{11,6,3}, -]" and table.bytes_per_rank == 11 * 6 * 4
+    assert table.layout_text == "[tp{11,6,3}, -]" and table.bytes_per_rank == 11 * 6 * 4
     ids = np.arange(24).reshape(8, 3) % 20
     (wanted,) = ort.InferenceSession(lookup).run(None, {"ids": ids})
     with onnxpar.InferenceSession(tmp_path / "l.par") as session:

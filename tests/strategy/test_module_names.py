@@ -31,7 +31,7 @@ def test_a_layer(export: str, name: str) -> None:
         dims=dims,
     )
     (weight,) = [w for w in plan.weights if w.name.endswith(QUERY)]
-    assert weight.layout == "[-, columns]" and weight.shape == (48, 48)
+    assert weight.layout_text == "[-, columns]" and weight.shape == (48, 48)
 
 
 def test_names_of_the_file(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_tensors_by_names_of_the_file(export: str) -> None:
             for key in (name, renamed[name])
         ]
         assert both[0].to_json() == both[1].to_json()
-        assert both[0].collectives or any("rows" in w.layout for w in both[0].weights)
+        assert both[0].collectives or any("rows" in w.layout_text for w in both[0].weights)
 
 
 def test_a_training_step_keeps_the_names(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_fewer_experts_than_ranks(devices: int, tmp_path: Path) -> None:
     onnx.save(proto, path)
     found = onnxpar.check(path, devices=devices, preset="expert-parallel", verify=True)
     assert found.ok
-    weights = {w.name: w.layout for w in found.plan.weights}
+    weights = {w.name: w.layout_text for w in found.plan.weights}
     assert weights["w1"] == weights["w2"] == "[ep, -, -]"
 
 

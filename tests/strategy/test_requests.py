@@ -116,7 +116,7 @@ def test_the_last_entry_has_the_last_word(tmp_path: Path) -> None:
         "tensors": {"*": [1, 1], "y": [1, "tp"]},
     }
     plan = check_agrees(write(FC, tmp_path), tmp_path, options("tp=2", strategy=strategy))
-    assert [w.layout for w in plan.weights] == ["[-, -]"]
+    assert [w.layout_text for w in plan.weights] == ["[-, -]"]
     assert plan.outputs[0].layout.text(plan.mesh) == "[-, tp]"  # type: ignore[union-attr]
 
 

@@ -24,7 +24,7 @@ def plan_of(strategy: dict[str, Any]) -> Plan:
 
 
 def layout_of(strategy: dict[str, Any]) -> str:
-    return next(w.layout for w in plan_of(strategy).weights if w.name == STACK)
+    return next(w.layout_text for w in plan_of(strategy).weights if w.name == STACK)
 
 
 def each(*items: Any) -> dict[str, Any]:

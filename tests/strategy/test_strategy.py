@@ -149,14 +149,14 @@ def test_a_dimension_in_pieces(
     strategy: Mapping[str, Any], weight: str, result: str, tmp_path: Path
 ) -> None:
     plan = check(HEADS, tmp_path, "tp=2", strategy)
-    assert {w.name: w.layout for w in plan.weights}["w"] == weight
+    assert {w.name: w.layout_text for w in plan.weights}["w"] == weight
     assert layouts(plan)[1] == result
 
 
 def test_nodes_are_known_by_what_they_read(tmp_path: Path) -> None:
     strategy = {"shard": {"[wv]": [None, [None, "tp"]]}}
     plan = check(TWO_MATMULS, tmp_path, "tp=2", strategy)
-    assert [w.layout for w in plan.weights] == ["[-, tp]", "[-, tp]"]
+    assert [w.layout_text for w in plan.weights] == ["[-, tp]", "[-, tp]"]
     assert [c.kind for c in plan.collectives] == ["AllGather"]
 
 

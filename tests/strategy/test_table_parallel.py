@@ -38,7 +38,7 @@ ROWS = [211, 101, 53, 31, 13]
 def held(plan: Plan) -> dict[str, str]:
     """The text of the layout of each table."""
     ports = {p.name: p.layout.text(plan.mesh) for p in plan.inputs if p.layout is not None}
-    found = {w.name: w.layout for w in plan.weights} | ports
+    found = {w.name: w.layout_text for w in plan.weights} | ports
     return {name: text for name, text in found.items() if re.fullmatch(TABLE, name)}
 
 
@@ -210,7 +210,7 @@ sample, weighted rows, and ids from which another table's are cut."""
 def test_other_lookups(ranks: int, tmp_path: Path) -> None:
     path = write_text(HEAD + WIDTHS, tmp_path / "m.onnx")
     plan = check_agrees(path, tmp_path, options(f"table-parallel {ranks}"))
-    at = {w.name: w.layout for w in plan.weights}
+    at = {w.name: w.layout_text for w in plan.weights}
     assert at["w1"] == "[-, dp@0]" and at["w2"] == "[-, dp@1]" and at["w3"] == "[-, -]"
     assert [c.kind for c in plan.collectives] == ["AllToAll"]  # of 8 and of 4 columns together
     assert sum(c.bytes for c in plan.collectives) < 6 * 12 * 4
@@ -249,12 +249,12 @@ def test_a_strategy_names_a_coordinate(tmp_path: Path) -> None:
     path = write_text(HEAD + text, tmp_path / "m.onnx")
     how = options("dp=2,tp=3", strategy=STRATEGY)
     plan = check_agrees(path, tmp_path, how)
-    assert next(w.layout for w in plan.weights if w.name == "w1") == "[-, tp@1]"
+    assert next(w.layout_text for w in plan.weights if w.name == "w1") == "[-, tp@1]"
     saved = tmp_path / "saved.yaml"
     onnxpar.plan(path, strategy=STRATEGY, save_strategy=saved)
     assert "tp@1" in saved.read_text() and "tp@2.dp" in saved.read_text()
     again = onnxpar.plan(path, strategy=saved)
-    assert [w.layout for w in again.weights] == [w.layout for w in plan.weights]
+    assert [w.layout_text for w in again.weights] == [w.layout_text for w in plan.weights]
     wrong = {**STRATEGY, "tensors": {"w1": [None, "tp@3"]}}
     with pytest.raises(StrategyError, match="'tp@3' is not a coordinate of tp, which has 3"):
         onnxpar.plan(path, strategy=wrong)

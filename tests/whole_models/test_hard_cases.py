@@ -98,7 +98,7 @@ def test_one_weight_under_two_layouts(tmp_path: Path) -> None:
     )
     strategy = {"shard": {"columns": [[1, 1], [1, 2]], "inner": [[1, 2], [2, 1]]}}
     plan = agree(model, {"x": X}, devices=2, strategy=strategy)
-    assert sorted(w.layout for w in plan.weights) == ["[-, tp]", "[tp, -]"]
+    assert sorted(w.layout_text for w in plan.weights) == ["[-, tp]", "[tp, -]"]
     assert kinds(plan) == ["AllReduce"]
 
 

@@ -127,6 +127,6 @@ def test_linear_attention(layout: str, strategy: dict[str, object] | None, tmp_p
 def test_heads_are_split(tmp_path: Path) -> None:
     onnx.save(gated_delta_net(), tmp_path / "m.onnx")
     plan, _ = sharder.plan(tmp_path / "m.onnx", options("tensor-parallel 2"))
-    found = {w.name: w.layout for w in plan.weights}
+    found = {w.name: w.layout_text for w in plan.weights}
     assert found["wq"] == "[-, tp]" and found["conv"] == "[tp, -, -]"
     assert [c.kind for c in plan.collectives] == ["AllReduce"]

@@ -101,4 +101,4 @@ def test_what_is_asked_of_a_product_holds_for_its_weight(tmp_path: Path) -> None
     onnx.save(int4_mlp(), tmp_path / "model.onnx")
     how = options("tp=2", strategy={"shard": {"MatMul_5": [[1, 1, 2], [2, 1]]}})
     plan, _ = sharder.plan(tmp_path / "model.onnx", how)
-    assert [w.layout for w in plan.weights] == ["[-, tp]", "[-, tp]", "[tp, -]", "[tp, -]"]
+    assert [w.layout_text for w in plan.weights] == ["[-, tp]", "[-, tp]", "[tp, -]", "[tp, -]"]

@@ -183,7 +183,7 @@ def test_tensor_parallel(name: str, tmp_path: Path) -> None:
     assert kinds(plan) == wanted.split()
     inner = [c.tensor for c in plan.collectives if c.tensor.startswith("in ")]
     assert bool(inner) == (name in ("large weights", "uneven parts"))
-    assert all("tp" in w.layout for w in plan.weights if w.name in ("w1", "w2"))
+    assert all("tp" in w.layout_text for w in plan.weights if w.name in ("w1", "w2"))
 
 
 TRAINED = """m (float[4,3,5] x, float[2,28,5] w1, float[2,28,7] w2, float[2,56] w3,

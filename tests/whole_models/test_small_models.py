@@ -44,5 +44,5 @@ def test_small_model(name: str, tmp_path: Path) -> None:
 def test_5_heads_over_2_ranks_are_3_and_2(tmp_path: Path) -> None:
     plan = check_small("heads", tmp_path)
     projections = [w for w in plan.weights if w.shape == (15, 15)]
-    assert [w.layout for w in projections] == ["[-, tp{9,6}]", "[-, tp{9,6}]", "[tp{9,6}, -]"]
+    assert [w.layout_text for w in projections] == ["[-, tp{9,6}]", "[-, tp{9,6}]", "[tp{9,6}, -]"]
     assert {w.bytes_per_rank for w in projections} == {15 * 9 * 4}
