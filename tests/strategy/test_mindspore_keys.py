@@ -134,4 +134,4 @@ def test_a_search_keeps_to_the_keys(lookup: Path, ranks: dict[str, Any]) -> None
     shard = {"w1": {"manual_split": [12, 8], "primitive_target": "CPU"}}
     plan = onnxpar.plan(lookup, strategy={"shard": shard}, search="auto", **ranks)
     (table,) = (w for w in plan.weights if w.name == "w1")
-    assert "{12,8}, -]" in table.layout and table.bytes_per_rank == 12 * 6 * 4
+    assert "{12,8}, -]" in table.layout_text and table.bytes_per_rank == 12 * 6 * 4
