@@ -1,0 +1,274 @@
+"""What ranks hold after a collective, and after nodes that only ranks have: copies, slices, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.equivalence.held import Held, Partial
+from onnxpar.equivalence.lemma import NotShown
+from onnxpar.equivalence.moves import slice_positions
+from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
+from onnxpar.equivalence.spans import Families, Family
+
+
+class Collectives:
+    """Derives relations of collectives' results. Two-op collectives have theirs at Complete."""
+
+    def __init__(self, ranks: Ranks, families: Families) -> None:
+        self.ranks, self.families = ranks, families
+        self.started: dict[str, RankNode] = {
+            node.first.outputs[0]: node
+            for node in ranks.nodes
+            if node.first.domain == PLUGIN and node.first.op.startswith("Start")
+        }
+
+    def after(self, node: RankNode, held: Held) -> Iterator[Held]:
+        """Yields what the result of a node of ranks is, whose first operand is `held`. NotShown if
+        it is nothing of the same tensor."""
+        first = node.first
+        if first.domain == PLUGIN:
+            if first.op == "Gate":
+                yield replace(held, name=first.outputs[0])
+                return
+            op, result = first.op, first.outputs[0]
+            if op.startswith("Start"):
+                op = op.removeprefix("Start")
+                complete = [r for r in self.ranks.readers[result] if r.first.op == "Complete"]
+                if len(complete) != 1:
+                    raise NotShown(f"{len(complete)} nodes complete {first.name!r}")
+                result = complete[0].first.outputs[0]
+            rule = _RULES.get(op)
+            if rule is None:
+                return
+            attrs = self._attributes(node)
+            dims, partial = rule(self, held, attrs)
+            yield Held(held.term, result, dims, partial)
+        elif first.domain == "":
+            yield from self._local(node, held)
+
+    def _attributes(self, node: RankNode) -> list[dict[str, Any]]:
+        """The attributes of all ranks, with the group of each, which must be that of its members."""
+        found = [dict(own.attrs) for own in node.nodes]
+        for rank, attrs in enumerate(found):
+            attrs.setdefault("group", list(range(self.ranks.size)))
+            attrs["group"] = [int(member) for member in attrs["group"]]
+            if len({*attrs["group"]}) != len(attrs["group"]):
+                raise NotShown(f"the group of {node.first.name!r} on rank {rank} names a rank twice")
+            if rank not in attrs["group"] or not all(0 <= m < self.ranks.size for m in attrs["group"]):
+                raise NotShown(f"{node.first.name!r}: rank {rank} is not in its own group")
+        for rank, attrs in enumerate(found):
+            for member in attrs["group"]:
+                if found[member]["group"] != attrs["group"]:
+                    raise NotShown(
+                        f"{node.first.name!r}: ranks {rank} and {member} have other groups"
+                    )
+                if found[member].get("tag") != attrs.get("tag"):
+                    raise NotShown(f"{node.first.name!r}: ranks {rank} and {member} have other tags")
+        sizes = [self._operand_sizes(node, rank) for rank in range(self.ranks.size)]
+        for attrs, size in zip(found, sizes, strict=True):
+            if size is not None:
+                attrs.setdefault("sizes", size)
+        return found
+
+    def _operand_sizes(self, node: RankNode, rank: int) -> list[int] | None:
+        """The sizes that are an operand of a collective."""
+        inputs = node.first.inputs
+        if len(inputs) < 3 or node.first.op.removeprefix("Start") in ("AllToAllV", "HaloExchange"):
+            return None
+        values = self.ranks.constants(inputs[2])
+        if values is None:
+            raise NotShown(f"the sizes of {node.first.name!r} are not constant")
+        return [int(n) for n in values[rank]]
+
+    def all_reduce(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> _Part:
+        """The parts of a reduction become its whole result."""
+        self._check_reduction(held, attrs)
+        return held.dims, ()
+
+    def _check_reduction(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> None:
+        """The members of each group must have all parts, each once, of the same elements."""
+        if not held.partial:
+            raise NotShown(f"{held.term!r} would be counted once for each member")
+        for rank, own in enumerate(attrs):
+            group = own["group"]
+            if any(p.op != own.get("op", "sum") for p in held.partial):
+                raise NotShown(f"{held.term!r} is a partial {held.partial[0].op}")
+            if any(held.at(member) != held.at(rank) for member in group):
+                raise NotShown(f"members of rank {rank}'s group hold other positions")
+            for part in held.partial:
+                if not part.family.covers(group, part.size):
+                    raise NotShown(
+                        f"the members of rank {rank}'s group have not all parts of the "
+                        f"{part.op}, each once"
+                    )
+
+    def all_gather(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> _Part:
+        """Members get what all of them have, one behind the other."""
+        axis = self._axis(held, attrs, "axis")
+        family = held.dims[axis]
+        spans = []
+        for rank, own in enumerate(attrs):
+            group = own["group"]
+            self._same_but(held, rank, group, (axis,))
+            sizes = own.get("sizes")
+            if sizes is not None and list(sizes) != [family.sizes[m] for m in group]:
+                raise NotShown(f"rank {rank} expects other sizes")
+            spans.append(np.concatenate([family.spans[member] for member in group]))
+        return self._with(held, axis, spans), self._alike(held, attrs)
+
+    def reduce_scatter(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> _Part:
+        """Each member gets its shard of the whole result."""
+        self._check_reduction(held, attrs)
+        axis = self._axis(held, attrs, "axis")
+        spans = [
+            self._shard(held.dims[axis].spans[rank], own, own.get("sizes"), own["group"].index(rank))
+            for rank, own in enumerate(attrs)
+        ]
+        return self._with(held, axis, spans), ()
+
+    def all_to_all(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> _Part:
+        """Each member sends a shard of one dimension to each other, and joins what it gets along
+        another."""
+        cut, joined = (self._axis(held, attrs, f"{k}_axis") for k in ("split", "concat"))
+        if cut == joined:
+            raise NotShown("an AllToAll moves the bounds of shards")
+        left, right = [], []
+        for rank, own in enumerate(attrs):
+            group = own["group"]
+            self._same_but(held, rank, group, (cut, joined))
+            parts = [
+                self._shard(
+                    held.dims[cut].spans[member], attrs[member], attrs[member].get("split_sizes"),
+                    group.index(rank),
+                )
+                for member in group
+            ]  # fmt: skip
+            if any(not np.array_equal(part, parts[0]) for part in parts):
+                raise NotShown(f"rank {rank} gets other positions of dimension {cut} from members")
+            left.append(parts[0])
+            right.append(np.concatenate([held.dims[joined].spans[member] for member in group]))
+        dims = list(held.dims)
+        dims[cut], dims[joined] = self.families.of(left), self.families.of(right)
+        return tuple(dims), self._alike(held, attrs)
+
+    def broadcast(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> _Part:
+        """All members get what the root has."""
+        sources = [own["group"][int(own.get("root", 0))] for own in attrs]
+        return self._from(held, sources), self._alike(held, attrs)
+
+    def permute(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> _Part:
+        """Each member gets what another has."""
+        sources = []
+        for rank, own in enumerate(attrs):
+            index = list(own["sources"])[own["group"].index(rank)]
+            if index < 0:
+                raise NotShown(f"rank {rank} gets zeros")
+            sources.append(own["group"][index])
+        partial = tuple(
+            replace(p, family=self.families.of(p.family.spans[s] for s in sources))
+            for p in held.partial
+        )
+        return self._from(held, sources), partial
+
+    def _from(self, held: Held, sources: Sequence[int]) -> tuple[Family, ...]:
+        return tuple(self.families.of(f.spans[source] for source in sources) for f in held.dims)
+
+    def _axis(self, held: Held, attrs: Sequence[Mapping[str, Any]], name: str) -> int:
+        axes = {int(own.get(name, 0)) % max(len(held.dims), 1) for own in attrs}
+        if len(axes) != 1 or not held.dims:
+            raise NotShown(f"ranks have other {name}s")
+        return axes.pop()
+
+    def _same_but(self, held: Held, rank: int, group: Sequence[int], axes: Sequence[int]) -> None:
+        """Members must hold the same positions of all other dimensions."""
+        for i, family in enumerate(held.dims):
+            if i not in axes and any(family.spans[m] is not family.spans[rank] for m in group):
+                raise NotShown(f"members of rank {rank}'s group hold other positions of dimension {i}")
+
+    def _alike(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> tuple[Partial, ...]:
+        """Members must have the same parts of a sum."""
+        for rank, own in enumerate(attrs):
+            for part in held.partial:
+                spans = part.family.spans
+                if any(spans[m] is not spans[rank] for m in own["group"]):
+                    raise NotShown("members have other parts of a sum")
+        return held.partial
+
+    def _shard(
+        self, span: Array, attrs: Mapping[str, Any], sizes: Sequence[int] | None, index: int
+    ) -> Array:
+        count = len(attrs["group"])
+        if sizes is None:
+            sizes = [len(span) // count + (i < len(span) % count) for i in range(count)]
+        if len(sizes) != count or sum(sizes) != len(span):
+            raise NotShown(f"{len(span)} positions are cut into {list(sizes)}")
+        start = sum(sizes[:index])
+        return span[start : start + sizes[index]]
+
+    def _with(self, held: Held, axis: int, spans: Sequence[Array]) -> tuple[Family, ...]:
+        return (*held.dims[:axis], self.families.of(spans), *held.dims[axis + 1 :])
+
+    def _local(self, node: RankNode, held: Held) -> Iterator[Held]:
+        """What a node holds that only ranks have: a copy, a part, or a value that one rank of each
+        group keeps."""
+        first = node.first
+        if first.inputs[0] != held.name or not node.is_alike:
+            if first.op == "Mul" and node.is_alike and first.inputs[1] == held.name:
+                yield from self._masked(node, held, 0)
+            return
+        if first.op == "Identity":
+            yield replace(held, name=first.outputs[0])
+        elif first.op == "Slice":
+            yield replace(held, name=first.outputs[0], dims=self._cut(node, held))
+        elif first.op == "Gather" and self.ranks.is_constant(first.inputs[1]):
+            values = self.ranks.constants(first.inputs[1]) or []
+            axis = int(first.attrs.get("axis", 0)) % len(held.dims)
+            if all(value.ndim == 1 for value in values):
+                spans = [s[v] for s, v in zip(held.dims[axis].spans, values, strict=True)]
+                yield replace(held, name=first.outputs[0], dims=self._with(held, axis, spans))
+        elif first.op == "Mul":
+            yield from self._masked(node, held, 1)
+
+    def _cut(self, node: RankNode, held: Held) -> tuple[Family, ...]:
+        inputs = node.first.inputs
+        constants = [
+            self.ranks.constants(inputs[i]) if i < len(inputs) and inputs[i] else None
+            for i in range(1, 5)
+        ]
+        spans: list[list[Array]] = [[] for _ in held.dims]
+        for rank in range(self.ranks.size):
+            shape = tuple(family.sizes[rank] for family in held.dims)
+            values = [None if each is None else each[rank] for each in constants]
+            chosen = slice_positions(values, shape)
+            for axis, family in enumerate(held.dims):
+                span = family.spans[rank]
+                spans[axis].append(span[chosen[axis]] if axis in chosen else span)
+        return tuple(map(self.families.of, spans))
+
+    def _masked(self, node: RankNode, held: Held, index: int) -> Iterator[Held]:
+        """A product with one on one rank of each group and zero on the others: parts of a sum."""
+        values = self.ranks.constants(node.first.inputs[index])
+        if values is None or held.partial or any(value.size != 1 for value in values):
+            return
+        factors = [float(value.reshape(())) for value in values]
+        if {*factors} == {0.0, 1.0}:
+            spans = [np.arange(int(factor)) for factor in factors]
+            part = Partial("sum", self.families.of(spans), 1)
+            yield replace(held, name=node.first.outputs[0], partial=(part,))
+
+
+_Part = tuple[tuple[Family, ...], tuple[Partial, ...]]
+_RULES = {
+    "AllReduce": Collectives.all_reduce,
+    "AllGather": Collectives.all_gather,
+    "ReduceScatter": Collectives.reduce_scatter,
+    "AllToAll": Collectives.all_to_all,
+    "Broadcast": Collectives.broadcast,
+    "CollectivePermute": Collectives.permute,
+}
+"""Each collective with a rule, by op."""

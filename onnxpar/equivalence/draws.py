@@ -1,0 +1,87 @@
+"""Draws the values on which a window is compared."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from onnx import helper
+
+from onnxpar.base.arrays import Array
+from onnxpar.equivalence.program import Node, Program, Shape
+
+_EXACT = frozenset(
+    """Add Sub Mul Neg Sum MatMul Gemm Conv ReduceSum Gather GatherND GatherElements Where Transpose
+    Reshape Slice Split Concat Expand Squeeze Unsqueeze Identity Pad Tile Equal Less Greater LessOrEqual
+    GreaterOrEqual And Or Not Max Min ReduceMax ReduceMin Abs Relu ScatterND ScatterElements CumSum
+    Cast Range Shape OneHot""".split()
+)
+"""Ops that give whole numbers for whole numbers; small ones are exact."""
+_INDEXED = {"Gather": 0, "GatherElements": 0, "ScatterElements": 0, "OneHot": 1}
+
+
+class Draws:
+    """Values for the tensors that a window reads: from a seed, the tensor's name and the number of
+    the draw. Indices are drawn at the edges of what ranks hold in every other draw."""
+
+    def __init__(
+        self, model: Program, nodes: Sequence[Node], edges: Sequence[int], seed: int
+    ) -> None:
+        self.model, self.seed = model, seed
+        self.edges = np.array(edges or [0], np.int64)
+        self.is_exact = all(node.domain == "" and node.op in _EXACT for node in nodes)
+        self.bound = _bound(model, nodes)
+
+    def value(self, name: str, shape: Shape, kind: int, number: int) -> Array:
+        """The value of a tensor of an element type of ONNX."""
+        random = self._random(name, number)
+        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind))
+        if dtype.kind == "b":
+            share = (0.5, 1.0, 0.0, 0.5)[number % 4]
+            return random.random(shape) < share
+        if dtype.kind in "iu":
+            return self._integers(random, shape, dtype, number)
+        return self._reals(random, shape).astype(dtype)
+
+    def like(self, value: Array, name: str, number: int) -> Array:
+        """A value of the type and shape of another."""
+        random = self._random(name, number)
+        if value.dtype.kind in "iu":
+            return random.integers(-3, 4, value.shape).astype(value.dtype)
+        return self._reals(random, value.shape).astype(value.dtype)
+
+    def _random(self, name: str, number: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, zlib.crc32(name.encode()), number])
+
+    def _reals(self, random: np.random.Generator, shape: Shape) -> Array:
+        if self.is_exact:
+            return np.asarray(random.integers(-4, 5, shape), np.float64)
+        return np.asarray(random.standard_normal(shape))
+
+    def _integers(
+        self, random: np.random.Generator, shape: Shape, dtype: np.dtype, number: int
+    ) -> Array:
+        low = 0 if dtype.kind == "u" or number < 2 else -self.bound
+        if number % 2:
+            edges = self.edges[(self.edges >= low) & (self.edges < self.bound)]
+            edges = np.concatenate([edges, [low, self.bound - 1]])
+            return random.choice(edges, shape).astype(dtype)
+        return random.integers(low, self.bound, shape).astype(dtype)
+
+
+def _bound(model: Program, nodes: Sequence[Node]) -> int:
+    """The number of positions that indices may have in all nodes that read some."""
+    bounds = []
+    for node in nodes:
+        if node.domain or node.op not in (*_INDEXED, "GatherND", "ScatterND"):
+            continue
+        name = node.inputs[0]
+        shape = model.shapes.get(name)
+        if name in model.constants:
+            shape = model.constants.shape(name)
+        if not shape:
+            continue
+        axis = int(node.attrs.get("axis", 0)) if node.op in _INDEXED else 0
+        bounds.append(min(shape) if node.op.endswith("ND") else shape[axis % len(shape)])
+    return max(min(bounds, default=5), 1)

@@ -1,0 +1,211 @@
+"""Computes parts of a model, and of all ranks' graphs, on drawn values: single ops by onnxruntime,
+collectives by NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+from onnxpar.base.arrays import Array
+from onnxpar.equivalence.program import Node, Program
+from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
+
+Values = dict[str, Array]
+SUPPORTED = frozenset(
+    ["AllReduce", "AllGather", "ReduceScatter", "AllToAll", "AllToAllV", "Broadcast",
+     "CollectivePermute", "NeighborExchange", "HaloExchange", "Gate"]
+)  # fmt: skip
+"""The ops of the plugin that are computed here."""
+_REDUCTIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+
+
+class NotComputed(Exception):
+    """onnxruntime does not compute a part of a graph on these values."""
+
+
+class Evaluator:
+    """Runs nodes; sessions are kept for equal nodes."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[bytes, ort.InferenceSession] = {}
+
+    def run(
+        self, nodes: Sequence[Node], values: Mapping[str, Array], program: Program,
+        wanted: Sequence[str],
+    ) -> list[Array]:  # fmt: skip
+        """The values of tensors that nodes compute. Errors: NotComputed."""
+        made = {name for node in nodes for name in node.outputs}
+        read = sorted({name for node in nodes for name in node.inputs if name} - made)
+        read += sorted({name for node in nodes for name in captured(node)} - made - {*read})
+        try:
+            feeds = {name: values[name] for name in read}
+        except KeyError as error:
+            raise NotComputed(f"{error} has no value") from None
+        inputs = [
+            helper.make_tensor_value_info(name, _type(value), None) for name, value in feeds.items()
+        ]
+        outputs = [onnx.ValueInfoProto(name=name) for name in wanted]
+        graph = helper.make_graph([n.proto for n in nodes], "part", inputs, outputs)
+        opsets = [helper.make_opsetid(d, v) for d, v in program.opsets.items() if d != PLUGIN]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        data = model.SerializeToString(deterministic=True)
+        try:
+            if data not in self._sessions:
+                options = ort.SessionOptions()
+                options.log_severity_level, options.intra_op_num_threads = 4, 1
+                options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+                self._sessions[data] = ort.InferenceSession(data, options, ["CPUExecutionProvider"])
+            found = self._sessions[data].run(list(wanted), feeds)
+        except Exception as error:  # onnxruntime raises types of its own
+            raise NotComputed(f"{str(error):.200}") from None
+        return [np.asarray(value) for value in found]
+
+    def run_ranks(self, nodes: Sequence[RankNode], values: list[Values], ranks: Ranks) -> None:
+        """Adds the results of nodes of ranks, which are in order, to the values of each rank."""
+        segment: list[RankNode] = []
+        for node in [*nodes, None]:
+            if node is not None and node.first.domain != PLUGIN:
+                segment.append(node)
+                continue
+            if segment:
+                wanted = [n for s in segment for n in s.first.outputs if n]
+                for rank, own in enumerate(values):
+                    part = [s.nodes[rank] for s in segment]
+                    found = self.run(part, own, ranks.programs[rank], wanted)
+                    own.update(zip(wanted, found, strict=True))
+                segment = []
+            if node is not None:
+                communicate(node, values)
+
+
+def _type(value: Array) -> int:
+    if value.dtype.kind in "OSU":
+        return int(TensorProto.STRING)
+    return int(helper.np_dtype_to_tensor_dtype(value.dtype))
+
+
+def captured(node: Node) -> set[str]:
+    """The names that the bodies of a node read from outside."""
+    names: set[str] = set()
+    for attribute in node.proto.attribute:
+        for graph in [attribute.g, *attribute.graphs] if attribute.type in (5, 10) else []:
+            own = {p.name for p in graph.input} | {t.name for t in graph.initializer}
+            own |= {name for n in graph.node for name in n.output}
+            for inner in graph.node:
+                names |= {name for name in inner.input if name and name not in own}
+    return names
+
+
+def communicate(node: RankNode, values: Sequence[Values]) -> None:
+    """Adds the results of a collective, or of a Gate, to the values of each rank."""
+    first = node.first
+    op, source, result = first.op, first.inputs[0], first.outputs[0]
+    if op not in SUPPORTED:
+        raise NotComputed(f"{op} is not computed here")
+    held = [own[source] for own in values]
+    if op == "Gate":
+        for own, value in zip(values, held, strict=True):
+            own[result] = value
+        return
+    attrs = [dict(own.attrs) for own in node.nodes]
+    for rank, own in enumerate(attrs):
+        own.setdefault("group", list(range(len(values))))
+        if op == "AllToAllV":
+            own["sends"], own["receives"] = (values[rank][n].tolist() for n in first.inputs[1:3])
+        if op == "HaloExchange":
+            own["bounds"] = values[rank][first.inputs[1]].tolist()
+    try:
+        for rank, own in enumerate(attrs):
+            group = [int(m) for m in own["group"]]
+            members = [held[m] for m in group], [attrs[m] for m in group], group.index(rank)
+            values[rank][result] = np.asarray(_COLLECTIVES[op](*members))
+    except (ValueError, IndexError, KeyError) as error:
+        raise NotComputed(f"{first.name}: {error}") from None
+
+
+_Parts, _Attrs = Sequence[Array], Sequence[Mapping[str, Any]]
+
+
+def _cut(part: Array, axis: int, sizes: Sequence[int] | None, count: int) -> list[Array]:
+    """The shards of a dimension: of the given sizes, or as equal as possible."""
+    if sizes is None:
+        return np.array_split(part, count, axis)
+    if sum(sizes) != part.shape[axis]:
+        raise ValueError(f"{part.shape[axis]} elements are cut into {list(sizes)}")
+    return np.split(part, np.cumsum(sizes)[:-1], axis)
+
+
+def _all_reduce(parts: _Parts, attrs: _Attrs, me: int) -> Array:
+    reduction = _REDUCTIONS[attrs[me].get("op", "sum")]
+    return np.asarray(reduction.reduce(list(parts))).astype(parts[me].dtype)
+
+
+def _reduce_scatter(parts: _Parts, attrs: _Attrs, me: int) -> Array:
+    own = attrs[me]
+    return _cut(_all_reduce(parts, attrs, me), own["axis"], own.get("sizes"), len(parts))[me]
+
+
+def _all_gather(parts: _Parts, attrs: _Attrs, me: int) -> Array:
+    return np.concatenate(parts, attrs[me]["axis"])
+
+
+def _all_to_all(parts: _Parts, attrs: _Attrs, me: int) -> Array:
+    own = attrs[me]
+    pieces = [
+        _cut(part, a["split_axis"], a.get("split_sizes"), len(parts))[me]
+        for part, a in zip(parts, attrs, strict=True)
+    ]
+    return np.concatenate(pieces, own["concat_axis"])
+
+
+def _all_to_all_v(parts: _Parts, attrs: _Attrs, me: int) -> Array:
+    axis = attrs[me].get("axis", 0)
+    pieces = [
+        _cut(part, axis, own["sends"], len(parts))[me] for part, own in zip(parts, attrs, strict=True)
+    ]
+    if [piece.shape[axis] for piece in pieces] != attrs[me]["receives"]:
+        raise ValueError("a member sends another number of rows than is received")
+    return np.concatenate(pieces, axis)
+
+
+def _broadcast(parts: _Parts, attrs: _Attrs, me: int) -> Array:
+    return parts[int(attrs[me].get("root", 0))]
+
+
+def _permute(parts: _Parts, attrs: _Attrs, me: int) -> Array:
+    source = attrs[me]["sources"][me]
+    return np.zeros_like(parts[me]) if source < 0 else parts[source]
+
+
+def _neighbours(parts: _Parts, attrs: _Attrs, me: int) -> Array:
+    axis, before, after = (attrs[me][key] for key in ("axis", "before", "after"))
+    pieces = [parts[me]]
+    if before[me]:
+        size = parts[me - 1].shape[axis]
+        pieces.insert(0, parts[me - 1].take(range(size - before[me], size), axis))
+    if after[me]:
+        pieces.append(parts[me + 1].take(range(after[me]), axis))
+    return np.concatenate(pieces, axis)
+
+
+def _halo(parts: _Parts, attrs: _Attrs, me: int) -> Array:
+    axis, (start, end) = attrs[me]["axis"], attrs[me]["bounds"]
+    return np.concatenate(parts, axis).take(range(start, end), axis)
+
+
+_COLLECTIVES = {
+    "AllReduce": _all_reduce,
+    "AllGather": _all_gather,
+    "ReduceScatter": _reduce_scatter,
+    "AllToAll": _all_to_all,
+    "AllToAllV": _all_to_all_v,
+    "Broadcast": _broadcast,
+    "CollectivePermute": _permute,
+    "NeighborExchange": _neighbours,
+    "HaloExchange": _halo,
+}

@@ -1,0 +1,65 @@
+"""Computes what depends on constants alone, by onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import helper, numpy_helper
+
+from onnxpar.base.arrays import Array
+from onnxpar.equivalence.program import MOST_FOLDED, Node, Program
+
+_RANDOM = frozenset(
+    ["RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"]
+)
+
+
+def fold(program: Program, keeps: bool = False) -> None:
+    """Adds the values of nodes that read only constants to a program's constants, and removes these
+    nodes, unless `keeps`. Sizes of tensors of known shape are constants, too."""
+    rest, constant = [], list[Node]()
+    known = set(program.constants.names())
+    for node in program.nodes:
+        if node.op == "Shape" and node.domain == "" and node.inputs[0] in program.shapes:
+            shape = np.array(program.shapes[node.inputs[0]], np.int64)
+            start, end = node.attrs.get("start", 0), node.attrs.get("end")
+            program.constants.add(node.outputs[0], shape[slice(start, end)])
+            known.add(node.outputs[0])
+            continue
+        if _is_constant(node, known, program):
+            constant.append(node)
+            known |= set(node.outputs)
+        else:
+            rest.append(node)
+    read = {name for node in rest for name in node.inputs} | set(program.outputs)
+    wanted = [n for node in constant for n in node.outputs if n in read]
+    if wanted:
+        for name, value in zip(wanted, _run(constant, wanted, program), strict=True):
+            program.constants.add(name, value)
+    if not keeps:
+        program.nodes = rest
+
+
+def _is_constant(node: Node, known: set[str], program: Program) -> bool:
+    if node.domain != "" or node.op in _RANDOM or any(isinstance(a, bytes) for a in node.attrs.values()):
+        return False
+    sizes = [np.prod(program.constants.shape(n)) for n in node.inputs if n in program.constants]
+    return all(name in known for name in node.inputs if name) and sum(sizes) * 8 <= MOST_FOLDED
+
+
+def _run(nodes: Sequence[Node], wanted: Sequence[str], program: Program) -> list[Array]:
+    made = {name for node in nodes for name in node.outputs}
+    read = {name for node in nodes for name in node.inputs if name} - made
+    stored = [numpy_helper.from_array(np.asarray(program.constants[n]), n) for n in sorted(read)]
+    outputs = [onnx.ValueInfoProto(name=name) for name in wanted]
+    graph = helper.make_graph([n.proto for n in nodes], "constants", [], outputs, stored)
+    opsets = [helper.make_opsetid(d, v) for d, v in program.opsets.items() if d != "onnxpar"]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+    return [np.asarray(value) for value in session.run(list(wanted), {})]

@@ -1,0 +1,107 @@
+"""Proves that ranks cannot wait for each other in a circle: tokens put the collectives of each rank
+into one order, and the orders of all ranks together have no circle."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
+
+from onnxpar.equivalence.program import Node, Program
+from onnxpar.equivalence.ranks import PLUGIN
+
+_WITHOUT_TAG = frozenset(["Complete", "Gate", "After", "Rank", "GroupSize", "FusedElementwise"])
+
+
+class Disorder(Exception):
+    """Ranks may wait for each other, or for a rank that does not take part; the text says which."""
+
+
+def check_order(programs: Sequence[Program]) -> int:
+    """Returns the number of collectives. Errors: Disorder."""
+    chains = [list(_chain(program, rank)) for rank, program in enumerate(programs)]
+    members: dict[int, dict[int, Node]] = defaultdict(dict)
+    for rank, chain in enumerate(chains):
+        for node in chain:
+            tag = int(node.attrs["tag"])
+            if rank in members[tag]:
+                raise Disorder(f"rank {rank} has two collectives with the tag {tag}: {node.name!r}")
+            members[tag][rank] = node
+    for tag, nodes in members.items():
+        _check_members(tag, nodes, len(programs))
+    before: dict[int, set[int]] = {tag: set() for tag in members}
+    for chain in chains:
+        tags = [int(node.attrs["tag"]) for node in chain]
+        for earlier, later in zip(tags, tags[1:], strict=False):
+            before[later].add(earlier)
+    try:
+        list(TopologicalSorter(before).static_order())
+    except CycleError as error:
+        names = " before ".join(next(iter(members[tag].values())).name for tag in error.args[1])
+        raise Disorder(f"ranks wait for each other in a circle: {names}") from None
+    return len(members)
+
+
+def _check_members(tag: int, nodes: dict[int, Node], ranks: int) -> None:
+    """The ranks of a collective must be its group, and have the same op and stream."""
+    first_rank, first = next(iter(nodes.items()))
+    group = sorted(int(m) for m in first.attrs.get("group", range(ranks)))
+    for rank, node in nodes.items():
+        if "group" in node.attrs and rank not in node.attrs["group"]:
+            raise Disorder(f"rank {rank} is not in the group of its own {node.name!r}")
+        if node.op != first.op and {node.op, first.op} != {"Send", "Recv"}:
+            raise Disorder(
+                f"tag {tag} is {first.op} {first.name!r} on rank {first_rank}, and {node.op} on "
+                f"rank {rank}"
+            )
+        if node.attrs.get("stream", 0) != first.attrs.get("stream", 0):
+            raise Disorder(f"{node.name!r} runs in other streams on ranks {first_rank} and {rank}")
+    if first.op in ("Send", "Recv"):
+        return
+    # Groups of one tag are disjoint: each rank's own group must take part.
+    for rank, node in nodes.items():
+        own = {int(m) for m in node.attrs.get("group", range(ranks))}
+        missing = sorted(own - nodes.keys())
+        if missing:
+            raise Disorder(f"rank {rank} waits in {node.name!r} for rank {missing[0]}, which lacks it")
+    _ = group
+
+
+def _chain(program: Program, rank: int) -> Iterator[Node]:
+    """Yields the collectives of a rank in the order of their tokens."""
+    nodes = [n for n in program.nodes if n.domain == PLUGIN and n.op not in _WITHOUT_TAG]
+    makers = {name: n for n in program.nodes if n.domain == PLUGIN for name in n.outputs}
+    after: dict[int, list[Node]] = defaultdict(list)
+    counted = 0
+    for node in nodes:
+        if "tag" not in node.attrs:
+            raise Disorder(f"{node.op} {node.name!r} of rank {rank} has no tag")
+        earlier = _earlier(node, makers)
+        after[id(earlier) if earlier is not None else 0].append(node)
+    at: int = 0
+    while at in after:
+        following = after[at]
+        if len(following) > 1:
+            raise Disorder(
+                f"no token orders {following[0].name!r} and {following[1].name!r} of rank {rank}"
+            )
+        yield following[0]
+        counted += 1
+        at = id(following[0])
+    if counted < len(nodes):
+        raise Disorder(f"the tokens of rank {rank} are not one chain")
+
+
+def _earlier(node: Node, makers: dict[str, Node]) -> Node | None:
+    """The collective before this one, through completions and other nodes that pass a token on."""
+    seen: set[int] = set()
+    todo = [makers[name] for name in node.inputs[1:] if name in makers]
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if each.op not in _WITHOUT_TAG:
+            return each
+        todo += [makers[name] for name in each.inputs[1:] if name in makers]
+    return None

@@ -1,0 +1,188 @@
+"""Reads a model, or the file of a rank, for a proof: nodes with plain attributes, and constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx.defs import SchemaError, get_schema
+from onnx.inliner import inline_local_functions
+
+from onnxpar.base.arrays import Array
+from onnxpar.base.errors import ModelError
+
+Shape = tuple[int, ...]
+MOST_FOLDED = 1 << 22
+"""The most bytes of a value that is computed from constants."""
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A node. `attrs` has numbers, strings, lists and arrays; a graph is its serialized bytes.
+    `origin` is the name of the node of the model from which a rank's node comes, as far as the file
+    tells."""
+
+    op: str
+    domain: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attrs: Mapping[str, Any]
+    origin: str
+    proto: NodeProto
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The domain and the op."""
+        return self.domain, self.op
+
+
+@dataclass(eq=False)
+class Program:
+    """A graph with all functions inlined.
+
+    constants  the values of initializers, and of what is computed from them alone, by name;
+               initializers in other files are read when they are needed
+    shapes     the shapes that are known, by tensor
+    """
+
+    path: Path
+    nodes: list[Node]
+    inputs: list[str]
+    outputs: list[str]
+    constants: Constants
+    opsets: Mapping[str, int]
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    types: dict[str, int] = field(default_factory=dict)
+
+
+class Constants:
+    """The constants of a graph, by name."""
+
+    def __init__(self, graph: GraphProto, folder: Path) -> None:
+        self._stored = {tensor.name: tensor for tensor in graph.initializer}
+        self._values: dict[str, Array] = {}
+        self._folder = folder
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored or name in self._values
+
+    def __getitem__(self, name: str) -> Array:
+        """Errors: KeyError; ModelError if a file of weights cannot be read."""
+        if name not in self._values:
+            self._values[name] = self._read(self._stored[name])
+        return self._values[name]
+
+    def get(self, name: str) -> Array | None:
+        """The value of a constant; None if the tensor is none."""
+        return self[name] if name in self else None
+
+    def shape(self, name: str) -> Shape:
+        """The shape of a constant."""
+        if name in self._stored:
+            return tuple(self._stored[name].dims)
+        return self._values[name].shape
+
+    def add(self, name: str, value: Array) -> None:
+        """Adds a value that is computed from other constants."""
+        self._values[name] = value
+
+    def names(self) -> Iterator[str]:
+        """The names of all constants."""
+        yield from self._stored.keys() | self._values.keys()
+
+    def _read(self, tensor: TensorProto) -> Array:
+        if tensor.data_location != TensorProto.EXTERNAL:
+            return np.asarray(numpy_helper.to_array(tensor))
+        where = {entry.key: entry.value for entry in tensor.external_data}
+        path = (self._folder / where["location"]).resolve()
+        if not path.is_relative_to(self._folder.resolve()):
+            raise ModelError(f"{tensor.name}: the file {where['location']} is in another folder")
+        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
+        count, offset = int(np.prod(tensor.dims)), int(where.get("offset", 0))
+        try:
+            stored = np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path}: {tensor.name} cannot be read: {error}") from None
+        return np.asarray(stored).reshape(tuple(tensor.dims))
+
+
+def read_program(path: Path) -> Program:
+    """Reads a model; weights in other files stay there. Errors: ModelError."""
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf raises a type of its own
+        raise ModelError(f"{path} cannot be read as a model: {str(error):.200}") from None
+    if proto.functions:
+        proto = inline_local_functions(proto)
+    graph = proto.graph
+    opsets = {entry.domain or "": entry.version for entry in proto.opset_import}
+    constants = Constants(graph, path.parent)
+    stored = {tensor.name for tensor in graph.initializer}
+    inputs = [port.name for port in graph.input if port.name not in stored]
+    nodes = [read_node(node) for node in graph.node]
+    program = Program(path, nodes, inputs, [p.name for p in graph.output], constants, opsets)
+    _infer(proto, program)
+    return program
+
+
+def read_node(node: NodeProto) -> Node:
+    """Reads a node's attributes."""
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    metadata = {entry.key: entry.value for entry in node.metadata_props}
+    origin = metadata.get("onnxpar.name") or metadata.get("onnxpar.node") or node.name
+    attrs = {a.name: _attribute(a) for a in node.attribute}
+    inputs = tuple(node.input)
+    while inputs and not inputs[-1]:
+        inputs = inputs[:-1]
+    return Node(
+        node.op_type, domain, node.name, inputs, tuple(node.output), attrs, origin, node
+    )
+
+
+def _attribute(attribute: AttributeProto) -> Any:
+    if attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
+        return attribute.SerializeToString(deterministic=True)
+    value = onnx.helper.get_attribute_value(attribute)
+    if isinstance(value, TensorProto):
+        return np.asarray(numpy_helper.to_array(value))
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _infer(proto: ModelProto, program: Program) -> None:
+    """Infers shapes and types; a model whose shapes contradict each other has those it declares."""
+    try:
+        proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    except onnx.shape_inference.InferenceError:
+        pass
+    graph = proto.graph
+    for port in (*graph.input, *graph.output, *graph.value_info):
+        tensor = port.type.tensor_type
+        program.types[port.name] = tensor.elem_type
+        dims = tensor.shape.dim
+        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
+            program.shapes[port.name] = tuple(dim.dim_value for dim in dims)
+    for stored in graph.initializer:
+        program.shapes[stored.name] = tuple(stored.dims)
+        program.types[stored.name] = stored.data_type
+
+
+def default(node: Node, name: str, opsets: Mapping[str, int]) -> Any:
+    """The value of an attribute: the node's, or the default of its op. None if it has none."""
+    if name in node.attrs:
+        return node.attrs[name]
+    try:
+        schema = get_schema(node.op, opsets.get(node.domain, 1), node.domain)
+    except SchemaError:
+        return None
+    attribute = schema.attributes.get(name)
+    if attribute is None or not attribute.default_value.name:
+        return None
+    return _attribute(attribute.default_value)

@@ -1,0 +1,87 @@
+"""The files of all ranks, read together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from onnxpar.base.arrays import Array
+from onnxpar.equivalence.program import Node, Program, Shape, default
+
+PLUGIN = "onnxpar"
+"""The domain of collectives."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankNode:
+    """The nodes of all ranks whose first result has one name; `nodes` has one for each rank."""
+
+    nodes: tuple[Node, ...]
+    number: int
+
+    @property
+    def first(self) -> Node:
+        """The node of rank 0."""
+        return self.nodes[0]
+
+    @cached_property
+    def is_alike(self) -> bool:
+        """True if all ranks have the same op, operands and results."""
+        kinds = {(n.kind, n.inputs, n.outputs) for n in self.nodes}
+        return len(kinds) == 1
+
+    def attrs(self, name: str, programs: Sequence[Program]) -> list[Any]:
+        """An attribute on each rank, or its default."""
+        return [
+            default(node, name, program.opsets)
+            for node, program in zip(self.nodes, programs, strict=True)
+        ]
+
+
+class Ranks:
+    """The graphs of all ranks."""
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self.programs = programs
+        self.size = len(programs)
+        tables: list[Mapping[str, Node]] = [
+            {_key(node): node for node in program.nodes} for program in programs
+        ]
+        self.nodes: list[RankNode] = []
+        self.missing: list[tuple[str, int]] = []
+        """Nodes that a rank lacks, each with the rank."""
+        for key in tables[0]:
+            lacking = [rank for rank, table in enumerate(tables) if key not in table]
+            if lacking:
+                self.missing.append((key, lacking[0]))
+            else:
+                found = tuple(table[key] for table in tables)
+                self.nodes.append(RankNode(found, len(self.nodes)))
+        self.readers: dict[str, list[RankNode]] = defaultdict(list)
+        self.makers: dict[str, RankNode] = {}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.first.inputs):
+                self.readers[name].append(node)
+            for name in node.first.outputs:
+                self.makers[name] = node
+
+    def constants(self, name: str) -> list[Array] | None:
+        """The value of a constant on each rank; None if the tensor is none."""
+        if not all(name in program.constants for program in self.programs):
+            return None
+        return [program.constants[name] for program in self.programs]
+
+    def is_constant(self, name: str) -> bool:
+        """True for a tensor that is a constant on all ranks."""
+        return all(name in program.constants for program in self.programs)
+
+    def constant_shapes(self, name: str) -> list[Shape]:
+        """The shape of a constant on each rank."""
+        return [program.constants.shape(name) for program in self.programs]
+
+
+def _key(node: Node) -> str:
+    return next((name for name in node.outputs if name), node.name)

@@ -1,0 +1,85 @@
+"""The positions in a dimension that each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+
+
+class Family:
+    """For each rank, the positions in one dimension that it holds, in its order: int64 vectors.
+
+    Families of one `Families` are interned: equal families are the same object.
+    """
+
+    def __init__(self, spans: tuple[Array, ...]) -> None:
+        self.spans = spans
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of positions of each rank."""
+        return tuple(len(span) for span in self.spans)
+
+    def is_whole(self, size: int) -> bool:
+        """True if each rank holds all positions of a dimension of this size, in order."""
+        return all(len(span) == size for span in self.spans) and all(
+            bool((span == np.arange(size)).all()) for span in {id(s): s for s in self.spans}.values()
+        )
+
+    def covers(self, ranks: Sequence[int], size: int) -> bool:
+        """True if these ranks together hold each position of a dimension exactly once."""
+        held = np.concatenate([self.spans[rank] for rank in ranks])
+        return len(held) == size and bool((np.sort(held) == np.arange(size)).all())
+
+    def text(self, rank: int) -> str:
+        """The positions of a rank, as text: `24-35`."""
+        span = self.spans[rank]
+        if not len(span):
+            return "no positions"
+        if (np.diff(span) == 1).all():
+            return str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}"
+        shown = ", ".join(map(str, span[:6].tolist()))
+        return shown if len(span) <= 6 else f"{shown}, ... ({len(span)} positions)"
+
+
+class Families:
+    """Interns families of a number of ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._spans: dict[bytes, Array] = {}
+        self._families: dict[tuple[int, ...], Family] = {}
+        self._known: dict[tuple[int, ...], list[Family]] = {}
+
+    def of(self, spans: Iterable[Array]) -> Family:
+        """The family with these positions, a vector for each rank."""
+        own = tuple(self._interned(span) for span in spans)
+        key = tuple(map(id, own))
+        family = self._families.get(key)
+        if family is None:
+            family = self._families[key] = Family(own)
+            self._known.setdefault(family.sizes, []).append(family)
+        return family
+
+    def whole(self, size: int) -> Family:
+        """The family in which each rank holds all positions of a dimension."""
+        return self.of([np.arange(size)] * self.ranks)
+
+    def known(self, size: int, sizes: tuple[int, ...]) -> list[Family]:
+        """The families seen so far of a dimension, by its size and the sizes of ranks; first the one
+        that holds all positions."""
+        whole = [self.whole(size)] if all(n == size for n in sizes) else []
+        others = [f for f in self._known.get(sizes, ()) if f not in whole and _fits(f, size)]
+        return [*whole, *others]
+
+    def _interned(self, span: Array) -> Array:
+        own = np.ascontiguousarray(span, np.int64)
+        return self._spans.setdefault(own.tobytes(), own)
+
+
+def _fits(family: Family, size: int) -> bool:
+    return all(not len(span) or 0 <= span.min() <= span.max() < size for span in family.spans)

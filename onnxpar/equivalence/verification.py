@@ -1,0 +1,93 @@
+"""What a proof says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+HOW = {
+    "arithmetic": "by arithmetic",
+    "lemma": "by lemma",
+    "whole": "of whole tensors",
+    "sampled": "sampled",
+}
+"""How nodes are proved, in the order of strength."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a proof ends.
+
+    kind    `node`, `output`, `state` or `order`
+    tensor  the tensor of the model that is not related to tensors of ranks
+    text    what is wrong
+    details lines on the operands, the rule that is broken, and the readers
+    """
+
+    kind: str
+    tensor: str
+    text: str
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `onnxpar.verify`.
+
+    nodes        the nodes of the model that depend on its inputs
+    proved       the number of nodes by how they were proved
+    collectives  the collectives whose order was checked
+    compared     bytes of ranks' weights and constants that were compared with the model's
+    failures     where the proof ends; empty if the ranks compute the model
+    """
+
+    model: str
+    folder: str
+    outputs: tuple[str, ...]
+    ranks: int
+    nodes: int
+    proved: Mapping[str, int]
+    collectives: int
+    compared: int
+    failures: tuple[Failure, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """True if the ranks compute the model."""
+        return not self.failures
+
+    def text(self) -> str:
+        """What the command prints."""
+        return "\n".join(self._lines())
+
+    def to_json(self) -> dict[str, Any]:
+        """The verification as JSON."""
+        return {"ok": self.ok, **asdict(self)}
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.text())}</pre>"
+
+    def _lines(self) -> list[str]:
+        if self.ok:
+            shown = ", ".join(self.outputs[:4]) + (", ..." if len(self.outputs) > 4 else "")
+            lines = [f"the ranks of {self.folder} compute {self.model}: {shown}"]
+        else:
+            lines = []
+            for failure in self.failures:
+                lines.append(f"not proved: {failure.tensor or failure.kind}: {failure.text}")
+                lines += [f"  {line}" for line in failure.details]
+        counts = [f"{self.proved.get(how, 0)} {text}" for how, text in HOW.items()]
+        done = sum(self.proved.values())
+        lines.append(f"  {self.nodes} nodes over {self.ranks} ranks: {', '.join(counts)}")
+        if done < self.nodes:
+            lines.append(f"  {self.nodes - done} nodes are not proved")
+        lines.append(f"  {self.collectives} collectives, in one order on all ranks")
+        lines.append(f"  {self.compared} bytes of weights and constants are those of the model")
+        lines.append("  over the real numbers: ranks may add in another order")
+        return lines

@@ -1,0 +1,315 @@
+"""Walks through the nodes of a model, and relates each result to tensors of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, product
+from math import prod
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.equivalence.collectives import Collectives
+from onnxpar.equivalence.held import Held, Relations
+from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, whole
+from onnxpar.equivalence.moves import MOVES
+from onnxpar.equivalence.program import Node, Program, Shape
+from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
+from onnxpar.equivalence.spans import Families, Family
+from onnxpar.equivalence.evaluate import NotComputed, captured
+from onnxpar.equivalence.verification import Failure
+from onnxpar.equivalence.windows import Sampler, Window
+
+MOST_INSIDE = 60
+"""The most nodes of the model in a window."""
+MOST_TRIES = 64
+"""The most choices of what operands are that are tried for a pair of nodes."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A node of the model that no node of ranks computes; `reasons` has why, by node of ranks."""
+
+    node: Node
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+class Walk:
+    """Relates the tensors of a model to those of ranks.
+
+    proved   how each node was proved: `arithmetic`, `lemma` or `whole`, by name of its first result
+    refused  nodes that are not
+    """
+
+    def __init__(
+        self, model: Program, ranks: Ranks, families: Families,
+        copies: Mapping[str, Sequence[str]],
+    ) -> None:  # fmt: skip
+        self.copies = copies
+        self.compared = 0
+        self.notes: dict[str, str] = {}
+        self.reasons: dict[str, Mapping[str, str]] = {}
+        self.model, self.ranks, self.families = model, ranks, families
+        self.relations = Relations()
+        self.collectives = Collectives(ranks, families)
+        self.proved: dict[str, str] = {}
+        self.refused: dict[str, Refusal] = {}
+        self.sampler = Sampler(model, ranks, families, self.relations, 0)
+        self._constants: dict[tuple[str, str], list[Held]] = {}
+        self._equal: dict[tuple[object, ...], bool] = {}
+
+    def hold(self, held: Held) -> None:
+        """Adds a relation, and all that follows by collectives and by what ranks copy and cut."""
+        todo = [held]
+        while todo:
+            each = todo.pop()
+            if not self.relations.add(each):
+                continue
+            for node in self.ranks.readers.get(each.name, ()):
+                try:
+                    todo += self.collectives.after(node, each)
+                except NotShown:
+                    continue
+
+    def run(self) -> None:
+        """Goes through all nodes in order."""
+        for node in self.model.nodes:
+            self._prove(node)
+
+    def _prove(self, node: Node) -> None:
+        key = next((name for name in node.outputs if name), node.name)
+        reasons: dict[str, str] = {}
+        for local in self._candidates(node):
+            for held in islice(self._operands(node, local), MOST_TRIES):
+                found = self._show(node, local, held, reasons)
+                if found is not None:
+                    self.proved.setdefault(key, found)
+        if key not in self.proved:
+            self.reasons[key] = reasons
+            if not self._sample(node, key):
+                self.refused[key] = Refusal(node, reasons)
+
+    def _sample(self, node: Node, key: str) -> bool:
+        """Relates the results of a node, and of the nodes before it that are not proved, on drawn
+        values."""
+        window = self._window(node)
+        if window is None:
+            return False
+        try:
+            found = self.sampler.relate(window)
+        except NotComputed as error:
+            self.notes[key] = str(error)
+            return False
+        for held in found:
+            self.hold(held)
+        if found:
+            for inner in window.nodes:
+                name = next((n for n in inner.outputs if n), inner.name)
+                self.refused.pop(name, None)
+                self.proved.setdefault(name, "sampled")
+        return bool(found)
+
+    def _window(self, node: Node) -> Window | None:
+        """The node, and those before it whose results are not related."""
+        makers = {name: n for n in self.model.nodes for name in n.outputs}
+        inside: dict[int, Node] = {}
+        reads: dict[str, None] = {}
+        todo = [node]
+        while todo:
+            each = todo.pop()
+            if id(each) in inside:
+                continue
+            inside[id(each)] = each
+            if len(inside) > MOST_INSIDE:
+                return None
+            for name in (*each.inputs, *sorted(captured(each))):
+                if not name:
+                    continue
+                if name in self.model.constants or self.relations.by_term.get(name):
+                    reads[name] = None
+                elif name in makers:
+                    todo.append(makers[name])
+                else:
+                    return None
+        nodes = tuple(n for n in self.model.nodes if id(n) in inside)
+        for name in reads:
+            if name in self.model.constants:
+                self._relate_constant(name)
+        return Window(nodes, tuple(reads))
+
+    def _relate_constant(self, term: str) -> None:
+        """Relates a constant to the constant of ranks with the same name, or its copies."""
+        for name in (term, *self.copies.get(term, ())):
+            if self.ranks.is_constant(name):
+                for held in self.constant(term, name):
+                    self.relations.add(held)
+
+    def failure(self, key: str) -> Failure:
+        """Why a node is not proved: what ranks hold of its operands, and the rule that is broken."""
+        node, reasons = self.refused[key].node, self.refused[key].reasons
+        details = []
+        for term in dict.fromkeys(n for n in node.inputs if n and n not in self.model.constants):
+            for held in self.relations.by_term.get(term, ())[:2]:
+                details.append(f"ranks   {held.name}: {_holdings(held, self.shape(term) or ())}")
+        for local, reason in list(reasons.items())[:2]:
+            details.append(f"rule    {local}: {reason}")
+        if key in self.notes:
+            details.append(f"sampled {self.notes[key]}")
+        readers = [n.name for n in self.model.nodes if any(t in n.inputs for t in node.outputs)]
+        if readers:
+            more = f" and {len(readers) - 1} more" if len(readers) > 1 else ""
+            details.append(f"readers {readers[0]}{more}")
+        text = f"no node of ranks is shown to compute {node.op} {node.name!r}"
+        return Failure("node", key, text, tuple(details))
+
+    def _candidates(self, node: Node) -> list[RankNode]:
+        """The nodes of ranks with the same op that read what stands for the operands."""
+        found: dict[int, RankNode] = {}
+        for name in dict.fromkeys(n for n in node.inputs if n):
+            if name in self.model.constants:
+                continue
+            for held in self.relations.by_term.get(name, ()):
+                for local in self.ranks.readers.get(held.name, ()):
+                    if local.first.kind == node.kind and local.is_alike:
+                        found[local.number] = local
+            break
+        return [found[number] for number in sorted(found)]
+
+    def _operands(self, node: Node, local: RankNode) -> Iterator[tuple[Held | None, ...]]:
+        """Yields what the operands may be."""
+        if len(local.first.inputs) != len(node.inputs):
+            return
+        choices: list[Sequence[Held | None]] = []
+        for term, name in zip(node.inputs, local.first.inputs, strict=True):
+            if not term or not name:
+                if term or name:
+                    return
+                choices.append([None])
+            elif term in self.model.constants and self.ranks.is_constant(name):
+                choices.append(self.constant(term, name) or [None])
+            else:
+                choices.append(self.relations.of(term, name))
+        yield from product(*choices)
+
+    def _show(
+        self, node: Node, local: RankNode, held: tuple[Held | None, ...], reasons: dict[str, str]
+    ) -> str | None:
+        """Tries to prove a node; returns how."""
+        shapes = [self.shape(name) for name in node.inputs]
+        if any(shape is None for shape in shapes):
+            reasons[local.first.name] = "the shape of an operand is unknown"
+            return None
+        case = Case(
+            node, local, held, [s or () for s in shapes], self.model, self.ranks, self.families
+        )
+        for how, lemma in _lemmas(node):
+            try:
+                results = lemma(case)
+            except NotShown as error:
+                reasons.setdefault(local.first.name, str(error))
+                continue
+            except (IndexError, ValueError, TypeError, KeyError) as error:
+                reasons[local.first.name] = f"{type(error).__name__}: {error}"
+                continue
+            for result in results:
+                term, name = node.outputs[result.index], local.first.outputs[result.index]
+                if term and name:
+                    self.model.shapes.setdefault(term, tuple(result.shape))
+                    self.hold(Held(term, name, result.dims, result.partial))
+            return how
+        return None
+
+    def shape(self, name: str) -> Shape | None:
+        """The shape of a tensor of the model; None if it is unknown."""
+        if not name:
+            return ()
+        if name in self.model.constants:
+            return self.model.constants.shape(name)
+        return self.model.shapes.get(name)
+
+    def constant(self, term: str, name: str) -> list[Held]:
+        """How a constant of ranks stands for one of the model: at all positions where it equals."""
+        key = term, name
+        if key not in self._constants:
+            self._constants[key] = list(self._relate(term, name))
+        return self._constants[key]
+
+    def _relate(self, term: str, name: str) -> Iterator[Held]:
+        shape, local = self.model.constants.shape(term), self.ranks.constant_shapes(name)
+        if any(len(own) != len(shape) for own in local):
+            return
+        choices = [
+            self.families.known(size, tuple(own[axis] for own in local))
+            for axis, size in enumerate(shape)
+        ]
+        for dims in islice(product(*choices), MOST_TRIES):
+            if self._is_at(term, name, dims):
+                yield Held(term, name, dims)
+
+    def _is_at(self, term: str, name: str, dims: tuple[Family, ...]) -> bool:
+        whole = self.model.constants[term]
+        for rank, program in enumerate(self.ranks.programs):
+            own = program.constants[name]
+            if not same_bytes(own, whole, [family.spans[rank] for family in dims]):
+                return False
+            self.compared += own.nbytes
+        return True
+
+
+def same_bytes(own: Array, whole: Array, spans: Sequence[Array]) -> bool:
+    """True if an array has the bytes of another at these positions."""
+    if own.dtype != whole.dtype:
+        return False
+    part = whole[_index(spans, whole.shape)] if spans else whole
+    if own.shape != part.shape:
+        return False
+    return bool(np.array_equal(_raw(own), _raw(part)))
+
+
+def _raw(array: Array) -> Array:
+    if array.dtype == object:
+        return array
+    return np.ascontiguousarray(array).view(np.uint8) if array.ndim else np.frombuffer(array.tobytes(), np.uint8)
+
+
+def _index(spans: Sequence[Array], shape: Shape) -> tuple[Array | slice, ...]:
+    """An index of the elements at these positions: slices where positions are contiguous."""
+    slices = []
+    for span in spans:
+        if len(span) and not (np.diff(span) == 1).all():
+            return np.ix_(*spans)
+        slices.append(slice(int(span[0]), int(span[-1]) + 1) if len(span) else slice(0, 0))
+    return tuple(slices)
+
+
+def _lemmas(node: Node) -> Iterator[tuple[str, Lemma]]:
+    if node.domain == "" and node.op in MOVES:
+        yield "arithmetic", MOVES[node.op]
+    if node.kind in LEMMAS:
+        yield "lemma", LEMMAS[node.kind]
+    if node.domain != PLUGIN:
+        yield "whole", whole
+
+
+def _holdings(held: Held, shape: Shape) -> str:
+    """What ranks hold of a tensor, for people."""
+    parts = []
+    for axis, (family, size) in enumerate(zip(held.dims, shape, strict=True)):
+        if not family.is_whole(size):
+            last = len(family.spans) - 1
+            parts.append(
+                f"dimension {axis}: rank 0 holds {family.text(0)}, rank {last} {family.text(last)}"
+            )
+    for part in held.partial:
+        parts.append(f"a part of a {part.op} over {part.size} positions")
+    return "; ".join(parts) or "the whole tensor"
+
+
+def counted(walk: Walk) -> Counter[str]:
+    """The number of nodes by how they were proved."""
+    return Counter(walk.proved.values())
+
+
+_ = prod

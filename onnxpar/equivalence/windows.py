@@ -1,0 +1,266 @@
+"""Proves by sampling: some nodes of the model, and the nodes of ranks that read the same tensors,
+compute the same on drawn values.
+
+A window is what lies between tensors that are related already and one that is not yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from math import prod
+
+import numpy as np
+import onnx
+
+from onnxpar.base.arrays import Array
+from onnxpar.equivalence.draws import Draws
+from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values
+from onnxpar.equivalence.held import Held, Partial, Relations
+from onnxpar.equivalence.program import Node, Program, Shape
+from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
+from onnxpar.equivalence.spans import Families, Family
+
+DRAWS = 4
+"""The number of draws of a window."""
+_STAGES = ((False, 40), (False, 400), (True, 60), (True, 400))
+"""The windows of ranks that are tried: whether they have collectives, and their most nodes."""
+MOST_ELEMENTS = 1 << 26
+"""The most elements of all tensors that a window reads."""
+_MOST_WAYS = 64
+
+
+@dataclass(frozen=True)
+class Window:
+    """Nodes of the model, in order, and what they read: tensors that are related, and constants."""
+
+    nodes: tuple[Node, ...]
+    reads: tuple[str, ...]
+
+
+class Sampler:
+    """Relates results of nodes that no lemma proves."""
+
+    def __init__(
+        self, model: Program, ranks: Ranks, families: Families, relations: Relations, seed: int
+    ) -> None:
+        self.model, self.ranks, self.families, self.relations = model, ranks, families, relations
+        self.seed = seed
+        self.evaluator = Evaluator()
+
+    def relate(self, window: Window) -> list[Held]:
+        """What tensors of ranks are, of the results of the last node; empty if none is related.
+        Errors: NotComputed."""
+        wanted = [name for name in window.nodes[-1].outputs if name]
+        for with_collectives, most in _STAGES:
+            nodes = self._closure(window, with_collectives, most)
+            candidates = self._results(nodes)
+            if not candidates:
+                continue
+            found = self._compare(window, nodes, candidates, wanted)
+            if found:
+                return found
+        return []
+
+    def _closure(self, window: Window, with_collectives: bool, most: int) -> list[RankNode]:
+        """The first nodes of ranks that compute from the tensors which the window reads, and from
+        constants, alone."""
+        known = {
+            held.name for term in window.reads for held in self.relations.by_term.get(term, ())
+        }
+        seeds, nodes = {*known}, list[RankNode]()
+        todo = sorted({r.number for name in known for r in self.ranks.readers.get(name, ())})
+        seen = {*todo}
+        while todo and len(nodes) < most:
+            number = todo.pop(0)
+            node = self.ranks.nodes[number]
+            if not self._is_computed(node, known, with_collectives):
+                seen.discard(number)
+                continue
+            nodes.append(node)
+            known |= {name for name in node.first.outputs if name}
+            fresh = {r.number for n in node.first.outputs for r in self.ranks.readers.get(n, ())}
+            todo = sorted({*todo, *(fresh - seen)})
+            seen |= fresh
+        return [node for node in nodes if not {*node.first.outputs} <= seeds]
+
+    def _is_computed(self, node: RankNode, known: set[str], with_collectives: bool) -> bool:
+        if not node.is_alike:
+            return False
+        first = node.first
+        if first.domain == PLUGIN:
+            data = first.inputs[:3] if first.op == "AllToAllV" else first.inputs[:1]
+            return with_collectives and first.op in SUPPORTED and {*data} <= known
+        names = [name for name in first.inputs if name]
+        return all(name in known or self.ranks.is_constant(name) for name in names)
+
+    def _results(self, nodes: Sequence[RankNode]) -> list[str]:
+        """The results of nodes, without tokens."""
+        found = []
+        for node in nodes:
+            results = node.first.outputs
+            found += results[:1] if node.first.domain == PLUGIN else results
+        return [name for name in found if name]
+
+    def _compare(
+        self, window: Window, nodes: Sequence[RankNode], candidates: Sequence[str],
+        wanted: Sequence[str],
+    ) -> list[Held]:  # fmt: skip
+        """Runs both sides on draws, and keeps the relations that hold on all of them."""
+        kept: list[Held] | None = None
+        draws = Draws(self.model, window.nodes, self._edges(window), self.seed)
+        for number in range(DRAWS):
+            values = self._model_values(window, draws, number)
+            results = self.evaluator.run(window.nodes, values, self.model, wanted)
+            whole = dict(zip(wanted, results, strict=True))
+            for term, value in whole.items():
+                self.model.shapes.setdefault(term, value.shape)
+            own = self._rank_values(window, values, nodes, draws, number)
+            self.evaluator.run_ranks(nodes, own, self.ranks)
+            if kept is None:
+                kept = list(self._guesses(window, candidates, whole, own))
+            is_exact = draws.is_exact
+            kept = [h for h in kept if self._agrees(h, whole[h.term], own, is_exact)]
+            if not kept:
+                return []
+        return kept or []
+
+    def _edges(self, window: Window) -> list[int]:
+        """Positions at the ends of what ranks hold of any tensor that the window reads."""
+        found = set()
+        for term in window.reads:
+            for held in self.relations.by_term.get(term, ()):
+                for family in held.dims:
+                    for span in family.spans:
+                        if len(span):
+                            found |= {int(span[0]), int(span[-1]), int(span[-1]) + 1, int(span[0]) - 1}
+        return sorted(found)
+
+    def _model_values(self, window: Window, draws: Draws, number: int) -> Values:
+        values: Values = {}
+        for name in window.reads:
+            if name in self.model.constants:
+                values[name] = self.model.constants[name]
+            else:
+                shape = self.model.shapes.get(name)
+                if shape is None or prod(shape) > MOST_ELEMENTS:
+                    raise NotComputed(f"{name} is too large, or has no known shape")
+                values[name] = draws.value(name, shape, self.model.types.get(name, 1), number)
+        return values
+
+    def _rank_values(
+        self, window: Window, values: Values, nodes: Sequence[RankNode], draws: Draws, number: int
+    ) -> list[Values]:
+        """What ranks hold of the values that the window reads, and their constants."""
+        own: list[Values] = [{} for _ in range(self.ranks.size)]
+        for term in window.reads:
+            for held in self.relations.by_term.get(term, ()):
+                for rank, part in enumerate(parts_of(held, values[term], self.ranks.size, draws, number)):
+                    own[rank].setdefault(held.name, part)
+        for name in {n for node in nodes for n in node.first.inputs if n}:
+            constants = self.ranks.constants(name)
+            for rank, each in enumerate(constants or ()):
+                own[rank].setdefault(name, each)
+        return own
+
+    def _guesses(
+        self, window: Window, candidates: Sequence[str], whole: Mapping[str, Array],
+        own: Sequence[Values],
+    ) -> Iterator[Held]:  # fmt: skip
+        """Yields relations whose sizes fit."""
+        parts = self._possible_sums(window)
+        for term, value in whole.items():
+            for name in candidates:
+                shapes = [values[name].shape for values in own]
+                if any(len(shape) != value.ndim for shape in shapes):
+                    continue
+                if own[0][name].dtype != value.dtype:
+                    continue
+                choices = [
+                    self.families.known(size, tuple(shape[axis] for shape in shapes))
+                    for axis, size in enumerate(value.shape)
+                ]
+                for dims in islice(product(*choices), _MOST_WAYS):
+                    yield Held(term, name, dims)
+                    for part in parts:
+                        yield Held(term, name, dims, (part,))
+
+    def _possible_sums(self, window: Window) -> list[Partial]:
+        found: dict[Partial, None] = {}
+        for term in window.reads:
+            shape = self.model.shapes.get(term)
+            if term in self.model.constants:
+                shape = self.model.constants.shape(term)
+            for held in self.relations.by_term.get(term, ()):
+                found |= dict.fromkeys(held.partial)
+                for family, size in zip(held.dims, shape or (), strict=True):
+                    if not family.is_whole(size):
+                        found[Partial("sum", family, size)] = None
+        return list(found)
+
+    def _agrees(self, held: Held, whole: Array, own: Sequence[Values], is_exact: bool) -> bool:
+        values = [v[held.name] for v in own]
+        for rank in range(self.ranks.size):
+            wanted = whole[np.ix_(*(f.spans[rank] for f in held.dims))] if held.dims else whole
+            got = values[rank]
+            if held.partial:
+                group = group_of(held, rank, self.ranks.size)
+                if group is None:
+                    return False
+                got = np.sum([values[m] for m in group], axis=0, dtype=wanted.dtype)
+            if got.shape != wanted.shape or not same(got, wanted, is_exact):
+                return False
+        return True
+
+
+def group_of(held: Held, rank: int, ranks: int) -> list[int] | None:
+    """Ranks that together have all parts of a sum, `rank` among them, and the same positions."""
+    (part,) = held.partial
+    group, seen = [rank], {id(part.family.spans[rank])}
+    for other in range(ranks):
+        if other != rank and held.at(other) == held.at(rank) and id(part.family.spans[other]) not in seen:
+            group.append(other)
+            seen.add(id(part.family.spans[other]))
+    return group if part.family.covers(group, part.size) else None
+
+
+def parts_of(held: Held, value: Array, ranks: int, draws: Draws, number: int) -> Iterator[Array]:
+    """What each rank holds of a value; parts of a sum are drawn."""
+    wholes = [
+        value[np.ix_(*(f.spans[rank] for f in held.dims))] if held.dims else value
+        for rank in range(ranks)
+    ]
+    if not held.partial:
+        yield from wholes
+        return
+    if len(held.partial) > 1 or held.partial[0].op != "sum":
+        raise NotComputed(f"{held.name} is a part of several sums")
+    parts: dict[int, Array] = {}
+    for rank in range(ranks):
+        if rank in parts:
+            continue
+        group = group_of(held, rank, ranks)
+        if group is None:
+            raise NotComputed(f"{held.name} is a part of a sum that no ranks have together")
+        for member in group[1:]:
+            parts[member] = draws.like(wholes[member], f"{held.name}.{member}", number)
+        rest = np.sum([parts[m] for m in group[1:]], axis=0, dtype=value.dtype) if group[1:] else 0
+        parts[rank] = np.asarray(wholes[rank] - rest, value.dtype)
+    for rank in range(ranks):
+        yield parts[rank]
+
+
+def same(a: Array, b: Array, is_exact: bool) -> bool:
+    """True if two results are equal: to the bit if they are `is_exact`, else but for rounding."""
+    if a.dtype.kind not in "fc" and a.dtype.name != "bfloat16":
+        return bool(np.array_equal(a, b))
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    if is_exact:
+        return bool(np.array_equal(x, y, equal_nan=True))
+    scale = float(np.max(np.abs(y[np.isfinite(y)]), initial=0.0)) or 1.0
+    eps = float(np.finfo(a.dtype).eps) if a.dtype.name != "bfloat16" else 2.0**-7
+    return bool(np.allclose(x, y, rtol=64 * eps, atol=64 * eps * scale, equal_nan=True))
+
+
+_ = (onnx, Shape, Family)
