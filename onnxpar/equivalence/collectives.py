@@ -11,7 +11,7 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.held import Held, Partial
 from onnxpar.equivalence.lemma import NotShown
-from onnxpar.equivalence.moves import slice_positions
+from onnxpar.equivalence.moves import RESHAPES, shape_after, slice_positions
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families, Family
 
@@ -223,6 +223,9 @@ class Collectives:
             return
         if first.op == "Identity":
             yield replace(held, name=first.outputs[0])
+        elif first.op in RESHAPES:
+            own = [[family.sizes[rank] for family in held.dims] for rank in range(self.ranks.size)]
+            yield from self._reshaped(node, held, own, own)
         elif first.op == "Slice":
             yield replace(held, name=first.outputs[0], dims=self._cut(node, held))
         elif first.op == "Gather" and self.ranks.is_constant(first.inputs[1]):
@@ -233,6 +236,26 @@ class Collectives:
                 yield replace(held, name=first.outputs[0], dims=self._with(held, axis, spans))
         elif first.op == "Mul":
             yield from self._masked(node, held, 1)
+
+    def _reshaped(
+        self, node: RankNode, held: Held, own: Sequence[Sequence[int]],
+        wanted: Sequence[Sequence[int]],
+    ) -> Iterator[Held]:  # fmt: skip
+        """What is reshaped several times, and has the first shape again, is the same tensor."""
+        inputs = node.first.inputs
+        second = self.ranks.constants(inputs[1]) if len(inputs) > 1 else [None] * self.ranks.size
+        if second is None:
+            return
+        shapes = [
+            shape_after(each, shape, value)
+            for each, shape, value in zip(node.nodes, own, second, strict=True)
+        ]
+        name = node.first.outputs[0]
+        if all(list(a) == list(b) for a, b in zip(shapes, wanted, strict=True)):
+            yield replace(held, name=name)
+        for reader in self.ranks.readers.get(name, ()):
+            if reader.first.op in RESHAPES and reader.is_alike and reader.first.inputs[0] == name:
+                yield from self._reshaped(reader, held, shapes, wanted)
 
     def _cut(self, node: RankNode, held: Held) -> tuple[Family, ...]:
         inputs = node.first.inputs

@@ -66,21 +66,38 @@ class Evaluator:
         return [np.asarray(value) for value in found]
 
     def run_ranks(self, nodes: Sequence[RankNode], values: list[Values], ranks: Ranks) -> None:
-        """Adds the results of nodes of ranks, which are in order, to the values of each rank."""
+        """Adds the results of nodes of ranks, which are in order, to the values of each rank. Nodes
+        that cannot be computed on these values, and those behind them, have no results."""
         segment: list[RankNode] = []
         for node in [*nodes, None]:
             if node is not None and node.first.domain != PLUGIN:
                 segment.append(node)
                 continue
-            if segment:
-                wanted = [n for s in segment for n in s.first.outputs if n]
-                for rank, own in enumerate(values):
-                    part = [s.nodes[rank] for s in segment]
-                    found = self.run(part, own, ranks.programs[rank], wanted)
-                    own.update(zip(wanted, found, strict=True))
-                segment = []
-            if node is not None:
-                communicate(node, values)
+            if segment and not self._run_segment(segment, values, ranks):
+                for each in segment:
+                    self._run_segment([each], values, ranks)
+            segment = []
+            if node is not None and all(node.first.inputs[0] in own for own in values):
+                try:
+                    communicate(node, values)
+                except NotComputed:
+                    continue
+
+    def _run_segment(
+        self, segment: Sequence[RankNode], values: Sequence[Values], ranks: Ranks
+    ) -> bool:
+        """Runs nodes on all ranks; False if a rank cannot compute them."""
+        wanted = [name for node in segment for name in node.first.outputs if name]
+        results = []
+        try:
+            for rank, own in enumerate(values):
+                part = [node.nodes[rank] for node in segment]
+                results.append(self.run(part, own, ranks.programs[rank], wanted))
+        except NotComputed:
+            return False
+        for own, found in zip(values, results, strict=True):
+            own.update(zip(wanted, found, strict=True))
+        return True
 
 
 def _type(value: Array) -> int:

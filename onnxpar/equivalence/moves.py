@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.lemma import Case, Lemma, NotShown, Result, merged
-from onnxpar.equivalence.program import Shape, default
+from onnxpar.equivalence.program import Node, Shape, default
 from onnxpar.equivalence.spans import Family
 
 MOST_WAYS = 4
@@ -32,45 +32,56 @@ def transpose(case: Case) -> list[Result]:
 def reshape(case: Case) -> list[Result]:
     """Reshape, Flatten, Squeeze and Unsqueeze: the elements of a rank stay in their order."""
     held, shape = case.operand(0), case.shapes[0]
-    out = case.model.shapes.get(case.node.outputs[0])
-    if out is None:
-        raise NotShown("the shape of the result is unknown")
-    local_out = [_local_shape(case, rank, out) for rank in range(case.ranks.size)]
-    dims = _regroup(case, held.dims, shape, out, local_out)
+    out = _shape_after(case, None, list(shape))
+    local_out = [
+        _shape_after(case, rank, [family.sizes[rank] for family in held.dims])
+        for rank in range(case.ranks.size)
+    ]
+    dims = _regroup(case, held.dims, tuple(shape), tuple(out), local_out)
     return [Result(0, tuple(dims), tuple(out), held.partial)]
 
 
-def _local_shape(case: Case, rank: int, out: Shape) -> list[int]:
-    """The shape of a rank's result."""
-    held = case.operand(0)
-    own = [family.sizes[rank] for family in held.dims]
-    node = case.local.nodes[rank]
+def _shape_after(case: Case, rank: int | None, own: list[int]) -> list[int]:
+    """The shape of the result on a rank, or in the model, of an operand with the shape `own`."""
+    node = case.node if rank is None else case.local.nodes[rank]
+    second = None
+    if len(node.inputs) > 1:
+        second = case.of_model(1) if rank is None else case.of_ranks(1)[rank]
+    return shape_after(node, own, second)
+
+
+def shape_after(node: Node, own: Sequence[int], second: Array | None) -> list[int]:
+    """The shape of the result of a Reshape, Flatten, Squeeze or Unsqueeze of an operand with the
+    shape `own`; `second` is the second operand. NotShown if there is none."""
     if node.op == "Reshape":
-        wanted = [int(n) for n in case.of_ranks(1)[rank]]
+        wanted = [int(n) for n in (node.attrs.get("shape", ()) if second is None else second)]
         keeps_zero = bool(node.attrs.get("allowzero"))
         sizes = [
-            own[i] if n == 0 and not keeps_zero and i < len(own) else n for i, n in enumerate(wanted)
+            own[i] if n == 0 and not keeps_zero and i < len(own) else n
+            for i, n in enumerate(wanted)
         ]
         if -1 in sizes:
             rest = math.prod(n for n in sizes if n != -1)
             sizes[sizes.index(-1)] = math.prod(own) // rest if rest else 0
         if math.prod(sizes) != math.prod(own):
-            raise NotShown(f"rank {rank} reshapes {own} to {sizes}")
+            raise NotShown(f"{list(own)} is reshaped to {sizes}")
         return sizes
     if node.op == "Flatten":
-        axis = int(node.attrs.get("axis", 1)) % (len(own) + 1)
+        axis = int(node.attrs.get("axis", 1))
+        axis += len(own) if axis < 0 else 0
         return [math.prod(own[:axis]), math.prod(own[axis:])]
     axes = node.attrs.get("axes")
-    if axes is None and len(node.inputs) > 1:
-        axes = case.of_ranks(1)[rank].tolist()
+    if axes is None and second is not None:
+        axes = second.tolist()
     if node.op == "Unsqueeze":
         total = len(own) + len(axes)
         places = {int(a) % total for a in axes}
-        rest = iter(own)
-        return [1 if i in places else next(rest) for i in range(total)]
-    places = {int(a) % len(own) for a in axes} if axes else {i for i, n in enumerate(case.shapes[0]) if n == 1}
-    if any(own[i] != 1 for i in places):
-        raise NotShown(f"rank {rank} squeezes a dimension that is not one")
+        sizes_left = iter(own)
+        return [1 if i in places else next(sizes_left) for i in range(total)]
+    ones = {i for i, n in enumerate(own) if n == 1}
+    places = {int(a) % len(own) for a in axes} if axes else ones
+    if not places <= ones:
+        raise NotShown("a dimension is squeezed that is not one")
     return [n for i, n in enumerate(own) if i not in places]
 
 
@@ -159,9 +170,10 @@ def _guess(count: int, size: int) -> Array:
 def expand(case: Case) -> list[Result]:
     """Expand: a rank repeats one element as often as it holds positions of the result."""
     held, shape = case.operand(0), case.shapes[0]
-    out = case.model.shapes.get(case.node.outputs[0])
-    if out is None:
-        raise NotShown("the shape of the result is unknown")
+    wide = case.of_model(1)
+    if wide is None:
+        raise NotShown("an Expand has no shape")
+    out = tuple(int(n) for n in np.broadcast_shapes(tuple(shape), tuple(wide.tolist())))
     given = case.of_ranks(1)
     rank = len(out)
     own = (1,) * (rank - len(shape)) + tuple(shape)
@@ -398,6 +410,8 @@ def gather_positions(case: Case) -> list[Result]:
     return [Result(0, dims, sizes, held.partial)]
 
 
+RESHAPES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+"""Ops that keep all elements in their order."""
 MOVES: Mapping[str, Lemma] = {
     "Transpose": transpose,
     "Reshape": reshape,

@@ -174,6 +174,32 @@ def _infer(proto: ModelProto, program: Program) -> None:
         program.types[stored.name] = stored.data_type
 
 
+def infer(node: Node, program: Program) -> None:
+    """Infers the shapes of a node's results from those of its operands."""
+    types, data = {}, {}
+    for name in node.inputs:
+        shape = program.shapes.get(name)
+        if name in program.constants:
+            value = program.constants[name]
+            kind = int(onnx.helper.np_dtype_to_tensor_dtype(value.dtype))
+            types[name] = onnx.helper.make_tensor_type_proto(kind, value.shape)
+            if value.nbytes <= 4096:
+                data[name] = numpy_helper.from_array(np.asarray(value), name)
+        elif name:
+            kind = program.types.get(name, TensorProto.FLOAT)
+            types[name] = onnx.helper.make_tensor_type_proto(kind, shape)
+    try:
+        schema = get_schema(node.op, program.opsets.get(node.domain, 1), node.domain)
+        found = onnx.shape_inference.infer_node_outputs(schema, node.proto, types, data)
+    except Exception:  # an op without inference, or operands that do not fit
+        return
+    for name, proto in found.items():
+        dims = proto.tensor_type.shape.dim
+        program.types.setdefault(name, proto.tensor_type.elem_type)
+        if proto.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
+            program.shapes[name] = tuple(dim.dim_value for dim in dims)
+
+
 def default(node: Node, name: str, opsets: Mapping[str, int]) -> Any:
     """The value of an attribute: the node's, or the default of its op. None if it has none."""
     if name in node.attrs:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, product
+from itertools import islice, product, zip_longest
 from math import prod
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.collectives import Collectives
-from onnxpar.equivalence.held import Held, Relations
+from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, whole
 from onnxpar.equivalence.moves import MOVES
-from onnxpar.equivalence.program import Node, Program, Shape
+from onnxpar.equivalence.program import Node, Program, Shape, infer
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families, Family
 from onnxpar.equivalence.evaluate import NotComputed, captured
 from onnxpar.equivalence.verification import Failure
 from onnxpar.equivalence.windows import Sampler, Window
 
-MOST_INSIDE = 60
+MOST_INSIDE = 400
 """The most nodes of the model in a window."""
 MOST_TRIES = 64
 """The most choices of what operands are that are tried for a pair of nodes."""
@@ -34,6 +34,13 @@ class Refusal:
 
     node: Node
     reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+VERSIONED = frozenset(
+    """ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceSumSquare ReduceL1 ReduceL2
+    ReduceLogSumExp Squeeze Unsqueeze Split Slice Reshape""".split()
+)
+"""Ops that have an attribute in some versions, and an operand in its place in others."""
 
 
 class Walk:
@@ -58,7 +65,7 @@ class Walk:
         self.refused: dict[str, Refusal] = {}
         self.sampler = Sampler(model, ranks, families, self.relations, 0)
         self._constants: dict[tuple[str, str], list[Held]] = {}
-        self._equal: dict[tuple[object, ...], bool] = {}
+        self._makers = {name: node for node in model.nodes for name in node.outputs}
 
     def hold(self, held: Held) -> None:
         """Adds a relation, and all that follows by collectives and by what ranks copy and cut."""
@@ -113,7 +120,6 @@ class Walk:
 
     def _window(self, node: Node) -> Window | None:
         """The node, and those before it whose results are not related."""
-        makers = {name: n for n in self.model.nodes for name in n.outputs}
         inside: dict[int, Node] = {}
         reads: dict[str, None] = {}
         todo = [node]
@@ -129,8 +135,8 @@ class Walk:
                     continue
                 if name in self.model.constants or self.relations.by_term.get(name):
                     reads[name] = None
-                elif name in makers:
-                    todo.append(makers[name])
+                elif name in self._makers:
+                    todo.append(self._makers[name])
                 else:
                     return None
         nodes = tuple(n for n in self.model.nodes if id(n) in inside)
@@ -179,12 +185,10 @@ class Walk:
 
     def _operands(self, node: Node, local: RankNode) -> Iterator[tuple[Held | None, ...]]:
         """Yields what the operands may be."""
-        if len(local.first.inputs) != len(node.inputs):
-            return
         choices: list[Sequence[Held | None]] = []
-        for term, name in zip(node.inputs, local.first.inputs, strict=True):
+        for term, name in zip_longest(node.inputs, local.first.inputs, fillvalue=""):
             if not term or not name:
-                if term or name:
+                if (term or name) and not (node.op in VERSIONED and node.domain == ""):
                     return
                 choices.append([None])
             elif term in self.model.constants and self.ranks.is_constant(name):
@@ -197,13 +201,16 @@ class Walk:
         self, node: Node, local: RankNode, held: tuple[Held | None, ...], reasons: dict[str, str]
     ) -> str | None:
         """Tries to prove a node; returns how."""
-        shapes = [self.shape(name) for name in node.inputs]
+        names = [*node.inputs, *[""] * (len(held) - len(node.inputs))]
+        shapes = [self.shape(name) for name in names]
         if any(shape is None for shape in shapes):
             reasons[local.first.name] = "the shape of an operand is unknown"
             return None
         case = Case(
             node, local, held, [s or () for s in shapes], self.model, self.ranks, self.families
         )
+        for name in node.outputs:
+            self.shape(name)
         for how, lemma in _lemmas(node):
             try:
                 results = lemma(case)
@@ -227,6 +234,8 @@ class Walk:
             return ()
         if name in self.model.constants:
             return self.model.constants.shape(name)
+        if name not in self.model.shapes and name in self._makers:
+            infer(self._makers[name], self.model)
         return self.model.shapes.get(name)
 
     def constant(self, term: str, name: str) -> list[Held]:
@@ -245,17 +254,27 @@ class Walk:
             for axis, size in enumerate(shape)
         ]
         for dims in islice(product(*choices), MOST_TRIES):
-            if self._is_at(term, name, dims):
-                yield Held(term, name, dims)
+            partial = self._compare(term, name, dims)
+            if partial is not None:
+                yield Held(term, name, dims, partial)
 
-    def _is_at(self, term: str, name: str, dims: tuple[Family, ...]) -> bool:
+    def _compare(
+        self, term: str, name: str, dims: tuple[Family, ...]
+    ) -> tuple[Partial, ...] | None:
+        """What a constant of ranks is if it stands for these positions: a part of a sum if some
+        ranks have zeros in its place; None if it is something else."""
         whole = self.model.constants[term]
+        holds = []
         for rank, program in enumerate(self.ranks.programs):
             own = program.constants[name]
-            if not same_bytes(own, whole, [family.spans[rank] for family in dims]):
-                return False
+            is_same = same_bytes(own, whole, [family.spans[rank] for family in dims])
+            if not is_same and (own.dtype.kind not in "fiu" or own.any()):
+                return None
+            holds.append(is_same)
             self.compared += own.nbytes
-        return True
+        if all(holds):
+            return ()
+        return (Partial("sum", self.families.of(np.arange(int(h)) for h in holds), 1),)
 
 
 def same_bytes(own: Array, whole: Array, spans: Sequence[Array]) -> bool:

@@ -119,7 +119,8 @@ class Sampler:
             own = self._rank_values(window, values, nodes, draws, number)
             self.evaluator.run_ranks(nodes, own, self.ranks)
             if kept is None:
-                kept = list(self._guesses(window, candidates, whole, own))
+                computed = [name for name in candidates if all(name in v for v in own)]
+                kept = list(self._guesses(window, computed, whole, own))
             is_exact = draws.is_exact
             kept = [h for h in kept if self._agrees(h, whole[h.term], own, is_exact)]
             if not kept:
@@ -200,6 +201,8 @@ class Sampler:
         return list(found)
 
     def _agrees(self, held: Held, whole: Array, own: Sequence[Values], is_exact: bool) -> bool:
+        if not all(held.name in v for v in own):
+            return False
         values = [v[held.name] for v in own]
         for rank in range(self.ranks.size):
             wanted = whole[np.ix_(*(f.spans[rank] for f in held.dims))] if held.dims else whole
@@ -216,13 +219,14 @@ class Sampler:
 
 def group_of(held: Held, rank: int, ranks: int) -> list[int] | None:
     """Ranks that together have all parts of a sum, `rank` among them, and the same positions."""
-    (part,) = held.partial
+    part, *others = held.partial
     group, seen = [rank], {id(part.family.spans[rank])}
     for other in range(ranks):
         if other != rank and held.at(other) == held.at(rank) and id(part.family.spans[other]) not in seen:
             group.append(other)
             seen.add(id(part.family.spans[other]))
-    return group if part.family.covers(group, part.size) else None
+    is_all = all(p.family.covers(group, p.size) for p in (part, *others))
+    return group if is_all else None
 
 
 def parts_of(held: Held, value: Array, ranks: int, draws: Draws, number: int) -> Iterator[Array]:
@@ -234,8 +238,8 @@ def parts_of(held: Held, value: Array, ranks: int, draws: Draws, number: int) ->
     if not held.partial:
         yield from wholes
         return
-    if len(held.partial) > 1 or held.partial[0].op != "sum":
-        raise NotComputed(f"{held.name} is a part of several sums")
+    if any(p.op != "sum" for p in held.partial) or value.dtype == bool:
+        raise NotComputed(f"{held.name} is a part of another reduction than a sum")
     parts: dict[int, Array] = {}
     for rank in range(ranks):
         if rank in parts:
