@@ -24,7 +24,7 @@ from onnxpar.graph.kernel_sizes import known_sizes
 from onnxpar.graph.reshape_sizes import is_possible, proportion
 from onnxpar.graph.result_sizes import Sizes
 from onnxpar.graph.scopes import is_control
-from onnxpar.graph.shapes import Walk
+from onnxpar.graph.shape_inference import Walk
 from onnxpar.graph.size_arithmetic import (
     HEAVIEST,
     Forms,

@@ -24,7 +24,7 @@ from onnxpar.graph.edges import Side, edge_bindings, limit, unseen
 from onnxpar.graph.lockstep import Lockstep, Strides, Unsolved
 from onnxpar.graph.misfits import check_fits
 from onnxpar.graph.scopes import open_scopes
-from onnxpar.graph.shapes import Walk, keep_nodes
+from onnxpar.graph.shape_inference import Walk, keep_nodes
 from onnxpar.graph.size_arithmetic import Forms, Limit
 from onnxpar.graph.stored import FOLD_LIMIT, copy_with_stubs
 from onnxpar.graph.tensors import Whole
