@@ -44,7 +44,7 @@ from onnxpar.report.check import Check, Way, check_model
 from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.digest_lines import sum_lines, verified_text
 from onnxpar.report.node_data import write_node_data
-from onnxpar.report.report import plan_lines
+from onnxpar.report.plan_text import plan_lines
 from onnxpar.report.report_page import write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
 from onnxpar.report.walk import walk

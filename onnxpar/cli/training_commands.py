@@ -23,7 +23,7 @@ from onnxpar.cli.options import values_of, with_times
 from onnxpar.cli.training_bar import Bar
 from onnxpar.graph.tensors import numel, shape_bytes
 from onnxpar.graph.training_spec import Step
-from onnxpar.report.report import size_text, table
+from onnxpar.report.plan_text import size_text, table
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.launch.launch import generation_number, launched_rank
 from onnxpar.runtime.launch.supervision import AGAIN

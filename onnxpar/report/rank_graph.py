@@ -16,7 +16,7 @@ from onnxpar.graph.subgraphs import nodes_within
 from onnxpar.layout.dims import Dim, runs
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
-from onnxpar.report.report import shape_text
+from onnxpar.report.plan_text import shape_text
 
 MOST = 64
 """The largest number of ranks whose graphs are shown."""
