@@ -9,7 +9,7 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
-from onnxpar.compiler.summary import peak_activations
+from onnxpar.compiler.summarize_plan import peak_activations
 from onnxpar.cost.cost import Costs
 from onnxpar.graph.collectives import COMPLETE, KINDS
 from onnxpar.lowering.buckets import PART_BYTES
