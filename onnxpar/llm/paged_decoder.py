@@ -16,8 +16,8 @@ from onnxpar.base.arrays import Array
 from onnxpar.base.errors import InputError, ModelError, OnnxparError
 from onnxpar.base.units import quantity
 from onnxpar.graph.paged_attention import too_old
-from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.language_model import LanguageModel
+from onnxpar.llm.next_tokens import Candidates
 from onnxpar.llm.scheduler import Piece
 from onnxpar.load.candidates import (
     ASKED,

@@ -12,7 +12,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import OnnxparError
-from onnxpar.llm.candidates import Candidates
+from onnxpar.llm.next_tokens import Candidates
 from onnxpar.llm.sampling import Sampling
 from onnxpar.load.candidates import BEST
 from onnxpar.runtime.ranks.log import describe

@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import InputError, ModelError
-from onnxpar.llm.candidates import Candidates
+from onnxpar.llm.next_tokens import Candidates
 from onnxpar.load.candidates import BEST
 
 
