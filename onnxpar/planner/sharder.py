@@ -12,7 +12,7 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.base.new_folder import check_place
 from onnxpar.base.pass_times import OTHER
 from onnxpar.base.write_file import writing
-from onnxpar.compiler.lengths import check_lengths
+from onnxpar.compiler.length_buckets import check_lengths
 from onnxpar.compiler.pass_ import ANNOTATIONS, LAYOUTS, Pass, PassContext
 from onnxpar.compiler.plan import Plan, foreign_part
 from onnxpar.compiler.write_annotations import (
