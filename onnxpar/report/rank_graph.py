@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.compiler.graph_text import attributes_text
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import open_shape
-from onnxpar.compiler.text import attributes_text
 from onnxpar.graph.origin import lowered_from
 from onnxpar.graph.subgraphs import nodes_within
 from onnxpar.layout.dims import Dim, runs
