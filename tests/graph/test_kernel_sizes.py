@@ -14,7 +14,7 @@ import pytest
 from agreement import TIMEOUT, options, run_unsplit
 from onnx import numpy_helper
 
-from onnxpar.graph.inference import infer
+from onnxpar.graph.infer_model import infer
 from onnxpar.graph.shape_inference import Walk
 from onnxpar.planner import sharder
 from onnxpar.runtime.session.threads import ThreadSession
