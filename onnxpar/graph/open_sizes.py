@@ -17,10 +17,10 @@ from onnx import TensorProto, TypeProto
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import StrategyError
+from onnxpar.graph.boundary_sizes import Side, edge_bindings, limit, unseen
 from onnxpar.graph.branch_sizes import free_sizes
 from onnxpar.graph.cache_sizes import CacheSizes, cache_sizes
 from onnxpar.graph.counted_windows import round_down
-from onnxpar.graph.edges import Side, edge_bindings, limit, unseen
 from onnxpar.graph.lockstep import Lockstep, Strides, Unsolved
 from onnxpar.graph.misfits import check_fits
 from onnxpar.graph.scopes import open_scopes
