@@ -11,7 +11,7 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import InputError, ModelError
 from onnxpar.llm.next_tokens import Candidates
-from onnxpar.load.candidates import BEST
+from onnxpar.load.top_k_logits import BEST
 
 
 @dataclass(frozen=True)

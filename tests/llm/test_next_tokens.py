@@ -18,7 +18,7 @@ from onnxpar.base.errors import ModelError
 from onnxpar.llm.generator import Generator
 from onnxpar.llm.next_tokens import Candidates
 from onnxpar.llm.sampling import Sampling
-from onnxpar.load.candidates import (
+from onnxpar.load.top_k_logits import (
     ASKED,
     ASKED_LOGITS,
     BEST,
