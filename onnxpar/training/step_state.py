@@ -34,7 +34,7 @@ from onnxpar.training.parameter_groups import Group
 from onnxpar.training.precision import check_precision
 from onnxpar.training.program import Program
 from onnxpar.training.recompute import Block, find_blocks, named_blocks
-from onnxpar.training.sampling import ALL_CLASSES, Sample, Sampling
+from onnxpar.training.sampled_classes import ALL_CLASSES, Sample, Sampling
 
 MOST_TURNS = 1 << 20
 """The largest number of micro-batches in a step: the batch grows by this factor, and sizes must fit
