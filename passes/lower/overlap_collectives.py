@@ -14,7 +14,7 @@ from onnxpar.cost.cost import Costs
 from onnxpar.graph.collectives import COMPLETE, KINDS
 from onnxpar.lowering.buckets import PART_BYTES
 from onnxpar.lowering.fill_windows import fill, find_fillings
-from onnxpar.lowering.hidden import hidden_seconds
+from onnxpar.lowering.hidden_communication import hidden_seconds
 from onnxpar.lowering.hold_back import hold_back
 from onnxpar.lowering.overlap import Windows, is_collective, split
 from onnxpar.lowering.streams import GroupsOf, assign_streams, groups_of
