@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from onnxpar.trainer.picture import figure_of
+from onnxpar.trainer.loss_curve import figure_of
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "llm" / "docs_llama"

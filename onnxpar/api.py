@@ -31,8 +31,14 @@ from onnxpar.planner.refuse_overwriting import refuse_overwriting
 from onnxpar.planner.save_strategy import Saver
 from onnxpar.report import compare_trace as comparing
 from onnxpar.report import op_table
-from onnxpar.report.candidates import Candidates, choices, fastest_first, on_one_rank, try_each
 from onnxpar.report.check import Check, Inputs, Way, check_model
+from onnxpar.report.compare_strategies import (
+    Candidates,
+    choices,
+    fastest_first,
+    on_one_rank,
+    try_each,
+)
 from onnxpar.report.compare_trace import PlannedNodes
 from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.explain import Explainer, explain

@@ -14,8 +14,8 @@ from small_models import write_text
 from watching import Watching
 
 from onnxpar.base.write_digested import DigestedFolder
+from onnxpar.compiler.graph_text import graph_text
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
-from onnxpar.compiler.text import graph_text
 from onnxpar.graph.per_rank import PerRank
 from onnxpar.load.load import Model
 from onnxpar.passes.write.split_ranks import SplitRanks

@@ -39,12 +39,12 @@ from onnxpar.planner.options import Options
 from onnxpar.planner.paging import paged_by_default
 from onnxpar.planner.pass_registry import LIST, pass_lines
 from onnxpar.report import op_table
-from onnxpar.report.candidates import Candidates
 from onnxpar.report.check import Check, Way, check_model
+from onnxpar.report.compare_strategies import Candidates
 from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.digest_lines import sum_lines, verified_text
 from onnxpar.report.node_data import write_node_data
-from onnxpar.report.report import plan_lines
+from onnxpar.report.plan_text import plan_lines
 from onnxpar.report.report_page import write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
 from onnxpar.report.walk import walk

@@ -23,7 +23,7 @@ from onnxpar.cli.options import values_of, with_times
 from onnxpar.cli.training_bar import Bar
 from onnxpar.graph.tensors import numel, shape_bytes
 from onnxpar.graph.training_spec import Step
-from onnxpar.report.report import size_text, table
+from onnxpar.report.plan_text import size_text, table
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.launch.launch import generation_number, launched_rank
 from onnxpar.runtime.launch.supervision import AGAIN
@@ -36,6 +36,7 @@ from onnxpar.trainer.grad_options import GradOptions
 from onnxpar.trainer.launched_generation import LaunchedGeneration, NotNeededError
 from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Run, last_checkpoint
+from onnxpar.trainer.loss_curve import draw_losses
 from onnxpar.trainer.merge import merge as merge_checkpoint
 from onnxpar.trainer.metrics_files import (
     METRICS,
@@ -46,7 +47,6 @@ from onnxpar.trainer.metrics_files import (
     TensorBoard,
     row_of,
 )
-from onnxpar.trainer.picture import draw_losses
 from onnxpar.trainer.run_request import RunRequest, run_request
 from onnxpar.trainer.train_options import TrainOptions
 from onnxpar.trainer.write_step import write_step

@@ -17,7 +17,7 @@ from onnxpar.graph.result_sizes import (
     product,
     result_sizes,
 )
-from onnxpar.graph.shapes import Walk
+from onnxpar.graph.shape_inference import Walk
 from onnxpar.graph.size_arithmetic import Forms, NotFollowed, constants, follow
 from onnxpar.graph.stored import reads_of
 from onnxpar.layout.symbols import Polynomial

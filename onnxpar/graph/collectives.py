@@ -2,7 +2,7 @@
 
 A new kind needs a row here, its op in the plugin (`native/kernels.cc`, `native/op_registry.cc`)
 and its gradient (`training/gradients/collectives.py`). It may need a formula in `cost/cost.py`; if
-reshards use it, it needs a lowering in `lowering/lower_reshard.py`. `compiler/verify.py` and
+reshards use it, it needs a lowering in `lowering/lower_reshard.py`. `compiler/check_layouts.py` and
 `testing/simulate.py` check the other modules, so both say themselves what each kind does.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import onnx_graphsurgeon as gs
 
 from onnxpar.graph.collectives import DOMAIN
-from onnxpar.graph.gates import gate_of
+from onnxpar.graph.recomputation_gates import gate_of
 from onnxpar.graph.subgraphs import read_by
 
 OPERATIONS = frozenset(("Add", "Sub", "Mul", "Div", "Sqrt", "Neg", "Abs", "Identity"))

@@ -19,12 +19,12 @@ from onnx import NodeProto, TypeProto
 
 from onnxpar.graph.closed_forms import MOST, ClosedForms
 from onnxpar.graph.equal_sizes import EVEN, Multiple, Shapes, Size, equal_sizes
-from onnxpar.graph.inference import infer_bodies
+from onnxpar.graph.infer_model import infer_bodies
 from onnxpar.graph.kernel_sizes import known_sizes
 from onnxpar.graph.reshape_sizes import is_possible, proportion
 from onnxpar.graph.result_sizes import Sizes
 from onnxpar.graph.scopes import is_control
-from onnxpar.graph.shapes import Walk
+from onnxpar.graph.shape_inference import Walk
 from onnxpar.graph.size_arithmetic import (
     HEAVIEST,
     Forms,

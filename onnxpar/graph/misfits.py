@@ -9,7 +9,7 @@ from onnx import NodeProto, TypeProto, helper
 
 from onnxpar.base.errors import ModelError
 from onnxpar.graph.kernel_sizes import known_sizes
-from onnxpar.graph.shapes import Walk
+from onnxpar.graph.shape_inference import Walk
 
 
 def check_fits(walks: Sequence[Walk], node: NodeProto) -> None:

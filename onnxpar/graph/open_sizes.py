@@ -17,14 +17,14 @@ from onnx import TensorProto, TypeProto
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import StrategyError
+from onnxpar.graph.boundary_sizes import Side, edge_bindings, limit, unseen
 from onnxpar.graph.branch_sizes import free_sizes
 from onnxpar.graph.cache_sizes import CacheSizes, cache_sizes
 from onnxpar.graph.counted_windows import round_down
-from onnxpar.graph.edges import Side, edge_bindings, limit, unseen
 from onnxpar.graph.lockstep import Lockstep, Strides, Unsolved
 from onnxpar.graph.misfits import check_fits
 from onnxpar.graph.scopes import open_scopes
-from onnxpar.graph.shapes import Walk, keep_nodes
+from onnxpar.graph.shape_inference import Walk, keep_nodes
 from onnxpar.graph.size_arithmetic import Forms, Limit
 from onnxpar.graph.stored import FOLD_LIMIT, copy_with_stubs
 from onnxpar.graph.tensors import Whole

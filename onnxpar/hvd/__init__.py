@@ -41,6 +41,12 @@ from onnxpar.hvd.arrays import (
     reducescatter,
     reducescatter_async,
 )
+from onnxpar.hvd.broadcast_state import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from onnxpar.hvd.builds import (
     ccl_built,
     cuda_built,
@@ -81,12 +87,6 @@ from onnxpar.hvd.initialization import (
     init,
     start_timeline,
     stop_timeline,
-)
-from onnxpar.hvd.objects import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
 )
 from onnxpar.hvd.optimizers import (
     SGD,

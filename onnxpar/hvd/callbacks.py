@@ -21,8 +21,8 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import InputError
 from onnxpar.hvd.allreduce import allreduce
+from onnxpar.hvd.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from onnxpar.hvd.communicator import rank, size
-from onnxpar.hvd.objects import broadcast_optimizer_state, broadcast_parameters
 
 Logs = MutableMapping[str, Any]
 

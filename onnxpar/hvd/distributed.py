@@ -10,11 +10,11 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import InputError
+from onnxpar.hvd.broadcast_state import Parameters, Stateful, named_arrays
 from onnxpar.hvd.communicator import current, size
 from onnxpar.hvd.compression import Compression, Compressor
 from onnxpar.hvd.fusion import default_threshold
 from onnxpar.hvd.gradients import GradientReducer, Gradients, Groups, compression_of
-from onnxpar.hvd.objects import Parameters, Stateful, named_arrays
 from onnxpar.hvd.optimizers import fitted
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set
 from onnxpar.hvd.reductions import Adasum, Average, ReduceOp, Reduction

@@ -29,16 +29,16 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from onnxpar.base.errors import RankError
-from onnxpar.hvd.communicator import rank as own_rank
-from onnxpar.hvd.communicator import shutdown, size
-from onnxpar.hvd.initialization import again
-from onnxpar.hvd.objects import (
+from onnxpar.hvd.broadcast_state import (
     Stateful,
     allgather_object,
     broadcast_object,
     broadcast_parameters,
     named_arrays,
 )
+from onnxpar.hvd.communicator import rank as own_rank
+from onnxpar.hvd.communicator import shutdown, size
+from onnxpar.hvd.initialization import again
 
 R = TypeVar("R")
 

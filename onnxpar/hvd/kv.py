@@ -25,9 +25,9 @@ from onnxpar.base.errors import InputError
 from onnxpar.graph.tensors import numel
 from onnxpar.hvd.allreduce import writable
 from onnxpar.hvd.arrays import barrier
+from onnxpar.hvd.broadcast_state import broadcast_optimizer_state
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.distributed import SteppingOptimizer
-from onnxpar.hvd.objects import broadcast_optimizer_state
 from onnxpar.hvd.process_sets import Members
 from onnxpar.hvd.reductions import Reduction, Sum
 from onnxpar.hvd.sparse import IndexedSlices, check_sparse

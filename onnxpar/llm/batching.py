@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from onnxpar.base.errors import OnnxparError
-from onnxpar.llm.candidates import Candidates
+from onnxpar.llm.next_tokens import Candidates
 from onnxpar.llm.page_pool import PagePool
 from onnxpar.llm.paged_decoder import PagedDecoder
 from onnxpar.llm.requests import End, Event, Failure, PromptTokens, Token, tell

@@ -10,8 +10,8 @@ from typing import Any
 
 from onnxpar.base.bundle_names import ENCODER_PART
 from onnxpar.base.errors import InputError
-from onnxpar.llm.beginnings import Beginning, speech_beginning, text_beginning
 from onnxpar.llm.decoder import Decoder
+from onnxpar.llm.decoder_prompt import Beginning, speech_beginning, text_beginning
 from onnxpar.llm.generated_tokens import EncodedSource
 from onnxpar.llm.generation_rules import GenerationRules
 from onnxpar.llm.language_model import LanguageModel, settings_of

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from onnxpar.base.arrays import Array
 from onnxpar.llm.batching import Batching
-from onnxpar.llm.beginnings import Beginning
-from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.decoder import Decoder
+from onnxpar.llm.decoder_prompt import Beginning
 from onnxpar.llm.generation_rules import GenerationRules, RuledText
+from onnxpar.llm.next_tokens import Candidates
 from onnxpar.llm.prompt_encoder import Input, PromptEncoder
 from onnxpar.llm.requests import Event, Failure, Limits, Token
 from onnxpar.llm.scheduler import Text

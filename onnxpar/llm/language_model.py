@@ -12,8 +12,8 @@ import onnx
 from onnxpar.base.bundle_names import CONFIG, ENCODER_PART, GENAI, GENERATION
 from onnxpar.base.errors import InputError, ModelError
 from onnxpar.graph.model_folder import genai_config, read_config
-from onnxpar.load.candidates import ASKED, TEMPERATURES
 from onnxpar.load.page_ports import PICKS, POSITIONS, ROWS, TABLE
+from onnxpar.load.top_k_logits import ASKED, TEMPERATURES
 from onnxpar.runtime.launch.launch import launched_rank
 from onnxpar.runtime.session.bundle import Bundle, Port
 

@@ -1,5 +1,5 @@
 """The pages of the caches: which are free, and which have tokens that another text may begin
-with."""
+with (prefix caching)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PagePool:
         self._users[page] = 1
         return page
 
-    def beginning(self, tokens: Sequence[int]) -> list[int]:
+    def shared_prefix(self, tokens: Sequence[int]) -> list[int]:
         """Takes the known full pages with which a text begins, and returns them, in order. At least
         one token is left over, because its logits are needed."""
         pages = self._known_pages(tokens)
@@ -50,7 +50,7 @@ class PagePool:
         return pages
 
     def known(self, tokens: Sequence[int]) -> int:
-        """Returns how many pages `beginning` would take."""
+        """Returns how many pages `shared_prefix` would take."""
         return len(self._known_pages(tokens))
 
     def _known_pages(self, tokens: Sequence[int]) -> list[int]:

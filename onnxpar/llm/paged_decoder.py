@@ -16,10 +16,12 @@ from onnxpar.base.arrays import Array
 from onnxpar.base.errors import InputError, ModelError, OnnxparError
 from onnxpar.base.units import quantity
 from onnxpar.graph.paged_attention import too_old
-from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.language_model import LanguageModel
+from onnxpar.llm.next_tokens import Candidates
 from onnxpar.llm.scheduler import Piece
-from onnxpar.load.candidates import (
+from onnxpar.load.next_step import next_of
+from onnxpar.load.page_ports import PICKS, POSITIONS, ROWS, TABLE
+from onnxpar.load.top_k_logits import (
     ASKED,
     ASKED_LOGITS,
     BEST_LOGITS,
@@ -27,8 +29,6 @@ from onnxpar.load.candidates import (
     LOG_TOTALS,
     TEMPERATURES,
 )
-from onnxpar.load.next_step import next_of
-from onnxpar.load.page_ports import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.runtime.launch.launch import launched_rank
 from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.runtime.session.session import Session

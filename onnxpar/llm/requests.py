@@ -12,9 +12,9 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import OnnxparError
-from onnxpar.llm.candidates import Candidates
+from onnxpar.llm.next_tokens import Candidates
 from onnxpar.llm.sampling import Sampling
-from onnxpar.load.candidates import BEST
+from onnxpar.load.top_k_logits import BEST
 from onnxpar.runtime.ranks.log import describe
 
 E = TypeVar("E", contravariant=True)

@@ -10,8 +10,8 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import InputError, ModelError
-from onnxpar.llm.candidates import Candidates
-from onnxpar.load.candidates import BEST
+from onnxpar.llm.next_tokens import Candidates
+from onnxpar.load.top_k_logits import BEST
 
 
 @dataclass(frozen=True)

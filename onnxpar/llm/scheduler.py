@@ -192,7 +192,7 @@ class Scheduler:
         """Lets a waiting text begin, if there are pages for its tokens and the next one; returns
         its first piece, of at most `room` tokens, else None."""
         if not text.is_telling:  # tokens that are told must be computed
-            text.pages = self.pool.beginning(text.tokens)
+            text.pages = self.pool.shared_prefix(text.tokens)
         text.done = len(text.pages) * self.pool.page_size
         if not self._extend(text, text.left + 1):
             self._release(text)

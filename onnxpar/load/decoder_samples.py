@@ -14,7 +14,7 @@ import onnx
 from onnx import GraphProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
-from onnxpar.graph.shapes import Walk
+from onnxpar.graph.shape_inference import Walk
 from onnxpar.graph.stored import nodes_before
 
 SMALL = ((0, 1), (0, 7), (3, 4), (5, 1), (64, 3))

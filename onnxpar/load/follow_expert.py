@@ -10,9 +10,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.graph.tensors import constant, tensor_shape
-from onnxpar.load.known_integers import integers
 from onnxpar.load.pair_indices import MOVES, Index, moved_index
 from onnxpar.load.row_program import Beside, Own, RowProgram, Rows, Shared, Stacked
+from onnxpar.load.shape_values import integers
 
 _IN_ORDER = frozenset(["Flatten", "Unsqueeze", "Squeeze", "Reshape", "Identity"])
 """Ops that keep the flat order of elements."""

@@ -22,8 +22,8 @@ from onnxpar.graph.interchange import is_weight
 from onnxpar.graph.subgraphs import drop_unread
 from onnxpar.graph.tensors import dtype_of, tensor_shape
 from onnxpar.load.dense_experts import DenseExperts, merged, put
-from onnxpar.load.known_integers import given_integers, integers
 from onnxpar.load.row_program import Beside, Own, RowProgram, Rows, Shared, Stacked
+from onnxpar.load.shape_values import given_integers, integers
 from onnxpar.load.sorted_rows import copies, find_sorted_rows, numbers, places, skip
 
 _SAME_ORDER = frozenset(["Unsqueeze", "Squeeze", "Reshape", "Flatten", "Cast", "Identity"])

@@ -10,7 +10,7 @@ from typing import Any
 import onnx_graphsurgeon as gs
 from onnx import GraphProto, TensorProto, ValueInfoProto, helper
 
-from onnxpar.load.candidates import BEST_TOKENS, PICK_DIM
+from onnxpar.load.top_k_logits import BEST_TOKENS, PICK_DIM
 
 NEXT = "next_{}"
 """The output with the next value of an input."""

@@ -26,13 +26,13 @@ from onnxpar.graph.paged_attention import (
 )
 from onnxpar.graph.patterns import Known, Match, Op, Scope, attributes, rewrite
 from onnxpar.graph.stored import nodes_before, onnx_opset
-from onnxpar.load.candidates import ASKED_DIM, OLDEST, PICK_DIM, add_candidates
 from onnxpar.load.decoder_samples import Ports
 from onnxpar.load.found_attention import Cache, find_caches
 from onnxpar.load.next_step import add_next_step
 from onnxpar.load.page_basic_attention import page_basic_attention
 from onnxpar.load.page_ports import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.load.past_branch import take_past_branch
+from onnxpar.load.top_k_logits import ASKED_DIM, OLDEST, PICK_DIM, add_candidates
 
 TOKEN_DIM, TEXT_DIM, LENGTH_DIM, PAGE_DIM = "new_tokens", "texts", "pages_of_text", "pages"
 """Names of the open sizes of these inputs, and of the number of pages."""

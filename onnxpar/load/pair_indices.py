@@ -11,7 +11,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.graph.tensors import tensor_shape
-from onnxpar.load.known_integers import given_integers, integers
+from onnxpar.load.shape_values import given_integers, integers
 
 MOVES = frozenset(["Transpose", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Identity", "Expand"])
 """Ops that move or cast elements."""

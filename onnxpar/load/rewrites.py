@@ -12,7 +12,7 @@ from onnxpar.base.errors import ModelError
 from onnxpar.graph.annotations import read_annotations
 from onnxpar.graph.checker import MIN_IR, check_bound, check_references, check_standard
 from onnxpar.graph.exported import exported_kinds, torch_names
-from onnxpar.graph.inference import infer
+from onnxpar.graph.infer_model import infer
 from onnxpar.graph.input_sizes import bind_dims, fix_shapes
 from onnxpar.graph.interchange import header_of
 from onnxpar.graph.open_sizes import infer_open

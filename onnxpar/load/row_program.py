@@ -14,7 +14,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.graph.tensors import constant, given, tensor_shape
-from onnxpar.load.known_integers import given_integers, integers, known_integers
+from onnxpar.load.shape_values import given_integers, integers, known_integers
 
 UNARY = frozenset(
     [

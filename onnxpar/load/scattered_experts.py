@@ -23,9 +23,9 @@ from onnxpar.graph.lazy_values import stacked_parts
 from onnxpar.graph.tensors import constant, tensor_shape
 from onnxpar.load.dense_experts import DenseExperts, merged, put
 from onnxpar.load.follow_expert import ScatteredExpert, Weight, follow, is_zero
-from onnxpar.load.known_integers import given_integers, integers
 from onnxpar.load.pair_indices import MOVES, Index
 from onnxpar.load.row_program import Stacked
+from onnxpar.load.shape_values import given_integers, integers
 
 
 def scattered_mixtures(graph: gs.Graph, folder: Path) -> None:

@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.graph.origin import note_origin
 from onnxpar.graph.per_rank import InnerCollective, PerRank, collective_node, note_inner
-from onnxpar.graph.shapes import infer_results
+from onnxpar.graph.shape_inference import infer_results
 from onnxpar.graph.subgraphs import nodes_within
 from onnxpar.layout.layout import dim_axes
 from onnxpar.layout.mesh import Axes, in_mesh_order

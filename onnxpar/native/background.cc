@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "waiting.h"
+#include "futex.h"
 
 namespace onnxpar {
 

@@ -1,6 +1,6 @@
 #include "bell.h"
 
-#include "waiting.h"
+#include "futex.h"
 
 namespace onnxpar {
 namespace {

@@ -7,9 +7,9 @@
 #include <string>
 #include <utility>
 
+#include "futex.h"
 #include "shared_handshake.h"
 #include "transport.h"
-#include "waiting.h"
 
 namespace onnxpar {
 namespace {

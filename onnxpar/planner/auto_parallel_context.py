@@ -12,7 +12,7 @@ from typing import Any
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.base.near_names import did_you_mean
-from onnxpar.planner.dataset import DATA_PARALLEL, FULL_BATCH, counts_of
+from onnxpar.planner.dataset_strategy import DATA_PARALLEL, FULL_BATCH, counts_of
 from onnxpar.search.search import AUTO, PROPAGATION
 from onnxpar.strategy.manual import MANUAL
 

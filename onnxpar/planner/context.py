@@ -19,7 +19,7 @@ from onnxpar.load.loading import InferTypes, LoadRequest
 from onnxpar.load.page_caches import HOLDING, USUAL
 from onnxpar.planner.balance import balanced_topology, sampled_remainders
 from onnxpar.planner.choose_strategy import choose_strategy
-from onnxpar.planner.dataset import with_dataset
+from onnxpar.planner.dataset_strategy import with_dataset
 from onnxpar.planner.observer import Observer
 from onnxpar.planner.options import Options, least_size, manual_of, wanted_mesh
 from onnxpar.planner.paging import check_tokens_apart

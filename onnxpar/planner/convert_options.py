@@ -16,7 +16,7 @@ from onnxpar.graph.typical import Typical
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.page_caches import DTYPES
 from onnxpar.planner.auto_parallel_context import options_of_context
-from onnxpar.planner.dataset import read_dataset
+from onnxpar.planner.dataset_strategy import read_dataset
 from onnxpar.planner.option_entry import check_options, table, with_defaults
 from onnxpar.planner.option_table import Kind, PlanOptions
 from onnxpar.planner.options import Options, unknown_host

@@ -26,8 +26,8 @@ from onnx import numpy_helper
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import ModelError, OnnxparError
 from onnxpar.base.write_file import new_file, writing
+from onnxpar.compiler.graph_text import graph_text, layout_of
 from onnxpar.compiler.pass_ import Choices, Pass, PassContext, Request
-from onnxpar.compiler.text import graph_text, layout_of
 from onnxpar.cost.cost import Costs
 from onnxpar.graph.interchange import declare_types, header_of, import_graph
 from onnxpar.graph.lazy_values import StackedValues

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.base.pass_times import LOAD, OTHER, WRITE_GRAPH
+from onnxpar.compiler.graph_text import graph_text
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
-from onnxpar.compiler.text import graph_text
 from onnxpar.load.load import Model
 from onnxpar.passes.rewrite.differentiate import Differentiate
 from onnxpar.planner.context import load_model, prepare

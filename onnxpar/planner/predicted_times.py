@@ -12,7 +12,7 @@ from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import Plan, Predicted, RankLoad
 from onnxpar.compiler.replay import replay_typical
 from onnxpar.compiler.run_pass import run_pass
-from onnxpar.compiler.summary import summarize
+from onnxpar.compiler.summarize_plan import summarize
 from onnxpar.cost.cost import bytes_sent
 from onnxpar.cost.topology import Topology
 from onnxpar.graph.clone import nodes_of_run

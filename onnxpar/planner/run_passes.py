@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from onnxpar.base.log import LOG
 from onnxpar.base.pass_times import DUMP, SUMMARIZE, VERIFY, PassTimes
+from onnxpar.compiler.check_layouts import verify
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.plan import Plan
 from onnxpar.compiler.run_pass import failures, run_pass
-from onnxpar.compiler.summary import summarize
-from onnxpar.compiler.verify import verify
+from onnxpar.compiler.summarize_plan import summarize
 from onnxpar.cost.topology import Topology
 from onnxpar.graph.collectives import DOMAIN
 from onnxpar.graph.model_name import model_name

@@ -12,7 +12,7 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.base.new_folder import check_place
 from onnxpar.base.pass_times import OTHER
 from onnxpar.base.write_file import writing
-from onnxpar.compiler.lengths import check_lengths
+from onnxpar.compiler.length_buckets import check_lengths
 from onnxpar.compiler.pass_ import ANNOTATIONS, LAYOUTS, Pass, PassContext
 from onnxpar.compiler.plan import Plan, foreign_part
 from onnxpar.compiler.write_annotations import (
@@ -26,7 +26,7 @@ from onnxpar.graph.model_folder import carried_files, encoder_file
 from onnxpar.load.encoder_decoder import DECODER
 from onnxpar.load.load import Model
 from onnxpar.planner.encoder_decoders import encoder_options, note_encoder
-from onnxpar.planner.lengths import Pins, check_same_step, digests_beside
+from onnxpar.planner.length_bucket_plans import Pins, check_same_step, digests_beside
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.observer import Observer
 from onnxpar.planner.options import Options, unknown_host, wanted_mesh

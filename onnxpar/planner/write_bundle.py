@@ -16,7 +16,7 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.base.new_folder import new_folder
 from onnxpar.base.pass_times import WRITE, PassTimes
 from onnxpar.base.write_digested import DigestedFolder
-from onnxpar.compiler.lengths import join_plans
+from onnxpar.compiler.length_buckets import join_plans
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, foreign_part, write_plan
 from onnxpar.passes.write.split_ranks import SplitRanks

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from textwrap import wrap
 
 from onnxpar.base.shown import text_of
-from onnxpar.report.candidates import Candidates
-from onnxpar.report.report import WIDTH, size_text, table
+from onnxpar.report.compare_strategies import Candidates
+from onnxpar.report.plan_text import WIDTH, size_text, table
 from onnxpar.search.objective import LATENCY
 
 _TIMES = ("run", "compute", "communication")

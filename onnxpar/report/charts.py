@@ -9,7 +9,7 @@ from html import escape
 from math import floor, log10
 
 from onnxpar.report.explain import COLLECTIVE, Step
-from onnxpar.report.report import size_text
+from onnxpar.report.plan_text import size_text
 
 WIDTH = 1000
 """The width of a chart in SVG units, whatever its width on the screen."""

@@ -35,8 +35,8 @@ from onnxpar.report.compare import Closeness, Comparison, Report, compare, quiet
 from onnxpar.report.compare_each import compare_each, inner_tensors
 from onnxpar.report.compare_training import compare_training, judge_compressed, judge_gradients
 from onnxpar.report.finite_differences import compare_gradients
+from onnxpar.report.plan_text import plan_lines
 from onnxpar.report.replicas import compare_replicas, compare_trained_replicas
-from onnxpar.report.report import plan_lines
 from onnxpar.report.unsplit import Unsplit
 from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.runtime.session.checks import check_array, check_timeout

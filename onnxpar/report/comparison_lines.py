@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from onnxpar.base.shown import text_of
 from onnxpar.report.comparison_result import Communicated, Comparison, Computed
-from onnxpar.report.report import size_text, table
+from onnxpar.report.plan_text import size_text, table
 
 WORST = 10
 _HEADS = ("predicted", "measured")

@@ -16,7 +16,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, open_shape
-from onnxpar.compiler.summary import activations
+from onnxpar.compiler.summarize_plan import activations
 from onnxpar.graph.clone import nodes_of_run
 from onnxpar.graph.collectives import LOCAL_STEPS
 from onnxpar.graph.reshards import is_reshard, operands_of

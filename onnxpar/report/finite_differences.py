@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 
 from onnxpar.base.arrays import Array
-from onnxpar.graph.stops import marks_stop
+from onnxpar.graph.stop_gradient import marks_stop
 from onnxpar.graph.stored import nodes_of, read_stored
 from onnxpar.graph.training_spec import SCALE, Step
 from onnxpar.load.read_file import read_proto

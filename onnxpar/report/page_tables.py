@@ -9,7 +9,7 @@ from itertools import accumulate
 from onnxpar.compiler.plan import Plan, Port
 from onnxpar.layout.mesh import Mesh
 from onnxpar.report.explain import COLLECTIVE, CUT, NODE, UPDATE, Block, Explained, Operand, Step
-from onnxpar.report.report import shape_text, size_text
+from onnxpar.report.plan_text import shape_text, size_text
 
 TENSORS_ROOM, NODES_ROOM, COLLECTIVES_ROOM = 300_000, 1_300_000, 300_000
 """The largest number of characters in the rows of a section. Further rows are left out, and the

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.compiler.graph_text import annotation_lines, attributes_text, layout_of
 from onnxpar.compiler.pass_ import Pass, PassContext
-from onnxpar.compiler.text import annotation_lines, attributes_text, layout_of
 from onnxpar.graph.reshards import is_reshard, operands_of
 from onnxpar.graph.stored import nodes_of
 from onnxpar.graph.subgraphs import nodes_within

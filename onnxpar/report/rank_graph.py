@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.compiler.graph_text import attributes_text
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import open_shape
-from onnxpar.compiler.text import attributes_text
 from onnxpar.graph.origin import lowered_from
 from onnxpar.graph.subgraphs import nodes_within
 from onnxpar.layout.dims import Dim, runs
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
-from onnxpar.report.report import shape_text
+from onnxpar.report.plan_text import shape_text
 
 MOST = 64
 """The largest number of ranks whose graphs are shown."""

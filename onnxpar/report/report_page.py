@@ -13,15 +13,15 @@ from onnxpar.base.shown import html_of
 from onnxpar.base.write_file import whole_file
 from onnxpar.compiler.plan import Plan
 from onnxpar.graph.typical import sizes_text
-from onnxpar.report.candidates import Candidates
 from onnxpar.report.charts import memory_curve, timeline
+from onnxpar.report.compare_strategies import Candidates
 from onnxpar.report.explain import Explained
 from onnxpar.report.layout_key import layout_key
 from onnxpar.report.page_tables import collectives, ms_text, nodes, number, row, table, tensors
 from onnxpar.report.pass_tables import passes
+from onnxpar.report.plan_text import load_rows, size_text
 from onnxpar.report.proof_text import proof_text
 from onnxpar.report.rank_tables import rank_tables
-from onnxpar.report.report import load_rows, size_text
 from onnxpar.report.walk import Walk
 
 _SEARCH = (

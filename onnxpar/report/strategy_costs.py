@@ -20,7 +20,7 @@ from onnxpar.load.load import Model
 from onnxpar.planner import sharder
 from onnxpar.planner.observer import Observer
 from onnxpar.planner.options import Options
-from onnxpar.report.report import WIDTH, size_text
+from onnxpar.report.plan_text import WIDTH, size_text
 from onnxpar.search.node_costs import NodeCosts, StrategyCost
 from onnxpar.search.problem import MOST_STRATEGIES
 from onnxpar.sharding.factors import OpFactors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from onnxpar.report.report import table
+from onnxpar.report.plan_text import table
 from onnxpar.runtime.profile.trace import ExpertLoad, NodeTimes, Trace
 
 SLOWEST = 10

@@ -21,6 +21,7 @@ from onnxpar.rules import control_flow as control_flow
 from onnxpar.rules import convolution as convolution
 from onnxpar.rules import elementwise as elementwise
 from onnxpar.rules import fused_attention as fused_attention
+from onnxpar.rules import image_sampling as image_sampling
 from onnxpar.rules import index_tuples as index_tuples
 from onnxpar.rules import indexing as indexing
 from onnxpar.rules import linear_attention as linear_attention
@@ -41,7 +42,6 @@ from onnxpar.rules import ranking as ranking
 from onnxpar.rules import recurrence as recurrence
 from onnxpar.rules import reductions as reductions
 from onnxpar.rules import resizing as resizing
-from onnxpar.rules import sampling as sampling
 from onnxpar.rules import scattering as scattering
 from onnxpar.rules import segments as segments
 from onnxpar.rules import signal as signal

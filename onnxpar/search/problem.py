@@ -42,7 +42,7 @@ from onnxpar.search.op_strategies import (
 )
 from onnxpar.search.repeats import numbered, signs
 from onnxpar.search.reshard_costs import Holders, ReshardCosts, ShardingDomain
-from onnxpar.search.serving import Serving
+from onnxpar.search.shared_reshards import Serving
 from onnxpar.search.solver.column_generation import minimize_within
 from onnxpar.search.solver.elimination import Table, TooLarge, minimize
 from onnxpar.search.solver.limits import Limit, exhaust_within

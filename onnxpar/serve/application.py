@@ -12,14 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from onnxpar.serve.answering import Answering
 from onnxpar.serve.api_error import ApiError, JsonResponse
 from onnxpar.serve.chat_page import chat_page, embedding_page
 from onnxpar.serve.chat_request import ChatCompletionRequest
-from onnxpar.serve.embedding import EmbeddingAnswering
+from onnxpar.serve.embedding_endpoint import EmbeddingAnswering
 from onnxpar.serve.embedding_request import EmbeddingRequest, RerankRequest
+from onnxpar.serve.endpoint import Visiting
 from onnxpar.serve.event_stream import NumberedEventStream
 from onnxpar.serve.formats import ChatFormat, CompletionFormat
+from onnxpar.serve.generation_endpoint import Answering
 from onnxpar.serve.generation_request import CompletionRequest
 from onnxpar.serve.guards import Guards, Measured
 from onnxpar.serve.metrics import CONTENT_TYPE
@@ -29,8 +30,7 @@ from onnxpar.serve.responses_request import ResponsesRequest
 from onnxpar.serve.served_engine import Served, ServedEmbedder
 from onnxpar.serve.service import EmbeddingService, GeneratingService, Service
 from onnxpar.serve.settings import Settings
-from onnxpar.serve.tokenizing import Tokenizing, detokenize, tokenize
-from onnxpar.serve.visiting import Visiting
+from onnxpar.serve.tokenize_endpoint import Tokenizing, detokenize, tokenize
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES = "/v1/responses"

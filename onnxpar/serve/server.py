@@ -15,8 +15,8 @@ from starlette.applications import Starlette
 from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.base.interrupts import Terminated, end_at_next_signal
 from onnxpar.base.write_file import cause
+from onnxpar.serve.endpoint import ENDING
 from onnxpar.serve.service import Service
-from onnxpar.serve.visiting import ENDING
 
 _MOST_HEADERS = 64 << 10
 """Most bytes of a request's headers."""

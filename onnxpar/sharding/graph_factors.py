@@ -14,8 +14,8 @@ from onnxpar.layout.layout import leaves as leaves_of
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.sharding.bonds import edges_of, groups
 from onnxpar.sharding.factors import Chosen, OpFactors, TensorFactors
+from onnxpar.sharding.fused_loops import InLoop, in_loops
 from onnxpar.sharding.in_convolutions import in_convolutions
-from onnxpar.sharding.in_loops import InLoop, in_loops
 from onnxpar.sharding.lifetimes import lifetimes
 from onnxpar.sharding.mixtures import Mixture
 

@@ -23,10 +23,10 @@ from onnxpar.cost.cost import Costs
 from onnxpar.graph.collectives import LOCAL_STEPS
 from onnxpar.layout.layout import ReduceOp
 from onnxpar.layout.mesh import Axes, Axis, in_mesh_order, merge_axes
-from onnxpar.sharding.edges import Edges, Moves
 from onnxpar.sharding.factors import TensorFactors
 from onnxpar.sharding.numbering import Numbering
 from onnxpar.sharding.permutes import Permutes
+from onnxpar.sharding.reshard_edges import Edges, Moves
 from onnxpar.sharding.reshard_steps import PERMUTE, ReshardStep, StepKinds
 from onnxpar.sharding.shard_sizes import PartSizes, ShardSizes, StateSizes
 from onnxpar.sharding.state import FactorSharding

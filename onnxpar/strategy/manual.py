@@ -18,7 +18,7 @@ from onnx import NodeProto
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.graph.collectives import DOMAIN
-from onnxpar.graph.shapes import Walk, keep_nodes
+from onnxpar.graph.shape_inference import Walk, keep_nodes
 from onnxpar.graph.stored import nodes_of
 from onnxpar.graph.subgraphs import subgraphs
 from onnxpar.graph.training_spec import StepSharding

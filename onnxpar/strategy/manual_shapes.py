@@ -10,7 +10,7 @@ from onnx import NodeProto, TypeProto, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.graph.collectives import DOMAIN, RANK_CONSTANTS
-from onnxpar.graph.shapes import Walk
+from onnxpar.graph.shape_inference import Walk
 
 Results = list[tuple[TypeProto | None, Array | None]]
 """The types of a node's results, and their values if they are known."""

@@ -15,8 +15,8 @@ from onnxpar.base.arrays import Array
 from onnxpar.base.errors import InputError
 from onnxpar.graph.training_spec import IGNORED, Step
 from onnxpar.runtime.session.npz import read_npz
+from onnxpar.trainer.batches import Batches, Shapes
 from onnxpar.trainer.iterables import Samples, source_of
-from onnxpar.trainer.lengths import Batches, Shapes
 from onnxpar.trainer.needs import Needs
 from onnxpar.trainer.parquet import SUFFIX, parquet_shards
 from onnxpar.trainer.shard_files import folder_shards

@@ -32,7 +32,7 @@ from onnxpar.training.manual import RankProgram
 from onnxpar.training.margins import Margin
 from onnxpar.training.optimizers import make_optimizer
 from onnxpar.training.parameter_groups import Group
-from onnxpar.training.sampling import Sampling
+from onnxpar.training.sampled_classes import Sampling
 from onnxpar.training.step import make_step
 from onnxpar.training.step_state import StepRequest
 

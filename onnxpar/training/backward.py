@@ -31,9 +31,9 @@ from onnxpar.training.precision import lower_precision
 from onnxpar.training.read_rows import drop_unread_rows
 from onnxpar.training.recompute import recompute
 from onnxpar.training.rewrite import as_constant, as_input
-from onnxpar.training.sampling import sample_loss
+from onnxpar.training.sampled_classes import sample_loss
 from onnxpar.training.step_state import StepRequest, StepState
-from onnxpar.training.stops import stop_gradients
+from onnxpar.training.stop_gradients import stop_gradients
 
 LOSS = "loss"
 PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD, MAGNITUDES)

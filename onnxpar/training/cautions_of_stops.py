@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.graph.stops import is_stop, padding_row
+from onnxpar.graph.stop_gradient import is_stop, padding_row
 from onnxpar.graph.subgraphs import all_nodes
 from onnxpar.graph.tensors import numel
 from onnxpar.load.load import Model

@@ -20,7 +20,7 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.training.gradients.indexing import scatter_add, without_padding
 from onnxpar.training.gradients.trained import Trained, matching
 from onnxpar.training.gradients.value import Builder, Value
-from onnxpar.training.sampling import Sample
+from onnxpar.training.sampled_classes import Sample
 
 _CASTS = ("Cast", "Identity")
 

@@ -14,8 +14,8 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.errors import StrategyError
 from onnxpar.base.near_names import there_are
 from onnxpar.graph.clone import clone_nodes, needed
-from onnxpar.graph.gates import add_gate
 from onnxpar.graph.metadata import node_names
+from onnxpar.graph.recomputation_gates import add_gate
 from onnxpar.graph.subgraphs import captured
 from onnxpar.graph.tensors import shape_bytes
 from onnxpar.training.gradients.reverse import reached_from

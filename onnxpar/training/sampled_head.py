@@ -15,7 +15,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.graph.clone import needed
-from onnxpar.graph.shapes import infer_results
+from onnxpar.graph.shape_inference import infer_results
 from onnxpar.graph.tensors import tensor_shape
 from onnxpar.rules.notation import Spec, Var, expr_vars
 from onnxpar.rules.rule import rule_of

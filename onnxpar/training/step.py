@@ -36,6 +36,7 @@ from onnxpar.load.load import Model
 from onnxpar.training.accumulate import accumulate
 from onnxpar.training.backward import BACKWARD, WHO
 from onnxpar.training.cautions import cautions_of
+from onnxpar.training.clip_gradients import add_norm, clip, reduce_to_number
 from onnxpar.training.gradients.reverse import drop_unread
 from onnxpar.training.gradients.trained import Weights
 from onnxpar.training.gradients.value import Builder, Value
@@ -93,13 +94,6 @@ def divide_by_scale(to: StepState) -> None:
     to.gradients = {n: g / of.cast(g.dtype) for n, g in to.gradients.items()}
 
 
-def add_norm(to: StepState) -> None:
-    """Computes the sum of the squares of all gradients."""
-    kind = _number(to)
-    squares = {n: _norm(g, "ReduceSumSquare", kind) for n, g in to.gradients.items()}
-    to.total = to.request.program.totals(to.builder, squares)[1].sum()
-
-
 def adapt_scale(to: StepState) -> None:
     """Adds the update of a dynamic scale of the loss, which skips a step whose gradients are not
     finite."""
@@ -121,16 +115,6 @@ def update_statistics(to: StepState) -> None:
         _slot(to, to.builder.value(before), to.builder.value(after), "statistic", "")
 
 
-def clip(to: StepState) -> None:
-    """Scales all gradients so that the norm over all of them together is at most `clip_norm`."""
-    norm, most = to.total.sqrt(), to.request.clip_norm
-    assert most is not None
-    factor = (most / (norm + 1e-6)).op("Min", 1.0)
-    to.gradients = {n: g * factor.cast(g.dtype) for n, g in to.gradients.items()}
-    add_output(to.graph, norm, "gradient_norm")
-    to.step.metrics.append("gradient_norm")
-
-
 def output_gradients(to: StepState) -> None:
     """Adds outputs for the gradients."""
     for name, gradient in to.gradients.items():
@@ -144,7 +128,7 @@ def update_parameters(to: StepState) -> None:
     assert request.optimizer is not None
     names = [p.name for p in to.parameters]
     rules, step.groups = rules_of(request.optimizer, request.groups, names, to.undecayed)
-    kind = _number(to)
+    kind = to.scalar_dtype
     rate = _input(to, step.rate, kind, [])
     count = None
     has_count = any(rule.optimizer.counts for rule in rules.values())
@@ -155,7 +139,7 @@ def update_parameters(to: StepState) -> None:
     lengths: dict[str, Value] = {}
     for parameter in to.parameters:
         changed = _update(to, parameter, rules[parameter.name], rate, count)
-        lengths[parameter.name] = _norm(changed, "ReduceL1", kind)
+        lengths[parameter.name] = reduce_to_number(changed, "ReduceL1", kind)
     for weight in to.frozen:
         value = to.builder.value(weight)
         _add_slot(to, value, value, FROZEN, "")
@@ -252,11 +236,6 @@ def _average(to: StepState, p: Value, following: Value, count: Value, decay: flo
     _slot(to, before, after, AVERAGE, p.tensor.name)
 
 
-def _number(to: StepState) -> np.dtype[Any]:
-    """Returns the dtype for numbers computed from all gradients, such as their norm."""
-    return np.result_type(np.float32, *(g.dtype for g in to.gradients.values()))
-
-
 def _input(to: StepState, name: str, dtype: Any, shape: Sequence[int]) -> Value:
     if name in {t.name for t in to.graph.inputs}:
         raise ModelError(
@@ -285,12 +264,6 @@ def _add_slot(to: StepState, before: Value, after: Value, kind: str, of: str) ->
     add_output(to.graph, after, f"{name}.next")
     default = getattr(before.tensor, "onnx_default", None) is not None
     to.step.slots.append(Slot(name, f"{name}.next", kind, of, default))
-
-
-def _norm(x: Value, op: str, dtype: np.dtype[Any]) -> Value:
-    """Returns the number to which `op` reduces a tensor."""
-    x = x.wide() if x.rank else x.wide().reshape([1])
-    return x.op(op, np.arange(x.rank), keepdims=0).cast(dtype)
 
 
 UPDATE: Sequence[Rewrite[StepState]] = (

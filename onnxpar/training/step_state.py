@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import StrategyError
@@ -32,7 +34,7 @@ from onnxpar.training.parameter_groups import Group
 from onnxpar.training.precision import check_precision
 from onnxpar.training.program import Program
 from onnxpar.training.recompute import Block, find_blocks, named_blocks
-from onnxpar.training.sampling import ALL_CLASSES, Sample, Sampling
+from onnxpar.training.sampled_classes import ALL_CLASSES, Sample, Sampling
 
 MOST_TURNS = 1 << 20
 """The largest number of micro-batches in a step: the batch grows by this factor, and sizes must fit
@@ -186,6 +188,11 @@ class StepState:
         """True for Sends and Recvs, which must run exactly once in a step: so there is no copy for
         evaluation, and no run of a part of the step."""
         return any(is_message(node) for node in self.graph.nodes)
+
+    @property
+    def scalar_dtype(self) -> np.dtype[Any]:
+        """The dtype for numbers computed from all gradients, such as their norm."""
+        return np.result_type(np.float32, *(g.dtype for g in self.gradients.values()))
 
     @property
     def batch_dims(self) -> dict[str, int]:

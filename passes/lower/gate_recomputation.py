@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import ORDER, Pass, PassContext, Stage
 from onnxpar.graph.collectives import DOMAIN
-from onnxpar.graph.gates import gate_of
+from onnxpar.graph.recomputation_gates import gate_of
 from onnxpar.graph.subgraphs import scopes
 
 

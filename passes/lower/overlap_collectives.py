@@ -9,12 +9,12 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
-from onnxpar.compiler.summary import peak_activations
+from onnxpar.compiler.summarize_plan import peak_activations
 from onnxpar.cost.cost import Costs
 from onnxpar.graph.collectives import COMPLETE, KINDS
 from onnxpar.lowering.buckets import PART_BYTES
 from onnxpar.lowering.fill_windows import fill, find_fillings
-from onnxpar.lowering.hidden import hidden_seconds
+from onnxpar.lowering.hidden_communication import hidden_seconds
 from onnxpar.lowering.hold_back import hold_back
 from onnxpar.lowering.overlap import Windows, is_collective, split
 from onnxpar.lowering.streams import GroupsOf, assign_streams, groups_of

@@ -46,7 +46,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.planner import sharder
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.options import Options
-from onnxpar.report.candidates import Candidate, Refused, try_candidate
+from onnxpar.report.compare_strategies import Candidate, Refused, try_candidate
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.trainer import Trainer
 from onnxpar.training import grad

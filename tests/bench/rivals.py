@@ -15,7 +15,7 @@ from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.options import Options
-from onnxpar.report.candidates import Candidate, try_candidate
+from onnxpar.report.compare_strategies import Candidate, try_candidate
 from onnxpar.strategy.strategy import Strategy
 
 SAME = 1e-6

@@ -15,6 +15,7 @@ from onnxpar.strategy.presets import PRESETS
 PAGES = ("docs/explanation/limits.md", "docs/comparison.md")
 CLAIMS = {
     "no pipeline": lambda: any("pipeline" in name for name in (*PRESETS, *options())),
+    "no beam search": lambda: any("beam" in name for name in options()),
     "Ranks do not communicate while they compute": lambda: "--overlap" in options(),
     "communication always adds": lambda: "--overlap" in options(),
     "PUs only": lambda: bool({"--providers", "--gpus", "--device"} & options()),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import onnxpar.training.gradients  # noqa: F401  (registers gradients)
-from onnxpar.compiler import verify
+from onnxpar.compiler import check_layouts
 from onnxpar.graph.collectives import (
     AFTER,
     COMPLETE,
@@ -39,7 +39,7 @@ def test_the_plugin_has_these_ops_and_a_few_that_order_nodes() -> None:
 
 @pytest.mark.parametrize("kind", [k for k in KINDS.values() if k.change], ids=lambda k: k.name)
 def test_the_verifier_says_the_same_of_reshards(kind: Kind) -> None:
-    factors, pending = verify._CHANGES[kind.name]
+    factors, pending = check_layouts._CHANGES[kind.name]
     assert kind.change is not None
     before, after = kind.change
     assert pending == AMOUNTS[after][1] - AMOUNTS[before][1]
@@ -47,7 +47,7 @@ def test_the_verifier_says_the_same_of_reshards(kind: Kind) -> None:
 
 
 def test_the_verifier_knows_no_other_kinds() -> None:
-    assert set(verify._CHANGES) == {kind.name for kind in KINDS.values() if kind.change}
+    assert set(check_layouts._CHANGES) == {kind.name for kind in KINDS.values() if kind.change}
 
 
 def test_the_docs_list_every_collective_with_its_attributes() -> None:

@@ -14,8 +14,8 @@ import pytest
 from agreement import TIMEOUT, options, run_unsplit
 from onnx import numpy_helper
 
-from onnxpar.graph.inference import infer
-from onnxpar.graph.shapes import Walk
+from onnxpar.graph.infer_model import infer
+from onnxpar.graph.shape_inference import Walk
 from onnxpar.planner import sharder
 from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.training import grad

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onnxpar.base.errors import InputError, ModelError
-from onnxpar.llm.beginnings import Beginning, speech_beginning, start_token, text_beginning
+from onnxpar.llm.decoder_prompt import Beginning, speech_beginning, start_token, text_beginning
 from onnxpar.llm.generation_rules import GenerationRules, RuledText
 
 VOCABULARY = 12

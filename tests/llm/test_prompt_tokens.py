@@ -14,9 +14,9 @@ from committed import MODELS
 from sharded import sharded
 
 from onnxpar.base.arrays import Array
-from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.engine import Engine
 from onnxpar.llm.generator import Generator
+from onnxpar.llm.next_tokens import Candidates
 from onnxpar.llm.requests import End, Event, Limits, PromptTokens, Token
 from onnxpar.llm.sampling import Sampling
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from onnxpar.base.errors import InputError
-from onnxpar.llm.candidates import Candidates
+from onnxpar.llm.next_tokens import Candidates
 from onnxpar.llm.sampling import Sampling
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05], np.float32))

@@ -16,9 +16,9 @@ from sharded import sharded
 
 from onnxpar.graph.paged_attention import too_old
 from onnxpar.llm import paged_decoder
-from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.engine import Engine
 from onnxpar.llm.generator import Generator
+from onnxpar.llm.next_tokens import Candidates
 from onnxpar.llm.requests import End, Event, Limits, Token
 from onnxpar.llm.sampling import Sampling
 from onnxpar.llm.scheduler import Piece

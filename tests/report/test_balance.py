@@ -9,7 +9,7 @@ import pytest
 from tiny_models import product, write
 
 import onnxpar
-from onnxpar.report.report import plan_lines
+from onnxpar.report.plan_text import plan_lines
 
 ALL = 2 * 6 * 4 * 6
 """What [6, 4] by [4, 6] takes."""

@@ -15,8 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxpar.base.errors import StrategyError
 from onnxpar.planner import sharder
 from onnxpar.planner.pass_registry import parse_passes
-from onnxpar.report import report
-from onnxpar.report.report import grouped, plan_lines, table
+from onnxpar.report import plan_text
+from onnxpar.report.plan_text import grouped, plan_lines, table
 
 FLOAT = TensorProto.FLOAT
 
@@ -146,5 +146,5 @@ def test_a_long_reason_is_wrapped_rather_than_the_name_cut() -> None:
 )
 def test_times_that_are_predicted(total: float, said: str) -> None:
     predicted = {"total": total, "compute": total, "communication": 0.0, "one_rank": 1.0}
-    *_, line = report._predicted_lines(predicted, 2, differ=False)
+    *_, line = plan_text._predicted_lines(predicted, 2, differ=False)
     assert line == f"unsplit: 1000.000 ms; {said}"

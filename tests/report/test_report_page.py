@@ -23,7 +23,7 @@ from onnxpar.planner.options import Options
 from onnxpar.report.charts import TICKS, Bar, memory_curve, merged, ticks, timeline
 from onnxpar.report.explain import COLLECTIVE, NODE, UPDATE, Explained, Operand, explain
 from onnxpar.report.layout_key import MESH, layout_key
-from onnxpar.report.report import size_text
+from onnxpar.report.plan_text import size_text
 from onnxpar.report.report_page import page, write_page
 from onnxpar.strategy.strategy import Strategy
 

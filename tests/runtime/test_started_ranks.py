@@ -92,7 +92,7 @@ def test_neither_they_nor_the_command_import_onnx() -> None:
 import gc, os, sys
 from onnxpar.base.quick_imports import quick_imports
 with quick_imports():
-    import onnxpar.runtime.ranks.server
+    import onnxpar.runtime.ranks.rank_loop
     import onnxpar.cli.run_model
 print(*{"onnx", "scipy", "tqdm"} & {*sys.modules})
 print(gc.isenabled(), "OPENBLAS_NUM_THREADS" in os.environ)

@@ -10,7 +10,7 @@ import pytest
 from serve.scripted_engine import forever
 from serve.servers import TIMEOUT, Served, until
 
-from onnxpar.serve.visiting import ENDING
+from onnxpar.serve.endpoint import ENDING
 
 Serve = Callable[..., Served]
 BODY = {"messages": [{"role": "user", "content": "x"}]}

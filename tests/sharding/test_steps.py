@@ -14,7 +14,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.planner import sharder
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.options import Options
-from onnxpar.report.candidates import Candidate, choices, try_candidate
+from onnxpar.report.compare_strategies import Candidate, choices, try_candidate
 
 LAYERS = 8
 DEEP = f"""deep (float[4096,16] x, {", ".join(f"float[16,16] w{i}" for i in range(LAYERS))})

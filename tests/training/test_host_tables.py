@@ -27,7 +27,7 @@ import onnxpar
 from onnxpar.base.errors import RunError, StrategyError
 from onnxpar.compiler.plan import Plan
 from onnxpar.report.compare_training import compare_training
-from onnxpar.report.report import plan_lines
+from onnxpar.report.plan_text import plan_lines
 from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.trainer.checkpoint import Progress
 

@@ -28,7 +28,7 @@ from onnxpar.load.load import load
 from onnxpar.load.loading import LoadRequest
 from onnxpar.planner import sharder
 from onnxpar.report.check import Way, check_model
-from onnxpar.report.report import plan_lines
+from onnxpar.report.plan_text import plan_lines
 from onnxpar.runtime.session.threads import ThreadSession
 
 TOKENS = {1: 32, 2: 6, 5: 4}

@@ -31,8 +31,8 @@ from bodies import (
     values,
 )
 
+from onnxpar.compiler.check_layouts import verify
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.compiler.verify import verify
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis
 from onnxpar.planner import planner, sharder

@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from onnxpar.base.errors import InputError
 from onnxpar.compiler.plan import Plan
 from onnxpar.planner import sharder
-from onnxpar.report.report import plan_lines
+from onnxpar.report.plan_text import plan_lines
 from onnxpar.runtime.session.threads import ThreadSession
 
 HEADS, WIDTH, VOCABULARY, FRAMES = 4, 4, 24, 7

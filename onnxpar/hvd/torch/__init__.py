@@ -68,6 +68,12 @@ from onnxpar.hvd import (
     synchronize,
 )
 from onnxpar.hvd.torch import elastic
+from onnxpar.hvd.torch.broadcast_state import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from onnxpar.hvd.torch.data_parallel import (
     DistributedDataParallel,
 )
@@ -103,12 +109,6 @@ from onnxpar.hvd.torch.reductions import (
 )
 from onnxpar.hvd.torch.sampler import (
     DistributedSampler,
-)
-from onnxpar.hvd.torch.states import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
 )
 from onnxpar.hvd.torch.sync_batch_norm import (
     SyncBatchNorm,

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from onnxpar.base.errors import InputError
 from onnxpar.hvd.process_sets import ProcessSet
+from onnxpar.hvd.torch.backward_hooks import Named, Passes
+from onnxpar.hvd.torch.broadcast_state import share
 from onnxpar.hvd.torch.buckets import Buckets, Reducer, filled
-from onnxpar.hvd.torch.passes import Named, Passes
-from onnxpar.hvd.torch.states import share
 
 
 class Averaging(Passes):

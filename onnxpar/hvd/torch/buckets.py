@@ -13,7 +13,7 @@ from onnxpar.hvd.communicator import current
 from onnxpar.hvd.handles import Handle
 from onnxpar.hvd.process_sets import ProcessSet
 from onnxpar.hvd.reductions import Max
-from onnxpar.hvd.torch.passes import Named
+from onnxpar.hvd.torch.backward_hooks import Named
 from onnxpar.hvd.torch.tensors import array_of, put_gradient, slices_of
 
 

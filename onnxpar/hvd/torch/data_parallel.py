@@ -16,10 +16,10 @@ from onnxpar.hvd.gradients import GradientReducer
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
 from onnxpar.hvd.reductions import Average, Reduction
 from onnxpar.hvd.torch.averaging import Averaging, trained_of
+from onnxpar.hvd.torch.broadcast_state import share
 from onnxpar.hvd.torch.buckets import Reducer
 from onnxpar.hvd.torch.comm_hooks import Hook, HookReducers
 from onnxpar.hvd.torch.joining import Join
-from onnxpar.hvd.torch.states import share
 
 
 class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onnxpar.hvd.elastic import ArrayState, ElasticSampler, run
-from onnxpar.hvd.torch.states import broadcast_object
+from onnxpar.hvd.torch.broadcast_state import broadcast_object
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 

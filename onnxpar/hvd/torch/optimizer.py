@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from onnxpar.base.errors import InputError
+from onnxpar.hvd.broadcast_state import named_arrays
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor
 from onnxpar.hvd.fusion import default_threshold
 from onnxpar.hvd.gradients import GradientReducer
-from onnxpar.hvd.objects import named_arrays
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
 from onnxpar.hvd.reductions import Adasum, Average, ReduceOp, Reduction
+from onnxpar.hvd.torch.backward_hooks import Named, Passes
 from onnxpar.hvd.torch.buckets import Buckets, filled
-from onnxpar.hvd.torch.passes import Named, Passes
 from onnxpar.hvd.torch.tensors import array_of, tensor_of
 
 

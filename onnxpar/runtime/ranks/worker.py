@@ -38,7 +38,7 @@ def main() -> None:
     try:
         with quick_imports():
             from onnxpar.runtime.ranks.doorbell import Doorbell, Line
-            from onnxpar.runtime.ranks.server import serve
+            from onnxpar.runtime.ranks.rank_loop import serve
 
         line = Line(wire, Doorbell(bell, ranks, bool(spins)), rank)
         serve(line, watch, files)

@@ -11,6 +11,7 @@ from onnxpar.training.gradients import convolution as convolution
 from onnxpar.training.gradients import deformable as deformable
 from onnxpar.training.gradients import einsum as einsum
 from onnxpar.training.gradients import elementwise as elementwise
+from onnxpar.training.gradients import image_sampling as image_sampling
 from onnxpar.training.gradients import indexing as indexing
 from onnxpar.training.gradients import losses as losses
 from onnxpar.training.gradients import movement as movement
@@ -19,7 +20,6 @@ from onnxpar.training.gradients import pooling as pooling
 from onnxpar.training.gradients import recurrence as recurrence
 from onnxpar.training.gradients import reductions as reductions
 from onnxpar.training.gradients import resizing as resizing
-from onnxpar.training.gradients import sampling as sampling
 from onnxpar.training.gradients import scattering as scattering
 from onnxpar.training.gradients import signal as signal
 from onnxpar.training.gradients import without as without

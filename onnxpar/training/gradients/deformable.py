@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from onnxpar.training.gradients.sampling import Samples, Taps
+from onnxpar.training.gradients.image_sampling import Samples, Taps
 from onnxpar.training.gradients.value import Array, Value
 from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import ModelError
-from onnxpar.graph.stops import padding_row
+from onnxpar.graph.stop_gradient import padding_row
 from onnxpar.training.gradients.value import Value
 from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 

@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import ModelError
 from onnxpar.graph.collectives import DOMAIN
-from onnxpar.graph.stops import is_stop
+from onnxpar.graph.stop_gradient import is_stop
 from onnxpar.graph.subgraphs import detach
 from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.gradients.vjp import (

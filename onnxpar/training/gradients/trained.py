@@ -21,7 +21,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.errors import StrategyError
 from onnxpar.base.near_names import there_are
 from onnxpar.graph.exported import PARAMETER
-from onnxpar.graph.stops import is_stop
+from onnxpar.graph.stop_gradient import is_stop
 from onnxpar.graph.subgraphs import all_nodes, bodies, nodes_within
 from onnxpar.load.load import Model
 from onnxpar.training.gradients.constant_values import (

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from onnxpar.graph.shapes import infer_results
+from onnxpar.graph.shape_inference import infer_results
 from onnxpar.graph.tensors import dtype_of
 from onnxpar.training.gradients.unknown_shapes import has_shape, shape_error
 

@@ -43,7 +43,7 @@ class Candidates:
         tokens: Array, logits: Array, asked: Array, asked_logits: Array, log_totals: Array
     ) -> Candidates:
         """Returns the likeliest tokens, the best first, and others that were asked for (see
-        `load/candidates.py`).
+        `load/top_k_logits.py`).
 
         log_totals  logarithms of sums over the vocabulary: of exp(logit - best logit), and of
                     exp((logit - best logit) / temperature)

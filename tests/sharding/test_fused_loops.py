@@ -8,7 +8,7 @@ from small_models import HEAD, write_text
 
 from onnxpar.load.load import load
 from onnxpar.sharding.analysis import analyse
-from onnxpar.sharding.in_loops import InLoop, in_loops
+from onnxpar.sharding.fused_loops import InLoop, in_loops
 
 CHAIN = """chain (float[8,4] x, float[8,4] y) => (float[8,4] z, float[8,4] d)
 { a = Mul(x, y)  b = Add(a, x)  d = Mul(b, b)  e = Sub(d, y)  z = Exp(e) }"""

@@ -15,10 +15,10 @@ from onnx import TensorProto, helper
 
 import onnxpar
 from onnxpar.base.errors import ModelError
-from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.generator import Generator
+from onnxpar.llm.next_tokens import Candidates
 from onnxpar.llm.sampling import Sampling
-from onnxpar.load.candidates import (
+from onnxpar.load.top_k_logits import (
     ASKED,
     ASKED_LOGITS,
     BEST,

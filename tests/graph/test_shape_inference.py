@@ -12,7 +12,7 @@ import pytest
 from agreement import check_agrees, options
 from onnx import numpy_helper
 
-from onnxpar.graph.inference import infer
+from onnxpar.graph.infer_model import infer
 from onnxpar.load.load import load
 from onnxpar.load.loading import LoadRequest
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onnxpar.trainer.picture import FEW, figure_of
+from onnxpar.trainer.loss_curve import FEW, figure_of
 
 
 def drawn(steps: int, every: int = 0) -> Any:

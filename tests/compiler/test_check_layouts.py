@@ -11,8 +11,8 @@ import pytest
 from agreement import options
 from small_models import MODELS, write_small
 
+from onnxpar.compiler.check_layouts import verify
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.compiler.verify import verify
 from onnxpar.graph.collectives import DOMAIN
 from onnxpar.graph.reshards import is_reshard, reshard_of, set_reshard
 from onnxpar.layout.layout import Factor, Layout

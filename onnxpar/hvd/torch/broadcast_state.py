@@ -9,8 +9,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 import onnxpar.hvd as arrays
+from onnxpar.hvd.broadcast_state import named_arrays
 from onnxpar.hvd.communicator import current
-from onnxpar.hvd.objects import named_arrays
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set
 from onnxpar.hvd.torch.tensors import array_of, store, tensor_of
 

@@ -15,7 +15,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.errors import StrategyError
 from onnxpar.graph.exported import Call, call_of
 from onnxpar.graph.metadata import node_names
-from onnxpar.graph.stops import is_stop, mark_padding, mark_stop
+from onnxpar.graph.stop_gradient import is_stop, mark_padding, mark_stop
 from onnxpar.graph.subgraphs import constants, replace_reads, scopes
 from onnxpar.training.gradients.trained import matching
 

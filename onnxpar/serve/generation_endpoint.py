@@ -10,13 +10,13 @@ from starlette.types import Receive, Scope
 
 from onnxpar.serve.answers import Answers
 from onnxpar.serve.api_error import JsonResponse
+from onnxpar.serve.endpoint import Visiting
 from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.formats import Format
 from onnxpar.serve.generation_request import GenerationRequest
 from onnxpar.serve.prompts import Prepared, prepare
 from onnxpar.serve.request import object_of, read_request
 from onnxpar.serve.service import GeneratingService
-from onnxpar.serve.visiting import Visiting
 
 
 class Answering(Visiting):

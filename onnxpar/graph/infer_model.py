@@ -17,7 +17,7 @@ from onnxpar.graph.branches import taken_branch
 from onnxpar.graph.counted_windows import round_down
 from onnxpar.graph.misfits import check_fits
 from onnxpar.graph.scopes import is_control, open_scopes
-from onnxpar.graph.shapes import Walk, keep_nodes
+from onnxpar.graph.shape_inference import Walk, keep_nodes
 from onnxpar.graph.stored import graphs_of, subgraphs_of
 
 _Type = TypeProto | None

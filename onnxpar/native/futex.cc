@@ -1,4 +1,4 @@
-#include "waiting.h"
+#include "futex.h"
 
 #include <linux/futex.h>
 #include <sys/syscall.h>

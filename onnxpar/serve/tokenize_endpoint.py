@@ -11,10 +11,10 @@ from starlette.types import Receive, Scope
 
 from onnxpar.serve.api_error import JsonResponse, quote
 from onnxpar.serve.chat_request import ChatCompletionRequest
+from onnxpar.serve.endpoint import Visiting
 from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.request import Array, Request, object_of, read_request, refuse
 from onnxpar.serve.service import GeneratingService
-from onnxpar.serve.visiting import Visiting
 
 
 class TokenizeCompletionRequest(Request):

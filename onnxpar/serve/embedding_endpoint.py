@@ -16,10 +16,10 @@ from onnxpar.llm.encoder import Tokens
 from onnxpar.llm.requests import Busy, End, Failure
 from onnxpar.serve.api_error import ApiError, JsonResponse
 from onnxpar.serve.embedding_request import EncoderRequest
+from onnxpar.serve.endpoint import Visiting
 from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.request import object_of, read_request
 from onnxpar.serve.service import EmbeddingService, engine_error
-from onnxpar.serve.visiting import Visiting
 
 
 class EmbeddingAnswering(Visiting):

@@ -14,7 +14,7 @@ import onnx
 from onnx import numpy_helper
 
 from onnxpar.base.errors import StrategyError
-from onnxpar.compiler.lengths import same_cut
+from onnxpar.compiler.length_buckets import same_cut
 from onnxpar.compiler.plan import Plan, Port
 from onnxpar.graph.training_spec import Step
 from onnxpar.layout.dims import dim_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 import pytest
 
-from onnxpar.lowering.hidden import hidden_seconds
+from onnxpar.lowering.hidden_communication import hidden_seconds
 
 COMPUTE = {"a": 3.0, "b": 4.0, "c": 2.0}
 

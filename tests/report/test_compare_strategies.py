@@ -18,7 +18,7 @@ from onnxpar.planner import sharder
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.options import Options
 from onnxpar.report.candidate_lines import candidate_lines
-from onnxpar.report.candidates import (
+from onnxpar.report.compare_strategies import (
     MOST_HYBRIDS,
     ONE_RANK,
     Candidate,

@@ -23,7 +23,7 @@ from tiny_models import model, port, write
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.cost.topology import Topology
 from onnxpar.search import problem as problems
-from onnxpar.search import serving
+from onnxpar.search import shared_reshards
 from onnxpar.search.objective import LATENCY, THROUGHPUT, Objective
 from onnxpar.search.op_strategies import partial_kinds, strategies_of
 from onnxpar.search.patience import Patience
@@ -40,7 +40,7 @@ LONG = 600.0
 def apart() -> Iterator[None]:
     """No readers of a tensor have one table together."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "MOST_TOGETHER", 0)
+        patch.setattr(shared_reshards, "MOST_TOGETHER", 0)
         yield
 
 
@@ -49,7 +49,7 @@ def solved(
 ) -> float:
     """The least that is found, infinite where nothing is within the limit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "MOST_DENSE", dense)
+        patch.setattr(shared_reshards, "MOST_DENSE", dense)
         problem = Problem(graph, ctx.sharding, objective=objective)
         if exhaustively:
             assume(math.prod(problem.sizes) <= MOST)
@@ -115,7 +115,7 @@ def test_many_readers(readers: int, mesh: str, tmp_path: Path) -> None:
 
 
 def test_no_table_is_over_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "MOST_DENSE", 0)
+    monkeypatch.setattr(shared_reshards, "MOST_DENSE", 0)
     graph, ctx = context(fan(tmp_path, 5), "dp=2,tp=2", Topology.default())
     problem = Problem(graph, ctx.sharding, objective=Objective(memory=1000.0))
     tables = [*problem.sums[0], *(demand.table for demand in problem.timeline.demands)]
