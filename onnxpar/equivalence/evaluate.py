@@ -12,7 +12,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.program import Node, Program
+from onnxpar.equivalence.program import Node, Program, captured
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 
 Values = dict[str, Array]
@@ -41,7 +41,7 @@ class Evaluator:
         """The values of tensors that nodes compute. Errors: NotComputed."""
         made = {name for node in nodes for name in node.outputs}
         read = sorted({name for node in nodes for name in node.inputs if name} - made)
-        read += sorted({name for node in nodes for name in captured(node)} - made - {*read})
+        read += sorted({name for node in nodes for name in captured(node.proto)} - made - {*read})
         try:
             feeds = {name: values[name] for name in read}
         except KeyError as error:
@@ -104,18 +104,6 @@ def _type(value: Array) -> int:
     if value.dtype.kind in "OSU":
         return int(TensorProto.STRING)
     return int(helper.np_dtype_to_tensor_dtype(value.dtype))
-
-
-def captured(node: Node) -> set[str]:
-    """The names that the bodies of a node read from outside."""
-    names: set[str] = set()
-    for attribute in node.proto.attribute:
-        for graph in [attribute.g, *attribute.graphs] if attribute.type in (5, 10) else []:
-            own = {p.name for p in graph.input} | {t.name for t in graph.initializer}
-            own |= {name for n in graph.node for name in n.output}
-            for inner in graph.node:
-                names |= {name for name in inner.input if name and name not in own}
-    return names
 
 
 def communicate(node: RankNode, values: Sequence[Values]) -> None:

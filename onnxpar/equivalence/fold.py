@@ -10,7 +10,7 @@ import onnxruntime as ort
 from onnx import helper, numpy_helper
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.program import MOST_FOLDED, Node, Program
+from onnxpar.equivalence.program import MOST_FOLDED, Node, Program, captured
 
 _RANDOM = frozenset(
     ["RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"]
@@ -41,6 +41,16 @@ def fold(program: Program, keeps: bool = False) -> None:
             program.constants.add(name, value)
     if not keeps:
         program.nodes = rest
+
+
+def drop_unneeded(program: Program) -> None:
+    """Removes the nodes on which no output depends."""
+    wanted, kept = {*program.outputs}, list[Node]()
+    for node in reversed(program.nodes):
+        if wanted & {*node.outputs}:
+            wanted |= {*node.inputs} | captured(node.proto)
+            kept.append(node)
+    program.nodes = kept[::-1]
 
 
 def _is_constant(node: Node, known: set[str], program: Program) -> bool:

@@ -200,6 +200,18 @@ def infer(node: Node, program: Program) -> None:
             program.shapes[name] = tuple(dim.dim_value for dim in dims)
 
 
+def captured(node: NodeProto) -> set[str]:
+    """The names that the bodies of a node read from outside."""
+    names: set[str] = set()
+    for attribute in node.attribute:
+        for graph in [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs:
+            own = {port.name for port in graph.input} | {t.name for t in graph.initializer}
+            own |= {name for inner in graph.node for name in inner.output}
+            for inner in graph.node:
+                names |= ({*inner.input} | captured(inner)) - own - {""}
+    return names
+
+
 def default(node: Node, name: str, opsets: Mapping[str, int]) -> Any:
     """The value of an attribute: the node's, or the default of its op. None if it has none."""
     if name in node.attrs:

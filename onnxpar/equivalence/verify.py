@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.errors import DamagedError, ModelError
-from onnxpar.equivalence.fold import fold
+from onnxpar.equivalence.fold import drop_unneeded, fold
 from onnxpar.equivalence.held import Held
 from onnxpar.equivalence.layouts import MeshReader, families_of
 from onnxpar.equivalence.order import Disorder, check_order
@@ -92,6 +92,7 @@ class _Proof:
             self.collectives = check_order(self.ranks.programs)
         except Disorder as error:
             failures.append(Failure("order", "", str(error)))
+        drop_unneeded(self.program)
         fold(self.program)
         for rank in self.ranks.programs:
             fold(rank, keeps=True)

@@ -15,13 +15,15 @@ from onnxpar.equivalence.collectives import Collectives
 from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, whole
 from onnxpar.equivalence.moves import MOVES
-from onnxpar.equivalence.program import Node, Program, Shape, infer
+from onnxpar.equivalence.program import Node, Program, Shape, captured, infer
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families, Family
-from onnxpar.equivalence.evaluate import NotComputed, captured
+from onnxpar.equivalence.evaluate import NotComputed
 from onnxpar.equivalence.verification import Failure
 from onnxpar.equivalence.windows import Sampler, Window
 
+_ABOVE = (0, 2, 6, 14)
+"""How many related nodes above a node windows have, one after the other."""
 MOST_INSIDE = 400
 """The most nodes of the model in a window."""
 MOST_TRIES = 64
@@ -63,6 +65,8 @@ class Walk:
         self.collectives = Collectives(ranks, families)
         self.proved: dict[str, str] = {}
         self.refused: dict[str, Refusal] = {}
+        self.anchors = {node.first.origin for node in ranks.nodes}
+        """The names of nodes of the model that nodes of ranks name as their origin."""
         self.sampler = Sampler(model, ranks, families, self.relations, 0)
         self._constants: dict[tuple[str, str], list[Held]] = {}
         self._makers = {name: node for node in model.nodes for name in node.outputs}
@@ -101,45 +105,57 @@ class Walk:
     def _sample(self, node: Node, key: str) -> bool:
         """Relates the results of a node, and of the nodes before it that are not proved, on drawn
         values."""
-        window = self._window(node)
-        if window is None:
+        is_port = any(name in self.model.outputs for name in node.outputs)
+        if node.name not in self.anchors and not is_port:
             return False
-        try:
-            found = self.sampler.relate(window)
-        except NotComputed as error:
-            self.notes[key] = str(error)
-            return False
-        for held in found:
-            self.hold(held)
-        if found:
-            for inner in window.nodes:
-                name = next((n for n in inner.outputs if n), inner.name)
-                self.refused.pop(name, None)
-                self.proved.setdefault(name, "sampled")
-        return bool(found)
+        seen: set[int] = set()
+        for above in _ABOVE:
+            window = self._window(node, above)
+            if window is None or len(window.nodes) in seen:
+                continue
+            seen.add(len(window.nodes))
+            try:
+                found = self.sampler.relate(window)
+            except NotComputed as error:
+                self.notes[key] = str(error)
+                continue
+            for held in found:
+                self.hold(held)
+            if found:
+                for inner in window.nodes:
+                    name = next((n for n in inner.outputs if n), inner.name)
+                    self.refused.pop(name, None)
+                    self.proved.setdefault(name, "sampled")
+                return True
+        return False
 
-    def _window(self, node: Node) -> Window | None:
-        """The node, and those before it whose results are not related."""
+    def _window(self, node: Node, above: int) -> Window | None:
+        """The node, and those before it whose results are not related; and `above` nodes more, one
+        before the other, whose results are related, but which ranks compute in another way."""
         inside: dict[int, Node] = {}
         reads: dict[str, None] = {}
-        todo = [node]
+        todo = [(node, above)]
+        depths: dict[int, int] = {}
         while todo:
-            each = todo.pop()
-            if id(each) in inside:
+            each, left = todo.pop()
+            if depths.get(id(each), -1) >= left:
                 continue
-            inside[id(each)] = each
+            inside[id(each)], depths[id(each)] = each, left
             if len(inside) > MOST_INSIDE:
                 return None
-            for name in (*each.inputs, *sorted(captured(each))):
+            for name in (*each.inputs, *sorted(captured(each.proto))):
                 if not name:
                     continue
-                if name in self.model.constants or self.relations.by_term.get(name):
+                is_known = bool(self.relations.by_term.get(name))
+                is_source = name in self.model.constants or name not in self._makers
+                if is_source or (is_known and left == 0):
                     reads[name] = None
-                elif name in self._makers:
-                    todo.append(self._makers[name])
                 else:
-                    return None
+                    todo.append((self._makers[name], left - is_known))
         nodes = tuple(n for n in self.model.nodes if id(n) in inside)
+        made = {name for n in nodes for name in n.outputs}
+        for name in made & reads.keys():
+            del reads[name]
         for name in reads:
             if name in self.model.constants:
                 self._relate_constant(name)

@@ -16,7 +16,13 @@ Named = Sequence[tuple[str, str]]
 
 def note_file_name(node: NodeProto) -> None:
     """Records the name that a node has in its file; call this before the node is renamed."""
-    node.metadata_props.add(key=_FILE_NAME, value=node.name)
+    note_name_in_file(node, node.name)
+
+
+def note_name_in_file(node: NodeProto, name: str) -> None:
+    """Records a name in the file, unless one is recorded already."""
+    if not has_file_name(node):
+        node.metadata_props.add(key=_FILE_NAME, value=name)
 
 
 def has_file_name(node: NodeProto) -> bool:

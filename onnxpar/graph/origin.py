@@ -8,12 +8,27 @@ from typing import TYPE_CHECKING
 
 from onnx import NodeProto
 
+from onnxpar.graph.metadata import node_names, note_name_in_file
+
 if TYPE_CHECKING:
     import onnx_graphsurgeon as gs
 
 _KEY = "onnxpar.node"
 _END = "\n"
 """Separates the names of several nodes."""
+
+
+def note_origin_of(nodes: Iterable[gs.Node], source: gs.Node) -> None:
+    """Records the global node `source` for which these nodes were created, and its name in the file
+    if the loader renamed it."""
+    created = list(nodes)
+    note_origin(created, source.name)
+    *_, in_file = node_names(source)
+    for node in created:
+        if in_file != source.name:
+            if vars(node).get("onnx_source") is None:
+                node.onnx_source = NodeProto()
+            note_name_in_file(node.onnx_source, in_file)
 
 
 def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:

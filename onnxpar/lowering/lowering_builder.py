@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from onnxpar.graph.origin import note_origin
+from onnxpar.graph.origin import note_origin_of
 from onnxpar.graph.per_rank import InnerCollective, PerRank, collective_node, note_inner
 from onnxpar.graph.shape_inference import infer_results
 from onnxpar.graph.subgraphs import nodes_within
@@ -277,7 +277,7 @@ class LoweringBuilder:
         return next(i for i, other in enumerate(self._graph.nodes) if other is node)
 
     def _built_for(self, node: gs.Node) -> list[gs.Node]:
-        note_origin(nodes_within(self._built), node.name)
+        note_origin_of(nodes_within(self._built), node)
         return self._built
 
     def _append(
