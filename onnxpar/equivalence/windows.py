@@ -157,6 +157,8 @@ class Sampler:
         own: list[Values] = [{} for _ in range(self.ranks.size)]
         for term in window.reads:
             for held in self.relations.by_term.get(term, ()):
+                if self.ranks.is_constant(held.name):
+                    continue
                 for rank, part in enumerate(parts_of(held, values[term], self.ranks.size, draws, number)):
                     own[rank].setdefault(held.name, part)
         for name in {n for node in nodes for n in node.first.inputs if n}:
