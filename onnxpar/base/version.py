@@ -10,7 +10,7 @@ UNKNOWN = "0+unknown"
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package, else UNKNOWN."""
+    """The version of an installed package; UNKNOWN if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
