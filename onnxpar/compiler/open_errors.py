@@ -30,7 +30,8 @@ def at_open_sizes(model: Model) -> Iterator[None]:
 
 
 def _open_values(graph: gs.Graph, sizes: OpenSizes) -> set[int]:
-    """Returns all sizes of open dimensions at the first binding."""
+    """Returns all sizes of open dimensions in `graph`, which is at the first of the sample
+    sizes."""
     tensors, other_tensors = graph.tensors(), sizes.graph(1).tensors()
     return {
         size

@@ -93,8 +93,8 @@ def _opened_strings(port: Port, sizes: OpenSizes) -> Port:
 
 
 def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:
-    """Merges the JSON values of a layout at all bindings into one: numbers that differ become a
-    formula, as text; -1 (data-dependent) at any binding stays -1."""
+    """Merges the JSON values of a layout at all sample sizes into one: numbers that differ become a
+    formula, as text; -1 (data-dependent) at any of them stays -1."""
     first = values[0]
     if -1 in values:  # the size depends on data, at least at some bindings
         return -1

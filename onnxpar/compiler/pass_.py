@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Choices:
-    """Decisions of passes that depend on sizes. They are made at the first binding of open sizes;
-    at the other bindings, passes repeat them instead of deciding anew.
+    """Decisions of passes that depend on sizes. Where sizes are open, they are made at the first of
+    several sample sizes (bindings); at the others, passes repeat them instead of deciding anew.
 
     results    for each tensor that a node leaves partial: the axes, and the reduction; None until
                insert-collectives has decided
@@ -62,8 +62,8 @@ class Choices:
 
 @dataclass
 class Variant:
-    """The model's graph at another binding of its open sizes (`sizes`, number `number` of the
-    model's bindings), and the factors of its dimensions there."""
+    """The model's graph at other sample sizes than the first: at the binding number `number`, which
+    gives each symbol the size in `sizes`; and the factors of its dimensions there."""
 
     number: int
     sizes: Binding

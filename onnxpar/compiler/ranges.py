@@ -91,6 +91,8 @@ def _selections(tensor: gs.Tensor) -> Iterator[tuple[gs.Tensor, tuple[int, ...]]
 
 
 def _tables(tensor: gs.Tensor, seen: set[str]) -> Iterator[tuple[gs.Node, int]]:
+    """Yields (node, number of rows) for each node that uses the elements of `tensor` as row numbers
+    of a table, or as classes of a loss."""
     seen.add(tensor.name)
     for node in tensor.outputs:
         position = next(i for i, t in enumerate(node.inputs) if t is tensor)

@@ -35,9 +35,9 @@ from onnxpar.sharding.state import ShardingState
 
 
 def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
-    """Runs the passes after propagation once more at every other binding of open sizes, and adds
-    each result (graph, context) to `ctx.lowered.replays`. `ctx` is the context of their run at the
-    first binding."""
+    """Runs the passes after propagation once more at each further binding (sample sizes) of open
+    dimensions, and adds the results (graph, context) to `ctx.lowered.replays`. `ctx` is the context
+    of their run at the first binding."""
     if model.sizes is None:
         return
     for variant in ctx.variants or variants(model)[1]:
@@ -63,7 +63,8 @@ def replay_typical(
 
 
 def variants(model: Model) -> tuple[GraphFactors, list[Variant]]:
-    """Returns the factors of the model's graph, and the graph at each other binding of open sizes.
+    """Returns the factors of the model's graph, and the graph at each further binding (sample sizes
+    of all symbols).
 
     Which factors a rule can split must not depend on sizes (a slice that keeps all elements only at
     one size): factors that differ between bindings are added to `model.whole`, so that they stay
@@ -105,8 +106,7 @@ def _lacks_elements(model: Model, node: gs.Node) -> OpenSizesError:
 
 
 def _first_sizes(model: Model) -> str:
-    """The sizes of the first binding, at which the model is planned, as text: `batch=13,
-    seq=17`."""
+    """The first sample sizes, at which the model is planned, as text: `batch=13, seq=17`."""
     assert model.sizes is not None
     return _text(model.sizes.bindings[0])
 
@@ -116,8 +116,8 @@ def _text(sizes: Mapping[str, int]) -> str:
 
 
 def _growing(model: Model, all_factors: Sequence[GraphFactors]) -> set[tuple[str, int]]:
-    """Returns the dimensions (input, axis) of states whose size changes in a run at some binding: a
-    cache that grows."""
+    """Returns the dimensions (input, axis) of states whose size changes in a run at some sample
+    sizes: a cache that grows."""
     axes = set()
     for source, result in model.states:
         for factors in all_factors:
@@ -129,9 +129,9 @@ def _growing(model: Model, all_factors: Sequence[GraphFactors]) -> set[tuple[str
 
 
 def _aligned(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> list[Variant]:
-    """Returns the variants whose graphs can be split like `factors`, with the same leaves
-    (occurrences of factors in tensors, by position); others are dropped from the model's bindings.
-    Errors: OpenSizesError if none is left."""
+    """Returns those variants (the graph at other sample sizes) that can be split like `factors`:
+    their tensors consist of the same factors, by position. Others are dropped, also from the
+    model's sample sizes. Errors: OpenSizesError if none is left."""
     fitting = []
     for variant in others:
         with_leaves = _with_leaves(factors, variant.factors)
@@ -149,16 +149,16 @@ def _aligned(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> 
 
 
 def _with_leaves(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
-    """Returns the factors of `other` (the graph at another binding), divided into the same leaves
-    as `base`, so that decisions carry over by position; None if the sizes of these leaves are
-    unknown."""
+    """Returns the factors of `other`, the graph at other sample sizes, with each tensor divided
+    into as many factors as in `base`, so that decisions carry over by position; None if the sizes
+    of these factors are unknown."""
     return aligned(base, other) if _is_different(base, other) else other
 
 
 def _odd_factors(rule: Rule, other: Rule) -> frozenset[str]:
-    """Returns the factors about which two rules of one node, at two bindings, disagree: they make
-    up a dimension differently, have different properties, or have more than one element only in
-    `other`."""
+    """Returns the factors about which two rules of one node, at different sample sizes, disagree:
+    they make up a dimension differently, have different properties, or have more than one element
+    only in `other`."""
     pairs = zip((*rule.inputs, *rule.outputs), (*other.inputs, *other.outputs), strict=True)
     exprs = [pair for a, b in pairs for pair in zip(a or (), b or (), strict=True)]
     odd = {v for pair in exprs if pair[0] != pair[1] for expr in pair for v in expr_vars(expr)}
@@ -183,9 +183,8 @@ def _notes(rule: Rule, factor: str) -> tuple[object, ...]:
 
 
 def mark_open_sizes(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> GraphFactors:
-    """Returns `factors` with the atoms marked whose sizes are open (differ at other bindings), and
-    with typical sizes for costs. An atom is a factor shared by all tensors that are split together.
-    """
+    """Returns `factors` with marks on those whose sizes are open (differ at `others`, the graph at
+    other sample sizes), and with typical sizes for costs."""
     if not others or model.sizes is None:
         return factors
     samples = _samples(model, factors, others)
@@ -194,8 +193,8 @@ def mark_open_sizes(model: Model, factors: GraphFactors, others: Sequence[Varian
 
 
 def _samples(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> list[Sample]:
-    """Returns, for each binding, the values of its symbols and atoms (of closed forms), and the
-    graph's factors there."""
+    """Returns, for each of the sample sizes, the values of all symbols, quotients and minima, and
+    the graph's factors there."""
     assert model.sizes is not None
     pairs = [(model.sizes.bindings[0], factors), *((v.sizes, v.factors) for v in others)]
     atoms = model.sizes.atoms
@@ -227,8 +226,7 @@ def _context(ctx: PassContext, factors: GraphFactors) -> PassContext:
 
 
 def _is_different(base: GraphFactors, other: GraphFactors) -> bool:
-    """True if some tensor or node consists of different atoms (shared factors) in the two
-    graphs."""
+    """True if some tensor or node consists of other factors in `other` than in `base`."""
     for name, tensor in other.tensors.items():
         known = base.tensors.get(name)
         if known is None or [x.atom for x in known.leaves] != [x.atom for x in tensor.leaves]:
@@ -278,8 +276,8 @@ def _open_factors(op: OpFactors, factors: GraphFactors) -> frozenset[str]:
 
 
 def _resharded(name: str, graph: gs.Graph, factors: GraphFactors) -> Iterator[frozenset[int]]:
-    """Yields, for each open dimension of the tensors that the reshard `name` produces, its atoms
-    (ids of the factors in it)."""
+    """Yields, for each open dimension of the tensors that the reshard `name` produces, the ids of
+    the factors in it (atoms)."""
     for node in graph.nodes:
         source = vars(node).get("onnx_source")
         if source is None or origin_of(source) != name:
@@ -293,8 +291,8 @@ def _resharded(name: str, graph: gs.Graph, factors: GraphFactors) -> Iterator[fr
 
 
 def _unsplit(dims: Sequence[frozenset[int]], factors: GraphFactors, already: Whole) -> Whole:
-    """Returns the factors to keep whole so that no open factor of these dimensions is split. `dims`
-    has the atoms of each dimension."""
+    """Returns the factors that must stay whole so that no part of these dimensions with an open
+    size is split. `dims` has the ids of the factors of each dimension."""
     atoms = frozenset[int]().union(*dims) & factors.open_atoms
 
     def split(op: OpFactors) -> set[str]:

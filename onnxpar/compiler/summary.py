@@ -145,6 +145,7 @@ def _port(tensor: gs.Variable, ctx: PassContext, initial: Collection[str] = ()) 
 
 
 def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
+    """Returns the entry of each weight for the plan, with the bytes of its largest shard."""
     out = []
     mesh = ctx.sharding.mesh
     for tensor in constants(graph):
@@ -291,8 +292,8 @@ def _is_made_whole(node: gs.Node, links: Links) -> bool:
     """True if `node` gathers a dimension that its reader's rule cannot split; False if the reader
     could have taken it split.
 
-    links  for each leaf (factor) of the tensor, the leaf of the reader that it is; None: must be
-           whole
+    links  for each factor in the tensor's dimensions, the reader's factor; None: the reader needs
+           it whole
     """
     if not _gathers(node):
         return False

@@ -42,6 +42,8 @@ def verify(graph: gs.Graph, ctx: PassContext) -> None:
 
 
 def _verify_op(op: OpFactors, ctx: PassContext) -> None:
+    """Raises AssertionError unless the layouts of a node's operands and results satisfy its
+    rule."""
     layouts = {t.name: ctx.layouts[t.name] for t, _ in op.operands() if t.name in ctx.layouts}
 
     def fail(what: str) -> None:
@@ -130,7 +132,7 @@ def _pending(
     """Returns (axes, reduction) by which the rule leaves the results of a node partial, for
     operands with these layouts.
 
-    leaf_axes  the axes that split each leaf (factor occurrence) of the node
+    leaf_axes  the axes that split each factor occurrence of the node, by number
     fail       reports an inconsistency
     """
     own_axes: tuple[Axis, ...] = ()
@@ -217,6 +219,8 @@ def _verify_reshard(node: gs.Node, ctx: PassContext) -> None:
 
 
 def _verify_step(node: gs.Node, before: Layout, after: Layout, mesh: Mesh) -> None:
+    """Raises AssertionError unless a reshard step of this kind may turn the layout `before` into
+    `after`."""
     over = set(_pieces(reshard_of(node).axes))
     if node.op == "CollectivePermute":
         return _verify_permute(node, before, after, mesh)

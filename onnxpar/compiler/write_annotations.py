@@ -132,6 +132,8 @@ def _annotate(
     ctx: PassContext,
     open_axes: set[tuple[str, int]],
 ) -> None:
+    """Adds the layouts of a node's tensors to the node of the model file; `names` are the tensors'
+    names there."""
     sharding, mesh = ctx.sharding, ctx.sharding.mesh
     axes = dict(enumerate(sharding.op_axes(op)))
     shardings = [

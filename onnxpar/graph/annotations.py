@@ -267,6 +267,8 @@ def _all_metadata(holder: ModelProto | NodeProto) -> dict[str, str]:
 def _read_sharding(
     spec: ShardingSpecProto, node: NodeProto, what: str, devices: int
 ) -> TensorSharding:
+    """Returns the sharding of one tensor from its proto; `what` names the node in errors. Errors:
+    StrategyError."""
     tensor = spec.tensor_name
     what = f"{what}, tensor {tensor!r}"
     if not tensor or tensor not in [*node.input, *node.output]:
@@ -292,6 +294,8 @@ def _read_sharding(
 
 
 def _check_devices(held: tuple[tuple[int, ...], ...], shards: int, devices: int, what: str) -> None:
+    """Raises StrategyError unless each device holds exactly one shard; `held` are the devices of
+    each shard."""
     if not held:
         return
     if len(held) != shards:

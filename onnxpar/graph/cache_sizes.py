@@ -88,7 +88,7 @@ class CacheSizes:
 
 def cache_sizes(graph: onnx.GraphProto, walks: Lockstep) -> list[CacheSizes]:
     """Returns the sizes of every GroupQueryAttention of a graph, except nodes that inference folded
-    away. `walks` has the inferred sizes at several bindings."""
+    away. `walks` has the inferred closed forms."""
     declared = {
         port.name: [dim.dim_value or dim.dim_param for dim in port.type.tensor_type.shape.dim]
         for port in (*graph.input, *graph.output)
@@ -100,6 +100,8 @@ def cache_sizes(graph: onnx.GraphProto, walks: Lockstep) -> list[CacheSizes]:
 def _of(
     node: NodeProto, walks: Lockstep, declared: Mapping[str, Sequence[int | str]]
 ) -> CacheSizes:
+    """Returns the sizes of one GroupQueryAttention; `declared` has the declared sizes of the
+    graph's inputs and outputs."""
     names = [*node.input, *[""] * 9]
     attributes = {a.name: a.i for a in node.attribute}
     before = declared.get(names[3], [])

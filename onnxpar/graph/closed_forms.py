@@ -51,7 +51,8 @@ class ClosedForms:
 
     def size(self, walk: Walk, name: str) -> Sizes | None:
         """Returns the closed forms of a tensor's sizes, with None for each unknown size; None if
-        not even the number of dimensions is known. `walk` has the sizes inferred at one binding."""
+        not even the number of dimensions is known. `walk` has the sizes inferred at one set of
+        sample sizes."""
         if name in self.sizes:
             return self.sizes[name]
         sizes = walk.sizes(name)

@@ -21,8 +21,8 @@ _LARGEST = 1 << 20
 
 
 def unseen(atoms: Sequence[Atom], bindings: Sequence[Binding]) -> list[Side]:
-    """Returns the sides of minima that no binding takes: if `seq` is below 512 in all of them, the
-    side of `min(seq, 512)` where 512 is the least."""
+    """Returns the sides of minima that no binding (sizes of all symbols) takes: if `seq` is below
+    512 in all of them, the side of `min(seq, 512)` where 512 is the least."""
     return [
         (atom, i)
         for atom in atoms
@@ -47,9 +47,9 @@ def edge_bindings(
     least: int,
     taken: Collection[int],
 ) -> list[Binding]:
-    """Returns bindings that take these sides, two for each side, with an even and an odd size. Each
-    is one of `bindings` with another size of one of the `symbols`, or of all of them. Where
-    possible, sizes are at least `least` and not in `taken`."""
+    """Returns bindings (sizes of all symbols) that take these sides, two for each side, with an
+    even and an odd size. They are like those in `bindings`, with another size of one of the
+    `symbols`, or of all of them. Where possible, sizes are at least `least` and not in `taken`."""
     chosen: list[Binding] = []
 
     def size(side: Side) -> int:
@@ -71,9 +71,9 @@ def _at(
     least: int,
     taken: Collection[int],
 ) -> Iterator[Binding]:
-    """Yields bindings that take one side, with odd and even sizes in turn. Each is one of
-    `bindings` with other sizes of the minimum's symbols, as far as these are among `symbols`; where
-    possible at least `least` and not in `taken`."""
+    """Yields bindings (sizes of all symbols) that take one side, with odd and even sizes in turn.
+    They are like those in `bindings`, with other sizes of the minimum's symbols, as far as these
+    are among `symbols`; where possible at least `least` and not in `taken`."""
     own = [s for s in symbols_of(side[0]) if s in symbols]
     for changed in [[s] for s in own] + ([own] if len(own) > 1 else []):
         for parity in (1, 0):

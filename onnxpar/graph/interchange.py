@@ -376,6 +376,8 @@ def _describe(message: Any, source: Any) -> None:
 
 
 def _describe_graph(graph: gs.Graph, proto: GraphProto) -> None:
+    """Copies docs, metadata and declared types to the proto of an exported graph from the proto
+    that it was imported from."""
     source = _source(graph)
     _describe(proto, source)
     if source is not None:

@@ -139,7 +139,7 @@ class Lockstep:
 
     @property
     def variables(self) -> dict[Variable, list[int]]:
-        """The values of symbols and atoms at the live bindings."""
+        """The values of symbols, quotients and minima at the sample sizes in `live`."""
         if not self._variables:
             bindings = [self.bindings[i] for i in self.live]
             self._variables.update({s: [b[s] for b in bindings] for s in bindings[0]})
@@ -221,8 +221,8 @@ class Lockstep:
         return self._reshape_tie(node) if node.op_type == "Reshape" else None
 
     def _reshape_tie(self, node: NodeProto) -> tuple[str, Polynomial] | None:
-        """Returns (symbol, replacement) without which a Reshape is impossible at the live bindings,
-        because the numbers of elements differ; None if it is possible, or if there is no such
+        """Returns (symbol, replacement) without which a Reshape is impossible, because the numbers
+        of elements differ at the sample sizes; None if it is possible, or if there is no such
         symbol."""
         shapes = [self.walks[i].shape(node.input[0]) for i in self.live]
         targets = [self.walks[i].values.get(node.input[1]) for i in self.live]
@@ -258,7 +258,8 @@ class Lockstep:
         return self.size(node.input[operand], axis)
 
     def _step(self, node: NodeProto) -> None:
-        """Folds a node, or else keeps it and infers its results, at all live bindings."""
+        """Folds a node, or else keeps it and infers its results, at all sample sizes at which the
+        model is valid."""
         walks = [self.walks[i] for i in self.live]
         evaluated = [walk.evaluate(node) for walk in walks]
         results = [f for f in evaluated if f is not None]
@@ -297,10 +298,10 @@ class Lockstep:
 
     def _followed(self, node: NodeProto, results: Sequence[Sequence[Any]]) -> list[Forms] | None:
         """Returns the closed forms of a node's results, with an empty array for a result that does
-        not depend on sizes; None if there are none. They must have the computed values at all
-        bindings, because the runtime may round, or overflow.
+        not depend on sizes; None if there are none. They must have the values that were computed at
+        all sample sizes, because the runtime may round, or overflow.
 
-        results  the values of the node's results at each live binding
+        results  the values of the node's results at each of the sample sizes
         """
         walk = self.walks[self.live[0]]
         if node.op_type not in ("Shape", "Size") and not any(
@@ -328,7 +329,7 @@ class Lockstep:
         rounded or overflow even at usual sizes.
 
         forms   the closed form of each result
-        values  the value of each result at the first binding
+        values  the value of each result at the first sample sizes
         """
         try:
             own = [
@@ -355,8 +356,8 @@ class Lockstep:
                 self.forms.varies.add(name)
 
     def _check(self, node: NodeProto) -> None:
-        """Drops the bindings at which the node is not valid for its operands. If too few would be
-        left, or the first one would go, records the node in `conflicts` instead."""
+        """Drops the sample sizes at which the node is not valid for its operands. If too few would
+        be left, or the first would go, records the node in `conflicts` instead."""
         for i in self.live:
             sizes = [s for name in node.output for s in self.walks[i].sizes(name) or ()]
             if any(s is not None and s < 0 for s in sizes):
@@ -368,7 +369,7 @@ class Lockstep:
             self.conflicts.append(node)
 
     def put_first(self) -> None:
-        """Makes that binding the first live one at which the fewest open sizes are 0 or 1."""
+        """Puts the sample sizes first at which the fewest open sizes are 0 or 1."""
 
         def trivial(i: int) -> tuple[bool, int]:
             return i in self.edges, sum(size.at(self.bindings[i]) <= 1 for size in self.found)
@@ -378,7 +379,7 @@ class Lockstep:
         self._variables = {}
 
     def _drop(self, odd: Collection[int]) -> None:
-        """Drops these bindings, at which the model is not valid."""
+        """Drops the sample sizes with these indices, at which the model is not valid."""
         if odd:
             self.live = [i for i in self.live if i not in odd]
             self._known.clear()
@@ -438,7 +439,7 @@ class Lockstep:
         return whole
 
     def _column(self, name: str, axis: int) -> list[int | None]:
-        """Returns the size of a tensor's dimension at each live binding."""
+        """Returns the size of a tensor's dimension at each of the sample sizes in `live`."""
         return [(self.walks[i].sizes(name) or ())[axis] for i in self.live]
 
     def _set_sizes(self, node: NodeProto, name: str, sizes: Sequence[Polynomial | None]) -> None:
@@ -462,8 +463,8 @@ class Lockstep:
             self.forms.sizes[name] = list(sizes)
 
     def _agreeing(self, size: Polynomial | None, column: Sequence[int | None]) -> Polynomial | None:
-        """Returns `size` if it has the values in `column` at the live bindings and is simple
-        enough; else None."""
+        """Returns `size` if it is simple enough, and has the values in `column` at the sample sizes
+        in `live`; else None."""
         if (
             size is None
             or size.weight > HEAVIEST
@@ -502,10 +503,10 @@ class Lockstep:
         self, node: NodeProto, name: str, axis: int, values: Sequence[int]
     ) -> Polynomial | None:
         """Returns the closed form of one size of a result; None if it depends on data. A size that
-        is the same at all bindings may still depend on an open size: the windows of a pool may be
-        larger than the samples' differences.
+        is the same at all sample sizes may still depend on an open size: the windows of a pool may
+        be larger than the samples' differences.
 
-        values  the size at each live binding
+        values  the size at each of the sample sizes in `live`
         """
         if len(set(values)) > 1:
             same = (form for form, own in self._open_columns(node) if own == list(values))
@@ -563,7 +564,7 @@ class Lockstep:
         return True
 
     def _open_columns(self, node: NodeProto) -> Iterator[tuple[Polynomial, list[int | None]]]:
-        """Yields (closed form, values at the live bindings) of each open size of a node's
+        """Yields (closed form, values at the sample sizes in `live`) of each open size of a node's
         operands."""
         for operand, at, _, size in self._open_operands(node):
             yield size, self._column(operand, at)
@@ -628,7 +629,7 @@ class Lockstep:
         return low
 
     def _open_operands(self, node: NodeProto) -> Iterator[tuple[str, int, int, Polynomial]]:
-        """Yields (name, axis, size at the first live binding, closed form) of each open dimension
+        """Yields (name, axis, size at the first sample sizes, closed form) of each open dimension
         of a node's operands."""
         walk = self.walks[self.live[0]]
         for operand in dict.fromkeys(node.input):
@@ -655,7 +656,7 @@ def _is_folded(forms: Forms, value: Any) -> bool:
 
 
 def _agree(results: Sequence[Sequence[Any]]) -> bool:
-    """True if a node's results are equal at all bindings, in values and dtypes."""
+    """True if a node's results are equal at all sample sizes, in values and dtypes."""
     return all(
         np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
         and np.asarray(a).dtype == np.asarray(b).dtype

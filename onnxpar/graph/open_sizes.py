@@ -70,8 +70,9 @@ class OpenSizes:
     values: Mapping[str, Forms] = field(default_factory=dict)
 
     def at(self, numbers: Sequence[int]) -> OpenSizes:
-        """Returns the open sizes with only the bindings at these indices. More limits keep runs
-        from sizes that no remaining binding covers (such as those beyond a minimum)."""
+        """Returns the open sizes with only the bindings (sample sizes) at these indices. More
+        limits keep runs from sizes that no remaining binding covers, such as those beyond a
+        minimum."""
         bindings = [self.bindings[i] for i in numbers]
         limits = [*self.limits, *map(limit, unseen(self.atoms, bindings))]
         return replace(
@@ -87,24 +88,24 @@ class OpenSizes:
         return " ".join(f"--dim {label}=N" for label in self.labels)
 
     def formula(self, values: Sequence[int]) -> Polynomial | None:
-        """Returns the closed form of a size that has these values at the bindings; None if there is
-        none."""
+        """Returns the closed form of a size that has these values, one for each binding (sample
+        sizes); None if there is none."""
         return next(iter([*self.known(values), *self.fitting(values, self.variables())]), None)
 
     def fitting(
         self, values: Sequence[int], variables: Mapping[Variable, Sequence[int]]
     ) -> list[Polynomial]:
-        """Returns polynomials of these variables that have these values. They may only contain
-        minima that the model has: others could fit by chance, because they equal one operand at
-        most samples."""
+        """Returns polynomials of these variables that have these values, one for each binding
+        (sample sizes). They may only contain minima that the model has: others could fit by chance,
+        because they equal one operand at most samples."""
         return [f for f in fits(values, variables) if all(map(self._is_known, f.atoms))]
 
     def _is_known(self, atom: Atom) -> bool:
         return atom in self.atoms or not {*self.symbols}.issuperset(symbols_of(atom))
 
     def known(self, values: Sequence[int]) -> list[Polynomial]:
-        """Returns those closed forms of sizes in the model that have these values at all bindings,
-        the simplest first; within the limits of runs they are equal."""
+        """Returns those closed forms of sizes in the model that have these values, one for each
+        binding (sample sizes), the simplest first. Within the limits of runs they are equal."""
         forms = self._columns.get(tuple(values), [])
         return sorted(forms, key=lambda form: (len(form.atoms), len(form.terms)))
 
@@ -116,7 +117,8 @@ class OpenSizes:
         return by_values
 
     def variables(self) -> dict[Variable, list[int]]:
-        """Returns the values of every symbol, minimum and quotient at the bindings."""
+        """Returns the values of every symbol, minimum and quotient at each binding (sample
+        sizes)."""
         values: dict[Variable, list[int]] = {s: [b[s] for b in self.bindings] for s in self.symbols}
         return values | {a: [a.at(b) for b in self.bindings] for a in self.atoms}
 
@@ -192,7 +194,7 @@ def infer_open(
 
 
 def _check_related(walks: Lockstep, node: onnx.NodeProto, dims: OpenDims) -> None:
-    """Checks a node that is not valid at some bindings of a walk. Errors: StrategyError if it is
+    """Checks a node that is not valid at some of the sample sizes. Errors: StrategyError if it is
     valid at others: sizes are then related in a way that does not follow from the model."""
     odd = [i for i in walks.live if any(node is each for each in walks.walks[i].conflicts)]
     if len(odd) == len(walks.live):
@@ -209,8 +211,8 @@ def _check_related(walks: Lockstep, node: onnx.NodeProto, dims: OpenDims) -> Non
 def _graph_at(
     proto: onnx.ModelProto, live: Sequence[Walk], prepare: Callable[[onnx.ModelProto], gs.Graph]
 ) -> Callable[[int], gs.Graph]:
-    """Returns the function `graph` of OpenSizes: it makes the graph at a binding from its index.
-    Only the graph at index 0 has the values of large weights."""
+    """Returns the function `graph` of OpenSizes: it makes the graph at the sample sizes with a
+    given index. Only the graph at index 0 has the values of large weights."""
     bare = copy_with_stubs(proto, _reference_to_nowhere)
 
     def graph(i: int) -> gs.Graph:
@@ -353,6 +355,8 @@ class _Search:
         return len(alone.conflicts)
 
     def _walk(self, general: Domain) -> Lockstep:
+        """Infers the model at sample sizes from the current domains, those from `general` at
+        first."""
         symbols = sorted(_symbols(self.dims))
         self.domains = {s: self.domains.get(s, general) for s in symbols}
         bindings = sample(self.domains, self.least, self.taken, self.remainders)

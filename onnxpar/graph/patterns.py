@@ -243,6 +243,8 @@ def rewrite(graph: GraphProto, table: Table) -> list[Match]:
 
 
 def _rewrite(scope: Scope, table: Table, ops: Collection[str]) -> list[Match]:
+    """Rewrites the graph of a scope and its subgraphs, in place; returns the matches. `ops` are the
+    op types of the table's patterns."""
     matches: list[Match] = []
     own: list[Match] = []
     for node in scope.graph.node:

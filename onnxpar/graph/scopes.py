@@ -47,6 +47,8 @@ class _Opening:
                     _rename_captured(body, names)
 
     def _open(self, body: GraphProto, names: dict[str, str]) -> None:
+        """Renames the tensors of one body, moves its weights and types to the main graph, and opens
+        the bodies inside."""
         lift_constants(body)
         inputs = {port.name for port in body.input}
         for port in body.input:

@@ -196,6 +196,8 @@ class Walk:
         return values if values is not None and len(values) == len(node.output) else None
 
     def _evaluate(self, node: NodeProto) -> list[Any] | None:
+        """Returns the values of the node's results, maybe fewer than it has; None if they are
+        unknown or too large."""
         if node.domain not in ("", "ai.onnx") or node.op_type in _NEVER:
             return None
         if node.op_type == "Constant":
@@ -311,6 +313,8 @@ class Walk:
         self.protos.pop(name, None)
 
     def _inferred(self, node: NodeProto) -> dict[str, TypeProto]:
+        """Returns the types of a node's results, by name; records the node in `conflicts` if
+        inference rejects it."""
         domain = "" if node.domain == "ai.onnx" else node.domain
         try:
             schema = _schema(node.op_type, self.opsets.get(domain, 1), domain)

@@ -210,6 +210,8 @@ def truncated(over: Polynomial, below: int) -> Polynomial:
 
 
 def _divided(a: Polynomial, b: Polynomial, is_float: bool) -> Polynomial:
+    """Returns a / b in closed form, rounded towards zero for integers. Errors: NotFollowed unless b
+    is a number or divides all terms of a."""
     if a == b:
         return ONE
     if len(b.terms) == 1:
@@ -287,6 +289,9 @@ def _absolute(form: Polynomial) -> Polynomial:
 
 
 def _reduced(function: Callable[..., Polynomial]) -> Callable[..., Forms]:
+    """Returns a reduction (ReduceSum, ...) on arrays of closed forms, given its function of two
+    elements."""
+
     def reduce_forms(operands: Sequence[Forms], attributes: dict[str, Any], _: bool) -> Forms:
         data = operands[0]
         has_axes = len(operands) > 1

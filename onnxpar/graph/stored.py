@@ -239,6 +239,8 @@ def check_sparse(sparse: SparseTensorProto, model: Path) -> None:
 
 
 def _check_external(tensor: TensorProto, model: Path) -> None:
+    """Checks the external data of a tensor: its entries, its file and its size. Errors:
+    ModelError."""
     try:
         location, offset, length = external_location(tensor)
     except ValueError as error:

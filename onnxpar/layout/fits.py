@@ -132,6 +132,7 @@ def fits(
 def _fits(
     values: tuple[int, ...], variables: tuple[tuple[Variable, tuple[int, ...]], ...]
 ) -> tuple[Polynomial, ...]:
+    """`fits` with hashable arguments, so that results are cached."""
     if len(set(values)) == 1:
         return (Polynomial.constant(values[0]),)
     columns = _monomials(variables)

@@ -26,8 +26,8 @@ Binding = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Quotient:
-    """`over // below`, a variable of polynomials. Create it with `quotient`, which normalizes, so
-    that equal sizes compare equal."""
+    """The size `over // below`, of which polynomials can contain multiples. Create it with
+    `quotient`, which normalizes, so that equal sizes compare equal."""
 
     over: Polynomial
     below: int
@@ -52,8 +52,8 @@ class Quotient:
 
 @dataclass(frozen=True)
 class Minimum:
-    """The least of several sizes, a variable of polynomials. Create it with `minimum`, which
-    normalizes, so that equal sizes compare equal."""
+    """The least of several sizes, of which polynomials can contain multiples. Create it with
+    `minimum`, which normalizes, so that equal sizes compare equal."""
 
     operands: tuple[Polynomial, ...]
 
@@ -90,12 +90,12 @@ class Polynomial:
 
     @staticmethod
     def variable(name: Variable) -> Polynomial:
-        """A symbol or an atom as a polynomial."""
+        """Returns a symbol, quotient or minimum as a polynomial."""
         return Polynomial((((name,), Fraction(1)),))
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The symbols on which the size depends, also through atoms, sorted."""
+        """The symbols on which the size depends, also inside quotients and minima, sorted."""
         found: set[str] = set()
         for monomial, _ in self.terms:
             for v in monomial:
@@ -124,7 +124,7 @@ class Polynomial:
     @property
     def weight(self) -> int:
         """The length of the closed form: the number of terms and of variables in them, also inside
-        atoms."""
+        quotients and minima."""
         atoms = [v for monomial, _ in self.terms for v in monomial if not isinstance(v, str)]
         inner = sum(operand.weight for atom in atoms for operand in atom.operands)
         return len(self.terms) + sum(len(monomial) for monomial, _ in self.terms) + inner
@@ -170,7 +170,7 @@ class Polynomial:
     def solve(self, symbol: str, binding: Binding, value: int) -> int | None:
         """Returns the size of `symbol` at which the polynomial has this value, where `binding` has
         the sizes of the other symbols: 2*n + b == 7 at b=1 gives n = 3. None if no integer does, if
-        the polynomial is not linear in the symbol, or if an atom contains the symbol."""
+        the polynomial is not linear in the symbol, or if a quotient or minimum contains it."""
         if any(symbol in symbols_of(atom) for atom in self.atoms):
             return None
         if any(monomial.count(symbol) > 1 for monomial, _ in self.terms):
@@ -370,6 +370,8 @@ def _polynomial(terms: Iterable[tuple[Monomial, Fraction]]) -> Polynomial:
 
 
 def _parsed(node: ast.expr) -> Polynomial:
+    """Returns the polynomial of a parsed Python expression. Errors: ValueError if it is not a
+    size."""
     if isinstance(node, ast.Name):
         return Polynomial.variable(node.id)
     if isinstance(node, ast.Constant) and isinstance(node.value, int):

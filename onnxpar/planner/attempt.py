@@ -53,6 +53,7 @@ class Attempt:
         return " and ".join(self._differences(chosen)) or "the same again"
 
     def _differences(self, chosen: Attempt) -> Iterator[str]:
+        """Yields the differences from the chosen attempt, as texts."""
         objective, other = self.objective, chosen.objective
         if objective.memory != other.memory:
             limit = (

@@ -86,6 +86,7 @@ def _search(
         kept: Kept | None,
         below: float = math.inf,
     ) -> Solution:
+        """Returns the fastest strategy on the mesh of `sharding`."""
         states, objective = model.states, options.objective
 
         def with_more(more: Sequence[Annotation], spare: float) -> Solution:

@@ -246,6 +246,8 @@ def _note_layouts(graph: onnx.GraphProto, ctx: PassContext) -> None:
 def _restored(
     file: Path, proto: onnx.ModelProto, state: Mapping[str, Any]
 ) -> tuple[Model, PassContext]:
+    """Returns the model and the context that a dumped model holds; `state` is the decoded
+    metadata."""
     for tensor in stored_tensors(proto.graph):
         check_stored(tensor, file)
     metadata = [e for e in proto.metadata_props if e.key != KEY]

@@ -40,6 +40,7 @@ def insert(passes: Sequence[Pass], added: Sequence[Pass | Placed]) -> list[Pass]
 
 
 def _position(passes: Sequence[Pass], placed: Placed) -> int:
+    """Returns the index in `passes` at which to insert a pass. Errors: StrategyError."""
     step, beside = placed.step, placed.before or placed.after
     if beside is None:
         if step.stage is not Stage.REWRITE:

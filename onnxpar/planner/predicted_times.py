@@ -118,6 +118,7 @@ def _whole_states(plan: Plan) -> str | None:
 
 
 def _whole_weights(plan: Plan, sharding: ShardingState) -> str | None:
+    """Returns the note that every rank holds all weights; None if ranks split some."""
     total = sum(weight.bytes for weight in plan.weights)
     if not total or plan.memory["weights_per_rank"] < total:
         return None

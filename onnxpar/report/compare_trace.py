@@ -196,6 +196,7 @@ def _row(
     runs: int,
     nodes: Mapping[str, PlannedNode],
 ) -> Computed:
+    """Returns the times of one set of nodes from their events in all recorded runs."""
     of = [nodes[name] for name in names]
     ops = dict.fromkeys(f"around {n.op}" if n.is_collective else n.op for n in of)
     predicted = sum_known(n.predicted.compute if n.predicted else None for n in of)
@@ -256,6 +257,8 @@ def _collective(
     node: PlannedNode | None,
     sent_in: Mapping[str, int],
 ) -> Communicated:
+    """Returns the times of one collective, or of those inside one node, from their events in all
+    recorded runs."""
     recorded = [e.collective for e in events if e.collective]
     is_inner = node is not None and not node.is_collective
     kinds = dict.fromkeys(t.kind for t in recorded) or ([node.op] if node and not is_inner else [])

@@ -152,6 +152,8 @@ class _Slopes:
         return median(told) if len(told) > _DIRECTIONS // 2 else None
 
     def _error(self, name: str, random: np.random.Generator) -> float | None:
+        """Returns the error of a parameter's gradient along one random direction; None if it cannot
+        be measured."""
         value = read_stored(self._stored[name], self._folder)
         length = math.sqrt(float(np.mean(np.square(value, dtype=np.float64)))) or 0.1
         direction = random.choice([-length, length], value.shape)

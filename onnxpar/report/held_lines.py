@@ -20,9 +20,9 @@ _AT = re.compile(r"([^\W\d]\w*(?::\(\d+\)\d+)?)@(\d+)")
 
 
 def held_lines(plan: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines of a table with a row for each coordinate: number, bytes and largest of the
-    weights and states that are whole there. Yields nothing if there are no such tensors in the plan
-    (as in plan.json)."""
+    """Yields the lines of a table with a row for each coordinate (`tp@0`, `tp@1`, ...): number and
+    bytes of the weights and states that only the ranks there hold, and the largest of them. Yields
+    nothing if `plan`, the content of plan.json, has no such tensors."""
     by_axes: dict[tuple[str, ...], dict[str, list[tuple[int, str]]]] = defaultdict(
         lambda: defaultdict(list)
     )

@@ -91,6 +91,7 @@ class _Parts:
         return tuple(self._part(tensor) for tensor in tensors if tensor.name)
 
     def _part(self, tensor: gs.Tensor) -> Part:
+        """Returns what each rank holds of one tensor."""
         layout = self._ctx.layouts.get(tensor.name)
         is_stored = isinstance(tensor, gs.Constant)
         if self._ctx.model.sizes is not None and not is_stored:

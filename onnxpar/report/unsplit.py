@@ -100,6 +100,7 @@ def _run_values(
 def _run_bound(
     session: ort.InferenceSession, feeds: Mapping[str, Array], chosen: Sequence[str] | None
 ) -> dict[str, Array]:
+    """Runs the session with inputs and outputs bound to memory; returns outputs by name."""
     binding = session.io_binding()
     held = {name: np.asarray(array, order="C") for name, array in feeds.items()}
     memory = {name: memory_of(array) for name, array in held.items()}
