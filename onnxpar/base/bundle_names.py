@@ -67,8 +67,8 @@ def owner_of(name: str) -> int | None:
 
 
 def is_own(name: str) -> bool:
-    """True if onnxpar gives this name to files of sharded models; only files with such names are
-    replaced or removed there."""
+    """True if the name has the form of a file that onnxpar writes into a sharded model; a folder
+    with any other file is not replaced."""
     return _OWN.fullmatch(name) is not None
 
 

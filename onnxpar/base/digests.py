@@ -191,7 +191,7 @@ _FEW = 2
 
 
 def _hashed(tasks: Iterable[tuple[Path, int]]) -> dict[tuple[Path, int], str]:
-    """The digests of blocks (file and offset), computed in parallel."""
+    """Returns the digest of each block, given as (file, offset); computes several in parallel."""
     each = list(tasks)
     if len(each) <= _FEW:
         return {task: _digest(*task) for task in each}

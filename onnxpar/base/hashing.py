@@ -31,7 +31,7 @@ class Stretch:
         return Stretch(self.file, self.start + start, stop - start)
 
     def read(self) -> bytes:
-        """Returns the bytes. Errors: OSError, also if the file ends before."""
+        """Returns the bytes. Errors: OSError, also if the file is shorter."""
         with self.file.open("rb", buffering=0) as opened:
             parts, at = list[bytes](), 0
             while at < self.length:

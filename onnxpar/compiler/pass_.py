@@ -101,11 +101,11 @@ class LoweredState:
 
     per_rank     constants and attributes that differ between ranks
     collectives  the collectives of the plan, in execution order, from localize-ops on
-    mixtures     mixtures of experts whose ranks compute only rows that chose their experts
+    mixtures     mixtures of experts whose ranks compute only the rows that chose their experts
     programs     further graphs that ranks run separately, by name, from split-programs on
-    row_outputs  for each table that stays in the host's memory, by its input: the outputs with the
+    row_outputs  for each table that stays in files on the host, by its input: the outputs with the
                  indices and the new values of rows that changed; from place-tables on
-    replays      the graph and context at the other bindings of open sizes
+    replays      (graph, context) at each of the other sample sizes of open dimensions
     seconds      seconds of compute of each node, by name, if ranks are on several hosts
     streams      number of streams: collectives of different streams run at once
     hidden       seconds of communication that run beside compute, by the cost model
@@ -141,7 +141,7 @@ class PassContext:
     copies       for each weight that duplicates another in a second layout, the name of the
                  original
     choices      decisions that depend on sizes, to be repeated at other sizes
-    variants     the graph at the other bindings of open sizes, before passes
+    variants     the graph at the other sample sizes of open dimensions, before passes
     lowered      results of lowering
     fused        (number before, number after) fuse-all-reduces of collectives, by kind; None before
                  it

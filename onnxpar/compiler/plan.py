@@ -195,14 +195,15 @@ class Plan(Shown):
     states        pairs (input, output): the input gets the output's value in the next run
     whole         nodes that every rank runs whole
     memory        bytes by kind, such as `weights_per_rank`
+    flops         of the whole model, of the rank with most, and the mean over ranks
     ranges        the integers [low, high) that each integer input may hold
-    fixed         the sizes that the user fixed, `batch=4`
+    fixed         inputs of the unsplit model whose default values are now constants
     example       a size for every open symbol
     limits        pairs of sizes (a, b): a run must have a <= b
     typical       (sizes, share of runs): `memory`, `flops` and `predicted` are means over these
                   sizes, or the maximum for memory
     is_told       true if the user gave the typical sizes
-    caches        dimensions of caches that grow by the size of an input, as in OpenSizes
+    caches        relations between sizes that attention kernels demand
     predicted     None for a manual program
     proof         how far the plan can be from the best one; None if there was no search
     loads         the memory and work of each rank, if the devices of ranks differ
@@ -212,7 +213,9 @@ class Plan(Shown):
     on_host       the weights and states that stay in files; None if there are none
     row_outputs   as in LoweredState
     step          which port has which role (loss, rate, ...), if the model is a training step
+    lookups       inputs whose elements index a table, with the bounds to check
     fused         (number before, number after) fuse-all-reduces of collectives, by kind
+    mixtures      as in LoweredState
     notes         sentences that the user should read
     costs         where the cost model's speeds come from, in words
     unpaired      inputs that look like states, but to which no output is fed back

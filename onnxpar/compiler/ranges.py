@@ -143,7 +143,7 @@ def _limit(node: gs.Node, position: int) -> Range | None:
 
 
 def _size(node: gs.Node, index: int, axis: int) -> int | None:
-    """The size of an operand along an axis; None if it is unknown."""
+    """Returns the size of operand number `index` along an axis; None if it is unknown."""
     tensor = given(node, index)
     shape = None if tensor is None else tensor_shape(tensor)
     return shape[axis] if shape and -len(shape) <= axis < len(shape) else None
@@ -231,7 +231,7 @@ def _offsets(node: gs.Node, position: int) -> Range | None:
 
 
 def _one(node: gs.Node, position: int) -> Range | None:
-    """Accepts only 1."""
+    """The limit for an operand that must be 1."""
     return 1, 2
 
 

@@ -162,7 +162,7 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
 
 
 def _most_weights(graph: gs.Graph, ctx: PassContext) -> int:
-    """The maximum over ranks of the bytes of weights that a rank holds."""
+    """Returns the bytes of weights on the rank that holds most."""
     mesh = ctx.sharding.mesh
     inner = sum(weight.bytes for weight in _inner_weights(graph, mesh))
     ranks = _sample(mesh.size)
@@ -199,7 +199,7 @@ def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
 
 
 def _states(graph: gs.Graph, ctx: PassContext, rank: int) -> int:
-    """Bytes of the states that a rank keeps between runs."""
+    """Returns the bytes of the states (caches, parameters) that a rank keeps between runs."""
     names = {source for source, _ in ctx.model.states} - {*ctx.model.on_host}
     tensors = [t for t in graph.inputs if t.name in names and t.name in ctx.layouts]
     mesh = ctx.sharding.mesh

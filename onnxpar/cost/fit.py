@@ -76,7 +76,9 @@ def fit_device(work: Work) -> Device:
 def channels_at_once(seconds: Sequence[float]) -> float | None:
     """Returns how many output channels a convolution computes at once: the largest number in
     CHANNELS that takes no longer than half as many channels. None if each number takes longer.
-    `seconds` has one for each number."""
+
+    seconds  of a convolution to each number of channels in CHANNELS
+    """
     blocks = [
         more
         for (_, fewer_took), (more, took) in pairwise(zip(CHANNELS, seconds, strict=True))

@@ -232,7 +232,7 @@ class Topology:
         return [math.prod(sizes[: i + 1]) for i in range(len(sizes))]
 
     def device_of(self, rank: int) -> Device:
-        """The device of a rank."""
+        """Returns the device of a rank."""
         return self.devices[rank] if self.devices else self.device
 
     def of_ranks(self, ranks: int) -> tuple[Device, ...]:

@@ -67,7 +67,7 @@ def conceal(nodes: Iterable[gs.Node]) -> None:
 
 
 def numbers(value: Any) -> np.ndarray[Any, Any]:
-    """An attribute that is a list of numbers or a tensor, as an array."""
+    """Returns an attribute that is a list of numbers or a tensor as an array."""
     return np.asarray(value.values if isinstance(value, gs.Tensor) else value)
 
 

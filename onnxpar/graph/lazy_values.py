@@ -21,7 +21,7 @@ class ExternalValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
         self.folder = folder
 
     def load(self) -> np.ndarray[Any, Any]:
-        """Reads the values."""
+        """Reads the value from its file; returns it."""
         return read_stored(self.tensor, self.folder)
 
 
@@ -48,7 +48,7 @@ class StackedValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
         self.folder = folder
 
     def load(self) -> np.ndarray[Any, Any]:
-        """Reads the values."""
+        """Reads the values of all weights; returns them stacked."""
         return np.stack([read_stored(p, self.folder) for p in self.parts])
 
 

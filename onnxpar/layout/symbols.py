@@ -34,7 +34,7 @@ class Quotient:
 
     @property
     def operands(self) -> tuple[Polynomial, ...]:
-        """The numerator alone."""
+        """The polynomials inside: the numerator alone, because the divisor is a number."""
         return (self.over,)
 
     def at(self, binding: Binding) -> int:

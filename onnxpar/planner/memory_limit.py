@@ -201,9 +201,9 @@ def _advice(error: OverLimit, attempt: Attempt, may_grow: bool, make: Make) -> s
 
 
 def _lower(attempt: Attempt, make: Make) -> Planned:
-    """Returns a plan within the real limit. The search cannot count the bytes of reshards; if the
-    plan exceeds the limit, it searches again with a lower one. Errors: OverLimit; _FixedError if no
-    search decides."""
+    """Returns a plan within the memory limit of the attempt. The search cannot count the bytes of
+    reshards, so that its plan may exceed the limit; then it searches again with a lower one.
+    Errors: OverLimit; _FixedError if no search decides."""
     objective = attempt.objective
     limit = most = objective.memory or math.inf
     over: OverLimit | None = None

@@ -79,7 +79,8 @@ def refuse_without_plan(options: Options) -> None:
 
 
 def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
-    """Raises StrategyError for an option of the search if there is no search."""
+    """Raises StrategyError for an option of the search if there is no search, because a preset, a
+    strategy or the model's annotations (`is_annotated`) decide."""
     is_open = options.preset is None and options.strategy is None and not is_annotated
     if options.search in (AUTO, EXHAUSTIVE) or (options.search is None and is_open):
         return

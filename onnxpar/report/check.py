@@ -383,10 +383,10 @@ def _feeds(
     bundle: Bundle,
     chosen: Mapping[str, int],
 ) -> tuple[dict[str, Any], list[str], bool]:
-    """Returns the user's feeds, completed by random ones; a text with name, type and shape of each
-    random feed; and True if the user's feeds leave an open size undetermined. Such a size is that
-    in `chosen`, unless it contradicts other sizes. Errors: InputError if the random feeds would
-    have too many elements."""
+    """Completes the user's feeds by random ones. Returns all feeds; a text with name, type and
+    shape of each random feed; and True if the user's feeds leave an open size undetermined. The
+    size in `chosen` is then used, unless it contradicts other sizes. Errors: InputError if the
+    random feeds would have too many elements."""
     specs = bundle.input_specs
     feeds: dict[str, Any] = {}
     if isinstance(way.inputs, Mapping):

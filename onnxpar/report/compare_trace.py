@@ -100,8 +100,9 @@ def planned_nodes(
 
 
 def compare_trace(trace: Trace, plan: Plan, nodes: Mapping[str, PlannedNode]) -> Comparison:
-    """Compares the runs of a trace, except evaluations, with the predictions in `nodes`. Errors:
-    StrategyError if the trace is of another plan, InputError if it has no runs."""
+    """Compares the times in a trace, except those of evaluations, with the predictions in `nodes`,
+    which are those of the plan. Errors: StrategyError if the trace is of another plan, InputError
+    if it has no runs."""
     lengths = trace.lengths()
     if not lengths:
         raise InputError("the trace has no runs; record some with `onnxpar run --profile`")

@@ -85,7 +85,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Explained:
-    """A plan, and its steps in the order in which a rank runs them."""
+    """A plan, and its steps (nodes and reshards) in the order in which a rank runs them."""
 
     plan: Plan
     steps: tuple[Step, ...]

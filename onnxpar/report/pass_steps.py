@@ -42,7 +42,7 @@ class Change:
 
     @property
     def kind(self) -> str:
-        """ADDED, REMOVED, CHANGED or KEPT."""
+        """What the pass did to the node: ADDED, REMOVED, CHANGED or KEPT."""
         if self.before is None or self.after is None:
             return ADDED if self.before is None else REMOVED
         return KEPT if self.before == self.after else CHANGED

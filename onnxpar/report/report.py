@@ -29,7 +29,8 @@ _PORT_HEADS = ("dtype", "shape", "layout")
 
 
 def _type_text(port: Mapping[str, Any]) -> str:
-    """Returns the dtype of a tensor, or onnxruntime's type of any other value."""
+    """Returns the dtype of a port of plan.json; for a value that is no tensor, onnxruntime's
+    type."""
     return str(port["dtype"] or port["type"])
 
 

@@ -164,7 +164,7 @@ class _Collector(Observer):
 
 
 def _listed(op: OpFactors, costs: NodeCosts) -> NodeStrategies:
-    """Returns a node with all its strategies."""
+    """Returns a node with all ways to split it and their costs."""
     rows = tuple(_row(op, cost, costs.sharding) for cost in costs.of(op))
     rule, whole = op.rule.text(), dict(op.whole)
     return NodeStrategies(op.node.name, op.node.op, rule, whole, rows, costs.is_complete(op))
