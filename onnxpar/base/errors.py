@@ -76,7 +76,7 @@ class LaunchError(RankError):
 
 class RunError(RankError):
     """A run that failed because of its feeds. The session stays usable; its states (caches,
-    parameters) are those from before the run."""
+    parameters) are as before the run."""
 
 
 class DivergenceError(OnnxparError):

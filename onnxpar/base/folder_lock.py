@@ -147,9 +147,9 @@ def _is_still_at(descriptor: int, file: Path) -> bool:
 
 
 def _release(owner: int, descriptor: int, file: Path, made: Sequence[Path]) -> None:
-    """Removes and unlocks the lock file, and removes those folders of `made` (created with the
-    lock) that are empty. Does nothing in a forked child of `owner`, the number of the process that
-    took the lock."""
+    """Removes and unlocks the lock file, and removes the folders in `made` (created with the lock)
+    that are empty. Does nothing in a forked child of `owner`, the number of the process that took
+    the lock."""
     if os.getpid() != owner:
         return
     with suppress(OSError):

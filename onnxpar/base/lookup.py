@@ -18,7 +18,7 @@ class Lookup:
 
     table    empty for a loss: then elements are classes, valid in [0, rows)
     ignored  a further valid value of classes, such as -100; None: there is none
-    columns  which elements are indices: those at `start`, `start + step`, ... below `stop` along a
+    columns  the elements that are indices, at `start`, `start + step`, ... below `stop` along a
              dimension, as (dimension, start, stop, step); empty: all elements
     """
 

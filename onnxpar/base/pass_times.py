@@ -24,8 +24,8 @@ the graph of `opt`; OTHER: the rest. The pass split-ranks writes the ranks."""
 
 @dataclass
 class Timed:
-    """How often a pass or other work ran, and its wall time in seconds, without that of timed work
-    inside."""
+    """The number of runs of a pass or of other work, and its wall time in seconds without the time
+    of timed work inside."""
 
     runs: int = 0
     seconds: float = 0.0

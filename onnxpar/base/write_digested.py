@@ -149,8 +149,7 @@ class DigestedFile:
 
 
 def _alone(piece: Piece) -> Piece:
-    """Returns a copy of the bytes, so that the larger buffer of which they are a view can be
-    freed."""
+    """Returns a copy of the bytes, so that the larger buffer behind a view of it can be freed."""
     return piece if isinstance(piece, Stretch) else memoryview(bytes(piece))
 
 

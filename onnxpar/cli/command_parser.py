@@ -44,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
         return super().add_argument(*names, **_checked(how))
 
     def add_argument_group(self, *args: Any, **how: Any) -> Group:
-        """Like argparse's method; arguments of the group have the same errors as those of the
+        """Like argparse's method; arguments of the group have the same errors as arguments of the
         parser."""
         group = Group(self, *args, **how)
         self._action_groups.append(group)
@@ -78,8 +78,8 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, rest
 
     def _with_file(self, args: Sequence[str]) -> Sequence[str]:
-        """Returns the arguments with those of the --config file before them, for commands with that
-        option."""
+        """Returns the arguments, preceded by the options of the --config file, for commands with
+        that option."""
         if FLAG not in self._option_string_actions:
             return args
         try:

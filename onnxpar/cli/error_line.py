@@ -61,8 +61,8 @@ def report(error: BaseException) -> None:
 def quiet_ends() -> Iterator[None]:
     """A block around a whole command. The first signal raises an exception in it (SIGINT:
     KeyboardInterrupt, SIGTERM and SIGHUP: Terminated), later signals are ignored. Failures in other
-    threads or in destructors are printed as one line, too. Removes temporary folders: on entry
-    those of killed processes, on exit those of this process."""
+    threads or in destructors are printed as one line, too. Removes temporary folders: on entry the
+    folders of killed processes, on exit the folders of this process."""
     remove_left(Path(tempfile.gettempdir()), OwnFolder.PREFIX)
     hooks = threading.excepthook, sys.unraisablehook
     threading.excepthook = lambda args: _report_aside(args.exc_value)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and those of option tables (such as PlanOptions), from which
+"""Options that several commands share, and options of tables (such as PlanOptions), from which
 flags are made. Options of a single command are in `parser.py`."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _COLLECTIONS = (Mapping, Sequence)
 
 
 def values_of(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
-    """Returns those parsed arguments that are options of the table `kind`, in the form in which a
+    """Returns the parsed arguments that are options of the table `kind`, in the form in which a
     Python call takes them. Errors: StrategyError."""
     values = {name: value for name, value in vars(args).items() if name in table(kind)}
     return values | {n: read(values[n]) for n, read in _READ.items() if n in values}
@@ -110,8 +110,8 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
     "typical": Typical.parse,
     **dict.fromkeys(("batch_dim", "padding_idx", "pad"), dict),
 }
-"""How the texts of an option that may be given several times become the value of the Python
-call."""
+"""Functions that convert the texts of an option that may be given several times to the value of the
+Python call."""
 
 
 def add_time_passes(to: Options) -> None:

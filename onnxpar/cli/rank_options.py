@@ -12,7 +12,7 @@ from onnxpar.runtime.ranks.cores import BINDINGS
 
 
 def add_runtime(to: argparse.ArgumentParser) -> None:
-    """Adds the options of running ranks: --timeout, --log-dir and those of the network."""
+    """Adds the options of running ranks: --timeout, --log-dir and the options of `add_network`."""
     add_timeout(to)
     add_network(to)
     to.add_argument("--log-dir", metavar="DIR", help="write what each rank prints to DIR/rank.N/")

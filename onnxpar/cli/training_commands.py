@@ -185,8 +185,8 @@ def _follow(
 
 
 def _metrics_files(args: argparse.Namespace, logs: Path) -> list[MetricsFile]:
-    """Returns the files that get the metrics of each step: one in the folder `logs`, and those that
-    the user asked for. Errors: InputError."""
+    """Returns the files that get the metrics of each step: one in the folder `logs`, and further
+    ones that the user asked for. Errors: InputError."""
     files: list[MetricsFile] = [JsonLines(logs / METRICS)]
     if args.json:
         files.append(PrintedLines())

@@ -1,2 +1,2 @@
-"""What passes see and make: the context that they share, the plan, the verification of layouts, and
-the text of graphs."""
+"""The interface of passes: the context that passes share, the plan, the verification of layouts,
+and the text of graphs."""

@@ -73,7 +73,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user requested, and what was chosen before passes run.
+    """The user's request, and the choices that are made before passes run.
 
     strategy   the user's entries
     preset     the preset, or the kind of search, by name

@@ -387,7 +387,7 @@ def write_plan(
     folder: Path, plan: Mapping[str, Any], files: Mapping[str, Digests] | None = None
 ) -> None:
     """Writes plan.json into the folder of a sharded model, with the digests of the other files:
-    `files`, or by default those of all files in the folder. Errors: OSError."""
+    `files`, or by default the digests of all files in the folder. Errors: OSError."""
     if files is None:
         files = digests_of(sorted(f for f in folder.iterdir() if f.is_file() and f.name != PLAN))
     (folder / PLAN).write_text(sealed({**plan, "files": files}), encoding="utf-8")

@@ -129,7 +129,7 @@ def _growing(model: Model, all_factors: Sequence[GraphFactors]) -> set[tuple[str
 
 
 def _aligned(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> list[Variant]:
-    """Returns those variants (the graph at other sample sizes) that can be split like `factors`:
+    """Returns the variants (the graph at other sample sizes) that can be split like `factors`:
     their tensors consist of the same factors, by position. Others are dropped, also from the
     model's sample sizes. Errors: OpenSizesError if none is left."""
     fitting = []
@@ -183,8 +183,8 @@ def _notes(rule: Rule, factor: str) -> tuple[object, ...]:
 
 
 def mark_open_sizes(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> GraphFactors:
-    """Returns `factors` with marks on those whose sizes are open (differ at `others`, the graph at
-    other sample sizes), and with typical sizes for costs."""
+    """Returns `factors` with marks on each factor whose size is open (differs at `others`, the
+    graph at other sample sizes), and with typical sizes for costs."""
     if not others or model.sizes is None:
         return factors
     samples = _samples(model, factors, others)
@@ -245,8 +245,9 @@ def stay_whole(
 
     nodes    the factors to forbid, by name of a node of the lowered graph, or of a weight, for the
              nodes that read it. If empty for a node, its factors of open sizes are forbidden, first
-             those between whose shards ranks communicate. For a reshard, these are the factors that
-             cut its dimension into segments; if there are none, all factors of the dimension
+             the factors between whose shards ranks communicate. For a reshard, these are the
+             factors that cut its dimension into segments; if there are none, all factors of the
+             dimension
     already  the factors that stay whole so far
     """
     factors = ctx.sharding.factors

@@ -23,7 +23,7 @@ from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotati
 
 def graph_text(graph: gs.Graph, ctx: PassContext) -> str:
     """Returns the graph as text: a line for each input, weight, node and output, such as `input x:
-    float32 4x6 [dp, -]`. Layouts are those of insert-collectives, or before that pass, of
+    float32 4x6 [dp, -]`. Layouts come from insert-collectives, or before that pass, from
     propagation so far. While nothing is split yet, there is also a line for each annotation."""
     return "\n".join(_lines(graph, ctx)) + "\n"
 

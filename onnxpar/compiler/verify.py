@@ -203,8 +203,8 @@ _CHANGES: dict[str, tuple[set[int], int]] = {
     "Select": (set(), 1),
     "Broadcast": (set(), 0),
 }
-"""What each kind of reshard may change: the axes that it adds to (1) or removes from (-1) the
-dimensions of its tensor, and its effect on the partial axes (0: none).
+"""The changes that each kind of reshard may make: the axes that it adds to (1) or removes from (-1)
+the dimensions of its tensor, and its effect on the partial axes (0: none).
 
 The table of kinds (`graph/collectives.py`) says this too, for the passes. The check does not read
 it: an error in the table would then be in the check as well, which would prove nothing.

@@ -21,7 +21,7 @@ FEW, APART = 16, 16
 APART: the number of different weights in a model whose products read their weights from memory, not
 cache."""
 PICKED, LENGTH = 1 << 16, 64
-"""How many elements a measured Gather reads in all, and in each row."""
+"""The number of elements that a measured Gather reads in all, and in each row."""
 BETWEEN = (64, 256)
 """Shape of the left operand of the matrix product that runs before each collective."""
 RATED: dict[str, tuple[tuple[int, int], ...]] = {

@@ -39,7 +39,7 @@ these send their chunks to each other."""
 
 @dataclass(frozen=True)
 class Spread:
-    """How a group's ranks lie on hosts: `locals` ranks on each of `hosts` hosts."""
+    """The places of a group's ranks: `locals` ranks on each of `hosts` hosts."""
 
     locals: int
     hosts: int
@@ -221,7 +221,7 @@ class Costs:
         return _over_hosts(kind, spread, self.topology.levels[0].link(kind), link, size)
 
     def idle(self, kind: str, groups: Iterable[Sequence[int]], size: float) -> float:
-        """Returns those seconds of a collective in which cores are idle, so that other ops can run:
+        """Returns the seconds of a collective in which cores are idle, so that other ops can run:
         they wait for a link between hosts. Within a host, cores move the bytes themselves. `groups`
         are the groups of ranks that run the collective."""
         levels = {self._level_of(group): group for group in groups}
@@ -238,8 +238,8 @@ class Costs:
         )
 
     def _level_of(self, group: Sequence[int]) -> int:
-        """Returns the index of the innermost level (host, rack, ...) of which one unit contains all
-        ranks of a group."""
+        """Returns the index of the innermost level (host, rack, ...) in which a single unit
+        contains all ranks of a group."""
         units = self.topology.units()
         inside = (i for i, unit in enumerate(units) if len({r // unit for r in group}) == 1)
         return next(inside, len(units))
@@ -266,8 +266,8 @@ class Costs:
         return outermost
 
     def spread(self, axes: Axes) -> Spread:
-        """Returns how a group of ranks along these axes lies on hosts (units of the innermost
-        level); of several groups, the one on most hosts."""
+        """Returns the places of a group of ranks along these axes on hosts (units of the innermost
+        level); of several groups, the group on most hosts."""
         if axes not in self._spreads:
             self._spreads[axes] = self._find_spread(axes)
         return self._spreads[axes]
@@ -373,7 +373,7 @@ class Costs:
         flops      multiplications and additions, each counted as one
         size       bytes that the op reads and writes
         convolves  True: at the rate of convolutions
-        far        those of the bytes that are certainly in no cache
+        far        part of `size`: bytes that are certainly in no cache
         """
         devices = self.devices if device is None else (device,)
         return max(_roofline(d, flops, size, far, convolves) for d in devices)

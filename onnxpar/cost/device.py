@@ -96,7 +96,7 @@ class Device:
 
         compute  seconds of its operations
         size     bytes that it reads and writes
-        far      those of the bytes that are certainly in no cache
+        far        part of `size`: bytes that are certainly in no cache
         """
         near, rest = self.move(size - far), far / self.memory_bandwidth
         hidden, exposed = max(compute, near + rest), max(compute, near) + rest

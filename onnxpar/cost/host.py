@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from onnxpar.cost.measure import Shard
 
 MEASURED = "measured on this host"
-"""What plans say about where this topology comes from."""
+"""The origin of this topology, as plans name it."""
 NEVER = "ONNXPAR_MEASURE"
 """The environment variable that, if set to 0, keeps all commands from measuring the host."""
 FORMAT = 6

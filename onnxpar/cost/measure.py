@@ -40,7 +40,7 @@ little."""
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure.
+    """The extent of a measurement.
 
     sizes        bytes of the tensors of collectives
     rounds       number of rounds; each runs every case, so that a short load from other programs
@@ -84,10 +84,10 @@ once."""
 PASSED = (4 << 10, 4 << 20)
 """Bytes of inputs and outputs of a session: few, and many."""
 SESSION_SECONDS = 0.2
-"""How long a session runs for each size in PASSED. The first half does not count, while the system
-still moves processes between cores."""
+"""Seconds for which a session runs for each size in PASSED. The first half does not count, while
+the system still moves processes between cores."""
 IN_RATED = 4
-"""How often a model of `rated` repeats its op."""
+"""The number of times that a model of `rated` repeats its op."""
 _numbers = count()
 
 

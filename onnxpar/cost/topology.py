@@ -78,9 +78,9 @@ HOST = Link(50e-6, 2e9)
 NETWORK = Link(100e-6, 1e9)
 """Default link between hosts: an Ethernet of 10 Gbit/s that few ranks share."""
 CONSTANTS = "built-in constants, for slow cores of one host"
-"""What plans say about the default topology."""
+"""The origin of the default topology, as plans name it."""
 ANY_HOST = "built-in constants, for a plan that is the same on every machine and promises no times"
-"""What plans say about the default topology if they must not depend on the host."""
+"""The origin of the default topology, as plans name it that must not depend on the host."""
 
 _LINKED = tuple(kind.name for kind in KINDS.values() if kind.has_link)
 """Kinds of collectives to which a level may give links of their own."""
@@ -128,8 +128,8 @@ class Topology:
         ranks: int | None = None,
     ) -> Topology | None:
         """Returns the topology that a caller passed: a file, a mapping with the content of a file,
-        a Topology, None (stays None), or the name of machines, of which `ranks` ranks are used.
-        Errors: StrategyError."""
+        a Topology, None (stays None), or the name of machines, on which `ranks` ranks run. Errors:
+        StrategyError."""
         if isinstance(topology, Mapping):
             return Topology.of(topology)
         if isinstance(topology, str) and is_machine(topology):

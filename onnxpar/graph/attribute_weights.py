@@ -27,7 +27,7 @@ _NAMES = {
     "SVMRegressor": "vectors",
     "SVMClassifier": "vectors",
 }
-"""What the rows of the operand are, by op of ai.onnx.ml."""
+"""The name for the rows of the operand, by op of ai.onnx.ml."""
 
 
 def has_attribute_weights(node: gs.Node) -> bool:
@@ -60,7 +60,7 @@ def attribute_weights(graph: gs.Graph) -> frozenset[str]:
 
 
 def conceal(nodes: Iterable[gs.Node]) -> None:
-    """Removes the operand from those nodes that have it, as before writing a file."""
+    """Removes the operand from the nodes that have it, as before writing a file."""
     for node in nodes:
         if has_attribute_weights(node):
             node.inputs.pop()

@@ -64,8 +64,8 @@ def loads(node: onnx.NodeProto, opset: int, ir_version: int = MIN_IR) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why onnxruntime does not load a model. `certain` is False if only a kernel, or an option of
-    one, may be missing: another execution provider may have it."""
+    """The reason why onnxruntime does not load a model. `certain` is False if only a kernel, or an
+    option of one, may be missing: another execution provider may have it."""
 
     reason: str
     certain: bool = True

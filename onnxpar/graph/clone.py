@@ -74,8 +74,8 @@ def needed(graph: gs.Graph, outputs: Collection[str], known: Collection[str] = (
 
 
 def nodes_of_run(graph: gs.Graph, apart: Collection[str]) -> list[gs.Node]:
-    """Returns the nodes that an ordinary run computes, in order: all except those that only the
-    outputs `apart` need, which another program of the ranks computes."""
+    """Returns the nodes that an ordinary run computes, in order: all except nodes for the outputs
+    `apart` alone, which another program of the ranks computes."""
     outputs = [t.name for t in graph.outputs]
     kept = [name for name in outputs if name not in apart]
     return list(graph.nodes) if len(kept) == len(outputs) else needed(graph, kept)

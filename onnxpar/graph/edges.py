@@ -48,8 +48,8 @@ def edge_bindings(
     taken: Collection[int],
 ) -> list[Binding]:
     """Returns bindings (sizes of all symbols) that take these sides, two for each side, with an
-    even and an odd size. They are like those in `bindings`, with another size of one of the
-    `symbols`, or of all of them. Where possible, sizes are at least `least` and not in `taken`."""
+    even and an odd size. They come from `bindings`, with another size of one of the `symbols`, or
+    of all symbols. Where possible, sizes are at least `least` and not in `taken`."""
     chosen: list[Binding] = []
 
     def size(side: Side) -> int:
@@ -72,8 +72,8 @@ def _at(
     taken: Collection[int],
 ) -> Iterator[Binding]:
     """Yields bindings (sizes of all symbols) that take one side, with odd and even sizes in turn.
-    They are like those in `bindings`, with other sizes of the minimum's symbols, as far as these
-    are among `symbols`; where possible at least `least` and not in `taken`."""
+    They come from `bindings`, with other sizes of the minimum's symbols, as far as these are among
+    `symbols`; where possible at least `least` and not in `taken`."""
     own = [s for s in symbols_of(side[0]) if s in symbols]
     for changed in [[s] for s in own] + ([own] if len(own) > 1 else []):
         for parity in (1, 0):

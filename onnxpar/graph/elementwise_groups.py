@@ -132,9 +132,9 @@ class _Merger:
         return (sorted(self._members[unit]) for unit in self._order if unit is not None)
 
     def merge(self, first: int, second: int) -> None:
-        """Merges the units of two nodes, of which `second` reads `first`, at the place of the
-        second; units that depend on the first move behind. Does nothing if the second unit depends
-        on the first through other units, too, or if a collective would move."""
+        """Merges the units of two nodes, where `second` reads `first`, at the place of the second;
+        units that depend on the first move behind. Does nothing if the second unit depends on the
+        first through other units, too, or if a collective would move."""
         first, second = self._unit[first], self._unit[second]
         later = self._between(first, second) if first != second else None
         if later is None:

@@ -1,4 +1,4 @@
-"""Which dimensions of a node's operands must be equal, by the definition of its op.
+"""Dimensions of a node's operands that must be equal, by the definition of its op.
 
 Two open sizes count as equal even if the op would broadcast a dimension of 1. A run in which only
 one of the two is 1 is then rejected, because its sizes contradict the symbols.

@@ -93,8 +93,8 @@ class TorchName:
     names       the parameter's names in torch; several if modules share it
     transposed  True if the file has the transposed value
     is_certain  False if the file does not say which parameter it is
-    stored      the tensors of the file that get their values from this parameter, True for those
-                that are transposed; empty if it is just the tensor of its own name
+    stored      the tensors of the file that get their values from this parameter, True for a
+                transposed one; empty if it is just the tensor of its own name
     """
 
     names: tuple[str, ...] = ()

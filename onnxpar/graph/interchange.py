@@ -75,8 +75,8 @@ def declared_shape(tensor: gs.Tensor) -> tuple[int | None, ...] | None:
 
 
 def reopen(graph: gs.Graph, declared: Mapping[str, TypeProto]) -> None:
-    """Makes those sizes of string inputs and outputs open again that the model leaves open, after
-    inference at sample sizes has set them. `declared` has the model's own types of inputs and
+    """Opens again the sizes of string inputs and outputs that the model leaves open, after
+    inference at sample sizes has set numbers. `declared` has the model's own types of inputs and
     outputs, by name."""
     for tensor in (*graph.inputs, *graph.outputs):
         source = _source(tensor)
@@ -399,7 +399,7 @@ def _describe_graph(graph: gs.Graph, proto: GraphProto) -> None:
 
 def _hoist(graph: gs.Graph, proto: GraphProto) -> list[TensorProto]:
     """Removes constants that subgraphs capture from the subgraphs' protos, where graphsurgeon's
-    exporter repeats them; returns those that the outer graph's proto lacks."""
+    exporter repeats them; returns the constants that the outer graph's proto lacks."""
     have = {t.name for t in proto.initializer}
     missing: dict[str, TensorProto] = {}
     inner_graphs = [g for n in graph.nodes for g in n.attrs.values() if isinstance(g, gs.Graph)]

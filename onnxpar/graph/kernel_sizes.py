@@ -1,5 +1,5 @@
 """Sizes of results as onnxruntime's kernels compute them, where ONNX's shape inference gives
-others. So all inferred sizes are those of a run."""
+others. So all inferred sizes are right in a run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def correct_sizes(
     values: Mapping[str, TensorProto],
     found: Mapping[str, TypeProto],
 ) -> None:
-    """Replaces sizes of a node's results in `found`, the inferred types, by those of onnxruntime's
-    kernel.
+    """Replaces sizes of a node's results in `found`, the inferred types, by the sizes that
+    onnxruntime's kernel gives.
 
     opset   the version of ONNX's own ops
     types   types of operands, by name
@@ -78,7 +78,7 @@ def _einsum(node: _Sized) -> _Found:
 
 @dataclass(frozen=True)
 class _Sized:
-    """What is known of a node: its attributes, the sizes of its first operand and of all operands,
+    """A node with known facts: its attributes, the sizes of its first operand and of all operands,
     and values of operands by position."""
 
     sizes: _Sizes
@@ -106,7 +106,7 @@ def pool_windows(attributes: Mapping[str, Any], i: int, size: int) -> PoolWindow
     counts them: the last window must begin inside of the dimension, or in the padding before it;
     automatic padding ignores dilations.
 
-    attributes  those of the pool
+    attributes  attributes of the pool
     """
     rank = len(attributes["kernel_shape"])
     width = attributes["kernel_shape"][i]

@@ -349,7 +349,7 @@ class Lockstep:
         return limits
 
     def _record(self, node: NodeProto, forms: Sequence[Forms]) -> None:
-        """Records the closed forms of those results of a node that depend on sizes."""
+        """Records the closed forms of the results of a node that depend on sizes."""
         for name, each in zip(node.output, forms, strict=True):
             if any(form.variables for form in each.reshape(-1)):
                 self.forms.values[name] = each
@@ -543,7 +543,7 @@ class Lockstep:
     def _holds(self, node: NodeProto, name: str, axis: int, size: Polynomial) -> bool:
         """True if the result also has this size far from the samples, at PROBES sizes where the
         node is valid. A wrong form can fit the samples by chance only if it contains minima, which
-        equal one operand at most samples. Values that bodies compute from sizes stay those of the
+        equal one operand at most samples. Values that bodies compute from sizes stay as at the
         samples."""
         if is_control(node) or not any(isinstance(atom, Minimum) for atom in self.atoms):
             return True

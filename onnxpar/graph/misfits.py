@@ -14,7 +14,7 @@ from onnxpar.graph.shapes import Walk
 
 def check_fits(walks: Sequence[Walk], node: NodeProto) -> None:
     """Checks a node that ONNX's inference rejects at all sample sizes (a walk each): asks
-    onnxruntime, with those types and values of operands that are equal in all walks. Errors:
+    onnxruntime, with the types and values of operands that are equal in all walks. Errors:
     ModelError if onnxruntime rejects the node as well."""
     names = [name for name in node.input if name]
     if any(name not in walk.types for name in names for walk in walks):

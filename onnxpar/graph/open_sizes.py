@@ -104,7 +104,7 @@ class OpenSizes:
         return atom in self.atoms or not {*self.symbols}.issuperset(symbols_of(atom))
 
     def known(self, values: Sequence[int]) -> list[Polynomial]:
-        """Returns those closed forms of sizes in the model that have these values, one for each
+        """Returns the closed forms of sizes in the model that have these values, one for each
         binding (sample sizes), the simplest first. Within the limits of runs they are equal."""
         forms = self._columns.get(tuple(values), [])
         return sorted(forms, key=lambda form: (len(form.atoms), len(form.terms)))
@@ -355,8 +355,8 @@ class _Search:
         return len(alone.conflicts)
 
     def _walk(self, general: Domain) -> Lockstep:
-        """Infers the model at sample sizes from the current domains, those from `general` at
-        first."""
+        """Infers the model at sample sizes from the current domains; a symbol without a domain gets
+        `general`."""
         symbols = sorted(_symbols(self.dims))
         self.domains = {s: self.domains.get(s, general) for s in symbols}
         bindings = sample(self.domains, self.least, self.taken, self.remainders)
@@ -398,9 +398,9 @@ class _Search:
         return self.domains != before
 
     def _small(self, walks: Lockstep) -> list[Polynomial]:
-        """Returns the open sizes for which the samples are too small: those below `least` at some
-        sample that grow with the samples (others, such as differences of positions, may be negative
-        at all sizes); and those of empty results."""
+        """Returns the open sizes for which the samples are too small: sizes below `least` at some
+        sample that grow with the samples (other sizes, such as differences of positions, may be
+        negative at all sizes); and sizes of empty results."""
         bindings = [walks.bindings[i] for i in walks.live if i not in walks.edges]
         larger = {symbol: size * _GROWTH for symbol, size in bindings[0].items()}
         growing = [s for s in walks.found if s.at(larger) > s.at(bindings[0])]
@@ -424,10 +424,10 @@ class _Search:
         return bool(new or is_tried)
 
     def _grow(self, walks: Lockstep, small: Sequence[Polynomial]) -> bool:
-        """Enlarges the sample sizes of symbols: of those that make a size in `small` larger; if
-        there are none, of all symbols in it; of all symbols, if nodes are not valid at the samples,
-        as a kernel on a short signal. Widens steps where a quotient needs that. Returns True if a
-        domain has changed and none is too large."""
+        """Enlarges the sample sizes of symbols: of the symbols that make a size in `small` larger;
+        if there are none, of all symbols in it; of all symbols, if nodes are not valid at the
+        samples, as a kernel on a short signal. Widens steps where a quotient needs that. Returns
+        True if a domain has changed and none is too large."""
         before, at = dict(self.domains), walks.bindings[walks.live[0]]
         if walks.conflicts and not small:
             small = [Polynomial.variable(symbol) for symbol in before]

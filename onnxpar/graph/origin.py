@@ -1,5 +1,5 @@
-"""Which node of the global graph each node of a rank's graph comes from. Nodes that lowering
-creates have that name as metadata; other nodes have the name of the global node themselves."""
+"""The node of the global graph from which each node of a rank's graph comes. Nodes that lowering
+creates have its name as metadata; other nodes are called as it is."""
 
 from __future__ import annotations
 

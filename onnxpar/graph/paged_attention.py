@@ -24,7 +24,7 @@ SINCE = (1, 24)
 """The oldest onnxruntime that can run the op; older ones crash if such an op lacks an optional
 input."""
 COMPUTE = "onnxpar.compute"
-"""The domain of those ops of the plugin that do not communicate."""
+"""The domain of the plugin's ops that do not communicate."""
 PAGED_ATTENTION = "PagedAttention"
 PAGED_ATTENTION_PART = "PagedAttentionPart"
 SCALE_BYTES = 4
@@ -103,7 +103,7 @@ class UnpagedError(ModelError):
 
 
 def written_in_place(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """Returns those inputs whose memory a run overwrites with the state's new value: PagedAttention
+    """Returns the inputs whose memory a run overwrites with the state's new value: PagedAttention
     writes into its caches, and an Identity from the input to the output copies nothing.
 
     states  pairs (input, output) of states

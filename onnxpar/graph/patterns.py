@@ -133,7 +133,7 @@ class Match:
         self, op: str, operands: Iterable[Any], label: str = "", outputs: int = 1, **attrs: Any
     ) -> str:
         """Adds a node to `nodes`; returns the name of its result, or of the first one. The results
-        of the last node are later renamed to those of the matched node.
+        of the last node later get the names of the matched node's results.
 
         operands  names of tensors; anything else becomes a constant
         label     the end of the result's name; default: the op and a number
@@ -163,9 +163,9 @@ class Match:
         self.main = len(self.nodes) - 1
 
     def end(self) -> None:
-        """Renames the results of the last node to those of the matched node, and gives `main` its
-        name and metadata; does nothing if one of the nodes has a result of the matched node
-        already."""
+        """Gives the results of the last node the names of the matched node's results, and gives
+        `main` its name and metadata; does nothing if one of the nodes has a result of the matched
+        node already."""
         if any({*each.output} & {*self.node.output} for each in self.nodes):
             return
         self.nodes[-1].output[:] = self.node.output
@@ -276,8 +276,8 @@ def _match(node: NodeProto, scope: Scope, table: Table) -> Match | None:
 
 
 def _without_unread(scope: Scope, results: set[str]) -> list[NodeProto]:
-    """Returns the written nodes without those that compute some of `results` and of which nothing
-    is read."""
+    """Returns the written nodes, except nodes that compute some of `results` and whose results
+    nothing reads."""
     needed = {port.name for port in scope.graph.output}
     kept: list[NodeProto] = []
     for node in reversed(scope.written):

@@ -1,4 +1,4 @@
-"""How often each node of a graph runs, also in bodies of loops."""
+"""The number of times that each node of a graph runs, also in bodies of loops."""
 
 from __future__ import annotations
 

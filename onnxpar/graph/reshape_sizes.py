@@ -1,4 +1,4 @@
-"""Which open sizes must be equal so that the operand of a Reshape has as many elements as its
+"""Open sizes that must be equal, so that the operand of a Reshape has as many elements as its
 result."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _KEY = "reshard"
 
 @dataclass(frozen=True)
 class Reshard:
-    """What a reshard node does.
+    """The description of a reshard node.
 
     kind     the name of a row of `KINDS`, such as "AllGather"
     axes     the mesh axes of its groups

@@ -389,8 +389,8 @@ class Walk:
         return {} if part is None else {result: part}
 
     def declare(self, graph: onnx.GraphProto) -> None:
-        """Writes the known types into a graph as value_info, and adds those folded constants that
-        it reads as initializers."""
+        """Writes the known types into a graph as value_info, and adds the folded constants that it
+        reads as initializers."""
         used = {name for node in graph.node for name in reads_of(node)}
         outputs = {o.name for o in graph.output}
         for name in sorted(self.folded & (used | outputs)):

@@ -77,7 +77,7 @@ class RuntimeShapes:
         types: Mapping[str, TypeProto],
         values: Mapping[str, TensorProto],
     ) -> dict[str, TypeProto]:
-        """Returns the types of those results, by name, that onnxruntime can infer."""
+        """Returns the types of the results that onnxruntime can infer, by name."""
         if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
             return {}
         if any(n and (n not in types or not types[n].HasField("tensor_type")) for n in node.input):

@@ -30,7 +30,7 @@ _AFTER = frozenset(
 _KEPT = frozenset(
     ("past", "present", "cache", "caches", "kv", "state", "states", "mem", "memory", "h", "c")
 )
-"""Words of which the name of a state contains at least one."""
+"""The name of a state contains at least one of these words."""
 _ACTIVATIONS = (("hidden", "states"), ("last", "hidden", "state"), ("encoder", "hidden", "states"))
 """Words of names that look like states, but are activations."""
 
@@ -60,10 +60,9 @@ def given_states(graph: gs.Graph, given: Sequence[Pair]) -> list[Pair]:
 
 
 def find_states(graph: gs.Graph, given: Sequence[Pair] = (), is_step: bool = False) -> list[Pair]:
-    """Returns all state pairs (input, output) of a graph: those that the user gave (`given`), then
-    those found by ops, then those found by names. In a training step (`is_step`), only caches that
-    a Concat extends are looked for. Errors: StrategyError for a given name that the model does not
-    have."""
+    """Returns all state pairs (input, output) of a graph: the user's (`given`), then pairs found by
+    ops, then pairs found by names. In a training step (`is_step`), only caches that a Concat
+    extends are looked for. Errors: StrategyError for a given name that the model does not have."""
     inputs = {t.name: t for t in graph.inputs}
     outputs = {t.name: t for t in graph.outputs}
     pairs = dict(given_states(graph, given))
@@ -79,7 +78,7 @@ def find_states(graph: gs.Graph, given: Sequence[Pair] = (), is_step: bool = Fal
 
 def missing_states(graph: gs.Graph, pairs: Sequence[Pair]) -> list[str]:
     """Returns inputs that look like states but are in no pair: their names differ only by numbers
-    from those of states, such as `past.5.key` if `past.0.key` to `past.4.key` are states."""
+    from names of states, such as `past.5.key` if `past.0.key` to `past.4.key` are states."""
     paired = {source for source, _ in pairs}
     like: dict[str, list[gs.Tensor]] = defaultdict(list)
     for tensor in graph.inputs:
@@ -110,8 +109,8 @@ def _extended(
     pairs: Mapping[str, str],
     is_step: bool,
 ) -> str | None:
-    """Returns the input of which this output is the updated value, found by the ops between them;
-    None if there is none.
+    """Returns the input whose updated value this output is, found by the ops between both; None if
+    there is none.
 
     pairs    the pairs found so far, output by input
     is_step  as for `find_states`

@@ -338,12 +338,12 @@ def rename_reads(graph: GraphProto, new: Mapping[str, str]) -> None:
 
 
 def reads_of(node: NodeProto) -> set[str]:
-    """Returns all names that a node reads, also those that its subgraphs capture from outside."""
+    """Returns all names that a node reads, also names that its subgraphs capture from outside."""
     return set(node.input).union(*map(captured_by, subgraphs_of(node)))
 
 
 def nodes_before(nodes: Iterable[NodeProto], names: Iterable[str]) -> list[NodeProto]:
-    """Returns those of the nodes on which these tensors depend, in order."""
+    """Returns the nodes on which these tensors depend, in order."""
     needed, kept = set(names), list[NodeProto]()
     for node in reversed(list(nodes)):
         if not needed.isdisjoint(node.output):
@@ -358,8 +358,8 @@ def onnx_opset(model: ModelProto) -> int:
 
 
 def captured_by(graph: GraphProto) -> set[str]:
-    """Returns all names that a subgraph reads from the graphs around it, except those that it has
-    itself."""
+    """Returns all names that a subgraph reads from the graphs around it; names of its own tensors
+    do not count."""
     read = {port.name for port in graph.output}.union(*map(reads_of, graph.node))
     own = {t.name for t in (*graph.input, *graph.initializer)}
     return read - own - {name for node in graph.node for name in node.output}

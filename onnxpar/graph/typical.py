@@ -172,8 +172,8 @@ def _defaults(symbols: Sequence[str], dims: OpenDims) -> Iterator[dict[str, int]
 
 
 def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
-    """Returns the symbols that are batch sizes: those with such a name; else all that occur only as
-    first dimensions of inputs; else the most frequent first dimension."""
+    """Returns the symbols that are batch sizes: symbols with such a name; else all symbols that
+    occur only as first dimensions of inputs; else the most frequent first dimension."""
     named = {s for s in symbols if "batch" in s.lower() or s.lower() in ("b", "n", "bs")}
     leading: Counter[str] = Counter(
         size.symbol

@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def axes(self) -> Axes:
-        """All axes that split the tensor, and those over which it is partial."""
+        """All axes that split the tensor or over which it is partial."""
         return tuple(a for d in self.dims for a in dim_axes(d)) + self.partial
 
     @property

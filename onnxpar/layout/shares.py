@@ -75,8 +75,9 @@ class Proportion:
 
 
 def integer_weights(shares: Sequence[float]) -> tuple[int, ...]:
-    """Returns small integers in proportion to shares, each at least 1: those with the smallest sum
-    that are exact to 1 percent; if there are none up to `most_weight`, the most exact ones.
+    """Returns small integers in proportion to shares, each at least 1: the integers with the
+    smallest sum that are exact to 1 percent; if there are none up to `most_weight`, the most exact
+    ones.
 
     >>> integer_weights([0.5, 0.1667, 0.3333])
     (3, 1, 2)

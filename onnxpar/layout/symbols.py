@@ -26,8 +26,8 @@ Binding = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Quotient:
-    """The size `over // below`, of which polynomials can contain multiples. Create it with
-    `quotient`, which normalizes, so that equal sizes compare equal."""
+    """The size `over // below`, a variable that polynomials can contain. Create it with `quotient`,
+    which normalizes, so that equal sizes compare equal."""
 
     over: Polynomial
     below: int
@@ -52,7 +52,7 @@ class Quotient:
 
 @dataclass(frozen=True)
 class Minimum:
-    """The least of several sizes, of which polynomials can contain multiples. Create it with
+    """The least of several sizes, a variable that polynomials can contain. Create it with
     `minimum`, which normalizes, so that equal sizes compare equal."""
 
     operands: tuple[Polynomial, ...]
@@ -104,8 +104,8 @@ class Polynomial:
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
-        """All quotients and minima in the polynomial, also those inside others, which come
-        first."""
+        """All quotients and minima in the polynomial; one inside another comes before the outer
+        one."""
         found: list[Atom] = []
         for monomial, _ in self.terms:
             for v in monomial:
@@ -344,8 +344,8 @@ def symbols_of(atom: Atom) -> tuple[str, ...]:
 
 
 def _alternatives(size: Polynomial) -> list[Polynomial]:
-    """Returns sizes of which `size` is the minimum: min(a, b) + c gives [a + c, b + c]; a size
-    without a minimum, or a long one, gives itself alone. For merging nested minima."""
+    """Returns sizes whose minimum is `size`: min(a, b) + c gives [a + c, b + c]; a size without a
+    minimum, or a long one, gives itself alone. For merging nested minima."""
     for monomial, coefficient in size.terms if size.weight <= _LARGEST_MERGED else ():
         if len(monomial) == 1 and isinstance(monomial[0], Minimum) and coefficient > 0:
             rest = size - _polynomial([(monomial, coefficient)])

@@ -39,7 +39,7 @@ class Attempt:
         return cls(options.objective, options.devices, options.page_size)
 
     def on(self, options: Options) -> Options:
-        """Returns the user's options, changed to those of the attempt."""
+        """Returns the user's options with the changes of the attempt."""
         return replace(
             options,
             objective=self.objective,

@@ -35,7 +35,7 @@ def options_of(
 ) -> Options:
     """Returns the compiler's options.
 
-    user_options  the user's, by name; those left out have their defaults
+    user_options  the user's, by name; options that are left out have their defaults
     caller        the function's name in errors
     kind          the table of options that the function takes
 
@@ -107,10 +107,10 @@ def _kv_dtype(dtype: str | None) -> str | None:
 def _with_context(
     options: Mapping[str, Any], strategy: Strategy, known: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Returns the options with those of the section `context` of a strategy file. Settings that the
-    function does not take are left out: `annotate` fuses nothing. `known` is the table of its
-    options. Errors: StrategyError for a setting that an option contradicts, or that a strategy
-    cannot have."""
+    """Returns the options together with the settings of the section `context` of a strategy file.
+    Settings that the function does not take are left out: `annotate` fuses nothing. `known` is the
+    table of its options. Errors: StrategyError for a setting that an option contradicts, or that a
+    strategy cannot have."""
     source = f"{strategy.source}: context"
     new = options_of_context(strategy.context, source)
     every = table(PlanOptions)

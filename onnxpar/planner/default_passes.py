@@ -54,7 +54,7 @@ MANUAL_PASSES: tuple[type[Pass], ...] = (
 
 
 def passes_of(options: Options, model: Model) -> list[Pass]:
-    """Returns the passes to run between loading and split-ranks: the default passes, with those
+    """Returns the passes to run between loading and split-ranks: the default passes, and passes
     that the user added in their places."""
     return insert(_own_passes(options, model), options.passes)
 
@@ -93,7 +93,7 @@ def may_overlap(options: Options) -> bool:
 
 
 def _fusion(options: Options, model: Model) -> FuseAllReduces:
-    """Returns the pass that fuses collectives. By default, it fuses those of gradients, and
+    """Returns the pass that fuses collectives. By default, it fuses sums of gradients, and
     exchanges of tables whose rows are dealt out to ranks; fused activations would wait for each
     other. Errors: StrategyError."""
     by = options.fusion or ("none" if model.step is None else "cost")

@@ -60,7 +60,7 @@ _TABLES = ("annotations", "layouts", "copies", "facts", "fused")
 
 class Dump(Observer):
     """An observer that writes the graph after each pass to a numbered file in a folder. In the end,
-    the folder has the files of the chosen attempt; until then, a hidden folder keeps those of
+    the folder has the files of the chosen attempt; until then, a hidden folder keeps the files of
     earlier attempts. Errors: OnnxparError if a file cannot be written."""
 
     takes_time = True

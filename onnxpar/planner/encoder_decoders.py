@@ -38,7 +38,7 @@ def decoder_by_default(model: object, options: Options) -> Options:
 
 
 def encoder_options(options: Options, decoder: Plan) -> Options:
-    """Returns the options for the encoder, given those for the decoder and its plan: as many ranks,
+    """Returns the options for the encoder, made from the decoder's options and plan: as many ranks,
     and none of the options that name tensors, nodes or sizes."""
     return replace(
         options,

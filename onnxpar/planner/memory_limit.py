@@ -67,7 +67,7 @@ def within_limit(attempt: Attempt, may_grow: bool, make: Make) -> Planned:
 
 @dataclass(frozen=True)
 class _Excess:
-    """How much memory a plan lacks.
+    """The memory that a plan needs beyond the present memory.
 
     per_rank  bytes that a rank may hold; if ranks differ, the largest number
     needed    the bytes that are needed, and by whom, as text

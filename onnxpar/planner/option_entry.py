@@ -35,7 +35,7 @@ dumped graph after passes."""
 
 @dataclass(frozen=True)
 class Option:
-    """What a table says of an option.
+    """The entry of an option in a table.
 
     help      the text for --help, help() and the documentation; it names other options as flags
     group     the title of its group in --help; empty: the option is for Python alone
@@ -162,7 +162,7 @@ def with_defaults(values: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 
 def same_names(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those options that are fields of the dataclass `kind`, by name."""
+    """Returns the options that are fields of the dataclass `kind`, by name."""
     return {each.name: values[each.name] for each in fields(kind) if each.name in values}
 
 

@@ -32,8 +32,8 @@ def unknown_host() -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """The options that `shard`, `plan` and `check` share; `onnxpar shard --help` explains those of
-    users.
+    """The options that `shard`, `plan` and `check` share; `onnxpar shard --help` explains the
+    options of users.
 
     pages_if_possible  True: a decoder whose caches cannot be in pages keeps them as they are
     part         the part of an encoder-decoder to load from its folder; None: any other model

@@ -28,8 +28,8 @@ _BOOLS = {"true": True, "false": False}
 
 
 def by_name() -> dict[str, type[Pass]]:
-    """Returns all passes by name, those of plugins last. Errors: StrategyError if a plugin's pass
-    has the name of one of onnxpar's."""
+    """Returns all passes by name, passes of plugins last. Errors: StrategyError if a plugin's pass
+    has the name of a pass of onnxpar."""
     of_plugins = registered_passes()
     for name in OWN.keys() & of_plugins.keys():
         raise StrategyError(

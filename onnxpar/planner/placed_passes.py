@@ -29,8 +29,8 @@ class Placed:
 
 
 def insert(passes: Sequence[Pass], added: Sequence[Pass | Placed]) -> list[Pass]:
-    """Returns `passes` with those in `added` at their places. A pass of the stage REWRITE needs no
-    place: it runs after the other passes of its stage. Errors: StrategyError."""
+    """Returns `passes` and `added`, each added pass at its place. A pass of the stage REWRITE needs
+    no place: it runs after the other passes of its stage. Errors: StrategyError."""
     out = list(passes)
     for entry in added:
         placed = entry if isinstance(entry, Placed) else Placed(entry)
@@ -99,7 +99,7 @@ def computed_names(graph: gs.Graph) -> set[str]:
 
 @dataclass(frozen=True)
 class Known:
-    """What a graph has before a pass: names of computed tensors, and op types."""
+    """The names of computed tensors and the op types of a graph before a pass."""
 
     tensors: Collection[str]
     ops: Collection[str]

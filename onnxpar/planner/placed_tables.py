@@ -40,7 +40,7 @@ def tables_on_host(
 ) -> tuple[str, ...]:
     """Returns the names of the weights and states that stay on the host: the user's tables, their
     optimizer states, and the results that replace these states. Errors: StrategyError for a glob
-    that matches nothing, and for a tensor of which a run reads or changes all rows."""
+    that matches nothing, and for a tensor if a run reads or changes all its rows."""
     requests = [("--place", place)]
     if strategy is not None:
         requests.append((f"{strategy.source}: place", strategy.place))

@@ -29,7 +29,7 @@ _registered: dict[str, type[Pass]] = {}
 
 
 def registered_passes() -> dict[str, type[Pass]]:
-    """Returns the passes of plugins by name, those of installed packages first."""
+    """Returns the passes of plugins by name, passes of installed packages first."""
     load_entry_points()
     return dict(_registered)
 

@@ -297,7 +297,7 @@ def _bytes(
 ) -> Iterator[int]:
     """Yields the bytes that a rank sends in each collective of the plan: the weighted mean of
     `sent_at`. For a collective inside an op, which is not in `sent_at`, a polynomial through its
-    bytes at all bindings gives those at each profile.
+    bytes at all sample sizes gives the bytes at each profile.
 
     sent_at  (weight, bytes by collective) at each of the sizes
     """

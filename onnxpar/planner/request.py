@@ -86,8 +86,8 @@ def requests_for(request: Request, mesh: Mesh, ranks: int) -> Iterator[dict[str,
 
 
 def _alike(mesh: Mesh, ranks: int) -> list[Mesh]:
-    """Returns meshes of this many ranks with the same axes in other sizes: first those whose inner
-    axes keep their sizes, then those with larger inner axes, because the inner axes divide the
+    """Returns meshes of this many ranks with the same axes in other sizes: first meshes whose inner
+    axes keep their sizes, then meshes with larger inner axes, because the inner axes divide the
     memory of a rank."""
     names = [name for name, _ in mesh.shape]
     before = [size for _, size in mesh.shape]

@@ -35,7 +35,7 @@ def run_passes(
     check: bool = False,
     times: PassTimes | None = None,
 ) -> Plan | None:
-    """Runs passes in order; returns the plan, which is made after those passes that have
+    """Runs passes in order; returns the plan, which is made after the passes that have
     `plan_after`; None if none has.
 
     observer  sees the graph after every pass, before the check, and the costs after the pass with

@@ -123,7 +123,7 @@ class _Saving:
 
     def strategy(self) -> Strategy:
         """Returns the strategy: adds entries until they give the layouts of the plan, then drops
-        those that are not needed."""
+        entries that are not needed."""
         batches: list[list[_Entry]] = []
         while differing := self._differing(batches):
             batches.append(self._next(differing, batches))
@@ -169,8 +169,8 @@ class _Saving:
         return [key for key, pieces in self.goal.items() if decided[key] != pieces or key in free]
 
     def _weights(self) -> dict[str, Pieces]:
-        """Returns the axes of the weights to which an entry may give a layout: those for which all
-        readers need one layout, without partial sums."""
+        """Returns the axes of the weights to which an entry may give a layout: all readers of such
+        a weight need one layout, without partial sums."""
         reads: dict[str, set[Pieces | None]] = defaultdict(set)
         for op in self.ops.values():
             node_pieces = self.goal[SHARD, op.node.name]

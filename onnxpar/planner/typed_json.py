@@ -31,7 +31,8 @@ from onnxpar.strategy.training_presets import Closed, SplitSums, SplitTogether
 
 
 def _with_parts(kinds: Iterable[type[Any]]) -> dict[str, type[Any]]:
-    """Returns these dataclasses and those in the types of their fields, recursively, by name."""
+    """Returns these dataclasses and the dataclasses in the types of their fields, recursively, by
+    name."""
     by_type_name: dict[str, type[Any]] = {}
     todo = list(kinds)
     while todo:

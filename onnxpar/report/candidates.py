@@ -28,7 +28,7 @@ from onnxpar.strategy.table_parallel import TABLES
 from onnxpar.strategy.training_presets import SEQUENCE, ZERO_STAGES
 
 ONE_RANK = "one rank"
-"""What tables call the unsplit model on one rank."""
+"""The name of the unsplit model on one rank, in tables."""
 MOST_HYBRIDS = 6
 """At most this many meshes of two axes are tried, evenly spaced among all factorizations of the
 number of ranks."""
@@ -88,8 +88,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Candidates(Shown):
-    """The strategies that were tried for a model: those that apply (`found`, best first by
-    `objective`), those that do not (`refused`), and the unsplit model."""
+    """The strategies that were tried for a model: strategies that apply (`found`, best first by
+    `objective`), strategies that do not (`refused`), and the unsplit model."""
 
     model: str
     ranks: int

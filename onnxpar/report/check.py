@@ -65,12 +65,12 @@ that are equal for all symbols, for models that need many elements."""
 _SECONDS = 5.0
 """Seconds for trying further sizes, once the outputs agree at one."""
 _MOST_ELEMENTS = 1 << 25
-"""Random inputs have at most this many elements, at sizes above those of the plan's example."""
+"""Random inputs have at most this many elements, at larger sizes than in the plan's example."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to check; `onnxpar.check` describes these options."""
+    """Options of a check; `onnxpar.check` describes them."""
 
     inputs: Inputs = None
     seed: int = 0
@@ -307,8 +307,7 @@ def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
 
 
 def _check_training(model: Path, options: Options, way: Way) -> Check:
-    """Checks a training step over several steps, of which each starts from the states of the
-    previous one."""
+    """Checks a training step over several steps; each starts from the states of the step before."""
     steps = STEPS if way.steps is None else way.steps
     lr = RATE if way.lr is None else way.lr
     if steps < 1:
@@ -358,7 +357,7 @@ def _batches(way: Way, plan: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]
 
 
 def _sizes_to_try(plan: Plan, bundle: Bundle) -> Iterator[dict[str, int]]:
-    """Yields sizes of symbols in the order in which to try them: the typical ones, then those of
+    """Yields sizes of symbols in the order in which to try them: the typical ones, then sizes by
     _RESIZES. Unless the user gave the typical sizes, a variant of these comes first, in which split
     sizes below the number of ranks are larger, so that every rank has elements, in uneven shards.
     """
@@ -442,7 +441,7 @@ def _consistent(
     fed: Collection[str],
 ) -> tuple[dict[str, int], Mapping[str, Range]]:
     """Returns sizes that the model accepts, by symbol, and the range of each integer input at these
-    sizes. Starts from `sizes` and changes those that contradict each other: the length of a mask
+    sizes. Starts from `sizes` and changes sizes that contradict each other: the length of a mask
     must be the sum of past and present lengths. Symbols in `fed` keep their sizes."""
     if not bundle.symbols or options.preset == MANUAL:
         return dict(sizes), plan.ranges

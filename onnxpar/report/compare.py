@@ -154,7 +154,7 @@ class Report:
     rows: tuple[Comparison, ...]
     times: Times | None = None
     moved: Mapping[str, float] = field(default_factory=dict, kw_only=True)
-    """How much rounding changes each result of the unsplit model, by output. Measured only if an
+    """The change of each result of the unsplit model by rounding, by output. Measured only if an
     error exceeds its usual tolerance."""
 
     @property

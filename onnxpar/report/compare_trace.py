@@ -1,4 +1,4 @@
-"""Compares the times that a plan predicts with those in a trace of recorded runs (`plan
+"""Compares the times that a plan predicts with the times in a trace of recorded runs (`plan
 --compare`).
 
 onnxruntime fuses nodes, and lowering replaces one node by several. So times are compared for sets
@@ -100,9 +100,9 @@ def planned_nodes(
 
 
 def compare_trace(trace: Trace, plan: Plan, nodes: Mapping[str, PlannedNode]) -> Comparison:
-    """Compares the times in a trace, except those of evaluations, with the predictions in `nodes`,
-    which are those of the plan. Errors: StrategyError if the trace is of another plan, InputError
-    if it has no runs."""
+    """Compares the times of runs in a trace, except evaluations, with the times that the plan
+    predicts (`nodes`). Errors: StrategyError if the trace is of another plan, InputError if it has
+    no runs."""
     lengths = trace.lengths()
     if not lengths:
         raise InputError("the trace has no runs; record some with `onnxpar run --profile`")
@@ -237,9 +237,9 @@ def _communicated(
     nodes: Mapping[str, PlannedNode],
     sent: Mapping[str, int],
 ) -> list[Communicated]:
-    """Returns the times of collectives in the order in which they ran, and then those that did not
-    run. `sent` has bytes by collective at the sizes of the recorded runs, which replace those in
-    the trace."""
+    """Returns the times of collectives in the order in which they ran, and then of collectives that
+    did not run. `sent` has bytes by collective at the sizes of the recorded runs, which replace the
+    bytes in the trace."""
     by_node: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda e: e.start):
         if event.collective is not None:
@@ -258,8 +258,8 @@ def _collective(
     node: PlannedNode | None,
     sent_in: Mapping[str, int],
 ) -> Communicated:
-    """Returns the times of one collective, or of those inside one node, from their events in all
-    recorded runs."""
+    """Returns the times of one collective, or of all collectives inside one node, from their events
+    in all recorded runs."""
     recorded = [e.collective for e in events if e.collective]
     is_inner = node is not None and not node.is_collective
     kinds = dict.fromkeys(t.kind for t in recorded) or ([node.op] if node and not is_inner else [])

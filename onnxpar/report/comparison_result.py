@@ -33,8 +33,8 @@ class Computed:
 
     @property
     def label(self) -> str:
-        """What tables call the set: its op type in the model if there is only one, else the op type
-        that ran if there is only one, else all op types in the model."""
+        """The name of the set in tables: its op type in the model if there is only one, else the op
+        type that ran if there is only one, else all op types in the model."""
         if not self.ran:
             return NOTHING_RAN
         if len(self.ops) == 1:
@@ -136,7 +136,7 @@ class Comparison(Shown):
         return sorted(types, key=lambda t: -t.measured)
 
     def worst(self) -> list[Computed | Communicated]:
-        """Returns all rows, those first whose prediction is wrong by most seconds."""
+        """Returns all rows, sorted by the error of the prediction in seconds, the largest first."""
         rows: list[Computed | Communicated] = [*self.computed, *self.talked]
         return sorted(rows, key=lambda row: -abs(row.measured - (row.predicted or 0.0)))
 

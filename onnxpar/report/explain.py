@@ -75,7 +75,8 @@ class Step:
 @dataclass(frozen=True)
 class Block:
     """Steps that occur `times` times in a row, with other names, such as equal layers; `name` and
-    `last` are the names of the first and the last occurrence, `steps` are those of the first."""
+    `last` are the names of the first and the last occurrence, `steps` are the steps of the first.
+    """
 
     name: str
     last: str
@@ -194,7 +195,7 @@ def _within(
     around: int = 0,
 ) -> Iterator[tuple[gs.Node, int, int]]:
     """Yields (node, depth, bytes of live activations) for the nodes of a graph, each followed by
-    those of its subgraphs. `around` are bytes that are live outside of the graph."""
+    the nodes of its subgraphs. `around` are bytes that are live outside of the graph."""
     for node, alive in zip(nodes, activations(graph, nodes, ctx), strict=True):
         yield node, depth, around + alive
         for body in subgraphs(node):

@@ -49,7 +49,7 @@ _COLLECTIVE_HEADS = (
 
 
 class Room:
-    """How many characters of HTML a section may still have."""
+    """The number of characters of HTML that a section may still have."""
 
     def __init__(self, left: int) -> None:
         self.left = left

@@ -42,7 +42,7 @@ class Change:
 
     @property
     def kind(self) -> str:
-        """What the pass did to the node: ADDED, REMOVED, CHANGED or KEPT."""
+        """The effect of the pass on the node: ADDED, REMOVED, CHANGED or KEPT."""
         if self.before is None or self.after is None:
             return ADDED if self.before is None else REMOVED
         return KEPT if self.before == self.after else CHANGED
@@ -50,7 +50,7 @@ class Change:
 
 @dataclass(frozen=True)
 class PassStep:
-    """What a pass changed.
+    """The changes that a pass made.
 
     changes    the nodes in the order of the graph, also unchanged ones
     asked      new requests of layouts (annotations), one line each

@@ -22,7 +22,7 @@ _HEADS = (
 )
 TAG = re.compile(r"\btag=\d+")
 Kept = int
-"""How many nodes in a row a pass left as they were."""
+"""The number of successive nodes that a pass left as they were."""
 
 
 def passes(steps: Sequence[PassStep]) -> Iterator[str]:

@@ -28,7 +28,7 @@ Texts = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """What each rank holds of a tensor.
+    """The part of a tensor that each rank holds.
 
     shapes  the shape of its shard
     spans   for an input or a stored tensor, the ranges of elements in each dimension: `[0:4, :]`
@@ -87,7 +87,7 @@ class _Parts:
         self._fed = {t.name for t in ctx.model.graph.inputs}
 
     def of(self, tensors: Iterable[gs.Tensor]) -> tuple[Part, ...]:
-        """Returns the parts of these tensors; those with open sizes have no shapes."""
+        """Returns the parts of these tensors; tensors with open sizes have no shapes."""
         return tuple(self._part(tensor) for tensor in tensors if tensor.name)
 
     def _part(self, tensor: gs.Tensor) -> Part:

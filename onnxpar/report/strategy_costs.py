@@ -86,8 +86,8 @@ class NodeStrategies:
 
     rule      its sharding rule
     whole     the reason for each factor that cannot be split
-    complete  False if there are too many strategies: then only those that the search compares are
-              listed
+    complete  False if there are too many strategies: then only strategies that the search compares
+              are listed
     """
 
     node: str
@@ -144,7 +144,7 @@ def strategy_costs(path: Path, pattern: str, options: Options) -> StrategyCosts:
 
 class _Collector(Observer):
     """An observer that lists the strategies of nodes after the pass that sets annotations, and
-    marks those that the plan uses after the pass that decides layouts."""
+    marks the strategies that the plan uses after the pass that decides layouts."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern

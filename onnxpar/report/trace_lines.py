@@ -54,8 +54,8 @@ def trace_lines(trace: Trace) -> Iterator[str]:
 
 
 def expert_lines(load: ExpertLoad) -> Iterator[str]:
-    """Yields the lines about a mixture: the tokens of each expert; of many experts, only of those
-    with most and with fewest tokens."""
+    """Yields the lines about a mixture: the tokens of each expert; of many experts, only of the
+    experts with most and with fewest tokens."""
     total = sum(load.tokens)
     runs = f"{load.runs} run{'s' if load.runs > 1 else ''}"
     yield f"tokens per expert of {load.mixture}, {total:,} in {runs}:"

@@ -61,7 +61,7 @@ def open_unsplit(
     model: str | os.PathLike[str] | bytes, folder: str | os.PathLike[str] | None = None
 ) -> ort.InferenceSession:
     """Returns an onnxruntime session of the unsplit model that prints no warnings (such as of
-    initializers that are inputs), and leaves out those optimizations that change results (see
+    initializers that are inputs), and leaves out optimizations that change results (see
     `kept_bounds` and `kept_ranges`). `folder` is where the external data is, if `model` is bytes.
     Errors: ModelError."""
     source = model if isinstance(model, bytes) else os.fspath(model)
