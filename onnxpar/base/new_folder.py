@@ -132,8 +132,8 @@ def _exchange(one: Path, two: Path) -> bool:
 
 
 def aside(place: Path) -> Path:
-    """The path at which the older folder is for a moment, where the file system cannot swap two
-    names."""
+    """Returns the path that the older folder has between two renames, where the file system cannot
+    swap two names."""
     return place.with_name(f".{place.name}.old{SUFFIX}")
 
 

@@ -82,7 +82,7 @@ class _Following:
         threading.Thread(target=self._run, name="onnxpar-follow", daemon=True).start()
 
     def wait(self) -> int:
-        """Waits until rank 0 ends; returns the exit status. Errors: those of `follow`."""
+        """Waits until rank 0 ends; returns the exit status. Errors: as `follow`."""
         while not self._is_over.wait(1.0):
             pass
         if isinstance(self._outcome, BaseException):

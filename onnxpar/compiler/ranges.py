@@ -33,8 +33,8 @@ _MICROSOFT = "com.microsoft"
 
 def integer_ranges(graph: gs.Graph) -> dict[str, Range]:
     """Returns the integers [low, high) that each integer input may hold, by name: row numbers of
-    the tables that it indexes, or lengths or positions of a cache; (0, 2), as for a mask, if it
-    does none of that."""
+    the tables that it indexes, or lengths or positions of a cache; (0, 2), as for a mask, for any
+    other input."""
     return {
         tensor.name: _range(tensor, set()) or _MASK
         for tensor in graph.inputs

@@ -65,20 +65,21 @@ def messages(kind: str, ranks: int, size: float) -> tuple[int, float]:
 
 
 def _of_shards(ranks: int, size: float) -> tuple[int, float]:
-    """`messages` of collectives in which every rank sends a shard to each other rank, in one
-    round."""
+    """`messages` (rounds, bytes) of collectives in which every rank sends a shard to each other
+    rank, in one round."""
     return 1, size * (ranks - 1) / ranks
 
 
 def _of_all_reduce(ranks: int, size: float) -> tuple[int, float]:
-    """`messages` of an all-reduce."""
+    """`messages` (rounds, bytes that a rank sends) of an all-reduce within a host: one round if the
+    tensor is small, else two."""
     if size * (ranks - 1) <= DIRECT_BYTES:
         return 1, size * (ranks - 1)
     return 2, 2 * size * (ranks - 1) / ranks
 
 
 def _of_broadcast(ranks: int, size: float) -> tuple[int, float]:
-    """`messages` of a broadcast."""
+    """`messages` (rounds, bytes that the busiest rank sends) of a broadcast within a host."""
     if size <= SCATTERED_BYTES or ranks == 2:
         return 1, size * (ranks - 1)
     return 2, size + size * (ranks - 2) / (ranks - 1)
@@ -107,28 +108,31 @@ def stages(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stage]:
 
 
 def _between(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stage]:
-    """`stages` that count all messages as messages between hosts."""
+    """`stages` (inside hosts, between hosts; each rounds and bytes) that count all messages as
+    messages between hosts."""
     return (0, 0.0), messages(kind, spread.ranks, size)
 
 
 def _exchanged(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stage]:
-    """`stages` of an all-to-all: each rank sends a shard to each other rank, on its own host or on
-    others."""
+    """`stages` (inside hosts, between hosts; each rounds and bytes) of an all-to-all: each rank
+    sends a shard to each other rank, on its own host or on others."""
     shard = size / spread.ranks
     away = spread.ranks - spread.locals
     return (0, shard * (spread.locals - 1)), (1, shard * away)
 
 
 def _by_host(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stage]:
-    """`stages` of collectives in which the ranks of a host share the tensor: each handles one part
-    on its host, and exchanges this part with its counterparts on other hosts."""
+    """`stages` (inside hosts, between hosts; each rounds and bytes) of collectives in which the
+    ranks of a host share the tensor: each handles one part on its host, and exchanges this part
+    with its counterparts on other hosts."""
     part = size / spread.locals
     inside = (int(spread.locals > 1), part * (spread.locals - 1))
     return inside, (1, part * (spread.hosts - 1) / spread.hosts)
 
 
 def _sums_by_host(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stage]:
-    """`stages` of an all-reduce: one round if the tensor is small, else as `_scattered_sums`."""
+    """`stages` (inside hosts, between hosts; each rounds and bytes) of an all-reduce: one round if
+    the tensor is small, else as `_scattered_sums`."""
     locals, peers = spread.locals - 1, spread.hosts - 1
     if size * (locals + peers) <= DIRECT_BYTES and size * locals * peers <= SPARE_BYTES:
         return (int(locals > 0), size * locals), (1, size * peers)
@@ -136,13 +140,14 @@ def _sums_by_host(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stag
 
 
 def _scattered_sums(spread: Spread, size: float) -> tuple[_Stage, _Stage]:
-    """`stages` of an all-reduce as a reduce-scatter and an all-gather."""
+    """`stages` (inside hosts, between hosts; each rounds and bytes) of an all-reduce as a
+    reduce-scatter and an all-gather."""
     (rounds, inside), (between_rounds, between) = _by_host("ReduceScatter", spread, size)
     return (2 * rounds, 2 * inside), (2 * between_rounds, 2 * between)
 
 
 def _broadcast_by_host(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stage]:
-    """`stages` of a broadcast."""
+    """`stages` (inside hosts, between hosts; each rounds and bytes) of a broadcast."""
     peers = spread.hosts - 1
     part = size / spread.locals
     inside = (int(spread.locals > 1), part * (spread.locals - 1))
@@ -349,8 +354,8 @@ class Costs:
         )
 
     def memory(self, size: float, device: Device | None = None, far: float = 0.0) -> float:
-        """Returns the seconds to read or write `size` bytes, of which `far` bytes are certainly in
-        no cache."""
+        """Returns the seconds to read or write `size` bytes, of which `far` are certainly in no
+        cache."""
         devices = self.devices if device is None else (device,)
         return max(d.move(size - far) + far / d.memory_bandwidth for d in devices)
 

@@ -46,8 +46,9 @@ class Kind:
                    which it cuts its operand; None if it does not
     shapes         the attribute for the shape of each member's operand; None if there is none
     lists          other attributes with an entry for each member
-    awaits         whose arrival a rank's result needs: that of the whole group, the neighbors, the
-                   root, or the source of the rank's shard; None if the nodes of just two ranks meet
+    awaits         the members whose arrival a rank's result needs: the whole group, the neighbors,
+                   the root, or the source of the rank's shard; None if the nodes of just two ranks
+                   meet
     ends_together  True if all members end at the same moment, so that profiles can align their
                    clocks
     by_data        True if the data decide how many bytes each rank sends

@@ -387,8 +387,8 @@ class Lockstep:
 
     def _explain(self, node: NodeProto, is_open: bool) -> None:
         """Finds a closed form, which may be a number, for every size of a node's results; where
-        there is none, makes the size unknown in all walks. `is_open` is False if no operand depends
-        on open sizes."""
+        there is none, makes the size unknown at all sample sizes. `is_open` is False if no operand
+        depends on open sizes."""
         names = [name for name in node.output if name]
         if not is_open:
             return

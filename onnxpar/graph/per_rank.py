@@ -30,8 +30,8 @@ class PerRank:
     stand_ins: dict[str, frozenset[tuple[int, Axes]]] = field(default_factory=dict)
 
     def copy_attributes(self, node: str, copy: str) -> None:
-        """Gives the node named `copy`, a copy of the node named `node`, the same attributes that
-        depend on the rank."""
+        """Registers all attributes of the node named `node` that depend on the rank also for its
+        copy, the node named `copy`."""
         for (name, key), function in list(self.attributes.items()):
             if name == node:
                 self.attributes[copy, key] = function

@@ -104,7 +104,7 @@ class Step:
     metadata.
 
     seed            input for random numbers; None if the step draws none
-    labels          input for class numbers, of which -100 does not count; None if the loss has none
+    labels          input for class numbers, where -100 does not count; None if the loss has none
     target          input with which the loss compares the output; None if there is none
     samples         input for the number of samples that count; None if labels say so, or all count
     full_batches    True if each sample of a batch affects the results of the others

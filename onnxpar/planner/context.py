@@ -91,9 +91,9 @@ def prepare(
     passes: Sequence[Pass],
     observer: Observer | None = None,
 ) -> PassContext:
-    """Runs the passes of the stage REWRITE, also on the graphs at other bindings of open sizes;
-    then chooses mesh and strategy, and returns the context for the other passes. Errors:
-    OnnxparError."""
+    """Runs the passes of the stage REWRITE, also on the graphs at other sample sizes of open
+    dimensions; then chooses mesh and strategy, and returns the context for the other passes.
+    Errors: OnnxparError."""
     steps = [p for p in passes if p.stage is Stage.REWRITE]
     if steps or options.passes or options.exposed:
         model.original = None

@@ -66,7 +66,7 @@ def _run_named(
     output: str | os.PathLike[str] | None,
     show: Callable[[str], object],
 ) -> None:
-    """Does the work of `run_named`, with its parameters."""
+    """`run_named` without the timing; takes its parameters."""
     times = options.times
     dumped = None
     if is_dump(path):

@@ -138,7 +138,7 @@ class Planner:
         """Makes one or two plans of an attempt; returns the faster one, by predicted time. The
         search for the first counts sums of gradients between hosts in full; the search for the
         second assumes that they run beside compute. The second is made only for training steps that
-        overlap the two, and for which a search decides."""
+        overlap communication with compute, if a search decides."""
         planned = self.make(attempt)
         is_step = planned.plan.step is not None and planned.ctx.model.sizes is None
         was_searched = planned.ctx.request.solution is not None
@@ -203,8 +203,8 @@ class Planner:
         return Planned(attempt, plan, ctx, seen)
 
     def _repeat(self, plan: Plan, ctx: PassContext, passes: Sequence[Pass], seen: Observer) -> None:
-        """Repeats the passes of the stage LOWER at the other bindings of open sizes, and gives the
-        plan its open sizes, and its costs at typical sizes. Errors: OpenSizesError."""
+        """Repeats the passes of the stage LOWER at the other sample sizes of open dimensions; gives
+        the plan formulas for open sizes, and its costs at typical sizes. Errors: OpenSizesError."""
         model, times = ctx.model, self.options.times
         if model.sizes is None:
             return

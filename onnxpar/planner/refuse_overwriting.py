@@ -43,7 +43,7 @@ WRITTEN = {
 }
 """Options that name a file to write, and their flags."""
 DATA = ("data", "eval")
-"""Options that may also name a folder, of which all files are read."""
+"""Options that may also name a folder, and whose files are then all read."""
 
 
 def refuse_overwriting(options: Mapping[str, Any]) -> None:

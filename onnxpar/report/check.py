@@ -154,7 +154,7 @@ def _checked(
     progress: Callable[[int], None] | None,
     tell: Callable[[str], None],
 ) -> Check:
-    """Does the work of `check_model`, with its parameters."""
+    """`check_model` without the last call of `tell`; takes its parameters."""
     refuse_paging(options, "check")
     is_manual = options.preset == MANUAL
     close = _tolerance(way, is_manual)

@@ -83,7 +83,7 @@ class Comparison(Shown):
     computed  times of sets of nodes
     talked    times of collectives
     session   the time of a run outside of ranks; None if the trace does not have it
-    sizes     the open sizes of the predictions: those of the runs, if the trace has them
+    sizes     the open sizes of the predictions: sizes of the runs, if the trace has them
     """
 
     model: str
