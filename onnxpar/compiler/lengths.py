@@ -91,8 +91,8 @@ def _check_shards(plans: Sequence[Plan], files: Sequence[Path], states: Collecti
 
 
 def same_cut(a: Port, b: Port) -> bool:
-    """True if two ports are split over the same axes along each dimension, whatever their sizes.
-    How an unsplit dimension is composed of factors makes no difference."""
+    """True if two inputs or outputs are split over the same axes along each dimension, whatever
+    their sizes. How an unsplit dimension is composed of factors makes no difference."""
     return bool(_cut(a) == _cut(b))
 
 

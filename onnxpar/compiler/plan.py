@@ -64,7 +64,7 @@ class Port:
     open: OpenPort | None = None
 
     def to_json(self, mesh: Mesh) -> dict[str, Any]:
-        """Returns the port's entry of plan.json."""
+        """Returns the entry of plan.json for this input or output."""
         shape: Any = None if self.shape is None else list(self.shape)
         layout = None if self.layout is None else self.layout.to_json()
         if self.open is not None:
@@ -212,7 +212,7 @@ class Plan(Shown):
     in_place      the states that runs change in their own memory, by input name
     on_host       the weights and states that stay in files; None if there are none
     row_outputs   as in LoweredState
-    step          which port has which role (loss, rate, ...), if the model is a training step
+    step          the roles (loss, rate, ...) of inputs and outputs, if the model is a training step
     lookups       inputs whose elements index a table, with the bounds to check
     fused         (number before, number after) fuse-all-reduces of collectives, by kind
     mixtures      as in LoweredState

@@ -38,9 +38,9 @@ def infer(model: onnx.ModelProto, keep: Collection[str] | None = None) -> None:
 
 
 def infer_bodies(walk: Walk, node: NodeProto) -> None:
-    """Adds the types of the results of an If, Loop or Scan to a walk, by inferring its bodies for
-    the known types of its operands. Shapes that the bodies declare are ignored; the node itself is
-    not changed."""
+    """Adds the types of the results of an If, Loop or Scan to `walk`, the known types and values,
+    by inferring its bodies for the types of its operands. Shapes that the bodies declare are
+    ignored; the node itself is not changed."""
     copy = NodeProto()
     copy.CopyFrom(node)
     _Inference(walk).infer(copy)
@@ -184,8 +184,8 @@ class _Inference:
                 self.walk.types[name].CopyFrom(type_)
 
     def _forget(self, body: GraphProto) -> None:
-        """Removes all records of a body's tensors from the walk, because its inputs were assumed
-        wrongly."""
+        """Removes all recorded types and values of a body's tensors, because its inputs were
+        assumed wrongly."""
         names = {p.name for p in body.input}
         for node in body.node:
             names.update(node.output, map(_stored_name, node.output))

@@ -67,13 +67,14 @@ class Unsolved:
 
 
 class Lockstep:
-    """Walks over the nodes of a graph, at each binding (sizes of its symbols) at the same time.
+    """Infers the nodes of a graph one after the other, at each of several bindings (sizes of its
+    symbols) at once.
 
     inputs    the types of the inputs at each binding
     symbols   all symbols; if several could be replaced to make two sizes equal, the last one is
-    strides   formulas that earlier walks found; this walk adds its own
+    strides   formulas that earlier inference found; this object adds its own
     closed    symbols that have no sizes other than the samples
-    dims      the open dimensions of inputs in closed form; None for a walk at one binding
+    dims      the open dimensions of inputs in closed form; None for inference at a single binding
     edges     number of bindings at the end of the list that may make results empty
 
     Results, as attributes:
@@ -83,14 +84,14 @@ class Lockstep:
     forms       closed forms of sizes and values
     atoms       the minima and quotients of sizes that closed forms contain
     conflicts   nodes that are not valid for their operands
-    tie         (symbol, replacement) that makes two sizes equal, as a node requires; the walk ends
-                there
-    is_certain  True if the tie follows from an op's attributes, or from a weight that is not
+    tie         (symbol, replacement) that makes two sizes equal, as a node requires; inference
+                stops there
+    is_certain  True if `tie` follows from an op's attributes, or from a weight that is not
                 broadcast
     found       all open sizes
     limits      pairs of sizes: where the first is greater than the second, the model is not valid
     void        open sizes of empty results; if unknown, the open sizes of the operands
-    unsolved    nodes with sizes that must be equal, but cannot be tied
+    unsolved    nodes with sizes that must be equal, but that no replacement of a symbol makes equal
     lost        first results of nodes whose results have data-dependent sizes
     """
 
@@ -130,7 +131,8 @@ class Lockstep:
         self._known: dict[tuple[int, ...], Polynomial | None] = {}
 
     def run(self) -> None:
-        """Infers all nodes; stops before a node that needs a tie."""
+        """Infers all nodes; stops before a node that requires two different sizes to be equal, and
+        sets `tie`."""
         for node in self.model.graph.node:
             self.tie = self._tie(node)
             if self.tie is not None:

@@ -385,8 +385,9 @@ class _Search:
         return types
 
     def _bound(self, unsolved: Sequence[Unsolved]) -> bool:
-        """Where two sizes must be equal but cannot be tied, restricts a symbol to the sizes at
-        which they are, if these are a range. Returns True if a domain has changed."""
+        """Where two sizes must be equal, but no replacement of a symbol makes them equal, restricts
+        a symbol to the sizes at which they are, if these are a range. Returns True if a domain has
+        changed."""
         before = dict(self.domains)
         for odd in unsolved:
             difference = odd.first - odd.second

@@ -119,7 +119,7 @@ class Step:
     gradients       tensors of the graph that are gradients of the loss, by parameter
     gradient_scale  constant factor of these gradients; a factor that changes is the slot SCALE
     rows            sums of the gradients of looked-up rows, by lazily trained table
-    deal            sharding of the tensors, if the step is a program per rank
+    deal            sharding of the tensors, if the step is written as the program of one rank
     compression     how gradients that ranks exchange are compressed; empty: not at all
     cautions        sentences on differences between training this step and the exported network
     sampled         numbers of groups of classes, of classes that a step samples from each group,

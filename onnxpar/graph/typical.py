@@ -119,7 +119,7 @@ def typical_sizes(
 
     typical  the user's sizes
     symbols  all symbols that are open
-    ties     symbols that follow from others
+    ties     symbols that must equal expressions of others
     dims     the open dimensions of inputs
     caches   relations between sizes that attention kernels demand
     fits     tests whether the model is valid at sizes: defaults must pass the first test; if none

@@ -99,7 +99,7 @@ class Pins:
 
 
 def _has_parts(a: Port, b: Port) -> bool:
-    """True if the dimensions of two ports consist of equal numbers of factors."""
+    """True if the dimensions of two inputs or outputs consist of equal numbers of factors."""
     layouts = [port.layout for port in (a, b)]
     counts = [[len(list(leaves(d))) for d in each.dims] for each in layouts if each]
     return all(each == counts[0] for each in counts)

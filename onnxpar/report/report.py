@@ -29,8 +29,8 @@ _PORT_HEADS = ("dtype", "shape", "layout")
 
 
 def _type_text(port: Mapping[str, Any]) -> str:
-    """Returns the dtype of a port of plan.json; for a value that is no tensor, onnxruntime's
-    type."""
+    """Returns the dtype of an input or output in plan.json; for a value that is no tensor,
+    onnxruntime's type."""
     return str(port["dtype"] or port["type"])
 
 
@@ -212,7 +212,7 @@ def _ports(plan: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _state_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
     """Yields lines about state pairs, and a warning about caches that are in no pair. States of a
-    training step are among the ports instead."""
+    training step are listed among inputs and outputs instead."""
     pairs, missing = plan["states"], plan.get("unpaired", [])
     if pairs and not plan.get("step"):
         count = "1 state pair" if len(pairs) == 1 else f"{len(pairs)} state pairs"
