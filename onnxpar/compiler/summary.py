@@ -220,9 +220,10 @@ def _spread(ranks: int) -> list[int]:
 
 
 def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
-    """Returns the nodes that run whole on every rank, with reasons, of three kinds: nodes whose
-    rule needs whole operands that had to be gathered; contractions (matrix products, convolutions)
-    that no axis splits; and nodes with bodies that are not split."""
+    """Returns the nodes that run whole on every rank, with reasons: nodes whose operands had to be
+    gathered, because their rule needs them whole; nodes without a sharding rule; contractions
+    (matrix products, convolutions) that no axis splits; and nodes with bodies that are not split.
+    """
     out = []
     for op in ctx.sharding.factors.ops if ctx.sharding.mesh.size > 1 else []:
         lost = _gathered(op, ctx)

@@ -71,10 +71,11 @@ def sample(
     The sizes of one symbol are consecutive, so that they have every remainder; the sizes within a
     binding differ from each other. The last FAR bindings have much larger sizes.
 
-    domains     from which sizes of each symbol are drawn
-    least       the smallest size, where a domain allows it, so that no shard is empty
+    domains     the domain of each symbol, from which its sizes are drawn
+    least       the smallest size
     taken       sizes that the first binding avoids if possible, such as constants of the model
-    remainders  the number of bindings wanted; clipped to FEWEST and MOST
+    remainders  a number of ranks: at least as many bindings are returned, up to MOST, and sizes are
+                at least as large where a domain has room for that, so that no shard is empty
     """
     source = random.Random(0)
     count = min(max(FEWEST, least, remainders), MOST)
