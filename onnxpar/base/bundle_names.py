@@ -1,4 +1,5 @@
-"""The names of the files in the folder of a sharded model, and which names may be there at all."""
+"""File names in the folder of a sharded model, and checks of the names that such a folder may
+list."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ CARRIED = (
     "sentence_bert_config.json",
     POOLING,
 )
-"""The files of a sharded model that are copies of those beside its model."""
+"""Files that `shard` copies, if they exist, from the folder of the model into that of the sharded
+model."""
 SHARED = "shared.weights"
 """The weights that all ranks hold."""
 
@@ -45,38 +47,42 @@ def rank_name(rank: int, suffix: str) -> str:
 
 
 def suffix_of(*programs: str) -> str:
-    """The end of the names of the files with a program of each rank: of a step for some length of
-    samples, and of its evaluation, if they are named."""
+    """Returns the end of the names of rank files that hold a program: `onnx`; or with names of the
+    program, `suffix_of("512", "eval")` is `512-eval.onnx`. A training step has a program for each
+    length of its samples (such as 512), and one for its evaluation. Empty names are left out."""
     return ".".join([*filter(None, ["-".join(filter(None, programs))]), "onnx"])
 
 
 def shared_name(number: int) -> str:
-    """The name of the file with the weights of a group of several ranks, which are numbered."""
+    """The name of the file with weights that a group of ranks, but not all ranks, share; groups are
+    numbered."""
     return f"shared_{number:04d}.weights"
 
 
 def owner_of(name: str) -> int | None:
-    """The rank to which a graph or a file of first values belongs, by its name; None for any other
-    file."""
+    """The rank to which a file `rank_0003.onnx` or `rank_0003.NAME.onnx` belongs, by its name; None
+    for any other name."""
     found = _GRAPH.fullmatch(name)
     return None if found is None else int(found[1])
 
 
 def is_own(name: str) -> bool:
-    """True for a name that onnxpar gives to files of sharded models, and so may read there."""
+    """True if the name has the form of a file that onnxpar writes into a sharded model; a folder
+    with any other file is not replaced."""
     return _OWN.fullmatch(name) is not None
 
 
 def check_inner(name: str) -> None:
-    """Checks a name in a list of files, which may come from anywhere. Errors: ValueError unless it
-    is that of a file inside the folder: relative, without `..`, and printable."""
+    """Checks that `name`, an entry of a list of files that may be forged, is a path inside the
+    folder: relative, without `..`, printable, and not plan.json. Errors: ValueError."""
     is_inner = not any(part in ("", ".", "..") for part in name.split("/"))
     if not is_inner or "\\" in name or not name.isprintable() or name == PLAN:
         raise ValueError(f"{name!r} is not the name of a file in the folder")
 
 
 def inner_path(folder: Path, name: str) -> Path:
-    """Returns the path of a listed file. Errors: ModelError if links lead out of the folder."""
+    """Returns `folder / name`. Errors: ModelError if symbolic links on this path lead out of the
+    folder."""
     path = folder / name
     target = path.resolve()
     if not target.is_relative_to(folder.resolve()):

@@ -1,4 +1,4 @@
-"""Copies parts of files, in the kernel where the file systems allow it."""
+"""Copies parts of files, inside the kernel (copy_file_range) where the file systems allow it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import errno
 import os
 
 BLOCK = 8 << 20
-"""Bytes that this process copies at a time where the kernel does not."""
+"""Most bytes per call of `copy_part` where the kernel cannot copy, and this process reads and
+writes."""
 _NOT_WITHIN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of copies that the kernel does not make, such as those between some file systems."""
 
 
 def copy_part(source: int, sink: int, count: int, start: int, at: int) -> int:
-    """Copies at most `count` bytes between two open files, from `start` to `at`; returns how many,
-    0 at the end of the source. File systems that can share blocks between files do. Errors:
-    OSError."""
+    """Copies at most `count` bytes from offset `start` of the open file `source` to offset `at` of
+    the open file `sink`. Returns the number of bytes copied; 0 at the end of the source. File
+    systems that can share blocks between files do so. Errors: OSError."""
     try:
         return os.copy_file_range(source, sink, count, start, at)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Custom-op libraries that a user gave, and sessions' options of onnxruntime that register them."""
+"""Custom-op libraries that a user named, and options of onnxruntime sessions that register them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HELP = (
     "a custom-op library for onnxruntime, such as libcustom.so; sharded folders do not name "
     "libraries, so each command that runs the model needs this option"
 )
-"""The text of --library."""
+"""The help text of the option --library."""
 _REMEDY = "; give the custom-op library that has it: --library FILE (in Python, `libraries`)"
 
 
@@ -37,20 +37,22 @@ def use_libraries(files: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def libraries() -> Sequence[str]:
-    """The paths of all libraries in use."""
+    """The absolute paths of all libraries that `use_libraries` registered, in that order."""
     return tuple(_libraries)
 
 
 def remedy(reason: str) -> str:
-    """Returns what a user can do about onnxruntime's reason not to load a model, to follow it, for
-    an op that is not known; else nothing."""
+    """Returns text to append to an error message: for onnxruntime's error that an op is not
+    registered, `; give the custom-op library ...`; for any other error, an empty string."""
     return _REMEDY if "is not a registered function/op" in reason else ""
 
 
 def quiet_options(threads: int = 0, optimized: bool = True) -> ort.SessionOptions:
-    """Returns options of a session that prints no warnings, with the libraries in use. `threads` is
-    the number of threads, 0 for onnxruntime's default; without `optimized`, onnxruntime runs the
-    graph as written."""
+    """Returns options of a session that prints no warnings and has all libraries in use registered.
+
+    threads    the number of threads; 0 means onnxruntime's default
+    optimized  False: onnxruntime runs the graph as written, without graph optimizations
+    """
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors are also raised
     options.intra_op_num_threads = threads

@@ -32,7 +32,7 @@ _UNSEALED = "0" * 64
 
 
 class DigestWriter:
-    """Writes to a file, and computes the digests of the written bytes."""
+    """Writes to a file, and computes the digests of the written bytes on the way."""
 
     def __init__(self, sink: BinaryIO) -> None:
         self._sink = sink
@@ -62,7 +62,7 @@ class DigestWriter:
 
 
 def digests_of(files: Iterable[Path]) -> dict[str, Digests]:
-    """The digests of all blocks of each file, by file name. Errors: OSError."""
+    """Returns size and digests of each file, by file name. Errors: OSError."""
     sizes = {file: file.stat().st_size for file in files}
     found = _hashed((file, at) for file, size in sizes.items() for at in _blocks(size))
     return {
@@ -72,10 +72,13 @@ def digests_of(files: Iterable[Path]) -> dict[str, Digests]:
 
 
 def check_files(folder: Path, wanted: Mapping[str, Digests], whole: bool, remedy: str) -> None:
-    """Checks files against their digests: all blocks if `whole`, else at most SAMPLED blocks per
-    file.
+    """Checks files of a folder against their sizes and digests: all blocks if `whole`, else at most
+    SAMPLED blocks per file.
 
-    Errors: ModelError, with the remedy, if the size or content of a file has changed.
+    wanted  size and digests by file name, as `digests_of` returns them
+    remedy  the end of error messages, such as "write the checkpoint again"; may be empty
+
+    Errors: ModelError if a file is missing, or its size or content has changed.
     """
     blocks: list[Block] = []
     for name, digests in wanted.items():
@@ -88,7 +91,7 @@ def check_files(folder: Path, wanted: Mapping[str, Digests], whole: bool, remedy
 
 
 def blocks_of(wanted: Mapping[str, Digests]) -> list[Block]:
-    """All blocks of files, with their digests."""
+    """Returns all blocks of these files as a flat list of (file name, offset, digest)."""
     return [
         (name, at, digest)
         for name, digests in wanted.items()
@@ -97,8 +100,8 @@ def blocks_of(wanted: Mapping[str, Digests]) -> list[Block]:
 
 
 def check_blocks(folder: Path, blocks: Iterable[Block], remedy: str) -> None:
-    """Checks blocks against their digests. Errors: ModelError, with the remedy, if one has
-    changed."""
+    """Reads blocks and compares their digests. Errors: ModelError, which ends with `remedy`, if a
+    block has changed or cannot be read."""
     tasks = {(folder / name, at): digest for name, at, digest in blocks}
     try:
         found = _hashed(tasks)
@@ -113,8 +116,8 @@ def check_blocks(folder: Path, blocks: Iterable[Block], remedy: str) -> None:
 
 
 def check_size(file: Path, digests: Digests, remedy: str) -> None:
-    """Checks the size of a file. Errors: ModelError, with the remedy, if it has changed or if the
-    file is missing."""
+    """Checks that a file exists and has the size in `digests`. Errors: ModelError, which ends with
+    `remedy`."""
     try:
         status = file.stat()
     except OSError as error:
@@ -128,8 +131,9 @@ def check_size(file: Path, digests: Digests, remedy: str) -> None:
 
 
 def check_listed(files: Mapping[str, Digests]) -> None:
-    """Checks the form of a list of files and digests, not the files. Errors: TypeError, KeyError or
-    ValueError if it is malformed, or names a file outside of the folder."""
+    """Checks the form of a list of files and digests that was read from a file; does not read the
+    listed files. Errors: TypeError, KeyError or ValueError if the list is malformed, or names a
+    file outside of the folder."""
     for name, digests in files.items():
         check_inner(name)
         blocks, ranks = digests["sha256"], digests.get("ranks", [])
@@ -147,8 +151,8 @@ def _and(remedy: str) -> str:
 
 
 def sealed(data: Mapping[str, Any]) -> str:
-    """The JSON text of an object, with a last entry `sha256`: the digest of this text, computed
-    with zeros in place of the digest."""
+    """Returns the JSON text of an object, with a last entry `sha256` that protects the text itself:
+    the digest of the text in which this entry is 64 zeros."""
     own = {key: value for key, value in data.items() if key != "sha256"}
     text = json.dumps({**own, "sha256": _UNSEALED}, indent=1)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -157,8 +161,8 @@ def sealed(data: Mapping[str, Any]) -> str:
 
 
 def check_seal(file: Path, text: bytes, remedy: str) -> None:
-    """Checks a text that `sealed` made. Errors: ModelError, with `file` and the remedy, if it has
-    changed."""
+    """Checks that a text is as `sealed` returned it. Errors: ModelError, which names `file` and
+    ends with `remedy`, if the text has changed."""
     found = _SEAL.search(text)
     if found is not None:
         start, end = found.span(1)
@@ -169,7 +173,7 @@ def check_seal(file: Path, text: bytes, remedy: str) -> None:
 
 
 def file_sum(file: Path) -> str:
-    """The SHA-256 of a whole file. Errors: OSError."""
+    """Returns the SHA-256 of the content of a file, in hexadecimal. Errors: OSError."""
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as source:
         for piece in _pieces(source, file.stat().st_size):
@@ -178,16 +182,16 @@ def file_sum(file: Path) -> str:
 
 
 def _blocks(size: int) -> range:
-    """Offsets of the blocks of a file; an empty file has one block."""
+    """The offsets of the blocks of a file with `size` bytes; an empty file has one block, at 0."""
     return range(0, max(size, 1), BLOCK)
 
 
 _FEW = 2
-"""The number of blocks up to which one thread reads them."""
+"""Up to this number of blocks, one thread reads all of them."""
 
 
 def _hashed(tasks: Iterable[tuple[Path, int]]) -> dict[tuple[Path, int], str]:
-    """The digests of blocks (file and offset), computed in parallel."""
+    """Returns the digest of each block, given as (file, offset); computes several in parallel."""
     each = list(tasks)
     if len(each) <= _FEW:
         return {task: _digest(*task) for task in each}

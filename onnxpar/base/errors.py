@@ -16,7 +16,8 @@ def wants_traceback() -> bool:
 
 class OnnxparError(Exception):
     """Base of all errors that onnxpar raises on purpose. The message names the cause and, if there
-    is one, the remedy. `is_common` is set if all ranks raise it, with the same text."""
+    is one, the remedy. `is_common` is True for an error that every rank raises with the same text.
+    """
 
     is_common = False
 
@@ -38,8 +39,8 @@ class StrategyError(OnnxparError):
 
 
 class SizeError(StrategyError):
-    """A strategy that is impossible for the size of a dimension; at another size it may be
-    possible."""
+    """A strategy that is impossible for the size of a dimension (`size`), but may be possible at
+    another size: 6 heads cannot be split over 4 ranks, 8 can."""
 
     def __init__(self, message: str, size: int) -> None:
         super().__init__(message)
@@ -47,8 +48,9 @@ class SizeError(StrategyError):
 
 
 class OpenSizesError(StrategyError):
-    """Layouts that are impossible because sizes are open. `nodes` maps node names to the factors
-    that must not be split, as far as they are known."""
+    """Layouts that are impossible because sizes of the model are open (symbols). `nodes` maps names
+    of nodes to the factors that must stay whole in them, as far as they are known; the planner then
+    tries again."""
 
     def __init__(self, message: str, nodes: Mapping[str, frozenset[str]] | None = None) -> None:
         super().__init__(message)
@@ -60,9 +62,9 @@ class InputError(OnnxparError):
 
 
 class RankError(OnnxparError):
-    """A rank that died, stopped, disagreed with others or did not start. This error ends the
-    session. `lost` are the ranks whose processes died or do not answer, so far as it is known: new
-    processes may do better."""
+    """A rank that died, stopped, disagreed with other ranks or did not start. This error ends the
+    session. `lost` are the ranks whose processes died or do not answer, as far as known; a session
+    that starts new processes in their place may succeed."""
 
     lost: tuple[int, ...] = ()
 
@@ -73,12 +75,12 @@ class LaunchError(RankError):
 
 
 class RunError(RankError):
-    """A run that failed because of its feeds. The session stays usable, with the states from before
-    the run."""
+    """A run that failed because of its feeds. The session stays usable; its states (caches,
+    parameters) are as before the run."""
 
 
 class DivergenceError(OnnxparError):
-    """A training run whose loss is not finite, or of which no step was applied."""
+    """A training run in which a loss is not finite, or no step could be applied."""
 
 
 class StoppedError(OnnxparError):

@@ -1,4 +1,5 @@
-"""A lock on a folder, so that only one process writes there; the end of a process releases it."""
+"""A lock on a folder, so that only one process writes there. The end of the process releases the
+lock."""
 
 from __future__ import annotations
 
@@ -19,27 +20,29 @@ from onnxpar.base.log import LOG
 from onnxpar.base.write_file import make_folders, unread, writing
 
 NAME = ".onnxpar.lock"
-"""Name of the file in the folder that a process locks. The file contains the number of that
-process, which removes the file when it ends."""
+"""Name of the locked file in the folder. It contains the number and host of the process that holds
+the lock (`process 4711 on host1`); that process removes the file at its end."""
 _HOLDER = re.compile(rb"process (\d+) on ([\w.-]+)\n")
 _HELD = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
 """Errors of file systems that cannot lock files."""
 _PATIENCE, _TICK = 2.0, 0.05
-"""Seconds to wait until a process that has just locked the file has written its name into it, and
-seconds between two attempts to read that."""
+"""In seconds: how long to wait until a process that has just locked the file has written its name
+into it; and the pause between two attempts to read that name."""
 _inherited: set[int] = set()
 """Descriptors of locked files; a forked child must close them, else it would hold the locks too."""
 
 
 class FolderLock:
-    """Holds the lock of a folder until `release`, the end of a `with`, or any end of the process.
-    Creates the folder if it does not exist. Waits so many seconds (`patience`) for another process
-    that holds the lock: a file system of several hosts may take a while to notice that one is gone.
+    """Holds the lock of a folder until `release`, the end of a `with` block, or any end of the
+    process. Creates the folder if it does not exist. If the file system cannot lock files, prints a
+    warning on stderr and locks nothing.
 
-    Errors: InputError, naming the process, if another process holds the lock; OnnxparError if the
-    folder cannot be written to. If the file system cannot lock files, this prints a warning on
-    stderr and locks nothing.
+    patience  seconds to wait for another process that holds the lock; a file system that hosts
+              share may take a while to notice that a process is gone
+
+    Errors: InputError that names the other process, if it still holds the lock; OnnxparError if the
+    folder cannot be written to.
     """
 
     def __init__(self, folder: Path, patience: float = 0.0) -> None:
@@ -56,7 +59,8 @@ class FolderLock:
         self._finalizer = end
 
     def is_of(self, folder: Path) -> bool:
-        """True if this object still holds its lock, and the lock is that of `folder`."""
+        """True if this object still holds its lock, and `folder` is the locked folder, maybe by
+        another path."""
         return self._finalizer.alive and folder.exists() and folder.samefile(self.folder)
 
     def release(self) -> None:
@@ -76,8 +80,9 @@ class FolderLock:
 
 
 def _locked(folder: Path, patience: float) -> int:
-    """Locks a folder's file, writes the name of this process into it, and returns its descriptor.
-    Errors: InputError if another process still holds the lock after so many seconds; OSError."""
+    """Locks the lock file of a folder, writes the name of this process into it, and returns its
+    descriptor. Errors: InputError if another process still holds the lock after `patience` seconds;
+    OSError."""
     file = folder / NAME
     start = time.monotonic()
     holder: re.Match[bytes] | None = None
@@ -116,8 +121,8 @@ def _text(holder: re.Match[bytes] | None) -> str:
 
 
 def _lock(descriptor: int, file: Path) -> bool:
-    """Takes the lock; False if another process holds it. Prints a warning if the file system has no
-    locks."""
+    """Locks an open file without waiting. Returns False if another process holds the lock; True
+    also if the file system has no locks, after a warning."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -133,8 +138,8 @@ def _lock(descriptor: int, file: Path) -> bool:
 
 
 def _is_still_at(descriptor: int, file: Path) -> bool:
-    """True if the opened file is still at this path: the process that locked it removes it at its
-    end."""
+    """True if `descriptor` is still the file at this path, not one that its former owner has
+    removed since."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
     except FileNotFoundError:
@@ -142,8 +147,9 @@ def _is_still_at(descriptor: int, file: Path) -> bool:
 
 
 def _release(owner: int, descriptor: int, file: Path, made: Sequence[Path]) -> None:
-    """Removes and unlocks the file, and removes the created folders that are empty. Does nothing in
-    a forked child."""
+    """Removes and unlocks the lock file, and removes the folders in `made` (created with the lock)
+    that are empty. Does nothing in a forked child of `owner`, the number of the process that took
+    the lock."""
     if os.getpid() != owner:
         return
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Computes SHA-256 in threads, while the caller goes on."""
+"""Computes SHA-256 digests in threads, while the caller goes on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _WAITING = 4
-"""Tasks for each core that may wait; with more, the caller waits, so that memory is bounded."""
+"""Tasks per core that may wait for a thread; with more, the caller waits, so that memory stays
+bounded."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Bytes of a file, which are read when they are hashed."""
+    """A range of bytes of a file, `length` from offset `start`, read only when it is hashed."""
 
     file: Path
     start: int
@@ -30,7 +31,7 @@ class Stretch:
         return Stretch(self.file, self.start + start, stop - start)
 
     def read(self) -> bytes:
-        """Returns the bytes. Errors: OSError, also if the file ends before."""
+        """Returns the bytes. Errors: OSError, also if the file is shorter."""
         with self.file.open("rb", buffering=0) as opened:
             parts, at = list[bytes](), 0
             while at < self.length:
@@ -42,11 +43,11 @@ class Stretch:
 
 
 Piece = memoryview | Stretch
-"""Bytes that must not change any more."""
+"""Bytes to hash, in memory or in a file; they must not change until they are hashed."""
 
 
 class Hashing:
-    """Threads that compute digests, one for each core."""
+    """A pool of threads, one for each core, that compute SHA-256 digests."""
 
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0))
@@ -55,13 +56,14 @@ class Hashing:
         self._failed: Exception | None = None
 
     def add(self, pieces: Sequence[Piece], done: Callable[[str], None]) -> None:
-        """Computes the digest of pieces together, and calls `done` with it in a thread."""
+        """Starts to compute one digest of all pieces, concatenated; then a thread calls `done` with
+        it, in hexadecimal. Waits first while too many tasks are queued."""
         self._room.acquire()
         self._pool.submit(self._hash, pieces, done)
 
     def finish(self) -> None:
-        """Waits for all digests; afterwards none can be added. Errors: OSError if a piece cannot
-        be read."""
+        """Waits until all digests are computed; nothing can be added afterwards. Errors: OSError if
+        a piece could not be read."""
         self._pool.shutdown()
         if self._failed is not None:
             raise self._failed

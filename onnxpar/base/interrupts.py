@@ -18,18 +18,19 @@ STATUSES = {
     signal.SIGTERM: ("terminated", 143),
     signal.SIGHUP: ("terminated, because its terminal was closed", 129),
 }
-"""Message and exit status of a command that a signal ends, by signal."""
+"""By signal: the word of the message `onnxpar: interrupted`, and the exit status of the command."""
 _waiting: list[int] = []
-"""Signals that arrived inside an `uninterrupted` block and must still be raised."""
+"""Signals that arrived inside an `uninterrupted` block, and that its end will raise."""
 _deferring: list[Deferred] = []
-"""The open blocks of this kind."""
+"""The `Deferred` blocks that are open now."""
 _shields = [0]
 """Its only element is the number of open `uninterrupted` blocks."""
 
 
 class Terminated(BaseException):
-    """A signal asked the process to end; raised so that half-written files are removed first. Its
-    arguments, as those of KeyboardInterrupt, are what else the user should know."""
+    """The exception for SIGTERM or SIGHUP (`number`), raised so that `finally` blocks remove
+    half-written files. Its arguments, like those of KeyboardInterrupt in this package, are more
+    text for the user."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -37,8 +38,8 @@ class Terminated(BaseException):
 
 
 def raise_for(number: int) -> None:
-    """Raises KeyboardInterrupt for SIGINT and Terminated for other signals; inside an
-    `uninterrupted` block, delays that to the block's end."""
+    """Raises KeyboardInterrupt for SIGINT and Terminated for other signals. Inside an
+    `uninterrupted` block, the end of that block raises instead."""
     if _shields[0]:
         _waiting.append(number)
     elif number == signal.SIGINT:
@@ -67,8 +68,9 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Deferred:
-    """A block of the main thread in which SIGTERM does not end the command: `asked` is set
-    instead. In other threads, the block changes nothing."""
+    """A `with` block in which SIGTERM does not end the command but sets the event `asked`, so that
+    a loop can end at a good point. In threads other than the main one, the block changes nothing.
+    """
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -90,13 +92,14 @@ class Deferred:
 
 
 def is_deferred(number: int) -> bool:
-    """True if a signal does not end the command now, but asks it to end soon."""
+    """True if a `Deferred` block is open and catches this signal, so that the command ends soon,
+    not now."""
     return number == signal.SIGTERM and bool(_deferring)
 
 
 def end_at_next_signal() -> None:
-    """Makes the next signal end the command, after one that only asked for the end, and the one
-    behind it kill the command."""
+    """Installs handlers, once a signal has asked the command to end soon: the next SIGINT or
+    SIGTERM raises an exception, and the one after that kills the process."""
 
     def end(number: int, frame: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM):
@@ -108,7 +111,8 @@ def end_at_next_signal() -> None:
 
 
 def end_now(number: int, frame: FrameType | None) -> None:
-    """Ends the process at once: a signal handler for times when there is nothing to clean up."""
+    """A signal handler for times when there is nothing to clean up: prints one line and ends the
+    process."""
     word, status = STATUSES[signal.Signals(number)]
     os.write(2, f"onnxpar: {word}\n".encode())
     os._exit(status)

@@ -1,4 +1,5 @@
-"""JSON that any reader takes: without NaN and infinities, which Python writes as words."""
+"""JSON that every parser accepts: without NaN and Infinity, which Python's json writes by
+default."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Returns a value as JSON, with null for numbers that are not finite."""
+    """Returns a value as JSON text, with null in place of numbers that are not finite."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 

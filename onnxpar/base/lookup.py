@@ -1,4 +1,5 @@
-"""Inputs whose elements are indices into a table, and a check of their range."""
+"""Graph inputs whose elements are indices into a table, such as token ids, and a check of their
+range."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from onnxpar.base.arrays import Array
 
 @dataclass(frozen=True)
 class Lookup:
-    """An input whose elements index the rows of a node's table; valid indices are in [-rows,
-    rows). Those of a loss, whose `table` is empty, are classes in [0, rows), or `ignored`.
+    """A graph input (`input`) whose elements are row numbers of a table (`table`, a tensor with
+    `rows` rows) that a node (`node`, such as a Gather) reads; valid values are in [-rows, rows).
 
-    columns  the elements that do so, if not all: those at `start`, `start + step`, ... below `stop`
-             along a dimension, as (dimension, start, stop, step)
+    table    empty for a loss: then elements are classes, valid in [0, rows)
+    ignored  a further valid value of classes, such as -100; None: there is none
+    columns  the elements that are indices, at `start`, `start + step`, ... below `stop` along a
+             dimension, as (dimension, start, stop, step); empty: all elements
     """
 
     input: str
@@ -27,8 +30,8 @@ class Lookup:
     ignored: int | None = None
 
     def fault(self, value: Array) -> str | None:
-        """A message that names the first element out of range; None if all elements are in
-        range."""
+        """Returns a message that names the first element of `value` that is out of range; None if
+        there is none."""
         if value.dtype.kind not in "iu" or (self.columns and value.ndim <= self.columns[0]):
             return None
         outside = (value >= self.rows) | (value < (-self.rows if self.table else 0))

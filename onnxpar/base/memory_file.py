@@ -1,4 +1,4 @@
-"""Files in memory, which processes share."""
+"""Files in memory that several processes can map."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names for what is added to a graph."""
+"""Names that are still free in a graph, for tensors and nodes that the compiler adds."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from collections.abc import Iterable
 
 
 class Names:
-    """The names of a graph, of its tensors and nodes; equal ones give equal free names."""
+    """The names that a graph already uses (`taken`). Equal sets of names always give equal free
+    names."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
         self._sorted = sorted(self._taken)
 
     def free(self, name: str) -> str:
-        """`name`, with underscores behind it until nothing has this name, or continues it with
-        `::`."""
+        """Returns `name` with as many underscores behind it as needed until it is not taken, and no
+        taken name begins with it and `::`. With "x" taken, `free("x")` is "x_". Does not reserve
+        the name."""
         while name in self._taken or self._is_continued(name, "::"):
             name += "_"
         return name
 
     def root(self, name: str, mark: str) -> str:
-        """`name`, with underscores behind it until no name continues it with `mark`."""
+        """Returns `name` with as many underscores behind it as needed until no taken name begins
+        with `name + mark`. For a prefix of new names: with "x/1" taken, `root("x", "/")` is "x_".
+        """
         while self._is_continued(name, mark):
             name += "_"
         return name

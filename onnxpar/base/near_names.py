@@ -1,4 +1,4 @@
-"""Suggestions for names that are unknown."""
+"""Suggestions of similar names, for error messages about unknown names."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from difflib import get_close_matches
 
 _SHOWN = 3
 _SIMILAR = 0.75
-"""The least ratio of difflib between names that are similar."""
+"""Names are similar if difflib's ratio of them is at least this."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns the end of an error message about an unknown name: the most similar name, or all
-    names."""
+    """Returns the end of an error message about the unknown `name`: `; did you mean 'x'?` with the
+    most similar of the `known` names, or `; it has: ` and all of them if none is similar."""
     known = list(known)
     near = nearest(name, known)
     return f"; did you mean {near!r}?" if near is not None else f"; it has: {', '.join(known)}"
 
 
 def there_are(pattern: str, names: Iterable[str]) -> str:
-    """Returns the end of an error message about a pattern that matches none of many names: the most
-    similar name, or some of the names.
+    """Returns the end of an error message about a pattern that matches none of `names`: a question
+    with the most similar name, else up to three of the names.
 
     >>> there_are("inpt_ids", ["weight", "input_ids"]), there_are("*x", ["a", "b", "c", "d"])
     ("; did you mean 'input_ids'?", "; there are 'a', 'b', 'c', ...")
@@ -37,7 +37,8 @@ def there_are(pattern: str, names: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar to an unknown one; None if none is similar."""
+    """Returns the known name that is most similar to `name`, first one that differs only in case;
+    None if none is similar."""
     known = list(known)
     same = [k for k in known if k.lower() == name.lower()]
     return next(iter(same or get_close_matches(name, known, 1, _SIMILAR)), None)

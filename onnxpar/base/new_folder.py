@@ -1,4 +1,4 @@
-"""Creates folders that get their names only when they are complete, also in place of an old
+"""Creates folders that get their names only once they are complete, also in place of an older
 folder."""
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def check_place(path: Path, foreign: Callable[[Path], str | None]) -> Path:
-    """Checks that a new folder can be put at `path`; returns `path` without symbolic links. Nothing
-    may exist there, or an empty folder, or a folder for which `foreign` returns None (else
-    `foreign` returns the reason why onnxpar must not replace it). Errors: InputError."""
+    """Checks that a new folder can be put at `path`; returns `path` without symbolic links.
+    Nothing, an empty folder, or an older folder that may be replaced can be there.
+
+    foreign  returns why onnxpar must not replace the folder there ("is not a sharded model"), or
+             None if it may
+
+    Errors: InputError.
+    """
     place = path.resolve()
     if not place.parent.is_dir():
         raise InputError(f"{path.parent}: no such folder for the output")
@@ -47,13 +52,15 @@ def new_folder(
     foreign: Callable[[Path], str | None],
     joins: Callable[[Path, Path], bool] | None = None,
 ) -> Iterator[Path]:
-    """Yields a temporary folder, which gets the name `place` when the block succeeds; an old folder
-    at `place` stays complete until then. Also removes such folders of processes that were killed.
+    """Yields an empty temporary folder, which gets the name `place` when the block succeeds; an
+    older folder at `place` stays complete until then, and is replaced. Also removes temporary
+    folders of processes that were killed.
 
-    If `joins(new, old)` is true, the files of the new folder move to the old one instead, which may
-    be done by several processes at once.
+    foreign  as for `check_place`
+    joins    if `joins(new, old)` is true, the files of the new folder move into the old one instead
+             of replacing it; several processes may do that at once
 
-    Errors: OSError; InputError if `check_place` no longer allows to replace the old folder.
+    Errors: OSError; InputError if the folder at `place` must not be replaced.
     """
     put_back(place)
     shutil.rmtree(aside(place), ignore_errors=True)
@@ -66,8 +73,8 @@ def new_folder(
 
 
 def _has_joined(folder: Path, place: Path, joins: Callable[[Path, Path], bool]) -> bool:
-    """Moves the files of a new folder to the old one at `place`, or gives it that name if there is
-    none; False if there is one that it does not join. Errors: OSError."""
+    """Gives the new folder the name `place` if that is free, else moves its files into the folder
+    there if `joins(new, old)` is true. Returns False if it did neither. Errors: OSError."""
     if not os.path.lexists(place):
         try:
             folder.rename(place)
@@ -90,9 +97,10 @@ def _has_joined(folder: Path, place: Path, joins: Callable[[Path, Path], bool]) 
 
 
 def take_place(folder: Path, place: Path) -> None:
-    """Gives a folder the name `place` for good. An old folder at `place` stays complete until then;
-    afterwards the old folder has the former name of the new one, or is removed. If the process is
-    killed, the old folder may be left at `aside(place)`. Errors: OSError."""
+    """Gives a complete folder the name `place`. An older folder at `place` stays complete until
+    then; afterwards it has the former name of the new folder, or is removed. If the process is
+    killed meanwhile, the older folder may be left at `aside(place)`, from where `put_back` restores
+    it. Errors: OSError."""
     back = aside(place)
     was_swapped = False
     if not os.path.lexists(place):
@@ -110,7 +118,7 @@ def take_place(folder: Path, place: Path) -> None:
 
 
 def _exchange(one: Path, two: Path) -> bool:
-    """Swaps two names atomically; False if the file system cannot."""
+    """Swaps the names of two folders atomically. Returns False if the file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(one), os.fsencode(two)
     if not hasattr(libc, "renameat2"):
@@ -124,14 +132,14 @@ def _exchange(one: Path, two: Path) -> bool:
 
 
 def aside(place: Path) -> Path:
-    """The path to which the old folder is moved for a moment, where the file system cannot swap
-    names."""
+    """Returns the path that the older folder has between two renames, where the file system cannot
+    swap two names."""
     return place.with_name(f".{place.name}.old{SUFFIX}")
 
 
 def put_back(place: Path) -> None:
-    """Moves an old folder from `aside(place)` back to `place`, if a process was killed before the
-    new folder got that name."""
+    """Moves an older folder from `aside(place)` back to `place`, if a process was killed after it
+    had moved the older folder away and before the new one got the name."""
     back = aside(place)
     if back.is_dir() and not place.exists():
         back.rename(place)

@@ -1,5 +1,5 @@
-"""Folders and names that belong to one process. They are removed when it ends; if it was killed,
-the next process that makes such a folder at the same place removes them."""
+"""Temporary folders that belong to one process. They are removed when the process ends; if it was
+killed, the next process that creates one at the same place removes what was left."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from pathlib import Path
 
 SUFFIX = ".onnxpar"
 _OWNER = re.compile(r"([0-9a-f]{8})-(\d+)-(\d+)\.[0-9a-f]{8}" + re.escape(SUFFIX))
-"""Pattern of the end of an `own_name`: the machine, the number and start time of the process, and
-random digits."""
+"""The end of an `own_name`: machine, process number, start time of the process, and random
+digits."""
 _GONE = ("Z", "X")
 """States of a process that has ended, but whose parent has not waited for it."""
 _YOUNG = 60.0
-"""Age in seconds up to which a folder of another machine is kept without a lock: its process may
-not have locked it yet."""
+"""Age in seconds up to which an unlocked folder of another machine is kept: its process may be
+about to lock it."""
 _made: dict[Path, int] = {}
 """Folders that are not removed yet, with the number of the process that made them."""
 
 
 class OwnFolder:
-    """A new folder in `parent`, by default the system's folder of temporary files. Its name begins
-    with `prefix`, and only this user can read it. `close`, the end of a `with` and the end of the
-    process remove it, unless it has been renamed. Errors: OSError."""
+    """A new folder in `parent` (default: the system's folder for temporary files), readable by this
+    user alone, whose name begins with `prefix`. `close`, the end of a `with` block and the end of
+    the process remove it, unless it has been renamed. Errors: OSError."""
 
     PREFIX = "onnxpar-"
 
@@ -77,7 +77,8 @@ def remove_all() -> None:
 
 
 def remove_left(parent: Path, prefix: str) -> None:
-    """Removes folders and files with an `own_name` whose processes have ended."""
+    """Removes folders and files in `parent` that have an `own_name` with this prefix and whose
+    processes have ended."""
     for name in glob.glob(f"{glob.escape(prefix)}*{SUFFIX}", root_dir=parent):
         left = parent / name
         if _is_left(left, prefix):
@@ -88,15 +89,15 @@ def remove_left(parent: Path, prefix: str) -> None:
 
 
 def own_name(prefix: str) -> str:
-    """A new name that begins with `prefix` and identifies this process."""
+    """Returns a new, unique name that begins with `prefix` and says which process made it."""
     process = os.getpid()
     return f"{prefix}{_machine()}-{process}-{_start(process)}.{secrets.token_hex(4)}{SUFFIX}"
 
 
 def _is_left(path: Path, prefix: str) -> bool:
-    """True if a process of this user that has ended made the file or folder. A process on this
-    machine is identified by number and start time; a living one on another machine locks its
-    folder."""
+    """True if the file or folder belongs to this user and the process that made it has ended. On
+    this machine, number and start time identify the process; a process on another machine is alive
+    while it holds a lock on its folder."""
     owner = _OWNER.fullmatch(path.name[len(prefix) :])
     if owner is None:
         return False
@@ -120,8 +121,9 @@ def _is_left(path: Path, prefix: str) -> bool:
 
 @functools.cache
 def _machine() -> str:
-    """An identifier of the boot of this machine and the process namespace, within which process
-    numbers are unique. If the system does not provide them, it is unique to this process."""
+    """Returns an identifier of this boot of the machine and of the namespace of process numbers,
+    within which process numbers are unique. Where the system gives no such identifiers, random
+    digits of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         text = boot + os.readlink("/proc/self/ns/pid")

@@ -1,4 +1,5 @@
-"""Wall time of the passes of a command, and of what it does besides."""
+"""Wall times of the passes of a command, and of its other work: loading, search, checks,
+writing."""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ VERIFY, DUMP, SUMMARIZE = "verify", "dump", "summarize"
 REPEAT, PREDICT = "repeat at other sizes", "predict at typical sizes"
 WRITE, WRITE_GRAPH = "write plan.json", "write the graph"
 OTHER = "other"
-"""The names of what is timed beside passes: reading the model, with the rewrites of the loader;
-finding its factors; the search for a mesh and a strategy; the check after every pass; writing
-dumps; the tables of the plan; the passes at other bindings of open sizes, and the predicted times
-at typical ones; writing the plan, or the graph of `opt`; and the rest. The pass split-ranks writes
-the ranks."""
+"""Names of rows for work that is not a pass. LOAD: reading the model, with the loader's rewrites;
+ANALYSE: finding the factors of the graph; SEARCH: for a mesh and a strategy; VERIFY: the check
+after every pass; DUMP: writing dumps; SUMMARIZE: the tables of the plan; REPEAT: the passes at
+other sizes of open dimensions; PREDICT: the times at typical sizes; WRITE: plan.json; WRITE_GRAPH:
+the graph of `opt`; OTHER: the rest. The pass split-ranks writes the ranks."""
 
 
 @dataclass
 class Timed:
-    """How often something ran, and its wall time in seconds without that of others inside it."""
+    """The number of runs of a pass or of other work, and its wall time in seconds without the time
+    of timed work inside."""
 
     runs: int = 0
     seconds: float = 0.0
@@ -48,7 +50,8 @@ class PassTimes(Shown):
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Adds the time of a block to a row, and takes it from that of the block around it."""
+        """A block whose time is added to the row `name`, and subtracted from the row of the block
+        around it."""
         row = self.rows.setdefault(name, Timed())
         self._inside.append(0.0)
         start = time.perf_counter()

@@ -9,12 +9,13 @@ from typing import Any
 import yaml
 
 MOST_ENTRIES = 100_000
-"""Most entries of a file; an alias counts as the entries that it refers to."""
+"""Most entries of a document; an alias (`*name`) counts as many entries as it refers to."""
 _TAGS = ("null", "bool", "int", "float", "seq", "map", "str", "merge")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """A loader without dates, sets and similar types; it reads a date as text."""
+    """A YAML loader for the types of _TAGS alone; it reads dates, sets and the like as text or
+    refuses them."""
 
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -31,7 +32,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file in UTF-8. Errors: OSError; ValueError for any other file."""
+    """Returns the text of a UTF-8 file. Errors: OSError; ValueError if the file is not UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -39,7 +40,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def parse(text: str) -> Any:
-    """The structure that a text describes. Errors: ValueError that describes the mistake."""
+    """Returns the lists, dicts and scalars of a YAML text; None for an empty text. Errors:
+    ValueError that describes the mistake and its position."""
     loader = None
     try:
         loader = _Loader(text)
@@ -59,7 +61,7 @@ def parse(text: str) -> Any:
 
 
 def _mistake(error: Exception) -> str:
-    """The line and column of a mistake, and what is wrong there."""
+    """The line and column of a YAML error, if known, and what is wrong there."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         context = f" {error.context}" if error.context else ""
         return f"{_place(error.problem_mark)}: {error.problem}{context}"
@@ -75,8 +77,9 @@ def _place(mark: yaml.Mark) -> str:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Checks the size of a structure. Errors: ValueError if an alias is inside the structure that
-    it refers to, or if the structure has more than MOST_ENTRIES entries."""
+    """Checks that a document, with its aliases expanded, is finite and small. Errors: ValueError if
+    an alias lies inside the value that it refers to, or if there are more than MOST_ENTRIES
+    entries."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
 

@@ -11,9 +11,9 @@ from onnxpar.base.log import LOG
 
 
 def progress_line(prefix: str) -> Callable[[str], None]:
-    """A function that shows a text after the prefix, in place of the previous text; an empty text
-    clears the line. Nothing is written if stderr is not a terminal, or if the logger is to be quiet
-    or verbose: then it has the text as a message."""
+    """Returns a function that shows `prefix: text` on one line of stderr, in place of its previous
+    text; an empty text clears the line. It writes only on a terminal, and only at the logger's
+    default levels. Each text is also a debug message of the logger."""
 
     def show(text: str) -> None:
         if text:

@@ -1,4 +1,4 @@
-"""Makes imports of large packages faster, for processes that are to start quickly."""
+"""Speeds up the imports of large packages, for processes that should start quickly."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _THREADS = "OPENBLAS_NUM_THREADS"
 def quick_imports() -> Iterator[None]:
     """A block for the first imports of a process; does nothing if NumPy is imported already.
 
-    Python does not look for garbage among modules, neither in the block nor later. NumPy starts no
-    threads for its linear algebra, which would take cores from what starts beside it, unless the
-    user set their number; so it multiplies on one thread later.
+    The garbage collector is off in the block and later ignores the imported modules. NumPy's BLAS
+    starts no threads, which would take cores from other starting ranks; its products run on one
+    thread later, too, unless the user set OPENBLAS_NUM_THREADS.
     """
     if "numpy" in sys.modules:
         yield

@@ -1,5 +1,5 @@
-"""Reads plan.json, checkpoint.json, tokenizer.json and the like, whose sizes nothing vouches for
-before they are read."""
+"""Reads plan.json, checkpoint.json, tokenizer.json and the like with a limit on their size, because
+the files may come from anywhere."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import stat
 from pathlib import Path
 
 MOST = 1 << 28
-"""The most bytes of such a file; the largest plans and tokenizers have about a tenth of it."""
+"""Most bytes of such a file, about ten times the largest plans and tokenizers."""
 
 
 def read_bounded(file: Path) -> bytes:
-    """Returns the content of a file of at most MOST bytes. Never waits, as opening a pipe would.
-
-    Errors: ValueError if it is larger, or not a file; OSError.
-    """
+    """Returns the content of a regular file of at most MOST bytes. Refuses a pipe instead of
+    waiting for its writer. Errors: ValueError if the file is larger or not regular; OSError."""
     with open(file, "rb", opener=_open_at_once) as source:
         status = os.fstat(source.fileno())
         if not stat.S_ISREG(status.st_mode):

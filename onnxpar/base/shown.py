@@ -1,7 +1,7 @@
-"""Displays results: `print` shows their text, a notebook their HTML.
+"""Displays results of the API: `print` shows their text, a notebook their HTML.
 
-The modules that format text and pages import the classes of results, not the other way round; so
-they register a function for each class here.
+Modules that format results (`onnxpar/report`) register a function for each class with `text_of` and
+`html_of`, so that the classes need not import them.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from functools import singledispatch
 
 @singledispatch
 def text_of(result: object) -> str:
-    """The text of a result, in lines of at most 100 columns."""
+    """The text of a result, in lines of at most 100 columns; `@text_of.register` adds a class."""
     return repr(result)
 
 
 @singledispatch
 def html_of(result: object) -> str | None:
-    """The HTML of a result, without the tags of a document; None if there is only text."""
+    """The HTML of a result, as a fragment to put into a page; None if the class has only text."""
     return None
 
 
 class Shown:
-    """Base of results that `print` and notebooks show."""
+    """Base class of results: `str` gives `text_of`, notebooks show `html_of`."""
 
     def __str__(self) -> str:
         return text_of(self)

@@ -71,7 +71,8 @@ def to_bytes(value: Any) -> bytes:
 
 
 def of_bytes(data: bytes | memoryview) -> Any:
-    """The value of these bytes; arrays are copies. Errors: ValueError for malformed bytes."""
+    """Returns the value that `to_bytes` converted to these bytes; arrays are copies. Errors:
+    ValueError for malformed bytes."""
     reader = _Reader(memoryview(data))
     value = reader.value(0)
     reader.end()
@@ -120,7 +121,8 @@ def _write(parts: list[bytes], value: Any, where: str, depth: int) -> None:
 
 
 def _is_table(rows: list[Any]) -> bool:
-    """True for several dicts with the same keys, in the same order, and at least one."""
+    """True for two or more dicts that all have the same keys in the same order. `_write_table`
+    writes their keys once."""
     if len(rows) < 2 or type(rows[0]) is not dict or not rows[0]:
         return False
     keys = list(rows[0])
@@ -130,12 +132,14 @@ def _is_table(rows: list[Any]) -> bool:
 
 
 def _are_plain(keys: Iterable[Any]) -> bool:
-    """True for keys of types of which no two values are equal, as 1, True and 1.0 are."""
+    """True if all keys are str or int. Keys of other types may be equal across types: 1, True and
+    1.0."""
     return {*map(type, keys)} <= {str, int}
 
 
 def _write_table(parts: list[bytes], rows: list[dict[Any, Any]], where: str, depth: int) -> None:
-    """Writes the keys once, and then all values, as an array if they are floats."""
+    """Writes the keys of equal dicts once, and then the values of all, as one array if all are
+    floats."""
     parts += [b"m", _COUNT.pack(len(rows))]
     _write(parts, list(rows[0]), where, depth + 1)
     values = [value for row in rows for value in row.values()]
@@ -168,8 +172,9 @@ def _write_array(parts: list[bytes], value: Any, where: str) -> None:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    """The dtype with this name: one of _DTYPES, or str or bytes of a fixed width, such as "<U7". A
-    width of 0 is an error: such elements have no bytes in a message, but some in memory."""
+    """Returns the dtype with this name: one of _DTYPES, or str or bytes of a fixed width, such as
+    "<U7". Errors: ValueError for other names, also for width 0: many such elements take no bytes in
+    a message, but memory once read."""
     if re.fullmatch(r"(<U|\|S)[1-9]\d{0,8}", name):
         return np.dtype(name)
     if name not in _DTYPES:
@@ -178,8 +183,8 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 class _Reader:
-    """Reads values from bytes. Each value takes at least one byte, so a count above the number of
-    bytes left is an error."""
+    """Reads values from bytes, from front to back. Each value takes at least one byte, so a list
+    that claims more values than bytes are left is refused before any memory is allocated."""
 
     def __init__(self, data: memoryview) -> None:
         self._rest = data.cast("B")
@@ -201,7 +206,7 @@ class _Reader:
         }
 
     def value(self, depth: int) -> Any:
-        """Reads the next value."""
+        """Reads the next value. `depth` is the number of lists and dicts around it."""
         letter = bytes(self._take(1))
         if letter not in self._readers:
             raise ValueError(f"no value begins with {letter!r}")

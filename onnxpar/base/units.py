@@ -37,10 +37,14 @@ _LARGE = ("", "k", "M", "G", "T")
 
 
 def quantity(value: Any, unit: str, what: str, may_omit_unit: bool = True) -> float:
-    """Converts a value to a number of `unit`: s, B, B/s, FLOP/s, or none. The value is such a
-    number, or a text such as `16 GB`, where the unit may have a prefix: GB is 1e9 bytes, GiB 2**30.
-    Errors: StrategyError that names `what` for other values, and for texts without a unit unless
-    `may_omit_unit`."""
+    """Converts a number, or a text with a unit such as `16 GB`, to a number of `unit`: s, B, B/s,
+    FLOP/s, or none (""). Prefixes are decimal or binary: GB is 1e9 bytes, GiB 2**30.
+
+    what           the name of the value in error messages
+    may_omit_unit  False: a text must have a unit, a number need not
+
+    Errors: StrategyError.
+    """
     found = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
     if found and not found[2] and isinstance(value, str) and not may_omit_unit:
         raise StrategyError(f"{what} {value}: give a unit: {found[1]}G{unit} or {found[1]}{unit}")
@@ -57,8 +61,8 @@ def quantity(value: Any, unit: str, what: str, may_omit_unit: bool = True) -> fl
 
 
 def text_of(value: float, unit: str) -> str:
-    """The text of a quantity, with six digits: 52.3e-6 s is `52.3 us`. Bytes are rounded to a whole
-    number."""
+    """The text of a quantity with a fitting prefix and six digits: 52.3e-6 s is `52.3 us`. Whole
+    bytes are rounded to an integer."""
     prefixes = _SMALL if unit == "s" else _LARGE
     fitting = [p for p in prefixes if value >= _SCALES[p]]
     prefix = fitting[-1] if fitting else prefixes[0]

@@ -1,4 +1,4 @@
-"""Messages for files and folders that cannot be read."""
+"""Error messages for files and folders that cannot be read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from onnxpar.base.write_file import unread
 
 
 def cannot_read(path: str | os.PathLike[str], error: OSError, remedy: str = "give a file") -> str:
-    """Returns the message for a file that cannot be read: if it is missing, with the name of a
-    similar file of its folder."""
+    """Returns the error message for a file that cannot be read. If it does not exist, the message
+    suggests a similar name in the same folder; `remedy` ends the message in all other cases."""
     if isinstance(error, FileNotFoundError):
         return missing(path)
     return f"cannot read {os.fspath(path)}: {unread(error)}; {remedy}"
 
 
 def missing(path: str | os.PathLike[str], kind: str = "file", remedy: str = "") -> str:
-    """Returns the message for a file or folder (`kind`) that is missing, with one of a similar
-    name, or else the remedy."""
+    """Returns the error message for a file or folder that does not exist. It suggests a similar
+    name in the same folder, else says that the folder is missing, else ends with `remedy`. `kind`
+    is the word for it."""
     path = Path(path)
     near = nearest(path.name, _names(path.parent))
     if near is not None:

@@ -10,7 +10,7 @@ UNKNOWN = "0+unknown"
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package, else UNKNOWN."""
+    """The version of an installed package; UNKNOWN if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -18,6 +18,7 @@ def version_of(package: str) -> str:
 
 
 def versions_text() -> str:
-    """The first line of a bug report: versions of onnxpar, onnxruntime, onnx and Python."""
+    """Returns the versions of onnxpar, onnxruntime, onnx and Python in one line, for --version and
+    bug reports."""
     with_ = ", ".join(f"{name} {version_of(name)}" for name in ("onnxruntime", "onnx"))
     return f"onnxpar {version_of('onnxpar')} ({with_}, Python {platform.python_version()})"

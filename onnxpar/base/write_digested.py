@@ -1,4 +1,4 @@
-"""Writes the files of a new folder, and computes their digests while they are written."""
+"""Writes the files of a new folder, and computes their digests while writing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from onnxpar.base.digests import BLOCK, Digests
 from onnxpar.base.hashing import Hashing, Piece, Stretch
 
 Readers = Sequence[int] | None
-"""The ranks that read a file; None: all do."""
+"""The ranks that read a file; None means all ranks."""
 
 
 class DigestedFolder:
-    """The files of a folder: they are written once, from front to back, and their digests are known
-    without reading them again.
+    """Writes files into a folder, each from front to back, and knows their digests without reading
+    them again.
 
     path   the folder, which must exist
-    ranks  only the files that one of these ranks reads are written, of the others only the digests
-           are computed; None: all are written
+    ranks  write only the files that one of these ranks reads; of other files, only compute the
+           digests. None: write all files
     """
 
     def __init__(self, path: Path, ranks: Collection[int] | None = None) -> None:
@@ -32,7 +32,8 @@ class DigestedFolder:
         self._others: dict[str, Digests] = {}
 
     def file(self, name: str, readers: Readers = None) -> DigestedFile:
-        """Returns the file of this name, which is empty at first."""
+        """Returns the file with this name, new and empty at the first call. `readers` counts at
+        that call only."""
         if name not in self._files:
             is_written = self._ranks is None or readers is None or self._ranks & {*readers}
             path = self.path / name if is_written else None
@@ -40,7 +41,7 @@ class DigestedFolder:
         return self._files[name]
 
     def put(self, name: str, data: bytes, readers: Readers = None) -> None:
-        """Writes a whole file. Errors: OSError."""
+        """Writes a file with this content. Errors: OSError."""
         with self.file(name, readers).opened() as file:
             file.append(data)
         file.end()
@@ -51,12 +52,12 @@ class DigestedFolder:
             file.append_from(source, 0, source.stat().st_size)
 
     def add(self, name: str, digests: Digests) -> None:
-        """Lists a file that something else writes to the folder."""
+        """Adds a file that something else writes into the folder to the list of digests."""
         self._others[name] = digests
 
     def digests(self) -> dict[str, Digests]:
-        """Returns the digests of all files by name, with the `ranks` that read a file unless all
-        do. Ends the folder: no more can be written. Errors: OSError."""
+        """Returns size and digests of all files by name, with `ranks` (the readers) unless all
+        ranks read the file. Nothing can be written afterwards. Errors: OSError."""
         for file in self._files.values():
             file.end()
         self._hashing.finish()
@@ -65,7 +66,8 @@ class DigestedFolder:
 
 
 class DigestedFile:
-    """A file that grows at its end. `path` is None for a file that is not written."""
+    """A file that is written by appending. With `path` None, nothing is written, but the digests
+    are computed."""
 
     def __init__(self, hashing: Hashing, path: Path | None, readers: Readers) -> None:
         self.size = 0
@@ -73,11 +75,12 @@ class DigestedFile:
         self._sink: int | None = None
         self._blocks: list[str] = []
         self._begun: list[Piece] = []
-        """The pieces of the last block, which is not full."""
+        """The pieces of the last block so far, which is not full yet."""
 
     @contextmanager
     def opened(self) -> Iterator[DigestedFile]:
-        """Holds the file open, as appending needs. Errors: OSError."""
+        """A block during which the file is open, as `append` and `append_from` need. Errors:
+        OSError."""
         if self._path is None:
             yield self
             return
@@ -98,32 +101,34 @@ class DigestedFile:
         self._hash(memoryview(data))
 
     def append_from(self, source: Path, start: int, length: int) -> None:
-        """Writes bytes of another file, which the kernel copies. Errors: OSError."""
+        """Appends `length` bytes of another file, from offset `start`, copied by the kernel where
+        it can. Errors: OSError."""
         if self._sink is not None:
             with source.open("rb", buffering=0) as opened:
                 _copy(opened.fileno(), start, self._sink, self.size, length)
         self._hash(Stretch(source, start, length))
 
     def align(self, unit: int) -> None:
-        """Fills the file up with zeros to a multiple of `unit` bytes; the last ones appear with
-        what is written next."""
+        """Appends zeros up to a multiple of `unit` bytes. They are hashed, but reach the disk only
+        with the next bytes that are appended, as a gap before them."""
         gap = -self.size % unit
         if gap:
             self._hash(memoryview(bytes(gap)))
 
     def end(self) -> None:
-        """Hashes what has not been: the last block, or that of an empty file. No more can be
-        written."""
+        """Hashes the last block, also the only, empty one of an empty file. Nothing can be appended
+        afterwards."""
         if self._begun or not self._blocks:
             self._end_block()
 
     def digests(self) -> Digests:
-        """The digests of all bytes, once the hashing is finished."""
+        """Size and digests of the file, with its readers if not all ranks read it; only after
+        `Hashing.finish`."""
         found: dict[str, object] = {"bytes": self.size, "sha256": list(self._blocks)}
         return found if self._readers is None else {**found, "ranks": list(self._readers)}
 
     def _hash(self, piece: Piece) -> None:
-        """Adds a piece to the blocks, of which each full one is hashed."""
+        """Adds bytes to the current block, and submits each block for hashing once it is full."""
         while True:
             taken = min(BLOCK - self.size % BLOCK, len(piece))
             if not taken:
@@ -144,12 +149,13 @@ class DigestedFile:
 
 
 def _alone(piece: Piece) -> Piece:
-    """The same bytes, without the memory of which they are a part: the block may stay for long."""
+    """Returns a copy of the bytes, so that the larger buffer behind a view of it can be freed."""
     return piece if isinstance(piece, Stretch) else memoryview(bytes(piece))
 
 
 def _copy(source: int, start: int, sink: int, at: int, length: int) -> None:
-    """Copies bytes between open files. Errors: OSError, also if the source ends."""
+    """Copies exactly `length` bytes between open files. Errors: OSError, also if the source is
+    shorter."""
     done = 0
     while done < length:
         count = copy_part(source, sink, length - done, start + done, at + done)

@@ -32,26 +32,24 @@ _REMEDIES: Mapping[int, str] = {
 }
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
-"""Errors of file systems that cannot sync folders: either names are on the disk at once there, or
-nothing can ensure that they are."""
+"""Errors of file systems that cannot sync folders; then there is nothing to wait for."""
 
 
 def cause(error: OSError) -> str:
-    """The operating system's message, with a remedy if one is known."""
+    """The operating system's message for an error, and after `; ` a remedy if one is known."""
     remedy = _REMEDIES.get(error.errno or 0)
     return f"{unread(error)}; {remedy}" if remedy else unread(error)
 
 
 def unread(error: OSError) -> str:
-    """The operating system's message for an error, with a small first letter."""
+    """The operating system's message for an error, without a capital: `no space left on device`."""
     text = error.strerror or str(error) or type(error).__name__
     return text[:1].lower() + text[1:]
 
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns an OSError in the block into an OnnxparError that says that `path` cannot be written,
-    and why."""
+    """A block in which an OSError becomes an OnnxparError: `cannot write PATH: ` and the cause."""
     try:
         yield
     except OSError as error:
@@ -69,7 +67,8 @@ def durable_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk. Errors: OSError."""
+    """Waits until the entries of a folder (new and renamed files) are on the disk. Errors:
+    OSError."""
     try:
         _sync(folder)
     except OSError as error:
@@ -78,8 +77,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Creates a folder and its parents; returns those that are new, the innermost first. Errors:
-    OSError."""
+    """Creates a folder and its parents where missing. Returns the created folders, the innermost
+    first. Errors: OSError."""
     new: list[Path] = []
     for one in (folder, *folder.parents):
         if one.is_dir():
@@ -97,9 +96,9 @@ def make_folders(folder: Path) -> list[Path]:
 
 @contextmanager
 def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary path. The file that the block writes there gets the name `path` after it
-    is on the disk; if the block fails, nothing is left. If `path` is a link, its target is
-    replaced. Errors: InputError if the file cannot be written."""
+    """Yields a temporary path. The file that the block writes there is synced to the disk and then
+    gets the name `path`; if the block fails, nothing is left. A symbolic link stays, and its target
+    is replaced. Errors: InputError if the file cannot be written."""
     file = Path(path)
     is_device = file.exists() and not file.is_file()  # such as /dev/stdout; a folder fails later
     try:
@@ -116,8 +115,8 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def put(written: Path, place: Path) -> None:
-    """Gives a file the name `place`. If a file is there, it is replaced, and its permissions are
-    kept. Errors: OSError."""
+    """Renames a written file to `place`, after syncing it to the disk. A file that is there already
+    is replaced, and its permissions are kept. Errors: OSError."""
     with suppress(FileNotFoundError):
         written.chmod(stat.S_IMODE(place.stat().st_mode))
     _sync(written)

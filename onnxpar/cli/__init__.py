@@ -1,3 +1,3 @@
-"""The command line."""
+"""The command line `onnxpar`: its parsers and its commands."""
 
 from onnxpar.cli.command_line import main as main

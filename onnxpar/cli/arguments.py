@@ -1,4 +1,4 @@
-"""Parses command-line arguments that have their own syntax."""
+"""Parses values of command-line options that have a syntax of their own (--dim, --state)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from onnxpar.base.errors import StrategyError
 
 
 def dims_of(entries: Sequence[str]) -> dict[str, int | str]:
-    """Returns sizes of symbolic dimensions by name, from texts NAME=N, or NAME=EXPRESSION of other
-    symbols (`total=past + seq`). Errors: StrategyError."""
+    """Returns the sizes of symbolic dimensions that --dim gives: ["batch=4", "total=past + seq"]
+    becomes {"batch": 4, "total": "past + seq"}. Errors: StrategyError."""
     dims: dict[str, int | str] = {}
     for entry in entries:
         name, _, size = entry.rpartition("=")
@@ -23,7 +23,8 @@ def dims_of(entries: Sequence[str]) -> dict[str, int | str]:
 
 
 def states_of(entries: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns state pairs, from texts INPUT=OUTPUT. Errors: StrategyError."""
+    """Returns the state pairs that --state gives: ["past=present"] becomes [("past", "present")],
+    an input and the output that it gets in the next run. Errors: StrategyError."""
     pairs = []
     for entry in entries:
         source, _, result = entry.partition("=")

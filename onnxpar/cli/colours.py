@@ -12,11 +12,12 @@ _COLOURED = {
     _GREEN: r"^all outputs agree",
     _YELLOW: r"(?<=^onnxpar: )warning:|^(?:warning|note):",
 }
-"""The words that get each colour, in any line."""
+"""Patterns of the words that get each ANSI colour, in any line."""
 
 
 def coloured(text: str, stream: TextIO) -> str:
-    """Returns a text with colours if the stream shows colours, else the same text."""
+    """Returns `text` with ANSI colours on certain words ("error:") if the stream shows colours,
+    else as it is."""
     if not _shows_colours(stream):
         return text
     for colour, words in _COLOURED.items():
@@ -25,7 +26,8 @@ def coloured(text: str, stream: TextIO) -> str:
 
 
 def _shows_colours(stream: TextIO) -> bool:
-    """True for a terminal that knows colours, unless the user decides otherwise."""
+    """True for a terminal that knows colours; the variables NO_COLOR and FORCE_COLOR overrule
+    that."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):

@@ -32,19 +32,19 @@ QUICK: Mapping[str, Callable[[Any], None]] = {
     "generate": add_generate,
     "serve": add_serve,
 }
-"""The commands that run a sharded model, and so need no compiler; for each, a function that adds
-its arguments to a parser."""
+"""The commands that run a sharded model and so need no compiler. Each value adds the arguments of
+its command to a parser, without imports of the compiler, so that these commands start quickly."""
 
 
 _WRITERS = (
     *("shard", "annotate", "grad", "calibrate", "train"),
     *("checkpoint merge", "checkpoint weights"),
 )
-"""The commands whose result is a file."""
+"""Commands whose result is a file; with --quiet, they print nothing on standard output."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status."""
+    """Runs the command of these arguments (default: sys.argv); returns its exit status."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed: `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (till the end)
@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _warning_line(message: Warning | str, *_: object, **__: object) -> str:
-    """Returns the text of a warning, without its place in the code."""
+    """Returns a Python warning as one line, `onnxpar: warning: ...`, without its place in the
+    code."""
     return coloured(f"onnxpar: warning: {message}\n", sys.stderr)
 
 
@@ -96,7 +97,7 @@ def _status_of(argv: Sequence[str] | None) -> int:
 
 
 class _Lines(logging.Formatter):
-    """Messages as the lines of a command on standard error."""
+    """Formats log messages as lines of the command: `onnxpar: warning: ...`."""
 
     def format(self, record: logging.LogRecord) -> str:
         kind = "warning: " * (record.levelno >= logging.WARNING)
@@ -105,8 +106,8 @@ class _Lines(logging.Formatter):
 
 @contextmanager
 def _logged(args: argparse.Namespace) -> Iterator[None]:
-    """A context in which messages are lines on standard error, filtered by --quiet and --verbose. A
-    quiet command whose result is a file writes nothing to standard output."""
+    """A block in which log messages are lines on standard error, filtered by --quiet and --verbose.
+    With --quiet, a command in _WRITERS also prints nothing to standard output, except for JSON."""
     quiet, verbose = getattr(args, "quiet", False), getattr(args, "verbose", False)
     handler = logging.StreamHandler()
     handler.setFormatter(_Lines())
@@ -128,8 +129,8 @@ def _logged(args: argparse.Namespace) -> Iterator[None]:
 
 @contextmanager
 def _ends_of_imports() -> Iterator[None]:
-    """A context in which a signal also ends the command during an import; libraries with pybind11
-    would turn the signal's exception into an ImportError."""
+    """A block in which a signal ends the command even while modules are imported: libraries with
+    pybind11 turn the exception of a signal into an ImportError, which this block turns back."""
     try:
         yield
     except ImportError as error:
@@ -139,8 +140,8 @@ def _ends_of_imports() -> Iterator[None]:
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments; `help COMMAND` is `COMMAND --help`. For a correct command in QUICK,
-    does not import the modules of other commands."""
+    """Returns the parsed arguments; `help COMMAND` is `COMMAND --help`. For a correct command in
+    QUICK, does not import the modules of other commands."""
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
     add = QUICK.get(argv[0]) if argv else None
@@ -155,19 +156,21 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class _Wrong(Exception):
-    """Wrong arguments; the parser of all commands has a better error for them."""
+    """Raised by `_QuickParser` for wrong arguments; then the full parser runs and prints its better
+    error."""
 
 
 class _QuickParser(CommandParser):
-    """A parser for correct arguments; it raises `_Wrong` for others."""
+    """A parser of the commands in QUICK alone; raises `_Wrong` instead of printing errors."""
 
     def error(self, message: str) -> NoReturn:
         raise _Wrong
 
 
 def _ended(number: signal.Signals, end: BaseException) -> int:
-    """Reports the signal that ended the command, and the texts in `end`; returns the exit
-    status."""
+    """Prints a line about the signal that ended the command, with the arguments of the exception
+    `end` (such as the last checkpoint), and reports it to the other ranks; returns the exit status.
+    """
     word, status = STATUSES[number]
     print(f"onnxpar: {'; '.join([word, *map(str, end.args)])}", file=sys.stderr)
     report_for_all_ranks(word)
@@ -175,8 +178,8 @@ def _ended(number: signal.Signals, end: BaseException) -> int:
 
 
 def _flush() -> Exception | None:
-    """Flushes standard output; returns an error, or None. At exit, nothing would report the
-    error."""
+    """Flushes standard output, because nothing would report a failure of Python's own flush at
+    exit. Returns the error; None if there is none, or if the reader has closed the pipe."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""A command-line parser whose errors are one line with the argument and the remedy."""
+"""An argparse parser whose errors are one line with the argument and the remedy."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CommandParser(argparse.ArgumentParser):
 
     commands: Any = None
     siblings: Mapping[str, argparse.ArgumentParser] = {}
-    """All commands of the same group, by name. For a flag that this command lacks, the error names
-    the commands that have it."""
+    """All commands of the same group, by name. If this command lacks a flag, the error names the
+    commands that have it."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
@@ -44,21 +44,24 @@ class CommandParser(argparse.ArgumentParser):
         return super().add_argument(*names, **_checked(how))
 
     def add_argument_group(self, *args: Any, **how: Any) -> Group:
-        """Like argparse's method; the arguments of a group have the same errors as those of the
+        """Like argparse's method; arguments of the group have the same errors as arguments of the
         parser."""
         group = Group(self, *args, **how)
         self._action_groups.append(group)
         return group
 
     def add_subparsers(self, **how: Any) -> Any:
-        """Like argparse's method; keeps the result in `commands`."""
+        """Like argparse's method, and keeps the returned object, which has all commands, in
+        `commands`."""
         self.commands = super().add_subparsers(**how)
         return self.commands
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Like argparse's method, but an unknown argument is an error of this command."""
+        """Like argparse's method, with three differences: an unknown argument is an error here;
+        without any arguments, a group of commands prints its help; and a file (--config) may give
+        further options."""
         args = sys.argv[1:] if args is None else args
         if self.commands is not None and not args:
             self.print_help()
@@ -75,7 +78,8 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, rest
 
     def _with_file(self, args: Sequence[str]) -> Sequence[str]:
-        """The arguments, together with the arguments in a file for commands that read a file."""
+        """Returns the arguments, preceded by the options of the --config file, for commands with
+        that option."""
         if FLAG not in self._option_string_actions:
             return args
         try:
@@ -84,7 +88,8 @@ class CommandParser(argparse.ArgumentParser):
             self.error(str(error))
 
     def _check_names(self, args: Sequence[str]) -> None:
-        """Reports an unknown flag or command before argparse reports missing arguments."""
+        """Reports an unknown flag or command. Runs before argparse, which would first report what
+        is missing."""
         remaining = iter(args)
         for arg in remaining:
             if arg == "--":
@@ -106,13 +111,14 @@ class CommandParser(argparse.ArgumentParser):
                 next(remaining, None)  # the value of the option is no command
 
     def _remedy(self, args: Sequence[str]) -> str:
-        """Returns a hint for a command that runs another command, whose flags follow `--`."""
+        """For a command that runs another one (`launch ... -- COMMAND`): returns a hint to put `--`
+        before it, if there is none; else an empty string."""
         takes_command = any(action.nargs == argparse.REMAINDER for action in self._actions)
         return "; put -- before the command to run" if takes_command and "--" not in args else ""
 
     def _hint(self, name: str) -> str:
-        """Returns a hint: other commands that have this flag, or else the most similar flag of this
-        command."""
+        """Returns the end of an error about an unknown flag: the commands of the group that have
+        it, or else the most similar flag of this command; empty if there is none."""
         having = [
             command
             for command, other in self.siblings.items()
@@ -148,23 +154,24 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class Group(argparse._ArgumentGroup):
-    """A group of arguments in the help of a command."""
+    """A titled group of arguments in the help of a command, with the errors of `CommandParser`."""
 
     def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
-        """Like the method of the parser."""
+        """Like `CommandParser.add_argument`."""
         return super().add_argument(*names, **_checked(how))
 
 
 def _checked(how: dict[str, Any]) -> dict[str, Any]:
-    """The options of an argument, with a type whose errors about numbers and choices describe the
-    expected value."""
+    """Returns the keyword arguments for argparse's `add_argument`, with a `type` whose errors about
+    numbers and choices say which values are expected."""
     if how.get("choices") is not None:
         return {**how, "type": _one_of(list(how["choices"]))}
     return {**how, "type": _NUMBERS[how["type"]]} if how.get("type") in _NUMBERS else how
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns a hint: the most similar name; empty if no name is similar."""
+    """Returns ` (did you mean NAME?)` with the most similar of the known names; empty if none is
+    similar."""
     names = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {names[0]}?)" if names else ""
 

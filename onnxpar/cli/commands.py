@@ -1,4 +1,5 @@
-"""The commands of the command line, except the training commands. Each returns the exit status."""
+"""The commands of the command line, except for training. Each takes the parsed arguments and
+returns the exit status."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ from onnxpar.runtime.session.bundle_files import ranks_text
 
 @with_times
 def shard(args: argparse.Namespace) -> int:
-    """Runs `shard`: writes a sharded model."""
+    """Runs `shard`: writes a sharded model and prints its plan."""
     output = output_of(args.given_model) if args.output is None else args.output
     options = _plan_options(args)
     saver = saver_of(args.save_strategy, options)
@@ -73,8 +74,8 @@ def shard(args: argparse.Namespace) -> int:
 
 
 def _ranks_line(output: str | Path, ranks: Sequence[int], size: int) -> str:
-    """The line about the ranks whose files a folder got, and about the digest by which hosts
-    compare their plans."""
+    """Returns the line for `shard --ranks`, where each host writes only its own ranks: which ranks
+    the folder has, and the digest of the plan, which must be equal on all hosts."""
     return (
         f"{ranks_text(sorted({*ranks}))} of {size}; the SHA-256 of the plan begins with "
         f"{Bundle.load(output).digest[:8]}, and must on each host"
@@ -83,8 +84,8 @@ def _ranks_line(output: str | Path, ranks: Sequence[int], size: int) -> str:
 
 @with_times
 def plan(args: argparse.Namespace) -> int:
-    """Runs `plan`: prints the plan that `shard` would follow, or a comparison, or the costs of
-    nodes."""
+    """Runs `plan`: prints the plan that `shard` would follow; with --compare, a comparison with a
+    trace; with --costs, the costs of nodes; with --candidates, all strategies."""
     _check_one_result(args)
     options = _plan_options(args)
     if args.costs:
@@ -106,7 +107,8 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _check_one_result(args: argparse.Namespace) -> None:
-    """Raises StrategyError if the options of `plan` request several results."""
+    """Raises StrategyError if the options of `plan` ask for several results that do not go
+    together."""
     results = [("--costs", args.costs), ("--compare", args.compare)]
     results += [("--candidates", args.candidates), ("--html", args.html)]
     results += [("--node-data", args.node_data)]
@@ -125,7 +127,7 @@ def _check_one_result(args: argparse.Namespace) -> None:
 
 def _explain(args: argparse.Namespace, options: Options) -> int:
     """Runs `plan --candidates`, `plan --html` and `plan --node-data`: prints the predicted time of
-    each strategy, or the plan, and writes a page and node data."""
+    each strategy, or the plan, and writes an HTML page or data for Model Explorer."""
     if args.candidates:
         _print(compare_strategies(args.model, options, args.html), args.json)
     else:
@@ -171,8 +173,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Runs `check`: shards a model, runs it, and compares it with the unsplit model; returns 1 on a
-    mismatch."""
+    """Runs `check`: shards a model, runs it, and compares its outputs with those of the unsplit
+    model; returns 1 on a mismatch."""
     way = Way(**{field.name: getattr(args, field.name) for field in fields(Way)})
     with _progress("weights", _weight_bytes(args.model)) as progress:
         result = check_model(args.model, _options(args), way, progress, progress_line("check"))
@@ -185,7 +187,7 @@ def check(args: argparse.Namespace) -> int:
 @with_times
 def opt(args: argparse.Namespace) -> int:
     """Runs `opt`: runs the named passes on a model or a dump, and prints the graph after the last
-    pass, or after the passes of --print-after."""
+    pass, or after each pass of --print-after."""
     options = _options(args, LayoutOptions)
     if args.passes == LIST:
         print("\n".join(pass_lines()))
@@ -200,7 +202,7 @@ def opt(args: argparse.Namespace) -> int:
 
 
 def ops(args: argparse.Namespace) -> int:
-    """Runs `ops`: prints the table of ops."""
+    """Runs `ops`: prints the table of ops, with their sharding rules and proofs."""
     table = ops_like(args.pattern, plugin=args.plugin)
     print(op_table.to_json(table) if args.json else "\n".join(op_table.lines(table)))
     return 0
@@ -212,7 +214,8 @@ def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
 
 
 def _plan_options(args: argparse.Namespace) -> Options:
-    """Returns the options of `shard` and of all kinds of `plan`."""
+    """Returns the options of `shard` and `plan`; for a folder of a language model, with a paged
+    cache unless the user chose otherwise."""
     return paged_by_default(args.given_model, _options(args))
 
 
@@ -225,7 +228,8 @@ def _is_terminal() -> bool:
 
 
 def _weight_bytes(model: Path) -> int:
-    """Returns the bytes of the model's weights, for the progress bar; 0 if there is no bar."""
+    """Returns the bytes of the model's weights, as the total of the progress bar; 0 if no bar is
+    shown."""
     if not _is_terminal():
         return 0
     try:
@@ -241,8 +245,8 @@ def _weight_bytes(model: Path) -> int:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar of bytes, on a terminal only; yields the function that advances the
-    bar."""
+    """A block with a progress bar of `total` bytes, on a terminal only; yields the function that
+    advances the bar by a number of bytes."""
     with tqdm(
         total=total, desc=what, unit="B", unit_scale=True, disable=not _is_terminal(), leave=False
     ) as bar:

@@ -10,15 +10,20 @@ if TYPE_CHECKING:
     from onnxpar.runtime.profile.trace import Trace
 
 _FAR = 1.5
-"""If a prediction is off by this factor or more, the comparison says where."""
+"""A measured time that differs from the prediction by more than this factor gets an explanation."""
 
 
 def compare_prediction(
     predicted: Mapping[str, float], measured: float, what: str, trace: Trace | None = None
 ) -> str:
-    """Returns a sentence about the time of a run or step (`what`) in comparison with its
-    prediction, which has the form of plan.json. If they differ much, the sentence names the part
-    that differs most. Times are in seconds."""
+    """Returns a sentence that compares the time of a run or step with its prediction. If they
+    differ by more than _FAR, the sentence names the part that differs most, as far as a trace shows
+    it.
+
+    predicted  seconds by part, with their `total`, as in plan.json
+    measured   seconds
+    what       the word for what was measured: "run" or "step"
+    """
     total = predicted["total"]
     ratio = measured / total
     said = f"predicted: {total * 1e3:.3f} ms; a {what} takes {ratio:.2f} times as long"
@@ -35,8 +40,8 @@ def compare_prediction(
 
 
 def _parts(trace: Trace) -> dict[str, float]:
-    """Returns the seconds of a run by the parts of a prediction, on the rank with the most compute,
-    and the seconds between nodes."""
+    """Returns the seconds of a run by the parts of a prediction ("compute", "communication",
+    "session"), and the time between nodes, for the rank with the most compute."""
     parts = max((trace.parts(rank) for rank in range(trace.ranks)), key=itemgetter("compute"))
     return {
         "compute": parts["compute"],

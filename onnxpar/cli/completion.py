@@ -1,4 +1,5 @@
-"""The option that prints a script for a shell, to complete commands, options and files.
+"""The option --print-completion: prints a script with which a shell completes commands, options and
+files.
 
 The script is static: a shell that starts Python at each TAB would wait more than a second.
 """
@@ -18,8 +19,8 @@ only folders."""
 
 
 class PrintCompletion(argparse.Action):
-    """Prints the script for a shell and ends the command. The status is 2 if the package that
-    writes scripts is missing."""
+    """The argparse action of --print-completion: prints the script for a shell and ends the
+    command. The exit status is 2 if the package shtab, which writes such scripts, is missing."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Reads options of a command from a file."""
+"""Reads options of a command from a YAML file (--config)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLAG = "--config"
 
 
 def add_config(command: Any) -> None:
-    """Adds the flag that names the file."""
+    """Adds the option --config to a command."""
     command.add_argument(
         FLAG,
         type=Path,
@@ -24,8 +24,8 @@ def add_config(command: Any) -> None:
 
 
 def with_options_of_file(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:
-    """Returns the arguments of a command, after the options of the file that they name, if they
-    name one. Errors: InputError."""
+    """Returns the arguments of a command, preceded by the options of the file that --config names
+    in them; later ones win, so the command line overrules the file. Errors: InputError."""
     arguments = list(args)
     for at, arg in enumerate(arguments):
         name, has_value, value = arg.partition("=")
@@ -38,12 +38,13 @@ def with_options_of_file(parser: argparse.ArgumentParser, args: Sequence[str]) -
 
 
 def _flags(parser: argparse.ArgumentParser, name: str) -> list[str]:
-    """The flags of a command that begin with this name."""
+    """The flags of a command that begin with this text; argparse accepts unique beginnings."""
     return [flag for flag in parser._option_string_actions if flag.startswith(name)]
 
 
 def _options(parser: argparse.ArgumentParser, file: str) -> Iterator[str]:
-    """Yields the arguments for the options in a file. Errors: InputError."""
+    """Yields the arguments that the entries of a file stand for: `port: 8001` gives `--port=8001`.
+    Errors: InputError."""
     from onnxpar.base.plain_yaml import parse, read_text  # most commands read no YAML
 
     try:
@@ -65,15 +66,17 @@ def _options(parser: argparse.ArgumentParser, file: str) -> Iterator[str]:
 
 
 def _kind_of_value(action: argparse.Action) -> str:
-    """The kind of value that an option takes, in words."""
+    """Says in words which kind of value an option takes, for errors: "true or false", "a list",
+    ..."""
     if action.nargs == 0:
         return "true or false"
     return "a list" if isinstance(action, argparse._AppendAction) else "a text or a number"
 
 
 def _texts(action: argparse.Action, value: object) -> list[str | None]:
-    """The texts after the flag of an option, one for each time that the option occurs; None for a
-    value of another kind."""
+    """Returns what follows the flag of an option, once for each time that the option is to occur:
+    `=8001`, or an empty text for a flag without value. None stands for a value of the wrong kind.
+    """
     if action.nargs == 0:
         return [""] * value if isinstance(value, bool) else [None]
     if isinstance(action, argparse._AppendAction):

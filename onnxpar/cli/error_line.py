@@ -1,4 +1,5 @@
-"""Reports a failure of a command in one line with the cause and the remedy."""
+"""Reports the failure of a command in one line, with cause and remedy, and ends it cleanly on
+signals."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from onnxpar.runtime.ranks.redirect import report_failure, report_for_all_ranks
 
 
 def error_line(error: BaseException) -> str:
-    """Returns the line that reports an error to the user; several lines if the user requests
-    tracebacks."""
+    """Returns the line that tells the user about an error; the whole text, maybe several lines, if
+    the user asked for tracebacks."""
     text = str(error)
     if isinstance(error, RankError):
         first, _, rest = text.partition("\n")
@@ -45,7 +46,8 @@ def error_line(error: BaseException) -> str:
 
 
 def report(error: BaseException) -> None:
-    """Prints an error in one line, after the traceback if the user requests tracebacks."""
+    """Prints an error as one line on standard error, after its traceback if the user asked for
+    tracebacks."""
     if wants_traceback():
         import traceback
 
@@ -57,10 +59,10 @@ def report(error: BaseException) -> None:
 
 @contextmanager
 def quiet_ends() -> Iterator[None]:
-    """A context in which a command ends cleanly. The first signal raises an exception: SIGTERM and
-    SIGHUP raise Terminated, SIGINT raises KeyboardInterrupt; later signals are ignored. A failure
-    in another thread or in a destructor is also one line. On entry, removes temporary folders of
-    processes that were killed; on exit, those of this process."""
+    """A block around a whole command. The first signal raises an exception in it (SIGINT:
+    KeyboardInterrupt, SIGTERM and SIGHUP: Terminated), later signals are ignored. Failures in other
+    threads or in destructors are printed as one line, too. Removes temporary folders: on entry the
+    folders of killed processes, on exit the folders of this process."""
     remove_left(Path(tempfile.gettempdir()), OwnFolder.PREFIX)
     hooks = threading.excepthook, sys.unraisablehook
     threading.excepthook = lambda args: _report_aside(args.exc_value)
@@ -89,19 +91,19 @@ def quiet_ends() -> Iterator[None]:
 
 
 _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler, end_now)
-"""Signal handlers that may be replaced: the defaults and onnxpar's own, but not the handlers of a
-host program."""
+"""Signal handlers that `quiet_ends` may replace: Python's defaults and onnxpar's own, but no
+handler that a program around onnxpar has installed."""
 
 
 _PATIENCE = 2.0
-"""Seconds after a signal within which Python code must start to handle it."""
+"""Seconds after a signal in which Python code must begin to handle it, or the process is ended."""
 
 
 @contextmanager
 def _ends_if_stuck(ours: Collection[int]) -> Iterator[threading.Event]:
-    """A context in which a thread ends the process after one of the signals `ours`, unless Python
-    code sets the yielded event in time. Python code cannot do so while, for example, a library
-    computes or waits for other ranks."""
+    """A block that is left even if Python cannot run signal handlers, because a library computes or
+    waits for other ranks: a thread ends the process _PATIENCE seconds after one of the signals
+    `ours`, unless a handler has set the yielded event."""
     reacted = threading.Event()
     if not ours:
         yield reacted

@@ -29,11 +29,11 @@ _NUMBERS: Mapping[str, tuple[type, str]] = {
     "min_p": (float, "draw one of the tokens with this fraction of the likeliest's probability"),
     "seed": (int, "the same seed draws the same tokens (default 0)"),
 }
-"""Options for the choice of tokens: type and help."""
+"""Options of `generate` that say how tokens are drawn: type and help by name."""
 
 
 def add_generate(to: Any) -> None:
-    """Adds the command to the commands of a parser."""
+    """Adds the command `generate` to a parser's commands."""
     text = "continue a text, answer a chat, or write down speech, with a sharded language model"
     command = to.add_parser(
         "generate",
@@ -150,7 +150,8 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def _prompt(args: argparse.Namespace) -> str | None:
-    """The text of the prompt; None for a chat on the terminal. Errors: InputError."""
+    """Returns the text of the prompt, from an argument, a file or standard input; None for a chat
+    on the terminal, or for speech. Errors: InputError."""
     if args.audio is not None:
         text_options = (args.prompt, args.file, args.system, args.chat or None)
         if any(value is not None for value in text_options):
@@ -175,7 +176,7 @@ def _prompt(args: argparse.Namespace) -> str | None:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `Generator.generate`. Errors: InputError."""
+    """Returns the keyword arguments of `Generator.generate`. Errors: InputError."""
     if args.max_new_tokens < 1:
         raise InputError(f"--max-new-tokens is {args.max_new_tokens}; it must be at least 1")
     options = {name: getattr(args, name) for name in _NUMBERS if getattr(args, name) is not None}
@@ -194,8 +195,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sounds(file: Path, generator: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (text about its length, window) for each window of a sound; or features. Errors:
-    InputError."""
+    """Yields (text about its length, samples) for each window of a sound file, such as ("30.0 s of
+    sound", array); a .npy file of features is one window. Errors: InputError."""
     import numpy as np
 
     from onnxpar.llm.sound import read_wave
@@ -222,8 +223,8 @@ def _sounds(file: Path, generator: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _answer(generator: Any, prompt: Any, options: Mapping[str, Any], what: str = "") -> str:
-    """Prints an answer token by token, and its speed; returns the answer. `what` describes the
-    prompt, if its length is not a number of tokens."""
+    """Prints an answer token by token on standard output, and its speed on standard error; returns
+    the answer. `what` describes a prompt that is no text: "30.0 s of sound"."""
     times = [time.perf_counter()]
     completion = None
     for piece, completion in generator.follow(prompt, **options):  # noqa: B007 (the last one counts)

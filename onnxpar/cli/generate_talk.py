@@ -1,4 +1,4 @@
-"""A talk on the terminal: its oldest messages are dropped once the model has no room for them."""
+"""A chat on the terminal: the oldest messages are dropped once the model's context is full."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 from onnxpar.llm.generator import Generator, TooLongError
 
 Chat = list[dict[str, Any]]
-"""Messages, the oldest first: a system message or none, then messages of the user and answers in
+"""Messages, the oldest first: maybe a system message, then messages of the user and answers in
 turn."""
 
 
 def talk(generator: Generator, chat: Chat, answer: Callable[[Chat], str]) -> None:
-    """Answers messages from the terminal, until the end of input. A message without room is
-    dropped, with a line on standard error."""
+    """Reads messages from the terminal and answers them, until the end of input. A message that is
+    too long on its own is dropped, with a line on standard error.
+
+    chat    the messages so far
+    answer  prints and returns the answer to a chat
+    """
     while True:
         try:
             message = input("> " if sys.stdin.isatty() else "")
@@ -32,9 +36,9 @@ def talk(generator: Generator, chat: Chat, answer: Callable[[Chat], str]) -> Non
 
 
 def _within_room(generator: Generator, chat: Chat) -> Chat:
-    """Drops the oldest messages of a chat until there is room for a new token; a line on standard
-    error says how many. Keeps the system message. Errors: TooLongError if the last message has no
-    room."""
+    """Returns the chat without its oldest messages, as many as needed so that the model's context
+    has room for a new token; a line on standard error says how many are gone. Keeps the system
+    message. Errors: TooLongError if even the last message alone has no room."""
     first = int(chat[0]["role"] == "system")
     shortened, limit = chat, ""
     while True:

@@ -1,4 +1,4 @@
-"""`onnxpar launch`: one command as ranks on several hosts."""
+"""The command `launch`: starts one command as ranks on several hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OMP_."""
 
 
 def add_launch(to: Any) -> None:
-    """Adds the command to the commands of a parser."""
+    """Adds the command `launch` to a parser's commands."""
     from onnxpar.cli.rank_options import add_network
 
     launch = to.add_parser(

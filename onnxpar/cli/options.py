@@ -1,5 +1,5 @@
-"""Options that several commands share, and those of tables. An option of a single command is in
-`parser.py`."""
+"""Options that several commands share, and options of tables (such as PlanOptions), from which
+flags are made. Options of a single command are in `parser.py`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ Options = argparse._ActionsContainer
 
 
 class GivenModel(argparse.Action):
-    """Stores the user's path as `given_model`, and as `model` until the command replaces `model` by
-    the path of an ONNX file: an export of a model prints messages, which must be set up first."""
+    """The argparse action of the argument `model`: stores the user's path as `given_model` and
+    `model`. Later, once log messages are set up, the command replaces `model` by the path of an
+    ONNX file: for a folder, that may take an export."""
 
     def __call__(
         self,
@@ -41,7 +42,8 @@ class GivenModel(argparse.Action):
 def add_model(
     to: argparse.ArgumentParser, kind: Kind = PlanOptions, nargs: str | None = None
 ) -> Mapping[str, Options]:
-    """Adds the model, and the options of this kind; returns the groups of the help by title."""
+    """Adds the argument `model` and the options of the table `kind` to a command; returns the
+    groups of its help by title. `nargs` "?" makes the model optional."""
     what = "an ONNX model, or a folder of a language model (of GenAI, Optimum or transformers.js), "
     what += "also of an encoder-decoder; with onnxpar[hf] also a folder of Transformers, or a name "
     what += "on the hub of Hugging Face, which is exported first"
@@ -53,7 +55,7 @@ def add_model(
 
 
 def add_groups(to: argparse.ArgumentParser, titles: Sequence[str]) -> Mapping[str, Options]:
-    """Adds groups to the help; returns them by title."""
+    """Adds titled groups to the help of a command; returns them by title."""
     usual = to._action_groups.pop()  # argparse's --help and the like stand last
     groups = {title: to.add_argument_group(title) for title in titles}
     to._action_groups.append(usual)
@@ -61,14 +63,16 @@ def add_groups(to: argparse.ArgumentParser, titles: Sequence[str]) -> Mapping[st
 
 
 def add_table(groups: Mapping[str, Options], kind: Any) -> None:
-    """Adds the options of a table to their groups."""
+    """Adds the options of a table (a dataclass such as PlanOptions) to their groups, by title;
+    options without a group are for Python alone."""
     for each in table(kind).values():
         if each.option.group:
             add_option(groups[each.option.group], each)
 
 
 def add_option(to: Options, named: NamedOption) -> None:
-    """Adds an option of a table."""
+    """Adds one option of a table as a flag: the type of its value decides how the flag is
+    parsed."""
     option, kinds = named.option, [*members(named.type)]
     how: dict[str, Any] = {"dest": named.name, "help": option.help.replace("%", "%%")}
     how |= {"required": True} if named.default is REQUIRED else {"default": named.default}
@@ -85,7 +89,7 @@ def add_option(to: Options, named: NamedOption) -> None:
 
 
 def _is_repeated(named: NamedOption) -> bool:
-    """True if an option may be given several times, once for each element."""
+    """True if the flag may be given several times, and its values are collected in a list."""
     origins = {get_origin(kind) or kind for kind in members(named.type)}
     return named.option.repeated or (str not in origins and not origins.isdisjoint(_COLLECTIONS))
 
@@ -94,7 +98,8 @@ _COLLECTIONS = (Mapping, Sequence)
 
 
 def values_of(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
-    """Returns the options of a table as a call in Python takes them. Errors: StrategyError."""
+    """Returns the parsed arguments that are options of the table `kind`, in the form in which a
+    Python call takes them. Errors: StrategyError."""
     values = {name: value for name, value in vars(args).items() if name in table(kind)}
     return values | {n: read(values[n]) for n, read in _READ.items() if n in values}
 
@@ -105,11 +110,12 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
     "typical": Typical.parse,
     **dict.fromkeys(("batch_dim", "padding_idx", "pad"), dict),
 }
-"""What makes values for Python of the texts of options that may be given several times."""
+"""Functions that convert the texts of an option that may be given several times to the value of the
+Python call."""
 
 
 def add_time_passes(to: Options) -> None:
-    """Adds the option to print wall times."""
+    """Adds --time-passes."""
     to.add_argument(
         "--time-passes",
         action="store_true",
@@ -119,7 +125,8 @@ def add_time_passes(to: Options) -> None:
 
 
 def with_times(command: Command) -> Command:
-    """A command that prints the wall times of passes with --time-passes, also if it fails."""
+    """Decorates a command: with --time-passes, it prints the wall times of its passes, also if it
+    fails."""
 
     @wraps(command)
     def timing(args: argparse.Namespace) -> int:
@@ -134,7 +141,7 @@ def with_times(command: Command) -> Command:
 
 
 def add_save(to: Options) -> None:
-    """Adds the options for further files to write: dumps and the strategy."""
+    """Adds --dump and --save-strategy."""
     add_dump(to)
     to.add_argument(
         "--save-strategy",
@@ -146,7 +153,7 @@ def add_save(to: Options) -> None:
 
 
 def add_dump(to: Options) -> None:
-    """Adds the option to dump the graph after every pass."""
+    """Adds --dump, which writes the graph after every pass."""
     to.add_argument(
         "--dump",
         metavar="DIR",
@@ -158,7 +165,7 @@ def add_dump(to: Options) -> None:
 
 
 def rank_numbers(text: str) -> list[int]:
-    """Parses numbers of ranks, such as 0,1 or 4-7. Errors: argparse.ArgumentTypeError."""
+    """Parses numbers of ranks: "0,4-6" is [0, 4, 5, 6]. Errors: argparse.ArgumentTypeError."""
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -184,7 +191,7 @@ def named_number(text: str) -> tuple[str, int]:
 
 
 def named_value(text: str) -> tuple[str, float]:
-    """Parses NAME=VALUE; the value may be a fraction. Errors: argparse.ArgumentTypeError."""
+    """Parses NAME=VALUE, where the value is a float. Errors: argparse.ArgumentTypeError."""
     name, _, value = text.rpartition("=")
     try:
         return name, float(value)
@@ -200,7 +207,7 @@ def named_number_or_none(text: str) -> tuple[str, int | None]:
 
 
 def mesh(text: str) -> Mesh:
-    """Parses a mesh argument. Errors: argparse.ArgumentTypeError."""
+    """Parses a mesh such as dp=2,tp=4. Errors: argparse.ArgumentTypeError."""
     try:
         return Mesh.parse(text)
     except OnnxparError as error:
@@ -215,4 +222,4 @@ _READERS: Mapping[Any, Callable[[str], Any]] = {
     Mapping[str, int | None]: named_number_or_none,
     Mapping[str, float]: named_value,
 }
-"""How the command line reads a value, by its type."""
+"""Parsers of an option's text, by the type of its value."""

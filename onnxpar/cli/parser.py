@@ -1,4 +1,4 @@
-"""The commands of the command line and their arguments; each command has a function."""
+"""The parser of all commands. Each command has a function that adds its arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ environment, an error also prints Python's traceback."""
 
 @cache
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
+    """Returns the parser of the whole command line, with all commands."""
     top = CommandParser(
         prog="onnxpar",
         description="Shards an ONNX model over ranks that each run a stock onnxruntime.",

@@ -1,5 +1,5 @@
-"""Options of commands that start ranks. This module imports no compiler, so that `onnxpar run`
-starts quickly."""
+"""Options of commands that start ranks. This module does not import the compiler, so that `onnxpar
+run` starts quickly."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from onnxpar.runtime.ranks.cores import BINDINGS
 
 
 def add_runtime(to: argparse.ArgumentParser) -> None:
-    """Adds the options for running ranks."""
+    """Adds the options of running ranks: --timeout, --log-dir and the options of `add_network`."""
     add_timeout(to)
     add_network(to)
     to.add_argument("--log-dir", metavar="DIR", help="write what each rank prints to DIR/rank.N/")
 
 
 def add_library(to: argparse._ActionsContainer) -> None:
-    """Adds the option for custom ops of onnxruntime."""
+    """Adds --library, a library of custom ops for onnxruntime."""
     to.add_argument(
         "--library",
         dest="libraries",
@@ -31,7 +31,7 @@ def add_library(to: argparse._ActionsContainer) -> None:
 
 
 def add_cores(to: argparse.ArgumentParser) -> None:
-    """Adds the options for the cores of ranks."""
+    """Adds the options that place ranks on cores: --threads, --ranks-per-numa, --bind."""
     to.add_argument(
         "--threads",
         type=int,
@@ -56,7 +56,7 @@ def add_cores(to: argparse.ArgumentParser) -> None:
 
 
 def add_timeout(to: argparse.ArgumentParser) -> None:
-    """Adds the option for the longest wait for a rank."""
+    """Adds --timeout, the longest wait for a rank."""
     to.add_argument(
         "--timeout",
         type=float,
@@ -71,12 +71,13 @@ VARIABLES = {
     "tls_dir": "ONNXPAR_TLS_DIR",
     "insecure": "ONNXPAR_INSECURE",
 }
-"""The environment variables of the options of `add_network`, for the plugin and the processes of
-ranks."""
+"""The environment variable for each option of `add_network`; the plugin and the processes of ranks
+read these variables."""
 
 
 def apply_to_process(args: argparse.Namespace) -> None:
-    """Sets the environment variables of options for connections, and uses the libraries."""
+    """Applies parsed options that hold for the whole process: sets the variables in VARIABLES, and
+    loads the libraries of --library."""
     if getattr(args, "libraries", ()):
         from onnxpar.base.custom_ops import use_libraries
 
@@ -87,7 +88,7 @@ def apply_to_process(args: argparse.Namespace) -> None:
 
 
 def add_network(to: argparse.ArgumentParser) -> None:
-    """Adds the options for connections between hosts."""
+    """Adds the options of connections between hosts: --interface, --tls-dir, --insecure."""
     to.add_argument(
         "--interface",
         metavar="NAME",
@@ -107,12 +108,12 @@ def add_network(to: argparse.ArgumentParser) -> None:
 
 
 def add_launcher_help(to: argparse.ArgumentParser) -> None:
-    """Adds a text about launchers to the help."""
+    """Puts a text about launchers (mpirun, srun) at the end of a command's help."""
     to.epilog, to.formatter_class = LAUNCH_HELP, argparse.RawDescriptionHelpFormatter
 
 
 def add_verify(to: argparse.ArgumentParser) -> None:
-    """Adds the option to compare files with their digests."""
+    """Adds --verify, which compares every byte of a folder with the digests in it."""
     to.add_argument(
         "--verify",
         action="store_true",
@@ -122,8 +123,8 @@ def add_verify(to: argparse.ArgumentParser) -> None:
 
 
 def add_profile(to: argparse.ArgumentParser, runs: str) -> None:
-    """Adds the option to record a trace of all ranks; `runs` is the word for the recorded runs in
-    the help."""
+    """Adds --profile, which records a trace of all ranks. `runs` is the word in its help: "runs",
+    "steps"."""
     to.add_argument(
         "--profile",
         metavar="FILE",

@@ -1,6 +1,6 @@
 """The command `run`: its arguments, and the start of its ranks.
 
-This module imports nothing large, so that ranks start first.
+This module imports nothing large, so that ranks start before the imports of this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onnxpar.runtime.ranks.started_ranks import started_early
 
 
 def add_run(to: Any) -> None:
-    """Adds the command to the commands of a parser."""
+    """Adds the command `run` to a parser's commands."""
     text = "run a sharded model, one process per rank"
     command = to.add_parser("run", help=text, description=f"{text.capitalize()}.")
     command.set_defaults(command=run)
@@ -61,7 +61,8 @@ def add_run(to: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `run`: runs a sharded model; under a launcher, as one of its ranks."""
+    """Runs `run`: starts the ranks and runs the model on them; under a launcher, this process is
+    one rank."""
     rank = launched_rank()
     ranks = 0 if rank is not None or args.log_dir is not None else _count_ranks(args.par)
     with started_early(ranks) if ranks else nullcontext():
@@ -72,5 +73,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count_ranks(par: str) -> int:
-    """Returns the number of ranks whose files are in a folder."""
+    """Returns for how many ranks the folder of a sharded model has files."""
     return len([*Path(par).glob("rank_????.onnx")])

@@ -28,7 +28,9 @@ from onnxpar.runtime.session.values import arrays_in
 
 
 def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
-    """Runs a sharded model; under a launcher, as one of its ranks."""
+    """Runs a sharded model for parsed arguments of `run`, and prints results and times; returns the
+    exit status. `rank` says which rank this process is under a launcher; None: this process starts
+    the ranks."""
     log_dir = args.log_dir
     if rank is not None:
         redirect_output(log_dir or "log", rank, stdout=rank.rank != 0)
@@ -107,7 +109,8 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
 
 
 def _feeds(args: argparse.Namespace, bundle: Bundle) -> dict[str, Any]:
-    """Returns the user's inputs, or random inputs at the plan's typical sizes."""
+    """Returns the inputs of the user's file, or with --random, random ones at the plan's typical
+    sizes."""
     if not args.random:
         return read_feeds(args.inputs, bundle.input_specs)
     typical = bundle.data.get("typical")
@@ -121,8 +124,8 @@ def _feeds(args: argparse.Namespace, bundle: Bundle) -> dict[str, Any]:
 
 
 def _predicted(args: argparse.Namespace, bundle: Bundle) -> dict[str, float] | None:
-    """Returns the plan's predicted seconds of this run, by part; None if there is no prediction for
-    its sizes."""
+    """Returns the predicted seconds of a run by part, as in plan.json; None if the plan predicts
+    for other sizes than the user's inputs have."""
     if bundle.data.get("typical") and not args.random:
         return None
     predicted: dict[str, float] | None = bundle.data.get("predicted")
@@ -130,7 +133,7 @@ def _predicted(args: argparse.Namespace, bundle: Bundle) -> dict[str, float] | N
 
 
 def _times(seconds: Sequence[float]) -> dict[str, float]:
-    """Returns statistics of the times of runs, by name."""
+    """Returns statistics of these seconds by name: min, mean, median, p90, p95, p99, max."""
     statistics = {
         "min": min(seconds),
         "mean": float(np.mean(seconds)),
@@ -141,7 +144,7 @@ def _times(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _runs(count: int) -> Iterable[int]:
-    """Returns the numbers of the runs; on a terminal, shows the progress."""
+    """Returns range(count), with a progress bar on a terminal."""
     if count == 1 or not sys.stderr.isatty():
         return range(count)
     from tqdm import tqdm

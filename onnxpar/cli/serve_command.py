@@ -1,4 +1,4 @@
-"""The command `serve`: its arguments, and the server that it starts."""
+"""The command `serve`: its arguments, and the HTTP server that it starts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ KEY = "ONNXPAR_API_KEY"
 """The environment variable that holds the API key."""
 _ENGINE = ("kv_memory", "max_running", "max_waiting", "step_tokens")
 _GENERATING = ("kv_memory", "max_running", "max_tokens", "tool_call_parser")
-"""Options that do not apply to embedding models and rerankers."""
+"""Options that apply to models that generate text, not to embedding models and rerankers."""
 _LIMITS = ("max_body", "max_tokens", "max_choices", "max_inputs", "max_requests", "request_timeout")
 _RANKS_ELSEWHERE = ("timeout", "verify", "threads")
 _RANKS = (*_RANKS_ELSEWHERE, "log_dir", "bind", "ranks_per_numa")
 
 
 def add_serve(to: Any) -> None:
-    """Adds the command to the commands of a parser."""
+    """Adds the command `serve` to a parser's commands."""
     text = "serve a sharded language or embedding model over HTTP, in the API of OpenAI"
     command = to.add_parser(
         "serve",
@@ -51,7 +51,7 @@ def add_serve(to: Any) -> None:
 
 
 def _add_address(command: Any) -> None:
-    """Adds the options for the server's address and its clients."""
+    """Adds the options of the server's address and of who may use it."""
     command.add_argument(
         "--host",
         default="127.0.0.1",
@@ -101,7 +101,7 @@ def _add_address(command: Any) -> None:
 
 
 def _add_limits(command: Any) -> None:
-    """Adds the options for the limits of requests."""
+    """Adds the options that limit requests: their size, number and time."""
     limits: tuple[tuple[str, type, Any, str], ...] = (
         ("max-body", int, 2 << 20, "most bytes of a request"),
         ("max-choices", int, 16, "most answers of a request: prompts times n"),
@@ -130,7 +130,8 @@ def _add_limits(command: Any) -> None:
 
 
 def _add_engine(command: Any) -> None:
-    """Adds the options for the requests that run together."""
+    """Adds the options of the engine, which runs requests together: replicas, memory of caches,
+    tokens."""
     command.add_argument(
         "--replicas",
         type=int,
@@ -168,7 +169,8 @@ def _add_engine(command: Any) -> None:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Runs `serve`; returns the exit status."""
+    """Runs `serve` until a signal ends it; returns the exit status. Under a launcher, rank 0
+    serves."""
     _check(args)
     launched = launched_rank()
     if launched is None:
@@ -184,8 +186,8 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Serves until a signal comes, with ranks of a session with these options. Errors:
-    OnnxparError."""
+    """Serves over HTTP until a signal comes. `options` are keyword arguments of the engine that
+    starts the ranks. Errors: OnnxparError."""
     keys = _keys(args)
     try:
         with quick_imports():
@@ -211,7 +213,8 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
 
 def _started(args: argparse.Namespace, options: dict[str, Any]) -> Any:
-    """Starts and returns an engine or an embedder, or replicas of it. Errors: OnnxparError."""
+    """Starts and returns the engine of a language model, or the embedder of an encoder, or with
+    --replicas, several of them behind one interface. Errors: OnnxparError."""
     from onnxpar.llm.embedder import Embedder
     from onnxpar.llm.encoder_model import is_encoder
     from onnxpar.llm.engine import Engine
@@ -237,7 +240,7 @@ def _started(args: argparse.Namespace, options: dict[str, Any]) -> Any:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Checks the options. Errors: InputError."""
+    """Checks values of options that argparse cannot. Errors: InputError."""
     if args.drain_timeout < 0:
         raise InputError(f"--drain-timeout {args.drain_timeout:g}: it must be at least 0")
     if not 0 <= args.port < 2**16:
@@ -245,7 +248,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _keys(args: argparse.Namespace) -> tuple[bytes, ...]:
-    """The API keys. Errors: InputError."""
+    """Returns the API keys that clients may use, from an option, a file or the environment variable
+    KEY; empty if clients need none. Errors: InputError."""
     if args.api_key is not None and args.api_key_file is not None:
         raise InputError("give --api-key or --api-key-file, not both")
     where = "--api-key"

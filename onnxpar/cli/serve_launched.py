@@ -1,4 +1,4 @@
-"""`serve` under a launcher: rank 0 serves, and the other ranks follow it."""
+"""`serve` under a launcher: rank 0 serves, and the other ranks repeat its runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def check_launched(args: argparse.Namespace) -> None:
-    """Checks the options on each rank. Errors: InputError for an option that applies only to ranks
-    that this process starts."""
+    """Checks the options on each rank. Errors: InputError for options of ranks that this process
+    would start itself, such as --replicas."""
     check_timeout(args.timeout)
     options = (
         ("--replicas", args.replicas != 1, "each replica needs ranks of its own"),
@@ -38,8 +38,9 @@ def check_launched(args: argparse.Namespace) -> None:
 def serve_launched(
     args: argparse.Namespace, launched: Launched, serve: Callable[[Lead], None]
 ) -> int:
-    """Calls `serve` in rank 0, and follows rank 0 in the others; returns the exit status, the same
-    on all ranks. Errors: those of `serve`; RankError."""
+    """On rank 0, calls `serve` with a `Lead`, through which the other ranks repeat each run; on
+    other ranks, follows rank 0. Returns the exit status, which is the same on all ranks. Errors:
+    those of `serve`; RankError."""
     if args.log_dir is not None:
         redirect_output(args.log_dir, launched, stdout=launched.rank != 0)
     with quick_imports():
@@ -61,8 +62,8 @@ def serve_launched(
 
 
 def _follow(orders: Orders, par: Path) -> int:
-    """Follows rank 0 until it ends, because of a signal that all processes get. A second signal
-    ends this process at once."""
+    """Repeats the runs of rank 0 until it ends; returns the exit status. A signal reaches all
+    processes, and rank 0 ends after it; a second signal ends this process at once."""
     following = _Following(orders, par)
     try:
         return following.wait()
@@ -72,7 +73,7 @@ def _follow(orders: Orders, par: Path) -> int:
 
 
 class _Following:
-    """Follows rank 0 in a thread, so that signals reach the main thread."""
+    """Follows rank 0 in a thread, so that the main thread is free to handle signals."""
 
     def __init__(self, orders: Orders, par: Path) -> None:
         self._orders, self._par = orders, par
@@ -81,7 +82,7 @@ class _Following:
         threading.Thread(target=self._run, name="onnxpar-follow", daemon=True).start()
 
     def wait(self) -> int:
-        """Returns the exit status. Errors: those of `follow`."""
+        """Waits until rank 0 ends; returns the exit status. Errors: as `follow`."""
         while not self._is_over.wait(1.0):
             pass
         if isinstance(self._outcome, BaseException):

@@ -11,11 +11,11 @@ from onnxpar.runtime.ranks.closing import Closing
 
 
 class Bar(Closing):
-    """A progress bar, on a terminal only: the number of samples so far, samples in a second, the
-    remaining time, and the last loss.
+    """The progress bar of a training run, on a terminal only: number of samples so far, samples per
+    second, remaining time, and the last loss.
 
-    steps   number of steps of the run; None if unknown before its end
-    batch   number of samples in a step
+    steps  number of steps of the run; None if unknown before its end
+    batch  number of samples in a step
     """
 
     def __init__(self, steps: int | None, batch: int) -> None:
@@ -24,8 +24,8 @@ class Bar(Closing):
         self._total = None if steps is None else steps * batch
 
     def show(self, step: int, lines: Sequence[str], loss: float) -> None:
-        """Shows the number of steps so far, below new lines. The rate does not count steps of an
-        earlier run."""
+        """Advances the bar to `step`, the number of steps so far, and prints `lines` above it. The
+        rate does not count steps of an earlier, resumed run."""
         if self._bar is None:
             self._bar = tqdm(
                 total=self._total,

@@ -1,4 +1,5 @@
-"""The training commands of the command line. Each returns the exit status."""
+"""The training commands of the command line. Each takes the parsed arguments and returns the exit
+status."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ from onnxpar.training.gradients.trained import FROZEN, UNNAMED, Left, Trained, W
 
 @with_times
 def grad(args: argparse.Namespace) -> int:
-    """Runs `grad`: writes a training step."""
+    """Runs `grad`: writes the training step of a model as an ONNX graph, and prints what it
+    trains."""
     options: Any = values_of(args, GradOptions)
     model, weights = write_step(args.model, Path(args.output), options, args.dump, args.times)
     assert model.step is not None
@@ -67,7 +69,8 @@ def grad(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Runs `train`: trains, under a launcher as one of its ranks."""
+    """Runs `train`: runs a sharded training step over data; under a launcher, this process is one
+    rank."""
     options: Any = values_of(args, TrainOptions)
     request = run_request(options)
     run, elastic = request.run, request.elastic
@@ -95,7 +98,8 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, request: RunRequest, held: FolderLock | None) -> int:
-    """Trains; `held` is the lock on the folder of checkpoints, if any."""
+    """Trains, and writes logs and checkpoints; returns the exit status. `held` is the lock on the
+    folder of checkpoints, if there is one."""
     run, elastic = request.run, request.elastic
     logs = Path(args.log_dir)
     rank = launched_rank()
@@ -136,8 +140,8 @@ def _follow(
     files: Sequence[MetricsFile],
     is_told: bool,
 ) -> None:
-    """Trains, writes metrics to files, and draws the loss in the folder `logs`. If `is_told`,
-    prints the loss of each step, and the places of the files."""
+    """Runs all steps, writes the metrics of each to `files`, and draws the loss in the folder
+    `logs`. If `is_told`, prints the loss of each step, and at the end where the files are."""
 
     def say(text: str) -> None:
         if is_told:
@@ -181,8 +185,8 @@ def _follow(
 
 
 def _metrics_files(args: argparse.Namespace, logs: Path) -> list[MetricsFile]:
-    """Returns the user's files of metrics, and the file in the folder `logs`. Errors:
-    InputError."""
+    """Returns the files that get the metrics of each step: one in the folder `logs`, and further
+    ones that the user asked for. Errors: InputError."""
     files: list[MetricsFile] = [JsonLines(logs / METRICS)]
     if args.json:
         files.append(PrintedLines())
@@ -211,14 +215,14 @@ def merge(args: argparse.Namespace) -> int:
 
 
 def warn_of(step: Step) -> None:
-    """Prints warnings on standard error about differences between the trained network and the
-    exported network."""
+    """Logs warnings about differences between the trained network and the exported one, such as a
+    Dropout that the export removed."""
     for caution in step.cautions:
         LOG.warning(caution)
 
 
 def _trained_lines(trained: Sequence[Trained]) -> Iterator[str]:
-    """Yields a table of the trained weights."""
+    """Yields the lines of a table of the trained weights, and their total size."""
     rows = [
         (t.name, "x".join(map(str, t.tensor.shape)), f"{t.node.op} operand {t.operand}")
         for t in trained
@@ -231,8 +235,8 @@ def _trained_lines(trained: Sequence[Trained]) -> Iterator[str]:
 
 
 def _left_lines(weights: Weights) -> Iterator[str]:
-    """Yields a table of the weights that are not trained. Single numbers, and weights that the user
-    excluded, are only counted."""
+    """Yields the lines of a table of the weights that are not trained, with reasons. Weights with a
+    single element, and weights that the user excluded, are only counted."""
     by_choice = (FROZEN, UNNAMED)
     listed = [w for w in weights.left if _elements(w) != 1 and w.reason not in by_choice]
     if listed:
@@ -256,7 +260,7 @@ def _elements(weight: Left) -> int:
 
 
 def _step_lines(step: Step) -> Iterator[str]:
-    """Yields lines about the states, inputs and outputs of a step."""
+    """Yields lines about a training step: its states (such as moments), inputs and outputs."""
     kinds = dict.fromkeys(s.kind for s in step.slots if s.of and s.kind != "parameter")
     yield f"state of each parameter: {', '.join(kinds) or 'none'}"
     for group, names in step.groups.items():

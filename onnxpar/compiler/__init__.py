@@ -1,2 +1,2 @@
-"""The interface of passes: the context that passes share, the plan, verification, and the text of
-graphs."""
+"""The interface of passes: the context that passes share, the plan, the verification of layouts,
+and the text of graphs."""

@@ -23,8 +23,8 @@ Fail = Callable[[str], None]
 
 
 def verify(graph: gs.Graph, ctx: PassContext) -> None:
-    """Checks that the operands and results of every node satisfy its rule, after
-    insert-collectives.
+    """Checks that the layouts of the operands and results of every node satisfy its rule. Does
+    nothing before insert-collectives.
 
     After order-collectives, also checks that the token passes through every collective in graph
     order.
@@ -42,6 +42,8 @@ def verify(graph: gs.Graph, ctx: PassContext) -> None:
 
 
 def _verify_op(op: OpFactors, ctx: PassContext) -> None:
+    """Raises AssertionError unless the layouts of a node's operands and results satisfy its
+    rule."""
     layouts = {t.name: ctx.layouts[t.name] for t, _ in op.operands() if t.name in ctx.layouts}
 
     def fail(what: str) -> None:
@@ -94,8 +96,8 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
 
 
 def _carried(op: OpFactors, layouts: dict[str, Layout], fail: Fail) -> set[str]:
-    """Names of the tensors of sums that a loop carries from iteration to iteration as partial
-    sums."""
+    """Returns the names of tensors that hold partial sums which a loop passes from iteration to
+    iteration, to be reduced after the loop."""
     carried: set[str] = set()
     for sum_ in accumulators(op.node) if op.bodies else ():
         names = [t.name for t in sum_.tensors(op.node)]
@@ -111,7 +113,8 @@ _Piece = tuple[str, int]
 
 
 def _pieces(axes: Sequence[Axis]) -> list[_Piece]:
-    """Decomposes axes into sub-axes of prime size, so that tp equals tp:(1)2 tp:(2)2."""
+    """Decomposes axes into sub-axes of prime size, as (name, position), so that tp=4 equals
+    tp:(1)2, tp:(2)2."""
     out = []
     for axis in axes:
         at, rest, prime = axis.pre, axis.size, 2
@@ -126,8 +129,12 @@ def _pieces(axes: Sequence[Axis]) -> list[_Piece]:
 def _pending(
     op: OpFactors, leaf_axes: dict[int, tuple[Axis, ...]], layouts: dict[str, Layout], fail: Fail
 ) -> tuple[tuple[Axis, ...], str]:
-    """The axes over which the rule makes the results partial, and the reduction, for operands with
-    these layouts."""
+    """Returns (axes, reduction) by which the rule leaves the results of a node partial, for
+    operands with these layouts.
+
+    leaf_axes  the axes that split each factor occurrence of the node, by number
+    fail       reports an inconsistency
+    """
     own_axes: tuple[Axis, ...] = ()
     reduce = "sum"
     for leaf, axes in leaf_axes.items():
@@ -169,7 +176,8 @@ def _pending(
 
 
 def _every_segment(op: OpFactors, factor: str, leaf_axes: dict[int, tuple[Axis, ...]]) -> bool:
-    """True if all segments of a factor are split over the same axes."""
+    """True if all segments of a factor (q, k and v of a fused dimension) are split over the same
+    axes."""
     axes = iter([leaf_axes.get(i, ()) for i, leaf in enumerate(op.leaves) if leaf.factor == factor])
 
     def cover(dim: Dim) -> frozenset[Axis] | None:
@@ -195,8 +203,8 @@ _CHANGES: dict[str, tuple[set[int], int]] = {
     "Select": (set(), 1),
     "Broadcast": (set(), 0),
 }
-"""The allowed changes of each kind of reshard: of its axes on leaves (1: added, -1: removed), and
-of its axes among the partial axes.
+"""The changes that each kind of reshard may make: the axes that it adds to (1) or removes from (-1)
+the dimensions of its tensor, and its effect on the partial axes (0: none).
 
 The table of kinds (`graph/collectives.py`) says this too, for the passes. The check does not read
 it: an error in the table would then be in the check as well, which would prove nothing.
@@ -211,6 +219,8 @@ def _verify_reshard(node: gs.Node, ctx: PassContext) -> None:
 
 
 def _verify_step(node: gs.Node, before: Layout, after: Layout, mesh: Mesh) -> None:
+    """Raises AssertionError unless a reshard step of this kind may turn the layout `before` into
+    `after`."""
     over = set(_pieces(reshard_of(node).axes))
     if node.op == "CollectivePermute":
         return _verify_permute(node, before, after, mesh)
@@ -229,7 +239,8 @@ def _verify_step(node: gs.Node, before: Layout, after: Layout, mesh: Mesh) -> No
 
 
 def _verify_permute(node: gs.Node, before: Layout, after: Layout, mesh: Mesh) -> None:
-    """Checks that each group of ranks holds the same shards before and after the permute."""
+    """Checks that each group of ranks holds the same shards before and after a CollectivePermute,
+    maybe on other ranks."""
 
     def shards(layout: Layout, group: Sequence[int]) -> list[tuple[object, ...]]:
         all_leaves = [leaf for dim in layout.dims for leaf in leaves(dim)]
@@ -246,16 +257,17 @@ def _verify_permute(node: gs.Node, before: Layout, after: Layout, mesh: Mesh) ->
 
 
 def _change(old: set[_Piece], new: set[_Piece], over: set[_Piece]) -> int | None:
-    """1 if all of `over` is in `new` and none of it in `old`; -1 for the opposite; None for any
-    other change."""
+    """Returns 1 if the step adds all axes `over` to `old`, -1 if it removes all of them, None for
+    any other change."""
     if old.isdisjoint(over) and new == old | over:
         return 1
     return -1 if over <= old and new == old - over else None
 
 
 def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
-    """Checks that the token passes through the collectives in graph order; returns the last token.
-    `token` is None before the first collective."""
+    """Checks that the token (an empty tensor that fixes the order) passes through all collectives
+    in graph order; returns the last one. `token` is the last one so far; None before the first
+    collective."""
     for node in graph.nodes:
         if node.op == "Gate" and (token is None or node.inputs[-1] is not token):
             continue  # the gate waits for another gate
@@ -268,13 +280,14 @@ def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
 
 
 def _has_token(node: gs.Node) -> bool:
-    """True for the plugin's ops, except for fused elementwise ops, which do not communicate."""
+    """True for the plugin's ops that communicate, and so take and return a token; fused elementwise
+    ops do not."""
     return bool(node.domain == DOMAIN and node.op != FUSED_ELEMENTWISE)
 
 
 def _verify_bodies(node: gs.Node, token: gs.Tensor | None) -> gs.Tensor:
-    """Checks that each body starts with the token that the node reads, and ends with the token that
-    the node returns; returns the token that the node returns."""
+    """Checks that each body of a loop or branch begins with the token that the node reads, and ends
+    with the one that the node returns; returns the latter."""
     if node.op == "If":
         for branch in bodies(node):
             last, result = _verify_order(branch, token), branch.outputs[-1]

@@ -1,5 +1,5 @@
-"""Makes tensors inside a graph outputs, to compare each with the same tensor of the unsplit
-model."""
+"""Makes inner tensors of a sharded graph outputs, so that `check --each` can compare each with the
+same tensor of the unsplit model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ _TYPES = frozenset(
 
 
 def expose(plan: Plan, ctx: PassContext, names: Collection[str]) -> None:
-    """Makes the results of nodes with these names outputs of the ranks' graphs and of the plan.
-
-    Leaves out results in bodies, and results whose shape or shards are not known before a run. The
-    graph must be the localized one, before it is split into a graph for each rank.
-    """
+    """Makes the tensors with these names outputs of the plan and of the ranks' graphs. Leaves out
+    tensors in bodies (of loops and branches), and tensors whose shape or shards are known only
+    during a run. Must be called on the rank-local graph, before split-ranks makes a graph for each
+    rank."""
     graph = ctx.model.graph
     known = {tensor.name for tensor in (*graph.inputs, *graph.outputs)}
     for node in graph.nodes:
@@ -53,7 +52,8 @@ def expose(plan: Plan, ctx: PassContext, names: Collection[str]) -> None:
 
 
 def _port(tensor: gs.Tensor, ctx: PassContext) -> Port | None:
-    """The port of a result; None if its layout or type is data-dependent."""
+    """Returns the entry of the plan for a tensor as an output; None if its layout or type is
+    unknown, or if its sizes have no closed form."""
     layout = ctx.layouts.get(tensor.name)
     if layout is None or tensor.dtype is None or numpy_dtype(tensor).name not in _TYPES:
         return None

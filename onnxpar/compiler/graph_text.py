@@ -1,4 +1,4 @@
-"""The graph as text, with a layout after every tensor, for dumps and golden tests."""
+"""The graph as text, with a layout behind every tensor, for dumps and golden tests."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotati
 
 
 def graph_text(graph: gs.Graph, ctx: PassContext) -> str:
-    """The graph as text: a line for each input, weight, node and output. Layouts are the results of
-    insert-collectives or, before this pass, of propagation. While nothing is split yet, there is
-    also a line for each annotation."""
+    """Returns the graph as text: a line for each input, weight, node and output, such as `input x:
+    float32 4x6 [dp, -]`. Layouts come from insert-collectives, or before that pass, from
+    propagation so far. While nothing is split yet, there is also a line for each annotation."""
     return "\n".join(_lines(graph, ctx)) + "\n"
 
 
@@ -37,8 +37,8 @@ def _lines(graph: gs.Graph, ctx: PassContext) -> Iterator[str]:
 
 
 def annotation_lines(ctx: PassContext) -> Iterator[str]:
-    """A line for each annotation, with the number of its round; none once any node or tensor is
-    split."""
+    """Yields a line for each annotation (requested split), with the number of its round; none once
+    any node or tensor is split."""
     if ctx.layouts or any(map(any, (*ctx.sharding.tensors.values(), *ctx.sharding.ops.values()))):
         return
     for number, batch in enumerate(ctx.annotations, 1):
@@ -47,8 +47,8 @@ def annotation_lines(ctx: PassContext) -> Iterator[str]:
 
 
 def _annotation_text(annotation: Annotation, ctx: PassContext) -> str:
-    """The text of an annotation: the layout of a tensor, the axes of a node's factors, or for other
-    kinds, the fields."""
+    """The text of an annotation: for a tensor its layout, for a node the axes of its factors
+    (`m=dp`), for other kinds the fields."""
     if isinstance(annotation, TensorAnnotation):
         requested = FactorSharding(tuple(axes or () for axes in annotation.axes))
         layout = ctx.sharding.layout(annotation.tensor, requested)
@@ -90,8 +90,8 @@ def _typed(tensor: gs.Tensor, ctx: PassContext) -> str:
 
 
 def layout_of(name: str, ctx: PassContext) -> Layout | None:
-    """The layout of a tensor in `ctx.layouts`, or before these exist, its layout by propagation so
-    far."""
+    """Returns the layout of a tensor in `ctx.layouts`; before these exist, the one that propagation
+    has reached so far; None if the tensor is unknown."""
     if name in ctx.layouts or ctx.layouts:
         return ctx.layouts.get(name)
     if name in ctx.sharding.tensors:
@@ -107,8 +107,9 @@ def _value(tensor: gs.Constant, ctx: PassContext) -> str:
 
 
 def attributes_text(node: gs.Node, ctx: PassContext | None, rank: int | None = None) -> str:
-    """The attributes of a node in braces; empty without attributes. With a context, attributes that
-    depend on the rank have a mark or, with `rank`, the values of this rank."""
+    """Returns the attributes of a node in braces, `{axis=1}`; empty if it has none. With `ctx`,
+    attributes that differ between ranks are marked `/rank`, or with `rank`, have the values of that
+    rank."""
     shown: Mapping[str, Any] = node.attrs
     if is_reshard(node):
         shown = {"axes": reshard_of(node).axes}

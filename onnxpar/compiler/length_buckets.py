@@ -1,6 +1,6 @@
-"""Combines the plans of a training step and of the same step for shorter samples (length buckets)
-into one plan. A run takes the program for the sizes of its feeds; all programs read and change the
-same states."""
+"""Combines the plans of a training step for samples of several lengths (length buckets) into one
+plan with a program for each length. A run takes the program that fits its feeds; all programs read
+and change the same states."""
 
 from __future__ import annotations
 
@@ -30,14 +30,21 @@ _ROLES = (
     "evaluation",
     "magnitudes",
 )
-"""Entries of a step that must be equal in all steps, so that one trainer can take any of them."""
+"""Entries of a training step in plan.json that must be equal for all lengths, so that one trainer
+can run any of the programs."""
 
 
 def join_plans(plans: Sequence[Plan], files: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the plan.json of a step and its shorter steps, and the name of each step's program.
-    `files` has the file of each step. In the plan, the sizes of samples are open; `lengths` lists
-    the programs, the shortest first, with their values of the symbols in `example`. Errors:
-    StrategyError if the plans are not of the same step at different sizes."""
+    """Returns the plan.json of a step with shorter steps, and the name of each step's program: ""
+    for the first, `length_128` for one of shorter samples. In the result, the sizes of samples are
+    open; its `lengths` lists the programs, the shortest first, with their values of the symbols in
+    `example`.
+
+    plans  the plan of each step, the one for the longest samples first
+    files  the file of each step, for error messages
+
+    Errors: StrategyError if the plans are not of the same step at different sizes.
+    """
     plans_json = [plan.to_json() for plan in plans]
     states = {name for pair in plans[0].states for name in pair}
     _check_shards(plans, files, states)
@@ -64,13 +71,15 @@ def join_plans(plans: Sequence[Plan], files: Sequence[Path]) -> tuple[dict[str, 
 
 
 def _batch_of(plan: Mapping[str, Any]) -> int | None:
-    """The number of samples in a batch of a step; None if it has no samples."""
+    """Returns the number of samples in a batch of the step, from its plan.json; None if it has no
+    samples."""
     shapes = {port["name"]: port["shape"] for port in plan["inputs"]}
     return next((shapes[name][axis] for name, axis in plan["step"]["batch"].items()), None)
 
 
 def _check_shards(plans: Sequence[Plan], files: Sequence[Path], states: Collection[str]) -> None:
-    """Raises StrategyError unless all plans split the states alike."""
+    """Raises StrategyError unless all plans split each state (parameter, moment) into the same
+    shards."""
     first, *shorter = [{p.name: p for p in (*plan.inputs, *plan.outputs)} for plan in plans]
     for ports, file in zip(shorter, files[1:], strict=True):
         for name in sorted(states):
@@ -82,8 +91,8 @@ def _check_shards(plans: Sequence[Plan], files: Sequence[Path], states: Collecti
 
 
 def same_cut(a: Port, b: Port) -> bool:
-    """True if ranks cut both ports in the same way, for any sizes. A whole dimension may consist of
-    parts."""
+    """True if two inputs or outputs are split over the same axes along each dimension, whatever
+    their sizes. How an unsplit dimension is composed of factors makes no difference."""
     return bool(_cut(a) == _cut(b))
 
 
@@ -104,9 +113,9 @@ def _symbol(i: int) -> str:
 def _columns(
     plans_json: Sequence[Mapping[str, Any]], files: Sequence[Path]
 ) -> list[tuple[int, ...]]:
-    """Returns the distinct columns of sizes of samples; a column has the size of one dimension in
-    each step. Errors: StrategyError unless the first step has the largest sizes, and no two steps
-    have the same."""
+    """Returns the sizes of samples that differ between steps: a tuple (size in step 0, size in step
+    1, ...) for each such dimension, without duplicates. Errors: StrategyError unless step 0 has the
+    largest sizes, and no two steps have the same sizes."""
     shapes = [{p["name"]: p["shape"] for p in data["inputs"]} for data in plans_json]
     sizes_of_dims = [
         tuple(shape[name][axis] for shape in shapes)
@@ -130,8 +139,8 @@ def _columns(
 
 
 def check_lengths(plans: Sequence[Plan], files: Sequence[Path]) -> None:
-    """Raises StrategyError unless these plans are of one step, the first of them for the longest
-    samples."""
+    """Raises StrategyError unless the plans are of one training step at different lengths of
+    samples, the longest first."""
     plans_json = [plan.to_json() for plan in plans]
     for data, file in zip(plans_json[1:], files[1:], strict=True):
         _check_alike(plans_json[0], data, file, files[0])
@@ -141,7 +150,8 @@ def check_lengths(plans: Sequence[Plan], files: Sequence[Path]) -> None:
 def _check_alike(
     first: Mapping[str, Any], other: Mapping[str, Any], file: Path, longest: Path
 ) -> None:
-    """Raises StrategyError unless two plans are of the same step, with the same states."""
+    """Raises StrategyError unless two plan.json objects are of the same training step, with the
+    same states and batch size."""
     remedy = "write both with the same options of `onnxpar grad`, but for the length in --dim"
     if first["step"]["deal"] or other["step"]["deal"]:
         raise StrategyError(f"--shorter {file}: a manual program has one length")
@@ -171,8 +181,13 @@ def _check_alike(
 
 
 def _opened(values: Sequence[Any], symbols: Mapping[str, Sequence[int]], name: str) -> Any:
-    """Merges JSON values that differ only in numbers: numbers that differ become polynomials of the
-    symbols. Errors: StrategyError if they are no polynomials."""
+    """Merges JSON values of the same structure, one per step, into one value: numbers that differ
+    become text of a linear function of a symbol, such as "2*length + 1". Errors: StrategyError if
+    there is none.
+
+    symbols  for each symbol, its value in each step
+    name     the tensor, for errors
+    """
     first = values[0]
     if all(value == first for value in values[1:]):
         return first

@@ -1,4 +1,4 @@
-"""Adds a remedy to errors about open sizes."""
+"""Adds the remedy to errors that are due to open sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from onnxpar.load.load import Model
 
 @contextmanager
 def at_open_sizes(model: Model) -> Iterator[None]:
-    """Extends a SizeError about an open size with the open sizes and the --dim that fixes them."""
+    """A block in which a SizeError about an open size gets more text: the sizes that were tried,
+    and the --dim that fixes them."""
     try:
         yield
     except SizeError as error:
@@ -29,7 +30,8 @@ def at_open_sizes(model: Model) -> Iterator[None]:
 
 
 def _open_values(graph: gs.Graph, sizes: OpenSizes) -> set[int]:
-    """The sizes of all open dimensions at the first binding, which no weight has."""
+    """Returns all sizes of open dimensions in `graph`, which is at the first of the sample
+    sizes."""
     tensors, other_tensors = graph.tensors(), sizes.graph(1).tensors()
     return {
         size

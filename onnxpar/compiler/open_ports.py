@@ -1,4 +1,5 @@
-"""Gives the ports of a plan their open sizes, as formulas that fit the layouts at every binding."""
+"""Gives the inputs and outputs of a plan their open sizes, as formulas that are right at every
+binding."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from onnxpar.layout.symbols import Polynomial
 
 
 def open_ports(plan: Plan, ctx: PassContext) -> None:
-    """Gives the plan's ports their open sizes. Errors: StrategyError for a size that is not a
-    polynomial of the symbols."""
+    """Replaces sizes in the plan's inputs and outputs by formulas of symbols (`past + 1`) where the
+    model's sizes are open; adds an example, and limits of the symbols. Errors: StrategyError for a
+    size that is not a polynomial of the symbols, or for a symbol that no input has as a size."""
     sizes = ctx.model.sizes
     if sizes is None:
         return
@@ -36,8 +38,8 @@ def open_ports(plan: Plan, ctx: PassContext) -> None:
 
 
 def _limits(ctx: PassContext, sizes: OpenSizes) -> Iterator[tuple[Polynomial, Polynomial]]:
-    """Yields the limits under which no segment of a split dimension has a negative size. Segments
-    of a whole dimension have no limits: they need not exist."""
+    """Yields pairs (a, b) of sizes where a <= b must hold in a run, so that no segment of a split
+    dimension has a negative size. Segments of an unsplit dimension need no limits."""
     contexts = [ctx, *(other for _, other in ctx.lowered.replays)]
     columns: dict[tuple[int, ...], None] = {}
     for name in ctx.layouts:
@@ -54,8 +56,9 @@ def _limits(ctx: PassContext, sizes: OpenSizes) -> Iterator[tuple[Polynomial, Po
 
 
 def with_open_sizes(port: Port, ctx: PassContext) -> Port:
-    """Returns the port with its open sizes, or the port itself if none of its sizes is open.
-    Errors: StrategyError for a size that is not a polynomial of the symbols."""
+    """Returns the port (an input or output) with formulas in place of its open sizes, or the port
+    itself if none is open. Errors: StrategyError for a size that is not a polynomial of the
+    symbols."""
     sizes = ctx.model.sizes
     if sizes is None:
         return port
@@ -80,7 +83,8 @@ def with_open_sizes(port: Port, ctx: PassContext) -> Port:
 
 
 def _opened_strings(port: Port, sizes: OpenSizes) -> Port:
-    """Returns an input of strings with its open sizes; this input has a shape, but no layout."""
+    """Returns an input of strings with formulas in place of its open sizes. Such inputs have no
+    layout."""
     open_ = {axis: size for (name, axis), size in sizes.dims.items() if name == port.name}
     if port.shape is None or not open_:
         return port
@@ -89,8 +93,8 @@ def _opened_strings(port: Port, sizes: OpenSizes) -> Port:
 
 
 def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:
-    """Merges the JSON values of all bindings into one value. Numbers that differ become a formula,
-    as text."""
+    """Merges the JSON values of a layout at all sample sizes into one: numbers that differ become a
+    formula, as text; -1 (data-dependent) at any of them stays -1."""
     first = values[0]
     if -1 in values:  # the size depends on data, at least at some bindings
         return -1
@@ -109,7 +113,8 @@ def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:
 
 
 def _has_unknown(dim: Any) -> bool:
-    """True if some part of a dimension of several parts has no size."""
+    """True if a dimension (as JSON) has several parts, and the size of some part is unknown
+    (-1)."""
     parts = [part for kind in ("concat", "product") for part in dim.get(kind, ())]
     return any(part.get("size") == -1 or _has_unknown(part) for part in parts)
 

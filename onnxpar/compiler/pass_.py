@@ -32,19 +32,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Choices:
-    """Decisions of insert-collectives that depend on sizes; passes repeat them at the other
-    bindings of open sizes.
+    """Decisions of passes that depend on sizes. Where sizes are open, they are made at the first of
+    several sample sizes (bindings); at the others, passes repeat them instead of deciding anew.
 
-    results, operands  the fields of `PartialSums`; `results` is None until they are decided
-    steps              reshards by tensor, and by the shardings from which and to which they lead
-    fed                shardings of inputs that no request decides
-    bytes              bytes of all-reduces that may be fused, by node
-    started            bytes of the collectives that overlap-collectives starts, by node; None
-                       before this pass
-    fillings           the nodes that overlap-collectives moves to places where a collective is
-                       under way
-    units              the names of nodes in each unit of fuse-elementwise, for each scope; None
-                       before this pass
+    results    for each tensor that a node leaves partial: the axes, and the reduction; None until
+               insert-collectives has decided
+    operands   the same for operands (node, position) that a node takes while they are partial
+    steps      the collectives of each reshard, by tensor and by the shardings before and after
+    fed        shardings of graph inputs that nobody requested
+    bytes      bytes of all-reduces that may be fused, by node
+    started    bytes of the collectives that overlap-collectives starts early, by node; None before
+               it
+    fillings   the nodes that overlap-collectives moves to where a collective is under way
+    units      for each scope (the graph or a body), the groups of nodes that fuse-elementwise
+               fuses, as names; None before that pass
     """
 
     results: dict[str, tuple[Axes, ReduceOp]] | None = None
@@ -61,8 +62,8 @@ class Choices:
 
 @dataclass
 class Variant:
-    """The model's graph at another binding of its open sizes, with that binding and the graph's
-    factors."""
+    """The model's graph at other sample sizes than the first: at the binding number `number`, which
+    gives each symbol the size in `sizes`; and the factors of its dimensions there."""
 
     number: int
     sizes: Binding
@@ -72,15 +73,17 @@ class Variant:
 
 @dataclass(frozen=True)
 class Request:
-    """The user's request, and the choices before passes run.
+    """The user's request, and the choices that are made before passes run.
 
     strategy   the user's entries
-    preset     the preset or the kind of search, by name
+    preset     the preset, or the kind of search, by name
     annotated  the model's own annotations, if the plan follows them
-    manual     the layouts of the model's ports, if the model is a program per rank
-    objective  the objective of a search
-    solution   the annotations that a search returns; None if there was no search
-    proof      a search's proof about other strategies; None if there was no search
+    manual     the layouts of the model's inputs and outputs, if the model is already the program of
+               one rank
+    objective  what a search minimizes
+    solution   the annotations that a search returned; None if there was no search
+    proof      how far from the optimum the search's strategy can be at most; None if there was no
+               search
     """
 
     strategy: Strategy | None = None
@@ -96,19 +99,19 @@ class Request:
 class LoweredState:
     """Results of the passes of the stage LOWER; empty before.
 
-    per_rank     constants and attributes that depend on the rank
+    per_rank     constants and attributes that differ between ranks
     collectives  the collectives of the plan, in execution order, from localize-ops on
-    mixtures     the compacted mixtures
-    programs     graphs that ranks run separately, by name, from split-programs on
-    row_outputs  outputs for the indices and the new values of changed rows of each table on the
-                 host, by the table's input, from place-tables on
-    replays      the graph and context at the other bindings of open sizes
+    mixtures     mixtures of experts whose ranks compute only the rows that chose their experts
+    programs     further graphs that ranks run separately, by name, from split-programs on
+    row_outputs  for each table that stays in files on the host, by its input: the outputs with the
+                 indices and the new values of rows that changed; from place-tables on
+    replays      (graph, context) at each of the other sample sizes of open dimensions
     seconds      seconds of compute of each node, by name, if ranks are on several hosts
-    streams      number of the streams of collectives that run at once
-    hidden       seconds of communication that compute hides, by the cost model
-    held         bytes by which moved nodes raise the peak of activations
-    localized    true if nodes are rank-local
-    ordered      true if collectives are chained
+    streams      number of streams: collectives of different streams run at once
+    hidden       seconds of communication that run beside compute, by the cost model
+    held         bytes by which nodes that were moved raise the peak of activations
+    localized    true if the graph is that of one rank, with the shapes of shards
+    ordered      true if tokens fix the order of collectives
     """
 
     per_rank: PerRank = field(default_factory=PerRank)
@@ -127,20 +130,22 @@ class LoweredState:
 
 @dataclass
 class PassContext:
-    """The state that passes share beside the graph; tables are keyed by tensor or node name.
+    """The state that passes share, besides the graph. Tables are keyed by the name of a tensor or
+    node.
 
     request      the user's request, which no pass changes
-    sharding     axes per leaf, while they are being decided
-    annotations  annotations in rounds of falling priority, from annotate-strategy on
-    asked        the annotations that the user or the model itself requests
+    sharding     which axes split the dimensions so far, while that is being decided
+    annotations  requested splits in rounds of falling priority, from annotate-strategy on
+    asked        the annotations that come from the user or from the model itself
     layouts      the layout of every tensor, from insert-collectives on
-    copies       for each weight that copies another in a second layout, the name of the other
+    copies       for each weight that duplicates another in a second layout, the name of the
+                 original
     choices      decisions that depend on sizes, to be repeated at other sizes
-    variants     the graph at the other bindings of open sizes, before passes
+    variants     the graph at the other sample sizes of open dimensions, before passes
     lowered      results of lowering
-    fused        number of collectives before and after fuse-all-reduces, by kind; None before this
-                 pass
-    facts        the facts that passes have ensured so far
+    fused        (number before, number after) fuse-all-reduces of collectives, by kind; None before
+                 it
+    facts        what passes have ensured so far, such as "layouts"
     """
 
     model: Model
@@ -157,7 +162,7 @@ class PassContext:
     facts: set[str] = field(default_factory=set)
 
     def fresh(self, name: str) -> str:
-        """A new tensor name that begins with this name."""
+        """Returns a tensor name that is new in the graph and begins with `name`: "x@1"."""
         i = self._count.get(name, 0) + 1
         while f"{name}@{i}" in self.layouts or f"{name}@{i}" in self.sharding.factors.tensors:
             i += 1
@@ -170,10 +175,10 @@ class PassContext:
 class Stage(IntEnum):
     """The stage of a pass. Passes run in the order of their stages.
 
-    REWRITE  changes the global graph, before any decision about it
+    REWRITE  changes the global graph, before anything is decided about it
     DECIDE   chooses mesh axes for dimensions; the graph stays as it is
-    LOWER    turns the decisions into collectives and rank-local nodes; repeated at other sizes
-             where sizes are open
+    LOWER    turns the decisions into collectives and the nodes of one rank; where sizes are open,
+             these passes are repeated at other sizes
     WRITE    writes files
     """
 
@@ -186,21 +191,21 @@ class Stage(IntEnum):
 ANNOTATIONS, PROPAGATED = "annotations", "propagated layouts"
 LAYOUTS, LOCAL, ORDER = "layouts", "local nodes", "ordered collectives"
 FUSED = "fused collectives"
-"""Facts that passes require and ensure."""
+"""Names of facts: states of the graph that a pass can require, ensure, or exclude."""
 
 
 class Pass(ABC):
-    """One step of the compiler, which rewrites the graph of all ranks. Subclasses are frozen
-    dataclasses.
+    """One step of the compiler, which rewrites the graph that all ranks share. Subclasses are
+    frozen dataclasses whose fields are the options of the pass.
 
-    stage        its place in the order; a pass of REWRITE must give each new node a unique name,
-                 and each new tensor a dtype and a shape
+    stage        when it runs; a pass of REWRITE must give each new node a unique name, and each new
+                 tensor a dtype and a shape
     requires     facts that earlier passes must have ensured
     ensures      facts that hold after it
     excludes     facts that must not hold yet
-    plan_after   true if the plan is made after it: after the first such pass, and after further
-                 ones that change anything
-    costs_after  true if the plan's times are predicted after it
+    plan_after   true if the plan (weights, memory, layouts) is computed from the graph after this
+                 pass: after the first such pass, and again after later ones that change anything
+    costs_after  true if the plan's times are predicted from the graph after this pass
     """
 
     name: ClassVar[str]

@@ -1,4 +1,4 @@
-"""The plan of a sharded model, for people and for the runtime."""
+"""The plan of a sharded model: what plan.json holds, for people and for the runtime."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from onnxpar.sharding.planned_collectives import Collective
 
 
 def open_shape(sizes: Sequence[int]) -> tuple[int | None, ...]:
-    """Returns a shape with None for each data-dependent size; layouts have -1 there."""
+    """Returns the sizes of a layout as a shape, with None for data-dependent sizes, which layouts
+    have as -1."""
     return tuple(None if size < 0 else size for size in sizes)
 
 
 @dataclass(frozen=True)
 class OpenPort:
-    """The shape of a port and the JSON of its layout, if sizes are open.
+    """Shape and layout of an input or output whose sizes are open.
 
-    An open size is a text (`past + 1`); a data-dependent size is None in `shape` and -1 in
-    `layout`. Inputs of strings have no layout.
+    shape   an open size is text (`past + 1`), a data-dependent one None
+    layout  the JSON of the layout, with -1 for data-dependent sizes; None for strings
     """
 
     shape: list[int | str | None]
@@ -45,11 +46,13 @@ class OpenPort:
 
 @dataclass(frozen=True)
 class Port:
-    """An input or output of the graph: its global shape and its layout.
+    """An input or output of the model: its global shape and its layout.
 
-    `type` is onnxruntime's text; it also describes sequences and optionals, which have no dtype. A
-    data-dependent size is None in `shape` and -1 in `layout`. An input with `has_default` need not
-    be fed. If there is an `open` shape, `shape` and `layout` are examples.
+    dtype        NumPy's name; None for sequences and optionals, which only `type` describes
+    shape        None in it stands for a data-dependent size, which `layout` has as -1
+    type         onnxruntime's text: `tensor(float)`
+    has_default  the input need not be fed
+    open         shape and layout with open sizes; then `shape` and `layout` are examples
     """
 
     name: str
@@ -61,7 +64,7 @@ class Port:
     open: OpenPort | None = None
 
     def to_json(self, mesh: Mesh) -> dict[str, Any]:
-        """Returns the port's entry of plan.json."""
+        """Returns the entry of plan.json for this input or output."""
         shape: Any = None if self.shape is None else list(self.shape)
         layout = None if self.layout is None else self.layout.to_json()
         if self.open is not None:
@@ -101,7 +104,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Whole:
-    """A node that runs whole on every rank although its operands are split; ranks gather `bytes`
+    """A node that every rank runs on whole operands, so that ranks gather `bytes` of split operands
     for it."""
 
     node: str
@@ -111,18 +114,19 @@ class Whole:
 
     @property
     def is_lack(self) -> bool:
-        """True if the op has no sharding rule; false if the node stays whole by choice."""
+        """True if the node stays whole because onnxpar cannot split it (no sharding rule, or split
+        operands had to be gathered); False if it stays whole by choice."""
         return self.bytes > 0 or is_lack(self.reason)
 
 
 @dataclass(frozen=True)
 class RankLoad:
-    """The memory and work of a rank, where the devices of ranks differ.
+    """The memory and work of one rank; in plans whose ranks have different devices.
 
     weights, states, activations  bytes; of activations, the peak
-    flops                         of the contractions in a run
+    flops                         of matrix products and convolutions in a run
     memory                        bytes of its device; None if unknown
-    compute                       seconds of a run, without waiting for others
+    compute                       seconds of a run, without waiting for other ranks
     """
 
     weights: int
@@ -134,13 +138,14 @@ class RankLoad:
 
     @property
     def held(self) -> int:
-        """Bytes that the rank needs."""
+        """Bytes of memory that the rank needs in all."""
         return self.weights + self.states + self.activations
 
 
 @dataclass(frozen=True)
 class OnHost:
-    """The weights and states that stay in files; `bytes_per_rank` is the maximum over ranks."""
+    """The weights and states (`tensors`) that stay in files, from which nodes read only the rows
+    that they need; `bytes_per_rank` is the maximum over ranks."""
 
     tensors: list[str]
     bytes_per_rank: int
@@ -148,16 +153,16 @@ class OnHost:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Seconds of a run, as the cost model predicts them.
+    """Seconds of a run by part, as the cost model predicts them.
 
-    compute        the sum over nodes; each counts on the rank that is slowest in it
-    communication  the same for communication, without the part that compute hides
-    one_rank       the time of the unsplit model in onnxruntime with all cores of a host, if this is
-                   known; else on one rank (the fastest)
-    session        the time of a run without the work of ranks, if this is known
-    on_rank        the time of the unsplit model with the cores of one of the ranks
-    is_timed       `one_rank` and `on_rank` are from runs on this host, and `compute` is scaled by
-                   the ratio of such runs to their prediction
+    compute        the sum over nodes of the time on the rank that is slowest in the node
+    communication  the sum over collectives, computed likewise, without what runs beside compute
+    one_rank       the time of the unsplit model in onnxruntime with all cores of a host if that is
+                   known, else on the fastest rank
+    session        the overhead of a run in the session, outside of ranks; 0 if unknown
+    on_rank        the time of the unsplit model with the cores of one rank
+    is_timed       `one_rank` and `on_rank` were measured on this host, and `compute` is scaled by
+                   the ratio of that measurement to its prediction
     """
 
     compute: float
@@ -173,47 +178,57 @@ class Predicted:
         return self.compute + self.communication + self.session
 
     def timed(self, alone: float, on_rank: float) -> Predicted:
-        """Returns the times after a correction by the seconds of runs of the unsplit model."""
+        """Returns the times corrected by measured seconds of the unsplit model: `alone` with all
+        cores of the host, `on_rank` with the cores of one rank. `compute` is scaled by measured /
+        predicted `on_rank`."""
         longer = on_rank / self.on_rank if self.on_rank else 1.0
         compute = self.compute * longer
         return replace(self, compute=compute, one_rank=alone, on_rank=on_rank, is_timed=True)
 
     def to_json(self) -> dict[str, float]:
-        """Returns the times as in plan.json."""
+        """Returns the times as in plan.json, with their total."""
         return {"total": self.total, **asdict(self)}
 
 
 @dataclass(repr=False)
 class Plan(Shown):
-    """The plan of a sharded model; `plan.json` is its `to_json`.
+    """The plan of a sharded model; `to_json` returns the content of plan.json.
 
+    states        pairs (input, output): the input gets the output's value in the next run
+    whole         nodes that every rank runs whole
+    memory        bytes by kind, such as `weights_per_rank`
+    flops         of the whole model, of the rank with most, and the mean over ranks
+    ranges        the integers [low, high) that each integer input may hold
+    fixed         inputs of the unsplit model whose default values are now constants
     example       a size for every open symbol
-    limits        pairs of sizes; in a run, the first must not be greater than the second
-    typical       the sizes for `memory`, `flops` and `predicted`, with weights: these are means
-                  over the sizes, or the maximum for memory
+    limits        pairs of sizes (a, b): a run must have a <= b
+    typical       (sizes, share of runs): `memory`, `flops` and `predicted` are means over these
+                  sizes, or the maximum for memory
     is_told       true if the user gave the typical sizes
-    caches        as in OpenSizes
+    caches        relations between sizes that attention kernels demand
     predicted     None for a manual program
-    proof         bounds the distance of the plan from the best; None if there was no search
+    proof         how far the plan can be from the best one; None if there was no search
     loads         the memory and work of each rank, if the devices of ranks differ
-    initial       the source of each state's first value, by input name: STORED with the model, or
-                  ZERO
+    initial       where the first value of each state comes from, by input name: STORED with the
+                  model, or ZERO
     in_place      the states that runs change in their own memory, by input name
     on_host       the weights and states that stay in files; None if there are none
     row_outputs   as in LoweredState
-    step          the roles of the ports, if the model is a training step
-    fused         number of collectives before and after fuse-all-reduces, by kind
+    step          the roles (loss, rate, ...) of inputs and outputs, if the model is a training step
+    lookups       inputs whose elements index a table, with the bounds to check
+    fused         (number before, number after) fuse-all-reduces of collectives, by kind
+    mixtures      as in LoweredState
     notes         sentences that the user should read
-    costs         the source of the cost model's quantities, in words
+    costs         where the cost model's speeds come from, in words
     unpaired      inputs that look like states, but to which no output is fed back
-    streams       number of the streams of collectives that run at once
+    streams       number of streams: collectives of different streams run at once
     request       the options with which a training step was sharded (`options`), and the digest of
                   its model (`sha256`); None for other models
-    explained     the steps of the plan, for a page; None unless requested
-    hidden        seconds of communication that compute hides, and that `predicted` leaves out
-    samples       the sizes at which the compiler compared its decisions, if sizes are open
-    sent_at_runs  bytes that a rank sends in each collective, by name, at sizes of runs; empty
-                  unless requested
+    explained     how the plan came about, for an HTML page; None unless requested
+    hidden        seconds of communication that run beside compute, and that `predicted` leaves out
+    samples       the sizes at which the compiler made or checked its decisions, if sizes are open
+    sent_at_runs  bytes that a rank sends in each collective, by name, at the sizes of recorded
+                  runs; empty unless requested
     """
 
     model: str
@@ -258,7 +273,7 @@ class Plan(Shown):
 
     @property
     def held(self) -> int:
-        """Bytes that a rank needs; if devices differ, the most that a rank needs."""
+        """Bytes of memory that a rank needs; if devices differ, of the rank that needs most."""
         return max([load.held for load in self.loads] or [sum(self.memory.values())])
 
     def __repr__(self) -> str:
@@ -316,13 +331,14 @@ class Plan(Shown):
         return entry if rows is None else {**entry, "rows": list(rows)}
 
     def text(self) -> str:
-        """The JSON as text."""
+        """The content of plan.json as text."""
         return json.dumps(self.to_json(), indent=1)
 
 
 @dataclass(frozen=True, repr=False)
 class SavedPlan(Shown):
-    """The plan of a sharded model, read from its plan.json."""
+    """A plan that was read back from the plan.json of a sharded model; `data` is the parsed
+    JSON."""
 
     data: Mapping[str, Any]
 
@@ -335,8 +351,8 @@ class SavedPlan(Shown):
 
 
 def _grouped(loads: Sequence[RankLoad]) -> Iterator[dict[str, Any]]:
-    """Yields the loads as JSON. Neighbouring ranks with the same load are one entry, with the first
-    and the last rank."""
+    """Yields the loads of ranks as JSON, with neighbouring ranks of equal load in one entry:
+    `{"ranks": [0, 3], ...}` is for ranks 0 to 3."""
     first = 0
     for load, same in groupby(loads):
         count = len(list(same))
@@ -349,8 +365,9 @@ def _dicts(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def foreign_part(folder: Path) -> str | None:
-    """Describes a file in a folder that does not belong to a sharded model. None if the folder
-    holds only a sharded model, of any format, perhaps with the sharded model of its encoder."""
+    """Returns why a folder is not only a sharded model: a text that names a foreign file in it.
+    None if it is one, of any version of the format, perhaps with the folder of its encoder, so that
+    it may be replaced."""
     try:
         plan = json.loads(read_bounded(folder / PLAN))
     except (OSError, ValueError, RecursionError):
@@ -371,8 +388,8 @@ def foreign_part(folder: Path) -> str | None:
 def write_plan(
     folder: Path, plan: Mapping[str, Any], files: Mapping[str, Digests] | None = None
 ) -> None:
-    """Writes plan.json with the digests of the other files of a sharded model; by default, computes
-    the digests of the files in the folder. Errors: OSError."""
+    """Writes plan.json into the folder of a sharded model, with the digests of the other files:
+    `files`, or by default the digests of all files in the folder. Errors: OSError."""
     if files is None:
         files = digests_of(sorted(f for f in folder.iterdir() if f.is_file() and f.name != PLAN))
     (folder / PLAN).write_text(sealed({**plan, "files": files}), encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Infers the integers that an input may hold, from the nodes that read it."""
+"""Infers which integers an input may hold from the nodes that read it: an input of Gather holds row
+numbers of the table. For random inputs, and for checks of feeds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from onnxpar.graph.interchange import default_of
 from onnxpar.graph.tensors import constant, given, tensor_shape
 
 Range = tuple[int, int]
-"""The values low <= x < high."""
+"""(low, high): the integers low <= x < high."""
 Limit = Callable[[gs.Node, int], Range | None]
 
 _SAME_ELEMENTS = frozenset(
@@ -21,18 +22,19 @@ _SAME_ELEMENTS = frozenset(
 _FOLLOW = frozenset((*_SAME_ELEMENTS, "Concat", "Slice", "Split"))
 _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 _COUNT = frozenset(("ReduceSum", "CumSum", "Sub"))
-"""Ops that compute lengths or positions from a mask."""
+"""Ops by which models compute lengths or positions from a mask."""
 _MASK = (0, 2)
 """The range of a mask: an input that nodes cast to floating point or bool, compare, or multiply."""
 _ONES = (1, 2)
-"""The range of a mask from which nodes compute lengths or positions: it must hide nothing."""
+"""The range of a mask from which lengths or positions are computed: only ones, so that nothing is
+masked."""
 _MICROSOFT = "com.microsoft"
 
 
 def integer_ranges(graph: gs.Graph) -> dict[str, Range]:
-    """The values [low, high) that each integer input may hold, by name: the indices of the tables
-    that it indexes, or the lengths or positions of a cache; if there are none, 0 and 1, as for a
-    mask."""
+    """Returns the integers [low, high) that each integer input may hold, by name: row numbers of
+    the tables that it indexes, or lengths or positions of a cache; (0, 2), as for a mask, for any
+    other input."""
     return {
         tensor.name: _range(tensor, set()) or _MASK
         for tensor in graph.inputs
@@ -41,9 +43,9 @@ def integer_ranges(graph: gs.Graph) -> dict[str, Range]:
 
 
 def lookups(graph: gs.Graph, is_open: bool) -> list[Lookup]:
-    """The integer inputs whose elements, or whose elements in some columns, index a table or are
-    the classes of a loss. If sizes are open, only stored tables count, because only their sizes are
-    known to be fixed."""
+    """Returns the integer inputs whose elements (or some columns of them) are row numbers of a
+    table, or the classes of a loss, with their bounds. If sizes are open (`is_open`), only tables
+    that are stored weights count, because only their sizes are fixed."""
     return [
         _lookup(tensor.name, node, rows, columns)
         for tensor in graph.inputs
@@ -61,8 +63,8 @@ def _lookup(name: str, node: gs.Node, rows: int, columns: tuple[int, ...]) -> Lo
 
 
 def _selections(tensor: gs.Tensor) -> Iterator[tuple[gs.Tensor, tuple[int, ...]]]:
-    """Yields each tensor that consists of some columns of an input, with these columns as
-    (dimension, start, stop, step)."""
+    """Yields (tensor, columns) for each tensor that is a slice of `tensor` along one dimension,
+    with the columns as (dimension, start, stop, step)."""
     for node in tensor.outputs:
         if node.inputs[0] is not tensor:
             continue
@@ -89,6 +91,8 @@ def _selections(tensor: gs.Tensor) -> Iterator[tuple[gs.Tensor, tuple[int, ...]]
 
 
 def _tables(tensor: gs.Tensor, seen: set[str]) -> Iterator[tuple[gs.Node, int]]:
+    """Yields (node, number of rows) for each node that uses the elements of `tensor` as row numbers
+    of a table, or as classes of a loss."""
     seen.add(tensor.name)
     for node in tensor.outputs:
         position = next(i for i, t in enumerate(node.inputs) if t is tensor)
@@ -108,8 +112,8 @@ def _is_stored(table: gs.Tensor) -> bool:
 
 
 def _range(tensor: gs.Tensor, seen: set[str]) -> Range | None:
-    """The intersection of the ranges that the readers of a tensor accept. None if no reader indexes
-    with it."""
+    """Returns the integers that all readers of a tensor accept in it (the intersection of their
+    ranges); None if no reader limits them. `seen` are names of tensors that have been visited."""
     seen.add(tensor.name)
     ranges: list[Range] = []
     for node in tensor.outputs:
@@ -130,8 +134,8 @@ def _range(tensor: gs.Tensor, seen: set[str]) -> Range | None:
 
 
 def _limit(node: gs.Node, position: int) -> Range | None:
-    """The range of values that a node accepts in the operand at this position; None for any
-    values."""
+    """Returns the integers that a node accepts in its operand at `position`; None if it accepts
+    any."""
     domain = "" if node.domain in (None, "ai.onnx") else node.domain
     limits = _LIMITS.get((domain, node.op), {})
     accepted = limits[position](node, position) if position in limits else None
@@ -139,7 +143,7 @@ def _limit(node: gs.Node, position: int) -> Range | None:
 
 
 def _size(node: gs.Node, index: int, axis: int) -> int | None:
-    """The size of an operand along an axis; None if it is unknown."""
+    """Returns the size of operand number `index` along an axis; None if it is unknown."""
     tensor = given(node, index)
     shape = None if tensor is None else tensor_shape(tensor)
     return shape[axis] if shape and -len(shape) <= axis < len(shape) else None
@@ -150,7 +154,8 @@ def _below(size: int | None, low: int = 0) -> Range | None:
 
 
 def _rows(data: int, axis: int | None = None) -> Limit:
-    """Accepts the indices along `axis` of the operand `data`; by default, the node's own axis."""
+    """Returns a limit for row numbers: the indices along `axis` of the operand number `data`; None:
+    along the node's attribute `axis`."""
 
     def limit(node: gs.Node, position: int) -> Range | None:
         return _below(_size(node, data, node.attrs.get("axis", 0) if axis is None else axis))
@@ -159,8 +164,8 @@ def _rows(data: int, axis: int | None = None) -> Limit:
 
 
 def _coordinates(node: gs.Node, position: int) -> Range | None:
-    """Accepts the index tuples of a GatherND: one range for all indices, from the smallest
-    dimension."""
+    """The limit for the index tuples of a GatherND: the same range for all indices of a tuple, that
+    of the smallest dimension."""
     count, start = _size(node, 1, -1), node.attrs.get("batch_dims", 0)
     shape = tensor_shape(node.inputs[0])
     sizes = (shape or ())[start : start + (count or 0)]
@@ -169,7 +174,8 @@ def _coordinates(node: gs.Node, position: int) -> Range | None:
 
 
 def _places(cache: int, axis: int, written: int, written_axis: int) -> Limit:
-    """Accepts the positions in a cache at which `written` fits."""
+    """Returns a limit for a position in a cache: where `written` (an operand number) still fits
+    into the operand `cache` along the given axes."""
 
     def limit(node: gs.Node, position: int) -> Range | None:
         length, count = _size(node, cache, axis), _size(node, written, written_axis)
@@ -179,8 +185,9 @@ def _places(cache: int, axis: int, written: int, written_axis: int) -> Limit:
 
 
 def _lengths(of: int, axis: int, past: int | None = None, past_axis: int = 2) -> Limit:
-    """Accepts lengths from 1 to the length of operand `of`, plus that of `past`. None if the
-    operand has several dimensions: then it is a mask."""
+    """Returns a limit for the lengths of sequences: 1 up to the size of operand `of` along `axis`,
+    plus that of the operand `past` along `past_axis`. No limit if the operand has several
+    dimensions: then it is a mask."""
 
     def limit(node: gs.Node, position: int) -> Range | None:
         shape = tensor_shape(node.inputs[position])
@@ -192,8 +199,8 @@ def _lengths(of: int, axis: int, past: int | None = None, past_axis: int = 2) ->
 
 
 def _total(node: gs.Node) -> int | None:
-    """The number of keys that a GroupQueryAttention attends to: past and new keys, or the length of
-    the cache if this is fixed."""
+    """Returns how many keys a GroupQueryAttention attends to: past and new keys, or the length of
+    the cache if it has a fixed length; None if unknown."""
     new, past = _size(node, 0, 1), _size(node, 3, 2) or 0
     shape = tensor_shape(node.outputs[1]) if len(node.outputs) > 1 else None
     fixed = shape[2] if shape and len(shape) == 4 else None
@@ -201,7 +208,7 @@ def _total(node: gs.Node) -> int | None:
 
 
 def _exact(less: int) -> Limit:
-    """Accepts a single value: the number of all keys minus `less`."""
+    """Returns a limit that allows one value alone: the number of all keys minus `less`."""
 
     def limit(node: gs.Node, position: int) -> Range | None:
         total = _total(node)
@@ -215,8 +222,8 @@ def _classes(node: gs.Node, position: int) -> Range | None:
 
 
 def _offsets(node: gs.Node, position: int) -> Range | None:
-    """Accepts rows of the table of angles; if one offset holds for a whole sequence, rows that are
-    followed by enough rows for the rest of the sequence."""
+    """The limit for offsets into the table of angles of a RotaryEmbedding: a row number; if one
+    offset holds for a whole sequence, the rest of the sequence must fit behind it."""
     rows, shape = _size(node, 2, 0), tensor_shape(node.inputs[0]) or ()
     is_one = len(tensor_shape(node.inputs[1]) or ()) == 1
     length = (shape[1] if len(shape) == 3 else shape[2] if len(shape) == 4 else 1) if is_one else 1
@@ -224,13 +231,13 @@ def _offsets(node: gs.Node, position: int) -> Range | None:
 
 
 def _one(node: gs.Node, position: int) -> Range | None:
-    """Accepts only 1."""
+    """The limit for an operand that must be 1."""
     return 1, 2
 
 
 def _compared(node: gs.Node, position: int) -> Range | None:
-    """Accepts the range of the constants with which the operand is compared, as in a one-hot
-    encoding. None for fewer than 3 different constants."""
+    """The limit for an operand that Equal compares with constants, as in a one-hot encoding: the
+    range of these constants. None for fewer than 3 different ones."""
     listed = constant(node.inputs[1 - position])
     if listed is None or listed.dtype.kind not in "iu" or np.unique(listed).size < 3:
         return None
@@ -280,4 +287,5 @@ _LIMITS: Mapping[tuple[str, str], Mapping[int, Limit]] = {
     (_MICROSOFT, "DecoderMaskedMultiHeadAttention"): {7: _places(5, 2, 0, 1), 8: _one, 9: _beams},
     (_MICROSOFT, "DecoderMaskedSelfAttention"): {6: _places(4, 3, 0, 1), 7: _one, 8: _beams},
 }
-"""The ranges that ops accept, by index of an operand."""
+"""By (domain, op) and operand number: a function that returns the integers that the op accepts
+there."""

@@ -1,4 +1,5 @@
-"""Repeats the passes at the other bindings of a model's open sizes, with the same decisions."""
+"""Repeats passes at the other bindings of a model's open sizes, with the decisions made at the
+first one, so that closed forms can be fitted to the results."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ from onnxpar.sharding.state import ShardingState
 
 
 def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
-    """Runs the passes that follow propagation at every other binding, and adds the results to
-    `ctx.lowered.replays`. `ctx` is the context of their first run."""
+    """Runs the passes after propagation once more at each further binding (sample sizes) of open
+    dimensions, and adds the results (graph, context) to `ctx.lowered.replays`. `ctx` is the context
+    of their run at the first binding."""
     if model.sizes is None:
         return
     for variant in ctx.variants or variants(model)[1]:
@@ -47,8 +49,8 @@ def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
 def replay_typical(
     model: Model, ctx: PassContext, passes: Sequence[Pass], profiles: Sequence[Profile]
 ) -> Iterator[tuple[float, gs.Graph, PassContext]]:
-    """Yields, for each profile, its weight, and the graph and context of these passes at its
-    sizes."""
+    """Runs these passes at the sizes of each profile (typical sizes and their share of runs);
+    yields the share, the resulting graph and its context."""
     samples = _samples(model, ctx.sharding.factors, ctx.variants)
     for sizes, weight in profiles:
         variant = _analysed(model, ctx.variants[0].number)
@@ -61,11 +63,12 @@ def replay_typical(
 
 
 def variants(model: Model) -> tuple[GraphFactors, list[Variant]]:
-    """The factors of the model's graph, and the graph at the other bindings of open sizes.
+    """Returns the factors of the model's graph, and the graph at each further binding (sample sizes
+    of all symbols).
 
-    The factors that rules split must not depend on sizes, such as whether a slice keeps all
-    elements: factors that differ between bindings are added to `model.whole`. A binding at which
-    the sizes of factors are unknown is removed from the model's bindings.
+    Which factors a rule can split must not depend on sizes (a slice that keeps all elements only at
+    one size): factors that differ between bindings are added to `model.whole`, so that they stay
+    whole. A binding at which the sizes of factors are unknown is removed from the model's bindings.
     """
     count = 0 if model.sizes is None else len(model.sizes.bindings)
     others = [_analysed(model, i) for i in range(1, count)]
@@ -93,8 +96,8 @@ def variants(model: Model) -> tuple[GraphFactors, list[Variant]]:
 
 
 def _lacks_elements(model: Model, node: gs.Node) -> OpenSizesError:
-    """The error for a node whose rule at the plan's sizes differs from its rule at other sizes, in
-    most cases because a tensor has no elements there."""
+    """Returns the error for a node whose rule is different at the plan's sizes than at other sizes;
+    mostly because a tensor is empty there."""
     assert model.sizes is not None
     return OpenSizesError(
         f"{node.op} '{node.name}' can be planned at {_first_sizes(model)} or at other sizes, but "
@@ -103,7 +106,7 @@ def _lacks_elements(model: Model, node: gs.Node) -> OpenSizesError:
 
 
 def _first_sizes(model: Model) -> str:
-    """The sizes at which onnxpar plans the model, as text."""
+    """The first sample sizes, at which the model is planned, as text: `batch=13, seq=17`."""
     assert model.sizes is not None
     return _text(model.sizes.bindings[0])
 
@@ -113,8 +116,8 @@ def _text(sizes: Mapping[str, int]) -> str:
 
 
 def _growing(model: Model, all_factors: Sequence[GraphFactors]) -> set[tuple[str, int]]:
-    """The dimensions of states, as (input, axis), whose size before and after a run is the same
-    only at some bindings."""
+    """Returns the dimensions (input, axis) of states whose size changes in a run at some sample
+    sizes: a cache that grows."""
     axes = set()
     for source, result in model.states:
         for factors in all_factors:
@@ -126,8 +129,9 @@ def _growing(model: Model, all_factors: Sequence[GraphFactors]) -> set[tuple[str
 
 
 def _aligned(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> list[Variant]:
-    """The variants, with the leaves of `factors`. Errors: OpenSizesError if no variant can have
-    these leaves."""
+    """Returns the variants (the graph at other sample sizes) that can be split like `factors`:
+    their tensors consist of the same factors, by position. Others are dropped, also from the
+    model's sample sizes. Errors: OpenSizesError if none is left."""
     fitting = []
     for variant in others:
         with_leaves = _with_leaves(factors, variant.factors)
@@ -145,14 +149,16 @@ def _aligned(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> 
 
 
 def _with_leaves(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
-    """The factors of `other` with the leaves of `base`; None if the sizes of these leaves are
-    unknown."""
+    """Returns the factors of `other`, the graph at other sample sizes, with each tensor divided
+    into as many factors as in `base`, so that decisions carry over by position; None if the sizes
+    of these factors are unknown."""
     return aligned(base, other) if _is_different(base, other) else other
 
 
 def _odd_factors(rule: Rule, other: Rule) -> frozenset[str]:
-    """The factors about which two rules of a node disagree: they make up a dimension differently,
-    or a part has more than one element only in the other rule."""
+    """Returns the factors about which two rules of one node, at different sample sizes, disagree:
+    they make up a dimension differently, have different properties, or have more than one element
+    only in `other`."""
     pairs = zip((*rule.inputs, *rule.outputs), (*other.inputs, *other.outputs), strict=True)
     exprs = [pair for a, b in pairs for pair in zip(a or (), b or (), strict=True)]
     odd = {v for pair in exprs if pair[0] != pair[1] for expr in pair for v in expr_vars(expr)}
@@ -165,7 +171,8 @@ def _odd_factors(rule: Rule, other: Rule) -> frozenset[str]:
 
 
 def _notes(rule: Rule, factor: str) -> tuple[object, ...]:
-    """The properties of a factor in a rule."""
+    """Returns all properties of a factor in a rule that decide how it may be split, for
+    comparison."""
     return (
         rule.reduce.get(factor),
         factor in rule.whole,
@@ -176,8 +183,8 @@ def _notes(rule: Rule, factor: str) -> tuple[object, ...]:
 
 
 def mark_open_sizes(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> GraphFactors:
-    """Returns the factors with marks for open sizes, which differ at other bindings, and with the
-    typical sizes for costs."""
+    """Returns `factors` with marks on each factor whose size is open (differs at `others`, the
+    graph at other sample sizes), and with typical sizes for costs."""
     if not others or model.sizes is None:
         return factors
     samples = _samples(model, factors, others)
@@ -186,7 +193,8 @@ def mark_open_sizes(model: Model, factors: GraphFactors, others: Sequence[Varian
 
 
 def _samples(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> list[Sample]:
-    """Pairs the factors at each binding with the values of symbols and atoms there."""
+    """Returns, for each of the sample sizes, the values of all symbols, quotients and minima, and
+    the graph's factors there."""
     assert model.sizes is not None
     pairs = [(model.sizes.bindings[0], factors), *((v.sizes, v.factors) for v in others)]
     atoms = model.sizes.atoms
@@ -213,12 +221,12 @@ def _analysed(model: Model, number: int) -> Variant:
 
 
 def _context(ctx: PassContext, factors: GraphFactors) -> PassContext:
-    """Returns a context with the same decisions for the same graph at other sizes."""
+    """Returns a context for the graph at other sizes, with the decisions of `ctx`."""
     return PassContext(ctx.model, _sharding(factors, ctx.sharding), choices=ctx.choices)
 
 
 def _is_different(base: GraphFactors, other: GraphFactors) -> bool:
-    """True if a tensor or a node has different atoms in the two graphs."""
+    """True if some tensor or node consists of other factors in `other` than in `base`."""
     for name, tensor in other.tensors.items():
         known = base.tensors.get(name)
         if known is None or [x.atom for x in known.leaves] != [x.atom for x in tensor.leaves]:
@@ -232,13 +240,15 @@ def _is_different(base: GraphFactors, other: GraphFactors) -> bool:
 def stay_whole(
     nodes: Mapping[str, frozenset[str]], graph: gs.Graph, ctx: PassContext, already: Whole
 ) -> Whole:
-    """The factors that must stay whole from now on, by result of a node, so that open sizes work.
-    Empty if no factor is left to forbid.
+    """Returns factors that must stay whole from now on, by the node's result, so that open sizes
+    work; empty if there is nothing left to forbid.
 
-    `nodes` has the factors to forbid, by node of the lowered graph, or by weight, for the nodes
-    that read it. If it has no factors for a node, the node's factors of open sizes are forbidden,
-    first those between whose shards ranks communicate. For a reshard, these are the factors that
-    cut the dimension into segments, or if there are none, all factors of the dimension.
+    nodes    the factors to forbid, by name of a node of the lowered graph, or of a weight, for the
+             nodes that read it. If empty for a node, its factors of open sizes are forbidden, first
+             the factors between whose shards ranks communicate. For a reshard, these are the
+             factors that cut its dimension into segments; if there are none, all factors of the
+             dimension
+    already  the factors that stay whole so far
     """
     factors = ctx.sharding.factors
     whole: dict[str, Collection[str] | None] = {}
@@ -267,8 +277,8 @@ def _open_factors(op: OpFactors, factors: GraphFactors) -> frozenset[str]:
 
 
 def _resharded(name: str, graph: gs.Graph, factors: GraphFactors) -> Iterator[frozenset[int]]:
-    """Yields the atoms of each open dimension of the tensors that the reshard of this name
-    produces."""
+    """Yields, for each open dimension of the tensors that the reshard `name` produces, the ids of
+    the factors in it (atoms)."""
     for node in graph.nodes:
         source = vars(node).get("onnx_source")
         if source is None or origin_of(source) != name:
@@ -282,7 +292,8 @@ def _resharded(name: str, graph: gs.Graph, factors: GraphFactors) -> Iterator[fr
 
 
 def _unsplit(dims: Sequence[frozenset[int]], factors: GraphFactors, already: Whole) -> Whole:
-    """Forbids the factors of these dimensions whose sizes are open."""
+    """Returns the factors that must stay whole so that no part of these dimensions with an open
+    size is split. `dims` has the ids of the factors of each dimension."""
     atoms = frozenset[int]().union(*dims) & factors.open_atoms
 
     def split(op: OpFactors) -> set[str]:
@@ -296,9 +307,9 @@ def _unsplit(dims: Sequence[frozenset[int]], factors: GraphFactors, already: Who
 
 
 def _uncut(dims: Sequence[frozenset[int]], factors: GraphFactors, already: Whole) -> Whole:
-    """Forbids the factors by which a node cuts one of these dimensions into segments: a rank holds
-    a shard of each segment, and the order of these shards in the whole dimension has no closed
-    form."""
+    """Returns the factors to keep whole so that no node cuts these dimensions into segments (q + k
+    + v). With a shard of each segment on a rank, the order of elements in the dimension has no
+    closed form."""
 
     def cut(op: OpFactors) -> set[str]:
         return {
@@ -315,8 +326,8 @@ def _uncut(dims: Sequence[frozenset[int]], factors: GraphFactors, already: Whole
 def _forbidden(
     more: Callable[[OpFactors], set[str]], factors: GraphFactors, already: Whole
 ) -> Whole:
-    """The factors that must stay whole if each node also forbids `more`; only nodes with a new
-    factor."""
+    """Returns the factors that stay whole if each node also forbids `more(node)`, by the node's
+    result; only nodes for which that is new."""
     whole = {}
     for op in factors.ops:
         before, new = already.get(op.result, ()), more(op)
@@ -326,7 +337,7 @@ def _forbidden(
 
 
 def _sharding(factors: GraphFactors, decided: ShardingState) -> ShardingState:
-    """Returns a sharding state with the same decisions for the same graph at other sizes."""
+    """Returns the sharding state for the graph at other sizes, with the decisions of `decided`."""
     return ShardingState(
         decided.mesh,
         replace(factors, open_atoms=decided.factors.open_atoms),

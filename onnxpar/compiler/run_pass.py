@@ -13,7 +13,7 @@ from onnxpar.graph.used_names import check_names
 
 
 def run_pass(step: Pass, graph: gs.Graph, ctx: PassContext) -> bool:
-    """Runs a pass, and records the facts that it ensures; returns True if anything changed."""
+    """Runs one pass, and records the facts that it ensures; returns True if it changed anything."""
     changed = step.run(graph, ctx)
     check_names(graph, f"pass {step.name}")
     ctx.facts.update(step.ensures)
@@ -21,9 +21,9 @@ def run_pass(step: Pass, graph: gs.Graph, ctx: PassContext) -> bool:
 
 
 def run_again(passes: Sequence[Pass], graph: gs.Graph, ctx: PassContext, at: str) -> None:
-    """Runs passes on the graph at other sizes, which `at` names in errors. Does not verify the
-    results: at other sizes, rules may see other factors of dimensions that stay whole. Errors:
-    OnnxparError of a pass; PassError for any other failure."""
+    """Runs passes on the graph at other sizes (named `at` in errors). Layouts are not verified
+    there: rules may see other factors in dimensions that stay whole. Errors: OnnxparError of a
+    pass; PassError for any other failure."""
     ran: list[str] = []
     for step in passes:
         with failures(step, ran, at):
@@ -33,8 +33,8 @@ def run_again(passes: Sequence[Pass], graph: gs.Graph, ctx: PassContext, at: str
 
 @contextmanager
 def failures(step: Pass, ran: Sequence[str], at: str = "") -> Iterator[None]:
-    """Turns an exception other than an OnnxparError into a PassError that names the pass, the sizes
-    and the passes before."""
+    """A block in which any exception but an OnnxparError becomes a PassError that names the pass,
+    the sizes (`at`) and the passes that `ran` before it."""
     try:
         yield
     except OnnxparError:

@@ -1,4 +1,4 @@
-"""Summarizes a graph as a plan: its weights, memory, FLOPs, and nodes that stay whole."""
+"""Summarizes a graph as a plan: weights, memory, FLOPs, and nodes that stay whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ from onnxpar.strategy.contraction import is_contraction
 
 
 def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) -> Plan:
-    """The plan of a graph after insert-collectives, while shapes are still global."""
+    """Returns the plan of a graph after insert-collectives, while shapes are still global: without
+    collectives and times, which later passes know.
+
+    name, preset  for the entries `model` and `preset` of the plan
+    """
     weights = _weights(graph, ctx)
     initial = _initial(graph, ctx)
     loads = _loads(graph, ctx)
@@ -64,7 +68,8 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
 
 
 def _assumptions(ctx: PassContext) -> Iterator[str]:
-    """Yields a sentence about the assumptions in FLOPs, memory and times of mixtures of experts."""
+    """Yields a sentence that says on which balance of experts FLOPs, memory and times of mixtures
+    of experts rest; none for other models."""
     mixtures: dict[str, None] = {}
     for op in filter(is_contraction, ctx.sharding.factors.ops):
         if op.node.op in EXPERT_WEIGHTS:
@@ -82,7 +87,7 @@ def _assumptions(ctx: PassContext) -> Iterator[str]:
 
 
 def _memory(graph: gs.Graph, ctx: PassContext, loads: Sequence[RankLoad]) -> dict[str, int]:
-    """The maximum over ranks of the bytes that a rank holds, by kind."""
+    """Returns the bytes that a rank holds, by kind, each as the maximum over ranks."""
     if loads:
         return {
             "weights_per_rank": max(load.weights for load in loads),
@@ -97,7 +102,7 @@ def _memory(graph: gs.Graph, ctx: PassContext, loads: Sequence[RankLoad]) -> dic
 
 
 def _loads(graph: gs.Graph, ctx: PassContext) -> list[RankLoad]:
-    """The memory and work of each rank; empty if all ranks have the same device."""
+    """Returns the memory and work of each rank; empty if all ranks have the same kind of device."""
     topology, mesh = ctx.sharding.costs.topology, ctx.sharding.mesh
     if len(ctx.sharding.costs.devices) == 1:
         return []
@@ -123,7 +128,8 @@ def _weight_bytes(tensor: gs.Constant, ctx: PassContext, rank: int) -> int:
 
 
 def _initial(graph: gs.Graph, ctx: PassContext) -> dict[str, str]:
-    """The source of each state's first value, by input name, for states that have one."""
+    """Returns where the first value of each state comes from, by input name: STORED in the model,
+    or ZERO. States that must be fed are left out."""
     states = dict(ctx.model.states)
     stored = {t.name for t in graph.inputs if t.name in states and default_of(t) is not None}
     zero = {slot.input for slot in ctx.model.step.slots} if ctx.model.step else set()
@@ -139,6 +145,7 @@ def _port(tensor: gs.Variable, ctx: PassContext, initial: Collection[str] = ()) 
 
 
 def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
+    """Returns the entry of each weight for the plan, with the bytes of its largest shard."""
     out = []
     mesh = ctx.sharding.mesh
     for tensor in constants(graph):
@@ -156,7 +163,7 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
 
 
 def _most_weights(graph: gs.Graph, ctx: PassContext) -> int:
-    """The maximum over ranks of the bytes of weights that a rank holds."""
+    """Returns the bytes of weights on the rank that holds most."""
     mesh = ctx.sharding.mesh
     inner = sum(weight.bytes for weight in _inner_weights(graph, mesh))
     ranks = _sample(mesh.size)
@@ -164,12 +171,13 @@ def _most_weights(graph: gs.Graph, ctx: PassContext) -> int:
 
 
 def _held_weight(tensor: gs.Constant, ctx: PassContext, rank: int) -> int:
-    """Bytes of a weight in the memory of a rank."""
+    """Bytes of a weight in a rank's memory; 0 for a weight that stays in its file."""
     return 0 if tensor.name in ctx.model.on_host else _weight_bytes(tensor, ctx, rank)
 
 
 def _on_host(graph: gs.Graph, ctx: PassContext) -> OnHost | None:
-    """The weights and states that stay in files."""
+    """Returns the weights and states that stay in files, and their bytes per rank; None if there
+    are none."""
     mesh = ctx.sharding.mesh
     tensors = [t for t in (*graph.inputs, *constants(graph)) if t.name in ctx.model.on_host]
     layouts = {t.name: ctx.layouts.get(t.name) or Layout.whole(t.shape) for t in tensors}
@@ -181,7 +189,7 @@ def _on_host(graph: gs.Graph, ctx: PassContext) -> OnHost | None:
 
 
 def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
-    """Yields the Constant nodes in bodies that every rank runs whole, as weights."""
+    """Yields constants inside bodies (of loops and branches), which every rank has whole."""
     for node in all_nodes(graph):
         value = node.attrs.get("value") if node.op == "Constant" else None
         if isinstance(value, gs.Constant):
@@ -193,7 +201,7 @@ def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
 
 
 def _states(graph: gs.Graph, ctx: PassContext, rank: int) -> int:
-    """Bytes of the states that a rank keeps between runs."""
+    """Returns the bytes of the states (caches, parameters) that a rank keeps between runs."""
     names = {source for source, _ in ctx.model.states} - {*ctx.model.on_host}
     tensors = [t for t in graph.inputs if t.name in names and t.name in ctx.layouts]
     mesh = ctx.sharding.mesh
@@ -201,22 +209,23 @@ def _states(graph: gs.Graph, ctx: PassContext, rank: int) -> int:
 
 
 def _sample(ranks: int) -> list[int]:
-    """The ranks among which to look for the largest shard: all ranks if there are at most 64, as a
-    layout with sizes by hand may give any rank the largest; else the first and the last."""
+    """Returns the ranks among which to look for the largest shard: all ranks up to 64, because
+    uneven layouts may give any of them the largest; beyond, the first and the last."""
     return list(range(ranks)) if ranks <= 64 else [0, ranks - 1]
 
 
 def _spread(ranks: int) -> list[int]:
-    """The ranks over which to average: all ranks if there are at most 64; else 64 ranks that are
-    spread along each axis."""
+    """Returns the ranks over which to average: all ranks up to 64; beyond, 64 ranks with different
+    coordinates along each axis."""
     step = ranks // 64
     return list(range(ranks)) if ranks <= 64 else [i * step + i % step for i in range(64)]
 
 
 def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
-    """Lists three kinds of nodes: nodes whose rule needs operands whole that were split, so that
-    ranks gather them; contractions that no axis splits; and nodes with bodies that every rank runs
-    whole."""
+    """Returns the nodes that run whole on every rank, with reasons: nodes whose operands had to be
+    gathered, because their rule needs them whole; nodes without a sharding rule; contractions
+    (matrix products, convolutions) that no axis splits; and nodes with bodies that are not split.
+    """
     out = []
     for op in ctx.sharding.factors.ops if ctx.sharding.mesh.size > 1 else []:
         lost = _gathered(op, ctx)
@@ -236,8 +245,8 @@ def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
 
 
 def _why_idle(preset: str | None, is_gathered: bool) -> str:
-    """The reason why a node that could be split runs whole. Only a search compares costs, so costs
-    are a reason only after a search."""
+    """Returns why a node that could be split is not. Costs are given as the reason only after a
+    search, because only a search compares them."""
     if preset not in (AUTO, EXHAUSTIVE):
         return "neither the strategy nor propagation splits it" + (
             ", so its operands are gathered" if is_gathered else ""
@@ -248,8 +257,8 @@ def _why_idle(preset: str | None, is_gathered: bool) -> str:
 
 
 def _gathered(op: OpFactors, ctx: PassContext) -> int:
-    """The bytes that ranks gathered for this node: of its operands, and of tensors that its bodies
-    read."""
+    """Returns the bytes that ranks gather for this node alone: of its operands, and of outer
+    tensors that its bodies read."""
     whole = [
         tensor
         for tensor, links in zip(op.node.inputs, op.inputs, strict=True)
@@ -261,7 +270,8 @@ def _gathered(op: OpFactors, ctx: PassContext) -> int:
 
 
 def _bytes(tensors: Iterable[gs.Tensor], ctx: PassContext) -> int:
-    """The bytes of the largest shards of these tensors, without constants."""
+    """Returns the bytes of the largest shard of each of these tensors, summed; constants do not
+    count."""
     return sum(
         largest_shard_bytes(tensor, ctx.layouts[tensor.name])
         for tensor in tensors
@@ -282,8 +292,12 @@ def _gathers(node: gs.Node) -> bool:
 
 
 def _is_made_whole(node: gs.Node, links: Links) -> bool:
-    """True if a node gathers a leaf that its reader's rule cannot split; False if it only gathers
-    leaves that the reader could have split."""
+    """True if `node` gathers a dimension that its reader's rule cannot split; False if the reader
+    could have taken it split.
+
+    links  for each factor in the tensor's dimensions, the reader's factor; None: the reader needs
+           it whole
+    """
     if not _gathers(node):
         return False
     ((_, before, after),) = operands_of(node)
@@ -295,8 +309,8 @@ def _is_made_whole(node: gs.Node, links: Links) -> bool:
 
 
 def _flops(ctx: PassContext, loads: Sequence[RankLoad]) -> dict[str, int]:
-    """FLOPs of the contractions: of the whole model, the maximum over ranks, and the mean over
-    ranks."""
+    """Returns the FLOPs of matrix products and convolutions: `model` for the unsplit model,
+    `per_rank` for the rank with most, `mean` over ranks."""
     ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
     by_rank = [load.flops for load in loads]
     if not by_rank:
@@ -313,8 +327,8 @@ def _flops(ctx: PassContext, loads: Sequence[RankLoad]) -> dict[str, int]:
 def activations(
     graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext, rank: int | None = None
 ) -> list[int]:
-    """The bytes of live activations on a rank while each of these nodes runs, in this order;
-    without a rank, the sum of their largest shards.
+    """Returns the bytes of live activations while each of these nodes runs, in this order: on
+    `rank`, or if that is None, by the largest shard of each tensor.
 
     An input counts all the time, a result until its last reader has run, an output to the end.
     States do not count, nor results that replace them in their memory, nor tensors inside bodies.
@@ -341,7 +355,8 @@ def activations(
 
 
 def _activation_bytes(tensor: gs.Tensor, ctx: PassContext, rank: int | None) -> int:
-    """Bytes of an activation on a rank, or of its largest shard; 0 if it has no layout."""
+    """Bytes of an activation on a rank; if `rank` is None, of its largest shard. 0 for a tensor
+    without layout."""
     layout = ctx.layouts.get(tensor.name)
     if layout is None or tensor.name in ctx.model.on_host:
         return 0
@@ -354,8 +369,8 @@ def _activation_bytes(tensor: gs.Tensor, ctx: PassContext, rank: int | None) -> 
 def peak_activations(
     graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext, rank: int | None = None
 ) -> int:
-    """The peak of bytes of live activations on a rank (or of their largest shards), including
-    activations in bodies, if the nodes of the graph run in this order."""
+    """Returns the peak of `activations` in bytes, including those inside bodies, if the nodes run
+    in this order."""
     alive = activations(graph, nodes, ctx, rank)
     inside = [
         max((peak_activations(body, body.nodes, ctx, rank) for body in subgraphs(node)), default=0)

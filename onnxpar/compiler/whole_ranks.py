@@ -20,7 +20,7 @@ from onnxpar.lowering.weights import WeightStore, whole_layout
 
 
 def are_whole(ctx: PassContext) -> bool:
-    """True if the program of each rank is the model in the file: no tensor is split, and ranks
+    """True if each rank would compute the whole model on its own: no tensor is split, and ranks
     neither communicate nor differ."""
     lowered = ctx.lowered
     if lowered.collectives or lowered.programs or lowered.row_outputs:
@@ -42,9 +42,15 @@ def write_whole_ranks(
     store: WeightStore,
     name: str = "",
 ) -> None:
-    """Writes the files of all ranks to a folder, and weights to the store. First values of states
-    get files of their own, except for a program with a `name`, which stands beside another
-    program."""
+    """Writes rank files of a plan for which `are_whole` holds: each is the model as it is in its
+    file.
+
+    folder    gets the graphs, and files with first values of states
+    original  the model as it was read
+    store     gets the weights
+    name      of a further program of the ranks (a length, the evaluation); then first values of
+              states are not written, because the main program has them
+    """
     model = original.bound()
     _open_outputs(model.graph, ctx)
     states = dict(ctx.model.states)
@@ -70,8 +76,8 @@ def write_whole_ranks(
 
 
 def _open_outputs(graph: onnx.GraphProto, ctx: PassContext) -> None:
-    """Removes declared sizes of outputs that are wrong in some or all runs: onnxruntime only warns
-    of them, unless an output is bound."""
+    """Removes declared sizes of outputs that are wrong in some run. onnxruntime only warns of them,
+    but fails for outputs that are bound to buffers."""
     bindings = [ctx, *(other for _, other in ctx.lowered.replays)]
     for port in graph.output:
         shapes = [

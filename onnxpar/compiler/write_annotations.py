@@ -1,7 +1,7 @@
 """Writes a plan's layouts into the original model, as ONNX's multi-device annotations.
 
-Metadata beside the annotations have everything that the standard cannot express: the names of mesh
-axes, axes of inner factors and segments, sizes by hand, and pending reductions.
+Metadata beside the annotations have what the standard cannot express: names of mesh axes, axes of
+factors and segments inside a dimension, uneven sizes, and partial results.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from onnxpar.strategy.standard_shardings import axes_text, node_shardings
 
 CONFIGURATION = "onnxpar"
 Operands = Mapping[str, tuple[str, list[str]]]
-"""For each node, by name: the key of its annotations, and the names of all its operands and
-results."""
+"""By name of a node: the key under which its annotations are stored, and the names of all its
+operands and results."""
 
 
 def original(path: Path) -> onnx.ModelProto:
-    """Loads the model from its file, with functions inlined, as annotations cannot refer to nodes
-    in functions."""
+    """Returns the model of a file, with its functions inlined, as annotations cannot refer to nodes
+    inside functions."""
     model = read_proto(path)
     return onnx.inliner.inline_local_functions(model) if model.functions else model
 
 
 def save(model: onnx.ModelProto, source: Path, output: Path) -> None:
-    """Writes a model, which was read from `source`, with its external data to `output`. Errors:
-    OnnxparError."""
+    """Writes a model, with its external data, to `output`. `source` is the file from which it was
+    read, beside which its external data lie. Errors: OnnxparError."""
     locations = {
         external_location(t)[0]
         for t in stored_tensors(model.graph)
@@ -78,7 +78,8 @@ def save(model: onnx.ModelProto, source: Path, output: Path) -> None:
 
 
 def operand_names(sharding: ShardingState) -> Operands:
-    """The names of each node's tensors in the model, before passes insert other tensors."""
+    """Returns the names of each node's tensors in the model file; must be called before passes
+    insert other tensors."""
     return {
         op.node.name: (node_key(op.node), [t.name for t in (*op.node.inputs, *op.node.outputs)])
         for op in sharding.factors.ops
@@ -86,8 +87,8 @@ def operand_names(sharding: ShardingState) -> Operands:
 
 
 def write_annotations(model: onnx.ModelProto, ctx: PassContext, operands: Operands) -> None:
-    """Replaces the model's annotations by annotations with the layouts of a plan after
-    insert-collectives."""
+    """Replaces the annotations of a model by the layouts of a plan. `ctx` is the context after
+    insert-collectives, `operands` the result of `operand_names` before."""
     sharding, mesh = ctx.sharding, ctx.sharding.mesh
     clear_annotations(model)
     pinned = {
@@ -112,7 +113,7 @@ def write_annotations(model: onnx.ModelProto, ctx: PassContext, operands: Operan
 
 
 def _open_axes(ctx: PassContext) -> set[tuple[str, int]]:
-    """The dimensions whose sizes the model leaves open, as (tensor, axis)."""
+    """Returns the dimensions (tensor, axis) whose sizes the model leaves open."""
     sizes = ctx.model.sizes
     other = {} if sizes is None else sizes.graph(1).tensors()
     return {
@@ -131,6 +132,8 @@ def _annotate(
     ctx: PassContext,
     open_axes: set[tuple[str, int]],
 ) -> None:
+    """Adds the layouts of a node's tensors to the node of the model file; `names` are the tensors'
+    names there."""
     sharding, mesh = ctx.sharding, ctx.sharding.mesh
     axes = dict(enumerate(sharding.op_axes(op)))
     shardings = [
@@ -164,8 +167,8 @@ def _annotate(
 
 
 def _layouts(op: OpFactors, names: list[str], ctx: PassContext) -> dict[str, str]:
-    """Returns metadata, for people, with the layouts of a node's operands and results; none for a
-    node that runs whole."""
+    """Returns the layouts of a node's operands and results as metadata that people can read; empty
+    for a node that runs whole."""
     layouts = [
         (ctx.model.file_name(name), ctx.layouts.get(tensor.name))
         for name, tensor in zip(names, (*op.node.inputs, *op.node.outputs), strict=True)
@@ -176,7 +179,7 @@ def _layouts(op: OpFactors, names: list[str], ctx: PassContext) -> dict[str, str
 
 
 def _without_sizes(sharding: TensorSharding, open_axes: set[tuple[str, int]]) -> TensorSharding:
-    """Returns the sharding of a tensor without the sizes of open dimensions."""
+    """Returns the sharding of a tensor without the sizes of its open dimensions."""
     dims = {
         axis: tuple(
             (None if (sharding.tensor, axis) in open_axes else size, n) for size, n in components
@@ -193,7 +196,8 @@ def _says(
     axes: Mapping[int, Axes],
     sharding: ShardingState,
 ) -> bool:
-    """True if the standard part of an annotation alone gives every factor its axes."""
+    """True if the standard part of an annotation alone tells the axes of every factor, so that it
+    needs no metadata."""
     try:
         return read_axes(op, names, note, sharding) == axes
     except StrategyError:

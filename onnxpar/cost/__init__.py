@@ -1,2 +1,2 @@
-"""The cost model: topologies; the time of communication, memory traffic and compute; and
-measurements of a machine."""
+"""The cost model: topologies (hardware as data); seconds of communication, memory traffic and
+compute; and measurements of a machine."""

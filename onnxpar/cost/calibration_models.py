@@ -1,4 +1,5 @@
-"""Makes small models that repeat one op, so that a run spends nearly all its time in the op."""
+"""Builds the small models that calibration times; each repeats one op, so that a run spends nearly
+all its time in that op."""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxpar.graph.collectives import DOMAIN, KINDS
 
 ROWS, WIDTH = 256, 768
-"""The shape of the operand of matrix products: tokens, and BERT's width."""
+"""Shape of the left operand of measured matrix products: tokens, and BERT's width."""
 WIDE, NARROW, PIXELS = 256, 64, 28
-"""Outer and inner channels of a ResNet bottleneck, and the height and width of its images."""
+"""Outer and inner channels of a measured ResNet bottleneck, and height and width of its image."""
 FEW, APART = 16, 16
-"""The number of rows for which a product reads about as long as it computes, and the number of
-weights in a model whose products each read a weight from memory."""
+"""FEW: the number of rows for which a product takes about as long to read its weight as to compute.
+APART: the number of different weights in a model whose products read their weights from memory, not
+cache."""
 PICKED, LENGTH = 1 << 16, 64
-"""The number of elements that a Gather reads, and the number of elements in a row."""
+"""The number of elements that a measured Gather reads in all, and in each row."""
 BETWEEN = (64, 256)
-"""The shape of the operand of the matrix product before each collective."""
+"""Shape of the left operand of the matrix product that runs before each collective."""
 RATED: dict[str, tuple[tuple[int, int], ...]] = {
     "Softmax": ((4096, 16), (512, 128)),
     "LayerNormalization": ((1024, 32), (64, 512)),
@@ -29,27 +31,29 @@ RATED: dict[str, tuple[tuple[int, int], ...]] = {
     "Transpose": ((8192, 4), (8192, 32)),
     "MatMul": ((512, 8), (128, 32)),
 }
-"""The (rows, length of a row) of the models of `rated`, by kind of op. Short and long rows tell the
-cost of a row from the cost of an element."""
+"""For the ops that `rated` builds: (rows, length of a row) of each model, by kind of op. Two
+shapes, short and long rows, tell the cost per row from the cost per element."""
 _OF_TWO = ("Mul", "Add", "Sub", "Div", "Max")
 _OF_ONE = ("Neg", "Sqrt", "Relu", "Identity", "Exp", "Transpose")
-"""Small ops of two operands and of one."""
+"""Kinds of small ops with two operands, and with one."""
 PLANE = 128
-"""The number of rows in each of the planes that a Transpose exchanges."""
+"""Rows per plane in the Transpose that `rated` builds."""
 MASKED = -1e4
-"""The addend of a mask for scores that a softmax must leave out."""
+"""Added to scores that a softmax must leave out."""
 COLUMNS = 64
-"""The number of columns in the tensors of collectives."""
+"""Columns of the tensors on which collectives are measured."""
 _TOKEN = helper.make_tensor_value_info("token0", TensorProto.BOOL, [0])
 
 
 def collective(kind: str, size: int, group: Sequence[int], repeats: int) -> onnx.ModelProto:
-    """Returns a model of `repeats` collectives in a chain; the operand or the result has `size`
-    bytes, whichever is larger.
+    """Returns a model that runs `repeats` collectives one after the other, each with an operand or
+    result (the larger of the two) of `size` bytes.
 
-    A matrix product comes before each collective. As in real models, ranks then arrive at different
-    times, and wait. All collectives read the same X. No node reads their results, but onnxruntime
+    A matrix product comes before each collective, so that ranks arrive at different times and wait,
+    as in real models. All collectives read the same X; no node reads their results, but onnxruntime
     runs them all.
+
+    group  the numbers of the ranks that take part
     """
     ranks = len(group)
     part = max(size // (4 * COLUMNS * ranks), 1)
@@ -87,7 +91,8 @@ def collective(kind: str, size: int, group: Sequence[int], repeats: int) -> onnx
 
 
 def work_between(repeats: int) -> onnx.ModelProto:
-    """Returns a chain of the matrix products that `collective` puts before each collective."""
+    """Returns a model with only the matrix products that `collective` puts before its collectives,
+    whose time is to be subtracted."""
     return _chain([("MatMul", ["W"], {})] * repeats, BETWEEN, [_square(BETWEEN[1])])
 
 
@@ -96,8 +101,9 @@ def _square(width: int) -> onnx.TensorProto:
 
 
 def products(rows: int, repeats: int, apart: bool = False) -> onnx.ModelProto:
-    """Returns a chain of products of a [`rows`, WIDTH] matrix with a square weight. If `apart`,
-    each product has another weight, with other values, so that the cache does not hold it."""
+    """Returns a chain of `repeats` products of a [`rows`, WIDTH] matrix with square weights. With
+    `apart`, products alternate between APART weights, so that each is read from memory and not from
+    the cache."""
     random = np.random.default_rng(0)
     scale = np.float32(WIDTH**-0.5)
     weights = [
@@ -123,8 +129,8 @@ def convolutions(repeats: int) -> onnx.ModelProto:
 
 
 def narrow_convolutions(channels: int, repeats: int) -> onnx.ModelProto:
-    """Returns a model of 3x3 convolutions from NARROW channels of an image of PIXELS x PIXELS to
-    fewer `channels`. The model returns a maximum of each result."""
+    """Returns a model of `repeats` 3x3 convolutions from NARROW channels of a PIXELS x PIXELS image
+    to few `channels`. Its output is a maximum of the results, so that none is optimized away."""
     weights = [
         numpy_helper.from_array(np.full((channels, NARROW, 3, 3), i, np.float32), f"W{i}")
         for i in range(repeats)
@@ -143,20 +149,21 @@ def narrow_convolutions(channels: int, repeats: int) -> onnx.ModelProto:
 
 
 def copies(size: int, repeats: int) -> onnx.ModelProto:
-    """Returns a chain of elementwise ops that read and write a tensor of `size` bytes."""
+    """Returns a chain of `repeats` elementwise ops on a tensor of `size` bytes: memory traffic
+    alone."""
     return _chain([("Neg", [], {})] * repeats, [size // 4])
 
 
 def rows(repeats: int) -> onnx.ModelProto:
-    """Returns a chain of Gathers that read PICKED elements one by one."""
+    """Returns a chain of `repeats` Gathers, each of which reads PICKED elements singly."""
     indices = numpy_helper.from_array(np.arange(LENGTH), "I")
     return _chain([("Gather", ["I"], {"axis": 1})] * repeats, [PICKED // LENGTH, LENGTH], [indices])
 
 
 def rated(kind: str, rows: int, length: int, repeats: int) -> onnx.ModelProto:
-    """Returns a model of ops of a kind in RATED on `rows` rows of `length` elements: softmaxes with
-    half of each row masked, norms, exchanges of the dimensions before the rows, or products of
-    `rows` square matrices of `length` rows."""
+    """Returns a model that repeats an op of a kind in RATED on `rows` rows of `length` elements.
+    Softmax: half of each row is masked. Transpose: exchanges dimensions before the rows. MatMul:
+    batched, `rows` square matrices of `length` rows."""
     if kind == "Softmax":
         return _softmaxes(rows, length, repeats)
     if kind == "LayerNormalization":
@@ -171,8 +178,8 @@ def rated(kind: str, rows: int, length: int, repeats: int) -> onnx.ModelProto:
 
 
 def _softmaxes(rows: int, length: int, repeats: int) -> onnx.ModelProto:
-    """A model of softmaxes of one masked operand. A node reads only the last result, but
-    onnxruntime runs all softmaxes."""
+    """Returns a model of softmaxes that all read one masked operand. Only the last result is used,
+    but onnxruntime runs them all."""
     mask = np.zeros(length, np.float32)
     mask[length // 2 :] = MASKED
     nodes = [helper.make_node("Add", ["X", "mask"], ["M"])]
@@ -184,14 +191,15 @@ def _softmaxes(rows: int, length: int, repeats: int) -> onnx.ModelProto:
 
 
 def negated() -> onnx.ModelProto:
-    """Returns a model that negates each row of its input."""
+    """Returns a model that negates its input, a [N, M] matrix, for measuring a session's
+    overhead."""
     ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", "M"]) for n in "XY"]
     return _model([helper.make_node("Neg", ["X"], ["Y"])], ports[:1], ports[1:])
 
 
 def tiny_ops(repeats: int) -> onnx.ModelProto:
-    """Returns a chain of ops of several kinds on a single element. Every other op has a weight of
-    its own, as in the updates of parameters."""
+    """Returns a chain of ops of several kinds on one element, for measuring the launch time of ops.
+    Every other op reads a weight of its own, as updates of parameters do."""
     weights = [
         numpy_helper.from_array(np.ones(1, np.float32), f"W{i}") for i in range(0, repeats, 2)
     ]
@@ -207,9 +215,12 @@ def _chain(
     shape: Sequence[int],
     weights: Sequence[onnx.TensorProto] = (),
 ) -> onnx.ModelProto:
-    """Returns a model in which each op reads the result of the op before. `links` has each op with
-    its other operands and its attributes. The model returns the maximum of the last result, a
-    single element, because a run copies its outputs."""
+    """Returns a model in which each op reads the result of the op before. Its output is the maximum
+    of the last result: a single element, because a run copies its outputs.
+
+    links  for each op: its type, the names of its operands after the first, and its attributes
+    shape  of the input
+    """
     nodes = [
         helper.make_node(op, [f"X{i}", *operands], [f"X{i + 1}"], **attributes)
         for i, (op, operands, attributes) in enumerate(links)

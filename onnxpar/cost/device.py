@@ -12,14 +12,14 @@ from onnxpar.cost.topology_entries import mapping, number
 from onnxpar.layout.mesh import MOST_RANKS
 
 ROW_BYTES = 100
-"""Bytes of contiguous memory that a device copies in the time that an additional row costs
-(`Device.row`)."""
+"""By default, an additional row costs the time in which the device copies this many contiguous
+bytes."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Additional seconds of an op of some kind for each row and each element, beyond the time that
-    its operations, its bytes and `Device.row` explain."""
+    """Additional seconds of an op of some kind, per row and per element, beyond what `Device`
+    explains by operations, bytes and rows."""
 
     row: float = 0.0
     element: float = 0.0
@@ -32,20 +32,20 @@ NO_RATE = Rate()
 class Device:
     """The speed of a rank's device; by default about one CPU core of 2020.
 
-    flops             operations per second (a multiplication and addition counts as two)
+    flops             operations per second (a multiplication and an addition count as two)
     memory_bandwidth  bytes read or written per second
     launch            least seconds of every op
     memory            bytes of memory of a rank; None: unknown
-    convolution       operations per second of convolutions; None: the same as `flops`
-    channels          number of output channels that convolutions compute at once; fewer channels
-                      take as long; None: any number
-    row               additional seconds for each row, a stretch of contiguous elements that an op
-                      copies, multiplies or normalizes on its own; None: the time to copy ROW_BYTES
+    convolution       operations per second of convolutions; None: as `flops`
+    channels          number of output channels that a convolution computes at once, so that fewer
+                      take as long; None: any number is efficient
+    row               additional seconds per row, a run of contiguous elements that an op copies,
+                      multiplies or normalizes on its own; None: the time to copy ROW_BYTES
     cache             bytes that an op reads and writes at `cache_bandwidth`; further bytes move at
                       `memory_bandwidth`; None: no cache
-    exposed           share of the time to move bytes that are in no cache in which an op cannot
-                      compute, up to 1; None: it always can (the roofline model)
-    ops               the rates of kinds of ops that were measured separately, of RATED
+    exposed           fraction, up to 1, of the time to move bytes that are in no cache during which
+                      an op cannot compute; None: it always can (the roofline model)
+    ops               rates of kinds of ops in RATED that were measured separately
     """
 
     flops: float = 2e10
@@ -61,7 +61,8 @@ class Device:
     ops: Mapping[str, Rate] = field(default_factory=dict, hash=False)
 
     def slowed(self, times: float) -> Device:
-        """The device on which all work takes `times` as long, because ranks take turns."""
+        """Returns the device on which all work takes `times` as long, for ranks that take turns on
+        cores."""
         quantities: dict[str, Any] = {
             name: value * times if unit == "s" else value / times
             for name, unit in DEVICE_UNITS.items()
@@ -71,8 +72,8 @@ class Device:
         return replace(self, ops=ops, **quantities)
 
     def between(self, other: Device, share: float) -> Device:
-        """A device between this one and another: quantities are interpolated on a logarithmic
-        scale, and `share` 1 is the other device."""
+        """Returns a device between this one (`share` 0) and another (`share` 1): each quantity is
+        interpolated on a logarithmic scale."""
 
         def mean(a: float, b: float) -> float:
             return math.exp((1 - share) * math.log(a) + share * math.log(b))
@@ -91,16 +92,19 @@ class Device:
         return near / self.cache_bandwidth + (size - near) / self.memory_bandwidth
 
     def roofline(self, compute: float, size: float, far: float) -> float:
-        """Seconds of an op that computes for `compute` seconds, and reads and writes `size` bytes,
-        of which `far` bytes are in no cache."""
+        """Returns the seconds of an op without its launch.
+
+        compute  seconds of its operations
+        size     bytes that it reads and writes
+        far        part of `size`: bytes that are certainly in no cache
+        """
         near, rest = self.move(size - far), far / self.memory_bandwidth
         hidden, exposed = max(compute, near + rest), max(compute, near) + rest
         return hidden + (self.exposed or 0.0) * (exposed - hidden)
 
 
 RATED = ("Softmax", "LayerNormalization", "Erf", "Transpose", "MatMul")
-"""Kinds of ops that may have a rate. `search/rated_ops.py` says what their rows and elements
-are."""
+"""Kinds of ops that may have a rate; `search/rated_ops.py` defines their rows and elements."""
 _RATES = ("FLOP/s", "B/s")
 DEVICE_UNITS = {
     "flops": "FLOP/s",
@@ -115,13 +119,14 @@ DEVICE_UNITS = {
     "memory": "B",
 }
 Settings = Mapping[str, Any]
-"""Quantities of a device in a file."""
+"""Fields of a Device, as read from a file."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """The entry `device` at one place in a topology file: `same` for all ranks there, or `by_unit`
-    with an item for each unit. `where` names the place in errors."""
+    """The entry `device` at one place of a topology file: fields that hold for all ranks there
+    (`same`), or a list with an item for each unit (`by_unit`). `where` names the place in errors.
+    """
 
     same: Settings
     by_unit: tuple[Settings, ...]
@@ -129,8 +134,8 @@ class Listed:
 
     @staticmethod
     def read(data: Any, where: str) -> Listed:
-        """Reads the entry: a mapping of quantities, or a list of such mappings. In a list, `count`
-        makes an item stand for several neighbouring units. Errors: StrategyError."""
+        """Reads the entry: a mapping of quantities, or a list of such mappings, in which `count: 3`
+        makes an item stand for three neighbouring units. Errors: StrategyError."""
         if not isinstance(data, list):
             return Listed(_settings(data or {}, where), (), where)
         by_unit: list[Settings] = []
@@ -148,7 +153,8 @@ class Listed:
         return Listed({}, tuple(by_unit), where)
 
     def check(self, units: int, what: str) -> None:
-        """Raises StrategyError if the list has more or fewer items than there are units."""
+        """Raises StrategyError unless the list, if there is one, has an item for each of `units`
+        units. `what` is the word for them."""
         if self.by_unit and len(self.by_unit) != units:
             raise StrategyError(
                 f"{self.where}: lists {len(self.by_unit)} devices, but there are {units} {what}; "
@@ -159,9 +165,15 @@ class Listed:
 def devices_of(
     top: Listed, levels: Sequence[tuple[Listed, int | None]]
 ) -> tuple[Device, tuple[Device, ...]]:
-    """The device of all ranks, and the devices of each rank if they differ. `top` is the entry of
-    the whole file; `levels` has the entry and the size of each level, from the inside out. An inner
-    entry overrides an outer one, and a list by rank overrides all. Errors: StrategyError."""
+    """Returns the device that all ranks share, and the device of each rank if they differ (else
+    empty).
+
+    top     the entry `device` of the whole file
+    levels  the entry and the size of each level, from the innermost to the outermost
+
+    An inner level's entry overrides an outer one, and a list by rank in `top` overrides all.
+    Errors: StrategyError.
+    """
     sizes = [size for _, size in levels]
     common = dict(top.same)
     for listed, _ in reversed(levels):
@@ -188,7 +200,8 @@ def _device_of(rank: int, top: Listed, levels: Sequence[tuple[Listed, int | None
 
 
 def device_in(data: Any, where: str) -> Device:
-    """The device that an entry of a file describes. Errors: StrategyError."""
+    """Returns the device that an entry of a file describes; `where` names the entry in errors.
+    Errors: StrategyError."""
     return Device(**_settings(data, where))
 
 

@@ -1,4 +1,4 @@
-"""Fits a topology to measurements by least squares, and prints the deviations."""
+"""Fits a topology to measurements by least squares, and prints how far they are apart."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from onnxpar.cost.measure import (
 from onnxpar.cost.topology import Device, Level, Link, Session, Topology
 
 BOTTLENECK = 2 * PIXELS**2 * NARROW * (2 * WIDE + 9 * NARROW)
-"""The floating-point operations of the three convolutions in a bottleneck."""
+"""Floating-point operations of the three convolutions of a measured bottleneck."""
 SAME = 1.4
-"""If twice as many channels take less than this multiple of the time, a convolution computes them
-at once. The multiple is the geometric mean of 1 and 2."""
+"""A convolution computes 2n channels at once if they take less than this many times the time of n.
+The value is the geometric mean of 1 and 2."""
 FASTEST = 1e12
-"""The largest fitted bandwidth, in bytes per second, for times that do not grow with the size."""
+"""A fitted bandwidth is at most this, in bytes per second, for times that do not grow with the
+size."""
 
 
 def fit(measurements: Measurements) -> Topology:
-    """Returns a topology of one level, for any number of ranks, with a link for each kind of
-    collective."""
+    """Returns the topology that explains the measurements: one host for any number of ranks, with a
+    link for each kind of collective."""
     by_kind = {kind: [t for t in measurements.collectives if t.kind == kind] for kind in MEASURED}
     links = {kind: fit_link(times) for kind, times in by_kind.items()}
     other = fit_link(measurements.collectives)
@@ -47,8 +48,8 @@ def fit(measurements: Measurements) -> Topology:
 
 
 def fit_session(times: Sequence[tuple[int, int, float]]) -> Session:
-    """Returns the session whose runs took these seconds. The three (ranks, bytes, seconds) are for
-    few bytes on one rank, few bytes on all ranks, and many bytes on all ranks."""
+    """Returns the Session that explains three measured runs (ranks, bytes, seconds): few bytes on
+    one rank, few bytes on all ranks, and many bytes on all ranks."""
     (single, few, alone), (ranks, _, least), (_, many, most) = times
     bandwidth = min((many - few) / max(most - least, 1e-9), FASTEST)
     rank = max(least - alone, 0.0) / (ranks - single)
@@ -57,7 +58,7 @@ def fit_session(times: Sequence[tuple[int, int, float]]) -> Session:
 
 
 def fit_device(work: Work) -> Device:
-    """Returns the device on which the work took this time."""
+    """Returns the Device that explains the measured seconds of ops."""
     launch = _digits(work.tiny)
     device = Device(
         flops=_digits(2 * ROWS * WIDTH**2 / max(work.product - launch, 1e-9)),
@@ -73,9 +74,11 @@ def fit_device(work: Work) -> Device:
 
 
 def channels_at_once(seconds: Sequence[float]) -> float | None:
-    """Returns the number of output channels that a convolution computes at once, from the seconds
-    with each number in CHANNELS: the largest number that takes no longer than half of it. None if
-    each takes longer."""
+    """Returns how many output channels a convolution computes at once: the largest number in
+    CHANNELS that takes no longer than half as many channels. None if each number takes longer.
+
+    seconds  of a convolution to each number of channels in CHANNELS
+    """
     blocks = [
         more
         for (_, fewer_took), (more, took) in pairwise(zip(CHANNELS, seconds, strict=True))
@@ -85,9 +88,9 @@ def channels_at_once(seconds: Sequence[float]) -> float | None:
 
 
 def with_cache(device: Device, copies: Sequence[float]) -> Device:
-    """Returns the device with a cache whose size explains the time of the middle copy: bytes in the
-    cache move at the speed of the small copy. Without a cache if a small copy is no faster than a
-    large one."""
+    """Returns the device with a cache, from the seconds of copies of NEAR, MIDDLE and LARGE bytes:
+    the cache is as fast as the small copy, and as large as explains the middle one. Unchanged if
+    the small copy is no faster than the large one."""
     near, middle, _ = copies
     fast = 2 * NEAR / max(near - device.launch, 1e-9)
     if fast <= device.memory_bandwidth:
@@ -99,9 +102,11 @@ def with_cache(device: Device, copies: Sequence[float]) -> Device:
 
 
 def with_exposed(device: Device, few: float, apart: float) -> Device:
-    """Returns the device with the share of reading in which a product cannot compute, from the
-    seconds of a product with few rows, and of a product whose weight also comes from memory.
-    Without the share if the product can always compute."""
+    """Returns the device with `exposed` (how much of the reading of memory computing cannot hide).
+
+    few    seconds of a matrix product with few rows
+    apart  seconds of such a product whose weight comes from memory, not from the cache
+    """
     compute = few - device.launch
     memory = 4 * WIDTH**2 / device.memory_bandwidth
     beyond = apart - device.launch - max(compute, memory)
@@ -110,8 +115,9 @@ def with_exposed(device: Device, few: float, apart: float) -> Device:
 
 
 def fit_rate(kind: str, seconds: Sequence[float], device: Device) -> Rate:
-    """Returns the rate of a kind of op: seconds for each row and element, at least 0, beyond the
-    seconds that the device's other quantities explain, from measurements in the shapes of RATED."""
+    """Returns the Rate of a kind of op: seconds per row and per element, at least 0, which explain
+    what is left of the measured `seconds` (one for each shape in RATED) after the device's other
+    quantities."""
     took = np.array(seconds)
     explained = np.array([explained_seconds(kind, *shape, device) for shape in RATED[kind]])
     work = np.array([rows_and_elements(kind, *shape) for shape in RATED[kind]])
@@ -120,14 +126,14 @@ def fit_rate(kind: str, seconds: Sequence[float], device: Device) -> Rate:
 
 
 def rows_and_elements(kind: str, rows: int, length: int) -> tuple[int, int]:
-    """Returns the rows and elements of an op of `models.rated`, in the sense of its rate."""
+    """Returns how many rows and elements, as rates count them, an op that `rated` builds has."""
     if kind == "Erf":
         return 0, rows * length
     return rows, rows * length * (length if kind == "MatMul" else 1)
 
 
 def explained_seconds(kind: str, rows: int, length: int, device: Device) -> float:
-    """Returns the seconds of an op of `models.rated` that the device explains without rates."""
+    """Returns the seconds that the device predicts without rates for an op that `rated` builds."""
     row = device.row or 0.0
     size = 4 * rows_and_elements(kind, rows, length)[1]
     if kind == "MatMul":
@@ -139,8 +145,8 @@ def explained_seconds(kind: str, rows: int, length: int, device: Device) -> floa
 
 
 def fit_link(times: Sequence[CollectiveTime]) -> Link:
-    """Returns the link whose latency and bandwidth, both at least 0, have the least squares of
-    relative errors."""
+    """Returns the link (latency and bandwidth, at least 0) that minimizes the squares of relative
+    errors of these times."""
     rows = np.array([messages(t.kind, t.ranks, t.size) for t in times])
     seconds = np.array([[t.seconds] for t in times])
     latency, per_byte = _least_squares(rows / seconds, np.ones(len(rows)))
@@ -148,8 +154,7 @@ def fit_link(times: Sequence[CollectiveTime]) -> Link:
 
 
 def _least_squares(rows: Array, values: Array) -> Array:
-    """Returns the coefficients, all at least 0, for which the products with `rows` are closest to
-    `values`."""
+    """Returns non-negative coefficients x that minimize |rows @ x - values|."""
     from scipy.optimize import nnls  # takes half a second to import
 
     coefficients: Array = nnls(rows, values)[0]
@@ -157,14 +162,16 @@ def _least_squares(rows: Array, values: Array) -> Array:
 
 
 def predict_seconds(time: CollectiveTime, topology: Topology) -> float:
-    """Returns the seconds that the topology's first level predicts for a collective."""
+    """Returns the seconds that the topology's innermost level predicts for a measured
+    collective."""
     rounds, sent = messages(time.kind, time.ranks, time.size)
     link = topology.levels[0].link(time.kind)
     return rounds * link.latency + sent / link.bandwidth
 
 
 def lines(measurements: Measurements, topology: Topology) -> Iterator[str]:
-    """Yields the lines of a table of all measured times; collectives also have fitted times."""
+    """Yields the lines of a table of all measured times; for collectives, beside the fitted
+    times."""
     ranks = f"each of {measurements.ranks} ranks"
     yield f"{'':<30}{ranks:>18}{'one rank alone':>18}"
     both = zip(_seconds_of(measurements.work), _seconds_of(measurements.alone), strict=True)
@@ -184,7 +191,7 @@ def lines(measurements: Measurements, topology: Topology) -> Iterator[str]:
 
 
 def _seconds_of(work: Work) -> list[tuple[str, float]]:
-    """The measured ops in words, each with its seconds."""
+    """Returns (description of an op, measured seconds) for each measured op."""
     return [
         (f"MatMul of {ROWS}x{WIDTH} by {WIDTH}x{WIDTH}", work.product),
         (f"MatMul of {FEW}x{WIDTH}", work.few),
@@ -203,7 +210,7 @@ def _seconds_of(work: Work) -> list[tuple[str, float]]:
 
 
 def file_text(measurements: Measurements, topology: Topology) -> str:
-    """Returns the text of the topology file, with the measurements as comments."""
+    """Returns the content of a topology file (YAML), with the measurements as comments."""
     threads = "1 thread" if measurements.threads == 1 else f"{measurements.threads} threads"
     about = f"""Written by onnxpar calibrate, with {measurements.ranks} ranks of {threads} at once.
 `host` has any number of ranks; more than `at_once` take turns. For more than this machine, give it

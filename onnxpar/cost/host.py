@@ -1,8 +1,9 @@
-"""The topology of this host; onnxpar measures it once and keeps it in a file of the user's cache.
+"""The topology of this host, for plans without a topology of the user's. onnxpar measures the host
+once, and keeps the result in the user's cache.
 
-Plans use this topology if the user gives none. The file's name has a digest of everything that
-changes the result: the processor, the cores that this process may use, the memory, the versions of
-onnxpar and onnxruntime, and how ranks communicate.
+The file's name has a digest of everything that changes the result: the processor, the cores that
+this process may use, the memory, the versions of onnxpar and onnxruntime, and how ranks
+communicate.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ if TYPE_CHECKING:
     from onnxpar.cost.measure import Shard
 
 MEASURED = "measured on this host"
-"""The origin of the topology, for plans."""
+"""The origin of this topology, as plans name it."""
 NEVER = "ONNXPAR_MEASURE"
-"""The environment variable whose value 0 keeps all commands from measuring the host."""
+"""The environment variable that, if set to 0, keeps all commands from measuring the host."""
 FORMAT = 6
-"""The version of the files: it changes if onnxpar measures other quantities, or in another way."""
+"""The version of the cached files; to be raised when other quantities are measured, or in another
+way."""
 SECONDS = 1.0
 """Duration of the measurement, without the start of the ranks and of their sessions."""
 TIMEOUT = 15.0
@@ -45,19 +47,21 @@ TIMEOUT = 15.0
 PATIENCE = 30.0
 """Longest wait, in seconds, for another process that measures the host."""
 BUSY = 0.25
-"""Fraction of the cores that other programs may keep busy; with more, a result is kept only for
-HOUR."""
+"""If other programs keep more than this fraction of the cores busy during the measurement, its
+result is kept only for HOUR."""
 HOUR = 3600.0
-"""Seconds for which onnxpar keeps a result from a busy host."""
+"""Seconds for which a result from a busy host is used."""
 
 
 def host_topology(shard: Shard | None = None) -> Topology | None:
-    """Returns the topology of this host. The first call measures the host in less than 5 s; later
-    processes read the result from a file. `shard` is the argument of `measure`.
+    """Returns the topology of this host: measured by the first call, in less than 5 s, and later
+    read from a file.
 
-    Returns None, for which callers take constants, if the environment says ONNXPAR_MEASURE=0; on a
-    single core; if the measurement fails, after a message; and under a launcher, because ranks that
-    make the same plan must not have different figures.
+    Returns None, so that callers use constants: if ONNXPAR_MEASURE=0; on a single core; if the
+    measurement fails, after a message; and under a launcher, because ranks that make the same plan
+    must use the same figures.
+
+    shard  the compiler, for `measure`
     """
     cores = own_cores()
     if os.environ.get(NEVER) == "0" or len(cores) < 2 or _is_launched():
@@ -67,8 +71,8 @@ def host_topology(shard: Shard | None = None) -> Topology | None:
 
 @functools.cache
 def _host_topology(place: Path | None, shard: Shard | None = None) -> Topology | None:
-    """Reads the topology from a file; if there is none, measures it and writes the file. A process
-    does so once, even if it cannot write the file."""
+    """Returns the topology from the file `place`, or measures it and writes the file. A process
+    measures at most once, even if it cannot write the file."""
     topology = _read(place)
     if topology is None:
         with _alone(place):
@@ -77,7 +81,8 @@ def _host_topology(place: Path | None, shard: Shard | None = None) -> Topology |
 
 
 def place_of(cores: Sequence[Core]) -> Path | None:
-    """Returns the file of the topology; None if the user has no folder for caches."""
+    """Returns the path of the cached topology for these cores; None if the user has no folder for
+    caches."""
     folder = user_cache()
     if folder is None:
         return None
@@ -105,7 +110,7 @@ def _processor() -> str:
 
 
 def _is_launched() -> bool:
-    """True if a launcher started this process; also if its variables are incomplete."""
+    """True if a launcher started this process, even if its variables are incomplete."""
     try:
         return launched_rank() is not None
     except RankError:
@@ -113,8 +118,8 @@ def _is_launched() -> bool:
 
 
 def _read(place: Path | None) -> Topology | None:
-    """Reads the topology from its file, or from the file of a busy host if this is new. None if
-    there is no file, or if it is damaged."""
+    """Returns the topology from its file, or from a file of a busy host that is less than HOUR old.
+    None if there is none, or if it is damaged."""
     if place is None:
         return None
     for file, most in ((place, float("inf")), (_of_busy(place), HOUR)):
@@ -130,8 +135,8 @@ def _of_busy(place: Path) -> Path:
 
 @contextmanager
 def _alone(place: Path | None) -> Iterator[None]:
-    """A context in which no other process measures the host; does without a lock if locking is
-    impossible."""
+    """A block in which no other process measures the host. Where the cache cannot be locked, it
+    runs unlocked."""
     lock: int | None = None
     try:
         with suppress(OSError):
@@ -147,8 +152,8 @@ def _alone(place: Path | None) -> Iterator[None]:
 
 
 def _take(lock: int) -> None:
-    """Takes a lock that another process may hold for some time. Errors: OSError if the file system
-    has no locks."""
+    """Locks an open file; waits up to PATIENCE seconds for another process, then goes on without
+    the lock. Errors: OSError if the file system has no locks."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         try:
@@ -158,8 +163,8 @@ def _take(lock: int) -> None:
 
 
 def _measured(place: Path | None, shard: Shard | None) -> Topology | None:
-    """Measures the host, writes the result to a file, and reports this. None if the host cannot be
-    measured."""
+    """Measures the host, writes the result to the file `place`, and tells the user; returns the
+    topology, or None if the host cannot be measured."""
     # these modules take half a second to import
     from onnxpar.cost.fit import file_text, fit
     from onnxpar.cost.measure import QUICK, default_ranks, measure
@@ -191,7 +196,7 @@ def _measured(place: Path | None, shard: Shard | None) -> Topology | None:
 
 
 def _written(place: Path, text: str) -> str:
-    """Writes the file; returns its place, or why it cannot be written, in words."""
+    """Writes the file; returns "kept in PLACE", or why it could not be written, for a message."""
     try:
         make_folders(place.parent)
         with whole_file(place) as file:
@@ -203,8 +208,8 @@ def _written(place: Path, text: str) -> str:
 
 
 def _others_seconds() -> float:
-    """Seconds that the cores of this process have worked for other processes until now; constant
-    where the system does not say."""
+    """Returns the seconds that this process's cores have spent on other processes since boot, of
+    which a difference counts; constant on systems that do not tell."""
     names = {f"cpu{thread}" for core in own_cores() for thread in core.threads}
     ticks = 0
     with suppress(OSError, ValueError):

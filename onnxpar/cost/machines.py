@@ -1,5 +1,5 @@
-"""Topologies of machines with short names, such as `8x64-core,25GbE`, for plans without a topology
-file.
+"""Topologies of machines by short names, such as `8x64-core,25GbE` (8 hosts of 64 cores), for plans
+without a topology file.
 
 The figures are round numbers for current servers; docs/how-to/topology.md names the sources, and
 says which figures are assumed.
@@ -15,16 +15,18 @@ from onnxpar.base.errors import StrategyError
 
 _NAME = re.compile(r"(?:(\d+)x)?(\d+)-?cores?(?:,(.*))?")
 _NETWORKS = {f"{gbits}GbE": gbits * 1e9 / 8 for gbits in (1, 10, 25, 50, 100, 200)}
-"""Bytes per second of a host's network interface."""
+"""Bytes per second of a host's network interface, by its name."""
 _TCP = {"latency": 50e-6, "share": 0.9}
-"""Seconds of a round of messages over TCP, and the share of a network's bytes that are payload."""
+"""Seconds of a round of messages over TCP, and the fraction of a network's bandwidth that payload
+gets."""
 _HOST = {"latency": 4e-6, "bandwidth": 7.2e9}
-"""The link between ranks of a host: shared memory, as fast as each rank can read it."""
+"""The link between ranks of a host: shared memory, at the speed at which each rank can read it."""
 _CORE = {"flops": 100e9, "memory_bandwidth": 7.2e9, "cache": 4e6, "cache_bandwidth": 60e9}
-"""A core while all other cores of its host work, and its part of the resources that cores share."""
+"""The speed of a core while all cores of its host work, with its part of shared caches and
+memory."""
 _OP = {"exposed": 1, "launch": 1e-6, "row": 2.5e-9}
 _TOGETHER = 0.8
-"""The share of the FLOP/s of all cores that a single rank with a thread on each core gets."""
+"""A single rank with a thread on each core gets this fraction of the FLOP/s of all cores."""
 _MEMORY = 4e9
 """Bytes of memory for each core."""
 _SESSION = {"latency": 2e-6, "rank": 7e-6, "bandwidth": 30e9}
@@ -32,8 +34,8 @@ _MOST = 1 << 16
 
 
 def is_machine(name: str | os.PathLike[str]) -> bool:
-    """True for HOSTSxCORES-core,NETWORK and for CORES-core (one host), unless a file has this
-    name."""
+    """True if a name has the form HOSTSxCORES-core,NETWORK or CORES-core (one host), and no file
+    has this name."""
     return bool(_parsed(os.fspath(name))) and not os.path.exists(name)
 
 
@@ -42,8 +44,9 @@ def _parsed(name: str) -> re.Match[str] | None:
 
 
 def machine(name: str, ranks: int | None) -> dict[str, Any]:
-    """The topology of these machines in the form of a topology file, for this number of ranks
-    (None: a rank for each core). Errors: StrategyError for a network that is unknown or missing."""
+    """Returns the topology of these machines, as the content of a topology file. `ranks` is the
+    number of ranks to place; None: one for each core. Errors: StrategyError for a network that is
+    unknown or missing."""
     match = _parsed(name)
     assert match is not None
     hosts, cores, network = int(match[1] or 1), int(match[2]), match[3] or ""

@@ -1,4 +1,4 @@
-"""Measures the time of collectives and ops on rank processes of this host, like those of a
+"""Measures the time of collectives and ops, in rank processes of this host that are like those of a
 session."""
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from onnxpar.runtime.ranks.timing import WARM_UP
 from onnxpar.runtime.session.session import InferenceSession
 
 Shard = Callable[[Path, Path, int], object]
-"""The compiler, as a function of a model's file, a folder for the result, and a number of ranks,
-over which it splits the model's batch."""
+"""The compiler: splits the batch of the model in a file over a number of ranks, into a folder."""
 MEASURED = tuple(kind.name for kind in KINDS.values() if kind.is_measured)
 SIZES = tuple(4 << 10 << shift for shift in (0, 3, 6, 8, 10))
-"""Bytes of the tensors of collectives: 4 KiB to 4 MiB."""
+"""Sizes in bytes of the tensors of measured collectives, 4 KiB to 4 MiB."""
 COPIED = NEAR, MIDDLE, LARGE = 128 << 10, 1 << 20, 32 << 20
-"""Bytes of tensors: the cache of a core holds the first, holds the second perhaps in part, and does
-not hold the third."""
+"""Sizes in bytes of copied tensors: one that fits into a core's cache, one that may fit in part,
+and one that does not fit."""
 
 MOST_RANKS = 8
-"""The largest default number of ranks; more ranks would take longer and change the result
+"""By default, at most this many ranks are measured; more would take longer and change the result
 little."""
 
 
@@ -44,8 +43,8 @@ class Effort:
     """The extent of a measurement.
 
     sizes        bytes of the tensors of collectives
-    rounds       the number of rounds; each runs every case, so that a short load from other
-                 programs affects few runs of each case
+    rounds       number of rounds; each runs every case, so that a short load from other programs
+                 affects few runs of each case
     every_group  False: only groups of 2 and of all ranks
     most         seconds after which no further round begins
     """
@@ -59,13 +58,12 @@ class Effort:
 THOROUGH = Effort()
 QUICK = Effort((SIZES[0], SIZES[2], SIZES[-1]), rounds=2, every_group=False, most=3.0)
 FEWEST, MOST = 3, 100
-"""The smallest and the largest number of runs of a case in a round."""
+"""Fewest and most runs of a case in a round."""
 QUANTILE = 0.2
-"""The time of a case is this quantile of its runs: a low quantile, because other load only adds
-time."""
+"""The time of a case is this quantile of its runs; a low one, because other load only adds time."""
 LEAST = 0.1
-"""The time of a collective is the time with work before it, minus the time of the work alone, but
-at least this fraction of the time with work: the difference may be below 0."""
+"""The time of a collective is that of work and collective minus that of the work alone, which noise
+may make negative; it is at least this fraction of the time of both."""
 _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...] = (
     (partial(models.products, models.ROWS), 4, {}),
     (partial(models.products, models.FEW), 4, {}),
@@ -76,27 +74,27 @@ _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...]
     (models.tiny_ops, 100, {"cold": True}),
     (models.work_between, 20, {}),
 )
-"""Functions that make models, the number of times that the model repeats its op, and options of the
-runs. Convolutions are optimized, because only then does onnxruntime use its blocked memory format.
-Caches are cold for products whose weights must come from memory. They are cold for tiny ops, of
-which few run, because in real models other ops run between two of the same kind."""
+"""For each measured op: a function that builds a model of so many repetitions, that number, and
+options of the runs. Convolutions are optimized, because only then does onnxruntime use its blocked
+memory format. Caches are cold for products whose weights must come from memory, and for tiny ops,
+because in real models other ops run between them."""
 CHANNELS = (4, 8, 16, 32, 64)
-"""Numbers of output channels of convolutions, to measure how many channels a kernel computes at
+"""Numbers of output channels of measured convolutions, to find how many a kernel computes at
 once."""
 PASSED = (4 << 10, 4 << 20)
 """Bytes of inputs and outputs of a session: few, and many."""
 SESSION_SECONDS = 0.2
-"""Duration of the runs of a session for each size of PASSED. The first half does not count: in it,
-the system finds a core for each process."""
+"""Seconds for which a session runs for each size in PASSED. The first half does not count, while
+the system still moves processes between cores."""
 IN_RATED = 4
-"""The number of ops in models of rated ops."""
+"""The number of times that a model of `rated` repeats its op."""
 _numbers = count()
 
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """The time of a collective in groups of `ranks` ranks, on the slowest rank. `size` is the bytes
-    of the collective's operand or result, whichever is larger."""
+    """Measured seconds of a collective in groups of `ranks` ranks, on the slowest rank. `size` is
+    the bytes of its operand or result, whichever is larger."""
 
     kind: str
     ranks: int
@@ -106,17 +104,17 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of ops on the slowest rank, while all ranks compute the same op.
+    """Measured seconds of ops on the slowest rank, while all ranks compute the same op.
 
     product     a matrix product
     few         a product with few rows
-    apart       a product with few rows whose weight also comes from memory
+    apart       a product with few rows whose weight comes from memory, not from the cache
     bottleneck  three convolutions
     copies      elementwise ops on tensors of COPIED bytes
-    picks       a Gather of elements one by one
+    picks       a Gather of single elements
     tiny        an op on one element
     narrow      a convolution to each number of CHANNELS
-    rated       ops of the kinds in `models.RATED`, in each shape there
+    rated       ops of the kinds in `calibration_models.RATED`, in each of their shapes
     """
 
     product: float
@@ -132,9 +130,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Measurements:
-    """All measurements with `ranks` ranks of `threads` threads each; `alone` is the work of one
-    rank with all cores. `session` has (ranks, bytes of inputs and outputs, seconds) of runs that
-    compute next to nothing."""
+    """All measurements, with `ranks` ranks of `threads` threads each.
+
+    work     seconds of ops on each rank, while all ranks compute
+    alone    seconds of ops on one rank with all cores
+    session  (ranks, bytes of inputs and outputs, seconds) of runs that compute next to nothing
+    """
 
     ranks: int
     threads: int
@@ -150,14 +151,15 @@ def default_ranks() -> int:
 
 
 def group_sizes(ranks: int, effort: Effort = THOROUGH) -> list[int]:
-    """Returns the sizes of groups to measure: powers of two, and all ranks."""
+    """Returns the sizes of groups to measure: powers of two, and all ranks; for 6 ranks [2, 4,
+    6]."""
     if not effort.every_group:
         return sorted({2, ranks})
     return sorted({*(1 << i for i in range(1, ranks.bit_length()) if 1 << i <= ranks), ranks})
 
 
 def cases(ranks: int, effort: Effort = THOROUGH) -> list[tuple[str, int, int]]:
-    """Returns the collectives to measure: (kind, ranks in a group, bytes)."""
+    """Returns the collectives to measure, as (kind, ranks in a group, bytes)."""
     groups = group_sizes(ranks, effort)
     return [(k, members, s) for members in groups for k in MEASURED for s in effort.sizes]
 
@@ -170,9 +172,14 @@ def measure(
     effort: Effort = THOROUGH,
     shard: Shard | None = None,
 ) -> Measurements:
-    """Starts the ranks, measures for about `seconds` seconds, and returns the measurements. After
-    each case, calls `note` with the case's fraction of the whole measurement. Measures a session
-    only with `shard`. Errors: RankError if a rank fails, or does not respond within the timeout."""
+    """Starts ranks, measures for about `seconds` seconds, and returns the measurements.
+
+    timeout  longest wait for a rank, in seconds
+    note     called after each case with the fraction of the whole measurement that the case was
+    shard    the compiler; without it, no session is measured
+
+    Errors: RankError if a rank fails, or does not respond in time.
+    """
     of_collectives = cases(ranks, effort)
     start = time.monotonic()
     parts = seconds * 0.7, seconds * 0.3
@@ -208,7 +215,8 @@ def measure(
 
 
 def _cases_of_work(folder: Path, ranks: int) -> list[_Case]:
-    """The cases for all seconds in `Work`; every rank computes them."""
+    """Returns the cases that measure all of `Work`, in the order in which `_work_of` reads their
+    times."""
     work = [
         _Case(folder, [model(count)] * ranks, count, **options) for model, count, options in _WORK
     ]
@@ -223,8 +231,8 @@ def _cases_of_work(folder: Path, ranks: int) -> list[_Case]:
 
 
 def _work_of(seconds: Iterator[float]) -> tuple[Work, float]:
-    """Returns the work that took the next of these seconds, and the seconds of the product before
-    each collective."""
+    """Takes the next times from `seconds`, in the order of `_cases_of_work`; returns them as Work,
+    and the seconds of the matrix product before each collective."""
     product, few, apart, bottleneck, *copies, picks, tiny, between = islice(seconds, len(_WORK))
     narrow = tuple(islice(seconds, len(CHANNELS)))
     rated = {kind: tuple(islice(seconds, len(shapes))) for kind, shapes in models.RATED.items()}
@@ -240,7 +248,8 @@ def _run_rounds(
     start: float,
     note: Callable[[float], object],
 ) -> None:
-    """Runs the cases in rounds, for about `seconds` seconds altogether."""
+    """Runs all cases in rounds, for about `seconds` seconds in all. `start` is when the measurement
+    began; for `note` see `measure`."""
     share = 1 / len(cases) / effort.rounds
     for turn in range(effort.rounds):
         if turn and time.monotonic() - start > effort.most:
@@ -253,8 +262,8 @@ def _run_rounds(
 def _session_times(
     ranks: int, sizes: Iterable[int], timeout: float, shard: Shard
 ) -> Iterator[tuple[int, int, float]]:
-    """Yields (ranks, bytes of inputs and outputs, seconds of a run) for each size, in a session
-    whose ranks return their inputs negated."""
+    """Yields (ranks, bytes of inputs and outputs, seconds of a run) for each size, measured in a
+    session whose ranks only negate their inputs."""
     with OwnFolder() as folder:
         onnx.save(models.negated(), folder / "model.onnx")
         shard(folder / "model.onnx", folder / "model.par", ranks)
@@ -274,8 +283,8 @@ def _session_times(
 def _of_groups(
     kind: str, size: int, members: int, ranks: int, repeats: int
 ) -> list[onnx.ModelProto | None]:
-    """Returns a model for each rank, in which all groups communicate at once, as in a mesh. None
-    for ranks that are in no full group."""
+    """Returns the model of each rank for a collective in groups of `members` neighbouring ranks,
+    all groups at once, as in a mesh; None for ranks that are left over."""
     rank_models: list[onnx.ModelProto | None] = []
     for first in range(0, ranks - members + 1, members):
         model = models.collective(kind, size, range(first, first + members), repeats)
@@ -285,7 +294,8 @@ def _of_groups(
 
 @contextmanager
 def _ranks(ranks: int, timeout: float) -> Iterator[tuple[Processes, Path]]:
-    """Starts rank processes that time models; yields them, and a folder for the models."""
+    """A block in which rank processes run that time models; yields them, and a folder for the
+    models."""
     with OwnFolder() as folder:
         world = {
             "size": ranks,
@@ -307,7 +317,7 @@ def _ranks(ranks: int, timeout: float) -> Iterator[tuple[Processes, Path]]:
 
 class _Case:
     """One measurement: a model for each rank, which repeats an op `repeats` times, and the times of
-    their runs."""
+    its runs."""
 
     def __init__(
         self,
@@ -330,8 +340,8 @@ class _Case:
         self._times: list[list[float]] = [[] for _ in rank_models]
 
     def run(self, processes: Processes, seconds: float) -> None:
-        """Runs the models and records the times. The first round runs them for about `seconds`
-        seconds; later rounds run them as often as the first."""
+        """Runs the models and records the times. The first call runs them for about `seconds`
+        seconds, later calls as often as the first did."""
         if not self._runs:
             longest = max(median(times) for times in self._time(processes, FEWEST) if times)
             self._runs = max(FEWEST, min(MOST, round(seconds / longest) - WARM_UP))
@@ -345,6 +355,6 @@ class _Case:
 
     @property
     def seconds(self) -> float:
-        """The seconds of one op on the slowest rank, at QUANTILE of the runs."""
+        """The seconds of one op on the slowest rank, as QUANTILE of its runs."""
         slowest = max(np.quantile(times, QUANTILE) for times in self._times if times)
         return float(slowest) / self._repeats

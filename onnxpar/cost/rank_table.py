@@ -15,13 +15,14 @@ from onnxpar.base.errors import StrategyError
 
 
 def is_rank_table(data: Any) -> bool:
-    """True for a rank table, False for a topology."""
+    """True if the content of a file is a rank table and not a topology."""
     return isinstance(data, Mapping) and ("server_list" in data or "group_list" in data)
 
 
 def hosts_of(data: Mapping[str, Any], source: str) -> tuple[int, int]:
-    """Returns the number of servers, and the number of ranks on each. Errors: StrategyError if
-    servers have different numbers of ranks, or if ranks are not numbered server by server."""
+    """Returns (number of servers, ranks on each) of a rank table. `source` names it in errors.
+    Errors: StrategyError if servers have different numbers of ranks, or if ranks are not numbered
+    server by server."""
     ranks = list(_ranks(data, source))
     if sorted(rank for rank, _ in ranks) != list(range(len(ranks))) or not ranks:
         numbers = sorted(rank for rank, _ in ranks)
@@ -47,8 +48,8 @@ def hosts_of(data: Mapping[str, Any], source: str) -> tuple[int, int]:
 
 
 def _ranks(data: Mapping[str, Any], source: str) -> Iterator[tuple[int, str]]:
-    """Yields (rank, server) for every device. A device without a rank in the table gets its
-    position in the table as its rank."""
+    """Yields (rank, server) for every device. A device without a rank gets its position in the
+    table as rank."""
     number = count()
     try:
         for server in data.get("server_list", ()):

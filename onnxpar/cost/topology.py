@@ -24,8 +24,11 @@ from onnxpar.graph.collectives import KINDS
 
 @dataclass(frozen=True)
 class Link:
-    """A rank's connection to other ranks: `latency` in seconds until the first byte of a round
-    arrives, and `bandwidth` in bytes per second while all ranks of the level send."""
+    """A rank's connection to other ranks.
+
+    latency    seconds until the first byte of a round arrives
+    bandwidth  bytes per second while all ranks of the level send
+    """
 
     latency: float
     bandwidth: float
@@ -33,29 +36,28 @@ class Link:
 
 @dataclass(frozen=True)
 class Session:
-    """The time of a session's run without the work of ranks: `latency` seconds, `rank` seconds for
-    each rank, and the time of its inputs and outputs, of which a session passes `bandwidth` bytes
-    in a second."""
+    """The overhead of a run in a session, beside the work of ranks: `latency` seconds, `rank`
+    seconds for each rank, and the passing of inputs and outputs at `bandwidth` bytes per second."""
 
     latency: float
     bandwidth: float
     rank: float = 0.0
 
     def of_ranks(self, ranks: int) -> Link:
-        """Returns the latency and bandwidth of a run over this number of ranks of a host."""
+        """Returns the overhead of a run over `ranks` ranks of a host, as latency and bandwidth."""
         return Link(self.latency + self.rank * ranks, self.bandwidth)
 
 
 @dataclass(frozen=True)
 class Level:
-    """A level of the topology, such as a host or a rack. A unit of it consists of `size` units of
-    the next inner level (of ranks, in the innermost level), which communicate over links with this
-    latency and bandwidth.
+    """A level of the topology, such as host or rack. One unit of a level (a rack) consists of
+    `size` units of the next inner level (hosts; in the innermost level, ranks), which communicate
+    over links with this latency and bandwidth.
 
-    size         None: as many units as the ranks need
+    size         None: as many as the ranks need
     collectives  the links of kinds of collectives that were measured separately
-    at_once      the number of ranks that a host runs at the speed of their devices; further ranks
-                 take turns; None: all ranks
+    at_once      how many ranks a host runs at the full speed of their devices; more take turns;
+                 None: all
     """
 
     name: str
@@ -66,7 +68,8 @@ class Level:
     at_once: int | None = None
 
     def link(self, kind: str) -> Link:
-        """The measured link of a kind of collective, or the link of the level."""
+        """Returns the link that was measured for a kind of collective, else the link of the
+        level."""
         return self.collectives.get(kind) or Link(self.latency, self.bandwidth)
 
 
@@ -75,12 +78,12 @@ HOST = Link(50e-6, 2e9)
 NETWORK = Link(100e-6, 1e9)
 """Default link between hosts: an Ethernet of 10 Gbit/s that few ranks share."""
 CONSTANTS = "built-in constants, for slow cores of one host"
-"""The origin of the default topology."""
+"""The origin of the default topology, as plans name it."""
 ANY_HOST = "built-in constants, for a plan that is the same on every machine and promises no times"
-"""The origin of the default topology in a plan that must not depend on a host."""
+"""The origin of the default topology, as plans name it that must not depend on the host."""
 
 _LINKED = tuple(kind.name for kind in KINDS.values() if kind.has_link)
-"""Kinds of collectives for which a level may have links."""
+"""Kinds of collectives to which a level may give links of their own."""
 _LINK_UNITS = {"latency": "s", "bandwidth": "B/s"}
 _SESSION_UNITS = {"latency": "s", "rank": "s", "bandwidth": "B/s"}
 
@@ -93,11 +96,11 @@ class Topology:
 
     device   the device of every rank, unless there are `devices`
     devices  the device of each rank, if they differ
-    alone    the device of the only rank of a host, which has all of its cores; None: `device`
-    session  the time of a run without the work of ranks; None: unknown
-    turns    in `for_ranks`, the number of ranks of a host of which one runs at a time
     shares   the share of the work that each rank takes; empty: all take the same
-    origin   the source of the quantities, in words
+    alone    the device of a single rank that has all cores of a host; None: `device`
+    session  the overhead of a run in a session; None: unknown
+    turns    as `for_ranks` returns it: how many ranks take turns on a core
+    origin   where the figures come from, in words
 
     >>> Topology.of({"levels": [{"name": "host", "latency": "50 us", "bandwidth": "2 GB/s"}]})
     ... # doctest: +ELLIPSIS
@@ -115,7 +118,7 @@ class Topology:
 
     @staticmethod
     def default() -> Topology:
-        """One host for any number of ranks, on HOST links."""
+        """Returns one host for any number of ranks, with the link HOST and the default device."""
         host = Level("host", None, HOST.latency, HOST.bandwidth)
         return Topology((host,), origin=CONSTANTS)
 
@@ -124,8 +127,9 @@ class Topology:
         topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None,
         ranks: int | None = None,
     ) -> Topology | None:
-        """The topology from a caller's argument: a file, a mapping with the structure of a file, a
-        Topology, or the name of machines for this number of ranks."""
+        """Returns the topology that a caller passed: a file, a mapping with the content of a file,
+        a Topology, None (stays None), or the name of machines, on which `ranks` ranks run. Errors:
+        StrategyError."""
         if isinstance(topology, Mapping):
             return Topology.of(topology)
         if isinstance(topology, str) and is_machine(topology):
@@ -153,7 +157,8 @@ class Topology:
 
     @staticmethod
     def of(data: Any, source: str = "topology") -> Topology:
-        """A topology from the structure of a topology file or rank table. Errors: StrategyError."""
+        """Returns the topology with the content of a topology file or rank table. `source` names it
+        in errors. Errors: StrategyError."""
         if is_rank_table(data):
             return _of_rank_table(data, source)
         entries = mapping(data, ("levels", "device", "alone", "session"), source)
@@ -190,9 +195,9 @@ class Topology:
         )
 
     def for_ranks(self, ranks: int) -> Topology:
-        """The topology while `ranks` ranks run. They share the cores of their hosts: few ranks are
-        faster, and more ranks than fit at once take turns. Ranks that take turns must be woken for
-        each collective, and for each run of a session."""
+        """Returns the topology while `ranks` ranks run. They share the cores of their hosts: few
+        ranks are faster, and more ranks than cores take turns. Ranks that take turns must be woken
+        for each collective and each run."""
         host, *outer = self.levels
         if host.at_once is None or self.devices:
             return self
@@ -216,25 +221,26 @@ class Topology:
 
     @property
     def ranks(self) -> int | None:
-        """The number of ranks; None if the outermost level has no size."""
+        """The number of ranks in all; None if the outermost level has no size."""
         sizes = [level.size for level in self.levels if level.size is not None]
         return math.prod(sizes) if len(sizes) == len(self.levels) else None
 
     def units(self) -> list[int]:
-        """The number of ranks in a unit of each level but the outermost."""
+        """Returns the number of ranks in a unit of each level but the outermost: [4, 32] for hosts
+        of 4 ranks and racks of 8 hosts."""
         sizes = [level.size or 1 for level in self.levels[:-1]]
         return [math.prod(sizes[: i + 1]) for i in range(len(sizes))]
 
     def device_of(self, rank: int) -> Device:
-        """The device of a rank."""
+        """Returns the device of a rank."""
         return self.devices[rank] if self.devices else self.device
 
     def of_ranks(self, ranks: int) -> tuple[Device, ...]:
-        """The distinct devices of the first `ranks` ranks."""
+        """Returns the different devices of the first `ranks` ranks, each once."""
         return tuple(dict.fromkeys(self.devices[:ranks])) or (self.device,)
 
     def check(self, ranks: int) -> None:
-        """Raises StrategyError if the topology has fewer ranks than this."""
+        """Raises StrategyError if the topology has fewer than `ranks` ranks."""
         if self.devices and len(self.devices) < ranks:
             raise StrategyError(
                 f"the topology has devices for {len(self.devices)} ranks, but the mesh has "
@@ -249,7 +255,8 @@ class Topology:
             )
 
     def text(self) -> str:
-        """The topology as the text of a file that `read` accepts; quantities have six digits."""
+        """Returns the topology as the text of a file that `read` accepts, with six digits per
+        quantity."""
         lines = ["levels:  # from the inside out"]
         for level in self.levels:
             lines.append(f"  - name: {json.dumps(level.name)}")
@@ -296,8 +303,8 @@ def _device_lines(device: Device) -> list[str]:
 
 
 def _of_rank_table(data: Any, source: str) -> Topology:
-    """A topology with the hosts of a rank table and default speeds, because a rank table has no
-    speeds."""
+    """Returns a topology with the hosts of a rank table and with default speeds, as rank tables
+    have none."""
     hosts, devices = hosts_of(data, source)
     host = Level("host", devices, HOST.latency, HOST.bandwidth)
     if hosts == 1:
@@ -317,8 +324,14 @@ def _check_inner_sizes(levels: Sequence[Level], source: str) -> None:
 def _sized(
     levels: Sequence[Level], listed_devices: Sequence[Listed], top: Listed, source: str
 ) -> Level:
-    """The outermost level; if it has no size, with the size that a list of devices implies. Errors:
-    StrategyError if devices differ and the number of ranks is unknown."""
+    """Returns the outermost level; if it has no size, with the size that follows from a list of
+    devices.
+
+    listed_devices  the entry `device` of each level
+    top             the entry `device` of the whole file
+
+    Errors: StrategyError if devices differ and the number of ranks is unknown.
+    """
     outermost, inner = levels[-1], math.prod(level.size or 1 for level in levels[:-1])
     if outermost.size is not None:
         return outermost

@@ -1,4 +1,4 @@
-"""Reads mappings and quantities of topology files."""
+"""Reads mappings and quantities of topology files, and reports mistakes in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from onnxpar.base.units import quantity
 
 
 def mapping(data: Any, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
-    """The data as a mapping with only these keys. Errors: StrategyError that names `where`."""
+    """Returns `data` if it is a mapping that has only these keys. Errors: StrategyError, which
+    names `where`."""
     if not isinstance(data, Mapping):
         raise StrategyError(f"{where}: must be a mapping with the keys {', '.join(keys)}")
     unknown = sorted(set(map(str, data)) - set(keys))
@@ -20,8 +21,8 @@ def mapping(data: Any, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
 
 
 def number(entries: Mapping[str, Any], key: str, unit: str, where: str) -> float:
-    """The quantity `key` of a mapping, in `unit`. Errors: StrategyError if it is missing, negative,
-    or 0 and not a time."""
+    """Returns the quantity `key` of a mapping as a number of `unit`. Errors: StrategyError if it is
+    missing, negative, or 0 and not a time."""
     if entries.get(key) is None:
         raise StrategyError(f"{where}: {key} is missing; give it in {unit}")
     value = quantity(entries[key], unit, f"{where}: {key}")

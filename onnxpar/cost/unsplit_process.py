@@ -1,4 +1,5 @@
-"""The process that times runs of an unsplit model, with all cores and with the cores of ranks."""
+"""A process that times runs of an unsplit model, with all cores of the host and with the cores of
+one rank."""
 
 from __future__ import annotations
 
@@ -23,17 +24,18 @@ from onnxpar.runtime.session.ort_session import load_ort_session
 from onnxpar.runtime.session.values import is_value
 
 SECONDS = 0.05
-"""Least duration of the runs of each kind."""
+"""Least duration in seconds of all runs of one kind."""
 LONGEST = 0.5
-"""Longest run, in seconds, that is repeated."""
+"""A run that takes more seconds is not repeated."""
 FEWEST = 3
-"""Fewest runs of each kind; the first run does not count."""
+"""Fewest runs of one kind; the first one does not count."""
 _Run = Callable[[], object]
 
 
 def main() -> None:
-    """Reads the model and its inputs from standard input; writes the seconds of runs to standard
-    output. Errors: those of onnxruntime."""
+    """Reads a JSON object with the model and its inputs from standard input; writes `{"alone":
+    seconds, "beside": seconds}` to standard output (see `UnsplitRuns`). Errors: those of
+    onnxruntime."""
     message = json.load(sys.stdin)
     use_libraries(message["libraries"])
     ranges = {name: (low, high) for name, (low, high) in message["ranges"].items()}
@@ -51,15 +53,16 @@ def main() -> None:
 
 
 def _sizes(session: ort.InferenceSession, feeds: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes that these feeds give to the symbols in the shapes of inputs."""
+    """Returns the sizes of the symbols in the shapes of inputs, for these feeds."""
     fed = [(port.shape, np.shape(feeds[port.name])) for port in session.get_inputs()]
     pairs = [pair for shape, sizes in fed for pair in zip(shape, sizes, strict=True)]
     return {symbol: size for symbol, size in pairs if isinstance(symbol, str)}
 
 
 def _as_rank(model: str, feeds: Mapping[str, Any], sizes: Mapping[str, int], share: Share) -> _Run:
-    """A run as in the process of a rank: on the rank's share of the cores, without the nodes that
-    compute sizes. If all inputs and outputs are tensors of numbers, they are bound to memory."""
+    """Returns a function that runs the model as a rank process would: on a rank's share of the
+    cores, and with open sizes fixed, so that no nodes compute sizes. If all inputs and outputs are
+    tensors of numbers, they are bound to memory."""
     if share.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, share.cores)  # of this thread, and of threads that it starts
     options = quiet_options()
@@ -78,8 +81,8 @@ def _as_rank(model: str, feeds: Mapping[str, Any], sizes: Mapping[str, int], sha
 
 
 def _shortest(openers: Sequence[Callable[[], _Run]]) -> float:
-    """The seconds of the shortest run of each opener, while all run; returns the longest of these.
-    Each opener runs in a thread, which opens a session and then repeats its run."""
+    """Runs each opener in a thread of its own, all at once: it opens a session and returns its run,
+    which is then repeated. Returns the seconds of the shortest run, of the slowest thread."""
     are_open = Barrier(len(openers))
 
     def runs(opened: Callable[[], _Run]) -> float:

@@ -1,4 +1,5 @@
-"""Times runs of an unsplit model on this host: the measure for the time of its kernels."""
+"""Times runs of an unsplit model on this host, to correct the cost model's prediction of its
+kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ PATIENCE = 20.0
 
 @dataclass(frozen=True)
 class UnsplitRuns:
-    """Seconds of a run of the unsplit model in onnxruntime. `alone` is for all cores; `beside` is
-    for the cores of one rank, while a run for each other rank uses the other cores."""
+    """Seconds of a run of the unsplit model in onnxruntime.
+
+    alone   with all cores of the host
+    beside  with the cores of one rank, while the other ranks' cores run the model, too
+    """
 
     alone: float
     beside: float
@@ -33,10 +37,17 @@ def time_unsplit(
     ranks: int,
     zeros: Iterable[str] = (),
 ) -> UnsplitRuns | None:
-    """Times runs of a model on random inputs, in `ranges`, and on `zeros`: with all cores, and at
-    the same time on as many shares of the cores as these ranks have at once. Runs are in another
-    process, which a kernel may end. This process remembers results by file and sizes. None if
-    onnxruntime does not run the model on such inputs."""
+    """Times runs of a model on random inputs: with all cores, and at the same time on each of the
+    shares of the cores that `ranks` ranks would have. Returns None if onnxruntime does not run the
+    model on such inputs.
+
+    inputs  (name, dtype, shape) of each input
+    ranges  [low, high) of integer inputs, by name
+    zeros   names of inputs that are zero
+
+    The runs are in another process, in case a kernel ends it. This process caches results by file
+    and sizes.
+    """
     cores = sum(share.threads for share in shares(1))
     rank_shares = tuple(shares(ranks)[: min(ranks, cores)])
     path, file = os.path.abspath(model), os.stat(model)

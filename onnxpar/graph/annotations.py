@@ -1,8 +1,8 @@
 """ONNX's own multi-device annotations, read from and written to a model.
 
 Since IR 11, a model can name configurations of devices, and a node can state how its tensors are
-sharded over one of them. They are read before the graph is imported, since graphsurgeon drops
-them. A node is identified by its first result, whose name the loader never changes.
+sharded over one of them. They are read before the graph is imported, since graphsurgeon drops them.
+A node is identified by its first result, whose name the loader never changes.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.graph.stored import nodes_of
 
 PREFIX = "onnxpar."
-"""Prefix of metadata that express more than the standard can."""
+"""Prefix of the keys of metadata with which onnxpar adds to the standard's annotations."""
 TENSORS = PREFIX + "tensors"
-"""Key of a model's metadata: the layouts of pinned tensors."""
+"""Key of a model's metadata: the layouts of tensors whose sharding the user fixed."""
 AXES = PREFIX + "axes"
-"""Key of metadata: in a node, the axes of its factors; in the model, the axes of nodes outside of
-its own graph, because they come from a function or a fused op."""
+"""Metadata key. In a node: the axes that split each of its factors. In the model: the same for
+nodes that are not in the file's main graph, because they come from a function or a fused op."""
 PARTIAL = PREFIX + "partial"
-"""Key of a node's metadata: its partial sums by tensor."""
+"""Key of a node's metadata: over which axes each of its results is partial, by tensor."""
 Component = tuple[int | None, int]
-"""Part of a dimension: its size (None: the rest of the dimension) and its number of shards."""
+"""A segment of a dimension: its size (None: the rest of the dimension) and its number of shards."""
 
 
 @dataclass(frozen=True)
 class TensorSharding:
     """The sharding of one tensor of a node.
 
-    devices  the devices that hold each shard, row-major over `dims`; empty if the model does not
-             assign devices
-    dims     the components of each split dimension, by axis, which may be negative
+    devices  for each shard, the devices that hold it, row-major over `dims`; empty if the model
+             does not assign devices
+    dims     the segments of each split dimension, by axis, which may be negative
     """
 
     tensor: str
@@ -47,7 +47,8 @@ class TensorSharding:
     dims: Mapping[int, tuple[Component, ...]] = field(default_factory=dict)
 
     def agrees(self, other: TensorSharding | None) -> bool:
-        """True if `other` has the same devices and numbers of shards; sizes are not compared."""
+        """True if `other` has the same devices and the same numbers of shards, whatever the
+        sizes."""
         if other is None or self.devices != other.devices:
             return False
         return self._counts() == other._counts()
@@ -56,8 +57,8 @@ class TensorSharding:
         return {axis: [n for _, n in components] for axis, components in self.dims.items()}
 
     def to_proto(self) -> ShardingSpecProto:
-        """Returns the proto of the standard. Devices that hold the same shard are a group in it,
-        numbered -1, -2, ..."""
+        """Returns the proto of the standard. Several devices that hold the same shard are a group
+        in it, with a negative number."""
         spec = ShardingSpecProto(tensor_name=self.tensor)
         for i, group in enumerate(self.devices):
             spec.device.append(group[0] if len(group) == 1 else -1 - i)
@@ -77,9 +78,9 @@ class NodeConfiguration:
     """The annotation of one node.
 
     what       the node's name in messages
-    shardings  by tensor
+    shardings  the sharding of each annotated tensor of the node, by name
     stage      the pipeline stage; None if there is none
-    metadata   onnxpar's own
+    metadata   entries with onnxpar's prefix
     """
 
     what: str
@@ -90,8 +91,8 @@ class NodeConfiguration:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One of a model's configurations. `devices` is their number; `nodes` has the annotations of
-    nodes, by the node's first result."""
+    """One of a model's configurations: the annotations of nodes for `devices` devices. `nodes` is
+    by the name of a node's first result."""
 
     name: str
     devices: int
@@ -100,11 +101,12 @@ class Configuration:
 
     @property
     def shards_tensors(self) -> bool:
-        """True if it shards a tensor; False if it only assigns pipeline stages."""
+        """True if the configuration shards a tensor; False if it only assigns pipeline stages."""
         return any(note.shardings for note in self.nodes.values())
 
     def renamed(self, new: Mapping[str, str]) -> Configuration:
-        """Returns the configuration for a model in which tensors have these new names."""
+        """Returns the configuration for a model whose tensors were renamed; `new` has new names by
+        old ones."""
         nodes = {
             new.get(key, key): replace(
                 note,
@@ -122,8 +124,8 @@ class Configuration:
 def _renamed(
     metadata: Mapping[str, str], keys: Sequence[str], new: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns metadata with new names for the tensors in the entries under `keys`. Damaged entries
-    stay as they are: their reader reports them."""
+    """Returns metadata in which the JSON objects under `keys` have new names of tensors as keys.
+    Malformed entries stay, so that their reader can report them."""
     renamed = dict(metadata)
     for key in [key for key in keys if key in renamed]:
         with suppress(ValueError, AttributeError):
@@ -133,12 +135,12 @@ def _renamed(
 
 
 _MOST_DEVICES = 1 << 16
-"""Most devices of a configuration."""
+"""A configuration may have at most this many devices."""
 
 
 def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
-    """The configurations of a model. Errors: StrategyError that names the node, the tensor and the
-    violation of the standard."""
+    """Returns the configurations of a model. Errors: StrategyError that names the node, the tensor,
+    and how the annotation violates the standard."""
     sizes = {c.name: c.num_devices for c in model.configuration}
     for name, count in sizes.items():
         if not 0 <= count <= _MOST_DEVICES:
@@ -176,8 +178,8 @@ def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
 def choose_configuration(
     configurations: Sequence[Configuration], name: str | None, devices: int | None
 ) -> Configuration | None:
-    """Returns the configuration called `name`; without a name, the only one for this number of
-    devices, or with neither, the only one. None for the name `none`, and for a model without
+    """Returns the configuration called `name`; if that is None, the only one for `devices` devices;
+    if both are None, the only one. None for the name "none", and for a model without
     configurations. Errors: StrategyError that lists the model's configurations."""
     if name == "none":
         return None
@@ -209,8 +211,8 @@ def annotate_node(
     shardings: Sequence[TensorSharding],
     metadata: Mapping[str, str],
 ) -> None:
-    """Adds to a node the shardings of its tensors on the devices of `configuration`, and
-    `metadata`."""
+    """Adds shardings of a node's tensors, for the configuration of this name, and `metadata` to a
+    node."""
     entry = node.device_configurations.add(configuration_id=configuration)
     entry.sharding_spec.extend(s.to_proto() for s in shardings)
     onnx.helper.set_metadata_props(node, {**_all_metadata(node), **metadata})
@@ -219,15 +221,16 @@ def annotate_node(
 def annotate_model(
     model: ModelProto, configuration: str, devices: int, metadata: Mapping[str, str]
 ) -> None:
-    """Declares a configuration of this number of `devices` in a model that has none, adds
-    `metadata`, and raises the IR version to 11, the first with configurations."""
+    """Adds a configuration of this name and number of devices, and `metadata`, to a model; raises
+    its IR version to 11, the first with configurations."""
     model.ir_version = max(model.ir_version, 11)
     model.configuration.add(name=configuration, num_devices=devices)
     onnx.helper.set_model_props(model, {**_all_metadata(model), **metadata})
 
 
 def clear_annotations(model: ModelProto) -> None:
-    """Removes all annotations from a model and its bodies, with onnxpar's metadata."""
+    """Removes all annotations and onnxpar's metadata from a model, also from bodies of its
+    nodes."""
     del model.configuration[:]
     nodes = list(nodes_of(model.graph))
     for node in nodes:
@@ -244,7 +247,7 @@ def _key(node: NodeProto) -> str:
 
 
 def _annotated_bodies(node: NodeProto) -> Iterator[NodeProto]:
-    """The annotated nodes in the bodies of a node, at any depth."""
+    """Yields the annotated nodes in the bodies of a node, at any depth."""
     for attribute in node.attribute:
         for body in (attribute.g, *attribute.graphs):
             for inner in body.node:
@@ -264,6 +267,8 @@ def _all_metadata(holder: ModelProto | NodeProto) -> dict[str, str]:
 def _read_sharding(
     spec: ShardingSpecProto, node: NodeProto, what: str, devices: int
 ) -> TensorSharding:
+    """Returns the sharding of one tensor from its proto; `what` names the node in errors. Errors:
+    StrategyError."""
     tensor = spec.tensor_name
     what = f"{what}, tensor {tensor!r}"
     if not tensor or tensor not in [*node.input, *node.output]:
@@ -289,6 +294,8 @@ def _read_sharding(
 
 
 def _check_devices(held: tuple[tuple[int, ...], ...], shards: int, devices: int, what: str) -> None:
+    """Raises StrategyError unless each device holds exactly one shard; `held` are the devices of
+    each shard."""
     if not held:
         return
     if len(held) != shards:

@@ -1,9 +1,9 @@
-"""Shows weights that ops have in attributes (the trees of a forest, the vectors of an SVM) as
-operands.
+"""Makes weights that ops have in attributes (the trees of a forest, the vectors of an SVM)
+operands, so that passes split, count and plan them like any others.
 
-A graph in memory has them as one more constant operand, with one row per tree or vector, so that
-passes split, count and plan the weights like any others. The operand has no data: the rule of the
-op cuts the attributes for the rows that a rank holds. Models in files do not have this operand.
+Graphs in memory have one more constant operand for them, with a row per tree or vector. It has no
+data: the rule of the op cuts the attributes for the rows that a rank holds. Models in files do not
+have the operand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnxpar.graph.subgraphs import all_nodes
 
 ML = "ai.onnx.ml"
 AT = 1
-"""The index of the operand."""
+"""The position of this additional operand."""
 
 _NAMES = {
     "TreeEnsemble": "trees",
@@ -27,16 +27,17 @@ _NAMES = {
     "SVMRegressor": "vectors",
     "SVMClassifier": "vectors",
 }
-"""The name of the operand's rows, by op of ai.onnx.ml."""
+"""The name for the rows of the operand, by op of ai.onnx.ml."""
 
 
 def has_attribute_weights(node: gs.Node) -> bool:
-    """True if a node has the operand that stands for weights in its attributes."""
+    """True if the node has the additional operand for weights in its attributes."""
     return node.domain == ML and node.op in _NAMES and len(node.inputs) > AT
 
 
 def expose(graph: gs.Graph) -> None:
-    """Adds the operand to each node that has at least two trees or vectors in its attributes."""
+    """Adds the operand to each node of the graph that has at least two trees or vectors in its
+    attributes."""
     taken = graph.tensors().keys()
     for node in all_nodes(graph):
         if node.domain != ML or node.op not in _NAMES or len(node.inputs) != AT:
@@ -52,32 +53,34 @@ def expose(graph: gs.Graph) -> None:
 
 
 def attribute_weights(graph: gs.Graph) -> frozenset[str]:
-    """Returns the names of the operands that stand for weights in attributes. They cannot be
-    resharded, as they have no data."""
+    """Returns the names of all such operands in a graph. They have no data, so they cannot be
+    resharded."""
     nodes = filter(has_attribute_weights, all_nodes(graph))
     return frozenset(node.inputs[AT].name for node in nodes)
 
 
 def conceal(nodes: Iterable[gs.Node]) -> None:
-    """Removes the operand from nodes."""
+    """Removes the operand from the nodes that have it, as before writing a file."""
     for node in nodes:
         if has_attribute_weights(node):
             node.inputs.pop()
 
 
 def numbers(value: Any) -> np.ndarray[Any, Any]:
-    """An attribute that is a list of numbers or a tensor, as an array."""
+    """Returns an attribute that is a list of numbers or a tensor as an array."""
     return np.asarray(value.values if isinstance(value, gs.Tensor) else value)
 
 
 def tree_starts(node: gs.Node) -> np.ndarray[Any, Any]:
-    """The index of the first node of each tree of a TreeEnsembleRegressor or -Classifier."""
+    """Returns where each tree starts in the attributes of a TreeEnsembleRegressor or -Classifier:
+    the index of its first node."""
     trees = np.asarray(node.attrs.get("nodes_treeids", ()), np.int64)
     return np.flatnonzero(np.r_[True, trees[1:] != trees[:-1]]) if len(trees) else trees
 
 
 def _count(node: gs.Node) -> int:
-    """The number of trees or vectors; 0 if the attributes cannot be cut by tree or vector."""
+    """Returns the number of trees or vectors in a node's attributes; 0 if they cannot be cut by
+    tree or vector."""
     if node.op == "TreeEnsemble":
         return len(numbers(node.attrs.get("tree_roots", ())))
     if node.op == "SVMRegressor":

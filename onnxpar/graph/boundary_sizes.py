@@ -1,9 +1,10 @@
-"""Sample sizes at the far sides of minima: beyond the 512 of `min(seq, 512)`, and below it.
+"""Sample sizes on both sides of minima: beyond the 512 of `min(seq, 512)`, and below it.
 
 The compiler compares graphs at sample sizes. A decision that it takes where a slice keeps
 everything must hold where the slice cuts, too, so for each operand of each minimum, some sample
 makes it the least one. Without such a sample, runs are limited to the sizes at which another
-operand is the least."""
+operand is the least.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +14,15 @@ from onnxpar.graph.size_arithmetic import Limit
 from onnxpar.layout.symbols import Atom, Binding, Minimum, minimum, symbols_of
 
 Side = tuple[Minimum, int]
-"""A minimum, and the index of the operand that is less than all others."""
+"""(a minimum, the index of the operand that is less than all others)."""
 _EACH = 2
-"""Samples for each side: an even size and an odd one."""
+"""Number of samples for each side: one even size and one odd."""
 _LARGEST = 1 << 20
 
 
 def unseen(atoms: Sequence[Atom], bindings: Sequence[Binding]) -> list[Side]:
-    """Returns the sides of minima on which no binding is."""
+    """Returns the sides of minima that no binding (sizes of all symbols) takes: if `seq` is below
+    512 in all of them, the side of `min(seq, 512)` where 512 is the least."""
     return [
         (atom, i)
         for atom in atoms
@@ -31,8 +33,8 @@ def unseen(atoms: Sequence[Atom], bindings: Sequence[Binding]) -> list[Side]:
 
 
 def is_at(side: Side, binding: Binding) -> bool:
-    """True if, at these sizes of the symbols, operand `i` of the minimum is less than all others;
-    `side` is (minimum, i)."""
+    """True if, at these sizes of symbols, the side's operand of the minimum is less than all
+    others."""
     atom, i = side
     values = [operand.at(binding) for operand in atom.operands]
     return all(values[i] < other for k, other in enumerate(values) if k != i)
@@ -45,9 +47,9 @@ def edge_bindings(
     least: int,
     taken: Collection[int],
 ) -> list[Binding]:
-    """Returns bindings on these sides, two for each side, an even and an odd size: each is one of
-    `bindings` with another size of one of the `symbols`, or of all of them. If possible, sizes are
-    at least `least` and not in `taken`."""
+    """Returns bindings (sizes of all symbols) that take these sides, two for each side, with an
+    even and an odd size. They come from `bindings`, with another size of one of the `symbols`, or
+    of all symbols. Where possible, sizes are at least `least` and not in `taken`."""
     chosen: list[Binding] = []
 
     def size(side: Side) -> int:
@@ -69,9 +71,9 @@ def _at(
     least: int,
     taken: Collection[int],
 ) -> Iterator[Binding]:
-    """Yields bindings on one side, odd and even sizes in turn; each is one of `bindings` with other
-    sizes of those of the `symbols` that are in the minimum: at least `least` and none of `taken`,
-    if possible."""
+    """Yields bindings (sizes of all symbols) that take one side, with odd and even sizes in turn.
+    They come from `bindings`, with other sizes of the minimum's symbols, as far as these are among
+    `symbols`; where possible at least `least` and not in `taken`."""
     own = [s for s in symbols_of(side[0]) if s in symbols]
     for changed in [[s] for s in own] + ([own] if len(own) > 1 else []):
         for parity in (1, 0):
@@ -88,7 +90,7 @@ def _at(
 
 
 def _sizes(parity: int) -> list[int]:
-    """Returns sizes at growing distances, all odd (`parity` 1) or all even (0)."""
+    """Returns sizes at growing distances up to _LARGEST, all odd (`parity` 1) or all even (0)."""
     sizes, size = [], 1 if parity else 2
     while size < _LARGEST:
         sizes.append(size)
@@ -97,8 +99,8 @@ def _sizes(parity: int) -> list[int]:
 
 
 def limit(side: Side) -> Limit:
-    """Returns the limit that excludes this side from runs: (minimum of the other operands, operand
-    i); the first must not be greater than the second."""
+    """Returns the pair (a, b), where runs must have a <= b, that keeps runs from this side: a is
+    the minimum of the other operands, b the side's operand."""
     atom, i = side
     others = [operand for k, operand in enumerate(atom.operands) if k != i]
     return minimum(*others), atom.operands[i]

@@ -1,5 +1,5 @@
-"""Finds the inputs that only one branch of an If reads: their sizes need not agree with those of
-other inputs.
+"""Finds inputs that only one branch of an If reads, whose sizes therefore need not agree with those
+of other inputs.
 
 A run computes one of the two branches. Its caller may feed dummies to inputs that only the other
 branch reads, such as an empty cache in a decoder's first step.
@@ -17,13 +17,13 @@ from onnxpar.layout.symbols import Polynomial
 At = tuple[str, int]
 """A tensor's name and an axis of it."""
 SizeOf = Callable[[str], Sequence[Polynomial | None]]
-"""Returns the sizes of a tensor in closed form, by its name; None for a size without a closed form,
-or an unknown size."""
+"""Returns the closed forms of a tensor's sizes, by its name; None in place of an unknown size."""
 
 
 def free_sizes(graph: GraphProto, dims: Mapping[At, Polynomial], size_of: SizeOf) -> frozenset[At]:
-    """Returns the open dimensions of inputs, among `dims`, that not all branches of an If read, if
-    no size of the If's results depends on the dimension: a caller may feed another size there."""
+    """Returns the dimensions (input, axis) whose size a caller may choose freely: open dimensions
+    in `dims` of inputs that only some branches of an If read, if no size of the If's results
+    depends on their symbols."""
     others = {port.name for port in graph.output}
     ifs = [node for node in graph.node if _is_if(node)]
     for node in graph.node:

@@ -1,4 +1,4 @@
-"""The branch that replaces an If node with a constant condition."""
+"""Replaces an If node by one of its branches, where the condition is known."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from onnx import GraphProto, NodeProto
 def taken_branch(
     node: NodeProto, values: Mapping[str, np.ndarray[Any, Any]], names: Collection[str]
 ) -> GraphProto | None:
-    """A copy of the branch that an If always takes, with Identity nodes that copy the branch's
-    results to the results of the If. `values` has the known tensors, and `names` all names in use.
+    """Returns a copy of the branch that an If always takes, with Identity nodes that copy the
+    branch's results to the names of the If's results. None if the node is not an If, if its
+    condition is not known, or if a tensor of the branch has a name that is in use outside.
 
-    None if the node is not an If, if its condition is not known, or if a tensor of the branch has a
-    name that is in use.
+    values  known tensors, by name
+    names   all names in use in the graph
     """
     if node.op_type != "If" or node.domain not in ("", "ai.onnx") or node.input[0] not in values:
         return None
@@ -27,9 +28,9 @@ def taken_branch(
 
 
 def branch_of(node: NodeProto, condition: bool, names: Collection[str]) -> GraphProto | None:
-    """Returns a copy of the branch that an If takes for this condition, with Identity nodes that
-    copy the branch's results to the results of the If. `names` has all names in use around the If.
-    None if a tensor of the branch has one of these names."""
+    """Returns a copy of the branch for this condition, with Identity nodes that copy its results to
+    the names of the If's results. None if a tensor of the branch has one of `names`, the names in
+    use outside."""
     name = "then_branch" if condition else "else_branch"
     branch = GraphProto()
     branch.CopyFrom(next(a.g for a in node.attribute if a.name == name))
@@ -44,7 +45,7 @@ def branch_of(node: NodeProto, condition: bool, names: Collection[str]) -> Graph
 
 
 def put_branch(graph: GraphProto, node: NodeProto, branch: GraphProto) -> None:
-    """Replaces an If of a graph by a branch, in place."""
+    """Replaces an If node of a graph by the nodes and weights of a branch, in place."""
     at = next(i for i, each in enumerate(graph.node) if each is node)
     nodes = [*graph.node[:at], *branch.node, *graph.node[at + 1 :]]
     graph.initializer.extend(branch.initializer)

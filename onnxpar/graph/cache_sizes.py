@@ -1,8 +1,5 @@
-"""Relations between open sizes that the kernel of GroupQueryAttention needs.
-
-Most relations follow from shapes (`equal_sizes.py`). But a GroupQueryAttention gets the length of
-its keys as the value of an operand.
-"""
+"""Relations between open sizes that the kernel of GroupQueryAttention demands. It gets the length
+of its keys as the value of an operand; other relations follow from shapes (`equal_sizes.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from onnxpar.graph.lockstep import Lockstep
 from onnxpar.layout.symbols import Binding, Polynomial
 
 Remedies = list[tuple[Polynomial, int]]
-"""Alternative remedies for one contradiction; each is a size and its new value."""
+"""Alternative ways to resolve one contradiction; each is a size and the value that it must get."""
 
 _MICROSOFT = "com.microsoft"
 _OP = "GroupQueryAttention"
@@ -24,15 +21,15 @@ _OP = "GroupQueryAttention"
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Sizes of a GroupQueryAttention; None for a size without a closed form.
+    """The sizes of one GroupQueryAttention, in closed form; None where there is none.
 
-    batch      texts
-    own        tokens of a run
+    batch      number of sequences
+    own        tokens that a run adds to each sequence
     past       length of the cache
-    keys       length of all keys, as an operand gives it
-    rows       rows of the table of rotary angles
-    window     keys that a token sees, itself included
-    is_buffer  True if the cache has the same length before and after a run
+    keys       total length of keys, as an operand gives it
+    rows       rows of the table of rotary angles; None: no table
+    window     number of keys that a token sees, itself included; -1: all
+    is_buffer  True if the cache has a fixed length, with unused places at its end
     is_ring    True if the cache keeps only the last `window` tokens
     """
 
@@ -46,11 +43,11 @@ class CacheSizes:
     is_ring: bool
 
     def contradictions(self, sizes: Binding) -> Iterator[Remedies]:
-        """Yields, for each contradiction for which the kernel rejects these sizes, the remedies:
-        sizes to change, and their new values.
+        """Yields, for each reason why the kernel rejects these sizes of symbols, alternative
+        remedies: (size, value that it must get).
 
-        The length of the keys must be that of past and present together. A ring must be as long as
-        its window, and its keys at least as long, because otherwise a part of the ring would stay
+        The length of keys must be that of past and new ones together. A ring must be as long as its
+        window, and its keys at least as long, because otherwise part of the ring would stay
         unwritten. Several tokens can be appended to a filled cache only for a batch of 1.
         """
         if self.own is None or self.past is None:
@@ -72,7 +69,8 @@ class CacheSizes:
                 yield [(self.keys, self._total(own, past)), (self.past, before)]
 
     def fits(self, sizes: Binding) -> bool:
-        """True if the table of rotary angles has a row for the position of every key."""
+        """True if the table of rotary angles has a row for the position of every key, at these
+        sizes of symbols."""
         if self.rows is None or self.own is None:
             return True
         if self.is_ring:
@@ -83,13 +81,14 @@ class CacheSizes:
         return total <= self.rows.at(sizes)
 
     def _total(self, own: int, past: int) -> int:
-        """Returns the number of keys that a query attends to: `past` and `own` ones, or all of a
+        """Returns how many keys a query attends to: `past` and `own` ones, or all places of a
         buffer."""
         return past if past and self.is_buffer else past + own
 
 
 def cache_sizes(graph: onnx.GraphProto, walks: Lockstep) -> list[CacheSizes]:
-    """The sizes of every GroupQueryAttention that the walks have not folded away."""
+    """Returns the sizes of every GroupQueryAttention of a graph, except nodes that inference folded
+    away. `walks` has the inferred closed forms."""
     declared = {
         port.name: [dim.dim_value or dim.dim_param for dim in port.type.tensor_type.shape.dim]
         for port in (*graph.input, *graph.output)
@@ -101,6 +100,8 @@ def cache_sizes(graph: onnx.GraphProto, walks: Lockstep) -> list[CacheSizes]:
 def _of(
     node: NodeProto, walks: Lockstep, declared: Mapping[str, Sequence[int | str]]
 ) -> CacheSizes:
+    """Returns the sizes of one GroupQueryAttention; `declared` has the declared sizes of the
+    graph's inputs and outputs."""
     names = [*node.input, *[""] * 9]
     attributes = {a.name: a.i for a in node.attribute}
     before = declared.get(names[3], [])
@@ -120,9 +121,9 @@ def _of(
 def settled(
     caches: Sequence[CacheSizes], sizes: Mapping[str, int], kept: Collection[str]
 ) -> dict[str, int]:
-    """Returns sizes of all symbols that contradict no cache, as far as this is possible without
-    changing symbols in `kept`. A symbol changes at most once. Rings come first: growing caches can
-    adapt to a longer mask."""
+    """Returns sizes of all symbols with as few contradictions of caches as possible, starting from
+    `sizes`, without changes of the symbols in `kept`. Changes a symbol at most once. Rings come
+    first, because growing caches can adapt to a longer mask."""
     changed, done = dict(sizes), set(kept)
     ordered = sorted(caches, key=lambda cache: not cache.is_ring)
     for _ in sizes:

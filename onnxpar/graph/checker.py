@@ -30,21 +30,22 @@ MIN_IR = 4
 MIN_OPSET = 13
 """An opset that every supported onnxruntime loads."""
 _READ_AT_MOST = 1 << 16
-"""Largest initializer that the checker may read, in bytes."""
+"""Initializers with more bytes are replaced by stubs before ONNX's checker reads a model."""
 _LENT = "com.microsoft"
-"""The domain to which ops are moved so that the checker skips them."""
+"""The domain to which onnxruntime's own ops are moved for the time of a check, because the checker
+skips it."""
 
 
 @cache
 def newest_opset() -> int:
-    """The newest opset that the installed onnx and onnxruntime know."""
+    """Returns the newest opset that both the installed onnx and onnxruntime know."""
     newest = onnx.defs.onnx_opset_version()
     return next(v for v in range(newest, 0, -1) if loads(_IDENTITY, v))
 
 
 @cache
 def newest_ir() -> int:
-    """The newest IR version that the installed onnx and onnxruntime know."""
+    """Returns the newest IR version that both the installed onnx and onnxruntime know."""
     return next(v for v in range(onnx.IR_VERSION, 0, -1) if loads(_IDENTITY, MIN_OPSET, v))
 
 
@@ -52,8 +53,8 @@ _IDENTITY = helper.make_node("Identity", ["x"], ["y"])
 
 
 def loads(node: onnx.NodeProto, opset: int, ir_version: int = MIN_IR) -> bool:
-    """True if onnxruntime loads a model of this node alone, which must compute y from x, both
-    float32 [1], with this opset and IR version."""
+    """True if onnxruntime loads a model of `node` alone with this opset and IR version. The node
+    must compute y from x, both float32 [1]."""
     value, result = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in "xy")
     opsets = [helper.make_opsetid("", opset)]
     graph = helper.make_graph([node], "version", [value], [result])
@@ -63,19 +64,20 @@ def loads(node: onnx.NodeProto, opset: int, ir_version: int = MIN_IR) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why onnxruntime does not load a model. It is not `certain` if only a kernel, or an
-    option of a kernel, may be missing: another execution provider may have it."""
+    """The reason why onnxruntime does not load a model. `certain` is False if only a kernel, or an
+    option of one, may be missing: another execution provider may have it."""
 
     reason: str
     certain: bool = True
 
     def error(self, path: Path) -> ModelError:
-        """The error that a user sees."""
+        """Returns the error for the user, about the model in `path`."""
         return ModelError(f"{path}: onnxruntime cannot load this model: {self.reason}")
 
 
 def check_functions(model: onnx.ModelProto, path: Path) -> None:
-    """Errors: ModelError if the model has functions, and onnxruntime does not load it."""
+    """Checks a model with functions before they are inlined. Errors: ModelError if onnxruntime does
+    not load it."""
     if _has_unknown(model) or _refusal(_outline(model)) is None:
         return
     refusal = _refusal(str(path))
@@ -84,7 +86,8 @@ def check_functions(model: onnx.ModelProto, path: Path) -> None:
 
 
 def check_references(graph: GraphProto, path: Path) -> None:
-    """Errors: ModelError if a node refers to an attribute of a function, but is in none."""
+    """Checks that no node of the graph refers to an attribute of a function, which only nodes in
+    functions may. Errors: ModelError."""
     for node in nodes_of(graph):
         name = next((a.name for a in node.attribute if a.ref_attr_name), None)
         if name is not None:
@@ -95,8 +98,8 @@ def check_references(graph: GraphProto, path: Path) -> None:
 
 
 def check_standard(model: onnx.ModelProto, path: Path) -> Refusal | None:
-    """Returns the reason why onnxruntime does not load a model; None if it does. Call this once
-    functions are inlined and stored tensors are checked.
+    """Returns why onnxruntime does not load a model; None if it does. To be called after functions
+    have been inlined and stored tensors checked.
 
     Errors: ModelError if the model violates the standard and onnxruntime does not load it either.
     """
@@ -129,11 +132,11 @@ def check_standard(model: onnx.ModelProto, path: Path) -> Refusal | None:
 
 
 def check_bound(model: onnx.ModelProto, dims: Mapping[str, int | str], path: Path) -> None:
-    """Checks a model in which `dims` gave numbers to open sizes; onnxruntime loads it with open
-    sizes.
+    """Checks a model in which the user's `dims` gave numbers to open sizes, and which onnxruntime
+    loads with open sizes.
 
-    Errors: StrategyError if onnxruntime does not load it with these sizes: a branch for other sizes
-    does not fit them. Constant folding is on, because only folding may find the misfit.
+    Errors: StrategyError if onnxruntime does not load it with these sizes, because a branch for
+    other sizes does not fit them. Constant folding is on, because only folding may find the misfit.
     """
     if dims and not _has_unknown(model):
         refusal = _refusal(_outline(model), ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
@@ -146,7 +149,7 @@ def check_bound(model: onnx.ModelProto, dims: Mapping[str, int | str], path: Pat
 
 
 _OF_KERNELS = ("NOT_IMPLEMENTED", "Exception during initialization")
-"""Parts of onnxruntime's messages for a valid model whose kernel is missing or cannot be created
+"""In onnxruntime's messages: signs of a valid model whose kernel is missing, or cannot be created
 (such as an LSTM whose first dimension is the batch)."""
 _FAULTS = (
     ArithmeticError,
@@ -161,11 +164,12 @@ _FAULTS = (
 
 @contextmanager
 def blaming(refusal: Refusal | None, path: Path) -> Iterator[None]:
-    """Continues to read a model that onnxruntime does not load, to find an error that names a node.
+    """A block that reads on in a model that onnxruntime refuses, because a later error may name the
+    faulty node.
 
-    A ModelError passes through; the failure of a rewrite becomes a ModelError with the reason of
-    the refusal, and so does the end of the block if the refusal is certain. Without a refusal, this
-    does nothing.
+    A ModelError in the block passes through; a rewrite that fails becomes a ModelError with
+    onnxruntime's reason. If the block succeeds, that error is raised if the refusal is certain.
+    Without a refusal, the block changes nothing.
     """
     if refusal is None:
         yield
@@ -181,7 +185,7 @@ def blaming(refusal: Refusal | None, path: Path) -> Iterator[None]:
 
 
 def _check_types(graph: GraphProto, path: Path) -> None:
-    """Errors: ModelError for an input without a type that ONNX knows."""
+    """Checks that each input has a type that ONNX knows. Errors: ModelError."""
     known = TensorProto.DataType.values()
     for port in graph.input:
         kind = port.type.WhichOneof("value")
@@ -196,8 +200,8 @@ def _check_types(graph: GraphProto, path: Path) -> None:
 
 
 def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model for ONNX's checker: without large data, which the checker would copy, and without
-    violations that the runtime tolerates."""
+    """Returns the model for ONNX's checker: without large data, which the checker would copy, and
+    without violations that onnxruntime tolerates."""
     bare = copy_with_stubs(model, _stub_of_large)
     for tensor in stored_tensors(bare.graph):
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -217,8 +221,8 @@ def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _has_unknown(model: onnx.ModelProto) -> bool:
-    """True if the model has ops that onnxruntime does not know without plugins, such as
-    hand-written collectives."""
+    """True if the model has ops that onnxruntime does not know on its own, such as custom ops or
+    collectives."""
     called = {(f.domain, f.name) for f in model.functions}
     nodes = [*nodes_of(model.graph)]
     for function in model.functions:
@@ -231,7 +235,8 @@ def _has_unknown(model: onnx.ModelProto) -> bool:
 
 
 def _outline(model: onnx.ModelProto) -> bytes:
-    """The serialized model, with inputs in place of large initializers of the main graph."""
+    """Returns the model as bytes, with inputs in place of large initializers of the main graph, so
+    that onnxruntime can try to load it quickly."""
     large = [t for t in model.graph.initializer if _is_large(t)]
     outline = copy_with_stubs(model, lambda t: TensorProto() if _is_large(t) else None)
     graph = outline.graph
@@ -255,7 +260,8 @@ def _refusal(
     model: str | bytes,
     level: ort.GraphOptimizationLevel = ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
 ) -> Refusal | None:
-    """The reason why onnxruntime does not load a model (a path or bytes); None if it does."""
+    """Returns why onnxruntime does not load a model (a path or bytes) at this level of
+    optimization; None if it loads it."""
     options = quiet_options(1)
     options.graph_optimization_level = level
     try:
@@ -269,8 +275,8 @@ def _refusal(
 
 
 def _lend_domain(graph: GraphProto, opsets: Any) -> None:
-    """Moves ops that onnxruntime adds to ONNX's own domain (SimplifiedLayerNormalization) to a
-    domain that the checker skips."""
+    """Moves ops that onnxruntime adds to ONNX's own domain (SimplifiedLayerNormalization) to the
+    domain _LENT, which the checker skips."""
     opset = next((o.version for o in opsets if o.domain in ("", "ai.onnx")), 1)
     for node in nodes_of(graph):
         is_standard = node.domain in ("", "ai.onnx") and onnx.defs.has(node.op_type, opset)
@@ -285,8 +291,8 @@ def _stub_of_large(tensor: TensorProto) -> TensorProto | None:
 
 
 def _inline_stub(tensor: TensorProto) -> TensorProto:
-    """Returns an empty tensor or a scalar in place of a tensor whose data ONNX's checker would
-    copy, or search in the working directory."""
+    """Returns an empty tensor, or a zero scalar, to stand in for a tensor whose data ONNX's checker
+    would copy, or look for in the working directory."""
     dims, dtype = tensor.dims, tensor.data_type
     data = b"" if dims else bytes(16)[: -(-element_bits(dtype) // 8)]
     return TensorProto(name=tensor.name, data_type=dtype, dims=[0] if dims else [], raw_data=data)

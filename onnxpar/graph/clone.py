@@ -1,4 +1,4 @@
-"""Copies of nodes, and the nodes that some outputs need."""
+"""Copies nodes, and finds the nodes that some outputs need."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from onnxpar.graph.subgraphs import read_by
 def clone_nodes(
     nodes: Iterable[gs.Node], prefix: str = "", instead: Mapping[int, gs.Tensor] | None = None
 ) -> tuple[list[gs.Node], dict[int, gs.Tensor]]:
-    """Copies nodes and their results; the names of copies start with `prefix`. A copy reads the
-    copies of the results of other nodes, `instead` of some operands other tensors (by id() of the
-    operand), and else the same operands as the original.
+    """Returns copies of nodes, and the copy of each tensor by id() of the original. Names of copies
+    start with `prefix`. A copied node reads copies where the original reads results of other copied
+    nodes; else it reads the original's operands.
 
-    Returns the copies, and the copy of each tensor by the id() of the original.
+    instead  tensors to read in place of operands, by id() of the operand
     """
     copies: dict[int, gs.Tensor] = dict(instead or {})
     return [clone_node(node, prefix, copies) for node in nodes], copies
 
 
 def clone_node(node: gs.Node, prefix: str, copies: dict[int, gs.Tensor]) -> gs.Node:
-    """A copy of a node. It reads `copies` (by id() of the original) in place of operands; the
-    copies of its results are added to `copies`."""
+    """Returns a copy of a node. It reads the tensors in `copies` (by id() of the original) in place
+    of operands; copies of its results are added to `copies`."""
     inputs = [copies.get(id(t), t) for t in node.inputs]
     attrs = {key: _attribute(value, prefix, copies) for key, value in node.attrs.items()}
     outputs = [_tensor(t, prefix, copies) for t in node.outputs]
@@ -61,7 +61,8 @@ def _tensor(tensor: gs.Tensor, prefix: str, copies: dict[int, gs.Tensor]) -> gs.
 
 
 def needed(graph: gs.Graph, outputs: Collection[str], known: Collection[str] = ()) -> list[gs.Node]:
-    """The nodes that compute these outputs from the tensors `known`, in order."""
+    """Returns the nodes that compute the tensors `outputs` from the tensors `known` and the graph's
+    inputs, in order."""
     wanted = set(outputs)
     nodes = []
     for node in reversed(graph.nodes):
@@ -73,8 +74,8 @@ def needed(graph: gs.Graph, outputs: Collection[str], known: Collection[str] = (
 
 
 def nodes_of_run(graph: gs.Graph, apart: Collection[str]) -> list[gs.Node]:
-    """Returns the nodes that a run computes, in order: without those that only the outputs `apart`
-    need, which another program computes."""
+    """Returns the nodes that an ordinary run computes, in order: all except nodes for the outputs
+    `apart` alone, which another program of the ranks computes."""
     outputs = [t.name for t in graph.outputs]
     kept = [name for name in outputs if name not in apart]
     return list(graph.nodes) if len(kept) == len(outputs) else needed(graph, kept)

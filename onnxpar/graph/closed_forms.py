@@ -1,5 +1,5 @@
-"""Computes the closed forms of a graph's sizes, and of the values that nodes compute from sizes, as
-far as they follow from the definitions of ops."""
+"""Computes closed forms (polynomials of symbols) of a graph's sizes, and of tensors that nodes
+compute from sizes, as far as they follow from the definitions of ops."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from onnxpar.graph.stored import reads_of
 from onnxpar.layout.symbols import Polynomial
 
 MOST = 64
-"""Most elements of a tensor of sizes."""
+"""Tensors with more elements are not followed."""
 
 
 class ClosedForms:
-    """The closed forms of sizes, and of values, by name of a tensor.
+    """The known closed forms of a graph: `sizes` and `values` by name of a tensor. `varies` are the
+    names of tensors whose values depend on open sizes.
 
-    dims    the open dimensions of inputs
-    types   the types of inputs
-    opset   the version of ONNX's own ops
-    varies  the names of tensors whose values depend on sizes
+    dims   the open dimensions (input, axis) and their closed forms
+    types  the types of inputs, by name
+    opset  the version of ONNX's own ops
     """
 
     def __init__(
@@ -50,14 +50,17 @@ class ClosedForms:
             self.sizes[name] = [dims.get((name, i), _number(s)) for i, s in enumerate(sizes)]
 
     def size(self, walk: Walk, name: str) -> Sizes | None:
-        """The sizes of a tensor; None if not even the number of dimensions is known."""
+        """Returns the closed forms of a tensor's sizes, with None for each unknown size; None if
+        not even the number of dimensions is known. `walk` has the sizes inferred at one set of
+        sample sizes."""
         if name in self.sizes:
             return self.sizes[name]
         sizes = walk.sizes(name)
         return None if sizes is None else [_number(s) for s in sizes]
 
     def value(self, walk: Walk, name: str) -> Forms | None:
-        """The elements of a tensor; None if they are unknown, or too many."""
+        """Returns the elements of a tensor in closed form; None if they are unknown, or more than
+        MOST."""
         if name in self.values:
             return self.values[name]
         array = walk.values.get(name)
@@ -69,8 +72,8 @@ class ClosedForms:
             return None
 
     def follow(self, walk: Walk, node: NodeProto) -> list[Forms]:
-        """Computes the elements of a node's results, in closed form. Errors: NotFollowed if there
-        is none."""
+        """Returns the elements of a node's results in closed form, one array for each result.
+        Errors: NotFollowed if there is none."""
         if node.domain not in ("", "ai.onnx"):
             raise NotFollowed
         if node.op_type in ("Shape", "Size"):
@@ -94,14 +97,14 @@ class ClosedForms:
         return forms
 
     def results(self, walk: Walk, node: NodeProto, divide: Divide) -> list[Sizes] | None:
-        """Computes the sizes of the results of an op whose result sizes are values of operands,
-        such as Slice; None for another op. `divide` finds quotients of sizes. Errors: NotFollowed
-        if there is no closed form."""
+        """Returns the sizes of a node's results, for ops whose result sizes depend on values of
+        operands, such as Slice; None for other ops. `divide` finds quotients of sizes. Errors:
+        NotFollowed if there is no closed form."""
         return result_sizes(self._operands(walk, node, divide))
 
     def positions(self, walk: Walk, node: NodeProto) -> list[Polynomial]:
-        """Returns the positions in an operand that a Slice or Gather computes from values; none if
-        they have no closed form."""
+        """Returns the positions in an operand that a Slice or Gather computes from values, in
+        closed form; empty if there is none."""
         try:
             return list(positions(self._operands(walk, node, lambda over, below: None)))
         except NotFollowed:
@@ -116,7 +119,7 @@ class ClosedForms:
         return any(form in sizes for sizes in self.sizes.values())
 
     def is_open(self, walk: Walk, node: NodeProto) -> bool:
-        """True if a size or a value that the node or one of its bodies reads depends on symbols, or
+        """True if a size or value that the node (or one of its bodies) reads depends on symbols, or
         is unknown."""
         names = reads_of(node)
         if any(name in self.varies for name in names):

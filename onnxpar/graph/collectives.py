@@ -1,4 +1,4 @@
-"""The kinds of collectives, in one table that every module which distinguishes kinds reads.
+"""The kinds of collectives, in one table for all modules that distinguish kinds.
 
 A new kind needs a row here, its op in the plugin (`native/kernels.cc`, `native/op_registry.cc`)
 and its gradient (`training/gradients/collectives.py`). It may need a formula in `cost/cost.py`; if
@@ -15,8 +15,8 @@ DOMAIN = "onnxpar"
 """The domain of the plugin's ops."""
 
 State = Literal["whole", "split", "partial"]
-"""The state of a tensor over some mesh axes: equal on all ranks, split, or a partial sum (maximum,
-...)."""
+"""The state of a tensor over some mesh axes: equal on all ranks, split, or partial (each rank has a
+term of a sum, maximum, ...)."""
 WHOLE: State = "whole"
 SPLIT: State = "split"
 PARTIAL: State = "partial"
@@ -24,8 +24,8 @@ PARTIAL: State = "partial"
 
 @dataclass(frozen=True)
 class Along:
-    """The attributes for the dimension along which an op works: `axis` names the attribute with the
-    dimension, `sizes` the attribute with the size of each member's shard."""
+    """The names of the attributes for a dimension along which an op joins or cuts: `axis` for the
+    dimension, `sizes` for the size of each member's shard."""
 
     axis: str
     sizes: str
@@ -33,28 +33,31 @@ class Along:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of collective, or of local step between two layouts.
+    """One kind of collective, or of local step between two layouts. A member is a rank of the
+    group.
 
     name           the op
-    change         the tensor's state over the mesh axes of a reshard, before and after it; None if
+    change         the tensor's state over the axes of a reshard, before and after it; None if
                    reshards do not use this kind
-    traffic        bytes that a rank sends in a ring of n ranks, in units of (n-1)/n of the tensor
+    traffic        bytes that a rank sends in a ring of n ranks, divided by (n-1)/n of the tensor
                    where it is largest; 0 if there is no ring
     by_message     True if each rank sends its whole shard in one message, unchanged
-    joins, cuts    the dimensions along which an op joins the members' shards, and cuts its operand
+    joins, cuts    the dimension along which the op concatenates the members' shards, and along
+                   which it cuts its operand; None if it does not
     shapes         the attribute for the shape of each member's operand; None if there is none
-    lists          other attributes with entries for each member of the group
-    awaits         the members without which no rank gets its result: the group, the neighbors, the
-                   root, the source of a rank's shard; None if the nodes of two ranks meet, and
-                   only these two
-    ends_together  True if all members end at the same moment: profiles set the ranks' clocks by it
-    by_data        True if the data decide the number of bytes that each rank sends
-    is_late        True if it runs right before its first reader, and not as early as possible
+    lists          other attributes with an entry for each member
+    awaits         the members whose arrival a rank's result needs: the whole group, the neighbors,
+                   the root, or the source of the rank's shard; None if the nodes of just two ranks
+                   meet
+    ends_together  True if all members end at the same moment, so that profiles can align their
+                   clocks
+    by_data        True if the data decide how many bytes each rank sends
+    is_late        True if it should run right before its first reader, not as early as possible
     is_fused       True if several tensors may share one such collective
     is_started     True if a thread of the plugin may run it, between a Start and a Complete
     is_measured    True if `onnxpar calibrate` measures it
     has_link       True if a topology may give it a link of its own
-    by_hand        True if a program per rank may have it
+    by_hand        True if users may write it into a manual program
     """
 
     name: str
@@ -77,22 +80,23 @@ class Kind:
 
     @property
     def reduces(self) -> bool:
-        """True if it adds up partial sums (or takes their maximum, ...)."""
+        """True if it combines the terms of a partial tensor: sum, maximum, ..."""
         return self.change is not None and self.change[0] == PARTIAL
 
     @property
     def by_member(self) -> tuple[str, ...]:
-        """The attributes with entries for each member of the group."""
+        """The names of all attributes with an entry for each member of the group."""
         return (*(a.sizes for a in (self.joins, self.cuts) if a), *self.lists)
 
     @property
     def makes_whole(self) -> bool:
-        """True if its result is whole, and its operand is not."""
+        """True if every rank holds the whole result, but not the whole operand."""
         return self.change in ((SPLIT, WHOLE), (PARTIAL, WHOLE))
 
     @property
     def is_local(self) -> bool:
-        """True if no rank sends anything: each rank has the whole tensor, and keeps its shard."""
+        """True if no rank sends anything: each rank has the whole tensor, and keeps its shard of
+        it."""
         return self.change in ((WHOLE, SPLIT), (WHOLE, PARTIAL))
 
 
@@ -171,24 +175,26 @@ KINDS = {kind.name: kind for kind in _ROWS}
 """All kinds, by the name of their op."""
 
 LOCAL_STEPS = tuple(kind.name for kind in _ROWS if kind.is_local)
-"""Steps of reshards that send nothing: they become ordinary ops, and the plugin does not know
+"""Kinds of reshard steps that send nothing. They become ordinary ops; the plugin does not have
 them."""
 
 START, COMPLETE = "Start", "Complete"
-"""The two ops of a split collective: the name of the first is START and the kind; COMPLETE waits
-for its result."""
+"""The ops of a collective in two parts: `Start` and the kind (StartAllReduce) begins it on another
+thread, and Complete waits for its result."""
 
 
 def kind_of(op: str) -> str:
-    """The kind of an op that runs or starts a collective; for another op, its own name."""
+    """Returns the kind of collective that an op runs or starts: `StartAllReduce` gives `AllReduce`.
+    For another op, its own name."""
     return op.removeprefix(START)
 
 
 FUSED_ELEMENTWISE = "FusedElementwise"
-"""The op that runs elementwise nodes in one loop; it communicates with nobody, and has no token."""
+"""The op that runs several elementwise nodes in one loop; it does not communicate, and has no
+token."""
 
 AFTER = "After"
-"""The op that passes a token on once its operand has been computed."""
+"""The op that passes a token on only after its operand has been computed."""
 
 RANK_CONSTANTS = ("Rank", "GroupSize")
-"""The plugin's ops that compute a constant of a rank, and communicate with nobody."""
+"""Ops of the plugin that compute a constant of the rank and do not communicate."""

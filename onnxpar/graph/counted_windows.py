@@ -1,8 +1,9 @@
-"""Writes pools so that ONNX's shape inference counts as many windows as onnxruntime's kernels do.
+"""Rewrites pools so that ONNX's shape inference counts as many windows as onnxruntime's kernels do.
 
 Where a pool rounds the number of its windows up, or pads automatically and has dilations, inference
 counts more of them (see `kernel_sizes`), and onnxruntime does not load nodes behind the pool that
-need the right size. A pool that rounds down, with other padding at its end, has the same windows.
+need the right size. An equivalent pool that rounds down, with more padding at its end, has no such
+problem.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _Sizes = Sequence[int | None] | None
 
 
 def round_down(graph: GraphProto, sizes_of: Callable[[str], _Sizes]) -> None:
-    """Writes the pools of a graph that round up as pools that round down, in place. `sizes_of`
-    returns the sizes of a tensor, None for open ones; a pool that reads open sizes stays as it
-    is."""
+    """Replaces pools of a graph that round up by equivalent ones that round down, in place.
+    `sizes_of` returns the sizes of a tensor, with None for open ones; a pool that reads open sizes
+    stays as it is."""
     for node in graph.node:
         if node.op_type in POOLS and node.domain in ("", "ai.onnx"):
             sizes = list(sizes_of(node.input[0]) or ())[2:]

@@ -1,4 +1,4 @@
-"""Shapes of results of custom ops, as their sharding rules define them."""
+"""Shapes of the results of custom ops, as the ops' sharding rules define them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from onnx import AttributeProto, NodeProto, TensorProto, TypeProto, numpy_helper
 from onnxpar.graph.tensors import Size
 
 Shape = Sequence[Size] | None
-"""The sizes of a tensor, with None for unknown ones; None if the rank is unknown."""
+"""The sizes of a tensor, with None for unknown ones; None if even the number of dimensions is
+unknown."""
 ShapeFunction = Callable[[gs.Node], Sequence[Shape]]
-"""The shapes of a node's results, from the node with the shapes of its operands."""
+"""Returns the shapes of a node's results; the node's operands have shapes, and values where
+known."""
 _functions: dict[tuple[str, str], ShapeFunction] = {}
 
 
 def register_shapes(domain: str, op: str, function: ShapeFunction) -> None:
-    """Registers the function that finds the shapes of an op's results."""
+    """Registers the function that returns the shapes of an op's results."""
     _functions[domain, op] = function
 
 
@@ -29,9 +31,12 @@ def custom_shapes(
     values: Mapping[str, TensorProto],
     opset: int,
 ) -> Iterator[tuple[str, Shape]]:
-    """Yields the name and the shape of each result of a node, if a ShapeFunction is registered for
-    its op and the types of all operands are known. `values` has the known values of operands.
-    Errors: those of the function."""
+    """Yields (name, shape) of each result of a node of a registered op; nothing for other ops, or
+    if the type of an operand is unknown. Errors: those of the registered function.
+
+    types   types of tensors, by name
+    values  known values of tensors, by name
+    """
     find = _functions.get((node.domain, node.op_type))
     names = [name for name in node.input if name]
     if find is None or any(a.type == AttributeProto.GRAPH for a in node.attribute):

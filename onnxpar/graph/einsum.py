@@ -11,9 +11,13 @@ Size = TypeVar("Size")
 def einsum_dims(
     equation: str, ranks: Sequence[int], broadcast: Callable[[int], Sequence[str]]
 ) -> tuple[list[list[str]], list[str]]:
-    """Returns the names of the dimensions of each operand and of the result, from an equation and
-    the operands' numbers of dimensions. `broadcast` takes the number of dimensions that `...`
-    stands for, and returns their names; an operand with fewer of them has the last ones."""
+    """Returns the names of the dimensions of each operand, and of the result: "ij,jk->ik" gives
+    [["i", "j"], ["j", "k"]], ["i", "k"].
+
+    ranks      each operand's number of dimensions
+    broadcast  takes the number of dimensions that `...` stands for, and returns names for them; an
+               operand with fewer of them has the last ones
+    """
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     widths = [
@@ -37,8 +41,8 @@ def einsum_dims(
 def einsum_sizes(
     terms: Sequence[Sequence[str]], shapes: Sequence[Sequence[Size]]
 ) -> dict[str, Size]:
-    """Returns the size of each dimension, by name; if operands differ, because one is broadcast,
-    the size that is not 1."""
+    """Returns the size of each dimension by name, from the names and sizes of each operand. If
+    operands differ, because one is broadcast, the size that is not 1."""
     sizes: dict[str, Size] = {}
     for dims, shape in zip(terms, shapes, strict=True):
         for dim, size in zip(dims, shape, strict=True):

@@ -1,4 +1,4 @@
-"""Finds groups of elementwise nodes that one loop over their elements can compute."""
+"""Finds groups of elementwise nodes that a single loop over their elements can compute."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from onnxpar.graph.recomputation_gates import gate_of
 from onnxpar.graph.subgraphs import read_by
 
 OPERATIONS = frozenset(("Add", "Sub", "Mul", "Div", "Sqrt", "Neg", "Abs", "Identity"))
-"""Elementwise ops whose results IEEE 754 fixes to the bit; Identity copies."""
+"""Elementwise ops whose results IEEE 754 fixes to the bit, so that fusing them changes nothing.
+Identity copies."""
 FEWEST = 3
-"""Nodes of a group: fewer save too little memory traffic."""
+"""Fewest nodes of a group; fewer would save too little memory traffic."""
 ONE = "one element"
-"""The kind of a tensor of one element, which is broadcast."""
+"""Stands in for the shape of a tensor with one element, which is broadcast."""
 Kind = Callable[[gs.Tensor], Hashable | None]
-"""The kind of a tensor: equal only if two tensors have the same shape on each rank; None for a
-tensor that cannot be in a group."""
+"""Returns a value that is equal for two tensors only if they have the same shape on each rank; None
+for a tensor that no group may contain."""
 
 _ACTIVATIONS = frozenset(("Erf", "Tanh", "Sigmoid"))
-"""Ops that onnxruntime fuses with the elementwise nodes around them (a Gelu, for example), if only
-one node reads the result."""
+"""Ops that onnxruntime fuses with elementwise nodes around them (into a Gelu), if only one node
+reads the result."""
 _FUSED = frozenset(("Softmax", "Conv", "ConvTranspose", "QuantizeLinear", "DequantizeLinear"))
 """Ops that onnxruntime fuses with the elementwise nodes around them."""
 _INTEGERS = "MatMulInteger"
@@ -31,12 +32,14 @@ _PRODUCTS = frozenset(("MatMul", "FusedMatMul", "Gemm"))
 
 
 def elementwise_units(graph: gs.Graph, kind: Kind) -> list[list[gs.Node]]:
-    """Divides the nodes of a graph (not of its subgraphs) into units: groups of at least FEWEST
-    elementwise nodes that one loop can compute, in graph order, and single nodes. Each unit follows
-    its operands in the returned order.
+    """Divides the nodes of a graph (not of its bodies) into units: groups of at least FEWEST
+    elementwise nodes that one loop can compute, and single nodes. Returns the units in an order in
+    which each comes after its operands.
 
-    No unit depends on itself through others. A node that reads a unit may come later than in the
-    graph, but no collective does.
+    No unit depends on itself through others. A node may move behind its place in the graph, but no
+    collective does.
+
+    kind  see `Kind`
     """
     merger = _Merger(graph)
     nodes = merger.nodes
@@ -51,8 +54,8 @@ def elementwise_units(graph: gs.Graph, kind: Kind) -> list[list[gs.Node]]:
 
 
 def _fits(node: gs.Node, kinds: Mapping[str, Hashable | None]) -> bool:
-    """True if a group may have the node: operands have the shape of the result, or one element.
-    `kinds` has the kind of each tensor's shape."""
+    """True if a group may contain the node: each operand has the shape of the result, or one
+    element."""
     if node.op not in OPERATIONS or node.domain not in (None, "", "ai.onnx"):
         return False
     result = kinds[node.outputs[0].name]
@@ -68,9 +71,13 @@ def _fits(node: gs.Node, kinds: Mapping[str, Hashable | None]) -> bool:
 
 
 def _of_onnxruntime(merger: _Merger, fits: set[int], outputs: set[str]) -> set[int]:
-    """Returns the numbers of the nodes that onnxruntime may fuse with others: nodes beside a fused
-    op, directly or through other nodes that fit a group, and nodes that become part of a
-    product."""
+    """Returns the indices of nodes that onnxruntime may fuse on its own, so that groups must leave
+    them out: nodes next to a fused op, directly or through other fitting nodes, and nodes that
+    become part of a product.
+
+    fits     indices of the nodes that groups may contain
+    outputs  names of the graph's outputs
+    """
     nodes = merger.nodes
     fused: set[int] = set()
     todo = [
@@ -102,7 +109,8 @@ def _of_onnxruntime(merger: _Merger, fits: set[int], outputs: set[str]) -> set[i
 
 
 class _Merger:
-    """Merges nodes into units, and keeps an order in which each unit follows its operands."""
+    """Merges nodes into units step by step, and keeps an order in which each unit comes after its
+    operands."""
 
     def __init__(self, graph: gs.Graph) -> None:
         self.nodes: Sequence[gs.Node] = list(graph.nodes)
@@ -120,13 +128,13 @@ class _Merger:
         self._place = list(self._unit)
 
     def units(self) -> Iterator[list[int]]:
-        """The units in order, each with its nodes."""
+        """Yields the units in order, each as the indices of its nodes."""
         return (sorted(self._members[unit]) for unit in self._order if unit is not None)
 
     def merge(self, first: int, second: int) -> None:
-        """Merges the units of two nodes (the second reads the first) at the place of the second;
-        units that depend on the first come after. Does nothing if the second unit depends on the
-        first through other units, or if a collective would move."""
+        """Merges the units of two nodes, where `second` reads `first`, at the place of the second;
+        units that depend on the first move behind. Does nothing if the second unit depends on the
+        first through other units, too, or if a collective would move."""
         first, second = self._unit[first], self._unit[second]
         later = self._between(first, second) if first != second else None
         if later is None:
@@ -146,8 +154,8 @@ class _Merger:
             self._unit[node] = second
 
     def _between(self, first: int, second: int) -> set[int] | None:
-        """Returns the units between two that depend on the first; None if the second depends on one
-        of them, or one of them is a collective."""
+        """Returns the units that depend on unit `first` and come before unit `second`; None if
+        `second` depends on one of them, or if one is a collective."""
         units: set[int] = set()
         todo = [first]
         while todo:

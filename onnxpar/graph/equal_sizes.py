@@ -1,7 +1,7 @@
-"""Dimensions of a node's operands that its op requires to be equal.
+"""Dimensions of a node's operands that must be equal, by the definition of its op.
 
-Two open sizes count as equal even if the op accepts a dimension of 1, and repeats it. A run in
-which only one of the two is 1 is then rejected, because its sizes contradict the symbols.
+Two open sizes count as equal even if the op would broadcast a dimension of 1. A run in which only
+one of the two is 1 is then rejected, because its sizes contradict the symbols.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Place = tuple[int, int]
 
 
 class Multiple(NamedTuple):
-    """The largest multiple of a number up to the size of an operand's dimension."""
+    """The size of an operand's dimension (`place`), rounded down to a multiple of `of`."""
 
     place: Place
     of: int
@@ -37,7 +37,8 @@ class Multiple(NamedTuple):
 
 Size = Place | int | Multiple
 Pairs = Iterator[tuple[Place, Size]]
-"""Pairs of a dimension and the size that it must have."""
+"""Pairs of a dimension and the size that it must have: another dimension, a number, or a
+Multiple."""
 
 _BROADCAST = frozenset(
     (
@@ -100,12 +101,13 @@ EVEN = _BROADCAST | frozenset(
         "Gemm",
     )
 )
-"""Ops whose results have only sizes of their operands."""
+"""Ops whose results have no sizes but those of their operands."""
 
 
 def equal_sizes(node: NodeProto, shapes: Shapes) -> Iterator[tuple[Place, Size, bool]]:
-    """Yields triples: the dimension of an operand, the size that it must have (another dimension, a
-    number from an attribute, or a multiple), and True if the op also accepts a 1 and repeats it."""
+    """Yields (dimension of an operand, the size that it must have, True if a size of 1 is allowed,
+    too, and broadcast). The size is another dimension, a number from an attribute, or a Multiple.
+    """
     operands: Sequence[int] = range(len(shapes))
     skipped = 0
     if node.op_type not in _BROADCAST:
@@ -122,8 +124,8 @@ def _none(node: NodeProto, shapes: Shapes) -> Pairs:
 
 
 def _aligned(shapes: Shapes, operands: Sequence[int], skipped: int) -> Pairs:
-    """Yields pairs of dimensions of different operands with the same position from the end; without
-    the last `skipped` dimensions."""
+    """Yields pairs of dimensions of different operands that numpy's broadcasting aligns: with equal
+    distance from the end. Leaves out the last `skipped` dimensions."""
     for i, j in combinations(operands, 2):
         a, b = shapes[i], shapes[j]
         for back in range(1 + skipped, 1 + min(len(a or ()), len(b or ()))):
@@ -180,8 +182,9 @@ def _same_shape(*operands: int) -> Callable[[NodeProto, Shapes], Pairs]:
 
 
 def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
-    """Queries, keys and values have the same batch, keys and values the same length, heads of
-    queries and keys the same width; a cache has the same batch, number of heads and head width."""
+    """Pairs for attention ops: queries, keys and values have the same batch, keys and values the
+    same length, heads of queries and keys the same width; a cache has their batch, number of heads
+    and head width."""
     q, k, v = ([*shapes, None, None, None])[:3]
     if q and k and v and len(q) == len(k) == len(v):
         yield (0, 0), (1, 0)
@@ -209,9 +212,9 @@ def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
 
 
 def _mask(node: NodeProto, shapes: Shapes, mask: int) -> Pairs:
-    """A mask is repeated over the batch, the heads and the queries. Without a cache, it covers all
-    keys: a shorter mask hides the other keys (ONNX's Attention from opset 24 on), and a longer one
-    is invalid."""
+    """Pairs for the mask of an attention op (operand number `mask`), which is broadcast over batch,
+    heads and queries. Without a cache, it covers all keys: a shorter mask would hide the others
+    (ONNX's Attention from opset 24 on), and a longer one is invalid."""
     query, shape = shapes[0], shapes[mask]
     if not query or not shape:
         return
@@ -241,7 +244,8 @@ def _block(node: NodeProto) -> int:
 
 
 def _paged_attention(node: NodeProto, shapes: Shapes) -> Pairs:
-    """Heads have the width of the caches; each token has a row and a position."""
+    """Pairs for PagedAttention: heads are as wide as the caches; each token has a row of the table
+    and a position."""
     query, caches = shapes[QUERY], (KEYS, VALUES)
     if query and len(query) == 3:
         attributes = _attributes(node)
@@ -255,16 +259,18 @@ def _paged_attention(node: NodeProto, shapes: Shapes) -> Pairs:
 
 
 def _attention_of_one(node: NodeProto, shapes: Shapes) -> Pairs:
-    """The pairs of `_attention`, for an op that requires one query for each sequence of the
-    batch."""
+    """Pairs for an attention op that takes exactly one query for each sequence of the batch."""
     if shapes[0] and len(shapes[0]) == 3:
         yield (0, 1), 1
     yield from _attention(node, shapes)
 
 
 def _heads(attributes: Mapping[str, object], q: Shape, is_packed: bool) -> tuple[int, int]:
-    """The number of heads of a cache and the width of a key; 0 for each that is unknown.
-    `is_packed` if the first operand has queries, keys and values together."""
+    """Returns the number of heads of a cache and the width of a key; 0 for what is unknown.
+
+    q          the shape of the first operand
+    is_packed  True if the first operand has queries, keys and values side by side
+    """
     own, shared = (
         next((n for key in keys if isinstance(n := attributes.get(key), int)), 0)
         for keys in (_HEADS, ("kv_num_heads",))
@@ -283,19 +289,19 @@ _MASKS = {
     ("com.microsoft", "MultiHeadAttention"): 5,
     ("com.microsoft", "DecoderMaskedMultiHeadAttention"): 4,
 }
-"""Position of the operand that is added to the scores, or masks them."""
+"""Position of the operand that is the mask, or is added to the scores."""
 _CACHES = {
     ("", "Attention"): 4,
     ("com.microsoft", "GroupQueryAttention"): 3,
     ("com.microsoft", "MultiHeadAttention"): 6,
     ("com.microsoft", "DecoderMaskedMultiHeadAttention"): 5,
 }
-"""Position of the operand of past keys; past values are the next operand."""
+"""Position of the operand with past keys; the next operand has past values."""
 _BY_TEXT = {
     ("", "Attention"): 6,
     ("com.microsoft", "GroupQueryAttention"): 5,
 }
-"""Position of the operand that has a number for each text of the batch."""
+"""Position of the operand that has a number for each sequence of the batch."""
 _REPEATED: dict[str, tuple[Sequence[int], int]] = {
     "MatMul": ((0, 1), 2),
     "MatMulInteger": ((0, 1), 2),
@@ -306,8 +312,8 @@ _REPEATED: dict[str, tuple[Sequence[int], int]] = {
     "SkipSimplifiedLayerNormalization": ((0, 1), 0),
     "SimplifiedLayerNormalization": ((0, 1), 0),
 }
-"""The operands that an op broadcasts against each other, and the number of their last dimensions
-that it does not broadcast."""
+"""Operands that an op broadcasts against each other, and how many of their last dimensions it does
+not broadcast."""
 _RULES: dict[str, Callable[[NodeProto, Shapes], Pairs]] = {
     "MatMul": _matmul,
     "MatMulInteger": _matmul,

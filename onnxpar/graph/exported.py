@@ -1,5 +1,5 @@
-"""Facts that torch's exporters wrote into a file: the kinds of a network's tensors, the call of
-torch from which a node was made, and the names of parameters that are stored transposed."""
+"""Facts that torch's exporters write into a model file: which tensors are parameters, which call of
+torch became a node, and which parameters are stored transposed."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ PARAMETER = "PARAMETER"
 _NODE = "pkg.torch.onnx.fx_node"
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _LINEAR = re.compile(r"(linear|MatMul)(_\d+)?")
-"""Matches the names that exporters give to calls of torch.nn.functional.linear."""
+"""Names that exporters give to calls of torch.nn.functional.linear."""
 _CALL = re.compile(
     r"\[target=torch\.ops\.aten\.(\w+)\.\w+\]\(args = \((.*)\), kwargs = ", re.DOTALL
 )
 _MADE = re.compile(r"onnx::(?!Conv_)\w+_\d+")
-"""Matches the names that TorchScript's exporter gives to constants that it computed."""
+"""Names that TorchScript's exporter gives to constants that it computed."""
 _DETACHED = re.compile(r"detach_?(_\d+)?$")
-"""Matches the names that torch.export gives to results of detach()."""
+"""Names that torch.export gives to results of detach()."""
 _PADDING = {"embedding": 2, "embedding_bag": 8}
-"""The position of the argument `padding_idx`; -1 or None is none."""
+"""The position of the argument `padding_idx` of a call; -1 or None there means no padding."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of torch: the name of an op of ATen, and its arguments as text."""
+    """A call of torch: the name of an op of ATen, and the text of its arguments."""
 
     op: str
     arguments: str
@@ -52,24 +52,27 @@ class Call:
 
     @property
     def detached(self) -> list[int]:
-        """The positions in `tensors` of results of an earlier detach()."""
+        """The indices in `tensors` of results of an earlier detach()."""
         return [i for i, name in enumerate(self.tensors) if _DETACHED.match(name)]
 
     @property
     def padding_row(self) -> int | None:
-        """The row that a lookup does not train; None if there is none."""
+        """The row of an embedding's table that is not trained (padding_idx); None if there is
+        none."""
         arguments = self.arguments.split(", ")
         text = "".join(arguments[at : at + 1]) if (at := _PADDING.get(self.op)) is not None else ""
         return int(text) if text.isdigit() else None
 
     @property
     def scales_by_frequency(self) -> bool:
-        """True if a lookup divides the gradient of a row by the row's count in the batch."""
+        """True if an embedding divides the gradient of a row by how often the row occurs in the
+        batch."""
         return self.op == "embedding" and self.arguments.split(", ")[3:4] == ["True"]
 
 
 def call_of(node: gs.Node | NodeProto) -> Call | None:
-    """The call of torch from which a node was exported; None if the file does not record it."""
+    """Returns the call of torch from which a node was exported; None if the file does not record
+    it."""
     match = _CALL.search(metadata_of(node, _NODE) or "")
     return Call(match[1], match[2]) if match else None
 
@@ -85,13 +88,13 @@ def exported_kinds(graph: GraphProto) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TorchName:
-    """The names of a parameter in torch, and its form in the file.
+    """The name of a stored tensor in torch, and its form in the file.
 
-    names       several if modules share the parameter
+    names       the parameter's names in torch; several if modules share it
     transposed  True if the file has the transposed value
     is_certain  False if the file does not say which parameter it is
-    stored      the tensors of the file that it replaces, True for transposed ones; empty for just
-                the tensor of its own name
+    stored      the tensors of the file that get their values from this parameter, True for a
+                transposed one; empty if it is just the tensor of its own name
     """
 
     names: tuple[str, ...] = ()
@@ -101,10 +104,10 @@ class TorchName:
 
 
 def torch_names(graph: GraphProto) -> dict[str, TorchName]:
-    """Returns the names in torch of stored tensors that exporters made from parameters: weights of
-    Linears, which they store transposed for a MatMul; other operands of a MatMul, without names;
-    and the copies `NAME@1`, `NAME@2` ... of an equal vector that several modules share in the file.
-    Also tables with several names."""
+    """Returns the torch names of stored tensors that have other names in the file: weights of
+    Linears, which exporters store transposed for a MatMul; other operands of a MatMul (without
+    names); the copies `NAME@1`, `NAME@2` of a vector that modules share; and tables with several
+    names."""
     kinds, targets = exported_kinds(graph), parameters_of_calls(graph)
     stored = {t.name for t in stored_tensors(graph)}
     by_name: dict[str, TorchName] = {}
@@ -121,9 +124,12 @@ def torch_names(graph: GraphProto) -> dict[str, TorchName]:
 def _read(
     node: NodeProto, operand: int, kinds: Mapping[str, str], targets: Mapping[str, str]
 ) -> TorchName | None:
-    """Returns the names in torch of the stored tensor that is an operand of a node; None if
-    unknown, or if they are those in the file. `kinds` are those of `exported_kinds`, `targets` the
-    parameters' names in torch, by their names in calls."""
+    """Returns the torch name of the stored tensor that is operand number `operand` of a node; None
+    if it is unknown, or equal to that in the file.
+
+    kinds    the result of `exported_kinds`
+    targets  the result of `parameters_of_calls`
+    """
     name = node.input[operand]
     module, called = _place(node)
     shared, _, copy = name.rpartition("@")
@@ -148,15 +154,17 @@ def _read(
 
 
 def parameters_of_calls(graph: GraphProto) -> dict[str, str]:
-    """The names of parameters in torch, by their names in calls."""
+    """Returns the torch names of parameters (`layers.0.weight`) by their names in recorded calls
+    (`p_layers_0_weight`)."""
     texts = [entry.value for entry in graph.metadata_props if entry.key == _SIGNATURE]
     entries = _ENTRY.findall("".join(texts))
     return {short: name for short, kind, name in entries if kind == PARAMETER}
 
 
 def module_path(node: NodeProto) -> str | None:
-    """Returns the path of the module in torch whose call dynamo's exporter turned into a node, in
-    the notation of the other exporter: `/layers.0/fc`; None if the file does not record it."""
+    """Returns the path of the torch module whose call became a node, from the metadata of dynamo's
+    exporter, in the notation of the older exporter: `/layers.0/fc`. None if the file does not
+    record it."""
     scopes = _scopes(node)
     if scopes is None:
         return None
@@ -165,7 +173,8 @@ def module_path(node: NodeProto) -> str | None:
 
 
 def _scopes(node: NodeProto) -> list[str] | None:
-    """The paths of the modules around a node, the outermost first, and the name of its call."""
+    """Returns the paths of the modules around a node, the outermost first, and then the name of its
+    call; None if the file does not record them."""
     try:
         scopes = ast.literal_eval(metadata_of(node, _SCOPES) or "")
     except (ValueError, SyntaxError, TypeError):
@@ -175,8 +184,8 @@ def _scopes(node: NodeProto) -> list[str] | None:
 
 
 def _place(node: NodeProto) -> tuple[str, str]:
-    """Returns the path of the module in torch from which a node was made, and the name of the call
-    there; empty if the file does not record them."""
+    """Returns (path of the torch module, name of the call in it) from which a node was made; empty
+    texts if the file does not record them."""
     scopes = _scopes(node)
     if scopes is not None:
         return scopes[-2], scopes[-1]

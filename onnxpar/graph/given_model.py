@@ -1,4 +1,4 @@
-"""Models as Python callers pass them: paths, bytes and ModelProtos."""
+"""Models as Python callers pass them: a path, bytes or a ModelProto."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ model, or a ModelProto."""
 
 @contextmanager
 def model_file(model: Source) -> Iterator[Path]:
-    """Returns the file of a model for the time of the block: the caller's own, or for a model in
+    """A block during which a model is a file; yields its path: the caller's own, or for a model in
     memory a temporary one, named after the graph.
 
     Errors: ModelError if it is unclear which model of a folder is meant, if bytes are not a model,
@@ -71,7 +71,7 @@ def _parsed(model: bytes | onnx.ModelProto) -> tuple[bytes, onnx.ModelProto]:
 
 
 def _name(graph: str) -> str:
-    """The graph's name as a file name, other than `model.onnx`, for which messages would show the
-    name of our temporary folder (see model_name.py)."""
+    """Returns the graph's name as a file name; never `model.onnx`, because for that, messages would
+    name our temporary folder instead (see model_name.py)."""
     name = re.sub(r"[^\w.-]", "_", graph)[:60].strip(".")
     return name if name not in ("", "model") else "unnamed"

@@ -1,6 +1,6 @@
-"""Models of Hugging Face that are not ONNX: with the extra `hf`, they are exported into a cache.
+"""Exports models of Hugging Face that are not ONNX into a cache; needs the extra `hf`.
 
-The exporter is a process of its own: its end frees the memory of the model.
+The exporter runs in a process of its own, whose end frees the memory of the model.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from onnxpar.base.version import UNKNOWN, version_of
 from onnxpar.base.write_file import writing
 
 EXPORTER = ("-m", "optimum.commands.optimum_cli", "export", "onnx")
-"""The arguments of Python that run the exporter."""
+"""Arguments to Python that run the exporter."""
 PACKAGES = ("optimum-onnx", "transformers", "torch")
-"""The exporter, and the other packages that decide its output."""
+"""The exporter's package, and other packages on which its output depends."""
 PATIENCE = 3600.0
 """Longest wait, in seconds, for another process that exports the same model."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+(?<!\.onnx)(?<!\.par)")
-"""The name of a model on the hub of Hugging Face."""
+"""The form of a model's name on the hub of Hugging Face: `owner/name`."""
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception): ")
 _DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-"""Files of a model on the hub, which may have its weights in other formats, too."""
+"""Files to download for a model of the hub, which may have its weights in other formats, too."""
 _TASKS = {
     "WhisperForConditionalGeneration": "automatic-speech-recognition-with-past",
     "ForConditionalGeneration": "text2text-generation-with-past",
@@ -48,13 +48,13 @@ _TASKS = {
     "ForMaskedLM": "fill-mask",
     "ForImageClassification": "image-classification",
 }
-"""The exporter's name for the task of a model, by the end of its architecture's name."""
+"""The exporter's word for what a model does, by the end of the name of its architecture."""
 
 
 def exported(path: Path) -> Path:
-    """Returns the folder with the ONNX files of a model, if `path` is a folder of Hugging Face
-    without them, or a name on its hub, and the exporter is installed: the model is exported when it
-    is first used. Returns other paths as they are. Errors: ModelError if the export fails."""
+    """Returns the folder with the ONNX files of a model. If `path` is a folder of Transformers
+    without ONNX files, or a name on the hub, and the exporter is installed, the model is exported
+    at first use; other paths are returned as they are. Errors: ModelError if the export fails."""
     if version_of(PACKAGES[0]) == UNKNOWN:
         return path
     folder = _downloaded(str(path)) if is_on_hub(path) else path
@@ -62,13 +62,14 @@ def exported(path: Path) -> Path:
 
 
 def is_on_hub(path: Path) -> bool:
-    """True if a path is no file, and could be a name on the hub (`owner/name`)."""
+    """True if nothing exists at this path, and it has the form of a name on the hub
+    (`owner/name`)."""
     is_name = _HUB.fullmatch(str(path)) is not None
     return is_name and not path.exists() and not path.parent.exists()
 
 
 def is_model(folder: Path) -> bool:
-    """True for a folder of Hugging Face's Transformers that has no ONNX files."""
+    """True for a folder of Transformers with weights, but without ONNX files."""
     places = (folder, folder / "onnx")
     return (
         (folder / CONFIG).is_file()
@@ -79,7 +80,8 @@ def is_model(folder: Path) -> bool:
 
 
 def task_of(folder: Path) -> str:
-    """Returns the exporter's name for the task of a model."""
+    """Returns the exporter's word for what a model does, from its config.json; "feature-extraction"
+    if unknown."""
     try:
         (name,) = json.loads(read_bounded(folder / CONFIG))["architectures"]
         ends = [end for end in _TASKS if str(name).endswith(end)]
@@ -90,8 +92,8 @@ def task_of(folder: Path) -> str:
 
 @functools.cache
 def _downloaded(name: str) -> Path:
-    """The folder of a model of the hub, in the cache of Hugging Face's own library. Errors:
-    ModelError."""
+    """Returns the folder of a model of the hub, in the cache of Hugging Face's own library;
+    downloads it if needed. Errors: ModelError."""
     from huggingface_hub import snapshot_download
 
     LOG.info(f"there is no file {name}: taking the model of this name on the hub of Hugging Face")
@@ -105,8 +107,8 @@ def _downloaded(name: str) -> Path:
 
 
 def _exported(folder: Path, name: str) -> Path:
-    """The folder of the ONNX files of a model in the cache; exports the model on a miss. Errors:
-    ModelError."""
+    """Returns the folder of a model's ONNX files in the cache; exports the model if it is not
+    there. Errors: ModelError."""
     cache = user_cache()
     if cache is None:
         raise ModelError(f"{folder} must be exported, and there is no home: set XDG_CACHE_HOME")
@@ -126,7 +128,8 @@ def _exported(folder: Path, name: str) -> Path:
 
 
 def _digest(folder: Path) -> str:
-    """A digest of everything that decides the exported files."""
+    """Returns a digest of all that decides the exported files: the model's files, its task, and
+    versions of packages."""
     files = sorted(file for file in folder.iterdir() if file.is_file())
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     about = (
@@ -139,7 +142,8 @@ def _digest(folder: Path) -> str:
 
 
 def _export(folder: Path, output: Path) -> None:
-    """Runs the exporter. Errors: ModelError, with the exporter's last line."""
+    """Runs the exporter on a model; it writes to `output`. Errors: ModelError with the exporter's
+    last line."""
     arguments = ("--model", str(folder.resolve()), "--task", task_of(folder))
     done = subprocess.run(
         [sys.executable, *EXPORTER, *arguments, str(output)],
@@ -158,13 +162,13 @@ def _export(folder: Path, output: Path) -> None:
 
 
 def export_command(arguments: Sequence[str], output: str) -> str:
-    """Returns the command line of the exporter with these arguments; it writes to the folder
+    """Returns the command line by which a user can run the exporter, with output to the folder
     `output`."""
     return shlex.join(["optimum-cli", "export", "onnx", *arguments, output])
 
 
 def _last_line(text: str) -> str:
-    """The last line that names an exception (whose text may continue below), else the last line;
-    empty if there is none."""
+    """Returns the last line of the exporter's output that names an exception (whose text may
+    continue below), else its last line; empty if there is none."""
     lines = [line.strip() for line in reversed(text.splitlines()) if line.strip()]
     return next(filter(_EXCEPTION.match, lines), next(iter(lines), ""))

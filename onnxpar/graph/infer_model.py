@@ -1,6 +1,6 @@
-"""Infers types and folds constants in a whole model, including the bodies of its control flow.
+"""Infers types and folds constants in a whole model, also in the bodies of its control flow.
 
-An input of a body gets the shape that it has in every iteration: dimensions that the body changes
+An input of a body gets the shape that it has in every iteration: dimensions that iterations change
 stay open. Its value is never known.
 """
 
@@ -24,9 +24,9 @@ _Type = TypeProto | None
 
 
 def infer(model: onnx.ModelProto, keep: Collection[str] | None = None) -> None:
-    """Folds constants and branches, and declares every type that can be inferred, in place; bodies
-    are opened (`open_scopes`). `keep` as for `Walk`. Errors: ModelError for a node that cannot run
-    on its operands."""
+    """Folds constants and Ifs with known conditions, and declares every type that can be inferred,
+    in place; bodies lose their own shapes first (`open_scopes`). `keep` as for `Walk`. Errors:
+    ModelError for a node that cannot run on its operands."""
     open_scopes(model.graph)
     walk = Walk(model, keep=keep)
     _Inference(walk).graph(model.graph)
@@ -38,23 +38,23 @@ def infer(model: onnx.ModelProto, keep: Collection[str] | None = None) -> None:
 
 
 def infer_bodies(walk: Walk, node: NodeProto) -> None:
-    """Records the types of the results of an If, Loop or Scan in a walk, by inferring its bodies
-    for the known types of its operands. Shapes that bodies declare are ignored; the node stays as
-    it is."""
+    """Adds the types of the results of an If, Loop or Scan to `walk`, the known types and values,
+    by inferring its bodies for the types of its operands. Shapes that the bodies declare are
+    ignored; the node itself is not changed."""
     copy = NodeProto()
     copy.CopyFrom(node)
     _Inference(walk).infer(copy)
 
 
 class _Inference:
-    """Infers graphs and bodies into one walk."""
+    """Infers graphs and their bodies, and records all types and values in one Walk."""
 
     def __init__(self, walk: Walk) -> None:
         self.walk = walk
 
     def graph(self, graph: GraphProto, is_body: bool = False) -> None:
-        """Infers the nodes of a graph or body (`is_body`), and removes nodes whose results are
-        constant."""
+        """Infers the nodes of a graph, or of a body (`is_body`), in place, and removes nodes whose
+        results are constant."""
         results = {p.name for p in graph.output} if is_body else set()
         kept: list[NodeProto] = []
         todo = deque(graph.node)
@@ -81,8 +81,9 @@ class _Inference:
     def _fold(
         self, node: NodeProto, values: Sequence[object], results: set[str]
     ) -> list[NodeProto]:
-        """Records a node's results as constants. Returns an Identity for each of them that is a
-        result of the body (`results`), because a node of the body must compute it."""
+        """Records a node's results (`values`) as constants. Returns an Identity node for each of
+        them that the body returns (`results`), because a node of the body must compute what it
+        returns."""
         copies = []
         for i, name in enumerate(node.output):
             if name in results:
@@ -136,7 +137,9 @@ class _Inference:
         before: Sequence[_Type] = (),
         after: Sequence[_Type] = (),
     ) -> list[_Type]:
-        """Infers a body; returns the types that its carried tensors have in every iteration.
+        """Infers a body in place; returns the types that its carried tensors (the states of a loop)
+        have in every iteration. It repeats inference with fewer known sizes until iterations do not
+        change the types.
 
         given   the types of the carried tensors before the first iteration
         before  types of the body's inputs before the carried tensors
@@ -159,7 +162,7 @@ class _Inference:
             carried = [c or _bare(t) for c, t in zip(common, carried, strict=True)]
 
     def _iterations(self, node: NodeProto, body: GraphProto) -> int | None:
-        """Number of iterations of a Loop; None if it is data-dependent."""
+        """Returns the number of iterations of a Loop; None if it is known only in a run."""
         count, start = (self.walk.values.get(name) for name in node.input[:2])
         makers = {o: n for n in body.node for o in n.output}
         name = body.output[0].name
@@ -181,7 +184,8 @@ class _Inference:
                 self.walk.types[name].CopyFrom(type_)
 
     def _forget(self, body: GraphProto) -> None:
-        """Removes the records of a body's tensors, after a wrong guess at its inputs."""
+        """Removes all recorded types and values of a body's tensors, because its inputs were
+        assumed wrongly."""
         names = {p.name for p in body.input}
         for node in body.node:
             names.update(node.output, map(_stored_name, node.output))
@@ -195,29 +199,29 @@ class _Inference:
 
 
 def _stored_name(result: str) -> str:
-    """Returns the name of the constant that an Identity copies to a result of a body."""
+    """Returns the name of the constant which an Identity copies to this result of a body."""
     return f"{result}::value"
 
 
 _COUNTERS = (TensorProto.INT64, TensorProto.BOOL)
-"""Dtypes of the first inputs of a Loop's body: the iteration number and the condition."""
+"""Dtypes of the first two inputs of a Loop's body: the iteration number and the condition."""
 
 
 def _axes(attribute: onnx.AttributeProto | None, count: int) -> Sequence[int]:
-    """The axes of a Scan's `count` sequences, from its `attribute`; the default is axis 0 for
-    each."""
+    """Returns the axis of each of a Scan's `count` sequences, from the node's attribute; 0 by
+    default."""
     return [0] * count if attribute is None else attribute.ints
 
 
 def _scalar(declared: TypeProto, dtype: int) -> TypeProto:
-    """Returns the type of one element, scalar or vector as the body declares it, as onnxruntime
-    does."""
+    """Returns the type of a scalar of this dtype; or of a vector of one element, if the body
+    declares its input so."""
     rank = len(declared.tensor_type.shape.dim)
     return helper.make_tensor_type_proto(dtype, [1] * min(rank, 1))
 
 
 def _bare(type_: TypeProto) -> TypeProto:
-    """The type without shapes."""
+    """Returns a copy of a type without its shape."""
     bare = TypeProto()
     bare.CopyFrom(type_)
     inner = bare
@@ -229,7 +233,8 @@ def _bare(type_: TypeProto) -> TypeProto:
 
 
 def _common(a: _Type, b: _Type) -> _Type:
-    """Returns type `a` without the sizes, or the shape, in which type `b` differs."""
+    """Returns type `a` without the sizes (or without the whole shape) in which `b` differs: [2, 3]
+    and [2, 4] give [2, ?]."""
     if a is None or a == b:
         return a
     shapes = [t.tensor_type.shape for t in (a, b) if t and t.tensor_type.HasField("shape")]
@@ -246,8 +251,8 @@ def _common(a: _Type, b: _Type) -> _Type:
 
 
 def _element(sequence: _Type, axis: int) -> tuple[_Type, int | None]:
-    """The type of the slices of a sequence that a Scan passes to its body, and their number (None
-    if it is data-dependent)."""
+    """Returns the type of the slices along `axis` that a Scan passes to its body, and their number
+    (None: known only in a run)."""
     if sequence is None:
         return None, None
     element = TypeProto()
@@ -262,8 +267,8 @@ def _element(sequence: _Type, axis: int) -> tuple[_Type, int | None]:
 
 
 def _stacked(element: _Type, axis: int, count: int | None) -> _Type:
-    """Returns the type of `count` results of the type `element`, stacked along an axis; a count of
-    None is data-dependent."""
+    """Returns the type of `count` results of this type, stacked along a new axis; count None: known
+    only in a run."""
     if element is None or not element.tensor_type.HasField("shape"):
         return element
     sizes = list(element.tensor_type.shape.dim)
@@ -279,7 +284,7 @@ def _stacked(element: _Type, axis: int, count: int | None) -> _Type:
 
 
 def _declare_bodies(node: NodeProto, walk: Walk) -> None:
-    """Declares the types of inputs, outputs and intermediate tensors of bodies, at any depth."""
+    """Declares the inferred types of all tensors in the bodies of a node, at any depth."""
     for body in subgraphs_of(node) if is_control(node) else ():
         del body.value_info[:]
         results = {p.name for p in body.output}

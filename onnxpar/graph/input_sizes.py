@@ -1,4 +1,4 @@
-"""The open sizes of a model's inputs, written in symbols."""
+"""The sizes of a model's inputs that are left open, as polynomials of symbols."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ _At = tuple[str, int]
 _MOST = 2**62
 """The largest size."""
 _SHOWN = 60
-"""The letters of a wrong value that an error shows."""
+"""An error shows at most this many letters of a wrong value."""
 
 
 def bind_dims(
     graph: onnx.GraphProto, dims: Mapping[str, int | str], path: Path
 ) -> dict[_At, Polynomial]:
-    """Replaces symbols of the graph's inputs by sizes, in place; returns the sizes that stay open.
+    """Replaces open dimensions of the graph's inputs by the sizes that the user gave, in place;
+    returns the sizes that stay open, by (input, axis).
 
-    `dims` maps a symbol, or a label of the file, to a number or to an expression of other symbols,
-    which ties them. Errors: StrategyError for a symbol that the model does not have, or that would
-    depend on itself.
+    dims  by symbol (or name of a dimension in the file): a number, or an expression of other
+          symbols, such as {"batch": 4, "total": "past + seq"}
+
+    Errors: StrategyError for a symbol that the model does not have, or that would depend on itself.
     """
     labels = {
         (tensor.name, axis): _label(tensor.name, axis, dim.dim_param)
@@ -74,7 +76,8 @@ def bind_dims(
 
 
 def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Polynomial:
-    """The size that --dim gives to a label. Errors: StrategyError for an invalid expression."""
+    """Returns the size that --dim gives to a dimension called `label`. `sizes` has the sizes of all
+    labels. Errors: StrategyError for an invalid expression."""
     if isinstance(value, Integral):
         value = str(value)
     if not isinstance(value, str):
@@ -101,7 +104,7 @@ def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Pol
 
 
 def _solved(own: Polynomial, value: Polynomial) -> tuple[str, Polynomial] | None:
-    """A symbol and its value, solved from the equation `own` == `value`; None if it has no
+    """Solves `own` == `value` for a symbol; returns (symbol, replacement), or None if it has no
     solution."""
     symbol = own.symbol
     if symbol is not None:
@@ -110,7 +113,7 @@ def _solved(own: Polynomial, value: Polynomial) -> tuple[str, Polynomial] | None
 
 
 def fix_shapes(graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Gives inputs of the graph these shapes, in place."""
+    """Gives graph inputs fixed shapes, by name, in place."""
     for tensor in graph.input:
         sizes = shapes.get(tensor.name)
         if sizes is not None and tensor.type.HasField("tensor_type"):
@@ -120,15 +123,16 @@ def fix_shapes(graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int]]) -> N
 
 
 def _label(name: str, axis: int, label: str) -> str:
-    """The label of an open dimension. Placeholders for unknown sizes ('?', '-1', 'None') are
-    replaced by INPUT.AXIS, since two of them need not be equal."""
+    """Returns the name of an open dimension. Placeholders for unknown sizes ('?', '-1', 'None')
+    become INPUT.AXIS, since two such dimensions need not be equal."""
     is_name = re.search(r"[^\W\d_]", label) and label not in ("None", "True", "False")
     return label if is_name else f"{name}.{axis}"
 
 
 def _sizes(labels: Iterable[str]) -> dict[str, Polynomial]:
-    """The size of each label: a symbol, or an expression of symbols that other labels define
-    (`past + 1` beside `past`). Symbols are identifiers; different labels get different symbols."""
+    """Returns the size of each label (name of an open dimension): a symbol, or for a label such as
+    `past + 1` an expression, if other labels define its symbols. Symbols are identifiers; different
+    labels get different symbols."""
     distinct = list(dict.fromkeys(labels))
     names = {label for label in distinct if _is_identifier(label)}
     sizes = {label: Polynomial.variable(label) for label in names}
@@ -152,12 +156,13 @@ def _sizes(labels: Iterable[str]) -> dict[str, Polynomial]:
 
 
 def _is_identifier(label: str) -> bool:
-    """True if a label can be used as a symbol: plans write sizes as expressions."""
+    """True if a label can be a symbol as it is, and in expressions of plans."""
     return label.isidentifier() and label.isascii() and not keyword.iskeyword(label)
 
 
 def _formula(label: str) -> Polynomial | None:
-    """The size that a label denotes; None if it is not an expression, or could be negative."""
+    """Returns the size that a label such as `past + 1` denotes; None if it is no expression, or
+    could be negative."""
     try:
         size = Polynomial.parse(label)
     except ValueError:
@@ -167,8 +172,8 @@ def _formula(label: str) -> Polynomial | None:
 
 
 def _defines(size: Polynomial, symbol: str) -> bool:
-    """True if `size`, the expression of a label, defines `symbol`, which no other label has: it is
-    a sum, rather than a name with a hyphen (`dim-1` and `dim-2`)."""
+    """True if an expression in a label may introduce `symbol`, which is no label itself: it must be
+    a sum, not a name with a hyphen (`dim-1` beside `dim-2`)."""
     is_divided = any(symbol in symbols_of(atom) for atom in size.atoms) or size.denominator > 1
     is_sum = not is_divided and all(c > 0 for _, c in size.terms)
     return is_sum and all(monomial.count(symbol) <= 1 for monomial, _ in size.terms)

@@ -1,7 +1,7 @@
-"""Converts ONNX protos to graphsurgeon graphs and back, and keeps facts that graphsurgeon loses.
+"""Converts ONNX protos to graphsurgeon graphs and back, and keeps what graphsurgeon loses.
 
-Facts that graphsurgeon's objects have no field for (docs, metadata, non-tensor types, default
-values of inputs) are attributes that we set on these objects, so that they move with them.
+Docs, metadata, non-tensor types and default values of inputs, for which graphsurgeon's objects have
+no field, are attributes that we set on these objects, so that they move with them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ _SKIPPED = {
     AttributeProto.SPARSE_TENSOR: "sparse_tensor",
     AttributeProto.SPARSE_TENSORS: "sparse_tensors",
 }
-"""Kinds of attributes that graphsurgeon skips, and their fields."""
+"""Kinds of attributes that graphsurgeon skips, and the fields of the proto that hold them."""
 
 
 class _EmptyList(list[Any]):
-    """An empty list attribute that knows the type of its elements."""
+    """An empty list attribute, with the type that its elements would have."""
 
     kind = AttributeProto.INTS
 
 
 def default_of(tensor: gs.Tensor) -> TensorProto | None:
-    """The default value of an input; None for an input without one, and for any other tensor."""
+    """Returns the default value of a graph input; None for an input without one, and for any other
+    tensor."""
     value: TensorProto | None = getattr(tensor, "onnx_default", None)
     return value
 
@@ -62,8 +63,8 @@ def is_weight(tensor: gs.Tensor) -> bool:
 
 
 def declared_shape(tensor: gs.Tensor) -> tuple[int | None, ...] | None:
-    """The shape of a graph input or output of strings, with None for open sizes; None for any
-    other tensor, and if the rank is open."""
+    """Returns the declared shape of a graph input or output of strings, with None for open sizes;
+    None if the number of dimensions is open, and for other tensors, whose shape is in the graph."""
     source = _source(tensor)
     if source is None or _is_plain(source.type) or not source.type.HasField("tensor_type"):
         return None
@@ -74,9 +75,9 @@ def declared_shape(tensor: gs.Tensor) -> tuple[int | None, ...] | None:
 
 
 def reopen(graph: gs.Graph, declared: Mapping[str, TypeProto]) -> None:
-    """Opens again the sizes of inputs and outputs of strings, which have no layout, where the model
-    leaves them open; `declared` has the model's types of its ports. Inference at samples has made
-    them numbers."""
+    """Opens again the sizes of string inputs and outputs that the model leaves open, after
+    inference at sample sizes has set numbers. `declared` has the model's own types of inputs and
+    outputs, by name."""
     for tensor in (*graph.inputs, *graph.outputs):
         source = _source(tensor)
         if declared_shape(tensor) is None:
@@ -89,7 +90,8 @@ def reopen(graph: gs.Graph, declared: Mapping[str, TypeProto]) -> None:
 
 
 def type_text(tensor: gs.Tensor) -> str:
-    """The type of a graph input or output in onnxruntime's notation: `seq(tensor(float))`."""
+    """The type of a graph input or output in onnxruntime's notation: `tensor(float)`,
+    `seq(tensor(float))`."""
     source = _source(tensor)
     if source is not None and not _is_plain(source.type):
         return _type_text(source.type)
@@ -118,10 +120,12 @@ def _element_text(element: int) -> str:
 def import_graph(
     model: onnx.ModelProto, defaults: Mapping[str, TensorProto], folder: Path
 ) -> gs.Graph:
-    """The graph of a model without functions; the model is consumed. `defaults` are default values
-    of inputs by name; external data is in `folder`.
+    """Returns the graph of a model without functions; afterwards the model must not be used.
 
-    Strings, sequences, optionals and maps have no shape in the graph, so that they stay whole.
+    defaults  default values of inputs, by name
+    folder    where external data is
+
+    Strings, sequences, optionals and maps get no shape in the graph, so that they stay whole.
     Errors: ModelError for an attribute that is a list of graphs.
     """
     protos = list(graphs_of(model.graph))
@@ -155,12 +159,14 @@ def import_graph(
 def export_graph(
     graph: gs.Graph, header: onnx.ModelProto, stacks: dict[str, StackedValues] | None = None
 ) -> onnx.ModelProto:
-    """Exports a graph as a model; objects that were imported keep their docs and metadata. If
-    `stacks` is given, it gets the values of stacked weights by name; the model does not have these
-    values.
+    """Returns a graph as a model with the docs and metadata of what was imported.
 
-    Constants that subgraphs capture are written once, in the graph that has them. The types of
-    intermediate values are left to the runtime to infer.
+    header  docs, metadata, version and producer of the model
+    stacks  gets the values of stacked weights, by name, which then are not in the model; None: they
+            are
+
+    Constants that subgraphs capture are written once, in the graph that has them. Types of
+    intermediate tensors are left to the runtime to infer.
     """
     graphs = list(_gs_graphs(graph))
     shown = [(node, list(node.inputs)) for node in _gs_nodes(graph) if has_attribute_weights(node)]
@@ -202,7 +208,8 @@ def _named(tensor: TensorProto, name: str) -> TensorProto:
 
 
 def declare_types(graph: gs.Graph, proto: GraphProto) -> None:
-    """Declares dtypes and shapes of the nodes' outputs in an exported graph and its subgraphs."""
+    """Adds the dtypes and shapes of all nodes' outputs to `proto`, the exported form of `graph`,
+    and to its subgraphs."""
     for inner, message in zip(_gs_graphs(graph), graphs_of(proto), strict=True):
         ports = {port.name for port in (*message.input, *message.output)}
         for tensor in [t for node in inner.nodes for t in node.outputs]:
@@ -218,7 +225,7 @@ def declare_types(graph: gs.Graph, proto: GraphProto) -> None:
 
 
 def header_of(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A model's docs, metadata, version and producer, without its graph."""
+    """Returns a model's docs, metadata, version and producer as a model without nodes."""
     header = onnx.ModelProto(metadata_props=model.metadata_props)
     for field in ("doc_string", "domain", "model_version", "producer_name", "producer_version"):
         if model.HasField(field):
@@ -228,7 +235,7 @@ def header_of(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def metadata_of(header: onnx.ModelProto) -> dict[str, Any]:
-    """A model's metadata by the field names of onnxruntime's ModelMetadata."""
+    """Returns a model's metadata under the field names of onnxruntime's ModelMetadata."""
     version = {"version": header.model_version} if header.HasField("model_version") else {}
     return {
         "producer_name": header.producer_name,
@@ -242,7 +249,8 @@ def metadata_of(header: onnx.ModelProto) -> dict[str, Any]:
 
 
 def _source(holder: gs.Graph | gs.Node | gs.Tensor) -> Any:
-    """The proto that a graph, node or port was imported from; None if a pass created it."""
+    """Returns the proto from which a graph, node, or graph input or output was imported; None if a
+    pass created it."""
     return vars(holder).get("onnx_source")  # getattr would log a warning for graphs without it
 
 
@@ -274,7 +282,7 @@ def _constants(graph: gs.Graph) -> Iterator[gs.Constant]:
 
 
 def _is_plain(type_: TypeProto) -> bool:
-    """True for tensors of anything but strings, and for a missing type."""
+    """True for tensors of any dtype but strings, and for a missing type."""
     kind = type_.WhichOneof("value")
     return kind is None or (
         kind == "tensor_type" and type_.tensor_type.elem_type != TensorProto.STRING
@@ -282,8 +290,8 @@ def _is_plain(type_: TypeProto) -> bool:
 
 
 def _blur(type_: TypeProto) -> None:
-    """Removes the types that graphsurgeon cannot read: shapes of strings, types that are not
-    tensors."""
+    """Removes from a type what graphsurgeon cannot read: the shape of strings; the type itself if
+    it is no tensor."""
     if type_.HasField("tensor_type"):
         if not _is_plain(type_):
             type_.tensor_type.ClearField("shape")
@@ -292,8 +300,8 @@ def _blur(type_: TypeProto) -> None:
 
 
 def _set_aside(node: NodeProto) -> dict[str, Any]:
-    """Removes the attributes that graphsurgeon cannot read from a node; returns their values in a
-    form that its exporter can write."""
+    """Removes the attributes from a node that graphsurgeon cannot read; returns their values, by
+    name, in a form that its exporter can write."""
     values = {a.name: _unreadable(a, node) for a in node.attribute if not a.ref_attr_name}
     taken = {name: deepcopy(value) for name, value in values.items() if value is not None}
     for i in reversed(range(len(node.attribute) if taken else 0)):
@@ -303,7 +311,8 @@ def _set_aside(node: NodeProto) -> dict[str, Any]:
 
 
 def _unreadable(attribute: AttributeProto, node: NodeProto) -> Any:
-    """The value of an attribute that graphsurgeon skips or rejects; None for any other."""
+    """Returns the value of an attribute that graphsurgeon skips or rejects; None for any other
+    attribute."""
     if attribute.type == AttributeProto.GRAPHS:
         raise ModelError(
             f"{node.op_type} '{node.name}': attribute {attribute.name!r} is a list of graphs, "
@@ -339,8 +348,8 @@ def _take_empty(node: gs.Node) -> dict[str, _EmptyList]:
 
 
 def _read_constant_outputs(graph: gs.Graph) -> None:
-    """Puts an Identity between each graph output that is a constant and the constant: both may then
-    have layouts of their own."""
+    """Where a graph output is a constant, puts an Identity between the two, so that each may have
+    its own layout."""
     names = {t.name for t in graph.outputs} | graph.tensors().keys()
     for i, constant in enumerate(graph.outputs):
         if not isinstance(constant, gs.Constant):
@@ -357,8 +366,8 @@ def _read_constant_outputs(graph: gs.Graph) -> None:
 
 
 def _describe(message: Any, source: Any) -> None:
-    """Copies docs and metadata to the proto `message` from `source`, the proto from which it was
-    imported."""
+    """Copies docs and metadata to the proto `message` from `source`, the proto from which its
+    object was imported."""
     if source is None:
         return
     message.doc_string = source.doc_string
@@ -367,6 +376,8 @@ def _describe(message: Any, source: Any) -> None:
 
 
 def _describe_graph(graph: gs.Graph, proto: GraphProto) -> None:
+    """Copies docs, metadata and declared types to the proto of an exported graph from the proto
+    that it was imported from."""
     source = _source(graph)
     _describe(proto, source)
     if source is not None:
@@ -387,8 +398,8 @@ def _describe_graph(graph: gs.Graph, proto: GraphProto) -> None:
 
 
 def _hoist(graph: gs.Graph, proto: GraphProto) -> list[TensorProto]:
-    """Removes constants that subgraphs capture from the protos of the subgraphs, where
-    graphsurgeon's exporter repeats them; returns those that the main graph lacks."""
+    """Removes constants that subgraphs capture from the subgraphs' protos, where graphsurgeon's
+    exporter repeats them; returns the constants that the outer graph's proto lacks."""
     have = {t.name for t in proto.initializer}
     missing: dict[str, TensorProto] = {}
     inner_graphs = [g for n in graph.nodes for g in n.attrs.values() if isinstance(g, gs.Graph)]

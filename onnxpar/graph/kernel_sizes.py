@@ -1,5 +1,5 @@
-"""The sizes that onnxruntime's kernels give results, where ONNX's shape inference differs: all
-sizes then are the sizes in a run."""
+"""Sizes of results as onnxruntime's kernels compute them, where ONNX's shape inference gives
+others. So all inferred sizes are right in a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxpar.graph.einsum import einsum_dims, einsum_sizes
 
 _Sizes = Sequence[int | None]
 _Found = Iterable[tuple[int, int]]
-"""Sizes by axis."""
+"""Pairs (axis, size) of a result."""
 
 
 def correct_sizes(
@@ -24,9 +24,13 @@ def correct_sizes(
     values: Mapping[str, TensorProto],
     found: Mapping[str, TypeProto],
 ) -> None:
-    """Replaces sizes of the node's results in `found`, the inferred types, by the sizes of
-    onnxruntime's kernel. `types` are the types of operands, `values` the known values; `opset` is
-    the version of ONNX's own ops."""
+    """Replaces sizes of a node's results in `found`, the inferred types, by the sizes that
+    onnxruntime's kernel gives.
+
+    opset   the version of ONNX's own ops
+    types   types of operands, by name
+    values  known values of operands, by name
+    """
     sizes_of = _SIZES.get(node.op_type)
     if sizes_of is None or node.domain not in ("", "ai.onnx"):
         return
@@ -47,7 +51,8 @@ def correct_sizes(
 
 
 def known_sizes(type_: TypeProto | None) -> tuple[int | None, ...] | None:
-    """The sizes that a type gives, with None for unknown sizes; None if the rank is unknown."""
+    """Returns the sizes that a type gives, with None for unknown ones; None if the number of
+    dimensions is unknown."""
     if type_ is None or not type_.HasField("tensor_type"):
         return None
     if not type_.tensor_type.HasField("shape"):
@@ -57,7 +62,8 @@ def known_sizes(type_: TypeProto | None) -> tuple[int | None, ...] | None:
 
 
 def _einsum(node: _Sized) -> _Found:
-    """The sizes of an Einsum: onnx takes that of the first operand, also where it is 1."""
+    """Sizes of an Einsum with broadcasting: onnx takes the size of the first operand, even where it
+    is 1."""
     shapes = [each for each in node.operands if each is not None]
     if len(shapes) < len(node.operands):
         return
@@ -72,8 +78,8 @@ def _einsum(node: _Sized) -> _Found:
 
 @dataclass(frozen=True)
 class _Sized:
-    """A node's attributes, and what is known of its operands: the sizes of the first, those of all,
-    and values by index."""
+    """A node with known facts: its attributes, the sizes of its first operand and of all operands,
+    and values of operands by position."""
 
     sizes: _Sizes
     operands: Sequence[_Sizes | None]
@@ -85,7 +91,8 @@ class _Sized:
 @dataclass(frozen=True)
 class PoolWindows:
     """The windows of a pool along one dimension: `count` windows, each of `span` elements from its
-    first to its last, a `stride` apart, with `before` and `after` elements of padding."""
+    first to its last, at intervals of `stride`, with `before` and `after` elements of padding at
+    the ends of the dimension."""
 
     before: int
     after: int
@@ -95,8 +102,12 @@ class PoolWindows:
 
 
 def pool_windows(attributes: Mapping[str, Any], i: int, size: int) -> PoolWindows:
-    """The windows along spatial dimension `i` of `size` elements. The last window must begin inside
-    of the dimension, or in the padding before it; automatic padding does not know dilations."""
+    """Returns the windows along spatial dimension number `i` of `size` elements, as onnxruntime
+    counts them: the last window must begin inside of the dimension, or in the padding before it;
+    automatic padding ignores dilations.
+
+    attributes  attributes of the pool
+    """
     rank = len(attributes["kernel_shape"])
     width = attributes["kernel_shape"][i]
     stride, dilation = ((attributes.get(k) or [1] * rank)[i] for k in ("strides", "dilations"))
@@ -123,14 +134,14 @@ def _pooled(node: _Sized) -> _Found:
 
 
 def keeps_size(attributes: Mapping[str, Any]) -> bool:
-    """True for a Resize that onnxruntime leaves as large as its operand: it keeps the aspect ratio,
-    and its axes count from the last one."""
+    """True for a Resize whose result onnxruntime makes as large as the operand: with
+    keep_aspect_ratio_policy, and axes that count from the last one."""
     policy = attributes.get("keep_aspect_ratio_policy", b"stretch")
     return policy not in (b"stretch", "stretch") and min(attributes.get("axes") or [0]) < 0
 
 
 def _resized(node: _Sized) -> _Found:
-    """The sizes of a Resize or Upsample by scales: products of floats, rounded down."""
+    """Sizes of a Resize or Upsample by scales: float32 products, rounded down."""
     if keeps_size(node.attributes):
         yield from ((axis, size) for axis, size in enumerate(node.sizes) if size is not None)
         return
@@ -145,8 +156,8 @@ def _resized(node: _Sized) -> _Found:
 
 
 def _transposed(node: _Sized) -> _Found:
-    """Yields the spatial sizes of a ConvTranspose with automatic padding: size * stride, or fewer
-    if the kernel does not reach that far. ONNX's inference adds `output_padding`."""
+    """Spatial sizes of a ConvTranspose with automatic padding: size * stride, or less if the kernel
+    does not reach that far. ONNX's inference adds `output_padding`."""
     attributes, sizes = node.attributes, node.sizes
     pads_itself = attributes.get("auto_pad", b"NOTSET") in (b"SAME_UPPER", b"SAME_LOWER")
     if not pads_itself or attributes.get("output_shape"):
@@ -163,7 +174,7 @@ def _transposed(node: _Sized) -> _Found:
 
 
 def _counted(node: _Sized) -> _Found:
-    """The size of a Range of integers: onnx counts them with floats."""
+    """The size of a Range of integers, computed in integers; onnx computes it in floats."""
     if any(i not in node.constants or node.constants[i].dtype.kind != "i" for i in range(3)):
         return
     start, limit, delta = (int(node.constants[i]) for i in range(3))

@@ -1,4 +1,4 @@
-"""Values of weights that are read on first use."""
+"""Values of weights that are read from files on first use."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from onnxpar.graph.stored import read_stored
 
 
 class ExternalValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
-    """Values of a weight that are read from a file in the model's folder on first use."""
+    """The value of a weight that is read from a file in the model's folder on first use."""
 
     def __init__(self, tensor: TensorProto, folder: Path) -> None:
         super().__init__(tensor)
         self.folder = folder
 
     def load(self) -> np.ndarray[Any, Any]:
-        """Reads the values."""
+        """Reads the value from its file; returns it."""
         return read_stored(self.tensor, self.folder)
 
 
 class StackedValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
-    """Values of several weights of one shape, stacked along a new first dimension; they are read on
-    first use.
+    """The value of a weight that stacks several weights of one shape along a new first dimension,
+    read on first use.
 
-    tensor   the stack's proto, without data
-    parts    the protos of the weights, which have the data, or refer to files of `folder`
-    weights  the graph's constants that are stacked; their shapes may begin with further dimensions
-             of one element
+    parts    the protos of the weights, which have the data, or refer to files in `folder`
+    weights  the graph's constants that were stacked; their shapes may have more leading dimensions
+             of 1
+    tensor   (attribute) the proto of the stack, without data
     """
 
     def __init__(
@@ -48,28 +48,30 @@ class StackedValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
         self.folder = folder
 
     def load(self) -> np.ndarray[Any, Any]:
-        """Reads the values."""
+        """Reads the values of all weights; returns them stacked."""
         return np.stack([read_stored(p, self.folder) for p in self.parts])
 
 
 def stack_of(tensor: gs.Constant) -> StackedValues | None:
-    """The values of a constant that stacks weights; None for any other constant."""
+    """Returns the value of a constant if it is a stack of weights that has not been read yet; else
+    None."""
     return tensor._values if isinstance(tensor._values, StackedValues) else None
 
 
 def stacked_parts(tensor: gs.Constant) -> list[TensorProto]:
-    """The weights that a constant stacks; none for any other constant."""
+    """Returns the protos of the weights that a constant stacks; empty for any other constant."""
     values: Any = tensor._values
     return values.parts if isinstance(values, StackedValues) else []
 
 
 def stored_proto(tensor: gs.Constant) -> TensorProto | None:
-    """The TensorProto of a weight that has not been read; None for a value in memory."""
+    """Returns the TensorProto of a weight that has not been read yet; None for a value in
+    memory."""
     values: Any = tensor._values
     return values.tensor if isinstance(values, gs.ir.tensor.LazyValues) else None
 
 
 def peeked(tensor: gs.Constant) -> np.ndarray[Any, Any]:
-    """Returns the value of a constant; a value that has not been read yet is read, but not kept."""
+    """Returns the value of a constant, without keeping it in memory if it had not been read yet."""
     values: Any = tensor._values
     return np.asarray(values.load() if isinstance(values, gs.ir.tensor.LazyValues) else values)

@@ -1,4 +1,4 @@
-"""The text of a model during loading."""
+"""The text of a model during loading, for dumps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import onnx
 from onnx import TensorProto
 
 _SHOWN = 16
-"""Elements of an initializer whose values are shown."""
+"""Initializers with at most this many elements are shown with values."""
 
 
 def loaded_text(model: onnx.ModelProto) -> str:
-    """ONNX's own text of a model, in which large initializers have a type and a shape only."""
+    """Returns ONNX's own text of a model, in which large initializers have only a type and a
+    shape."""
     shown = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     own = shown.graph
     own.name = model.graph.name

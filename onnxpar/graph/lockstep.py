@@ -1,9 +1,10 @@
-"""Infers the shapes in a graph with open sizes, for several bindings of its symbols, node by node.
+"""Infers the shapes in a graph with open sizes, at several bindings (sizes of its symbols) at once,
+node by node.
 
-A node is folded away if its results are known, and either do not depend on sizes, or are sizes:
-integers whose closed form follows from the op's definition. Such results become constants, which
-may differ between the bindings; in the compiled graphs, a few nodes compute them from the sizes of
-a run. All other nodes that depend on sizes stay.
+A node is folded (becomes constants) if its results are known, and either do not depend on sizes, or
+are integers computed from sizes, whose closed form follows from the op's definition. Such constants
+may differ between bindings; in the compiled graphs, a few nodes compute them from the sizes of a
+run. All other nodes that depend on sizes stay.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ from onnxpar.layout.symbols import (
 from onnxpar.layout.ties import solve_tie
 
 PROBES = 4
-"""Sizes at which a closed form that fits the samples must hold, too."""
+"""A closed form that fits the samples must also hold at this many further sizes."""
 Strides = dict[tuple[str, int, str, int], tuple[int, int, int]]
-"""The numbers (a, b, c) that `find_quotient` found for a result's size, by the names and axes of
-the result and of the operand on whose size it depends."""
+"""For a size of a result, as (result, axis, operand, axis of the operand on which it depends): the
+formula (a, b, c) that `find_quotient` returned."""
 
 
 @dataclass(frozen=True)
 class Unsolved:
-    """A node that needs two sizes to be equal, where no symbol can be replaced to make them
+    """A node that requires two sizes to be equal, where no symbol can be replaced to make them
     equal."""
 
     node: NodeProto
@@ -66,29 +67,32 @@ class Unsolved:
 
 
 class Lockstep:
-    """Walks over the nodes of a graph once for each binding of its symbols; all walks are always at
-    the same node.
+    """Infers the nodes of a graph one after the other, at each of several bindings (sizes of its
+    symbols) at once.
 
-    Arguments: `inputs` has the types of the inputs at each binding, and `dims` their open
-    dimensions (none if a walk at one binding is wanted). If several symbols could be replaced to
-    make two sizes equal, the last one in `symbols` is. `strides` come from earlier walks; this walk
-    adds its own. `closed` symbols have no sizes other than the samples. The last `edges` bindings
-    may make results empty.
+    inputs    the types of the inputs at each binding
+    symbols   all symbols; if several could be replaced to make two sizes equal, the last one is
+    strides   formulas that earlier inference found; this object adds its own
+    closed    symbols that have no sizes other than the samples
+    dims      the open dimensions of inputs in closed form; None for inference at a single binding
+    edges     number of bindings at the end of the list that may make results empty
 
-    live        indices of the bindings at which the model is valid so far
-    kept        nodes that are not folded away
+    Results, as attributes:
+
+    live        indices of the bindings at which the model has been valid so far
+    kept        nodes that are not folded
     forms       closed forms of sizes and values
-    atoms       the atoms that closed forms contain: minima and quotients of sizes
+    atoms       the minima and quotients of sizes that closed forms contain
     conflicts   nodes that are not valid for their operands
-    tie         a symbol and its replacement, which makes two sizes equal, as a node requires; the
-                walk ends at that node
-    is_certain  True if the tie follows from an op's attributes, or from a weight that is not
+    tie         (symbol, replacement) that makes two sizes equal, as a node requires; inference
+                stops there
+    is_certain  True if `tie` follows from an op's attributes, or from a weight that is not
                 broadcast
     found       all open sizes
     limits      pairs of sizes: where the first is greater than the second, the model is not valid
     void        open sizes of empty results; if unknown, the open sizes of the operands
-    unsolved    nodes with sizes that must be equal, but cannot be tied
-    lost        names of results (the first of each node) with data-dependent sizes
+    unsolved    nodes with sizes that must be equal, but that no replacement of a symbol makes equal
+    lost        first results of nodes whose results have data-dependent sizes
     """
 
     def __init__(
@@ -127,7 +131,8 @@ class Lockstep:
         self._known: dict[tuple[int, ...], Polynomial | None] = {}
 
     def run(self) -> None:
-        """Walks over all nodes, up to the first tie."""
+        """Infers all nodes; stops before a node that requires two different sizes to be equal, and
+        sets `tie`."""
         for node in self.model.graph.node:
             self.tie = self._tie(node)
             if self.tie is not None:
@@ -136,7 +141,7 @@ class Lockstep:
 
     @property
     def variables(self) -> dict[Variable, list[int]]:
-        """Values of symbols and atoms at the live bindings."""
+        """The values of symbols, quotients and minima at the sample sizes in `live`."""
         if not self._variables:
             bindings = [self.bindings[i] for i in self.live]
             self._variables.update({s: [b[s] for b in bindings] for s in bindings[0]})
@@ -144,24 +149,23 @@ class Lockstep:
         return self._variables
 
     def size(self, name: str, axis: int) -> Polynomial | None:
-        """The closed form of the size of a tensor's dimension; None if the size has none, or is
-        unknown."""
+        """Returns the closed form of one size of a tensor; None if it has none, or is unknown."""
         sizes = self.sizes(name)
         return sizes[axis] if axis < len(sizes) else None
 
     def value(self, name: str) -> Polynomial | None:
-        """The closed form of the integer in a tensor of one element; None if the integer has none,
+        """Returns the closed form of the integer in a tensor of one element; None if it has none,
         or is unknown."""
         forms = self.forms.value(self.walks[self.live[0]], name)
         return forms.reshape(-1)[0] if forms is not None and forms.size == 1 else None
 
     def sizes(self, name: str) -> Sizes:
-        """The closed forms of all sizes of a tensor; None for a size that has none, or is
-        unknown."""
+        """Returns the closed forms of all sizes of a tensor, with None for a size that has none or
+        is unknown; empty if even the number of dimensions is unknown."""
         return self.forms.size(self.walks[self.live[0]], name) or []
 
     def fixed_sizes(self, name: str) -> list[int | None]:
-        """The sizes of a tensor; None for open ones."""
+        """Returns the sizes of a tensor as numbers, with None for open ones."""
         numbers = [None if size is None else size.number for size in self.sizes(name)]
         return [None if n is None else int(n) for n in numbers]
 
@@ -172,8 +176,8 @@ class Lockstep:
         return self._known[key]
 
     def _learn(self, size: Polynomial) -> None:
-        """Adds an open size to `found`, and its atoms to `atoms`, so that further closed forms may
-        use them."""
+        """Records an open size and its minima and quotients, so that later closed forms may contain
+        them."""
         if not size.variables:
             return
         self.found[size] = None
@@ -184,9 +188,9 @@ class Lockstep:
             self._known = {k: v for k, v in self._known.items() if v is not None}
 
     def _tie(self, node: NodeProto) -> tuple[str, Polynomial] | None:
-        """Looks for two sizes that the node requires to be equal but that differ. Returns a symbol
-        and its replacement that make the first such pair equal; None if there is no such pair, or
-        none can be made equal. Sets `is_certain`."""
+        """Returns (symbol, replacement) that makes two sizes equal which the node requires to be
+        equal but which differ; None if there are no such sizes, or no such symbol. Sets
+        `is_certain`."""
         usual = [i for i in self.live if i not in self.edges]
         edges = [i for i in self.live if i in self.edges]
         ends = [self.walks[i] for i in (usual[0], usual[-1])]
@@ -219,8 +223,9 @@ class Lockstep:
         return self._reshape_tie(node) if node.op_type == "Reshape" else None
 
     def _reshape_tie(self, node: NodeProto) -> tuple[str, Polynomial] | None:
-        """A symbol and its replacement (another symbol, or a multiple of it), without which a
-        Reshape is not possible at the live bindings; None if there is none."""
+        """Returns (symbol, replacement) without which a Reshape is impossible, because the numbers
+        of elements differ at the sample sizes; None if it is possible, or if there is no such
+        symbol."""
         shapes = [self.walks[i].shape(node.input[0]) for i in self.live]
         targets = [self.walks[i].values.get(node.input[1]) for i in self.live]
         both = zip(shapes, targets, strict=True)
@@ -244,8 +249,8 @@ class Lockstep:
         return any(tensor.name in names for tensor in self.model.graph.initializer)
 
     def _in_closed_form(self, node: NodeProto, of: Size) -> Polynomial | None:
-        """Returns a size as `equal_sizes` states it (a number, a dimension of an operand, a
-        multiple) in closed form."""
+        """Returns the closed form of a size in the form in which `equal_sizes` states it: a number,
+        a dimension of an operand, or a Multiple; None if there is none."""
         if isinstance(of, int):
             return Polynomial.constant(of)
         if isinstance(of, Multiple):
@@ -255,7 +260,8 @@ class Lockstep:
         return self.size(node.input[operand], axis)
 
     def _step(self, node: NodeProto) -> None:
-        """Folds a node, or keeps it and infers its results, at all live bindings."""
+        """Folds a node, or else keeps it and infers its results, at all sample sizes at which the
+        model is valid."""
         walks = [self.walks[i] for i in self.live]
         evaluated = [walk.evaluate(node) for walk in walks]
         results = [f for f in evaluated if f is not None]
@@ -293,9 +299,12 @@ class Lockstep:
         self._explain(node, is_open)
 
     def _followed(self, node: NodeProto, results: Sequence[Sequence[Any]]) -> list[Forms] | None:
-        """The closed forms of a node's results, an empty array for results that do not depend on
-        sizes; None if they cannot be followed. `results` has the values at each binding. The closed
-        forms must have these values, too, since the runtime may round, or overflow."""
+        """Returns the closed forms of a node's results, with an empty array for a result that does
+        not depend on sizes; None if there are none. They must have the values that were computed at
+        all sample sizes, because the runtime may round, or overflow.
+
+        results  the values of the node's results at each of the sample sizes
+        """
         walk = self.walks[self.live[0]]
         if node.op_type not in ("Shape", "Size") and not any(
             name in self.forms.varies for name in node.input
@@ -317,9 +326,13 @@ class Lockstep:
     def _exact_range(
         self, node: NodeProto, forms: Sequence[Forms], values: Sequence[Any]
     ) -> list[Limit] | None:
-        """Returns the limits on sizes within which a node's results, and the values from which they
-        are computed, are exact in their dtypes, and no float is divided by 0; None if results are
-        rounded, or overflow, at usual sizes."""
+        """Returns limits on sizes within which a node's results, and the values from which they are
+        computed, are exact in their dtypes, and no float is divided by 0; None if results are
+        rounded or overflow even at usual sizes.
+
+        forms   the closed form of each result
+        values  the value of each result at the first sample sizes
+        """
         try:
             own = [
                 limit
@@ -338,15 +351,15 @@ class Lockstep:
         return limits
 
     def _record(self, node: NodeProto, forms: Sequence[Forms]) -> None:
-        """Records the closed forms of results that depend on sizes."""
+        """Records the closed forms of the results of a node that depend on sizes."""
         for name, each in zip(node.output, forms, strict=True):
             if any(form.variables for form in each.reshape(-1)):
                 self.forms.values[name] = each
                 self.forms.varies.add(name)
 
     def _check(self, node: NodeProto) -> None:
-        """Drops the bindings at which the node is not valid for its operands; if too few would be
-        left, or the first one would go, records the node as a conflict instead."""
+        """Drops the sample sizes at which the node is not valid for its operands. If too few would
+        be left, or the first would go, records the node in `conflicts` instead."""
         for i in self.live:
             sizes = [s for name in node.output for s in self.walks[i].sizes(name) or ()]
             if any(s is not None and s < 0 for s in sizes):
@@ -358,7 +371,7 @@ class Lockstep:
             self.conflicts.append(node)
 
     def put_first(self) -> None:
-        """Moves the binding at which the fewest open sizes are at most 1 to the front."""
+        """Puts the sample sizes first at which the fewest open sizes are 0 or 1."""
 
         def trivial(i: int) -> tuple[bool, int]:
             return i in self.edges, sum(size.at(self.bindings[i]) <= 1 for size in self.found)
@@ -368,16 +381,16 @@ class Lockstep:
         self._variables = {}
 
     def _drop(self, odd: Collection[int]) -> None:
-        """Drops the bindings `odd`, at which the model is not valid."""
+        """Drops the sample sizes with these indices, at which the model is not valid."""
         if odd:
             self.live = [i for i in self.live if i not in odd]
             self._known.clear()
             self._variables = {}
 
     def _explain(self, node: NodeProto, is_open: bool) -> None:
-        """Finds a closed form, which may be a number, for every size of a node's results; makes a
-        size unknown in all walks if there is none. `is_open` is False if no operand depends on open
-        sizes."""
+        """Finds a closed form, which may be a number, for every size of a node's results; where
+        there is none, makes the size unknown at all sample sizes. `is_open` is False if no operand
+        depends on open sizes."""
         names = [name for name in node.output if name]
         if not is_open:
             return
@@ -405,8 +418,8 @@ class Lockstep:
             self._set_sizes(node, name, sizes)
 
     def _piece(self, node: NodeProto) -> Sizes | None:
-        """The sizes of one piece of a SplitToSequence of an open dimension: pieces are equal, but
-        the last one may be smaller. None for any other result."""
+        """Returns the sizes of one piece of a SplitToSequence of an open dimension, where pieces
+        are equal except for a smaller last one; None for any other node."""
         walk = self.walks[self.live[0]]
         split = walk.splits.get(node.input[0]) if node.op_type == "SequenceAt" else None
         if split is None or len(split.input) < 2 or node.input[1] not in walk.values:
@@ -428,11 +441,11 @@ class Lockstep:
         return whole
 
     def _column(self, name: str, axis: int) -> list[int | None]:
-        """The size of a tensor's dimension at each live binding."""
+        """Returns the size of a tensor's dimension at each of the sample sizes in `live`."""
         return [(self.walks[i].sizes(name) or ())[axis] for i in self.live]
 
     def _set_sizes(self, node: NodeProto, name: str, sizes: Sequence[Polynomial | None]) -> None:
-        """Records the closed forms of a result's sizes."""
+        """Records the closed forms of the sizes of the result `name`; None: the size has none."""
         for axis, size in enumerate(sizes):
             column = self._column(name, axis)
             usual = zip(self.live, column, strict=True)
@@ -452,8 +465,8 @@ class Lockstep:
             self.forms.sizes[name] = list(sizes)
 
     def _agreeing(self, size: Polynomial | None, column: Sequence[int | None]) -> Polynomial | None:
-        """Returns the size, if it has the values in `column` at the live bindings, and is simple
-        enough to follow; else None."""
+        """Returns `size` if it is simple enough, and has the values in `column` at the sample sizes
+        in `live`; else None."""
         if (
             size is None
             or size.weight > HEAVIEST
@@ -463,8 +476,8 @@ class Lockstep:
         return size
 
     def _divide(self, over: Polynomial, below: Polynomial) -> Polynomial | None:
-        """Returns the quotient of two sizes: a polynomial fits the quotients of their values, and
-        times `below` it is exactly `over`; else None."""
+        """Returns the closed form of over / below, if it is a polynomial that divides exactly; else
+        None."""
         bindings = [self.bindings[i] for i in self.live]
         values = [(over.at(b), below.at(b)) for b in bindings]
         if any(b == 0 or a % b for a, b in values):
@@ -473,7 +486,8 @@ class Lockstep:
         return ratio if ratio is not None and ratio * below == over else None
 
     def _explained(self, node: NodeProto, name: str, rank: int) -> list[Polynomial | None]:
-        """The closed forms of a result's sizes, from sizes of operands."""
+        """Returns the closed forms of a result's `rank` sizes, found from sizes of operands; None
+        for a size that has none."""
         walk = self.walks[self.live[0]]
         varying = [n for n in node.input if n in self.forms.varies]
         free = known_sizes(walk.types_without(node, varying).get(name)) if varying else None
@@ -490,9 +504,12 @@ class Lockstep:
     def _closed_form(
         self, node: NodeProto, name: str, axis: int, values: Sequence[int]
     ) -> Polynomial | None:
-        """The closed form of a result's size; None if it is data-dependent. `values` has the size
-        at each binding. A size that is the same at all bindings may still depend on an open size:
-        the windows of a pool may be larger than the difference between the samples."""
+        """Returns the closed form of one size of a result; None if it depends on data. A size that
+        is the same at all sample sizes may still depend on an open size: the windows of a pool may
+        be larger than the samples' differences.
+
+        values  the size at each of the sample sizes in `live`
+        """
         if len(set(values)) > 1:
             same = (form for form, own in self._open_columns(node) if own == list(values))
             size = next(same, None)
@@ -510,8 +527,8 @@ class Lockstep:
         return Polynomial.constant(values[0])
 
     def _proposed(self, node: NodeProto, axis: int, values: Sequence[int]) -> Iterator[Polynomial]:
-        """Closed forms with these values: a size of an operand plus a number, the sum of the
-        operands' sizes, and polynomials that fit the values."""
+        """Yields candidates for the closed form of a size with these values: an operand's size plus
+        a number, the sum of the operands' sizes, and polynomials that fit."""
         for form, own in self._open_columns(node):
             apart = {v - o for v, o in zip(values, own, strict=False) if o is not None}
             if len(apart) == 1 and None not in own:
@@ -526,9 +543,10 @@ class Lockstep:
             yield from fits(tuple(values), self.variables)
 
     def _holds(self, node: NodeProto, name: str, axis: int, size: Polynomial) -> bool:
-        """True if a result also has this size far from the samples, where the node is valid. A form
-        can fit the samples by chance only if sizes are minima, which equal one operand at most
-        samples. A probe does not change the values that bodies compute from sizes."""
+        """True if the result also has this size far from the samples, at PROBES sizes where the
+        node is valid. A wrong form can fit the samples by chance only if it contains minima, which
+        equal one operand at most samples. Values that bodies compute from sizes stay as at the
+        samples."""
         if is_control(node) or not any(isinstance(atom, Minimum) for atom in self.atoms):
             return True
         source = np.random.default_rng(len(name))
@@ -548,12 +566,14 @@ class Lockstep:
         return True
 
     def _open_columns(self, node: NodeProto) -> Iterator[tuple[Polynomial, list[int | None]]]:
-        """Yields the open sizes of a node's operands, each with its values at the live bindings."""
+        """Yields (closed form, values at the sample sizes in `live`) of each open size of a node's
+        operands."""
         for operand, at, _, size in self._open_operands(node):
             yield size, self._column(operand, at)
 
     def _depends(self, node: NodeProto, name: str, axis: int, value: int) -> bool:
-        """True if a size of the result changes when an open size of an operand grows a lot."""
+        """True if this size of the result changes when one open size of an operand grows by
+        AFAR."""
         if node.op_type in EVEN:  # an operand that grows alone does not fit the others
             return False
         return any(
@@ -562,15 +582,15 @@ class Lockstep:
         )
 
     def _add_lost(self, node: NodeProto) -> None:
-        """Adds the node to `lost`: its results have data-dependent sizes."""
+        """Records that results of the node have data-dependent sizes."""
         if node.output[0] not in self.lost:
             self.lost.append(node.output[0])
 
     def _discover(
         self, node: NodeProto, name: str, axis: int, values: Sequence[int]
     ) -> Polynomial | None:
-        """Returns a result's size as a quotient (a * size + b) // c of an operand's size, as
-        inference at other sizes of the operand shows it; None if there is no such quotient."""
+        """Returns a result's size as a quotient (a * size + b) // c of an operand's size, found by
+        inferring the node at many sizes of the operand; None if there is none."""
         for operand, at, own, size in self._open_operands(node):
             key = (name, axis, operand, at)
             stride = self.strides.get(key) or find_quotient(partial(self._probe, node, *key), own)
@@ -593,12 +613,12 @@ class Lockstep:
     def _lowest(
         self, node: NodeProto, key: tuple[str, int, str, int], ratio: tuple[int, int, int], own: int
     ) -> int:
-        """Returns the least operand size from which on a quotient is the result's size; 0 if it
-        already is at sizes 1 and 2: kernels round negative numbers towards zero.
+        """Returns the least operand size from which on a quotient gives the result's size; 0 if it
+        does so even at sizes 1 and 2, although kernels may round negative numbers towards zero.
 
-        key    names and axes of the result and the operand
-        ratio  the quotient (a, b, c): (a * size + b) // c
-        own    an operand size at which it is right
+        key    (result, axis, operand, axis)
+        ratio  (a, b, c) of the quotient (a * size + b) // c
+        own    an operand size at which the quotient is right
         """
         times, shift, below = ratio
 
@@ -611,8 +631,8 @@ class Lockstep:
         return low
 
     def _open_operands(self, node: NodeProto) -> Iterator[tuple[str, int, int, Polynomial]]:
-        """The open dimensions of a node's operands: name, axis, size at the first binding, and the
-        size in closed form."""
+        """Yields (name, axis, size at the first sample sizes, closed form) of each open dimension
+        of a node's operands."""
         walk = self.walks[self.live[0]]
         for operand in dict.fromkeys(node.input):
             for at, own in enumerate(walk.sizes(operand) or ()):
@@ -623,22 +643,22 @@ class Lockstep:
     def _probe(
         self, node: NodeProto, name: str, axis: int, operand: str, at: int, size: int
     ) -> int | None:
-        """Returns the size that dimension `axis` of the result `name` would have, if dimension `at`
-        of `operand` had this size."""
+        """Returns the size that dimension `axis` of the result `name` would have if dimension `at`
+        of `operand` had this `size`."""
         types = self.walks[self.live[0]].probe(node, {(operand, at): size})
         sizes = known_sizes(types.get(name))
         return sizes[axis] if sizes is not None and axis < len(sizes) else None
 
 
 def _is_folded(forms: Forms, value: Any) -> bool:
-    """True if a result becomes a constant at each binding: it does not depend on sizes, or is
+    """True if a result may become a constant at each binding: it does not depend on sizes, or has
     integers."""
     is_open = any(form.variables for form in forms.reshape(-1))
     return not is_open or np.issubdtype(np.asarray(value).dtype, np.integer)
 
 
 def _agree(results: Sequence[Sequence[Any]]) -> bool:
-    """True if the rows of all bindings have equal arrays of equal dtypes."""
+    """True if a node's results are equal at all sample sizes, in values and dtypes."""
     return all(
         np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
         and np.asarray(a).dtype == np.asarray(b).dtype
@@ -648,8 +668,8 @@ def _agree(results: Sequence[Sequence[Any]]) -> bool:
 
 
 def _size_at(shapes: Shapes, of: Size) -> int | None:
-    """Returns a size that `equal_sizes` states, for operands of these shapes; None if it is
-    unknown."""
+    """Returns a size in the form in which `equal_sizes` states it, for operands of these shapes;
+    None if it is unknown."""
     if isinstance(of, int):
         return of
     if isinstance(of, Multiple):

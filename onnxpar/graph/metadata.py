@@ -1,4 +1,4 @@
-"""Metadata of the nodes of a graph, which models keep."""
+"""Metadata of nodes (names in the file, layouts), which models keep when they are saved."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from onnx import NodeProto, ValueInfoProto
 
 _FILE_NAME = "onnxpar.name"
 _LAYOUT = "onnxpar.layout"
-"""The layouts of a node's tensors, or of a port, for people: viewers such as Netron show it."""
+"""Key of the layouts of a node's or port's tensors as text: viewers such as Netron show it."""
 Named = Sequence[tuple[str, str]]
-"""Tensors by name with their layouts."""
+"""(name, text of the layout) of tensors."""
 
 
 def note_file_name(node: NodeProto) -> None:
@@ -26,26 +26,26 @@ def note_name_in_file(node: NodeProto, name: str) -> None:
 
 
 def has_file_name(node: NodeProto) -> bool:
-    """True if `note_file_name` was called for a node."""
+    """True if `note_file_name` was called for the node."""
     return metadata_of(node, _FILE_NAME) is not None
 
 
 def node_names(node: gs.Node) -> list[str]:
-    """Returns a node's name, and its name in the file if the loader renamed the node."""
+    """Returns a node's name, and also its name in the file if the loader renamed it."""
     name = metadata_of(node, _FILE_NAME)
     return [node.name, name] if name else [node.name]
 
 
 def layouts_metadata(operands: Named, results: Named) -> dict[str, str]:
     """Returns metadata with the layouts of a node's tensors: `x [dp, -], w [-, tp] -> y [dp, tp]`,
-    or `x [-] sum(tp) -> whole`; empty if no tensor has one."""
+    or `x [-] sum(tp) -> whole`; empty if no tensor has a layout."""
     sides = [", ".join(f"{n} {layout}" for n, layout in p if layout) for p in (operands, results)]
     return {_LAYOUT: " -> ".join(side or "whole" for side in sides)} if any(sides) else {}
 
 
 def note_layouts(holder: NodeProto | ValueInfoProto, layouts: Mapping[str, str]) -> None:
-    """Records the layouts of a node's or a port's tensors, as far as `layouts` has them, in its
-    metadata; they replace older ones."""
+    """Replaces the layouts in the metadata of a node, or of a graph input or output. `layouts` has
+    texts by tensor."""
     kept = [entry for entry in holder.metadata_props if entry.key != _LAYOUT]
     if isinstance(holder, NodeProto):
         sides = ([(n, layouts.get(n, "")) for n in p if n] for p in (holder.input, holder.output))
@@ -60,7 +60,7 @@ def note_layouts(holder: NodeProto | ValueInfoProto, layouts: Mapping[str, str])
 
 
 def metadata_of(node: gs.Node | NodeProto, key: str) -> str | None:
-    """Returns the entry of a node's metadata for a key; None if there is none."""
+    """Returns the value of a key in a node's metadata; None if there is none."""
     # getattr would log a warning for a node of graphsurgeon without the attribute
     source = node if isinstance(node, NodeProto) else vars(node).get("onnx_source")
     entries = source.metadata_props if source is not None else ()

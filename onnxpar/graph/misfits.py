@@ -13,11 +13,9 @@ from onnxpar.graph.shape_inference import Walk
 
 
 def check_fits(walks: Sequence[Walk], node: NodeProto) -> None:
-    """Checks a node that ONNX's inference rejects in every walk: asks onnxruntime, with the types
-    and values of operands in which all walks agree.
-
-    Errors: ModelError if onnxruntime rejects the node as well.
-    """
+    """Checks a node that ONNX's inference rejects at all sample sizes (a walk each): asks
+    onnxruntime, with the types and values of operands that are equal in all walks. Errors:
+    ModelError if onnxruntime rejects the node as well."""
     names = [name for name in node.input if name]
     if any(name not in walk.types for name in names for walk in walks):
         return
@@ -41,7 +39,7 @@ def check_fits(walks: Sequence[Walk], node: NodeProto) -> None:
 
 
 def _common(types: Sequence[TypeProto]) -> TypeProto:
-    """Returns the first type without the sizes in which others differ."""
+    """Returns the first type without the sizes in which the others differ."""
     common = TypeProto()
     common.CopyFrom(types[0])
     shapes = [known_sizes(type_) for type_ in types]
@@ -58,7 +56,7 @@ def _common(types: Sequence[TypeProto]) -> TypeProto:
 
 
 def _text(type_: TypeProto) -> str:
-    """A type as `float32[2, 8]`, or `float32` if its rank is not known."""
+    """The text of a type: `float32[2, 8]`, or `float32` if the number of dimensions is unknown."""
     if not type_.HasField("tensor_type"):
         return str(type_.WhichOneof("value")).removesuffix("_type")
     name = str(helper.tensor_dtype_to_np_dtype(type_.tensor_type.elem_type))
@@ -67,5 +65,5 @@ def _text(type_: TypeProto) -> str:
 
 
 def _reason(text: str) -> str:
-    """An onnxruntime message without error codes and source locations."""
+    """Returns onnxruntime's message without its error codes and source locations."""
     return re.sub(r"^.*(\[\w+\]|: FAIL :)( Exception during loading:)?", "", text).strip(" .")

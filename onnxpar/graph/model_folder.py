@@ -1,5 +1,5 @@
-"""Folders that hold a language or embedding model: the ONNX files of its decoder, its encoder or
-both, and other files, such as the tokenizer.
+"""Folders of a language or embedding model: the ONNX files of its decoder, its encoder or both, and
+other files, such as the tokenizer.
 
 Written by onnxruntime-genai's builder (genai_config.json), by Hugging Face Optimum, or for
 transformers.js (config.json, and the model often in a folder `onnx`).
@@ -20,9 +20,9 @@ from onnxpar.base.read_bounded import read_bounded
 from onnxpar.graph.hugging_face import export_command, exported, is_on_hub, task_of
 
 _PLACES = {POOLING: "1_Pooling/config.json"}
-"""Paths in a model's folder of files with another name in a sharded model, which has no folders."""
+"""Paths in a model's folder of files that have another name in a sharded model, by that name."""
 _DECODERS = ("model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx")
-"""Names of a decoder with a cache, the likeliest first."""
+"""Usual names of the file of a decoder with a cache, the likeliest first."""
 _ENCODER = "encoder_model.onnx"
 _MERGED = "decoder_model_merged.onnx"
 _FIRST, _LATER = "decoder_model.onnx", "decoder_with_past_model.onnx"
@@ -30,7 +30,7 @@ _SINGLE = re.compile(r"encoder|embed|vision|speech|vocoder")
 
 
 def _export(model: str, flag: str, output: str, task: tuple[str, ...] = ()) -> str:
-    """The commands that export a model of Hugging Face; one of them suffices."""
+    """Returns text that tells the user how to export a model of Hugging Face by hand."""
     return (
         f"this command does so after pip install 'onnxpar[hf]'. By hand, to a folder: "
         f"`python -m onnxruntime_genai.models.builder {flag} {model} -o {output} -p fp32 -e cpu` "
@@ -40,8 +40,9 @@ def _export(model: str, flag: str, output: str, task: tuple[str, ...] = ()) -> s
 
 
 def model_at(path: Path) -> Path:
-    """Returns the ONNX file of a folder, or of a model of Hugging Face, which is exported; any
-    other path, and that of a sharded model, as it is. Errors: ModelError."""
+    """Returns the ONNX file for a path: in a folder, its decoder; for a model of Hugging Face,
+    after an export. Any other path, also of a sharded model, is returned as it is. Errors:
+    ModelError."""
     path = exported(path)
     is_folder = path.is_dir() and not (path / "plan.json").exists()
     if is_on_hub(path):
@@ -53,8 +54,8 @@ def model_at(path: Path) -> Path:
 
 
 def decoder_in(folder: Path) -> Path:
-    """Returns the ONNX file of a folder: the decoder that genai_config.json names; else the one
-    that has one of the usual names; else the only file. Errors: ModelError."""
+    """Returns the ONNX file of a folder: the decoder that genai_config.json names; else a file with
+    one of the usual names; else the only file. Errors: ModelError."""
     if (folder / GENAI).exists():
         return _named_by_genai(folder)
     both = encoder_decoder_in(folder)
@@ -85,8 +86,8 @@ def decoder_in(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class EncoderDecoderFiles:
-    """The files of an encoder-decoder; `first` and `later` are the decoders of the first step and
-    of later steps, perhaps in one file."""
+    """The files of an encoder-decoder. `first` is the decoder for the first step (without a cache),
+    `later` that for further steps; both may be one file."""
 
     encoder: Path
     first: Path
@@ -94,8 +95,8 @@ class EncoderDecoderFiles:
 
 
 def encoder_decoder_in(folder: Path) -> EncoderDecoderFiles | None:
-    """Returns the files of an encoder-decoder in a folder, or in its folder `onnx`; None if the
-    folder holds none. Errors: ModelError if some of them are missing."""
+    """Returns the files of an encoder-decoder in a folder, or in its folder `onnx`; None if it
+    holds none. Errors: ModelError if some of the files are missing."""
     for place in (folder, folder / "onnx"):
         encoder = place / _ENCODER
         for first, later in ((_FIRST, _LATER), (_MERGED, _MERGED)):
@@ -114,12 +115,12 @@ def encoder_decoder_in(folder: Path) -> EncoderDecoderFiles | None:
 
 
 def encoder_file(decoder: Path) -> Path:
-    """Returns the file of the encoder in the folder of a decoder's file."""
+    """Returns the path of the encoder that belongs to a decoder's file, in the same folder."""
     return decoder.parent / _ENCODER
 
 
 def _named_by_genai(folder: Path) -> Path:
-    """Returns the decoder's file as genai_config.json names it."""
+    """Returns the decoder's file that genai_config.json names. Errors: ModelError."""
     decoder = genai_config(folder).get("decoder")
     name = decoder.get("filename") if isinstance(decoder, dict) else None
     if not isinstance(name, str):
@@ -135,7 +136,7 @@ def _named_by_genai(folder: Path) -> Path:
 
 
 def genai_config(folder: Path) -> Mapping[str, Any]:
-    """Returns the object "model" of genai_config.json. Errors: ModelError."""
+    """Returns the object "model" in the folder's genai_config.json. Errors: ModelError."""
     config = read_config(folder / GENAI).get("model")
     if not isinstance(config, dict):
         raise ModelError(f'{folder / GENAI} has no object "model"; write it anew with the builder')
@@ -143,7 +144,7 @@ def genai_config(folder: Path) -> Mapping[str, Any]:
 
 
 def read_config(file: Path) -> Mapping[str, Any]:
-    """Returns the object in a JSON file. Errors: ModelError."""
+    """Returns the content of a JSON file that is an object. Errors: ModelError."""
     value = read_json(file)
     if not isinstance(value, dict):
         raise ModelError(f"{file} does not hold a JSON object; copy it again")
@@ -151,7 +152,7 @@ def read_config(file: Path) -> Mapping[str, Any]:
 
 
 def read_json(file: Path) -> object:
-    """Returns the value in a JSON file. Errors: ModelError."""
+    """Returns the content of a JSON file. Errors: ModelError."""
     try:
         return json.loads(read_bounded(file))
     except (OSError, ValueError, RecursionError) as error:
@@ -160,8 +161,8 @@ def read_json(file: Path) -> object:
 
 def carried_files(model: Path, is_part: bool = False) -> dict[str, Path]:
     """Returns the files beside a model (tokenizer, configurations) that are copied into the sharded
-    model, by their names there. A folder without genai_config.json and tokenizer.json is not that
-    of a language or embedding model: nothing is copied, unless the model `is_part` of an
+    model, by their names there. Empty for a folder without genai_config.json and tokenizer.json,
+    which is not that of a language or embedding model, unless the model `is_part` of an
     encoder-decoder."""
     folder = _root(model.parent)
     if not is_part and not any((folder / name).is_file() for name in (GENAI, "tokenizer.json")):
@@ -171,5 +172,6 @@ def carried_files(model: Path, is_part: bool = False) -> dict[str, Path]:
 
 
 def _root(place: Path) -> Path:
-    """The folder of the configuration: the folder of the models, or its parent."""
+    """Returns the folder of the configuration: that of the model files, or its parent if that is
+    `onnx`."""
     return place.parent if place.name == "onnx" else place

@@ -1,4 +1,4 @@
-"""The name of a model: that of its file, or of its folder if the file is called model.onnx."""
+"""The name of a model: that of its file, or for generic names such as model.onnx, of its folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 _GENERIC = re.compile(r"model\.onnx|onnx|snapshots|[0-9a-f]{40}")
-"""Exporters write `gpt2/model.onnx`, hubs `gpt2/onnx/model.onnx`, and their caches
+"""Parts of paths that do not tell models apart. Exporters write `gpt2/model.onnx`, hubs
+`gpt2/onnx/model.onnx`, and their caches
 `models--gpt2/snapshots/607a30d783dfa663caf39e06633721c8d4cfcd7e/onnx/model.onnx`."""
 
 

@@ -1,5 +1,5 @@
-"""Chooses bindings (sample sizes) for a model with open sizes, and infers the model and its graph
-at each."""
+"""Chooses bindings (sample sizes of all symbols) for a model with open sizes, and infers the model
+at each of them."""
 
 from __future__ import annotations
 
@@ -33,20 +33,25 @@ from onnxpar.layout.fits import DOMAINS, Domain, fits, sample
 from onnxpar.layout.symbols import Atom, Binding, Polynomial, Quotient, Variable, symbols_of
 
 OpenDims = Mapping[tuple[str, int], Polynomial]
-"""Open dimensions of inputs, by name and axis."""
+"""The closed forms of open dimensions of inputs, by (input, axis)."""
 
 
 @dataclass(frozen=True)
 class OpenSizes:
-    """The open sizes of a model, and its graphs at sample bindings.
+    """The open sizes of a model, and its graphs at sample bindings (sizes of all symbols).
 
-    `graph(i)` is the model's graph at `bindings[i]`: the same nodes and tensors for every i, with
-    other sizes. `labels` are the names of the symbols for `--dim`. `whole` has the first result of
-    each node whose results have data-dependent sizes. `typical` are sizes for costs, with weights;
-    `is_told` is True if the user gave them. `caches` have relations between sizes that kernels
-    need. In the dimensions in `free`, inputs may have other sizes than the symbols. Of each pair in
-    `limits`, the first size must not be greater than the second in a run. `forms` are all closed
-    forms of sizes in the model, and `values` the closed forms of elements of tensors, by name.
+    graph    `graph(i)` is the model's graph at `bindings[i]`: the same nodes and tensors for every
+             i, with other sizes
+    atoms    the minima and quotients in closed forms of sizes
+    labels   the names of the symbols for --dim
+    whole    first results of nodes whose results have data-dependent sizes, so that they stay whole
+    typical  sizes for costs, each with its share of runs
+    is_told  True if the user gave the typical sizes
+    caches   relations between sizes that attention kernels demand
+    free     dimensions in which inputs may have other sizes than the symbols say
+    limits   pairs of sizes (a, b): a run must have a <= b
+    forms    all closed forms of sizes in the model
+    values   closed forms of the elements of tensors, by name
     """
 
     symbols: tuple[str, ...]
@@ -65,8 +70,9 @@ class OpenSizes:
     values: Mapping[str, Forms] = field(default_factory=dict)
 
     def at(self, numbers: Sequence[int]) -> OpenSizes:
-        """Returns the open sizes with only the bindings at these indices, and with further limits,
-        which keep runs off the sides of minima that no binding is on any more."""
+        """Returns the open sizes with only the bindings (sample sizes) at these indices. More
+        limits keep runs from sizes that no remaining binding covers, such as those beyond a
+        minimum."""
         bindings = [self.bindings[i] for i in numbers]
         limits = [*self.limits, *map(limit, unseen(self.atoms, bindings))]
         return replace(
@@ -78,26 +84,28 @@ class OpenSizes:
 
     @property
     def flags(self) -> str:
-        """The options that bind every symbol."""
+        """The options that fix every symbol: `--dim batch=N --dim seq=N`."""
         return " ".join(f"--dim {label}=N" for label in self.labels)
 
     def formula(self, values: Sequence[int]) -> Polynomial | None:
-        """The closed form of a size, given by its values at all bindings; None if there is none."""
+        """Returns the closed form of a size that has these values, one for each binding (sample
+        sizes); None if there is none."""
         return next(iter([*self.known(values), *self.fitting(values, self.variables())]), None)
 
     def fitting(
         self, values: Sequence[int], variables: Mapping[Variable, Sequence[int]]
     ) -> list[Polynomial]:
-        """Polynomials of these variables with these values. Minima of open sizes must be minima of
-        the model: others, which equal one operand at most samples, may fit by chance."""
+        """Returns polynomials of these variables that have these values, one for each binding
+        (sample sizes). They may only contain minima that the model has: others could fit by chance,
+        because they equal one operand at most samples."""
         return [f for f in fits(values, variables) if all(map(self._is_known, f.atoms))]
 
     def _is_known(self, atom: Atom) -> bool:
         return atom in self.atoms or not {*self.symbols}.issuperset(symbols_of(atom))
 
     def known(self, values: Sequence[int]) -> list[Polynomial]:
-        """The closed forms of sizes of the model that have these values at all bindings, the
-        simplest first: within the limits of runs, they are equal."""
+        """Returns the closed forms of sizes in the model that have these values, one for each
+        binding (sample sizes), the simplest first. Within the limits of runs they are equal."""
         forms = self._columns.get(tuple(values), [])
         return sorted(forms, key=lambda form: (len(form.atoms), len(form.terms)))
 
@@ -109,7 +117,8 @@ class OpenSizes:
         return by_values
 
     def variables(self) -> dict[Variable, list[int]]:
-        """Values of every symbol and atom, by binding."""
+        """Returns the values of every symbol, minimum and quotient at each binding (sample
+        sizes)."""
         values: dict[Variable, list[int]] = {s: [b[s] for b in self.bindings] for s in self.symbols}
         return values | {a: [a.at(b) for b in self.bindings] for a in self.atoms}
 
@@ -122,13 +131,20 @@ def infer_open(
     typical: Typical | None = None,
     remainders: int = 0,
 ) -> OpenSizes:
-    """Infers the model at sample sizes of at least `least`, and folds nodes away, in place.
+    """Infers the model at sample sizes and folds nodes, in place; returns the open sizes and the
+    graphs.
+
+    dims        the open dimensions of inputs
+    least       the smallest sample size
+    prepare     makes the graph of an inferred model
+    typical     the user's typical sizes
+    remainders  number of bindings wanted, as for `sample`
 
     A symbol is replaced where nodes require it to equal another symbol, a sum of others (a mask
     over past and present), or a multiple of a number (an image that is halved and doubled). If the
-    model is not valid at some sizes (a table of positions is too short), others are tried.
-    `prepare` makes the graph of an inferred model. Errors: ModelError for a node that is not valid
-    for its operands; StrategyError if two sizes must be equal and cannot be made so.
+    model is not valid at some sizes (a table of positions is too short), others are tried. Errors:
+    ModelError for a node that is not valid for its operands; StrategyError if two sizes must be
+    equal and cannot be made so.
     """
     open_scopes(proto.graph)  # two bodies may use one name for different weights
     labels = _symbols(dims)
@@ -178,8 +194,8 @@ def infer_open(
 
 
 def _check_related(walks: Lockstep, node: onnx.NodeProto, dims: OpenDims) -> None:
-    """Checks a node that is not valid at some sample sizes. Errors: StrategyError if it is valid at
-    others: sizes are then related in a way that does not follow from the model."""
+    """Checks a node that is not valid at some of the sample sizes. Errors: StrategyError if it is
+    valid at others: sizes are then related in a way that does not follow from the model."""
     odd = [i for i in walks.live if any(node is each for each in walks.walks[i].conflicts)]
     if len(odd) == len(walks.live):
         return
@@ -195,8 +211,8 @@ def _check_related(walks: Lockstep, node: onnx.NodeProto, dims: OpenDims) -> Non
 def _graph_at(
     proto: onnx.ModelProto, live: Sequence[Walk], prepare: Callable[[onnx.ModelProto], gs.Graph]
 ) -> Callable[[int], gs.Graph]:
-    """A function that returns the model's graph at a binding, given by its index; only the graph at
-    the first binding has large weights."""
+    """Returns the function `graph` of OpenSizes: it makes the graph at the sample sizes with a
+    given index. Only the graph at index 0 has the values of large weights."""
     bare = copy_with_stubs(proto, _reference_to_nowhere)
 
     def graph(i: int) -> gs.Graph:
@@ -211,14 +227,18 @@ def _graph_at(
 
 
 def _symbols(dims: OpenDims) -> tuple[str, ...]:
-    """The symbols of these dimensions, in the order of the inputs."""
+    """Returns the symbols of these dimensions, in the order of the inputs."""
     return tuple(dict.fromkeys(v for size in dims.values() for v in size.variables))
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The result of a search: the open dimensions, and the walks at samples from `domains`, with
-    the numbers of conflicts and of sizes that are too small."""
+    """A result of the search for sample sizes.
+
+    badness  (number of conflicts, number of sizes that are too small); less is better
+    dims     the open dimensions
+    walks    the inferred model at samples from `domains`
+    """
 
     badness: tuple[int, int]
     dims: OpenDims
@@ -251,9 +271,9 @@ class _Search:
         self.best: _Found | None = None
 
     def run(self) -> tuple[OpenDims, Lockstep]:
-        """The open dimensions, written in the symbols that remain after replacements, and the walks
-        at the best sample sizes. Errors: StrategyError if two sizes must be equal and cannot be
-        made so."""
+        """Returns the open dimensions, in the symbols that remain after replacements, and the
+        inferred model at the best sample sizes. Errors: StrategyError if two sizes must be equal
+        and cannot be made so."""
         for general in DOMAINS:
             self.domains, vain = {}, 0
             for _ in range(_ROUNDS):
@@ -297,7 +317,8 @@ class _Search:
         return dims, walks
 
     def bounds(self) -> Iterator[Limit]:
-        """Limits for the least and the greatest size of each symbol with a closed domain."""
+        """Yields limits for the least and the greatest size of each symbol that has no sizes
+        outside its domain."""
         assert self.best is not None
         closed = {s: d for s, d in self.best.domains.items() if d.closed}
         for symbol, domain in closed.items():
@@ -306,14 +327,14 @@ class _Search:
             yield size, Polynomial.constant(domain.high)
 
     def fits(self, binding: Binding) -> bool:
-        """True if these sizes cause no more conflicts in the model than the samples."""
+        """True if these sizes cause no more conflicts in the model than the samples do."""
         assert self.best is not None
         return self._conflicts(binding) <= len(self.best.walks.conflicts)
 
     def suits(self, binding: Binding) -> bool:
-        """True if the model also fits these sizes with all integer inputs 0, and 1: positions
-        computed from a mask or from token ids must be in the range of their table. Conflicts that
-        these values also cause at sizes of 1 do not count."""
+        """True if the model fits these sizes, also with all integer inputs 0, and with all 1:
+        positions that are computed from a mask or from token ids must be in the range of their
+        table. Conflicts that these values cause even at sizes of 1 do not count."""
         if not self.fits(binding):
             return False
         for value in (0, 1):
@@ -323,7 +344,8 @@ class _Search:
         return True
 
     def _conflicts(self, binding: Binding, value: int | None = None) -> int:
-        """Number of nodes that are not valid at these sizes, with `value` in all integer inputs."""
+        """Returns how many nodes are not valid at these sizes, if all integer inputs hold `value`
+        (None: unknown values)."""
         types = self._types(binding)
         alone = Lockstep(self.proto, [types], [binding], _symbols(self.dims))
         if value is not None:
@@ -333,6 +355,8 @@ class _Search:
         return len(alone.conflicts)
 
     def _walk(self, general: Domain) -> Lockstep:
+        """Infers the model at sample sizes from the current domains; a symbol without a domain gets
+        `general`."""
         symbols = sorted(_symbols(self.dims))
         self.domains = {s: self.domains.get(s, general) for s in symbols}
         bindings = sample(self.domains, self.least, self.taken, self.remainders)
@@ -361,8 +385,9 @@ class _Search:
         return types
 
     def _bound(self, unsolved: Sequence[Unsolved]) -> bool:
-        """Restricts symbols to the sizes at which unsolved equations hold, where these sizes are a
-        range; True if a domain has changed."""
+        """Where two sizes must be equal, but no replacement of a symbol makes them equal, restricts
+        a symbol to the sizes at which they are, if these are a range. Returns True if a domain has
+        changed."""
         before = dict(self.domains)
         for odd in unsolved:
             difference = odd.first - odd.second
@@ -374,9 +399,9 @@ class _Search:
         return self.domains != before
 
     def _small(self, walks: Lockstep) -> list[Polynomial]:
-        """Open sizes for which the samples are too small: those that are less than `least` at some
-        sample, and grow with the samples (a difference of positions may be negative at all sizes);
-        and those that make a result empty."""
+        """Returns the open sizes for which the samples are too small: sizes below `least` at some
+        sample that grow with the samples (other sizes, such as differences of positions, may be
+        negative at all sizes); and sizes of empty results."""
         bindings = [walks.bindings[i] for i in walks.live if i not in walks.edges]
         larger = {symbol: size * _GROWTH for symbol, size in bindings[0].items()}
         growing = [s for s in walks.found if s.at(larger) > s.at(bindings[0])]
@@ -384,8 +409,8 @@ class _Search:
         return [*small, *walks.void]
 
     def _seek_edges(self, walks: Lockstep) -> bool:
-        """Adds samples on the sides of minima that have at most the smallest sample; True if there
-        are new ones."""
+        """Adds samples beyond minima (`edges.py`) where so far at most the smallest sample is;
+        returns True if there are new ones."""
         each = [(walks.bindings[i], i in walks.edges) for i in walks.live]
         bindings = [b for b, is_edge in each if not is_edge or b in self.edges]
         sides = [s for s in unseen(walks.atoms, bindings) if s not in self.sought]
@@ -400,10 +425,10 @@ class _Search:
         return bool(new or is_tried)
 
     def _grow(self, walks: Lockstep, small: Sequence[Polynomial]) -> bool:
-        """Enlarges the domains of the symbols that make a size in `small` larger, or if none does,
-        of all symbols in it; of all symbols, where a node is not valid at the samples, as a kernel
-        on a shorter signal; and widens steps where a quotient needs that. True if a domain has
-        changed and none is too large."""
+        """Enlarges the sample sizes of symbols: of the symbols that make a size in `small` larger;
+        if there are none, of all symbols in it; of all symbols, if nodes are not valid at the
+        samples, as a kernel on a short signal. Widens steps where a quotient needs that. Returns
+        True if a domain has changed and none is too large."""
         before, at = dict(self.domains), walks.bindings[walks.live[0]]
         if walks.conflicts and not small:
             small = [Polynomial.variable(symbol) for symbol in before]
@@ -432,23 +457,24 @@ class _Search:
 
 _INTEGERS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 _SMALL = 2
-"""Number of the least sample size of a symbol, at which most shards are empty."""
+"""The number n of the smallest sample size in a symbol's domain, at which most shards are empty."""
 _LARGEST_SMALL = 23
-"""The largest such number; the model may not be valid at smaller sizes."""
+"""The largest n to try for it; the model may not be valid at smaller sizes."""
 _GROWTH = 4
-"""Sizes that are too small are multiplied by this for the next walk."""
+"""Sample sizes that are too small are multiplied by this for the next walk."""
 _PATIENCE = 2
-"""After this many larger samples without progress, the best earlier ones are taken."""
+"""After this many enlargements without progress, the best earlier samples are taken."""
 _ROUNDS = 24
-"""Most walks over a model for each kind of domain."""
+"""Most walks over a model with one kind of domain."""
 _WIDEST = 1 << 16
-"""Largest size that is tried as a solution of an unsolved equation."""
+"""Largest size to try as a solution of an equation that cannot be solved in closed form."""
 _LARGEST = 1 << 22
-"""Upper bound of sample sizes."""
+"""Sample sizes stay below this."""
 
 
 def _integers(types: Mapping[str, TypeProto], value: int) -> dict[str, Array]:
-    """An array full of `value` for each integer input, by name; large inputs are left out."""
+    """Returns an array full of `value` for each integer input, by name; large inputs are left
+    out."""
     arrays = {}
     for name, type_ in types.items():
         tensor = type_.tensor_type
@@ -461,15 +487,15 @@ def _integers(types: Mapping[str, TypeProto], value: int) -> dict[str, Array]:
 
 
 def _prime_above(n: int, ranks: int) -> int:
-    """The first prime above n that does not divide the number of ranks: samples at such steps have
-    every remainder modulo n, modulo the ranks, and modulo all numbers of shards."""
+    """Returns the first prime above n that does not divide the number of ranks: samples in steps of
+    this prime have every remainder modulo n, the ranks, and all numbers of shards."""
     primes = (p for p in count(n + 1) if all(p % d for d in range(2, math.isqrt(p) + 1)))
     return next(p for p in primes if ranks % p)
 
 
 def _reference_to_nowhere(weight: TensorProto) -> TensorProto | None:
-    """A stub that replaces a large weight at all bindings but the first, where no code reads it;
-    None for other weights."""
+    """Returns a stub in place of a large weight, for graphs at bindings other than the first, where
+    no code reads the value; None for other weights."""
     is_large = math.prod(weight.dims) > FOLD_LIMIT
     if weight.data_location == TensorProto.EXTERNAL or not is_large:
         return None

@@ -1,5 +1,5 @@
-"""Records the global node of each node of a rank's graph: in metadata, for nodes that lowering
-creates. Other nodes have the name of the global node."""
+"""The node of the global graph from which each node of a rank's graph comes. Nodes that lowering
+creates have its name as metadata; other nodes are called as it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _KEY = "onnxpar.node"
 _END = "\n"
-"""Separates the names of several nodes."""
+"""Separates the names of several nodes in the metadata."""
 
 
 def note_origin_of(nodes: Iterable[gs.Node], source: gs.Node) -> None:
@@ -32,7 +32,7 @@ def note_origin_of(nodes: Iterable[gs.Node], source: gs.Node) -> None:
 
 
 def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:
-    """Records the name `origin` of the global node for which these nodes were created."""
+    """Records that these nodes were created for the global node called `origin`."""
     for node in nodes:
         if node.name != origin and vars(node).get("onnx_source") is None:
             node.onnx_source = NodeProto()
@@ -40,7 +40,7 @@ def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:
 
 
 def note_origins(node: gs.Node, members: Iterable[gs.Node]) -> None:
-    """Records that a node takes the place of `members`, with the global nodes of all of them."""
+    """Records that a node replaces `members`, and so comes from the global nodes of all of them."""
     origins: dict[str, None] = {}
     for member in members:
         origins |= dict.fromkeys(lowered_from(member))
@@ -49,19 +49,21 @@ def note_origins(node: gs.Node, members: Iterable[gs.Node]) -> None:
 
 
 def lowered_from(node: gs.Node) -> list[str]:
-    """The names of all global nodes that a node of the lowered graph was created for."""
+    """Returns the names of all global nodes from which a node of the lowered graph comes; its own
+    name by default."""
     source = vars(node).get("onnx_source")
     return (_noted(source) if source is not None else []) or [node.name]
 
 
 def origin_of(node: NodeProto) -> str:
-    """The name of the global node that a rank's node was created for, or of the first one; by
-    default the node's own name."""
+    """Returns the name of the global node, or of the first one, from which a rank's node comes; its
+    own name by default."""
     return origins_of(node)[0]
 
 
 def origins_of(node: NodeProto) -> list[str]:
-    """The names of all global nodes that a rank's node was created for."""
+    """Returns the names of all global nodes from which a rank's node comes; its own name by
+    default."""
     return _noted(node) or [node.name]
 
 
@@ -70,7 +72,7 @@ def _noted(node: NodeProto) -> list[str]:
 
 
 def copy_origin(nodes: Iterable[NodeProto], source: NodeProto) -> None:
-    """Records that nodes of a rank's graph come from the global node from which `source` comes."""
+    """Records that nodes of a rank's graph come from the same global node as `source`."""
     for node in nodes:
         if node.name != origin_of(source):
             node.metadata_props.add(key=_KEY, value=origin_of(source))

@@ -21,15 +21,16 @@ from onnx.defs import OpSchema
 from onnxpar.base.errors import ModelError
 
 SINCE = (1, 24)
-"""The onnxruntime that can run the op; older ones crash if such an op lacks an optional input."""
+"""The oldest onnxruntime that can run the op; older ones crash if such an op lacks an optional
+input."""
 COMPUTE = "onnxpar.compute"
-"""The domain of the plugin's ops that communicate with nobody."""
+"""The domain of the plugin's ops that do not communicate."""
 PAGED_ATTENTION = "PagedAttention"
 PAGED_ATTENTION_PART = "PagedAttentionPart"
 SCALE_BYTES = 4
-"""Bytes of the scale of a row of caches of int8, a float32."""
+"""With caches of int8, each row ends with its scale, a float32 of so many bytes."""
 QUERY, KEY, VALUE, KEYS, VALUES, TABLE, ROWS, POSITIONS, COSINE, SINE, SINK, HELD = range(12)
-"""Indices of operands."""
+"""Positions of the op's operands."""
 
 _FLOATS = ("tensor(float)", "tensor(float16)")
 _REQUIRED, _OPTIONAL = (
@@ -78,11 +79,11 @@ _ATTRIBUTES: tuple[_Attribute, ...] = (
 )
 
 ATTRIBUTES = frozenset(name for name, _, _ in _ATTRIBUTES)
-"""The attributes of both ops."""
+"""The names of the attributes that both ops have."""
 
 
 def too_old() -> str | None:
-    """Returns the reason why the onnxruntime of this process cannot run the op; None if it can."""
+    """Returns why the onnxruntime of this process cannot run the op; None if it can."""
     version = tuple(int(part) for part in ort.__version__.split(".")[:2])
     if version >= SINCE:
         return None
@@ -91,7 +92,7 @@ def too_old() -> str | None:
 
 
 class UnpagedError(ModelError):
-    """The caches of a decoder cannot be in pages, for this reason."""
+    """Raised if the caches of a decoder cannot be divided into pages; `reason` says why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -102,8 +103,11 @@ class UnpagedError(ModelError):
 
 
 def written_in_place(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """Returns the inputs of states, (input, output) pairs, whose tensors a run overwrites:
-    PagedAttention writes into them in place, or an Identity passes them on and copies nothing."""
+    """Returns the inputs whose memory a run overwrites with the state's new value: PagedAttention
+    writes into its caches, and an Identity from the input to the output copies nothing.
+
+    states  pairs (input, output) of states
+    """
     pairs = set(states)
     ops = (PAGED_ATTENTION, PAGED_ATTENTION_PART)
     paged = [n for n in graph.nodes if n.op in ops and n.domain == COMPUTE]
@@ -146,13 +150,13 @@ def _schema(
 
 
 def _infer(context: onnx.shape_inference.InferenceContext) -> None:
-    """Sets the types of results of PagedAttention."""
+    """Sets the types of PagedAttention's results during ONNX's shape inference."""
     for i, type_ in enumerate(_types(context)):
         context.set_output_type(i, type_)
 
 
 def _infer_part(context: onnx.shape_inference.InferenceContext) -> None:
-    """Sets the types of results of PagedAttentionPart."""
+    """Sets the types of PagedAttentionPart's results during ONNX's shape inference."""
     result, *caches = _types(context)
     result.tensor_type.elem_type = onnx.TensorProto.FLOAT
     sums, heads = TypeProto(), context.get_attribute("num_heads")
@@ -164,7 +168,8 @@ def _infer_part(context: onnx.shape_inference.InferenceContext) -> None:
 
 
 def _types(context: onnx.shape_inference.InferenceContext) -> list[TypeProto]:
-    """The types of the result (the type of the queries) and of the caches."""
+    """Returns the types of the result (that of the queries, without keys and values) and of both
+    caches."""
     query, caches = (
         context.get_input_type(QUERY),
         [context.get_input_type(i) for i in (KEYS, VALUES)],
@@ -183,7 +188,8 @@ def _types(context: onnx.shape_inference.InferenceContext) -> list[TypeProto]:
 
 
 def register() -> None:
-    """Makes the ops known to ONNX's checker and shape inference."""
+    """Registers the schemas of both ops with onnx, so that its checker and shape inference know
+    them."""
     size = ("page_size", None, "positions of a page, on all ranks together")
     whole = _schema(PAGED_ATTENTION, _OPERANDS, _RESULTS, _ATTRIBUTES)
     part = _schema(PAGED_ATTENTION_PART, (*_OPERANDS, _HELD), _PART_RESULTS, (*_ATTRIBUTES, size))

@@ -41,19 +41,21 @@ from onnxpar.graph.used_names import names_in
 
 @dataclass(frozen=True)
 class Known:
-    """The pattern of a constant, or of one with just these elements; `name` is its value's in a
-    match."""
+    """The pattern of a constant; with `elements`, only of a constant that has exactly these. `name`
+    is the name under which a Match has its value."""
 
     name: str
     elements: Sequence[float] | None = None
 
 
 class Op:
-    """The pattern of a node of an op, or of one of several; `name` is the node's in a match.
+    """The pattern of a node of this op, or of one of several ops; `name` is the name under which a
+    Match has the node.
 
-    An operand is the pattern of the node that computes it, a constant (`Known`), or any tensor,
-    which gets this name in a match: equal names are one tensor. An attribute has a value, or one of
-    several in a tuple, where None stands for an attribute that is left out.
+    Each operand is a pattern: an `Op` for the node that computes it, a `Known` for a constant, or a
+    text for any tensor, which a Match has under this name; equal texts must be the same tensor.
+    Attributes (keywords) must have this value, or one of the values in a tuple, where None stands
+    for an attribute that is left out.
     """
 
     def __init__(
@@ -68,12 +70,13 @@ class Op:
         self.operands, self.domain, self.name, self.attrs = operands, domain, name, attrs
 
     def match(self, node: NodeProto, scope: Scope) -> Match | None:
-        """The match of a node of a scope; None if it does not have this pattern."""
+        """Returns the match if the node has this pattern, else None. `scope` is the graph of the
+        node."""
         at = Match(node, scope)
         return at if self.fits(node, at) else None
 
     def fits(self, node: NodeProto, at: Match) -> bool:
-        """True if a node has this pattern; names in `at` what the pattern names."""
+        """True if the node has this pattern; records in `at` all that the pattern names."""
         domain = "" if node.domain == "ai.onnx" else node.domain
         if node.op_type not in self.ops or domain != self.domain:
             return False
@@ -87,13 +90,15 @@ class Op:
 
 
 class Match:
-    """A node that has a pattern, and the nodes that are written in its place.
+    """A node that has a pattern, and the nodes that a function of a table writes in its place.
+    `at["x"]` is the tensor (its name), node or value that the pattern calls "x".
 
-    bound   what the pattern names: tensors by name, nodes, and the values of constants
-    inside  the nodes that compute operands, which are removed where nothing else reads them
-    nodes   the nodes in place of `node`
-    main    the index of the one that has the name and the metadata of `node`; -1: the last
-    shared  nodes of other matches that these read
+    bound   all that the pattern names: tensors by name, nodes, and the values of constants
+    inside  the nodes that compute operands; they are removed if nothing else reads their results
+    nodes   the nodes to write in place of `node`
+    main    the index in `nodes` of the node that gets the name and the metadata of `node`; -1: the
+            last
+    shared  nodes of other matches that `nodes` read
     """
 
     def __init__(self, node: NodeProto, scope: Scope) -> None:
@@ -108,7 +113,8 @@ class Match:
         return self.bound[name]
 
     def fits(self, pattern: Op | Known | str, tensor: str) -> bool:
-        """True if an operand has a pattern; one that is left out has none."""
+        """True if the operand `tensor` has this pattern; an operand that is left out (empty) has
+        none."""
         if isinstance(pattern, Op):
             maker = self.scope.maker(tensor)
             self.inside += [] if maker is None else [maker]
@@ -120,17 +126,17 @@ class Match:
         return bool(tensor) and self.bound.setdefault(pattern, tensor) == tensor
 
     def operand(self, index: int) -> str:
-        """The name of an operand of the node; empty if it is left out."""
+        """Returns the name of an operand of the matched node; empty if it is left out."""
         return self.node.input[index] if index < len(self.node.input) else ""
 
     def add(
         self, op: str, operands: Iterable[Any], label: str = "", outputs: int = 1, **attrs: Any
     ) -> str:
-        """Adds a node; returns its result, or the first of several. `end` gives the last node the
-        results of `node`.
+        """Adds a node to `nodes`; returns the name of its result, or of the first one. The results
+        of the last node later get the names of the matched node's results.
 
-        operands  names; anything else becomes a constant
-        label     part of the result's name; default: the op and a number
+        operands  names of tensors; anything else becomes a constant
+        label     the end of the result's name; default: the op and a number
         outputs   the number of results
         """
         number = len(self.scope.written) + len(self.nodes)
@@ -144,19 +150,22 @@ class Match:
         return results[0]
 
     def constant(self, value: Any, label: str = "") -> str:
-        """Adds a constant to the graph; returns its name."""
+        """Adds a constant with this value to the graph; returns its name. `label` is the end of the
+        name."""
         stored = self.scope.graph.initializer
         name = f"{self._root}::{label or f'constant{len(stored)}'}"
         stored.append(numpy_helper.from_array(np.asarray(value), name))
         return name
 
     def take_name(self) -> None:
-        """Makes the last node that was added `main`."""
+        """Makes the last added node the one (`main`) that gets the matched node's name and
+        metadata."""
         self.main = len(self.nodes) - 1
 
     def end(self) -> None:
-        """Gives the last node the results of `node`, and `main` its name and metadata; not where
-        the nodes have results of `node` already."""
+        """Gives the results of the last node the names of the matched node's results, and gives
+        `main` its name and metadata; does nothing if one of the nodes has a result of the matched
+        node already."""
         if any({*each.output} & {*self.node.output} for each in self.nodes):
             return
         self.nodes[-1].output[:] = self.node.output
@@ -173,15 +182,16 @@ class Match:
 
 
 Write = Callable[[Match], bool | None]
-"""Writes nodes instead of the one that a pattern matches; False leaves that as it is."""
+"""Writes nodes in place of the matched one, by `Match.add`; returns False to leave the matched node
+as it is."""
 Table = Mapping[Op, Write]
 
 
 class Scope:
-    """A graph that is rewritten.
+    """A graph that is being rewritten, with what patterns need to know of it.
 
-    outer    the graph around it
-    written  the nodes of the graph so far
+    outer    the scope of the graph around it; None for the main graph
+    written  the nodes that the new graph has so far
     shared   nodes that several matches read, by operand
     """
 
@@ -192,28 +202,30 @@ class Scope:
 
     @cached_property
     def names(self) -> Names:
-        """The names of the whole model."""
+        """All names in use in the whole model."""
         return names_in(self.graph) if self.outer is None else self.outer.names
 
     @cached_property
     def makers(self) -> dict[str, NodeProto]:
-        """The nodes of the graph, by result."""
+        """The node that computes each tensor of the graph, by the tensor's name."""
         return {name: node for node in self.graph.node for name in node.output if name}
 
     @cached_property
     def stored(self) -> dict[str, TensorProto]:
-        """The initializers of the graph, and of those around it, by name."""
+        """The initializers of the graph and of the graphs around it, by name."""
         outer = {} if self.outer is None else self.outer.stored
         return {**outer, **{tensor.name: tensor for tensor in self.graph.initializer}}
 
     def maker(self, name: str) -> NodeProto | None:
-        """The node that computes a tensor, here or in a graph around."""
+        """Returns the node that computes a tensor, in this graph or in one around it; None for an
+        input or initializer."""
         if name in self.makers or self.outer is None:
             return self.makers.get(name)
         return self.outer.maker(name)
 
     def value(self, name: str) -> Array | None:
-        """The value of a constant in the file of the model; None for any other tensor."""
+        """Returns the value of a constant that is stored in the model file; None for other tensors,
+        also in external files."""
         maker, value = self.maker(name), self.stored.get(name)
         if maker is not None and maker.op_type == "Constant" and maker.attribute:
             value = helper.get_attribute_value(maker.attribute[0])
@@ -223,13 +235,16 @@ class Scope:
 
 
 def rewrite(graph: GraphProto, table: Table) -> list[Match]:
-    """Lets a table write other nodes where its patterns match, in place, also in subgraphs: the
-    first pattern of the table that fits. Returns the matches, those of a subgraph first."""
+    """Replaces nodes of a graph and of its subgraphs, in place: at each node, the first pattern of
+    the table that matches, and whose function does not return False, has it replaced. Returns the
+    matches, those of a subgraph first."""
     ops = {op for pattern in table for op in pattern.ops}
     return _rewrite(Scope(graph), table, ops)
 
 
 def _rewrite(scope: Scope, table: Table, ops: Collection[str]) -> list[Match]:
+    """Rewrites the graph of a scope and its subgraphs, in place; returns the matches. `ops` are the
+    op types of the table's patterns."""
     matches: list[Match] = []
     own: list[Match] = []
     for node in scope.graph.node:
@@ -250,7 +265,8 @@ def _rewrite(scope: Scope, table: Table, ops: Collection[str]) -> list[Match]:
 
 
 def _match(node: NodeProto, scope: Scope, table: Table) -> Match | None:
-    """The match of the first pattern of a node whose function writes other nodes."""
+    """Returns the match of the first pattern of a node whose function wrote other nodes; None if
+    there is none."""
     for pattern, write in table.items():
         at = pattern.match(node, scope)
         if at is not None and write(at) is not False:
@@ -260,7 +276,8 @@ def _match(node: NodeProto, scope: Scope, table: Table) -> Match | None:
 
 
 def _without_unread(scope: Scope, results: set[str]) -> list[NodeProto]:
-    """The written nodes without those that make some of these results, where nothing reads any."""
+    """Returns the written nodes, except nodes that compute some of `results` and whose results
+    nothing reads."""
     needed = {port.name for port in scope.graph.output}
     kept: list[NodeProto] = []
     for node in reversed(scope.written):

@@ -1,4 +1,4 @@
-"""Values that differ between ranks, and the collectives of the graph that each rank runs."""
+"""Values of the graph that differ between ranks, and nodes of collectives."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from onnxpar.layout.mesh import Axes, Mesh
 
 @dataclass
 class PerRank:
-    """Constants (by name) and attributes (by node and attribute) as functions of the rank. The
-    graph itself has rank 0's values. If an attribute's function returns None for a rank, the rank
-    does not have the attribute.
+    """Values of the shared graph that depend on the rank, each as a function of the rank; the graph
+    itself has rank 0's.
 
-    `stand_ins` tells, by constant, which sizes the constant counts as one element where a shard is
-    empty: (size, axes that split it).
+    constants   by name
+    attributes  by (node, attribute); where the function returns None, the rank does not have the
+                attribute
+    stand_ins   for constants that hold sizes: which sizes count as one element on ranks with an
+                empty shard, as (size, axes that split it)
     """
 
     constants: dict[str, Callable[[int], Array]] = field(default_factory=dict)
@@ -28,8 +30,8 @@ class PerRank:
     stand_ins: dict[str, frozenset[tuple[int, Axes]]] = field(default_factory=dict)
 
     def copy_attributes(self, node: str, copy: str) -> None:
-        """Gives the node `copy`, a copy of `node`, the attributes of `node` that depend on the
-        rank."""
+        """Registers all attributes of the node named `node` that depend on the rank also for its
+        copy, the node named `copy`."""
         for (name, key), function in list(self.attributes.items()):
             if name == node:
                 self.attributes[copy, key] = function
@@ -37,9 +39,9 @@ class PerRank:
 
 @dataclass(frozen=True)
 class _GroupOf:
-    """The group of a rank: the ranks that differ from it only along these axes. Equal objects give
-    equal groups, so that the groups of thousands of ranks need not be computed for each
-    collective."""
+    """A function from a rank to its group: the ranks that differ from it only along these axes.
+    Equal objects give equal groups, so the groups of thousands of ranks need not be compared for
+    each collective."""
 
     mesh: Mesh
     axes: Axes
@@ -58,8 +60,9 @@ def collective_node(
     per_rank: PerRank,
     **attrs: Any,
 ) -> gs.Node:
-    """Returns a node of a collective, from x to y, over the ranks that differ only in these axes.
-    An attribute can be a function of the rank, which is recorded in `per_rank`."""
+    """Returns the node of a collective with operand x and result y, over the ranks that differ only
+    along these axes. An attribute may be a function of the rank, which is recorded in `per_rank`.
+    """
     attrs["group"] = _GroupOf(mesh, axes)
     for key, value in attrs.items():
         if callable(value):
@@ -73,19 +76,19 @@ _INNER = "onnxpar.inner"
 
 @dataclass(frozen=True)
 class InnerCollective:
-    """The plan's data on a collective that ranks run inside one op of the model: its mesh axes, and
-    the shape of its operand or of its result on rank 0, whichever is larger."""
+    """For the plan: the mesh axes of a collective that ranks run inside one op of the model (a
+    split softmax), and the shape on rank 0 of its operand or result, whichever is larger."""
 
     axes: Axes
     shape: tuple[int, ...]
 
 
 def note_inner(node: gs.Node, inner: InnerCollective) -> None:
-    """Attaches the plan's data to the node of a collective inside an op."""
+    """Attaches an InnerCollective to the node of the collective."""
     node.attrs[_INNER] = inner
 
 
 def take_inner(node: gs.Node) -> InnerCollective:
-    """Removes and returns the data that `note_inner` attached to a node."""
+    """Removes the InnerCollective from a node and returns it."""
     inner: InnerCollective = node.attrs.pop(_INNER)
     return inner

@@ -1,4 +1,5 @@
-"""Sizes of selections by constants, which ONNX's inference leaves open."""
+"""Sizes of results that constants select (Compress, SequenceAt), which ONNX's inference leaves
+open."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from onnxpar.base.arrays import Array
 def compressed(
     node: NodeProto, type_: TypeProto, sizes: Sequence[int | None], condition: Array
 ) -> TypeProto:
-    """Returns the type of the result of a Compress, from the type that ONNX infers, the sizes of
-    operand 0 and the value of operand 1, `condition`."""
+    """Returns the type of the result of a Compress: `type_`, as ONNX infers it, with the sizes that
+    follow from the sizes of operand 0 and from the value of operand 1 (`condition`)."""
     axis = next((a.i for a in node.attribute if a.name == "axis"), None)
     shape = list(sizes)
     if axis is None:
@@ -28,9 +29,9 @@ def compressed(
 
 
 def part_of(split: NodeProto, whole: TypeProto, sizes: Array, place: int) -> TypeProto | None:
-    """Returns the type of element `place` of the sequence that a SplitToSequence makes of a tensor
-    of the type `whole`; `sizes` is operand 1. None if there is no such element, or its type is
-    unknown."""
+    """Returns the type of element number `place` of the sequence that a SplitToSequence makes of a
+    tensor of type `whole`; None if there is no such element, or its type is unknown. `sizes` is the
+    value of operand 1."""
     attributes = {a.name: a.i for a in split.attribute}
     part = TypeProto()
     part.CopyFrom(whole)

@@ -1,7 +1,7 @@
-"""Gates: Identity nodes that delay a recomputation until a gradient is there.
+"""Gates: Identity nodes that delay the recomputation of activations until a gradient is there.
 
-A gate consists of one Identity on the gradient, and one on each tensor that waits for it. Metadata,
-which models keep, marks these nodes.
+A gate consists of one Identity on the gradient, and one on each tensor that waits for it. They
+carry the gate's name as metadata, which also files keep.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _KEY = "onnxpar.gate"
 
 
 def add_gate(graph: gs.Graph, gate: str, name: str, tensor: gs.Tensor) -> gs.Variable:
-    """Appends an Identity of `tensor`, called `name`, that belongs to the gate `gate`; returns its
-    result."""
+    """Appends an Identity node `name` of `tensor` to the graph and makes it part of the gate
+    `gate`; returns its result."""
     result = gs.Variable(name, tensor.dtype, tensor.shape)
     node = gs.Node("Identity", name, {}, [tensor], [result])
     source = NodeProto()

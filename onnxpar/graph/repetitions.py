@@ -1,4 +1,4 @@
-"""Number of times that each node of a graph runs, also in bodies of loops."""
+"""The number of times that each node of a graph runs, also in bodies of loops."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import onnx_graphsurgeon as gs
 from onnxpar.graph.subgraphs import subgraphs
 
 MOST = 1 << 20
-"""Largest limit of a Loop that is taken as its number of iterations. A Loop with a higher limit
+"""Up to this, the limit of a Loop counts as its number of iterations. A Loop with a higher limit
 ends by its condition, which is not known here; its body counts once."""
 
 
 def repetitions(nodes: Iterable[gs.Node]) -> dict[str, int]:
-    """Number of runs of these nodes and of the nodes in their bodies, by name."""
+    """Returns how often each of these nodes, and each node in their bodies, runs, by name."""
     runs: dict[str, int] = {}
 
     def add(node: gs.Node, times: int) -> None:
@@ -31,7 +31,7 @@ def repetitions(nodes: Iterable[gs.Node]) -> dict[str, int]:
 
 
 def iterations(node: gs.Node) -> int:
-    """Number of runs of a node's bodies; 1 if the graph does not determine it."""
+    """Returns how often a node's bodies run; 1 if that is not known, or if it has none."""
     if node.op == "Scan":
         first = len(node.inputs) - node.attrs["num_scan_inputs"]
         axis = (node.attrs.get("scan_input_axes") or [0])[0]

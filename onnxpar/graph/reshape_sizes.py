@@ -1,4 +1,4 @@
-"""Open sizes that a Reshape requires to be equal, so that its operand has as many elements as its
+"""Open sizes that must be equal, so that the operand of a Reshape has as many elements as its
 result."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from onnxpar.layout.symbols import Polynomial
 
 
 def is_possible(shape: Sequence[int], target: Sequence[int]) -> bool:
-    """True if a tensor of this shape can be reshaped to `target`, which may have a -1, and zeros
-    that stand for the tensor's own sizes."""
+    """True if a tensor of this shape can be reshaped to `target`, in which -1 is the remaining
+    size, and 0 the tensor's own size at that position."""
     sizes = [shape[i] if n == 0 and i < len(shape) else n for i, n in enumerate(target)]
     known = math.prod(n for n in sizes if n >= 0)
     count = math.prod(shape)
@@ -22,12 +22,13 @@ def is_possible(shape: Sequence[int], target: Sequence[int]) -> bool:
 def proportion(
     shape: Sequence[Polynomial | None], target: Sequence[Polynomial | None]
 ) -> tuple[str, str, Fraction] | None:
-    """Returns (symbol of the shape, symbol of the target, factor), with first = factor * second, as
-    a Reshape requires at all sizes. None if there are none, or if they are not unique.
+    """Returns (symbol a of the shape, symbol b of the target, factor), where a Reshape requires a
+    == factor * b at all sizes: from [n, 64] to [m, 32] gives ("n", "m", 1/2). None if there are no
+    such symbols, or several.
 
-    Only the numbers of elements count. Of several symbols in the shape, the one in the dimension of
-    the target's symbol is meant: a batch stays one. If the target has a dimension of any size
-    (None), the factor is 1.
+    Only the numbers of elements count. Of several symbols in the shape, the one at the position of
+    the target's symbol is meant, because a batch stays a batch. If the target has a dimension of
+    any size (None), the factor is 1.
     """
     own = [_multiple(size) for size in shape]
     new = [_multiple(size) for size in target if size is not None]
@@ -51,8 +52,8 @@ def proportion(
 
 
 def _multiple(size: Polynomial | None) -> tuple[Fraction, str] | None:
-    """Returns the number and the symbol ("" for none) whose product is this size; None for any
-    other size."""
+    """Returns (number, symbol), whose product is this size, with "" for no symbol: 4*n gives (4,
+    "n"). None for other sizes."""
     if size is None or len(size.terms) > 1:
         return None
     ((monomial, number),) = size.terms or (((), Fraction(0)),)

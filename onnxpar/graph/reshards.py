@@ -1,4 +1,4 @@
-"""Reshards: nodes of the global graph that take a tensor from one layout to another.
+"""Reshards: nodes of the global graph that take tensors from one layout to another.
 
 Their ops have the names of collectives (`AllReduce`, `LocalSlice`), but a domain of their own: the
 plugin does not know them. In the global program each is an identity; localize-ops turns it into the
@@ -21,13 +21,13 @@ _KEY = "reshard"
 
 @dataclass(frozen=True)
 class Reshard:
-    """A reshard.
+    """The description of a reshard node.
 
-    kind     a row of `KINDS`
-    axes     its mesh axes
+    kind     the name of a row of `KINDS`, such as "AllGather"
+    axes     the mesh axes of its groups
     members  (layout before, layout after) of each operand; a fused reshard has several
-    share    the part of the elements that ranks really send: of the rows of all experts, the chosen
-             ones
+    share    the fraction of the elements that ranks really send: of the rows of all experts, the
+             chosen ones
     """
 
     kind: str
@@ -49,12 +49,12 @@ class Reshard:
 def reshard_node(
     name: str, reshard: Reshard, inputs: Sequence[gs.Tensor], outputs: Sequence[gs.Tensor]
 ) -> gs.Node:
-    """A node that reshards its operands; it has a result for each."""
+    """Returns a node that reshards these inputs to these outputs, one for each."""
     return gs.Node(reshard.kind, name, {_KEY: reshard}, list(inputs), list(outputs), domain=_DOMAIN)
 
 
 def is_reshard(node: gs.Node) -> bool:
-    """True for reshards; false for the plugin's collectives."""
+    """True for a reshard; False for any other node, also for a collective of the plugin."""
     return bool(node.domain == _DOMAIN)
 
 
@@ -65,11 +65,11 @@ def reshard_of(node: gs.Node) -> Reshard:
 
 
 def set_reshard(node: gs.Node, reshard: Reshard) -> None:
-    """Gives a reshard node other axes or layouts."""
+    """Replaces the axes or layouts of a reshard node; its kind must stay."""
     assert node.op == reshard.kind, (node.op, reshard.kind)
     node.attrs = {_KEY: reshard}
 
 
 def operands_of(node: gs.Node) -> list[tuple[gs.Tensor, Layout, Layout]]:
-    """(operand, layout before, layout after) for each operand of a reshard node."""
+    """Returns (operand, layout before, layout after) for each operand of a reshard node."""
     return [(t, *layouts) for t, layouts in zip(node.inputs, reshard_of(node).members, strict=True)]

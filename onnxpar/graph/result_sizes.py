@@ -1,5 +1,5 @@
-"""The sizes of results that ops compute from the values of operands, such as Slice and Pad, in
-closed form: from their definitions, not from samples."""
+"""Closed forms of result sizes for ops whose result sizes depend on values of operands, such as
+Slice and Pad. They follow from the definitions of the ops, not from samples."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from onnxpar.graph.size_arithmetic import (
 from onnxpar.layout.symbols import Polynomial, is_less, maximum, minimum, quotient, rounded_up
 
 Sizes = Sequence[Polynomial | None]
-"""The sizes of a tensor; None for an unknown one."""
+"""The sizes of a tensor in closed form, with None for an unknown size."""
 Divide = Callable[[Polynomial, Polynomial], Polynomial | None]
-"""Finds the quotient of two sizes, if it is one at all sizes."""
+"""Returns the quotient of two sizes in closed form; None if it is no integer at some sizes."""
 HUGE = 2**31 - 1
-"""No dimension is as large as that; exporters write it, or a greater number, for "to the end"."""
+"""Exporters write this or a greater number for "to the end"; no dimension is as large."""
 
 
 @dataclass(frozen=True)
 class Operands:
-    """A node with known facts about its operands.
+    """A node, and what is known of its operands.
 
-    sizes    by position; None if even the number of dimensions is unknown
-    values   by position, in closed form; None without one
+    sizes    of each operand; None if even the number of dimensions is unknown
+    values   the elements of each operand in closed form; None if there is none
     opset    the version of ONNX's own ops
-    divide   finds quotients of sizes
-    is_size  True for the size of a tensor, which is never negative
+    divide   see `Divide`
+    is_size  True for a closed form that is the size of some tensor, and so never negative
     """
 
     node: NodeProto
@@ -49,36 +49,38 @@ class Operands:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The node's attributes."""
+        """The values of the node's attributes, by name."""
         return {a.name: helper.get_attribute_value(a) for a in self.node.attribute}
 
     def has(self, i: int) -> bool:
-        """True if the operand is given."""
+        """True if operand number `i` is not left out."""
         return i < len(self.node.input) and bool(self.node.input[i])
 
     def shape(self, i: int = 0) -> Sizes:
-        """The sizes of an operand. Errors: NotFollowed."""
+        """Returns the sizes of operand number `i`. Errors: NotFollowed if they are unknown."""
         sizes = self.sizes[i]
         if sizes is None:
             raise NotFollowed
         return sizes
 
     def value(self, i: int) -> list[Polynomial]:
-        """The elements of a vector or scalar operand. Errors: NotFollowed."""
+        """Returns the elements of operand number `i`, flat. Errors: NotFollowed if they are
+        unknown."""
         forms = self.values[i]
         if forms is None:
             raise NotFollowed
         return list(forms.reshape(-1))
 
     def axes(self, i: int, rank: int, count: int) -> list[int]:
-        """The axes in an operand; by default, the first `count`."""
+        """Returns the axes that operand number `i` lists, all non-negative, for a tensor of `rank`
+        dimensions; if the operand is left out, the first `count` axes."""
         numbers = [int(number_of(v)) for v in self.value(i)] if self.has(i) else range(count)
         return [axis % rank for axis in numbers]
 
 
 def result_sizes(operands: Operands) -> list[Sizes] | None:
-    """The sizes of each result; None for an op whose sizes do not depend on values. Errors:
-    NotFollowed if the sizes have no closed form."""
+    """Returns the sizes of each result of a node in closed form; None for an op whose result sizes
+    do not depend on values. Errors: NotFollowed if they have no closed form."""
     find = _SIZES.get(operands.node.op_type)
     if find is None or operands.node.domain not in ("", "ai.onnx"):
         return None
@@ -86,8 +88,8 @@ def result_sizes(operands: Operands) -> list[Sizes] | None:
 
 
 def positions(operands: Operands) -> Iterator[Polynomial]:
-    """Yields the positions in an operand that a node computes from values: the first element of a
-    Slice, or the index of a Gather, which may count from the end. Errors: NotFollowed."""
+    """Yields, in closed form, the positions in an operand at which a Slice starts, or that a Gather
+    reads, where these follow from values. Errors: NotFollowed."""
     if operands.node.op_type == "Slice":
         for axis, start, _, step in _slices(operands):
             size = operands.shape()[axis]
@@ -109,7 +111,7 @@ def _slice(o: Operands) -> list[Sizes]:
 
 
 def _slices(o: Operands) -> Iterator[tuple[int, Polynomial, Polynomial, int]]:
-    """The axis, the start, the end and the step of each dimension that a Slice cuts."""
+    """Yields (axis, start, end, step) of each dimension that a Slice cuts."""
     starts, ends = o.value(1), o.value(2)
     axes = o.axes(3, len(o.shape()), len(starts))
     strides = [int(number_of(v)) for v in o.value(4)] if o.has(4) else [1] * len(starts)
@@ -123,13 +125,14 @@ def _sliced(size: Polynomial, start: Polynomial, end: Polynomial, step: int) -> 
 
 
 def _first(size: Polynomial, start: Polynomial, step: int) -> Polynomial:
-    """The position of the first element of a slice."""
+    """Returns the position of the first element of a slice, clamped to the dimension."""
     last = size - ONE if step < 0 else size
     return _clamped(_from_the_end(start, size), ZERO, last)
 
 
 def _from_the_end(index: Polynomial, size: Polynomial) -> Polynomial:
-    """Counts an index that may be negative from the beginning."""
+    """Returns an index, which may be negative to count from the end, as counted from the
+    beginning."""
     if index.is_natural:
         return index
     if index.number is not None:
@@ -179,7 +182,7 @@ def _reshape(o: Operands) -> list[Sizes]:
 
 
 def product(sizes: Sequence[Polynomial | None]) -> Polynomial:
-    """The product of sizes that are all known."""
+    """Returns the product of sizes, all of which must be known."""
     total = ONE
     for size in sizes:
         assert size is not None

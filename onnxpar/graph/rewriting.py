@@ -1,5 +1,5 @@
-"""Runs rewrites one after the other; records the time of each, shows its result, checks names, and
-says in an error which rewrite failed."""
+"""Runs rewrites of a model one after the other: times each, shows its result, checks names of
+tensors, and names the rewrite that failed in an error."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from onnxpar.base.pass_times import PassTimes
 from onnxpar.graph.used_names import check_names
 
 Show = Callable[[str, onnx.ModelProto | gs.Graph], None]
-"""Called after each rewrite, also after one that failed, with its name and what it leaves."""
+"""Called after each rewrite, also after one that failed, with its name and the model or graph as it
+left them."""
 
 
 def unseen(name: str, graph: onnx.ModelProto | gs.Graph) -> None:
-    """A `Show` that does nothing."""
+    """A `Show` that shows nothing."""
 
 
 class Rewritten(Protocol):
-    """A model while rewrites change it; `content` is the proto or graph that they change."""
+    """A model while rewrites change it; `content` is the proto or graph to change."""
 
     path: Path
 
@@ -38,7 +39,7 @@ State = TypeVar("State", bound=Rewritten)
 
 @dataclass(frozen=True)
 class Rewrite(Generic[State]):
-    """A step that changes a model, or checks it; `when` says whether it runs for a model."""
+    """A step that changes or checks a model; it runs only where `when` returns True."""
 
     name: str
     run: Callable[[State], object]
@@ -52,11 +53,12 @@ def run_rewrites(
     show: Show = unseen,
     times: PassTimes | None = None,
 ) -> None:
-    """Runs the rewrites whose `when` is true, in order.
+    """Runs the rewrites whose `when` is true for the model, in order.
 
+    state  the model
     who    the owner of the rewrites in errors, such as "the loader"
-    show   called after each
-    times  collects the wall time of each
+    show   called after each rewrite
+    times  collects the wall time of each rewrite
 
     Errors: OnnxparError of a rewrite; PassError for any other failure, naming the rewrite.
     """

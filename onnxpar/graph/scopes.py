@@ -1,7 +1,7 @@
 """Opens the bodies of If, Loop and Scan, so that passes can treat them as parts of the main graph.
 
-Afterwards no two tensors share a name, all weights and declared types are in the main graph, and a
-node of a body computes each result of that body.
+Afterwards no two tensors of the model share a name, all weights and declared types are in the main
+graph, and each result of a body is computed by a node of that body.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from onnx import GraphProto, NodeProto, helper
 from onnxpar.graph.stored import lift_constants, subgraphs_of
 
 CONTROL = ("If", "Loop", "Scan")
-"""Ops whose bodies are inferred, and may be split, like the graph around them."""
+"""Ops whose bodies are inferred and may be split, like the graph around them."""
 
 
 def is_control(node: NodeProto) -> bool:
-    """True if a node is control flow, whose bodies are parts of the program."""
+    """True for If, Loop and Scan, whose bodies are parts of the program."""
     return node.op_type in CONTROL and node.domain in ("", "ai.onnx")
 
 
 def open_scopes(graph: GraphProto) -> None:
-    """Renames tensors of subgraphs at any depth, and moves their weights and types to the main
-    graph, in place. Inputs of a body can be renamed freely: they are identified by position."""
+    """Renames tensors in bodies, at any depth, so that names are unique, and moves their weights
+    and types to the main graph, in place."""
     taken = {t.name for t in (*graph.input, *graph.initializer)}
     taken |= {output for node in graph.node for output in node.output}
     _Opening(graph, taken).enter(graph, {})
 
 
 class _Opening:
-    """Opens the bodies of one model; `taken` are the names in use."""
+    """Opens the bodies of one model; `taken` are all names in use so far."""
 
     def __init__(self, main: GraphProto, taken: set[str]) -> None:
         self.main = main
         self.taken = taken
 
     def enter(self, graph: GraphProto, names: Mapping[str, str]) -> None:
-        """Opens the bodies of a graph whose own tensors have been renamed; `names` has the new
-        names of tensors around the bodies."""
+        """Opens the bodies in a graph whose own tensors are renamed already; `names` has new names
+        by old ones of tensors that the bodies can see."""
         for node in graph.node:
             for body in subgraphs_of(node):
                 if is_control(node):
@@ -47,6 +47,8 @@ class _Opening:
                     _rename_captured(body, names)
 
     def _open(self, body: GraphProto, names: dict[str, str]) -> None:
+        """Renames the tensors of one body, moves its weights and types to the main graph, and opens
+        the bodies inside."""
         lift_constants(body)
         inputs = {port.name for port in body.input}
         for port in body.input:
@@ -69,7 +71,7 @@ class _Opening:
 
     def _own_results(self, body: GraphProto, names: Mapping[str, str]) -> None:
         """Adds an Identity for each result of the body that no node of the body computes, or that
-        the body returns twice."""
+        it returns twice."""
         computed = {o for node in body.node for o in node.output}
         for port in body.output:
             port.name = names.get(port.name, port.name)
@@ -81,8 +83,8 @@ class _Opening:
             port.name = result
 
     def _declare(self, name: str, names: dict[str, str]) -> str:
-        """Returns a new name for a tensor of a body, and records it in `names`: the old one, unless
-        another tensor has it."""
+        """Returns a unique name for a tensor of a body (its own, if that is free), and records it
+        in `names`."""
         names[name] = own = self._fresh(name)
         return own
 
@@ -95,7 +97,7 @@ class _Opening:
 
 
 def _rename_captured(graph: GraphProto, names: Mapping[str, str]) -> None:
-    """Renames captured tensors in a graph that is otherwise not changed."""
+    """Renames tensors of outer graphs where a graph reads them; its own tensors stay."""
     own = {t.name for t in (*graph.input, *graph.initializer)}
     own |= {o for node in graph.node for o in node.output}
     seen = {old: new for old, new in names.items() if old not in own}

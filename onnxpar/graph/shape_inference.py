@@ -1,9 +1,9 @@
-"""Shape inference and constant folding, node by node, for a graph with static inputs.
+"""Shape inference and constant folding, node by node, for a graph whose inputs have fixed sizes.
 
-ONNX's own inference stops at the first shape that nodes compute. Here each node is either
-evaluated (if all its operands are known and small) or inferred from what is known so far, so that
-shapes computed from a Shape node are constants when they are needed. Declared shapes are ignored,
-except those of results of ops that ONNX does not know.
+ONNX's own inference stops at the first shape that nodes compute. Here each node is either evaluated
+(if all its operands are known and small) or inferred from what is known so far, so that shapes
+computed from a Shape node are constants when they are needed. Declared shapes are ignored, except
+those of results of ops that ONNX does not know.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _NEVER = frozenset(
         "LRN",  # onnx's reference confuses the number of channels with the batch size
     )
 )
-"""Ops that are never folded: random ones, those with bodies, and two others for the reasons
-below."""
+"""Ops that are never folded: random ones, those with bodies, sequences, and some for the reasons
+beside them."""
 
 
 _OF_SIZES = frozenset(
@@ -56,15 +56,16 @@ _OF_SIZES = frozenset(
         *("Slice", "Expand", "ConstantOfShape", "Cast", "Identity"),
     )
 )
-"""Ops that onnx computes for sizes as onnxruntime does, without a session."""
+"""Ops that onnx's reference computes on sizes exactly as onnxruntime does, so that no session is
+needed."""
 _SIZE_TYPES = ("int64", "int32", "bool")
 _SIZE_ELEMENTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.FLOAT)
 _UNKNOWN_DEFAULTS = {"STFT": {"onesided": 1}}
-"""Attributes without which ONNX infers a wrong shape, with the defaults of the standard."""
+"""The standard's defaults of attributes without which ONNX infers wrong shapes, by op."""
 
 
 def _with_defaults(node: NodeProto) -> NodeProto:
-    """Returns the node with the attributes that ONNX's inference needs to be right."""
+    """Returns the node with attributes from _UNKNOWN_DEFAULTS where it lacks them."""
     have = {attribute.name for attribute in node.attribute}
     defaults = _UNKNOWN_DEFAULTS.get(node.op_type, {})
     missing = {name: value for name, value in defaults.items() if name not in have}
@@ -77,13 +78,14 @@ def _with_defaults(node: NodeProto) -> NodeProto:
 
 
 def _schema(op: str, opset: int, domain: str) -> onnx.defs.OpSchema:
-    """The schema that infers an op's results; that of Mul for PRelu, as onnxruntime broadcasts both
-    operands. Errors: SchemaError for an unknown op."""
+    """Returns the schema that infers an op's results; for PRelu that of Mul, because onnxruntime
+    broadcasts both operands. Errors: SchemaError for an unknown op."""
     return onnx.defs.get_schema("Mul" if (op, domain) == ("PRelu", "") else op, opset, domain)
 
 
 def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool = False) -> None:
-    """Removes all nodes but `kept`; `others` is True if some of these are not in the graph yet."""
+    """Makes `kept` the nodes of the graph, in place. `others` is True if some of them are not in
+    the graph yet."""
     if others or len(kept) < len(graph.node):
         nodes = list(kept)
         del graph.node[:]
@@ -91,8 +93,8 @@ def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool =
 
 
 def _is_of_sizes(node: NodeProto, operands: Mapping[str, Array]) -> bool:
-    """True if a node computes sizes, and onnx computes the same as onnxruntime: not for slices from
-    the end, whose start onnxruntime clamps to the first element."""
+    """True if onnx's reference may compute the node: it computes sizes, and gives what onnxruntime
+    gives. A Slice with negative steps does not, because onnxruntime clamps its start."""
     are_sizes = all(str(array.dtype) in _SIZE_TYPES for array in operands.values())
     if node.op_type not in _OF_SIZES or not are_sizes:
         return False
@@ -103,12 +105,13 @@ def _is_of_sizes(node: NodeProto, operands: Mapping[str, Array]) -> bool:
 
 
 class Walk:
-    """Types and values of a graph's tensors, as far as they are known. The caller passes over the
-    nodes in graph order.
+    """Types and values of a graph's tensors, as far as they are known; the caller goes through the
+    nodes in graph order and calls `evaluate` and `fold`, or `infer`, for each.
 
-    keep   weights that may be trained are not folded into other constants: floating-point arrays,
-           and the floating-point scalars with these names; None: all small ones are folded
-    limit  folds all results of at most this many elements
+    inputs  the types of the graph's inputs; None: as the model declares them
+    keep    weights that may be trained are not folded into other constants: floating-point arrays,
+            and the floating-point scalars with these names; None: all small weights are folded
+    limit   folds all results of at most this many elements; None: FOLD_LIMIT
     """
 
     def __init__(
@@ -154,19 +157,18 @@ class Walk:
                 self.protos[weight.name] = weight
 
     def suppose(self, values: Mapping[str, Any]) -> None:
-        """Records values of tensors by name."""
+        """Records these values of tensors, by name, such as assumed values of inputs."""
         for name, value in values.items():
             self._know(name, value)
 
     def fold(self, node: NodeProto, values: Sequence[Any]) -> None:
-        """Records the results of a node as constants; the graph then has these instead of the
-        node."""
+        """Records a node's results as constants that take the place of the node in the graph."""
         for name, value in zip(node.output, values, strict=True):
             self._know(name, value)
             self.folded.add(name)
 
     def know(self, node: NodeProto, values: Sequence[Any]) -> None:
-        """Records the values of the node's results; the node stays."""
+        """Records the values of a node's results; the node stays in the graph."""
         for name, value in zip(node.output, values, strict=True):
             self._know(name, value)
 
@@ -179,19 +181,23 @@ class Walk:
         )
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor; None unless all of it is known."""
+        """Returns the shape of a tensor; None unless all sizes are known."""
         return _static_shape(self.types.get(name))
 
     def sizes(self, name: str) -> tuple[int | None, ...] | None:
-        """The shape of a tensor, with None for unknown sizes; None if the rank is unknown."""
+        """Returns the shape of a tensor, with None for unknown sizes; None if the number of
+        dimensions is unknown."""
         return known_sizes(self.types.get(name))
 
     def evaluate(self, node: NodeProto) -> list[Any] | None:
-        """The node's results if they are constant and small, else None."""
+        """Returns the values of the node's results if its operands are known and the results small;
+        else None."""
         values = self._evaluate(node)
         return values if values is not None and len(values) == len(node.output) else None
 
     def _evaluate(self, node: NodeProto) -> list[Any] | None:
+        """Returns the values of the node's results, maybe fewer than it has; None if they are
+        unknown or too large."""
         if node.domain not in ("", "ai.onnx") or node.op_type in _NEVER:
             return None
         if node.op_type == "Constant":
@@ -212,8 +218,8 @@ class Walk:
         return results
 
     def _computed(self, node: NodeProto) -> list[Any] | None:
-        """Returns the results of a node whose operands are known, as onnxruntime computes them;
-        None if the node must be left to a run."""
+        """Returns the results of a node with known operands as onnxruntime computes them; None if
+        they cannot be known before a run."""
         feeds = {name: self.values[name] for name in node.input if name}
         if not _is_of_sizes(node, feeds):
             results = self.runtime.evaluate(node, self.types, self.protos)
@@ -225,8 +231,8 @@ class Walk:
             return None
 
     def _fits(self, node: NodeProto) -> bool:
-        """True if a node's results are small enough to be stored. A large ConstantOfShape of floats
-        is not folded: storing many equal values would only take space."""
+        """True if the node's results are small enough to be stored. A large ConstantOfShape of
+        floats is not: storing many equal values would only take space."""
         if node.op_type == "ConstantOfShape":
             value = next((numpy_helper.to_array(a.t) for a in node.attribute), np.zeros(1, "f4"))
             size = np.prod(self.values[node.input[0]], dtype=np.int64)
@@ -258,15 +264,15 @@ class Walk:
         return [np.array(shape[bounds.get("start", 0) : bounds.get("end", len(shape))], np.int64)]
 
     def infer(self, node: NodeProto) -> None:
-        """Infers the types of a node's results and records them; records the node as a conflict if
-        it is not valid for its operands."""
+        """Infers and records the types of the node's results; adds the node to `conflicts` if it is
+        not valid for its operands."""
         self.types.update(self._inferred(node))
         if reads_beyond(node, self.values, self.sizes) and self.conflicts[-1:] != [node]:
             self.conflicts.append(node)
 
     def probe(self, node: NodeProto, sizes: Mapping[tuple[str, int], int]) -> dict[str, TypeProto]:
-        """The types that the node's results would have if operands had these sizes, by operand and
-        axis; nothing is recorded."""
+        """Returns the types that the node's results would have, by name, if operands had these
+        sizes, by (operand, axis). Nothing is recorded."""
         own = {operand: self.types[operand] for operand, _ in sizes}
         for operand, kept in own.items():
             self.types[operand] = TypeProto()
@@ -278,8 +284,8 @@ class Walk:
         return types
 
     def types_without(self, node: NodeProto, names: Collection[str]) -> dict[str, TypeProto]:
-        """Returns the types of the node's results, inferred without the values of the operands
-        `names`; nothing is recorded."""
+        """Returns the types of the node's results, by name, if the values of these operands were
+        unknown. Nothing is recorded."""
         protos = {name: self.protos.pop(name) for name in names if name in self.protos}
         values = {name: self.values.pop(name) for name in names if name in self.values}
         types = self._types_of(node)
@@ -307,6 +313,8 @@ class Walk:
         self.protos.pop(name, None)
 
     def _inferred(self, node: NodeProto) -> dict[str, TypeProto]:
+        """Returns the types of a node's results, by name; records the node in `conflicts` if
+        inference rejects it."""
         domain = "" if node.domain == "ai.onnx" else node.domain
         try:
             schema = _schema(node.op_type, self.opsets.get(domain, 1), domain)
@@ -347,8 +355,8 @@ class Walk:
         return {name: type_ for name, type_ in (found | self._picked(node, found)).items() if name}
 
     def _given(self, node: NodeProto, found: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
-        """Returns the types of a node's results, each from the first that has it: `found` (ONNX's
-        inference), the model's declarations, the sharding rule of a custom op."""
+        """Returns the types of a node's results, each from the first of these sources that has it:
+        `found` (ONNX's inference), the model's declarations, the sharding rule of a custom op."""
         types = dict(found)
         for name in node.output:
             if _static_shape(found.get(name)) is None and name in self.declared:
@@ -363,8 +371,8 @@ class Walk:
         return types
 
     def _picked(self, node: NodeProto, found: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
-        """Returns the types of results that constants select (Compress, SequenceAt), which ONNX
-        leaves open."""
+        """Returns the types of results that constants select (Compress, SequenceAt), by name; ONNX
+        leaves them open."""
         if node.op_type == "SplitToSequence":
             self.splits[node.output[0]] = node
         if len(node.input) < 2 or node.input[1] not in self.values:
@@ -381,7 +389,8 @@ class Walk:
         return {} if part is None else {result: part}
 
     def declare(self, graph: onnx.GraphProto) -> None:
-        """Writes the known types as value_info, and the folded constants that the graph reads."""
+        """Writes the known types into a graph as value_info, and adds the folded constants that it
+        reads as initializers."""
         used = {name for node in graph.node for name in reads_of(node)}
         outputs = {o.name for o in graph.output}
         for name in sorted(self.folded & (used | outputs)):
@@ -402,7 +411,8 @@ class Walk:
 def infer_results(
     node: gs.Node, shapes: Sequence[Sequence[int] | None], opset: int
 ) -> list[tuple[Any, list[int]]]:
-    """The dtype and shape of each result of a node, for operands of these shapes."""
+    """Returns (dtype, shape) of each result of a node, if its operands had these shapes; None for
+    an operand that is left out."""
     types = {}
     constants = {}
     for tensor, shape in zip(node.inputs, shapes, strict=True):
@@ -430,7 +440,8 @@ def infer_results(
 
 
 def _is_at_hand(tensor: gs.Constant) -> bool:
-    """True if a value is in memory, or small and stored in the model: it may determine a shape."""
+    """True if a constant's value is in memory, or small and in the model file, so that inference
+    may use it."""
     values = tensor._values
     return not isinstance(values, gs.ir.tensor.LazyValues) or is_folded(values.tensor)
 

@@ -1,9 +1,9 @@
 """Asks onnxruntime about one node at a time: types and shapes of ops that ONNX does not know, and
-results of known operands.
+results for known operands.
 
-onnxruntime has schemas of its own (com.microsoft, SimplifiedLayerNormalization ...) and infers
-with them when it creates a session. If a size stays open though all operands are known, one run
-on zeros finds it, unless the values of an operand could be sizes.
+onnxruntime has schemas of its own (com.microsoft, SimplifiedLayerNormalization ...) and infers with
+them when it creates a session. If a size stays open though all shapes of operands are known, one
+run on zeros finds it, unless values of an operand could be sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onnxpar.base.custom_ops import quiet_options
 from onnxpar.graph.attribute_weights import ML
 
 RUN_LIMIT = 1 << 22
-"""Most elements, over all operands, with which a node is run to find its shapes."""
+"""A node is run to find its shapes only if its operands have at most this many elements in all."""
 
 _STATE = ort.capi.onnxruntime_pybind11_state
 REFUSED = (
@@ -34,20 +34,20 @@ REFUSED = (
 )
 """Exceptions of onnxruntime for a model that it cannot load or run."""
 _GROWN = {"GroupQueryAttention": (1, 2), "SparseAttention": (1, 2)}
-"""Results that are caches whose length an operand gives; onnxruntime wrongly infers the length of
-the input cache."""
+"""Results that are caches, by op: an operand gives their length, but onnxruntime infers that of the
+input cache."""
 _NO_SIZES = frozenset(("DecoderMaskedMultiHeadAttention",))
 """Ops whose integer operands do not determine sizes of their results."""
 _OF_VALUES = frozenset(("DynamicTimeWarping", "Tokenizer", "Unique"))
-"""Ops whose results have sizes that depend on values of any type."""
+"""Ops whose result sizes depend on operands' values of any type."""
 _SMALL = 4096
-"""Bytes of a model of one node up to which its results are kept."""
+"""Results of a one-node model are cached if the model has at most this many bytes."""
 _SIZES = (TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL)
 _Shape = list[int | str | None]
 
 
 class RuntimeShapes:
-    """Result types by node and operand types; onnxruntime is asked once for each combination."""
+    """Answers of onnxruntime about single nodes, cached by node, operand types and values."""
 
     def __init__(self, opsets: Iterable[OperatorSetIdProto], ir_version: int) -> None:
         self._opsets = list(opsets)
@@ -61,8 +61,8 @@ class RuntimeShapes:
         types: Mapping[str, TypeProto],
         values: Mapping[str, TensorProto],
     ) -> str | None:
-        """The reason why onnxruntime does not load a node with operands of these types; None if it
-        does, or if a type is not known."""
+        """Returns why onnxruntime does not load a node with operands of these types (and `values`,
+        where known); None if it does, or if a type is unknown."""
         if any(n and (n not in types or not types[n].HasField("tensor_type")) for n in node.input):
             return None
         try:
@@ -77,7 +77,7 @@ class RuntimeShapes:
         types: Mapping[str, TypeProto],
         values: Mapping[str, TensorProto],
     ) -> dict[str, TypeProto]:
-        """The types of results that onnxruntime can infer, by name."""
+        """Returns the types of the results that onnxruntime can infer, by name."""
         if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
             return {}
         if any(n and (n not in types or not types[n].HasField("tensor_type")) for n in node.input):
@@ -95,9 +95,9 @@ class RuntimeShapes:
         types: Mapping[str, TypeProto],
         values: Mapping[str, TensorProto],
     ) -> list[Any] | None:
-        """The results of a node whose operands are all known: an empty list if onnxruntime refuses
-        these operands, or NumPy has no type for a result; None if onnxruntime has no kernel for the
-        node. Layers repeat nodes on small operands, so these are computed once."""
+        """Returns the results of a node whose operands are all known. An empty list: onnxruntime
+        refuses these operands, or NumPy lacks the type of a result. None: onnxruntime has no kernel
+        for the node. Results for small operands are cached, because layers repeat nodes."""
         model = self._one_node(node, types, values)
         if model.ByteSize() > _SMALL:
             return results_of(model)
@@ -112,8 +112,8 @@ class RuntimeShapes:
         types: Mapping[str, TypeProto],
         values: Mapping[str, TensorProto],
     ) -> onnx.ModelProto:
-        """Returns a model of one node. Its tensors are named by position, so that equal nodes give
-        equal models, for which there is one answer."""
+        """Returns a model of this node alone. Its tensors are named by position, so that equal
+        nodes give equal models and share one cached answer."""
         names = {n: f"i{i}" for i, n in enumerate(dict.fromkeys(n for n in node.input if n))}
         alone = NodeProto()
         alone.CopyFrom(node)
@@ -144,19 +144,20 @@ def is_known(op: str, domain: str) -> bool:
 
 @cache
 def is_own_domain(domain: str) -> bool:
-    """True if all ops of that domain are onnxruntime's own."""
+    """True if onnxruntime knows this domain, such as com.microsoft."""
     return domain == "ai.onnx" or any(s.domain == domain for s in _STATE.get_all_operator_schema())
 
 
 @cache
 def _schemas() -> Mapping[tuple[str, str], Any]:
-    """The newest schema of every op that onnxruntime knows, by domain and name."""
+    """The newest schema of every op that onnxruntime knows, by (domain, name)."""
     schemas = sorted(_STATE.get_all_operator_schema(), key=lambda s: int(s.since_version))
     return {(s.domain, s.name): s for s in schemas}
 
 
 def operator_ports(domain: str, op: str) -> tuple[list[str], list[str]]:
-    """onnxruntime's names for the operands and results of an op; empty lists for an unknown op."""
+    """Returns onnxruntime's names for the operands and for the results of an op; empty lists for an
+    unknown op."""
     schema = _schemas().get((domain, op))
     if schema is None:
         return [], []
@@ -164,7 +165,7 @@ def operator_ports(domain: str, op: str) -> tuple[list[str], list[str]]:
 
 
 def _session(model: onnx.ModelProto) -> Any:
-    """A session of a one-node model. Errors: those in REFUSED."""
+    """Returns an onnxruntime session of a one-node model. Errors: those in REFUSED."""
     options = quiet_options(1, optimized=False)
     return ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
 
@@ -172,8 +173,8 @@ def _session(model: onnx.ModelProto) -> Any:
 def results_of(
     model: onnx.ModelProto, feeds: Mapping[str, Array] | None = None
 ) -> list[Any] | None:
-    """Runs a model of one node: returns its results; an empty list if onnxruntime refuses its
-    operands, or NumPy has no type for a result; None if onnxruntime has no kernel for it."""
+    """Runs a model of one node; returns its results. An empty list: onnxruntime refuses its
+    operands, or NumPy lacks the type of a result. None: onnxruntime has no kernel for the node."""
     try:
         session = _session(model)
     except REFUSED:
@@ -187,8 +188,8 @@ def results_of(
 
 
 def _typed(result: Any, text: str) -> Any:
-    """Returns a result in the type `text` of its output: onnxruntime gives elements of float8e4m3fn
-    as uint8."""
+    """Returns a result with the dtype that `text` (`tensor(float8e4m3fn)`) says: onnxruntime
+    returns float8e4m3fn as uint8."""
     type_ = _of_text(text)
     if not isinstance(result, np.ndarray) or type_ is None or not type_.HasField("tensor_type"):
         return result
@@ -197,7 +198,8 @@ def _typed(result: Any, text: str) -> Any:
 
 
 def _result_types(model: onnx.ModelProto) -> list[TypeProto | None]:
-    """The types of the results of a one-node model; None for each if onnxruntime has no kernel."""
+    """Returns the types of the results of a one-node model; None for each type that is unknown, and
+    for all if onnxruntime has no kernel."""
     outputs = model.graph.node[0].output
     try:
         session = _session(model)
@@ -220,14 +222,15 @@ def _result_types(model: onnx.ModelProto) -> list[TypeProto | None]:
 
 
 def _type(output: Any, shape: _Shape | None) -> TypeProto | None:
-    """The ONNX type of an output such as `tensor(float)`, with this shape; None if it is not a
-    tensor, sequence, map or optional."""
+    """Returns the ONNX type of an output of a session, with this shape if it is a tensor; None for
+    an unknown kind of type."""
     kind, _, inner = output.type.removesuffix(")").partition("(")
     return _of_text(output.type) if kind != "tensor" else _tensor_type(inner, shape)
 
 
 def _of_text(text: str) -> TypeProto | None:
-    """The ONNX type of a text such as `seq(map(int64,tensor(float)))`."""
+    """Returns the ONNX type of a text such as `seq(map(int64,tensor(float)))`; None for an unknown
+    kind of type."""
     kind, _, inner = text.removesuffix(")").partition("(")
     if kind == "tensor":
         return _tensor_type(inner, None)
@@ -252,7 +255,7 @@ def _element(text: str) -> int:
 
 
 def _may_be_sizes(node: NodeProto, element: int) -> bool:
-    """True if the values of an operand of this element type may determine sizes of the node's
+    """True if the values of an operand with this element type may determine sizes of the node's
     results."""
     if node.op_type in _NO_SIZES or node.domain == ML:
         return False
@@ -264,8 +267,8 @@ def _zeros(dims: list[int], dtype: np.dtype[Any]) -> Any:
 
 
 def _run(session: Any, graph: onnx.GraphProto) -> list[_Shape | None] | None:
-    """Shapes of the results of a run on zeros; None if they could depend on values, or if the
-    operands are too large."""
+    """Returns the shapes of the results of a run on zeros; None if they could depend on values, if
+    the operands are too large, or if the run fails."""
     feeds = {}
     for port in graph.input:
         tensor = port.type.tensor_type

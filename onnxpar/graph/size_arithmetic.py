@@ -1,4 +1,5 @@
-"""Follows the arithmetic of sizes: closed forms of a node's results, from closed forms of operands.
+"""Follows arithmetic on sizes: computes closed forms of a node's results from closed forms of its
+operands.
 
 Nothing is fitted here: each result holds at all sizes, because the op's definition says so. Results
 without a closed form (a table at a size, a square root, a quotient of two open sizes) are not
@@ -29,13 +30,13 @@ from onnxpar.layout.symbols import (
 )
 
 Forms = np.ndarray[Any, np.dtype[np.object_]]
-"""Closed forms of the elements of a tensor."""
+"""An array of polynomials: the closed forms of the elements of a tensor."""
 Limit = tuple[Polynomial, Polynomial]
-"""Two sizes; in a run, the first must not be greater than the second."""
+"""Two sizes (a, b): a run must have a <= b."""
 FRACTION = 1 << 10
-"""Floats that are multiples of 1 / FRACTION are exact sizes."""
+"""Floats are followed only if they are multiples of 1 / FRACTION, so that they are exact."""
 HEAVIEST = 48
-"""Largest weight of a closed form that is followed."""
+"""Closed forms with a larger `weight` are not followed."""
 ZERO, ONE, MINUS = map(Polynomial.constant, (0, 1, -1))
 
 _MOVES: dict[str, Sequence[int] | None] = {
@@ -56,16 +57,17 @@ _MOVES: dict[str, Sequence[int] | None] = {
     "Transpose": (0,),
     "Unsqueeze": (0,),
 }
-"""Ops that move elements, with the operands whose elements they move (None: of all). The others,
-such as indices, must be numbers."""
+"""Ops that move elements, and the positions of the operands whose elements they move (None: all).
+Other operands, such as indices, must be numbers."""
 
 
 class NotFollowed(Exception):
-    """A node's result has no closed form."""
+    """Raised if a node's result has no closed form."""
 
 
 def constants(values: Any) -> Forms:
-    """An array of numbers as closed forms. Errors: NotFollowed for too fine or infinite numbers."""
+    """Returns an array of numbers as closed forms. Errors: NotFollowed for numbers that are not
+    finite, or no multiples of 1 / FRACTION."""
     array = np.asarray(values)
     if array.dtype.kind == "f":
         if not np.isfinite(array).all() or (array.astype(np.float64) * FRACTION % 1 != 0).any():
@@ -76,8 +78,8 @@ def constants(values: Any) -> Forms:
 
 
 def exact_range(form: Polynomial, dtype: np.dtype[Any]) -> Iterator[Limit]:
-    """The limits within which `dtype` holds the size `form` exactly. Errors: NotFollowed for a
-    dtype that rounds usual sizes, or in which they overflow."""
+    """Yields the limits on sizes within which `dtype` represents the size `form` exactly. Errors:
+    NotFollowed for a dtype in which usual sizes are rounded or overflow."""
     if form.number is not None or dtype.kind == "b":
         return
     if dtype.itemsize < 4 or (dtype.kind == "u" and not form.is_natural):
@@ -92,8 +94,8 @@ def exact_range(form: Polynomial, dtype: np.dtype[Any]) -> Iterator[Limit]:
 
 
 def nonzero_range(form: Polynomial) -> Iterator[Limit]:
-    """The limit within which a divisor is not 0, if it is 0 at some sizes. Errors: NotFollowed for
-    one that may be negative."""
+    """Yields the limit within which a divisor is at least 1, if it can be 0. Errors: NotFollowed
+    for a divisor that may be negative."""
     if not form.is_natural:
         raise NotFollowed
     if not (form - ONE).is_natural:
@@ -101,7 +103,8 @@ def nonzero_range(form: Polynomial) -> Iterator[Limit]:
 
 
 def numbers(forms: Forms, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Closed forms as numbers. Errors: NotFollowed if one depends on symbols."""
+    """Returns closed forms as an array of numbers. Errors: NotFollowed if one depends on
+    symbols."""
     values = [form.number for form in forms.reshape(-1)]
     if None in values:
         raise NotFollowed
@@ -114,8 +117,8 @@ def follow(
     dtypes: Sequence[np.dtype[Any] | None],
     opset: int,
 ) -> list[Forms]:
-    """Computes the closed forms of a node's results from those of its operands; operands that are
-    left out are None. Errors: NotFollowed if there are none."""
+    """Returns the closed forms of a node's results, given those of its operands (None: left out)
+    and their dtypes. Errors: NotFollowed if there are none."""
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     if node.op_type in _MOVES:
         results = _moved(node, operands, dtypes, opset)
@@ -138,8 +141,8 @@ def _moved(
     dtypes: Sequence[np.dtype[Any] | None],
     opset: int,
 ) -> list[Forms]:
-    """Follows an op that moves elements: runs the node on the elements' numbers, and takes the
-    closed forms by the numbers in its results."""
+    """Returns the closed forms of the results of an op that moves elements: runs the node on the
+    numbers 0, 1, ... in place of elements, and puts the closed forms in their places."""
     moving = _MOVES[node.op_type]
     if any(a.name == "reduction" and a.s != b"none" for a in node.attribute):
         raise NotFollowed
@@ -180,24 +183,25 @@ def _moved(
 
 
 def _each(function: Callable[..., Polynomial], *arrays: Any) -> Forms:
-    """Applies a function to each element, or to pairs of broadcast ones."""
+    """Applies a function to each element of an array, or to pairs of elements of two arrays,
+    broadcast."""
     return np.asarray(np.frompyfunc(function, len(arrays), 1)(*arrays), object)
 
 
 def scaled(form: Polynomial, by: Fraction) -> Polynomial:
-    """A closed form times the number `by`."""
+    """Returns a closed form times a number."""
     return form * Polynomial(((((), by)),)) if by else ZERO
 
 
 def number_of(form: Polynomial) -> Fraction:
-    """The number that a closed form is. Errors: NotFollowed if it depends on symbols."""
+    """Returns the value of a constant closed form. Errors: NotFollowed if it depends on symbols."""
     if form.number is None:
         raise NotFollowed
     return form.number
 
 
 def truncated(over: Polynomial, below: int) -> Polynomial:
-    """The quotient over / below, rounded towards zero."""
+    """Returns over / below, rounded towards zero."""
     if below < 0:
         over, below = MINUS * over, -below
     if over.is_natural:
@@ -206,6 +210,8 @@ def truncated(over: Polynomial, below: int) -> Polynomial:
 
 
 def _divided(a: Polynomial, b: Polynomial, is_float: bool) -> Polynomial:
+    """Returns a / b in closed form, rounded towards zero for integers. Errors: NotFollowed unless b
+    is a number or divides all terms of a."""
     if a == b:
         return ONE
     if len(b.terms) == 1:
@@ -234,7 +240,7 @@ def _remainder(a: Polynomial, b: Polynomial, truncates: bool) -> Polynomial:
 
 
 def _fine(form: Polynomial) -> Polynomial:
-    """A form that floats hold exactly. Errors: NotFollowed for any other."""
+    """Returns the closed form if floats hold it exactly. Errors: NotFollowed if not."""
     if FRACTION % form.denominator:
         raise NotFollowed
     return form
@@ -246,8 +252,8 @@ def _less(a: Polynomial, b: Polynomial) -> Polynomial:
 
 
 def _equal(a: Polynomial, b: Polynomial) -> Polynomial:
-    """1 if the sizes are equal at all bindings, 0 if they never are. Other pairs are not followed:
-    no sample shows at which sizes they are equal."""
+    """Returns 1 if two sizes are equal for all values of symbols, 0 if they never are. Errors:
+    NotFollowed for other pairs, as no sample shows at which sizes they are equal."""
     equal = ONE - _less(a, b) - _less(b, a)
     number_of(equal)
     return equal
@@ -283,6 +289,9 @@ def _absolute(form: Polynomial) -> Polynomial:
 
 
 def _reduced(function: Callable[..., Polynomial]) -> Callable[..., Forms]:
+    """Returns a reduction (ReduceSum, ...) on arrays of closed forms, given its function of two
+    elements."""
+
     def reduce_forms(operands: Sequence[Forms], attributes: dict[str, Any], _: bool) -> Forms:
         data = operands[0]
         has_axes = len(operands) > 1
@@ -312,15 +321,16 @@ def _range(operands: Sequence[Forms], _: dict[str, Any], __: bool) -> Forms:
 
 
 def steps(start: Polynomial, end: Polynomial, step: Fraction) -> Polynomial:
-    """Counts the numbers from `start` up to, and without, `end`, by steps. Errors: NotFollowed for
-    steps of 0."""
+    """Returns the number of elements of range(start, end, step). Errors: NotFollowed for a step of
+    0."""
     if not step:
         raise NotFollowed
     return maximum(rounded_up(scaled(end - start, 1 / step), 1), ZERO)
 
 
 def _pairs(function: Callable[..., Polynomial]) -> Callable[..., Forms]:
-    """Makes an op on arrays from a function of one element or of pairs."""
+    """Makes a function on arrays from one on one or two elements; three and more operands are
+    combined from the left."""
     return lambda operands, _, __: (
         _each(function, *operands)
         if len(operands) <= 2

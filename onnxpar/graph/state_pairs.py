@@ -1,8 +1,9 @@
-"""State pairs: outputs of a model that are fed back as inputs, found by ops and by names.
+"""State pairs (input, output): outputs of a model that are fed back as inputs in the next run
+(caches, hidden states), found by ops and by names.
 
-An op makes a pair if it has a `past_key` and a `present_key`, or if it writes into a cache or
-extends it. Names make a pair if they differ only by words for before and after, and one of them
-contains a word for a state.
+An op makes a pair if it has operands and results such as `past_key` and `present_key`, or if it
+writes into a cache or extends it. Names make a pair if they differ only by words for before and
+after, and contain a word for a state.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ _AFTER = frozenset(
 _KEPT = frozenset(
     ("past", "present", "cache", "caches", "kv", "state", "states", "mem", "memory", "h", "c")
 )
-"""The name of a state contains one of these words."""
+"""The name of a state contains at least one of these words."""
 _ACTIVATIONS = (("hidden", "states"), ("last", "hidden", "state"), ("encoder", "hidden", "states"))
 """Words of names that look like states, but are activations."""
 
 _THROUGH = frozenset(
     ("Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Gather", "Split")
 )
-"""Ops whose result is their first operand in another form, or a part of it."""
+"""Ops whose result is their first operand in another form, or part of it."""
 _WRITES = frozenset(("Scatter", "ScatterElements", "ScatterND"))
 """Ops that write into their first operand."""
 
 
 def given_states(graph: gs.Graph, given: Sequence[Pair]) -> list[Pair]:
-    """Checks the pairs (input, output) in `given`, the user's, and returns them. Errors:
+    """Returns the pairs (input, output) that the user gave, without duplicates. Errors:
     StrategyError for a name that the model does not have."""
     inputs = {t.name for t in graph.inputs}
     outputs = {t.name for t in graph.outputs}
@@ -59,11 +60,9 @@ def given_states(graph: gs.Graph, given: Sequence[Pair]) -> list[Pair]:
 
 
 def find_states(graph: gs.Graph, given: Sequence[Pair] = (), is_step: bool = False) -> list[Pair]:
-    """Pairs of an input and an output: those in `given`, then those found by ops, then those found
-    by names. In a training step (`is_step`), only caches that a Concat extends are looked for.
-
-    Errors: StrategyError for a given name that the model does not have.
-    """
+    """Returns all state pairs (input, output) of a graph: the user's (`given`), then pairs found by
+    ops, then pairs found by names. In a training step (`is_step`), only caches that a Concat
+    extends are looked for. Errors: StrategyError for a given name that the model does not have."""
     inputs = {t.name: t for t in graph.inputs}
     outputs = {t.name: t for t in graph.outputs}
     pairs = dict(given_states(graph, given))
@@ -78,9 +77,8 @@ def find_states(graph: gs.Graph, given: Sequence[Pair] = (), is_step: bool = Fal
 
 
 def missing_states(graph: gs.Graph, pairs: Sequence[Pair]) -> list[str]:
-    """Inputs that look like states but have no output to feed them: their names differ only by
-    numbers from the names of states, such as `past.5.key` if `past.0.key` to `past.4.key` are
-    states."""
+    """Returns inputs that look like states but are in no pair: their names differ only by numbers
+    from names of states, such as `past.5.key` if `past.0.key` to `past.4.key` are states."""
     paired = {source for source, _ in pairs}
     like: dict[str, list[gs.Tensor]] = defaultdict(list)
     for tensor in graph.inputs:
@@ -96,7 +94,8 @@ def missing_states(graph: gs.Graph, pairs: Sequence[Pair]) -> list[str]:
 
 
 def unpaired_text(missing: Sequence[str]) -> str:
-    """The warning about inputs that look like states but have no output to be fed back."""
+    """Returns the warning about inputs that look like states, but to which no output is fed
+    back."""
     names = ", ".join(map(repr, missing[:4])) + (", ..." if len(missing) > 4 else "")
     return (
         f"{names}: named like a state, but no output is paired with it, so every run must be given "
@@ -110,8 +109,12 @@ def _extended(
     pairs: Mapping[str, str],
     is_step: bool,
 ) -> str | None:
-    """The input that becomes this output, found by the ops between them; None if there is none.
-    `pairs` has the inputs that are paired already. For `is_step`, see `find_states`."""
+    """Returns the input whose updated value this output is, found by the ops between both; None if
+    there is none.
+
+    pairs    the pairs found so far, output by input
+    is_step  as for `find_states`
+    """
     names = [
         name
         for name in dict.fromkeys(_sources(output, False, set(), is_step))
@@ -126,8 +129,12 @@ def _extended(
 def _sources(
     tensor: gs.Tensor, is_cache: bool, seen: set[tuple[int, bool]], is_step: bool
 ) -> Iterator[str]:
-    """Names of inputs and constants that become this tensor through an op that extends a cache or
-    writes into one. `is_cache` is True once the search has passed such an op."""
+    """Yields the names of inputs and constants from which this tensor is made by an op that extends
+    a cache or writes into it.
+
+    is_cache  True once the search, backwards from the output, has passed such an op
+    seen      what has been visited
+    """
     if (id(tensor), is_cache) in seen:
         return
     seen.add((id(tensor), is_cache))
@@ -159,8 +166,8 @@ def _sources(
 
 
 def _reads_another(tensor: gs.Tensor, name: str) -> bool:
-    """True if a tensor depends on an input other than the one of this name: parts of one input that
-    are joined again in another order extend no cache."""
+    """True if a tensor depends on any input but `name`. If it does not, it only joins parts of that
+    input in another order, and so extends no cache."""
     seen, rest = {id(tensor)}, [tensor]
     while rest:
         each = rest.pop()
@@ -177,8 +184,8 @@ def _reads_another(tensor: gs.Tensor, name: str) -> bool:
 
 @cache
 def _op_pairs(domain: str, op: str) -> Mapping[int, int]:
-    """Returns, by the index of a result, the index of the operand that the result updates, by their
-    names in onnxruntime's schema: `past_key` for `present_key`, `initial_h` for `Y_h`."""
+    """Returns which operand each result updates, by their positions, according to their names in
+    onnxruntime's schema: `past_key` and `present_key`, `initial_h` and `Y_h`."""
     operands, results = operator_ports(domain, op)
     before = {_stem(name, _BEFORE): i for i, name in enumerate(operands) if _is_kept(name)}
     after = {i: _stem(name, _AFTER) for i, name in enumerate(results) if _is_kept(name)}
@@ -188,7 +195,8 @@ def _op_pairs(domain: str, op: str) -> Mapping[int, int]:
 def _named_alike(
     inputs: Mapping[str, gs.Tensor], outputs: Mapping[str, gs.Tensor], pairs: Mapping[str, str]
 ) -> dict[str, str]:
-    """Pairs of the inputs and outputs that are not in `pairs`, found by names alone."""
+    """Returns pairs found by names alone, output by input, of the inputs and outputs that are not
+    in `pairs`."""
     free = [t for name, t in inputs.items() if name not in pairs]
     results = [t for name, t in outputs.items() if name not in pairs.values()]
     sources = {t.name: _stem(t.name, _BEFORE) for t in free}
@@ -208,8 +216,8 @@ def _named_alike(
 
 
 def _is_left_out(result: gs.Tensor) -> bool:
-    """True if a branch of an If returns an empty constant for this result: the old value of the
-    state stays valid and is fed again."""
+    """True if a branch of an If returns an empty constant for this result, to say that the old
+    value of the state stays valid."""
     if isinstance(result, gs.Constant):
         return 0 in result.shape
     for node in result.inputs[:1]:
@@ -223,7 +231,8 @@ def _is_left_out(result: gs.Tensor) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    """`past_key_values.0.key`, `stateN` and `HiddenIn` as lower-case words and numbers."""
+    """Splits a name into lower-case words and numbers: `past_key_values.0.key` gives past, key,
+    values, 0, key."""
     words = [w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)]
     if words[-1:] == ["n"] and len(words) > 1:  # stateN
         return [*words[:-1], "out"]
@@ -231,7 +240,8 @@ def _words(name: str) -> list[str]:
 
 
 def _stem(name: str, directions: frozenset[str]) -> Stem:
-    """The sorted words of a name, without those in `directions` (words for before and after)."""
+    """Returns the sorted words of a name, without the words for before or after (`directions`), so
+    that both names of a state give the same."""
     words = _words(name)
     stem = [w for w in words if w not in directions]
     if words[:3] in (["past", "key", "values"], ["present", "key", "values"]):
@@ -244,15 +254,15 @@ def _has_word(name: str, directions: frozenset[str]) -> bool:
 
 
 def _is_kept(name: str) -> bool:
-    """True if a name contains a word for a state, and is not that of an activation."""
+    """True if a name contains a word for a state, and is not the name of an activation."""
     words = _words(name)
     text = " ".join(words)
     return not _KEPT.isdisjoint(words) and not any(" ".join(a) in text for a in _ACTIVATIONS)
 
 
 def _fits(source: gs.Tensor, result: gs.Tensor) -> bool:
-    """True if an output, `result`, can be fed back to the input `source`: it has the same dtype,
-    and the same size in all dimensions but at most one, which grows."""
+    """True if the output `result` can be fed back to the input `source`: both have one dtype and
+    equal sizes, except in at most one dimension, in which a cache grows."""
     before, after = tensor_shape(source), tensor_shape(result)
     if source.dtype != result.dtype or before is None or after is None:
         return source.dtype == result.dtype and source.dtype is not None

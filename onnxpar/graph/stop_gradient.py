@@ -1,5 +1,5 @@
-"""Nodes through which no gradient flows back, and rows of tables that get no gradient. Metadata,
-which models keep, marks these nodes."""
+"""Marks, in nodes' metadata, which models keep: nodes through which no gradient flows back, and
+rows of tables that get no gradient."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _ROW = "onnxpar.padding_row"
 
 
 def mark_stop(node: gs.Node) -> None:
-    """Marks an Identity: no gradient flows back through it."""
+    """Marks an Identity node: no gradient flows back through it."""
     _mark(node, _STOP, "")
 
 
 def is_stop(node: gs.Node) -> bool:
-    """True if no gradient flows back through a node."""
+    """True if `mark_stop` has marked the node."""
     return node.op == "Identity" and metadata_of(node, _STOP) is not None
 
 
 def marks_stop(node: NodeProto) -> bool:
-    """True if no gradient, or only the gradient of some rows, flows back through a node of a
-    file."""
+    """True if a node of a file is marked: no gradient flows back through it, or none of some
+    row."""
     return any(entry.key in (_STOP, _ROW) for entry in node.metadata_props)
 
 
 def mark_padding(gather: gs.Node, row: int) -> None:
-    """Marks a Gather of rows of a table: this row gets no gradient from it."""
+    """Marks a Gather from a table: this row of the table gets no gradient from it."""
     _mark(gather, _ROW, str(row))
 
 
 def padding_row(gather: gs.Node) -> int | None:
-    """The row of a Gather's table that gets no gradient from it; None if all rows do."""
+    """Returns the row of a Gather's table that gets no gradient from it; None if there is none."""
     row = metadata_of(gather, _ROW)
     return None if row is None else int(row)
 

@@ -1,4 +1,5 @@
-"""Tensors stored with a model: the place and size of their data, checks, and sparse tensors."""
+"""Tensors stored with a model: where their data is and how large, checks of it, and sparse
+tensors."""
 
 from __future__ import annotations
 
@@ -26,27 +27,29 @@ from onnxpar.base.errors import ModelError
 from onnxpar.base.packing import stored_bits
 
 FOLD_LIMIT = 1 << 16
-"""Most elements of a folded result; larger ones are computed in each run."""
+"""Results with at most this many elements are folded into constants; larger ones are computed in
+each run."""
 SMALL_WEIGHT = 256
-"""Most elements of a floating-point initializer that takes part in folding."""
+"""Floating-point initializers with at most this many elements take part in constant folding."""
 _MOST_BYTES = (1 << 31) - 1
-"""Most bytes of a tensor in a model file."""
+"""A tensor in a model file can have at most this many bytes (a limit of protobuf)."""
 
 
 def element_bits(dtype: int) -> int:
-    """Bits of a stored element of this TensorProto.DataType; 0 for strings."""
+    """Returns the bits of a stored element of this TensorProto.DataType; 0 for strings."""
     if dtype == TensorProto.STRING:
         return 0
     return stored_bits(np.dtype(helper.tensor_dtype_to_np_dtype(dtype)))
 
 
 def stored_bytes(tensor: TensorProto) -> int:
-    """Bytes of a tensor's data; packed elements take less than a byte each."""
+    """Returns the bytes of a tensor's data; elements of 4 bits are packed."""
     return -(-int(math.prod(tensor.dims)) * element_bits(tensor.data_type) // 8)
 
 
 def is_folded(weight: TensorProto) -> bool:
-    """True if an initializer takes part in folding: it is in the model file, and small."""
+    """True if an initializer takes part in constant folding: it is in the model file itself, and
+    small."""
     if weight.data_location == TensorProto.EXTERNAL:
         return False
     size = int(math.prod(weight.dims))
@@ -55,15 +58,15 @@ def is_folded(weight: TensorProto) -> bool:
 
 
 def without_data(tensor: TensorProto) -> TensorProto:
-    """The tensor without its data, which inference of types does not read."""
+    """Returns the tensor without its data, which type inference does not need."""
     return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
 
 
 def copy_with_stubs(
     model: ModelProto, stub: Callable[[TensorProto], TensorProto | None]
 ) -> ModelProto:
-    """A copy of the model in which `stub(initializer)` replaces each initializer of the main graph
-    for which it is not None. The data of replaced initializers is never copied."""
+    """Returns a copy of the model in which `stub(initializer)` takes the place of each initializer
+    of the main graph for which it is not None. Data of such initializers is never copied."""
     copy = ModelProto()
     for message, target in ((model, copy), (model.graph, copy.graph)):
         for field, value in message.ListFields():
@@ -81,19 +84,20 @@ def copy_with_stubs(
 
 
 def external_location(tensor: TensorProto) -> tuple[str, int, int | None]:
-    """(location, offset, length) of external data, as the model states them; a length of None means
-    as much as the tensor needs. Errors: ValueError if offset or length is not a number."""
+    """Returns (location, offset, length) of a tensor's external data, as the model states them;
+    length None: as much as the tensor needs. Errors: ValueError if offset or length is not a
+    number."""
     entries = {e.key: e.value for e in tensor.external_data}
     length = int(entries.get("length", 0)) or None  # the runtime takes 0 as no length
     return entries.get("location", ""), int(entries.get("offset", 0)), length
 
 
 _KEYS = ("location", "offset", "length", "checksum")
-"""Keys of external data that the runtime knows."""
+"""Entries of external data that onnxruntime knows."""
 
 
 def read_stored(tensor: TensorProto, folder: Path) -> Array:
-    """Returns the values of a tensor, also from external data in a folder."""
+    """Returns the values of a tensor; external data is read from files in `folder`."""
     if tensor.data_location != TensorProto.EXTERNAL:
         return np.asarray(numpy_helper.to_array(tensor))
     exact = TensorProto.FromString(tensor.SerializeToString())
@@ -104,8 +108,8 @@ def read_stored(tensor: TensorProto, folder: Path) -> Array:
 
 
 def check_stored(tensor: TensorProto, model: Path) -> None:
-    """Errors: ModelError if the size of a tensor's data does not match its type and shape, or if
-    the data is missing, outside the model's folder, or a segment."""
+    """Checks the data of a tensor. Errors: ModelError if its size does not match the type and
+    shape, or if it is missing, outside the model's folder, or a segment."""
     dtype = tensor.data_type
     known = [n for n in TensorProto.DataType.values() if n != TensorProto.UNDEFINED]
     if dtype not in known or min(tensor.dims, default=0) < 0:
@@ -141,7 +145,7 @@ _VALUES = {
     "value", "sparse_value", "value_float", "value_floats", "value_int", "value_ints",
     "value_string", "value_strings",
 }  # fmt: skip
-"""A Constant has exactly one of these attributes."""
+"""A Constant node must have exactly one of these attributes."""
 
 
 _HELD = {
@@ -153,12 +157,12 @@ _HELD = {
     AttributeProto.SPARSE_TENSOR: "sparse_tensor", AttributeProto.SPARSE_TENSORS: "sparse_tensors",
     AttributeProto.TYPE_PROTO: "tp", AttributeProto.TYPE_PROTOS: "type_protos",
 }  # fmt: skip
-"""The field that holds the value of an attribute, by its type."""
+"""The field of AttributeProto that holds the value, by the attribute's type."""
 
 
 def check_attributes(graph: GraphProto, model: Path) -> None:
-    """Errors: ModelError for an attribute that holds a value of another type than it states:
-    onnxruntime goes by the type, and reads 0 or nothing."""
+    """Checks that each attribute holds a value of the type that it states, as onnxruntime goes by
+    the type, and would read 0 or nothing. Errors: ModelError."""
     fields = set(_HELD.values())
     for node in nodes_of(graph):
         for attribute in node.attribute:
@@ -173,8 +177,8 @@ def check_attributes(graph: GraphProto, model: Path) -> None:
 
 
 def check_constants(graph: GraphProto, model: Path) -> None:
-    """Errors: ModelError for a Constant (of any domain) without a value, or whose value is not a
-    tensor. onnxruntime loads some of these, with undefined results."""
+    """Checks that each Constant (of any domain) has one value, which is a tensor; onnxruntime loads
+    others, with undefined results. Errors: ModelError."""
     for node in nodes_of(graph):
         values = {attribute.name for attribute in node.attribute} & _VALUES
         if node.op_type == "Constant" and len(values) != 1:
@@ -192,8 +196,8 @@ def check_constants(graph: GraphProto, model: Path) -> None:
 
 
 def check_bodies(graph: GraphProto, model: Path) -> None:
-    """Errors: ModelError for a Loop or Scan whose body returns fewer results than each iteration
-    hands to the next."""
+    """Checks that the bodies of Loops and Scans return as many results as each iteration hands to
+    the next. Errors: ModelError."""
     for node in nodes_of(graph):
         if node.op_type not in ("Loop", "Scan"):
             continue
@@ -208,7 +212,7 @@ def check_bodies(graph: GraphProto, model: Path) -> None:
 
 
 def check_sparse(sparse: SparseTensorProto, model: Path) -> None:
-    """Errors: ModelError if the indices of a sparse tensor are out of its range, or if its dense
+    """Checks a sparse tensor. Errors: ModelError if its indices are out of range, or if its dense
     form would be larger than any tensor in a file."""
     values, at, dims = sparse.values, sparse.indices, list(sparse.dims)
     what = f"{model}: sparse tensor {values.name!r} of shape {dims}"
@@ -235,6 +239,8 @@ def check_sparse(sparse: SparseTensorProto, model: Path) -> None:
 
 
 def _check_external(tensor: TensorProto, model: Path) -> None:
+    """Checks the external data of a tensor: its entries, its file and its size. Errors:
+    ModelError."""
     try:
         location, offset, length = external_location(tensor)
     except ValueError as error:
@@ -296,7 +302,7 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
 
 
 def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:
-    """The graphs among a node's attributes."""
+    """Yields the graphs among a node's attributes."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g
@@ -304,7 +310,7 @@ def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def graphs_of(graph: GraphProto) -> Iterator[GraphProto]:
-    """The graph and all its subgraphs at any depth; a graph comes before its subgraphs."""
+    """Yields the graph and all its subgraphs, at any depth, each before its own subgraphs."""
     yield graph
     for node in graph.node:
         for inner in subgraphs_of(node):
@@ -312,7 +318,7 @@ def graphs_of(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
-    """Every node of a graph; the nodes of its subgraphs come right after it."""
+    """Yields every node of a graph, each followed by those of its subgraphs, at any depth."""
     for node in graph.node:
         yield node
         for inner in subgraphs_of(node):
@@ -320,8 +326,8 @@ def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
 
 
 def rename_reads(graph: GraphProto, new: Mapping[str, str]) -> None:
-    """Renames tensors where nodes read them, and where subgraphs return them: `new` has new names
-    by old."""
+    """Renames tensors where nodes read them and where subgraphs return them, but not where they are
+    computed. `new` has new names by old ones."""
     for node in nodes_of(graph):
         for i, name in enumerate(node.input):
             if name in new:
@@ -332,12 +338,12 @@ def rename_reads(graph: GraphProto, new: Mapping[str, str]) -> None:
 
 
 def reads_of(node: NodeProto) -> set[str]:
-    """All names that a node reads, including those that its subgraphs capture."""
+    """Returns all names that a node reads, also names that its subgraphs capture from outside."""
     return set(node.input).union(*map(captured_by, subgraphs_of(node)))
 
 
 def nodes_before(nodes: Iterable[NodeProto], names: Iterable[str]) -> list[NodeProto]:
-    """The nodes on which tensors with these names depend, in order."""
+    """Returns the nodes on which these tensors depend, in order."""
     needed, kept = set(names), list[NodeProto]()
     for node in reversed(list(nodes)):
         if not needed.isdisjoint(node.output):
@@ -347,13 +353,13 @@ def nodes_before(nodes: Iterable[NodeProto], names: Iterable[str]) -> list[NodeP
 
 
 def onnx_opset(model: ModelProto) -> int:
-    """The version of ONNX's own ops that a model imports; 1 if it says none."""
+    """Returns the version of ONNX's own ops that a model imports; 1 if it states none."""
     return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
 
 
 def captured_by(graph: GraphProto) -> set[str]:
-    """All names that a subgraph reads from the graph around it; its own tensors may have the same
-    names as tensors around it."""
+    """Returns all names that a subgraph reads from the graphs around it; names of its own tensors
+    do not count."""
     read = {port.name for port in graph.output}.union(*map(reads_of, graph.node))
     own = {t.name for t in (*graph.input, *graph.initializer)}
     return read - own - {name for node in graph.node for name in node.output}
@@ -364,7 +370,7 @@ def _attributes(graph: GraphProto) -> Iterator[AttributeProto]:
 
 
 def stored_tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    """All stored tensors of a graph, including those in attributes and subgraphs."""
+    """Yields all stored tensors of a graph, including those in attributes and subgraphs."""
     for each in graphs_of(graph):
         yield from each.initializer
     for attribute in _attributes(graph):
@@ -375,7 +381,7 @@ def stored_tensors(graph: GraphProto) -> Iterator[TensorProto]:
 
 
 def sparse_tensors(graph: GraphProto) -> Iterator[SparseTensorProto]:
-    """All sparse tensors of a graph, including those in attributes and subgraphs."""
+    """Yields all sparse tensors of a graph, including those in attributes and subgraphs."""
     for each in graphs_of(graph):
         yield from each.sparse_initializer
     for attribute in _attributes(graph):
@@ -384,14 +390,15 @@ def sparse_tensors(graph: GraphProto) -> Iterator[SparseTensorProto]:
 
 
 def check_text(model: ModelProto, path: Path) -> None:
-    """Errors: ModelError for a text that is not UTF-8, which protobuf returns as bytes."""
+    """Checks that all texts in a model are UTF-8 (protobuf returns others as bytes). Errors:
+    ModelError."""
     for text in _texts(model):
         if isinstance(text, bytes):
             raise ModelError(f"{path}: the text {text!r:.80} is not UTF-8; export or copy it again")
 
 
 def _texts(model: ModelProto) -> Iterator[Any]:
-    """Every text in a model: names, documentation and metadata."""
+    """Yields every text in a model: names, documentation and metadata."""
     rest: list[Any] = [model]
     while rest:
         for field, value in rest.pop().ListFields():
@@ -403,7 +410,8 @@ def _texts(model: ModelProto) -> Iterator[Any]:
 
 
 def lift_constants(graph: GraphProto) -> None:
-    """Turns Constant nodes with external data into initializers, so that nothing reads the data."""
+    """Turns Constant nodes with external data into initializers, in place, so that nothing reads
+    their data yet."""
     kept = []
     for node in graph.node:
         values = [a for a in node.attribute if node.op_type == "Constant" and a.name == "value"]
@@ -420,7 +428,8 @@ def lift_constants(graph: GraphProto) -> None:
 
 
 def densify(graph: GraphProto, folder: Path) -> None:
-    """Makes sparse initializers and constants dense, as onnxruntime does; data is in `folder`."""
+    """Makes sparse initializers and Constants of a graph dense, in place, as onnxruntime does;
+    external data is in `folder`."""
     graph.initializer.extend(_dense(sparse, folder) for sparse in graph.sparse_initializer)
     del graph.sparse_initializer[:]
     for node in graph.node:

@@ -1,4 +1,4 @@
-"""Subgraphs of nodes, the tensors that they capture, and random nodes."""
+"""Subgraphs of nodes and the tensors that they capture; random nodes; removal of nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RANDOM = frozenset(
 
 
 def subgraphs(node: gs.Node) -> Iterator[gs.Graph]:
-    """The graphs among a node's attributes."""
+    """Yields the graphs among a node's attributes."""
     for value in node.attrs.values():
         for graph in value if isinstance(value, list) else [value]:
             if isinstance(graph, gs.Graph):
@@ -29,14 +29,15 @@ def subgraphs(node: gs.Node) -> Iterator[gs.Graph]:
 
 
 def bodies(node: gs.Node) -> list[gs.Graph]:
-    """The subgraphs of a control-flow node, sorted by attribute: both branches, or the body."""
+    """Returns the bodies of an If, Loop or Scan, sorted by attribute (an If has two); empty for
+    other nodes."""
     if node.op not in CONTROL or node.domain not in (None, "", "ai.onnx"):
         return []
     return [node.attrs[key] for key in sorted(node.attrs) if isinstance(node.attrs[key], gs.Graph)]
 
 
 def scopes(graph: gs.Graph) -> Iterator[gs.Graph]:
-    """The graph and its subgraphs at any depth, in the order of the nodes that they belong to."""
+    """Yields the graph and all its subgraphs, at any depth, each before its own subgraphs."""
     yield graph
     for node in graph.nodes:
         for inner in subgraphs(node):
@@ -44,12 +45,12 @@ def scopes(graph: gs.Graph) -> Iterator[gs.Graph]:
 
 
 def all_nodes(graph: gs.Graph) -> Iterator[gs.Node]:
-    """The nodes of the graph and its subgraphs."""
+    """Yields all nodes of the graph and of its subgraphs."""
     return (node for scope in scopes(graph) for node in scope.nodes)
 
 
 def nodes_within(nodes: Iterable[gs.Node]) -> Iterator[gs.Node]:
-    """The nodes, each followed by those of its subgraphs at any depth."""
+    """Yields these nodes, each followed by those of its subgraphs, at any depth."""
     for node in nodes:
         yield node
         for graph in subgraphs(node):
@@ -57,16 +58,15 @@ def nodes_within(nodes: Iterable[gs.Node]) -> Iterator[gs.Node]:
 
 
 def constants(graph: gs.Graph) -> list[gs.Constant]:
-    """All constants that the graph and its subgraphs read, each once."""
+    """Returns all constants that the graph and its subgraphs read, without duplicates."""
     tensors = [t for scope in scopes(graph) for t in scope.tensors().values()]
     return list({t.name: t for t in tensors if isinstance(t, gs.Constant)}.values())
 
 
 def captured(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node | gs.Graph, int]]:
-    """(tensor, reader, position) for all tensors that a node's subgraphs, at any depth, capture.
-
-    The reader is a node (position among its inputs) or a graph (position among its outputs).
-    """
+    """Yields (tensor, reader, position) for each read, in a node's subgraphs at any depth, of a
+    tensor from outside. The reader is a node (position among its inputs) or a graph (position among
+    its outputs)."""
     for graph in subgraphs(node):
         own = {t.name for t in graph.inputs} | {t.name for n in graph.nodes for t in n.outputs}
         reads = [(t, n, i) for n in graph.nodes for i, t in enumerate(n.inputs)]
@@ -76,14 +76,15 @@ def captured(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node | gs.Graph, int
 
 
 def is_random(node: gs.Node) -> bool:
-    """True if two ranks may get different results: a node draws random numbers without a seed."""
+    """True if two ranks that run the node may get different results: it, or a node in its
+    subgraphs, draws random numbers without a seed."""
     if draws(node):
         return "seed" not in node.attrs
     return any(is_random(inner) for graph in subgraphs(node) for inner in graph.nodes)
 
 
 def draws(node: gs.Node) -> bool:
-    """True if a node itself draws random numbers, with or without a seed."""
+    """True if the node itself draws random numbers, with or without a seed."""
     if node.op == "Dropout":
         training = node.inputs[2] if len(node.inputs) > 2 else None
         if isinstance(training, gs.Constant):
@@ -93,7 +94,7 @@ def draws(node: gs.Node) -> bool:
 
 
 def replace_reads(old: gs.Tensor, new: gs.Tensor) -> None:
-    """Makes all nodes that read `old` read `new`."""
+    """Makes all nodes that read `old` read `new` instead."""
     for node in list(old.outputs):
         for i, operand in enumerate(node.inputs):
             if operand is old:
@@ -101,19 +102,20 @@ def replace_reads(old: gs.Tensor, new: gs.Tensor) -> None:
 
 
 def detach(node: gs.Node) -> None:
-    """Removes all inputs from a node, and from the nodes of its subgraphs at any depth."""
+    """Removes all inputs from a node, and from the nodes of its subgraphs at any depth, so that
+    their tensors have no such reader any more."""
     node.inputs.clear()
     for inner in [n for graph in subgraphs(node) for n in graph.nodes]:
         detach(inner)
 
 
 def read_by(node: gs.Node) -> list[gs.Tensor]:
-    """The operands of a node, and the tensors that its subgraphs capture."""
+    """Returns the operands of a node, and the tensors that its subgraphs capture from outside."""
     return [*node.inputs, *(tensor for tensor, _, _ in captured(node))]
 
 
 def drop_unread(graph: gs.Graph) -> None:
-    """Removes nodes whose results nothing reads, and then the nodes that only these read."""
+    """Removes nodes whose results nothing reads, and then nodes that only these read, and so on."""
     outputs = {id(t) for t in graph.outputs}
     todo, gone = list(graph.nodes), set()
     while todo:
@@ -128,8 +130,9 @@ def drop_unread(graph: gs.Graph) -> None:
 
 
 def cut_off(node: gs.Node) -> None:
-    """Removes a node's operands and results. `clear` would remove the first of several equal nodes
-    (programs may be copies) from a tensor's readers."""
+    """Removes a node's operands and results from it, and the node from theirs. graphsurgeon's
+    `clear` would remove the first of several equal nodes from a tensor's readers, and programs may
+    contain copies."""
     for tensors, field in ((node.inputs, "outputs"), (node.outputs, "inputs")):
         for tensor in tensors:
             others = [n for n in getattr(tensor, field) if n is not node]

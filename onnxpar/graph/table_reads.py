@@ -1,4 +1,4 @@
-"""Checks indices against the size of the tensor that a node looks them up in."""
+"""Checks known indices against the size of the table in which a node looks them up."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _TABLES: Mapping[tuple[str, str], tuple[int, int, str]] = {
     (_MICROSOFT, "GatherBlockQuantized"): (0, 1, "gather_axis"),
     (_MICROSOFT, "RotaryEmbedding"): (2, 1, ""),
 }
-"""Ops that look up rows: the positions of table and indices among the operands, and the attribute
-that names the table's axis (none: the first axis)."""
+"""Ops that look up rows: position of the table and of the indices among the operands, and the
+attribute with the table's axis (empty: the first axis)."""
 
 
 _OF_ELEMENTS = frozenset(("GatherElements", "Scatter", "ScatterElements"))
-"""Ops with an index for each element: along other axes, there are at most as many as elements."""
+"""Ops with an index for each element; along other axes than theirs, the indices must not be longer
+than the data."""
 Sizes = Callable[[str], tuple[int | None, ...] | None]
 
 
 def reads_beyond(node: NodeProto, values: Mapping[str, Array], sizes: Sizes) -> bool:
-    """True if a node certainly looks up an index that is out of its table's range, by known values
-    and sizes of tensors."""
+    """True if a node certainly looks up an index outside its table, as far as values and sizes of
+    tensors are known."""
     if node.op_type in _OF_ELEMENTS and _has_too_many(node, sizes):
         return True
     domain = "" if node.domain == "ai.onnx" else node.domain
@@ -52,8 +53,8 @@ def _has_too_many(node: NodeProto, sizes: Sizes) -> bool:
 
 
 def _positions(node: NodeProto, indices: Array, sizes: Sizes) -> int:
-    """Returns the number of rows that one index reads: the length of the sequence, if the index is
-    the position of its first element; else 1."""
+    """Returns how many rows each index stands for: a whole sequence, if the index is the position
+    of its first token; else 1."""
     shape = sizes(node.input[0]) or ()
     is_first = node.op_type == "RotaryEmbedding" and indices.size == 1 and len(shape) in (3, 4)
     return (shape[len(shape) - 2] if is_first else 1) or 1

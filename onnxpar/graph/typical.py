@@ -1,4 +1,4 @@
-"""Typical sizes of runs, at which the costs of models with open sizes are computed."""
+"""Typical sizes of runs, for which the costs of models with open sizes are computed."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from onnxpar.graph.cache_sizes import CacheSizes, settled
 from onnxpar.layout.symbols import Binding, Polynomial
 
 Profile = tuple[Mapping[str, int], float]
-"""Typical sizes of a run, by symbol, and their weight among profiles."""
+"""(sizes of a run by symbol, weight among all profiles)."""
 OpenDims = Mapping[tuple[str, int], Polynomial]
 
 BATCH = 1
 LENGTHS = (128, 64, 32, 16, 8, 4, 2, 1)
-"""Default sizes of all symbols but batches and images, in the order in which they are tried; the
-first that the model's other sizes allow is taken."""
+"""Default sizes of symbols other than batches and images, to be tried in this order; the first that
+the model's other sizes allow is taken."""
 IMAGES = (224, 256, 64, 32, 16, 8)
-"""Default heights and widths of images, in the order in which they are tried, as for LENGTHS."""
+"""Default heights and widths of images, to be tried in this order."""
 _LENGTH_NAME = re.compile(r"seq|len|time|token|frame|past|step", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Typical:
-    """The typical sizes that a user gives for some symbols: no profile, one, or several with
+    """The typical sizes that a user gave for some symbols: none, one profile, or several with
     weights."""
 
     profiles: tuple[Profile, ...] = ()
 
     @staticmethod
     def from_argument(value: Typical | Mapping[str, int] | Sequence[Any] | str | None) -> Typical:
-        """Typical sizes from a mapping of sizes by symbol, a sequence of (mapping, weight), a text
-        for `parse`, or None. Errors: StrategyError."""
+        """Returns the typical sizes that a caller passed: sizes by symbol, a sequence of (sizes,
+        weight), a text for `parse`, or None. Errors: StrategyError."""
         if isinstance(value, str):
             return Typical.parse([value])
         if value is None or isinstance(value, Typical):
@@ -56,8 +56,8 @@ class Typical:
 
     @staticmethod
     def parse(entries: Sequence[str]) -> Typical:
-        """Parses texts such as `batch=1,seq=128`, or `batch=8,seq=16:0.2` with a weight. Errors:
-        StrategyError."""
+        """Returns the typical sizes of texts such as `batch=1,seq=128`, or with a weight
+        `batch=8,seq=16:0.2`. Errors: StrategyError."""
         profiles = []
         for entry in entries:
             match = re.fullmatch(r"(.+?)(?::([0-9.]+))?", entry)
@@ -78,14 +78,16 @@ class Typical:
 
 @dataclass(frozen=True)
 class Ties:
-    """Symbols that must equal expressions of other symbols, in the order of discovery."""
+    """Symbols that must equal expressions of other symbols (`found`: (symbol, expression)), in the
+    order of discovery."""
 
     found: tuple[tuple[str, Polynomial], ...] = ()
 
     def solve(self, given: Mapping[str, int], free: Mapping[str, int]) -> dict[str, int]:
-        """Sizes of the symbols in `free`, the symbols that equal no expression. They follow from
-        the `given` sizes of any symbols; if these do not determine a size, `free` has it. Errors:
-        StrategyError if given sizes contradict each other."""
+        """Returns sizes of the symbols in `free`, which equal no expression. They follow from the
+        `given` sizes of any symbols; where these do not determine a size, it is that in `free`.
+        With total = past + seq, given total=9 and seq=4 make past 5. Errors: StrategyError if given
+        sizes contradict each other."""
         sizes = {name: given.get(name, size) for name, size in free.items()}
         for name, size in reversed(self.found):
             if name not in given:
@@ -112,19 +114,19 @@ def typical_sizes(
     caches: Sequence[CacheSizes],
     fits: Sequence[Callable[[Binding], bool]],
 ) -> tuple[Profile, ...]:
-    """Returns profiles with sizes of all symbols, and weights whose sum is 1.
+    """Returns profiles with sizes of all symbols, and with weights whose sum is 1; empty if the
+    user gave none and no default sizes pass.
 
     typical  the user's sizes
     symbols  all symbols that are open
-    ties     symbols that follow from others
+    ties     symbols that must equal expressions of others
     dims     the open dimensions of inputs
-    caches   relations between sizes that kernels need
-    fits     tests whether the model is valid at sizes: defaults must pass the first; if none do,
-             the second, and so on
+    caches   relations between sizes that attention kernels demand
+    fits     tests whether the model is valid at sizes: defaults must pass the first test; if none
+             do, the second, and so on
 
-    By default, a batch is 1, and lengths are the first of LENGTHS that pass. Empty if nothing is
-    given and no defaults pass. Errors: StrategyError for a symbol that is not open, or for given
-    sizes that do not pass.
+    By default, a batch is 1, and lengths are the first of LENGTHS that pass. Errors: StrategyError
+    for a symbol that is not open, or for given sizes that do not pass.
     """
     known = {*symbols, *(name for name, _ in ties.found)}
     total = sum(weight for _, weight in typical.profiles)
@@ -154,8 +156,8 @@ def typical_sizes(
 
 
 def _defaults(symbols: Sequence[str], dims: OpenDims) -> Iterator[dict[str, int]]:
-    """Default sizes for all symbols, the most usual first. If a symbol counts units of an input
-    dimension (`width_by_32`), the dimension gets the usual size."""
+    """Yields default sizes of all symbols, the most usual first. If a symbol counts units of an
+    input dimension (`width_by_32`), the dimension gets the usual size, not the symbol."""
     batch, images = _batch(symbols, dims), _images(symbols, dims)
     parts = {
         symbol: size.at({symbol: 1}) - size.at({symbol: 0})
@@ -170,9 +172,8 @@ def _defaults(symbols: Sequence[str], dims: OpenDims) -> Iterator[dict[str, int]
 
 
 def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
-    """The symbols that are batch sizes: symbols with such a name; else all that are only first
-    dimensions of inputs (such as numbers of texts and of images); else the most frequent first
-    dimension."""
+    """Returns the symbols that are batch sizes: symbols with such a name; else all symbols that
+    occur only as first dimensions of inputs; else the most frequent first dimension."""
     named = {s for s in symbols if "batch" in s.lower() or s.lower() in ("b", "n", "bs")}
     leading: Counter[str] = Counter(
         size.symbol
@@ -184,8 +185,8 @@ def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
 
 
 def _images(symbols: Sequence[str], dims: OpenDims) -> set[str]:
-    """The symbols that are the height or width of an image: in dimensions 2 and 3 of an input, both
-    open, and not named like a length."""
+    """Returns the symbols that are the height or width of an image: dimensions 2 and 3 of an input,
+    both open, and not named like a length."""
     sized: set[str] = set()
     for (name, axis), size in dims.items():
         beside = dims.get((name, axis + 1 if axis % 2 == 0 else axis - 1))
@@ -195,7 +196,7 @@ def _images(symbols: Sequence[str], dims: OpenDims) -> set[str]:
 
 
 def sizes_text(profiles: Sequence[Profile]) -> str:
-    """The sizes as they are printed: `batch=1, seq=128`."""
+    """Returns profiles as text: `batch=1, seq=128`."""
     each = []
     for sizes, weight in profiles:
         text = ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -204,7 +205,7 @@ def sizes_text(profiles: Sequence[Profile]) -> str:
 
 
 def check_closed(typical: Typical, path: Any) -> None:
-    """Checks that no typical sizes are given for a model without open sizes. Errors:
+    """Checks that the user gave no typical sizes, for a model without open sizes. Errors:
     StrategyError."""
     if typical.profiles:
         name = next(iter(typical.profiles[0][0]), "")

@@ -1,4 +1,4 @@
-"""The names in a graph."""
+"""All names in use in a graph."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from onnxpar.graph.subgraphs import scopes, subgraphs
 
 
 def names_of(graph: gs.Graph) -> Names:
-    """The names of all tensors and nodes of a graph and its bodies."""
+    """Returns the names of all tensors and nodes of a graph and its bodies."""
     nodes = (node.name for scope in scopes(graph) for node in scope.nodes)
     return Names([*(tensor.name for tensor in _tensors(graph)), *nodes])
 
 
 def names_in(graph: GraphProto) -> Names:
-    """The names of all tensors and nodes of a graph and its subgraphs."""
+    """Returns the names of all tensors and nodes of a graph proto and its subgraphs."""
     nodes = list(nodes_of(graph))
     ports = (*graph.input, *graph.output, *graph.initializer)
     read = (name for node in nodes for name in (node.name, *node.input, *node.output))
@@ -28,8 +28,9 @@ def names_in(graph: GraphProto) -> Names:
 
 
 def check_names(graph: gs.Graph, who: str) -> None:
-    """Errors: ModelError for two tensors of one name, which files and layouts would confuse; `who`
-    chose the name of the second one. Sibling bodies may have the same names."""
+    """Checks that no two tensors of a graph have one name, as files and layouts would confuse them;
+    sibling bodies may have the same names. `who` is the culprit in errors: "pass NAME". Errors:
+    ModelError."""
     _check_scope(graph, {}, who)
 
 

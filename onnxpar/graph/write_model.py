@@ -1,4 +1,5 @@
-"""Writes a graph as a model file; weights are copied in blocks from their files."""
+"""Writes a model file and its data file; weights are copied in blocks from their files, without
+loading them as a whole."""
 
 from __future__ import annotations
 
@@ -24,18 +25,19 @@ from onnxpar.graph.lazy_values import StackedValues
 from onnxpar.graph.stored import external_location, stored_bytes, stored_tensors
 
 ALIGN = 4096
-"""Alignment of weights in the data file in bytes, so that a runtime can map them."""
+"""Weights in the data file start at multiples of this many bytes, so that a runtime can map
+them."""
 INLINE = 1 << 16
-"""Largest weight in bytes that stays in the model file if there is a data file."""
+"""If there is a data file, weights of at most this many bytes still stay in the model file."""
 MOST = 1 << 30
-"""Most bytes of weights that are written without a data file, if the original model had none."""
+"""With more bytes of weights, a data file is written even if the original model had none."""
 CHUNK = 8 << 20
 
 
 @dataclass(frozen=True)
 class NewValue:
-    """A new value of a weight: `fill` writes it to an array of this dtype and shape, which may be
-    mapped from a file."""
+    """A new value of a weight that need not be in memory: `fill` writes it into an array of this
+    dtype and shape, which may be mapped from a file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -43,26 +45,30 @@ class NewValue:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size of the value in bytes."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     def array(self) -> Array:
-        """The value in memory."""
+        """Returns the value as an array in memory."""
         whole: Array = np.empty(self.shape, self.dtype)
         self.fill(whole)
         return whole
 
 
 Values = Callable[[str], Array | NewValue | None]
-"""New values of weights by name; None for a weight that keeps its value."""
+"""Returns the new value of a weight, by name; None for a weight that keeps its value."""
 
 
 def write_model(
     model: onnx.ModelProto, source: Path, output: Path, values: Values = lambda name: None
 ) -> None:
-    """Writes a model to `output`, and its large weights to `output`.data. Its external data is in
-    the folder `source`; `values` gives new values of weights. Errors: OnnxparError; nothing is left
-    half-written."""
+    """Writes a model to `output`, and its large weights to `output`.data.
+
+    source  the folder of the model's external data
+    values  new values of weights
+
+    Errors: OnnxparError; nothing is left half-written.
+    """
     if output.exists() and not output.is_file():
         raise OnnxparError(f"{output} exists and is not a file; choose another name")
     tensors = list(stored_tensors(model.graph))
@@ -91,7 +97,7 @@ def write_model(
 
 
 def _replace(tensor: TensorProto, value: Array | NewValue | None) -> None:
-    """Gives a tensor a new value, in memory."""
+    """Replaces the value of a tensor, in the model itself; None: keeps it."""
     if value is not None:
         array = value.array() if isinstance(value, NewValue) else value
         tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
@@ -99,7 +105,7 @@ def _replace(tensor: TensorProto, value: Array | NewValue | None) -> None:
 
 def _write_new(tensor: TensorProto, value: NewValue, sink: BinaryIO, location: str) -> None:
     """Appends the new value of a tensor to the open data file `sink`, and makes the tensor refer to
-    `location`, the file's name."""
+    it there; `location` is the file's final name."""
     start = sink.tell() + -sink.tell() % ALIGN
     sink.flush()
     os.posix_fallocate(sink.fileno(), start, value.nbytes)  # a hole without room ends the process
@@ -111,9 +117,12 @@ def _write_new(tensor: TensorProto, value: NewValue, sink: BinaryIO, location: s
 
 
 def put_model(model: onnx.ModelProto, output: Path, folder: Path, data: Mapping[str, Path]) -> None:
-    """Moves a model to `output`, and its data files, `data` by name, from `folder` to their
-    locations. If the process is killed at any time, `output` is the old model or the new one, each
-    with its own data. Errors: OSError."""
+    """Moves a model to `output`, and its data files from `folder` to their places beside it. If the
+    process is killed at any time, `output` is the old model or the new one, each with its own data.
+    Errors: OSError.
+
+    data  path in `folder` of each data file, by its final name
+    """
     there = output.parent
     taken = {name: own_name(f"{name}.") for name in data if (there / name).exists()}
     (folder / "model").write_bytes(_bytes_with(model, {}))
@@ -133,11 +142,9 @@ def put_model(model: onnx.ModelProto, output: Path, folder: Path, data: Mapping[
 def _puts_data(
     output: Path, folder: Path, data: Mapping[str, Path], taken: Mapping[str, str]
 ) -> bool:
-    """Replaces the data files of an old model at `output`; false on a file system without links.
-
-    First writes the new model with its data under the names in `taken`, then links the data to its
-    final names.
-    """
+    """Replaces the data files of an old model at `output`: first writes a model that refers to the
+    new data under the temporary names in `taken`, then links this data to its final names. Returns
+    False if the file system has no links."""
     there = output.parent
     try:
         for name, own in taken.items():
@@ -159,7 +166,8 @@ def _puts_data(
 
 
 def _bytes_with(model: onnx.ModelProto, names: Mapping[str, str]) -> bytes:
-    """The serialized model, with its data files renamed by `names`."""
+    """Returns the serialized model, in which data files have new names; `names` has these by the
+    old ones."""
     entries = [
         entry
         for tensor in stored_tensors(model.graph)
@@ -178,7 +186,7 @@ def _bytes_with(model: onnx.ModelProto, names: Mapping[str, str]) -> bytes:
 def export_model(
     graph: gs.Graph, header: onnx.ModelProto, stacks: dict[str, StackedValues] | None = None
 ) -> onnx.ModelProto:
-    """The model of a graph, including the default values of its inputs; `stacks` as in
+    """Returns the model of a graph, with the default values of its inputs; parameters as for
     `export_graph`."""
     model = export_graph(graph, header, stacks)
     model.producer_name = model.producer_name or "onnxpar"
@@ -191,7 +199,7 @@ def export_model(
 
 
 def goes_apart(tensor: TensorProto) -> bool:
-    """True if a tensor's data is large enough for the data file, if there is one."""
+    """True if a tensor's data goes into the data file: it is large, or external already."""
     is_external = tensor.data_location == TensorProto.EXTERNAL
     return is_external or (stored_bytes(tensor) > INLINE and bool(tensor.raw_data))
 
@@ -203,9 +211,13 @@ def move_data(
     location: str,
     place: tuple[int, int] | None = None,
 ) -> tuple[int, int]:
-    """Moves a tensor's data to the data file `location`: appends it to `sink`, the open file,
-    unless `place` (offset, length) says that it is there already, and makes the tensor refer to it.
-    Returns offset and length in bytes."""
+    """Moves a tensor's data to the open data file `sink`, and makes the tensor refer to it there.
+    Returns (offset, length) in bytes.
+
+    source    the folder of the tensor's external data
+    location  the final name of the data file
+    place     (offset, length), if the data is in the file already
+    """
     length = stored_bytes(tensor)
     if place is None:
         sink.write(bytes(-sink.tell() % ALIGN))
@@ -220,7 +232,7 @@ def move_data(
 
 
 def _refer(tensor: TensorProto, location: str, place: tuple[int, int]) -> None:
-    """Makes a tensor refer to a place (offset, length in bytes) in the data file `location`."""
+    """Makes a tensor refer to (offset, length in bytes) in the data file `location`."""
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
     for key, entry in (("location", location), ("offset", place[0]), ("length", place[1])):

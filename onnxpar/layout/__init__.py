@@ -1,2 +1,2 @@
-"""Meshes and layouts: which elements of a tensor each rank holds, also at open sizes, in closed
-form."""
+"""Meshes and layouts: which elements of a tensor each rank holds. Sizes may be open (symbols), and
+then have closed forms."""

@@ -1,9 +1,9 @@
 """Dimensions of layouts: trees of segments and factors that mesh axes split.
 
 A dimension is a concatenation of segments, each a product of factors, each factor split over an
-ordered list of mesh axes. `indices` defines the meaning of such a tree: the global positions of a
-rank's elements, in the rank's order. All other functions follow from `indices`, or compute the same
-faster.
+ordered list of mesh axes. `indices` defines what such a tree means: the global positions of a
+rank's elements along the dimension, in the rank's order. All other functions follow from `indices`,
+or compute the same faster.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from onnxpar.layout.shares import Proportion
 
 @lru_cache(maxsize=65536)
 def nested_parts(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Default sizes of shards: divides `size` elements into `counts[0]` parts, then each part into
-    `counts[1]` parts, and so on. If a division leaves a remainder, the first parts have one element
-    more.
+    """Returns the default sizes of shards: divides `size` elements into `counts[0]` parts, then
+    each part into `counts[1]` parts, and so on. If a division leaves a remainder, the first parts
+    have one element more.
 
     >>> nested_parts(5, (2, 2))
     (2, 1, 1, 1)
@@ -39,8 +39,8 @@ def nested_parts(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def default_parts(size: int, axes: Axes) -> tuple[int, ...]:
-    """Default sizes of the shards of `size` elements over axes, in row-major order of the axes: the
-    sizes of `nested_parts`, but an axis with `at` puts all elements at that coordinate.
+    """Returns the default sizes of the shards of `size` elements over axes, in row-major order of
+    the axes, as `nested_parts` does; but an axis with `at` puts all elements at that coordinate.
 
     >>> default_parts(5, (Axis("dp", 2), Axis("tp", 2, at=1)))
     (0, 3, 0, 2)
@@ -58,12 +58,14 @@ def default_parts(size: int, axes: Axes) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Factor:
-    """An index variable with `size` elements, split over `axes`. `parts` are the sizes of the
-    shards (None: `default_parts`), or a proportion that holds for every size.
+    """A dimension, or part of one, of `size` elements that is split over `axes` as a unit.
+    `Factor(6, (Axis("tp", 2),))` means 3 elements on each rank.
 
-    A shard may be empty. With `filled`, a rank with an empty shard computes on one other element
-    instead (a stand-in), and then drops the result of that element; layouts of tensors are never
-    filled.
+    parts   the sizes of the shards, in row-major order of the axes; a Proportion divides any size
+            in the ratio of its weights; None: `default_parts`
+    filled  ranks with an empty shard compute on one neighbouring element instead (a stand-in), and
+            then drop its result, for ops that accept no empty tensors; never set in layouts of
+            tensors
     """
 
     size: int
@@ -73,7 +75,7 @@ class Factor:
 
     @property
     def is_leaf(self) -> bool:
-        """True if the factor has more than one element, and so can be split."""
+        """True if axes may split the factor: it has more than one element."""
         return self.size > 1
 
     def part_sizes(self) -> tuple[int, ...]:
@@ -82,8 +84,8 @@ class Factor:
         return tuple(max(s, 1) for s in sizes) if self.filled and self.size else sizes
 
     def part(self, mesh: Mesh, rank: int) -> tuple[int, int]:
-        """Start and size of a rank's shard; with `filled`, of an empty shard's stand-in, an element
-        next to the shard."""
+        """Returns (start, size) of a rank's shard. With `filled`, for an empty shard: of its
+        stand-in, an element next to where the shard would be."""
         if not self.axes:
             return 0, self.size
         sizes = self._sizes()
@@ -100,8 +102,9 @@ class Factor:
 
 
 class SizedFactor(Factor):
-    """A factor at another size than in the analysis. It counts as a leaf even with one element or
-    none, because it has more elements at the sizes of the analysis."""
+    """A factor with the size of one run, where a dimension is open. `is_leaf` stays true even for a
+    size of 0 or 1, because the dimension can be split at the sizes for which the compiler analysed
+    the graph."""
 
     @property
     def is_leaf(self) -> bool:
@@ -110,7 +113,8 @@ class SizedFactor(Factor):
 
 @dataclass(frozen=True)
 class Product:
-    """A dimension that merges factors, the major one first: `(b h)` in the notation of rules."""
+    """A dimension that is a row-major product of smaller ones, the major one first: `(b h)` in the
+    notation of rules. `[b, h]` reshaped to `[b*h]` has one."""
 
     children: tuple[Dim, ...]
 
@@ -121,7 +125,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Concat:
-    """A dimension of segments, one after the other: `q + k + v` in the notation of rules."""
+    """A dimension that is a concatenation of segments: `q + k + v` in the notation of rules. The
+    columns of a fused QKV weight are one."""
 
     children: tuple[Dim, ...]
 
@@ -134,7 +139,7 @@ Dim = Factor | Product | Concat
 
 
 def leaves(dim: Dim) -> Iterator[Factor]:
-    """The factors of a dimension, from the first to the last."""
+    """Yields the factors in the tree of a dimension, from left to right."""
     if isinstance(dim, Factor):
         yield dim
     else:
@@ -143,18 +148,18 @@ def leaves(dim: Dim) -> Iterator[Factor]:
 
 
 def dim_axes(dim: Dim) -> tuple[Axis, ...]:
-    """All axes that split factors of the dimension, each once."""
+    """Returns all axes that split any factor of the dimension, without duplicates."""
     return tuple(dict.fromkeys(axis for leaf in leaves(dim) for axis in leaf.axes))
 
 
 def is_even(factor: Factor) -> bool:
-    """True if all shards of a factor have the same size. False for a proportion: its shards may be
-    equal at one size of the factor and unequal at another."""
+    """True if all shards of the factor have the same size. False for a Proportion, whose shards may
+    be equal at one size of the factor and unequal at another."""
     return not isinstance(factor.parts, Proportion) and len(set(factor.part_sizes())) == 1
 
 
 def local_size(dim: Dim, mesh: Mesh, rank: int) -> int:
-    """Number of elements of the dimension that a rank holds."""
+    """Returns the number of elements of the dimension that `rank` holds: 3 of 6 over tp=2."""
     if isinstance(dim, Factor):
         return dim.part(mesh, rank)[1]
     sizes = [local_size(c, mesh, rank) for c in dim.children]
@@ -162,7 +167,8 @@ def local_size(dim: Dim, mesh: Mesh, rank: int) -> int:
 
 
 def local_sizes(dim: Dim, mesh: Mesh, ranks: Array) -> Array:
-    """Number of elements of the dimension that each of these ranks holds."""
+    """`local_size` for an array of ranks: returns the number of elements that each of them
+    holds."""
     if isinstance(dim, Factor):
         parts = np.array(dim.part_sizes() if dim.axes else (dim.size,))
         return np.asarray(parts[mesh.coordinate(dim.axes, ranks)])
@@ -171,15 +177,16 @@ def local_sizes(dim: Dim, mesh: Mesh, ranks: Array) -> Array:
 
 
 def estimated_size(dim: Dim, mesh: Mesh, rank: int) -> int:
-    """`local_size` for costs: a data-dependent size (stored as -1) counts as 1."""
+    """`local_size` for costs, where a data-dependent size (-1) counts as 1."""
     return abs(local_size(dim, mesh, rank))
 
 
 def largest_size(dim: Dim) -> int:
-    """Number of elements of the dimension in the largest shard; a data-dependent size counts as 1.
-    An upper bound for a product of factors with sizes by hand: no rank may hold the largest part of
-    each factor. A dimension on ranks at one coordinate counts as the mean over all coordinates,
-    because other tensors are at the other coordinates."""
+    """Returns the number of elements of the dimension in its largest shard, for costs; a
+    data-dependent size (-1) counts as 1. For a product of unevenly split factors, this is an upper
+    bound: maybe no rank holds the largest shard of each factor. A dimension that only ranks at one
+    coordinate hold (`at`) counts with the mean over all coordinates, because other tensors are at
+    the other coordinates."""
     if isinstance(dim, Factor):
         if any(axis.at is not None for axis in dim.axes):
             return largest_size(Factor(dim.size, plain(dim.axes)))
@@ -190,12 +197,14 @@ def largest_size(dim: Dim) -> int:
 
 
 def is_data_dependent(dim: Dim) -> bool:
-    """True if the size of the dimension is data-dependent: a single factor of size -1."""
+    """True if the size of the dimension is known only during a run (NonZero's): a single factor of
+    size -1."""
     return isinstance(dim, Factor) and dim.size < 0
 
 
 def indices(dim: Dim, mesh: Mesh, rank: int) -> Array:
-    """The global positions of a rank's elements of the dimension, in the rank's order (int64)."""
+    """Returns the global positions (int64) of the rank's elements along the dimension, in the
+    rank's order. For 6 elements over tp=2, rank 1 has [3, 4, 5]."""
     if isinstance(dim, Factor):
         start, size = dim.part(mesh, rank)
         return np.arange(start, start + size)
@@ -212,7 +221,8 @@ def indices(dim: Dim, mesh: Mesh, rank: int) -> Array:
 
 
 def first_index(dim: Dim, mesh: Mesh, rank: int) -> int:
-    """The first index of the rank's `indices`; for an empty shard, the position of its start."""
+    """Returns the first of the rank's `indices`; for an empty shard, the position where it would
+    start."""
     if isinstance(dim, Factor):
         return dim.part(mesh, rank)[0]
     at = 0
@@ -228,8 +238,8 @@ def first_index(dim: Dim, mesh: Mesh, rank: int) -> int:
 
 
 def runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, int]]:
-    """The `indices` of a rank as (start, length) of the longest ranges of consecutive positions, in
-    order."""
+    """Returns the `indices` of a rank as maximal ranges (start, length) of consecutive positions,
+    in order: [0, 1, 2, 6, 7] becomes [(0, 3), (6, 2)]."""
     at = indices(dim, mesh, rank)
     if not len(at):
         return []
@@ -239,8 +249,8 @@ def runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, int]]:
 
 
 def normalize(dim: Dim) -> Dim:
-    """The shortest tree with the same `indices` on every rank. Two trees with the same meaning
-    usually become equal."""
+    """Returns the shortest tree with the same `indices` on every rank. Two trees with equal indices
+    usually, but not always, have equal normal forms."""
     if isinstance(dim, Factor):
         axes = merge_axes(dim.axes)
         if isinstance(dim.parts, Proportion):
@@ -268,8 +278,8 @@ def _product(children: list[Dim]) -> Dim:
 
 
 def _join_factors(major: Dim, minor: Dim) -> Factor | None:
-    """One factor with the meaning of two adjacent dimensions; None if one of the dimensions is not
-    a single factor, or if the minor one is split."""
+    """Returns one factor with the same indices as the product of two adjacent dimensions; None if
+    they are not both factors, or if the minor one is split."""
     if not isinstance(major, Factor) or not isinstance(minor, Factor) or minor.axes:
         return None
     if not major.axes:
@@ -294,8 +304,9 @@ def _concat(children: list[Dim]) -> Dim:
 
 
 def dim_text(dim: Dim, mesh: Mesh, nested: bool = False) -> str:
-    """The text of a dimension in `Layout.text`: its axes, or `-` if it is whole. With `nested`, for
-    a child of another dimension: the size if the child is whole."""
+    """The text of a dimension in `Layout.text`: the axes that split it (`dp.tp`), or `-` if it is
+    whole. With `nested`, for a child in a tree: the size if the child is whole, so that the tree
+    reads `(3+tp)`."""
     if isinstance(dim, Factor):
         if not dim.axes:
             return str(dim.size) if nested else "-"
@@ -313,12 +324,14 @@ def _parts_text(parts: tuple[int, ...] | Proportion) -> str:
 
 
 def axis_json(axis: Axis) -> list[Any]:
-    """An axis as a list of name, size, `pre`, and `at` unless that is None."""
+    """An axis as a list for JSON: [name, size, pre], and a fourth entry `at` unless that is
+    None."""
     return [axis.name, axis.size, axis.pre, *([] if axis.at is None else [axis.at])]
 
 
 def dim_json(dim: Dim) -> Any:
-    """A dimension as lists and dicts, for JSON."""
+    """A dimension as lists and dicts for JSON: `{"size": 6, "axes": [["tp", 2, 1]]}`, `{"product":
+    [...]}`."""
     if isinstance(dim, Factor):
         out: dict[str, Any] = {"size": dim.size}
         if dim.axes:
@@ -350,5 +363,6 @@ def dim_of_json(data: Mapping[str, Any]) -> Dim:
 
 
 def split_count(dim: Dim) -> int:
-    """Number of shards into which the dimension is split."""
+    """Returns the number of shards into which the dimension is split: the product of the sizes of
+    its axes."""
     return parts_over(dim_axes(dim))

@@ -1,9 +1,10 @@
 """Finds closed forms of sizes from their values at samples.
 
-The shapes of a model with open sizes are inferred for several bindings (a size for every symbol). A
-size that differs between bindings depends on the symbols; its closed form is the simplest
-polynomial of the symbols that gives the right size at every binding. So the compiler works with
-numbers, those of the first binding; it uses the other bindings only to find closed forms.
+The shapes of a model with open sizes are inferred for several bindings (a binding gives every
+symbol a size). A size that differs between bindings depends on symbols; its closed form is the
+simplest polynomial of the symbols that gives the right size at every binding. All passes of the
+compiler work with the numbers of the first binding; the other bindings only serve to find closed
+forms.
 """
 
 from __future__ import annotations
@@ -22,29 +23,30 @@ from onnxpar.layout.symbols import Binding, Monomial, Polynomial, Variable, mini
 
 FEWEST, MOST = 6, 32
 """Bounds of the number of bindings (without the FAR ones) that a polynomial must agree with.
-Between them, there are as many bindings as ranks, so that the sizes have every remainder modulo the
-ranks."""
+Between these bounds, there are as many bindings as ranks, so that sizes take every remainder modulo
+the number of ranks."""
 FAR = 2
-"""Number of additional bindings with much larger sizes, at which a size that only looks constant
-changes."""
+"""Number of additional bindings with much larger sizes, at which a size changes that only looks
+constant at small ones (a minimum)."""
 ENOUGH = 5
-"""Fewest bindings that must remain after those at which the model is not valid have been
-dropped."""
+"""Bindings at which the model is not valid are dropped; at least this many must remain."""
 MOST_MONOMIALS = 1 << 14
-"""Most monomials for which sums of two are tried; with more, a size that needs such a sum has no
-closed form."""
+"""With more monomials, sums of two are not tried, and a size that needs such a sum has no closed
+form."""
 _DEGREE = 3
 _FEWEST_ROWS = 4
-"""Fewest different values of a variable through which a line is no coincidence; of two variables,
-there must be more."""
+"""A linear fit counts only if the variable has at least this many different values, so that it is
+no coincidence; a fit in two variables needs more."""
 _TRIES = 100
 
 
 @dataclass(frozen=True)
 class Domain:
-    """Sample sizes of a symbol: n * `step` + `offset`, with n from `low` to `high`. Samples have
-    consecutive n, in random order, and a few much larger ones. The symbol of a `closed` domain has
-    no sizes outside of it, and none that are much larger."""
+    """The sizes from which samples of a symbol are drawn: n * `step` + `offset` for n from `low` to
+    `high`. Samples are consecutive n in random order, and FAR much larger ones.
+
+    closed  the symbol has no sizes outside the domain, so that there are no much larger samples
+    """
 
     step: int
     low: int
@@ -53,23 +55,28 @@ class Domain:
     closed: bool = False
 
     def size(self, n: int) -> int:
-        """The n-th size."""
+        """Returns the size for n, counted from 0: n * `step` + `offset`."""
         return n * self.step + self.offset
 
 
 DOMAINS = (Domain(1, 11, 60), Domain(1, 4, 16))
-"""Domains in the order in which they are tried; a model may be valid only at the smaller sizes, if
-it has a short table of positions."""
+"""Domains to try, in this order. A model with a short table of positions may be valid only at the
+smaller sizes of the second one."""
 
 
 def sample(
     domains: Mapping[str, Domain], least: int, taken: Iterable[int], remainders: int = 0
 ) -> list[Binding]:
-    """Bindings for which the shapes of a model are inferred. Sizes are at least `least`; those of
-    one symbol are consecutive, so that they have every remainder; those in one binding differ from
-    each other. If possible, the first binding has no size in `taken`. The last FAR bindings are
-    much larger. There are at least as many bindings as `remainders`, up to MOST, and if a domain
-    has room for that, sizes are at least as large, so that no shard is empty."""
+    """Returns the bindings (a size for every symbol) for which the shapes of a model are inferred.
+    The sizes of one symbol are consecutive, so that they have every remainder; the sizes within a
+    binding differ from each other. The last FAR bindings have much larger sizes.
+
+    domains     the domain of each symbol, from which its sizes are drawn
+    least       the smallest size
+    taken       sizes that the first binding avoids if possible, such as constants of the model
+    remainders  a number of ranks: at least as many bindings are returned, up to MOST, and sizes are
+                at least as large where a domain has room for that, so that no shard is empty
+    """
     source = random.Random(0)
     count = min(max(FEWEST, least, remainders), MOST)
     rows: list[tuple[int, ...]] = []
@@ -102,11 +109,14 @@ def sample(
 
 
 def fit(values: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> Polynomial | None:
-    """The simplest polynomial of the variables with these values; None if there is none.
+    """Returns the simplest polynomial that has these values; None if there is none. `fit([3, 5, 9,
+    11, 13], {"n": [1, 2, 4, 5, 6]})` is 2*n + 1.
 
-    `values` are those of the polynomial at all samples, and `variables` has the values of each
-    variable there. A polynomial has at most three terms, one of them a number. There are more
-    samples than terms, so that a fit is not a coincidence.
+    values     the values to fit, one per sample
+    variables  the value of each variable at the same samples
+
+    A polynomial has at most three terms, one of them a number. There must be more samples than
+    terms, so that a fit is no coincidence.
     """
     return next(iter(fits(values, variables)), None)
 
@@ -114,7 +124,8 @@ def fit(values: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> P
 def fits(
     values: Sequence[int], variables: Mapping[Variable, Sequence[int]]
 ) -> tuple[Polynomial, ...]:
-    """All polynomials with these values and as few terms as possible, the simplest first."""
+    """Returns all polynomials with these values that have as few terms as possible, the simplest
+    first."""
     return _fits(tuple(values), tuple((n, tuple(v)) for n, v in variables.items()))
 
 
@@ -122,6 +133,7 @@ def fits(
 def _fits(
     values: tuple[int, ...], variables: tuple[tuple[Variable, tuple[int, ...]], ...]
 ) -> tuple[Polynomial, ...]:
+    """`fits` with hashable arguments, so that results are cached."""
     if len(set(values)) == 1:
         return (Polynomial.constant(values[0]),)
     columns = _monomials(variables)
@@ -149,8 +161,8 @@ def _fits(
 def _minima(
     values: tuple[int, ...], variables: Mapping[Variable, tuple[int, ...]]
 ) -> list[Polynomial]:
-    """The minima of a variable and of the largest value, or of another variable, with these
-    values."""
+    """Returns the closed forms min(v, c) and min(v, w) with these values, where v and w are
+    variables and c is the largest of the values."""
     most = max(values)
     if values.count(most) < 2 or len(set(values)) < _FEWEST_ROWS - 1:
         return []
@@ -173,7 +185,8 @@ def _sum(terms: Sequence[tuple[Monomial, Fraction]]) -> Polynomial:
 
 
 def _sorted(found: Sequence[Polynomial]) -> tuple[Polynomial, ...]:
-    """The polynomials by denominator, degree and number of atoms."""
+    """Sorts polynomials from simple to complex: by denominator, degree, and number of quotients and
+    minima."""
 
     def weight(polynomial: Polynomial) -> tuple[int, int, int]:
         degree = max(len(monomial) for monomial, _ in polynomial.terms)
@@ -186,7 +199,8 @@ def _sorted(found: Sequence[Polynomial]) -> tuple[Polynomial, ...]:
 def _monomials(
     variables: tuple[tuple[Variable, tuple[int, ...]], ...],
 ) -> dict[Monomial, tuple[int, ...]]:
-    """Monomials and their values, the simplest first, without constant ones."""
+    """Returns monomials up to degree _DEGREE with their values at the samples, the simplest first;
+    monomials that have the same value at all samples are left out."""
     out: dict[Monomial, tuple[int, ...]] = {}
     ordered = sorted(variables, key=lambda v: (not isinstance(v[0], str), str(v[0])))
     for degree in range(1, _DEGREE + 1):
@@ -199,7 +213,8 @@ def _monomials(
 
 
 def _is_sensible(names: Monomial) -> bool:
-    """False if an atom is multiplied with a variable that depends on one of its symbols."""
+    """True unless the monomial multiplies a quotient or minimum with a symbol inside it, such as `n
+    * (n // 2)`."""
     for name in set(names):
         if not isinstance(name, str):
             own = set(symbols_of(name))
@@ -210,7 +225,8 @@ def _is_sensible(names: Monomial) -> bool:
 
 
 def line_through(values: Sequence[int], column: Sequence[int]) -> tuple[Fraction, Fraction] | None:
-    """Integers (a, b) with values = a * column + b; None if there are none, or if a is 0."""
+    """Returns integers (a, b) with values == a * column + b at all samples; None if there are none,
+    or if a is 0."""
     other = next(i for i, c in enumerate(column) if c != column[0])
     slope, rest = divmod(values[other] - values[0], column[other] - column[0])
     base = values[0] - slope * column[0]
@@ -221,8 +237,8 @@ def line_through(values: Sequence[int], column: Sequence[int]) -> tuple[Fraction
 def _likely_pairs(
     values: tuple[int, ...], columns: Mapping[Monomial, tuple[int, ...]]
 ) -> list[tuple[Monomial, Monomial]]:
-    """Pairs (m, n) of monomials for which x*m + y*n + z may have these values, as far as double
-    precision shows."""
+    """Returns the pairs (m, n) of monomials for which values == x*m + y*n + z is possible. Computed
+    in double precision, to rule out most pairs quickly before exact arithmetic."""
     names = list(columns)
     if len(names) < 2 or len(values) < 3:
         return list(itertools.combinations(names, 2))
@@ -247,8 +263,8 @@ def _likely_pairs(
 def _plane(
     values: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]
 ) -> tuple[Fraction, Fraction, Fraction] | None:
-    """(x, y, z) with values = x * a + y * b + z, where x and y are integers other than 0; None if
-    there are none."""
+    """Returns (x, y, z) with values == x * a + y * b + z at all samples, where x and y are integers
+    other than 0; None if there are none."""
     rows = [(p - a[0], q - b[0], v - values[0]) for p, q, v in zip(a, b, values, strict=True)]
     for (p, q, v), (r, s, w) in itertools.combinations(rows[1:], 2):
         below = p * s - q * r

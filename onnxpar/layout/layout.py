@@ -1,4 +1,4 @@
-"""Layouts: which elements of a global tensor each rank holds, in which order."""
+"""Layouts: which elements of a global tensor each rank holds, and in which order."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ ReduceOp = Literal["sum", "max", "min", "prod"]
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a tensor: a tree for each dimension (`dims.py`), and the axes over which the
-    tensor is partial.
+    """The layout of a tensor over a mesh: for each dimension, the axes that split it (a tree,
+    `dims.py`), and the axes over which the tensor is partial. [4, 6] with its last dimension over
+    tp=2 is [4, 3] on a rank.
 
-    Ranks along the `partial` axes hold terms; reducing the terms by `reduce` gives the value.
+    Ranks along the `partial` axes hold terms of the full shape; combining the terms by `reduce`
+    gives the value.
     """
 
     dims: tuple[Dim, ...]
@@ -59,7 +61,7 @@ class Layout:
 
     @property
     def axes(self) -> Axes:
-        """All axes that split the tensor, or over which it is partial."""
+        """All axes that split the tensor or over which it is partial."""
         return tuple(a for d in self.dims for a in dim_axes(d)) + self.partial
 
     @property
@@ -68,7 +70,8 @@ class Layout:
         return not self.axes
 
     def check_axes(self, mesh: Mesh) -> None:
-        """Errors: ValueError for an axis that is not in the mesh."""
+        """Checks that the mesh has all axes of the layout, with fitting sizes. Errors:
+        ValueError."""
         for axis in self.axes:
             size = mesh.sizes.get(axis.name, 0)
             at = 0 if axis.at is None else axis.at
@@ -77,11 +80,12 @@ class Layout:
                 raise ValueError(f"a layout is over {axis}, which is not in the mesh {mesh}")
 
     def reduced(self) -> Layout:
-        """The layout after the reduction over the partial axes."""
+        """Returns the layout after the terms have been reduced: the same, but not partial."""
         return replace(self, partial=(), reduce="sum") if self.partial else self
 
     def normalized(self) -> Layout:
-        """The layout with the shortest trees of the same meaning, for comparison and display."""
+        """Returns the layout with the shortest trees that mean the same, for comparison and
+        display."""
         return Layout(
             tuple(normalize(d) for d in self.dims),
             merge_axes(in_mesh_order(self.partial)),
@@ -101,10 +105,10 @@ class Layout:
         return tuple(map(largest_size, self.dims))
 
     def take(self, whole: Array, mesh: Mesh, rank: int) -> Array:
-        """A rank's shard of a global array, as a view if possible.
+        """Returns a rank's shard of a global array, as a view if possible.
 
         If the layout is partial, ranks at coordinate 0 of the partial axes get the value, and all
-        other ranks get the reduction's neutral element.
+        other ranks the neutral element of the reduction (0 for a sum).
         """
         part = whole
         for i, dim in enumerate(self.dims):
@@ -119,8 +123,8 @@ class Layout:
         return part
 
     def assemble(self, parts: Sequence[Array], mesh: Mesh) -> Array:
-        """The global array, from the shards of ranks 0, 1, ...; copies only the first of equal
-        shards."""
+        """Returns the global array, given the shards of ranks 0, 1, ...: the inverse of `take`. Of
+        several ranks that hold the same elements, the first counts."""
         whole = np.empty(self.shape, parts[0].dtype)
         split = tuple(dict.fromkeys(a for d in self.dims for a in dim_axes(d)))
         written: set[tuple[int, ...]] = set()
@@ -135,7 +139,8 @@ class Layout:
         return whole
 
     def text(self, mesh: Mesh) -> str:
-        """The notation of dumps, tables and errors: `[dp, -] sum(tp)`."""
+        """The notation of dumps, tables and errors: `[dp, -] sum(tp)` is a matrix with its rows
+        split over dp, partial over tp."""
         tidy = self.normalized()
         out = "[" + ", ".join(dim_text(d, mesh) for d in tidy.dims) + "]"
         if self.partial:
@@ -143,7 +148,8 @@ class Layout:
         return out
 
     def to_json(self, normalized: bool = True) -> dict[str, Any]:
-        """The layout as lists and dicts for `from_json`; if `normalized`, with shortest trees."""
+        """The layout as lists and dicts for JSON, which `from_json` reads. With `normalized`, its
+        trees are as short as possible."""
         tidy = self.normalized() if normalized else self
         return {
             "dims": [dim_json(d) for d in tidy.dims],
@@ -161,7 +167,8 @@ class Layout:
 
 
 def neutral(reduce: ReduceOp, dtype: np.dtype[Any]) -> Any:
-    """The neutral element of a reduction."""
+    """Returns the neutral element of a reduction: 0 for "sum", 1 for "prod", the least value of the
+    dtype for "max", the greatest for "min"."""
     if reduce in ("sum", "prod"):
         return dtype.type(reduce == "prod")
     if dtype == np.bool_:
@@ -180,8 +187,8 @@ def _combine(reduce: ReduceOp, a: Array, b: Array) -> Array:
 
 
 def _open_mesh(at: list[Array]) -> Any:
-    """A NumPy index of the elements at these positions in each dimension: slices if all positions
-    are contiguous, else arrays of `np.ix_`."""
+    """Returns a NumPy index that selects the elements at these positions of each dimension: slices
+    if all positions are contiguous, else arrays as of `np.ix_`."""
     if all(not len(i) or (i[-1] - i[0] + 1 == len(i) and (np.diff(i) == 1).all()) for i in at):
         return tuple(slice(int(i[0]), int(i[0]) + len(i)) if len(i) else slice(0, 0) for i in at)
     return np.ix_(*at)

@@ -24,12 +24,12 @@ def check_ranks(count: int) -> None:
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis or a sub-axis: `tp`, or `tp:(2)4`, the sub-axis of size 4 after one of size 2.
+    """A mesh axis, or a sub-axis of one: `tp`, or `tp:(2)4`, the sub-axis of size 4 that follows
+    one of size 2 (OpenXLA Shardy's notation).
 
-    `pre` is the product of the sizes of the preceding sub-axes; an undivided axis has `pre` 1 and
-    its full size. The notation is OpenXLA Shardy's. An axis with `at`, such as `tp@2`, does not
-    divide a dimension: ranks at this coordinate of the axis hold the whole dimension, and all other
-    ranks hold nothing.
+    pre  the product of the sizes of the sub-axes before this one; 1 for an undivided axis
+    at   if set (`tp@2`), the axis does not divide a dimension: ranks at this coordinate of the axis
+         hold the whole dimension, and all other ranks hold nothing
     """
 
     name: str
@@ -38,7 +38,8 @@ class Axis:
     at: int | None = None
 
     def overlaps(self, other: Axis) -> bool:
-        """True if both contain a common factor of one mesh axis; then no tensor may use both."""
+        """True if both are (sub-axes of) one mesh axis and share a part of it; no tensor may be
+        split over both."""
         if self.name != other.name:
             return False
         return max(self.pre, other.pre) < min(self.pre * self.size, other.pre * other.size)
@@ -49,7 +50,7 @@ Axes = tuple[Axis, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes and their sizes; a rank is a row-major position in them.
+    """The ranks as a grid with named axes and sizes; ranks are numbered in row-major order.
 
     >>> Mesh.parse("dp=2,tp=4").size
     8
@@ -59,7 +60,8 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """Parses `dp=2,tp=4`. Errors: StrategyError that names an entry that is not NAME=SIZE."""
+        """Returns the mesh of a text such as `dp=2,tp=4`. Errors: StrategyError that names an entry
+        that is not NAME=SIZE."""
         axes = []
         for entry in text.split(","):
             name, _, size = (part.strip() for part in entry.partition("="))
@@ -72,12 +74,14 @@ class Mesh:
 
     @staticmethod
     def from_argument(mesh: Mesh | str | None) -> Mesh | None:
-        """Returns the mesh that a caller gives, also as text. Errors: StrategyError."""
+        """Returns the mesh that a caller passed as a Mesh, as text or as None (stays None). Errors:
+        StrategyError."""
         return Mesh.parse(mesh) if isinstance(mesh, str) else mesh
 
     @staticmethod
     def of(axes: Iterable[tuple[str, int]]) -> Mesh:
-        """A mesh of (name, size) pairs. Errors: StrategyError for a repeated name or a size < 1."""
+        """Returns the mesh of (name, size) pairs. Errors: StrategyError for a repeated name or a
+        size below 1."""
         shape = tuple(axes)
         names = [name for name, _ in shape]
         for name, size in shape:
@@ -105,19 +109,18 @@ class Mesh:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Size by axis name."""
+        """The size of each axis, by name."""
         return dict(self.shape)
 
     def axis(self, name: str) -> Axis:
-        """The undivided axis with this name. Errors: StrategyError, with the mesh, if there is
-        none."""
+        """Returns the undivided axis with this name. Errors: StrategyError if the mesh has none."""
         if name not in self.sizes:
             raise StrategyError(f"mesh {self} has no axis {name!r}")
         return Axis(name, self.sizes[name])
 
     def flat(self, pre: int, size: int) -> Axes:
-        """The axes and sub-axes that together form the sub-axis `(pre)size` of one row-major axis
-        of all ranks.
+        """Takes all ranks as one row-major axis, and returns the axes and sub-axes of this mesh
+        that make up the sub-axis `(pre)size` of it. With dp=2,tp=4, `flat(2, 2)` is `tp:(1)2`.
 
         For MindSpore's strategies, which give numbers of shards instead of axes. Errors:
         StrategyError if `pre` and `size` do not fit the sizes of the axes.
@@ -144,14 +147,16 @@ class Mesh:
         return tuple(out)
 
     def coordinate(self, axes: Sequence[Axis], rank: Rank) -> Rank:
-        """The row-major position of a rank, or of each rank in an array, along these axes."""
+        """Returns the row-major position of a rank (or of each rank of an array) along these axes:
+        which shard it holds of a dimension that they split."""
         at = 0 * rank
         for axis in axes:
             at = at * axis.size + (rank // self._stride(axis)) % axis.size
         return at
 
     def group(self, axes: Sequence[Axis], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along axes, in row-major order."""
+        """Returns the ranks that have the coordinates of `rank` on all axes but these, in row-major
+        order: the group of a collective over `axes`."""
         ranks = [rank]
         for axis in axes:
             stride = self._stride(axis)
@@ -160,7 +165,7 @@ class Mesh:
         return tuple(ranks)
 
     def _stride(self, axis: Axis) -> int:
-        """The difference between ranks that are neighbours along an axis."""
+        """The difference between the numbers of two ranks that are neighbours along an axis."""
         return self._strides[axis.name] * (self.sizes[axis.name] // (axis.pre * axis.size))
 
     @cached_property
@@ -183,23 +188,24 @@ class Mesh:
 
 
 def parts_over(axes: Iterable[Axis]) -> int:
-    """Number of shards into which these axes split a dimension."""
+    """Returns the number of shards into which these axes split a dimension: the product of their
+    sizes."""
     return math.prod(axis.size for axis in axes)
 
 
 def in_mesh_order(axes: Axes) -> Axes:
-    """Axes sorted by name, sub-axes of one axis from major to minor."""
+    """Returns axes sorted by name, and sub-axes of one axis from major to minor."""
     return tuple(sorted(axes, key=lambda a: (a.name, a.pre)))
 
 
 def plain(axes: Iterable[Axis]) -> Axes:
-    """The axes without `at`, as in collectives."""
+    """Returns the axes without `at`: `tp@2` becomes `tp`. Collectives run over whole axes."""
     return tuple(axis if axis.at is None else replace(axis, at=None) for axis in axes)
 
 
 def merge_axes(axes: Axes) -> Axes:
-    """Joins adjacent sub-axes of one axis: `tp:(1)2, tp:(2)2` becomes `tp` of size 4, and
-    `tp:(1)2@1, tp:(2)2@0` becomes `tp@2`. Drops axes of size 1."""
+    """Joins adjacent sub-axes of one axis, and drops axes of size 1: `tp:(1)2, tp:(2)2` becomes
+    `tp` of size 4, and `tp:(1)2@1, tp:(2)2@0` becomes `tp@2`."""
     if not axes or (len(axes) == 1 and axes[0].size > 1):
         return tuple(axes)
     out: list[Axis] = []

@@ -1,5 +1,5 @@
-"""Counts the rows in a copy of a slice of a tensor. A row is a run of elements that are contiguous
-in memory; each row takes extra time."""
+"""Counts the rows in a copy of a slice of a tensor, for costs. A row is a run of elements that are
+contiguous in memory; each row takes extra time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from onnxpar.layout.dims import Dim, Factor, Product, dim_axes, largest_size, no
 
 
 def rows_within(dim: Dim) -> int:
-    """Number of rows in a copy of the largest shard of a dimension: 1 for a single factor; for a
-    product, the number of elements of the factors before the last split factor; for segments, the
-    number of elements, because a Gather copies them one by one."""
+    """Returns how many rows a copy of the largest shard of one dimension takes. For a single
+    factor, 1; for a product, the number of elements of the factors before the last split one; for
+    segments, the number of elements, because a Gather copies them singly."""
     dim = normalize(dim)
     if isinstance(dim, Factor):
         return 1
@@ -23,8 +23,8 @@ def rows_within(dim: Dim) -> int:
 
 
 def rows_moved(before: Sequence[Dim], after: Sequence[Dim]) -> int:
-    """Number of rows that the rank with the largest shards copies in one step of a reshard, from
-    the dimensions `before` to the dimensions `after`."""
+    """Returns how many rows the rank with the largest shards copies in one step of a reshard that
+    turns dimensions `before` into dimensions `after`."""
     rows, outer = 0, 1
     for b, a in zip(before, after, strict=True):
         if b != a:

@@ -1,4 +1,5 @@
-"""Sizes of shards in proportion to the ranks' shares; for open sizes, in closed form."""
+"""Sizes of shards in proportion to shares of the ranks (fast and slow ones); for open sizes, in
+closed form."""
 
 from __future__ import annotations
 
@@ -22,15 +23,16 @@ class Shares:
     weights: tuple[float, ...]
 
     def sizes(self, size: int) -> tuple[int, ...]:
-        """The number of elements of each shard: at least one, if there are enough elements."""
+        """Returns the number of elements of each shard. None is empty, if there are enough
+        elements."""
         return _sizes(self, size)
 
 
 @lru_cache(maxsize=65536)
 def _sizes(shares: Shares, size: int) -> tuple[int, ...]:
-    """Divides over the prime factors of the counts, one after the other. So shards over an axis are
-    unions of shards over the axis and further axes; shards over a sub-axis are unions of shards
-    over the axis."""
+    """The sizes of `Shares.sizes`. Divides by the prime factors of `counts`, one after the other,
+    so that shards over an axis are unions of shards over its sub-axes, or over this axis and
+    further ones."""
     parts, weights = [size], [list(shares.weights)]
     for count in [prime for n in shares.counts for prime in _primes(n)]:
         groups = [_cut(of, count) for of in weights]
@@ -46,8 +48,8 @@ def _sizes(shares: Shares, size: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Proportion:
     """Divides an open size over the ranks along axes in proportion to integer `weights`, in the
-    row-major order of the axes. The bounds between shards are rounded. So they have a closed form,
-    but a shard may be empty even if there are enough elements for all ranks.
+    row-major order of the axes. Each bound between shards is rounded to the nearest integer, which
+    has a closed form; so a shard may be empty even if there are enough elements for all ranks.
 
     >>> Proportion((3, 1)).sizes(6)
     (5, 1)
@@ -56,7 +58,8 @@ class Proportion:
     weights: tuple[int, ...]
 
     def bound(self, size: int, at: int) -> int:
-        """The number of elements in all shards before shard `at`."""
+        """Returns the number of elements in all shards before shard `at`: where that shard
+        starts."""
         total = sum(self.weights)
         return (2 * size * sum(self.weights[:at]) + total) // (2 * total)
 
@@ -72,8 +75,9 @@ class Proportion:
 
 
 def integer_weights(shares: Sequence[float]) -> tuple[int, ...]:
-    """Small integers in proportion to shares, each at least 1: the integers with the smallest sum
-    that are exact to 1 percent, else the most exact ones.
+    """Returns small integers in proportion to shares, each at least 1: the integers with the
+    smallest sum that are exact to 1 percent; if there are none up to `most_weight`, the most exact
+    ones.
 
     >>> integer_weights([0.5, 0.1667, 0.3333])
     (3, 1, 2)
@@ -92,8 +96,8 @@ def integer_weights(shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def most_weight(ranks: int) -> int:
-    """The largest sum of `integer_weights` for a number of ranks. The sum must be small: bounds are
-    rounded alike modulo the sum, and the compiler samples sizes with every remainder."""
+    """Returns the largest sum that `integer_weights` may have for a number of ranks. It is small,
+    because the compiler must sample sizes with every remainder modulo this sum."""
     return max(4 * ranks, 16)
 
 
@@ -114,9 +118,10 @@ def _primes(number: int) -> list[int]:
 
 
 def apportioned(size: int, weights: Sequence[float], least: int = 1) -> list[int]:
-    """Divides `size` elements into parts, and minimizes the largest quotient of a part and its
-    weight. Each part has at least `least` elements; at least one, if `size` is too small for that;
-    and maybe none, if `size` is less than the number of parts.
+    """Divides `size` elements into integer parts in proportion to weights, so that the largest
+    quotient of a part and its weight is as small as possible. Each part has at least `least`
+    elements; if `size` is too small for that, at least one; if there are more parts than elements,
+    some are empty.
 
     >>> apportioned(10, [0.45, 0.1, 0.45])
     [5, 1, 4]

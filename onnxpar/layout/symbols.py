@@ -1,8 +1,8 @@
 """Closed forms of sizes: polynomials of a model's symbols and of atoms, which are quotients
 (rounded down) and minima.
 
-A convolution with a stride turns a width into `(width + 1) // 2`, a slice turns it into
-`min(width, 512)`. A polynomial has such atoms as variables, besides symbols; their operands are
+A convolution with a stride turns a width into `(width + 1) // 2`, a slice turns it into `min(width,
+512)`. A polynomial has such atoms as variables, besides symbols; the operands of atoms are
 polynomials, which can contain further atoms. Maxima, comparisons, and choices between two sizes are
 polynomials of minima. All symbols and atoms are integers of at least 0, so a polynomial without
 negative coefficients is at least 0, too.
@@ -18,30 +18,31 @@ from fractions import Fraction
 from functools import lru_cache
 
 _LARGEST_MERGED = 32
-"""Largest weight of a size whose minima are merged with another one."""
+"""A size of a larger `weight` is not taken apart when minima are merged, so that closed forms stay
+short."""
 Binding = Mapping[str, int]
 """A size for every symbol."""
 
 
 @dataclass(frozen=True)
 class Quotient:
-    """A size divided by a number, rounded down. Create it with `quotient`, which normalizes it, so
-    that equal sizes compare equal."""
+    """The size `over // below`, a variable that polynomials can contain. Create it with `quotient`,
+    which normalizes, so that equal sizes compare equal."""
 
     over: Polynomial
     below: int
 
     @property
     def operands(self) -> tuple[Polynomial, ...]:
-        """The numerator alone."""
+        """The polynomials inside: the numerator alone, because the divisor is a number."""
         return (self.over,)
 
     def at(self, binding: Binding) -> int:
-        """The value at a binding."""
+        """Returns the value at a binding (a size for every symbol)."""
         return self.over.at(binding) // self.below
 
     def replace(self, symbol: str, by: Polynomial) -> Polynomial:
-        """The quotient with a symbol replaced by a polynomial."""
+        """Returns the quotient with the polynomial `by` in place of a symbol."""
         return quotient(self.over.replace(symbol, by), self.below)
 
     def __str__(self) -> str:
@@ -51,17 +52,17 @@ class Quotient:
 
 @dataclass(frozen=True)
 class Minimum:
-    """The least of several sizes. Create it with `minimum`, which normalizes it, so that equal
-    sizes compare equal."""
+    """The least of several sizes, a variable that polynomials can contain. Create it with
+    `minimum`, which normalizes, so that equal sizes compare equal."""
 
     operands: tuple[Polynomial, ...]
 
     def at(self, binding: Binding) -> int:
-        """The value at a binding."""
+        """Returns the value at a binding (a size for every symbol)."""
         return min(operand.at(binding) for operand in self.operands)
 
     def replace(self, symbol: str, by: Polynomial) -> Polynomial:
-        """The minimum with a symbol replaced by a polynomial."""
+        """Returns the minimum with the polynomial `by` in place of a symbol."""
         return minimum(*(operand.replace(symbol, by) for operand in self.operands))
 
     def __str__(self) -> str:
@@ -70,14 +71,15 @@ class Minimum:
 
 Atom = Quotient | Minimum
 Variable = str | Atom
-"""A symbol, or an atom."""
+"""A symbol of the model ("batch"), or an atom."""
 Monomial = tuple[Variable, ...]
-"""Variables that are multiplied, in the order of their texts."""
+"""Variables to multiply, sorted by their texts; () is 1."""
 
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A sum of terms (monomial, coefficient), such as `2*batch*seq + 1`."""
+    """A sum of terms (monomial, coefficient), such as `2*batch*seq + 1`: the closed form of a
+    size."""
 
     terms: tuple[tuple[Monomial, Fraction], ...]
 
@@ -88,12 +90,12 @@ class Polynomial:
 
     @staticmethod
     def variable(name: Variable) -> Polynomial:
-        """A symbol or an atom as a polynomial."""
+        """Returns a symbol, quotient or minimum as a polynomial."""
         return Polynomial((((name,), Fraction(1)),))
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The symbols, including those of atoms, sorted."""
+        """The symbols on which the size depends, also inside quotients and minima, sorted."""
         found: set[str] = set()
         for monomial, _ in self.terms:
             for v in monomial:
@@ -102,7 +104,8 @@ class Polynomial:
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
-        """All atoms; one inside an operand of another comes before that other one."""
+        """All quotients and minima in the polynomial; one inside another comes before the outer
+        one."""
         found: list[Atom] = []
         for monomial, _ in self.terms:
             for v in monomial:
@@ -113,21 +116,23 @@ class Polynomial:
 
     @property
     def number(self) -> Fraction | None:
-        """The number that the polynomial is; None if it depends on symbols."""
+        """The value, if the polynomial is a constant; None if it depends on symbols."""
         if not self.terms:
             return Fraction(0)
         return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
 
     @property
     def weight(self) -> int:
-        """The number of terms and of variables in them, also of those in atoms."""
+        """The length of the closed form: the number of terms and of variables in them, also inside
+        quotients and minima."""
         atoms = [v for monomial, _ in self.terms for v in monomial if not isinstance(v, str)]
         inner = sum(operand.weight for atom in atoms for operand in atom.operands)
         return len(self.terms) + sum(len(monomial) for monomial, _ in self.terms) + inner
 
     @property
     def is_natural(self) -> bool:
-        """True if it is proved that the value is at least 0 at all sizes."""
+        """True if the value is provably at least 0 for all sizes of the symbols; False may also
+        mean unknown."""
         return _is_natural(self)
 
     @property
@@ -144,12 +149,12 @@ class Polynomial:
         return math.lcm(1, *(c.denominator for _, c in self.terms))
 
     def at(self, binding: Binding) -> int:
-        """The value at a binding, rounded down to an integer."""
+        """Returns the value at a binding (a size for every symbol), rounded down to an integer."""
         total, below = self._ratio(binding)
         return total // below
 
     def exactly_at(self, binding: Binding) -> Fraction:
-        """The value at a binding."""
+        """Returns the value at a binding as a fraction."""
         return Fraction(*self._ratio(binding))
 
     def _ratio(self, binding: Binding) -> tuple[int, int]:
@@ -163,9 +168,9 @@ class Polynomial:
         return total, below
 
     def solve(self, symbol: str, binding: Binding, value: int) -> int | None:
-        """The size of a symbol at which the polynomial has the given value; `binding` has the sizes
-        of the other symbols. None if no integer solves that, if the polynomial is not linear in the
-        symbol, or if an atom contains the symbol."""
+        """Returns the size of `symbol` at which the polynomial has this value, where `binding` has
+        the sizes of the other symbols: 2*n + b == 7 at b=1 gives n = 3. None if no integer does, if
+        the polynomial is not linear in the symbol, or if a quotient or minimum contains it."""
         if any(symbol in symbols_of(atom) for atom in self.atoms):
             return None
         if any(monomial.count(symbol) > 1 for monomial, _ in self.terms):
@@ -194,15 +199,15 @@ class Polynomial:
 
     @staticmethod
     def parse(text: str) -> Polynomial:
-        """Parses the output of `str`, also with `floor(w / 2)`, `ceil` and `max`. Errors:
-        ValueError for any other text."""
+        """Returns the polynomial of a text as `str` writes it; also reads `floor(w / 2)`, `ceil`
+        and `max`. Errors: ValueError for any other text."""
         try:
             return _parsed(ast.parse(text, mode="eval").body)
         except SyntaxError:
             raise ValueError(f"{text!r} is not a size") from None
 
     def replace(self, symbol: str, by: Polynomial) -> Polynomial:
-        """The polynomial with a symbol replaced by another polynomial."""
+        """Returns the polynomial with `by` in place of a symbol."""
         total = Polynomial(())
         for monomial, coefficient in self.terms:
             term = _polynomial([((), coefficient)])
@@ -227,8 +232,8 @@ class Polynomial:
 
 
 def quotient(over: Polynomial, below: int) -> Polynomial:
-    """A size divided by a positive number and rounded down, in normal form: terms that divide
-    evenly are outside the quotient, and nested quotients are merged."""
+    """Returns over // below in normal form: terms that divide evenly are outside the quotient, and
+    nested quotients are merged. `quotient(4*n + m, 2)` is 2*n + m // 2."""
     assert below > 0
     over, below = over * Polynomial.constant(over.denominator), below * over.denominator
     outside = _polynomial((m, Fraction(c // below)) for m, c in over.terms)
@@ -253,14 +258,15 @@ def quotient(over: Polynomial, below: int) -> Polynomial:
 
 
 def rounded_up(over: Polynomial, below: int) -> Polynomial:
-    """A size divided by a positive number, rounded up."""
+    """Returns over / below, rounded up, in normal form."""
     over, below = over * Polynomial.constant(over.denominator), below * over.denominator
     return quotient(over + Polynomial.constant(below - 1), below)
 
 
 def minimum(*sizes: Polynomial) -> Polynomial:
-    """The least of several sizes, in normal form: what is common to them is outside the minimum,
-    minima in it are merged, and sizes that are never less than another one are left out."""
+    """Returns the least of several sizes in normal form: common terms are outside the minimum,
+    nested minima are merged, and sizes that are never less than another one are left out.
+    `minimum(n + 2, n + m)` is n + min(2, m)."""
     every = list(dict.fromkeys(each for size in sizes for each in _alternatives(size)))
     least = [p for p in every if not any(q != p and (p - q).is_natural for q in every)]
     if len(least) == 1:
@@ -282,8 +288,8 @@ def minimum(*sizes: Polynomial) -> Polynomial:
 
 @lru_cache(maxsize=65536)
 def _is_natural(size: Polynomial) -> bool:
-    """True if no coefficient is negative, after each quotient and each minimum that is a term was
-    replaced by what it is at least or, if it is subtracted, at most."""
+    """True if no coefficient is negative, once each quotient or minimum that is a term has been
+    replaced by a lower bound or, if it is subtracted, by an upper bound."""
     for monomial, coefficient in size.terms:
         atoms = [v for v in monomial if not isinstance(v, str)]
         if not atoms:
@@ -308,18 +314,19 @@ def _is_natural(size: Polynomial) -> bool:
 
 
 def maximum(*sizes: Polynomial) -> Polynomial:
-    """The greatest of several sizes."""
+    """Returns the greatest of several sizes, as a polynomial of a minimum."""
     minus = Polynomial.constant(-1)
     return minus * minimum(*(minus * size for size in sizes))
 
 
 def is_less(a: Polynomial, b: Polynomial) -> Polynomial:
-    """1 where a size is less than another one, and else 0. Both are integers at all sizes."""
+    """Returns a closed form that is 1 where a < b, else 0. Both must be integers at all sizes."""
     return minimum(maximum(b - a, Polynomial.constant(0)), Polynomial.constant(1))
 
 
 def without(size: Polynomial, factor: Monomial) -> Polynomial | None:
-    """A size divided by variables that all its terms contain; None if one does not."""
+    """Returns size / factor, where `factor` is a product of variables; None if a term lacks one of
+    them."""
     terms = []
     for monomial, coefficient in size.terms:
         rest = list(monomial)
@@ -332,13 +339,13 @@ def without(size: Polynomial, factor: Monomial) -> Polynomial | None:
 
 
 def symbols_of(atom: Atom) -> tuple[str, ...]:
-    """The symbols on which an atom depends, sorted."""
+    """Returns the symbols on which a quotient or minimum depends, sorted."""
     return tuple(sorted({s for operand in atom.operands for s in operand.variables}))
 
 
 def _alternatives(size: Polynomial) -> list[Polynomial]:
-    """Sizes whose minimum is this size: more than one if one term is a minimum. Large sizes stay
-    as they are, so that normal forms do not grow without bound."""
+    """Returns sizes whose minimum is `size`: min(a, b) + c gives [a + c, b + c]; a size without a
+    minimum, or a long one, gives itself alone. For merging nested minima."""
     for monomial, coefficient in size.terms if size.weight <= _LARGEST_MERGED else ():
         if len(monomial) == 1 and isinstance(monomial[0], Minimum) and coefficient > 0:
             rest = size - _polynomial([(monomial, coefficient)])
@@ -363,6 +370,8 @@ def _polynomial(terms: Iterable[tuple[Monomial, Fraction]]) -> Polynomial:
 
 
 def _parsed(node: ast.expr) -> Polynomial:
+    """Returns the polynomial of a parsed Python expression. Errors: ValueError if it is not a
+    size."""
     if isinstance(node, ast.Name):
         return Polynomial.variable(node.id)
     if isinstance(node, ast.Constant) and isinstance(node.value, int):

@@ -1,4 +1,5 @@
-"""Solves the equation of two sizes for a symbol."""
+"""Solves an equation between two sizes for one symbol: if both must be equal, one symbol is
+replaced."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from collections.abc import Sequence
 from onnxpar.layout.symbols import Polynomial, Quotient, without
 
 _LARGEST = 4096
-"""Largest number of which a solution may require a symbol to be a multiple."""
+"""A solution may require a symbol to be a multiple of at most this number."""
 
 
 def solve_tie(a: Polynomial, b: Polynomial, order: Sequence[str]) -> tuple[str, Polynomial] | None:
-    """A symbol and a polynomial that replaces it, so that both sizes become equal; None if none is
-    found. If several symbols can be replaced, it is the one whose replacement has the fewest
-    negative terms; of these, the last in `order`."""
+    """Returns (symbol, replacement), so that both sizes become equal once the symbol is replaced;
+    None if none is known. `2*a` and `b` give ("b", 2*a). If several symbols can be solved for, it
+    is the one whose replacement has the fewest negative terms; of these, the last in `order`."""
     difference = _without_common_factor(a - b)
     if not difference.variables:
         return None
@@ -31,16 +32,17 @@ def _negative_terms(size: Polynomial) -> int:
 
 
 def _without_common_factor(size: Polynomial) -> Polynomial:
-    """The size divided by the variables that all its terms share. Variables are positive, so the
-    size and the result are 0 for the same values."""
+    """Returns the size divided by the variables that all its terms share: a*b - a becomes b - 1.
+    Variables are positive, so both are 0 for the same values."""
     for variable in size.terms[0][0] if size.terms else ():
         size = without(size, (variable,)) or size
     return size
 
 
 def _linear(size: Polynomial, symbol: str) -> Polynomial | None:
-    """The polynomial that a symbol must equal for a size to be 0. None unless the symbol alone is
-    one term and occurs in no other, and all coefficients of the result are integers."""
+    """Returns what `symbol` must equal for the size to be 0: 2*a - b gives 2*a for b. None unless
+    the symbol occurs in one term alone, as its only variable, and the result has integer
+    coefficients."""
     own = [c for m, c in size.terms if m == (symbol,)]
     rest = Polynomial(tuple((m, c) for m, c in size.terms if m != (symbol,)))
     if not own or symbol in rest.variables:
@@ -51,8 +53,9 @@ def _linear(size: Polynomial, symbol: str) -> Polynomial | None:
 
 
 def _multiple(size: Polynomial) -> tuple[str, Polynomial] | None:
-    """The only symbol of a size, and its replacement: a new symbol times a number, plus a
-    remainder. None unless the size is 0 exactly at these multiples."""
+    """For a size with quotients of a single symbol, returns (symbol, replacement), where the
+    replacement is a new symbol times a number plus a remainder: `n - 2*(n // 2)` gives 2*n_by_2.
+    None unless the size is 0 exactly at these multiples."""
     if len(size.variables) != 1:
         return None
     (symbol,) = size.variables
@@ -76,6 +79,7 @@ def _multiple(size: Polynomial) -> tuple[str, Polynomial] | None:
 
 
 def _name(symbol: str, step: int) -> str:
-    """The name of a symbol that counts units: `width_by_32` for the width in units of 32."""
+    """Returns the name of a symbol that counts units of `step`: `width_by_32` for the width in
+    units of 32."""
     found = re.fullmatch(r"(.+)_by_(\d+)", symbol)
     return f"{found[1]}_by_{int(found[2]) * step}" if found else f"{symbol}_by_{step}"

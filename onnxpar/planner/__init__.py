@@ -1,2 +1,2 @@
-"""From options to plans: the table of options, attempts at a plan, the order of passes, the running
-of passes, and dumps."""
+"""From options to plans: the table of options, attempts at a plan, the order of passes, how passes
+run, and dumps."""

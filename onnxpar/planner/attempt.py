@@ -1,4 +1,4 @@
-"""An attempt at a plan of a model, and the plan that results."""
+"""An attempt at a plan of a model, and the plan that came of it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from onnxpar.search.objective import Objective
 
 @dataclass(frozen=True)
 class Attempt:
-    """The options that a planner may change from one plan of a model to the next; all others are
-    the user's.
+    """Those options that a planner varies from one plan of a model to the next; all others are the
+    user's.
 
     objective  the objective of the search; its limit on memory may be lower than the user's
-    devices    the number of ranks; None: the ranks of the mesh
+    devices    the number of ranks; None: that of the mesh
     page_size  tokens of a page of the caches; 0 or None: the caches stay as in the model
-    shares     the shares of the work, by rank, if the parts of ranks may differ; empty: in
-               proportion to their speeds
-    whole      nodes, and factors of them, that stay whole because sizes are open
+    shares     the share of the work that each rank takes, with --balance; empty: in proportion to
+               the speed of its device
+    whole      nodes, and factors of them, that must stay whole because sizes are open
     """
 
     objective: Objective
@@ -35,11 +35,11 @@ class Attempt:
 
     @classmethod
     def first(cls, options: Options) -> Attempt:
-        """The attempt with the user's own options."""
+        """Returns the first attempt: the user's own options."""
         return cls(options.objective, options.devices, options.page_size)
 
     def on(self, options: Options) -> Options:
-        """The options with the attempt's changes."""
+        """Returns the user's options with the changes of the attempt."""
         return replace(
             options,
             objective=self.objective,
@@ -49,10 +49,11 @@ class Attempt:
         )
 
     def text(self, chosen: Attempt) -> str:
-        """The differences from the chosen attempt, as text."""
+        """Returns how this attempt differs from the `chosen` one, for a note to the user."""
         return " and ".join(self._differences(chosen)) or "the same again"
 
     def _differences(self, chosen: Attempt) -> Iterator[str]:
+        """Yields the differences from the chosen attempt, as texts."""
         objective, other = self.objective, chosen.objective
         if objective.memory != other.memory:
             limit = (
@@ -72,7 +73,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of an attempt, the context of its passes, and the observer of these passes."""
+    """A plan, with the attempt from which it came, the context after its passes, and the observer
+    that saw them."""
 
     attempt: Attempt
     plan: Plan
@@ -80,7 +82,8 @@ class Planned:
     seen: Observer
 
     def text(self, promises_times: bool) -> str:
-        """The memory that the plan needs, and its predicted time if the plan promises times."""
+        """Returns the memory that the plan needs; with `promises_times`, also its predicted time,
+        as `1.234 ms and 2 GB a rank`."""
         needed = f"{text_of(self.plan.held, 'B')} a rank"
         if self.plan.predicted is None or not promises_times:
             return needed

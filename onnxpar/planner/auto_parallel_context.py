@@ -1,8 +1,8 @@
-"""Options under MindSpore's names: a table from each name to options of onnxpar.
+"""Options under MindSpore's names: what each setting of `mindspore.set_auto_parallel_context` means
+here.
 
-The names and their meanings are those of `mindspore.set_auto_parallel_context`. A setting becomes
-options, or has no effect because it always holds in onnxpar, or is refused with the reason and the
-remedy.
+A setting becomes options of onnxpar, or has no effect because it always holds in onnxpar, or is
+refused with the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from onnxpar.search.search import AUTO, PROPAGATION
 from onnxpar.strategy.manual import MANUAL
 
 Settings = Mapping[str, Any]
-"""All settings of the user, by name."""
+"""All settings of the user, by MindSpore's name."""
 Setting = Callable[[Any, Settings], Mapping[str, Any]]
-"""A function from a value of a setting, and all settings, to options. Errors: StrategyError."""
+"""Returns the options that follow from the value of one setting; its second argument has all
+settings. Errors: StrategyError."""
 STAND_ALONE, DATA, HYBRID = "stand_alone", "data_parallel", "hybrid_parallel"
 SEMI_AUTO, AUTO_PARALLEL = "semi_auto_parallel", "auto_parallel"
 _SEARCHES = {
@@ -32,11 +33,11 @@ _PIPELINE = "onnxpar has no pipeline parallelism yet; use more ranks of the othe
 
 
 def auto_parallel_context(**settings: Any) -> dict[str, Any]:
-    """Returns options of `onnxpar.shard`, `plan` and `check` from settings under the names of
+    """Returns options of `onnxpar.shard`, `plan` and `check`, given settings of
     `mindspore.set_auto_parallel_context`.
 
-    context = onnxpar.auto_parallel_context(device_num=8, parallel_mode="data_parallel")
-    onnxpar.shard("step.onnx", **context)
+        context = onnxpar.auto_parallel_context(device_num=8, parallel_mode="data_parallel")
+        onnxpar.shard("step.onnx", **context)
 
     The section `context` of a strategy file takes the same settings. Errors: StrategyError for a
     setting that onnxpar cannot follow, with the reason; TypeError for an unknown name.
@@ -50,8 +51,9 @@ def auto_parallel_context(**settings: Any) -> dict[str, Any]:
 
 
 def options_of_context(settings: Settings, source: str = "auto_parallel_context") -> dict[str, Any]:
-    """Returns the options for settings; `source` names their place in errors. Errors:
-    StrategyError, also for an unknown name and for settings that contradict each other."""
+    """Returns the options that follow from all settings. `source` says in errors where the settings
+    are. Errors: StrategyError, also for an unknown name and for settings that contradict each
+    other."""
     options: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, value in settings.items():
@@ -78,7 +80,8 @@ def _flag(value: Any) -> bool:
 
 
 def _holds(reason: str) -> Setting:
-    """A flag that must be True, because onnxpar always behaves in this way."""
+    """Returns the Setting for a flag that must be True, because onnxpar always works in this way;
+    `reason` is the error for False."""
 
     def setting(value: Any, settings: Settings) -> Mapping[str, Any]:
         if not _flag(value):
@@ -89,13 +92,14 @@ def _holds(reason: str) -> Setting:
 
 
 def _either(value: Any, settings: Settings) -> Mapping[str, Any]:
-    """A flag that makes no difference."""
+    """The Setting for a flag that makes no difference."""
     _flag(value)
     return {}
 
 
 def _off(reason: str) -> Setting:
-    """A setting that must stay off."""
+    """Returns the Setting for something that must stay off; `reason` is the error for any other
+    value."""
 
     def setting(value: Any, settings: Settings) -> Mapping[str, Any]:
         if value not in (False, None, "", {}):
@@ -106,7 +110,8 @@ def _off(reason: str) -> Setting:
 
 
 def _only(known: Any, reason: str) -> Setting:
-    """A setting with a single value that onnxpar can follow."""
+    """Returns the Setting for which `known` is the only possible value; `reason` is the error for
+    others."""
 
     def setting(value: Any, settings: Settings) -> Mapping[str, Any]:
         if value != known or type(value) is not type(known):
@@ -123,8 +128,9 @@ def _device_num(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def _parallel_mode(value: Any, settings: Settings) -> Mapping[str, Any]:
-    """The preset or the search. In MindSpore's semi-automatic mode, a node without a strategy is
-    split by its batch; so the preset of this mode is data-parallel."""
+    """The setting `parallel_mode`: a preset or a kind of search. In MindSpore's semi-automatic
+    mode, a node without a strategy is split by its batch; so this mode is the preset data-parallel.
+    """
     modes: dict[str, Mapping[str, Any]] = {
         STAND_ALONE: {"devices": 1},
         DATA: {"preset": "data-parallel"},
@@ -144,7 +150,7 @@ def _search_mode_of(settings: Settings) -> str:
 
 
 def _search_mode(value: Any, settings: Settings) -> Mapping[str, Any]:
-    """The kind of search, for `parallel_mode` auto_parallel."""
+    """The setting `search_mode`: the kind of search, if `parallel_mode` is auto_parallel."""
     if value not in _SEARCHES:
         raise StrategyError(f"give one of {', '.join(_SEARCHES)}")
     if settings.get("parallel_mode") != AUTO_PARALLEL:
@@ -153,8 +159,8 @@ def _search_mode(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def _optimizer_preset(settings: Settings) -> Mapping[str, Any]:
-    """The ZeRO preset of a parallel optimizer; empty without one. MindSpore splits the update in
-    its data-parallel mode, and also the parameters in its semi-automatic mode."""
+    """Returns the ZeRO preset that a parallel optimizer means; empty without one. MindSpore splits
+    the update in its data-parallel mode, and also the parameters in its semi-automatic mode."""
     if not any(settings.get(name) is True for name in _OPTIMIZERS):
         return {}
     mode, config = settings.get("parallel_mode"), settings.get("parallel_optimizer_config") or {}
@@ -182,7 +188,7 @@ def _parallel_optimizer(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def _parallel_optimizer_config(value: Any, settings: Settings) -> Mapping[str, Any]:
-    """Checks the configuration; `_optimizer_preset` reads it."""
+    """Checks the setting `parallel_optimizer_config`; `_optimizer_preset` uses it."""
     if not isinstance(value, Mapping):
         raise StrategyError("give a mapping")
     for key, entry in value.items():
@@ -197,8 +203,8 @@ def _parallel_optimizer_config(value: Any, settings: Settings) -> Mapping[str, A
 
 
 def _comm_fusion(value: Any, settings: Settings) -> Mapping[str, Any]:
-    """Fusion by size or by index. One mode and size is for all-reduces, all-gathers and
-    reduce-scatters."""
+    """The setting `comm_fusion`: fusion of collectives by size or by index, which here must be the
+    same for all-reduces, all-gathers and reduce-scatters."""
     if not isinstance(value, Mapping):
         raise StrategyError("give a mapping, such as {'allreduce': {'mode': 'size', 'config': 32}}")
     kinds = ("allreduce", "allgather", "reducescatter")
@@ -252,7 +258,8 @@ def _full_batch(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def _dataset_strategy(value: Any, settings: Settings) -> Mapping[str, Any]:
-    """The layouts of the data inputs, as an option of the same name."""
+    """The setting `dataset_strategy`: the layouts of the data inputs, as in the option of that
+    name."""
     if value in (FULL_BATCH, DATA_PARALLEL):
         return {"dataset_strategy": value}
     counts = counts_of(value)

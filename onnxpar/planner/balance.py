@@ -1,4 +1,5 @@
-"""Shares of the work in proportion to the speed of devices, as far as their memory allows."""
+"""The option --balance: ranks take shares of the work in proportion to the speed of their devices,
+as far as their memory allows."""
 
 from __future__ import annotations
 
@@ -24,17 +25,16 @@ from onnxpar.sharding.state import ShardingState
 ROUNDS = 8
 """Most plans to make in search of shares that fit into memory."""
 SLACK = 0.98
-"""Fraction of a device's memory at which the next plan aims, if a rank needed more than its
-memory."""
+"""If a rank needed more than its memory, the next plan aims at this fraction of its memory."""
 
 PROGRESS = 0.999
-"""The search for shares ends when the fullest rank still holds more than this fraction of its
-memory in the last plan: then other shares do not help."""
+"""The search for shares ends if the rank with the fullest memory still holds more than this
+fraction of what it held in the last plan: then other shares do not help."""
 
 
 def balanced_topology(options: Options, model: Model, factors: GraphFactors) -> Topology | None:
-    """The topology of the options; if the options ask for balance, with the share of the work that
-    each rank takes. Errors: StrategyError if all ranks have the same device."""
+    """Returns the topology of the options; with --balance, with the share of the work that each
+    rank takes. Errors: StrategyError if all ranks have the same device."""
     topology = options.topology
     if not options.balance:
         return topology
@@ -56,24 +56,24 @@ def balanced_topology(options: Options, model: Model, factors: GraphFactors) -> 
 
 
 def sampled_remainders(options: Options) -> int:
-    """The modulus of which samples of open sizes should have every remainder: shards of equal
-    weights, whose bounds are rounded differently, then differ in at least one sample. 0 without
-    balance."""
+    """Returns the number m such that samples of open sizes should have every remainder modulo m:
+    then shards of ranks with equal shares, whose bounds are rounded differently, differ in at least
+    one sample. 0 without --balance."""
     if not options.balance or options.topology is None:
         return 0
     return most_weight(len(options.topology.devices))
 
 
 def _seconds(model: Model, factors: GraphFactors, topology: Topology, device: Device) -> float:
-    """Seconds in which a device computes the whole model, without the launch of ops: any part of
-    the model takes the same time for it."""
+    """Returns the seconds in which a device would compute the whole model, without the launch of
+    ops, as a measure of its speed."""
     alone = Topology(topology.levels, replace(device, launch=0.0))
     sharding = ShardingState.open(Mesh.of([("all", 1)]), factors, alone)
     return predict_on_one(model.graph.nodes, sharding) or 1.0
 
 
 def limits(topology: Topology, objective: Objective) -> list[float]:
-    """Bytes that each rank may hold; infinite if there is no limit."""
+    """Returns the bytes that each rank may hold; infinite if there is no limit."""
     if objective.memory is None:
         return [device.memory or math.inf for device in topology.devices]
     weights = map(objective.weight_of, range(len(objective.memories or topology.devices)))
@@ -81,8 +81,8 @@ def limits(topology: Topology, objective: Objective) -> list[float]:
 
 
 def cap_shares(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]:
-    """Shares in proportion to weights, none above `most`: other ranks take the rest of a capped
-    share. If the caps add up to less than 1, the shares are in proportion to the caps.
+    """Returns shares in proportion to weights, none above its cap in `most`: other ranks take over
+    the rest. If the caps add up to less than 1, the shares are in proportion to the caps.
 
     >>> cap_shares([3.0, 1.0, 1.0], [0.5, 1.0, 1.0])
     (0.5, 0.25, 0.25)
@@ -103,9 +103,10 @@ def cap_shares(weights: Sequence[float], most: Sequence[float]) -> tuple[float, 
 def fitting_shares(
     attempt: Attempt, topology: Topology | None, make: Callable[[Attempt], Planned]
 ) -> Planned:
-    """Makes a plan whose shares of the work fit into the memory of each rank's device: if a rank
-    needs more than its memory, other ranks take over some of its share. If no plan fits, returns
-    the first one. Errors: OverLimit if a search finds no strategy that fits."""
+    """Returns a plan whose shares of the work fit into the memory of each rank's device: if a rank
+    needs more, other ranks take over some of its share in the next attempt. If no plan fits,
+    returns the first one. `make` makes the plan of an attempt. Errors: OverLimit if a search finds
+    no strategy that fits."""
     most = limits(topology or Topology.default(), attempt.objective)
     try:
         first = make(attempt)
@@ -134,6 +135,7 @@ def _shares(planned: Planned) -> tuple[float, ...]:
 
 
 def _fullness(planned: Planned, most: Sequence[float]) -> float:
-    """The largest quotient of the bytes that a rank holds by the bytes that it may hold."""
+    """Returns the largest ratio, over ranks, of the bytes that the plan holds there to the bytes in
+    `most`."""
     pairs = zip(planned.plan.loads, most, strict=False)
     return max((load.held / limit for load, limit in pairs), default=0.0)

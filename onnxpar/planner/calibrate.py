@@ -29,12 +29,12 @@ def calibrate(
     timeout: float = 60.0,
 ) -> Topology:
     """Measures this machine, which should be idle, and returns its topology, for the option
-    `topology` of `make_plan` and `shard`. Also writes the topology to the file `output`, if there
-    is one.
+    `topology` of `make_plan` and `shard`.
 
+    output   also write the topology to this file
     ranks    number of ranks that run at once; by default a rank for each core, at most MOST_RANKS
     seconds  approximate duration
-    timeout  limit of every wait for a rank, in seconds
+    timeout  longest wait for a rank, in seconds
 
     Errors: InputError, RankError.
     """
@@ -42,8 +42,8 @@ def calibrate(
 
 
 def command(args: argparse.Namespace) -> int:
-    """Runs `onnxpar calibrate`: writes the topology file, and prints measured and fitted times.
-    Returns the exit status."""
+    """Runs the command `onnxpar calibrate`: writes the topology file, and prints measured and
+    fitted times. Returns the exit status."""
     measurements, topology = _calibrate(args.output, args.ranks, args.seconds, args.timeout)
     if args.json:
         print(json_text(parse(topology.text()), 1))

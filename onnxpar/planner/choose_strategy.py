@@ -1,4 +1,4 @@
-"""Chooses the mesh, and the strategy or preset for the passes."""
+"""Chooses the mesh, and the strategy or preset that the passes follow."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ from onnxpar.strategy.strategy import Annotation
 
 @dataclass(frozen=True)
 class Chosen:
-    """A choice of mesh and strategy.
+    """The choice of a mesh and a strategy, before passes run.
 
-    mesh       the mesh
     preset     the preset or the kind of search, if there is one
     annotated  the model's own annotations, if the plan follows them
-    solution   the annotations that a search returns; None if there was no search
-    proof      a search's proof about other strategies; None if there was no search
+    solution   the annotations (splits of nodes) that a search returned; None if there was no search
+    proof      how far from the optimum this can be, by the search; None if there was no search
     """
 
     mesh: Mesh
@@ -47,8 +46,8 @@ class Chosen:
 
 
 def choose_strategy(model: Model, options: Options, factors: GraphFactors) -> Chosen:
-    """Follows the model's annotations and the user's options, and searches for decisions that they
-    leave open. Errors: StrategyError."""
+    """Follows the model's annotations and the user's options, and searches for what they leave
+    open. Errors: StrategyError."""
     mesh, how = wanted_mesh(options), preset_or_search(options)
     devices = mesh.size if mesh is not None else options.devices
     annotated = choose_configuration(model.annotations, options.configuration, devices)
@@ -78,8 +77,8 @@ def _search(
     mesh: Mesh | None,
     how: str,
 ) -> Solution:
-    """Searches for the fastest strategy that agrees with the model's annotations, on this mesh or,
-    without a mesh, on any mesh."""
+    """Returns the fastest strategy that agrees with the model's annotations, on `mesh`, or if that
+    is None, on the best mesh. `how` is the kind of search."""
 
     def on_mesh(
         sharding: ShardingState,
@@ -87,6 +86,7 @@ def _search(
         kept: Kept | None,
         below: float = math.inf,
     ) -> Solution:
+        """Returns the fastest strategy on the mesh of `sharding`."""
         states, objective = model.states, options.objective
 
         def with_more(more: Sequence[Annotation], spare: float) -> Solution:

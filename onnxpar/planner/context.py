@@ -1,4 +1,4 @@
-"""Loads the model, chooses mesh and strategy, and makes the context of the passes."""
+"""Loads the model, chooses mesh and strategy, and makes the context in which passes run."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def load_model(
     shapes: Mapping[str, Sequence[int]] | None = None,
     show: Show = unseen,
 ) -> Model:
-    """Loads the model: as a global program or, with the preset `manual`, as the program of each
-    rank. `for_training`, `untied` and `shapes` are as in a `LoadRequest`, `show` as for `load`."""
+    """Loads the model as a global program, or with the preset `manual`, as the program of one rank.
+    `for_training`, `untied` and `shapes` are as in a LoadRequest; `show` sees the model after each
+    rewrite of the loader."""
     load_entry_points()
     request = load_request(options)
     request = replace(request, for_training=for_training, untied=untied, shapes=shapes)
@@ -60,7 +61,8 @@ def load_model(
 
 
 def load_request(options: Options) -> LoadRequest:
-    """The request to the loader that follows from the options."""
+    """Returns what the options ask of the loader, such as sizes of open dimensions and state
+    pairs."""
 
     def own_types(step: Step | None) -> InferTypes | None:
         manual = manual_of(options, step)
@@ -89,8 +91,9 @@ def prepare(
     passes: Sequence[Pass],
     observer: Observer | None = None,
 ) -> PassContext:
-    """Runs the passes of the stage REWRITE, at every binding of open sizes, then makes the context
-    for the other passes. Errors: OnnxparError."""
+    """Runs the passes of the stage REWRITE, also on the graphs at other sample sizes of open
+    dimensions; then chooses mesh and strategy, and returns the context for the other passes.
+    Errors: OnnxparError."""
     steps = [p for p in passes if p.stage is Stage.REWRITE]
     if steps or options.passes or options.exposed:
         model.original = None
@@ -113,14 +116,15 @@ def prepare(
 
 
 def _rewriting_context(model: Model, options: Options) -> PassContext:
-    """A context without any split, for passes that rewrite the global graph."""
+    """Returns a context in which nothing is split, for passes that rewrite the global graph."""
     mesh = wanted_mesh(options) or preset_mesh(None, options.devices or 1)
     manual = manual_of(options, model.step) if options.preset == MANUAL else None
     return PassContext(model, open_sharding(model, mesh, options.topology), Request(manual=manual))
 
 
 def make_context(model: Model, options: Options) -> PassContext:
-    """Analyses the model, and chooses the mesh and the strategy. Errors: StrategyError."""
+    """Analyses the model, chooses the mesh and the strategy, and returns the context for passes.
+    Errors: StrategyError."""
     options = with_dataset(options, model)
     manual = manual_of(options, model.step)
     if manual is not None:

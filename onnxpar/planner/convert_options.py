@@ -1,4 +1,5 @@
-"""Converts the options that users give to those of the pipeline."""
+"""Converts the options of the command line and of Python's functions to the compiler's
+`Options`."""
 
 from __future__ import annotations
 
@@ -32,10 +33,14 @@ from onnxpar.strategy.strategy import Strategy
 def options_of(
     user_options: Mapping[str, Any], caller: str = "options_of", kind: Kind = PlanOptions
 ) -> Options:
-    """Converts the options that a user gives to those of the pipeline.
+    """Returns the compiler's options.
 
-    Errors: TypeError for a name that `caller` does not have, as in any Python call; StrategyError
-    for a value of the wrong type, or a value that cannot be read.
+    user_options  the user's, by name; options that are left out have their defaults
+    caller        the function's name in errors
+    kind          the table of options that the function takes
+
+    Errors: TypeError for a name that the function does not have; StrategyError for a value of the
+    wrong type, or a value that cannot be read.
     """
     check_options(user_options, kind, caller)
     strategy = Strategy.from_argument(user_options.get("strategy"))
@@ -73,25 +78,27 @@ _AS_GIVEN = (
     *("devices", "preset", "search", "configuration", "balance", "dims", "find_states"),
     *("fusion", "overlap", "compression", "strict", "verify"),
 )
-"""The options whose values the pipeline takes unchanged."""
+"""Options whose values are the same in `Options`."""
 
 
 def shard_batch(model: Path, par: Path, ranks: int) -> None:
-    """Writes a model over ranks, in parts of its batch, for the measurement of a session."""
+    """Splits the batch of a model over ranks and writes the result to `par`. The calibration
+    measures a session with it."""
     from onnxpar.planner.sharder import shard  # most commands do not shard
 
     shard(model, par, Options(ranks, preset="data-parallel"))
 
 
 def _page_size(size: int | None) -> int | None:
-    """Returns a size of pages. Errors: StrategyError for a negative size."""
+    """Returns the size of pages of caches. Errors: StrategyError for a negative size."""
     if size is not None and size < 0:
         raise StrategyError(f"--page-size {size}: a page has at least one token; 0 is for none")
     return size
 
 
 def _kv_dtype(dtype: str | None) -> str | None:
-    """Returns a type of caches. Errors: StrategyError for a type that caches cannot have."""
+    """Returns the dtype of caches in pages. Errors: StrategyError for one that caches cannot
+    have."""
     if dtype is not None and dtype not in DTYPES:
         raise StrategyError(f"--kv-dtype {dtype}: give {', '.join(DTYPES)}")
     return dtype
@@ -100,9 +107,10 @@ def _kv_dtype(dtype: str | None) -> str | None:
 def _with_context(
     options: Mapping[str, Any], strategy: Strategy, known: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Returns the options with the settings of a strategy's section `context`. Leaves out settings
-    that the function does not take: `annotate` fuses nothing. Errors: StrategyError for a setting
-    that an option contradicts, or that a strategy cannot have."""
+    """Returns the options together with the settings of the section `context` of a strategy file.
+    Settings that the function does not take are left out: `annotate` fuses nothing. `known` is the
+    table of its options. Errors: StrategyError for a setting that an option contradicts, or that a
+    strategy cannot have."""
     source = f"{strategy.source}: context"
     new = options_of_context(strategy.context, source)
     every = table(PlanOptions)

@@ -1,4 +1,4 @@
-"""The layouts of all data inputs together, as in MindSpore's `dataset_strategy`."""
+"""The option --dataset-strategy: the layouts of all data inputs together, as in MindSpore."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _FORMS = (
 
 
 def read_dataset(value: str | Sequence[Sequence[int]] | None) -> Dataset:
-    """Reads the option of the user: one of two names, or numbers of shards, also as text. Errors:
-    StrategyError."""
+    """Returns the option's value: one of two names, or numbers of shards, by input and dimension,
+    which may be JSON text. Errors: StrategyError."""
     if value is None or value in (DATA_PARALLEL, FULL_BATCH):
         return value
     try:
@@ -38,7 +38,8 @@ def read_dataset(value: str | Sequence[Sequence[int]] | None) -> Dataset:
 
 
 def counts_of(value: object) -> tuple[tuple[int, ...], ...] | None:
-    """Numbers of shards by input and dimension; None for any other value."""
+    """Returns numbers of shards by input and dimension as tuples: [[8, 1], [8]] becomes ((8, 1),
+    (8,)). None if the value is anything else."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return None
     if not all(isinstance(numbers, Sequence) for numbers in value):
@@ -48,9 +49,9 @@ def counts_of(value: object) -> tuple[tuple[int, ...], ...] | None:
 
 
 def with_dataset(options: Options, model: Model) -> Options:
-    """Returns options whose strategy has an entry for each data input: the inputs of a batch in a
-    training step, else the inputs that are no states. Entries of the user's strategy come later, so
-    they override these. Errors: StrategyError."""
+    """Returns the options with an entry in the strategy for each data input: in a training step,
+    the inputs of a batch; else all inputs that are no states. Entries of the user's strategy
+    overrule these. Errors: StrategyError."""
     dataset = options.dataset
     if dataset is None:
         return options
@@ -87,8 +88,8 @@ def with_dataset(options: Options, model: Model) -> Options:
 
 
 def _ranks(options: Options, model: Model) -> int:
-    """The number of ranks in the options, or else in the model's annotations. If neither says it,
-    1: then the choice of the mesh fails with an error."""
+    """Returns the number of ranks that the options or the model's annotations ask for; 1 if neither
+    does, because then the choice of the mesh fails with the right error."""
     mesh = wanted_mesh(options)
     if mesh is None and options.devices is None:
         annotated = choose_configuration(model.annotations, options.configuration, None)
@@ -97,8 +98,8 @@ def _ranks(options: Options, model: Model) -> int:
 
 
 def _counts(dataset: str, rank: int, dim: int | None, ranks: int) -> list[int]:
-    """Returns the numbers of shards of an input's dimensions: `dim` over all ranks, or no
-    dimension."""
+    """Returns the number of shards of each of the `rank` dimensions of an input: with
+    "data_parallel", dimension `dim` is split over all ranks."""
     counts = [1] * rank
     if rank and dim is not None and dataset == DATA_PARALLEL:
         counts[dim] = ranks

@@ -1,4 +1,4 @@
-"""The default order of passes, and their options."""
+"""The default passes, their order and their options."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ DEFAULT_PASSES: tuple[type[Pass], ...] = (
     GateRecomputation,
     FuseElementwise,
 )
-"""The default passes between loading and split-ranks."""
+"""The passes of a plan between loading and split-ranks, in order."""
 MANUAL_PASSES: tuple[type[Pass], ...] = (
     KeepCollectives,
     SplitPrograms,
     OrderCollectives,
     GateRecomputation,
 )
-"""The default passes between loading and split-ranks for a manual program."""
+"""The same for a manual program, which already is the program of one rank."""
 
 
 def passes_of(options: Options, model: Model) -> list[Pass]:
-    """The passes that run between loading and split-ranks: the default passes, and those of plugins
-    in their places."""
+    """Returns the passes to run between loading and split-ranks: the default passes, and passes
+    that the user added in their places."""
     return insert(_own_passes(options, model), options.passes)
 
 
@@ -79,7 +79,7 @@ def _own_passes(options: Options, model: Model) -> list[Pass]:
 
 
 def _overlap(options: Options) -> OverlapCollectives:
-    """The pass that starts collectives early. Errors: StrategyError."""
+    """Returns the pass that starts collectives early. Errors: StrategyError."""
     when = options.overlap or "auto"
     if when not in OVERLAPS:
         raise StrategyError(f"--overlap {when!r}: give one of {', '.join(OVERLAPS)}")
@@ -87,15 +87,15 @@ def _overlap(options: Options) -> OverlapCollectives:
 
 
 def may_overlap(options: Options) -> bool:
-    """True if ranks may communicate while they compute."""
+    """True if the options and the topology let ranks communicate while they compute."""
     crosses = options.topology is not None and len(options.topology.levels) > 1
     return options.overlap == "on" or (options.overlap != "off" and crosses)
 
 
 def _fusion(options: Options, model: Model) -> FuseAllReduces:
-    """The pass that fuses collectives. By default it fuses gradients only, and the exchanges of
-    tables that were dealt out: another fused activation would wait for the others. Errors:
-    StrategyError."""
+    """Returns the pass that fuses collectives. By default, it fuses sums of gradients, and
+    exchanges of tables whose rows are dealt out to ranks; fused activations would wait for each
+    other. Errors: StrategyError."""
     by = options.fusion or ("none" if model.step is None else "cost")
     if by not in FUSIONS and not by.startswith(INDEX):
         raise StrategyError(

@@ -1,4 +1,5 @@
-"""Writes the graph after a pass as files: as text for people, and as a model that `opt` reads back.
+"""Writes the graph after each pass as files (--dump): as text for people, and as a model that `opt`
+reads back.
 
     03-insert-collectives.onnxtxt    a line for each node, with layouts
     03-insert-collectives.onnx       the graph, with the decisions so far in its metadata
@@ -47,20 +48,20 @@ from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.state import ShardingState
 
 KEY = "onnxpar.dump"
-"""The key of the decisions in a dump's metadata."""
+"""Key of the model metadata that hold the decisions so far."""
 FORMAT = 3
 WEIGHTS = "weights.data"
 DUMPED = "[0-9][0-9]-*.onnx"
 """Names of dumped models, as a glob."""
 _ASIDE = ".attempts"
-"""The folder for files of attempts at a plan that are not the last one."""
+"""The folder for files of attempts at a plan other than the latest."""
 _TABLES = ("annotations", "layouts", "copies", "facts", "fused")
 
 
 class Dump(Observer):
-    """Writes the graph after each pass to a numbered file in a folder. In the end, the folder has
-    the files of the chosen plan; meanwhile, a hidden folder has those of earlier attempts. Errors:
-    OnnxparError if a file cannot be written."""
+    """An observer that writes the graph after each pass to a numbered file in a folder. In the end,
+    the folder has the files of the chosen attempt; until then, a hidden folder keeps the files of
+    earlier attempts. Errors: OnnxparError if a file cannot be written."""
 
     takes_time = True
     _rewrites: RewriteDump
@@ -130,8 +131,8 @@ class Dump(Observer):
     def _move_weights(
         self, proto: onnx.ModelProto, source: Path, stacks: Mapping[str, StackedValues]
     ) -> None:
-        """Moves large weights to the file that all dumps share; reads and writes each weight only
-        once."""
+        """Moves large weights of a model to the file that all dumps share; each weight is read and
+        written only once."""
         with (self.folder / WEIGHTS).open("ab") as sink:
             for tensor in stored_tensors(proto.graph):
                 key = f"{tensor.name} {tensor.data_type} {list(tensor.dims)}"
@@ -146,7 +147,7 @@ class Dump(Observer):
 
 def write_graph(model: Model, ctx: PassContext, output: Path) -> None:
     """Writes the graph as a model, with the decisions so far in its metadata. Errors: OnnxparError
-    if the graph is rank-local, or if the file cannot be written."""
+    if the graph is that of a rank already, or if the file cannot be written."""
     if ctx.lowered.localized:
         raise OnnxparError(
             f"{output}: after localize-ops each rank has a graph of its own; `onnxpar shard` "
@@ -161,15 +162,15 @@ def write_graph(model: Model, ctx: PassContext, output: Path) -> None:
 
 
 def is_dump(path: Path) -> bool:
-    """True for a dump: its text, or a model whose metadata marks it as one."""
+    """True if a file is a dump: text, or a model with decisions in its metadata."""
     if path.suffix == ".onnxtxt":
         return True
     return path.is_file() and _state_of(read_proto(path)) is not None
 
 
 def read_dump(path: Path) -> tuple[Model, PassContext]:
-    """Reads the model and the decisions of a dump. For the text of a dump, reads the .onnx file
-    beside it. Errors: ModelError."""
+    """Returns the model and the decisions of a dump; for a dumped text, reads the .onnx file beside
+    it. Errors: ModelError."""
     file = path.with_suffix(".onnx")
     if path.suffix == ".onnxtxt" and not file.is_file():
         raise ModelError(
@@ -202,8 +203,8 @@ def _state_of(proto: onnx.ModelProto) -> dict[str, Any] | None:
 
 
 def _described(model: Model, ctx: PassContext) -> tuple[onnx.ModelProto, dict[str, StackedValues]]:
-    """Returns the graph as a model, with the decisions so far in its metadata, and the values of
-    stacked weights, whose data the model does not have."""
+    """Returns the graph as a model with the decisions so far in its metadata; and by name, the
+    values of stacked weights, which the model does not have."""
     stacks: dict[str, StackedValues] = {}
     with exportable(model.graph) as graph:
         proto = export_model(graph, model.header, stacks)
@@ -233,7 +234,7 @@ def _described(model: Model, ctx: PassContext) -> tuple[onnx.ModelProto, dict[st
 
 
 def _note_layouts(graph: onnx.GraphProto, ctx: PassContext) -> None:
-    """Records the layouts of tensors that are not whole in the metadata of nodes, for people."""
+    """Adds the layouts of tensors that are split to the metadata of their nodes, for people."""
     nodes = list(nodes_of(graph))
     names = {name for node in nodes for name in (*node.input, *node.output)}
     known = {name: layout_of(name, ctx) for name in names}
@@ -245,6 +246,8 @@ def _note_layouts(graph: onnx.GraphProto, ctx: PassContext) -> None:
 def _restored(
     file: Path, proto: onnx.ModelProto, state: Mapping[str, Any]
 ) -> tuple[Model, PassContext]:
+    """Returns the model and the context that a dumped model holds; `state` is the decoded
+    metadata."""
     for tensor in stored_tensors(proto.graph):
         check_stored(tensor, file)
     metadata = [e for e in proto.metadata_props if e.key != KEY]
@@ -291,7 +294,8 @@ def _restored(
 
 
 def _check_leaves(present: Mapping[str, int], dumped: Mapping[str, list[Any]], file: Path) -> None:
-    """Raises ModelError unless nodes have as many leaves as when the dump was written."""
+    """Raises ModelError unless every node consists of as many factor occurrences as when the dump
+    was written (`dumped`), so that its decisions can be applied."""
     for name, count in present.items():
         if name not in dumped or len(dumped[name]) != count:
             raise ModelError(

@@ -1,5 +1,5 @@
-"""The options for the two parts of an encoder-decoder, and a note about the encoder in the
-decoder's plan."""
+"""Options for the two parts of an encoder-decoder, which are two sharded models, and a note about
+the encoder."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from onnxpar.planner.options import Options, wanted_mesh
 
 
 def decoder_by_default(model: object, options: Options) -> Options:
-    """Returns the options for the decoder, if the model is the folder of an encoder-decoder; else
-    the same options. Errors: ModelError if files are missing; StrategyError for options about
-    pages."""
+    """Returns the options changed for the decoder, if the model is the folder of an
+    encoder-decoder; else unchanged. Errors: ModelError if files are missing; StrategyError for
+    options about pages."""
     folder = exported(Path(model)) if isinstance(model, (str, os.PathLike)) else None
     if folder is None or not folder.is_dir() or (folder / "plan.json").exists():
         return options
@@ -38,8 +38,8 @@ def decoder_by_default(model: object, options: Options) -> Options:
 
 
 def encoder_options(options: Options, decoder: Plan) -> Options:
-    """Returns the options for the encoder, which runs on as many ranks as the decoder. Options that
-    name tensors, nodes or sizes are only for the decoder."""
+    """Returns the options for the encoder, made from the decoder's options and plan: as many ranks,
+    and none of the options that name tensors, nodes or sizes."""
     return replace(
         options,
         part=ENCODER,
@@ -56,7 +56,7 @@ def encoder_options(options: Options, decoder: Plan) -> Options:
 
 
 def note_encoder(decoder: Plan, encoder: Plan) -> None:
-    """Adds a note to the plan of a decoder: the mesh and the memory of its encoder."""
+    """Adds a note about the encoder's mesh and memory to the plan of its decoder."""
     weights = text_of(sum(w.bytes_per_rank for w in encoder.weights), "B")
     decoder.notes.append(
         f"the encoder, and the keys and values that the decoder reads of it, are a sharded model "

@@ -1,4 +1,4 @@
-"""The bytes of memory of this host, and the bytes that all ranks of a plan hold together."""
+"""The memory of this host, and what all ranks of a plan together need of it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 from onnxpar.compiler.plan import Plan
 
 SHARE = 0.9
-"""Fraction of the host's memory that ranks may take; the system needs the rest."""
+"""Ranks may take this fraction of the host's memory; the system needs the rest."""
 PROCESS = 30 << 20
-"""Bytes that the process of a rank needs beyond the plan's count, such as the interpreter's
-objects; measured."""
+"""Bytes that the process of a rank needs beyond the tensors that a plan counts; measured."""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -19,8 +18,8 @@ _CGROUPS = (
 
 
 def host_bytes() -> int | None:
-    """Bytes of memory of this host, or of this process's container if that has less; None if both
-    are unknown."""
+    """Returns the bytes of memory of this host, or of this process's container if that has less;
+    None if unknown."""
     sizes = []
     for line in _text(_MEMINFO).splitlines():
         if line.startswith("MemTotal:"):
@@ -38,7 +37,7 @@ def _text(path: Path) -> str:
 
 
 def bytes_of_all_ranks(plan: Plan) -> int:
-    """Bytes that all ranks of a plan hold together.
+    """Returns the bytes that all ranks of a plan hold together.
 
     A whole table that nodes only look up counts once, as all ranks map it from one file. Other
     weights count for each rank: onnxruntime repacks the weights of matrix products into memory of

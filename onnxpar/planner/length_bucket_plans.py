@@ -1,4 +1,5 @@
-"""Makes the plans of one training step for samples of several lengths agree."""
+"""Makes the plans of one training step for samples of several lengths split their states in the
+same way."""
 
 from __future__ import annotations
 
@@ -27,24 +28,26 @@ from onnxpar.search.search import AUTO
 from onnxpar.strategy.strategy import Strategy
 
 _LOSS, _UPDATE = "loss/", "update/"
-"""Prefixes of the names of a loss's and an optimizer's nodes and constants."""
+"""Prefixes of the names of a step's nodes and constants that belong to the loss, and to the
+optimizer."""
 
 
 @dataclass(frozen=True)
 class Pins:
-    """Requested layouts of states, inputs and outputs, by name, so that all plans split them alike.
+    """Layouts that are requested for states, inputs and outputs, by name, so that all plans split
+    them in the same way.
 
     whole  tensors that every rank holds whole in all plans, with their number of dimensions; such
            as a table of positions, of which each length reads different rows
-    alike  the layouts that the shorter steps take over from the longest
+    alike  layouts of the longest step that shorter steps must take over, as entries of a strategy
     """
 
     whole: Mapping[str, int] = field(default_factory=dict)
     alike: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def more(self, plans: Sequence[Plan]) -> Pins:
-        """Returns these pins and further ones, to make these plans agree; the same pins if the
-        plans agree. The longest step's plan is first."""
+        """Returns these pins and further ones, for tensors that the plans split differently; equal
+        pins if there are none. The plan of the longest step is first."""
         first, *shorter = [{p.name: p for p in (*plan.inputs, *plan.outputs)} for plan in plans]
         whole, alike = dict(self.whole), dict(self.alike)
         paired = {name for pair in plans[0].states for name in pair}
@@ -74,8 +77,9 @@ class Pins:
         return Pins(whole, {n: texts for n, texts in alike.items() if n not in whole})
 
     def on(self, options: Options, mesh: Mesh | None = None) -> Options:
-        """Returns the options for the longest step or, with its mesh, for a shorter one. Errors:
-        StrategyError for a state that is to be whole, and that the options split."""
+        """Returns the options with these pins in the strategy: for the longest step, or if `mesh`
+        is given (that of the longest step), for a shorter one. Errors: StrategyError for a state
+        that must be whole, but that the options split."""
         before = options.strategy or Strategy()
         entries: dict[str, Any] = {name: [None] * rank for name, rank in self.whole.items()}
         for name in entries:
@@ -95,15 +99,15 @@ class Pins:
 
 
 def _has_parts(a: Port, b: Port) -> bool:
-    """True if the dimensions of two ports consist of the same numbers of parts."""
+    """True if the dimensions of two inputs or outputs consist of equal numbers of factors."""
     layouts = [port.layout for port in (a, b)]
     counts = [[len(list(leaves(d))) for d in each.dims] for each in layouts if each]
     return all(each == counts[0] for each in counts)
 
 
 def check_same_step(longest: Path, shorter: Sequence[Path]) -> None:
-    """Checks differences that plans do not show: steps must begin with the same values, and have
-    the same loss and hyperparameters. Errors: StrategyError for a file that differs."""
+    """Checks what plans do not show: all steps must begin with the same values, and have the same
+    loss and hyperparameters. Errors: StrategyError for a file that differs."""
     first = read_proto(longest)
     states = {slot.input for slot in _step_of(first, longest).slots}
     for file in shorter:
@@ -134,7 +138,7 @@ def check_same_step(longest: Path, shorter: Sequence[Path]) -> None:
 
 
 def _step_of(proto: onnx.ModelProto, file: Path) -> Step:
-    """Returns the training step of a model. Errors: StrategyError if the model is none."""
+    """Returns the training step that a model is. Errors: StrategyError if it is none."""
     step = Step.of(proto)
     if step is None:
         raise StrategyError(f"--shorter: {file} is no training step; write one with `onnxpar grad`")
@@ -142,7 +146,7 @@ def _step_of(proto: onnx.ModelProto, file: Path) -> Step:
 
 
 def _values(proto: onnx.ModelProto, states: Collection[str]) -> dict[str, onnx.TensorProto]:
-    """The first values of states, and the optimizer's constants."""
+    """Returns the first values of states, and the optimizer's constants, by name."""
     return {
         t.name: t for t in proto.graph.initializer if t.name in states or t.name.startswith(_UPDATE)
     }
@@ -154,5 +158,6 @@ def _are_equal(*tensors: tuple[onnx.TensorProto, Path]) -> bool:
 
 
 def digests_beside(path: Path, shorter: Sequence[Path]) -> dict[str, Any]:
-    """Returns the digests of the models of shorter steps, by path from the folder of the step."""
+    """Returns the digests of the files of shorter steps, by their paths relative to the folder of
+    the longest step."""
     return {os.path.relpath(file, path.parent): model_digest(file) for file in shorter}

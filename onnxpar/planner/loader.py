@@ -17,8 +17,9 @@ from onnxpar.strategy.manual import MANUAL
 
 
 class Loader:
-    """Reads the model of a file at the first request, and again only for options that change the
-    loader's result. `show` is called after each rewrite of the loader."""
+    """Reads the model of a file once, and hands out a fresh graph for each attempt; reads again
+    only for options that change what the loader does. `show` sees the model after each rewrite of
+    the loader."""
 
     def __init__(self, path: str | Path, show: Show = unseen) -> None:
         self.path = Path(path)
@@ -27,7 +28,8 @@ class Loader:
         self._model: Model | None = None
 
     def model(self, options: Options, whole: Whole | None = None) -> Model:
-        """The model, with a fresh graph, and with more nodes `whole`. Errors: OnnxparError."""
+        """Returns the model with a fresh graph. `whole` has further factors of nodes that must stay
+        whole. Errors: OnnxparError."""
         options.objective.patience.tell("reading the model")
         request = load_request(options)
         if options.preset == MANUAL:  # a program per rank: its types are not in the request
@@ -43,7 +45,7 @@ class Loader:
         return model
 
     def _serves(self, request: LoadRequest) -> bool:
-        """True if the loader's result for this request would be the same as before."""
+        """True if the loaded model is what the loader would return for this request."""
         assert self._model is not None and self._request is not None
         before = self._request
         if self._model.sizes is None:  # then no sizes were sampled

@@ -1,5 +1,5 @@
-"""Finds plans within a limit on the bytes of a rank, or the number of ranks that the limit
-requires."""
+"""Finds plans within a limit on the bytes of a rank (--memory-limit, or the memory of devices); or
+the number of ranks that the limit requires."""
 
 from __future__ import annotations
 
@@ -19,30 +19,34 @@ from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION
 
 SLACK, LEAST = 0.005, 0.5
-"""Fractions of the limit: the search lowers its own limit by at least SLACK each time, and never
-below LEAST."""
+"""Fractions of the real limit. As plans may need more than the search counts, the search gets a
+limit that is lowered by at least SLACK each time, and never below LEAST."""
 MORE = 16
-"""The largest number of ranks to try, as a multiple of `devices`."""
+"""Up to this multiple of `devices` is tried as the number of ranks."""
 GROWING = 12.0
-"""Seconds for the search for a number of ranks."""
+"""Seconds that the search for a sufficient number of ranks may take."""
 _FEWER_PAGES = (
     "; or give --typical pages=N: the states are caches in pages, whose number a plan assumes, and "
     "--kv-memory decides how many there are when the model runs"
 )
 
 Make = Callable[[Attempt], Planned]
-"""Makes the plan of an attempt. Errors: OverLimit."""
+"""Makes the plan of an attempt. Errors: OverLimit if no strategy is within the attempt's limit."""
 
 
 class _FixedError(StrategyError):
-    """The plan of a strategy that no search decides exceeds the limit."""
+    """Raised if a plan exceeds the limit and its strategy is fixed, so that no search can change
+    it."""
 
 
 def within_limit(attempt: Attempt, may_grow: bool, make: Make) -> Planned:
     """Returns a plan within the memory limit of the attempt's objective.
 
-    Errors: StrategyError if there is no such plan. If `may_grow`, the error names a sufficient
-    number of ranks; if the states are caches in pages, it says how to plan for fewer pages.
+    may_grow  True: if there is no such plan, the error names a number of ranks that would suffice
+    make      makes the plan of an attempt
+
+    Errors: StrategyError if there is no such plan. If the states are caches in pages, it says how
+    to plan for fewer pages.
     """
     pages = _FEWER_PAGES if attempt.page_size else ""
     patience = attempt.objective.patience.renewed()
@@ -67,7 +71,7 @@ class _Excess:
 
     per_rank  bytes that a rank may hold; if ranks differ, the largest number
     needed    the bytes that are needed, and by whom, as text
-    present   the present memory, and where, as text
+    present   the memory that there is, and where, as text
     memories  bytes that each rank may hold, if ranks differ; infinite if unknown
     """
 
@@ -78,9 +82,8 @@ class _Excess:
 
 
 def _excess(plan: Plan, topology: Topology | None) -> _Excess | None:
-    """The excess of a plan over the memory of a rank's device in the topology; without a topology,
-    of all ranks together over the memory of this host. None if the plan fits, or if the memory is
-    unknown."""
+    """Returns how much memory a plan lacks: on the topology's devices, or without a topology, on
+    this host for all ranks together. None if it lacks none, or if the memory is unknown."""
     if plan.mesh.size == 1:
         return None
     if topology is not None and topology.devices:
@@ -101,7 +104,8 @@ def _excess(plan: Plan, topology: Topology | None) -> _Excess | None:
 
 
 def _excess_of_devices(plan: Plan, memories: Sequence[float | None]) -> _Excess | None:
-    """The excess of the rank that most exceeds the memory of its own device."""
+    """`_excess` for devices that differ: for the rank that exceeds the memory of its device
+    most."""
     held = _held_by_rank(plan)
     over = [
         (need / memory, rank, need, memory)
@@ -120,23 +124,24 @@ def _excess_of_devices(plan: Plan, memories: Sequence[float | None]) -> _Excess 
 
 
 def _held_by_rank(plan: Plan) -> list[int]:
-    """Bytes that each rank holds."""
+    """Returns the bytes that each rank needs."""
     if plan.loads:
         return [load.held for load in plan.loads]
     return [sum(plan.memory.values())] * plan.mesh.size
 
 
 def _held(plan: Plan, objective: Objective) -> float:
-    """Bytes of the rank that is nearest to its limit, scaled to the rank with the largest limit."""
+    """Returns the bytes of the rank that is nearest to its limit, in units of the rank with the
+    largest limit."""
     if not plan.loads:
         return sum(plan.memory.values())
     return max(load.held * objective.weight_of(rank) for rank, load in enumerate(plan.loads))
 
 
 def within_hardware(planned: Planned, topology: Topology | None, make: Make) -> Planned:
-    """Returns a plan that fits the memory of the topology's devices or, without a topology, of this
-    host. Returns `planned` itself if it fits, or with a note if the user's strategy decides or no
-    plan fits."""
+    """Returns a plan that fits into the memory of the topology's devices, or without a topology, of
+    this host: `planned` itself if it fits. If the user's strategy leaves no choice, or no plan
+    fits, returns `planned` with a note."""
     plan, present = planned.plan, host_bytes()
     ranks = plan.mesh.size
     if topology is None and present is not None and ranks * PROCESS > SHARE * present:
@@ -175,7 +180,8 @@ def within_hardware(planned: Planned, topology: Topology | None, make: Make) -> 
 
 
 def _advice(error: OverLimit, attempt: Attempt, may_grow: bool, make: Make) -> str:
-    """The error message, with a remedy, if no strategy over this many ranks is within the limit."""
+    """Returns the error message for the case that no strategy over this many ranks is within the
+    limit, with a remedy."""
     devices, limit = attempt.devices, attempt.objective.memory or 0
     text = f"{error}, more than --memory-limit {text_of(limit, 'B')}"
     states = _of_states(error.states)
@@ -195,8 +201,9 @@ def _advice(error: OverLimit, attempt: Attempt, may_grow: bool, make: Make) -> s
 
 
 def _lower(attempt: Attempt, make: Make) -> Planned:
-    """Lowers the memory limit of the search until the plan is within the real limit: the search
-    cannot count the bytes of reshards. Errors: OverLimit; StrategyError if no search decides."""
+    """Returns a plan within the memory limit of the attempt. The search cannot count the bytes of
+    reshards, so that its plan may exceed the limit; then it searches again with a lower one.
+    Errors: OverLimit; _FixedError if no search decides."""
     objective = attempt.objective
     limit = most = objective.memory or math.inf
     over: OverLimit | None = None
@@ -225,23 +232,23 @@ def _lower(attempt: Attempt, make: Make) -> Planned:
 
 
 def _of_states(held: float) -> str:
-    """A phrase about the bytes of states among the bytes that a rank needs; empty without
-    states."""
+    """Returns `, N bytes of it for states`; empty if there are no states."""
     return f", {text_of(held, 'B')} of it for states" if held else ""
 
 
 class _OutOfTime(Exception):
-    """Raised when the time to look for a number of ranks is over."""
+    """Raised when the time for finding a number of ranks is over."""
 
 
 def _enough(
     attempt: Attempt, devices: int, make: Make, least: float
 ) -> tuple[int | None, bool, bool]:
-    """Finds a number of ranks for which a plan is within the limit; tries multiples of `devices`
-    first, then fewer ranks.
+    """Finds a number of ranks for which a plan is within the limit: tries multiples of `devices`
+    first, then fewer ranks. Returns (that number or None, True if it is the fewest ranks, True if
+    there was time to try all numbers).
 
-    Returns the number or None, whether it is the fewest ranks, and whether there was time to try
-    all numbers.
+    least  bytes that the plan over `devices` ranks needs at least, to skip numbers that are too
+           small
     """
     objective = attempt.objective
     patience = objective.patience.renewed(GROWING)

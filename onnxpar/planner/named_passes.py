@@ -1,4 +1,5 @@
-"""Runs passes that a user names on a model or a dump, and shows the graph between them."""
+"""The command `opt`: runs passes that a user names on a model or a dump, and shows the graph
+between them."""
 
 from __future__ import annotations
 
@@ -32,10 +33,11 @@ def run_named(
 ) -> None:
     """Runs the named passes on a model or a dump.
 
-    show    a function for the text of the graph after each pass in `print_after`, by default after
-            the last
-    dump    folder for the graph after every pass
-    output  file for the graph after the last pass
+    passes       as `parse_passes` reads them: "propagate-layouts,insert-collectives"
+    print_after  names of passes after which to show the graph, or "all"; empty: after the last one
+    dump         folder that gets the graph after every pass
+    output       file that gets the graph after the last pass
+    show         gets the text of the graph
 
     Errors: OnnxparError.
     """
@@ -44,7 +46,8 @@ def run_named(
 
 
 class _Printer(Observer):
-    """Shows the text of the graph after passes with these names, or after all passes."""
+    """Shows the text of the graph after the passes with these names; after every pass if "all" is
+    among them."""
 
     def __init__(self, names: Sequence[str], show: Callable[[str], object]) -> None:
         self.names, self.show = names, show
@@ -63,6 +66,7 @@ def _run_named(
     output: str | os.PathLike[str] | None,
     show: Callable[[str], object],
 ) -> None:
+    """`run_named` without the timing; takes its parameters."""
     times = options.times
     dumped = None
     if is_dump(path):

@@ -1,4 +1,4 @@
-"""The interface for observers of a plan's making: of each rewrite of the loader, each pass, and
+"""The interface of observers, which see how a plan is made: each rewrite of the loader, each pass,
 each prediction of costs."""
 
 from __future__ import annotations
@@ -18,40 +18,42 @@ Own = TypeVar("Own", bound="Observer")
 
 
 class Observer:
-    """Observes nothing; its subclasses override methods.
+    """Sees how a plan is made; the base class does nothing, subclasses override methods.
 
     A planner may plan a model in several attempts: `begin` returns an observer for each attempt,
-    and `keep` takes over the state of the chosen attempt's observer. `priced_at` are the sizes for
-    which this observer needs costs, if these are not the typical sizes. `takes_time` is true if the
-    time of the observer is a row of --time-passes.
+    and `keep` takes over the state of the observer of the chosen attempt.
+
+    priced_at   the sizes at which this observer needs costs; empty: the typical sizes
+    takes_time  True if --time-passes should count the observer's time in a row of its own
     """
 
     priced_at: Sequence[Profile] = ()
     takes_time = False
 
     def begin(self: Own) -> Own:
-        """An observer for one attempt, with this observer's state from the loader. The default is a
-        shallow copy, so methods must replace collections, not change them."""
+        """Returns the observer of one attempt, which begins with this observer's state after
+        loading. By default, a shallow copy; so methods must replace collections, not change them.
+        """
         return copy.copy(self)
 
     def keep(self: Own, attempt: Own) -> None:
-        """Takes over the state of an attempt's observer."""
+        """Takes over the state of the observer of the chosen attempt."""
         vars(self).update(vars(attempt))
 
     def loading(self, name: str, graph: onnx.ModelProto | gs.Graph) -> None:
-        """Called after each rewrite of the loader, with its name and its result; the first is
-        called `read`."""
+        """Called after each rewrite of the loader, with its name and its result; the first one is
+        "read"."""
 
     def passed(self, step: Pass, model: Model, ctx: PassContext) -> None:
-        """Called after each pass, also after a pass that failed."""
+        """Called after each pass, also after one that failed."""
 
     def priced(self, weight: float, graph: gs.Graph, ctx: PassContext) -> None:
-        """Called for each of the sizes at which costs are predicted, with the weight of the sizes
-        and the graph after fuse-all-reduces."""
+        """Called with the graph after fuse-all-reduces at each of the sizes for which costs are
+        predicted; `weight` is the share of runs with these sizes."""
 
 
 class Observers(Observer):
-    """Several observers as one."""
+    """Several observers that act as one."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = list(observers)

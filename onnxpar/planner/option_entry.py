@@ -1,4 +1,5 @@
-"""Tables of options: what a table says of each option, and what follows from it in Python."""
+"""Tables of options: what a table says of each option, and how signatures, checks and help follow
+from it."""
 
 from __future__ import annotations
 
@@ -23,29 +24,29 @@ SPLIT, DECIDE, HARDWARE = "what to split", "how to decide", "hardware"
 SIZES, LANGUAGE, TRAINING = "sizes and states", "language models", "training and collectives"
 OUTPUT, EXTENSIONS = "output", "extensions"
 REQUIRED: Any = inspect.Parameter.empty
-"""The default of an option that must be given."""
+"""Stands for the default of an option that must be given."""
 GROUPS = (NEEDED, SPLIT, DECIDE, HARDWARE, SIZES, LANGUAGE, TRAINING, OUTPUT, EXTENSIONS)
-"""The groups of options of plans in --help, in order."""
+"""The groups of plan options in --help, in this order."""
 
 MANUAL_PROGRAM, DUMP = "manual program", "dump"
 """Kinds of models for which some options are decided already: the program of one rank, and the
-graph after passes."""
+dumped graph after passes."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """An entry of the table of options.
+    """The entry of an option in a table.
 
-    help      the text for --help, help() and the documentation; other options in it are flags
-    group     its group in --help; empty: it is of Python alone
-    metavar   its value in --help; default: N for whole numbers, X for others
+    help      the text for --help, help() and the documentation; it names other options as flags
+    group     the title of its group in --help; empty: the option is for Python alone
+    metavar   the placeholder for its value in --help; default: N for whole numbers, X for others
     flag      its flag without dashes; default: the name, with hyphens
-    field     the attribute of the pipeline's `Options` that has its value; default: the name
-    default   its value if it is not given, or REQUIRED; default: None, or by its type, if that does
-              not admit None, False or an empty tuple
-    decided   the kinds of models for which it has no effect, and is refused
-    choices   the values of the command line, if its type does not name them
-    repeated  may be given several times, although one text is also a value
+    field     the attribute of the compiler's `Options` that holds its value; default: the name
+    default   its value if it is not given, or REQUIRED; default: None, or if the type does not
+              admit None: False or an empty tuple
+    decided   the kinds of models for which it has no effect, and so is refused
+    choices   the values that the command line accepts, if the type does not name them
+    repeated  True: may be given several times, although a single text is also a value
     """
 
     help: str
@@ -61,7 +62,7 @@ class Option:
 
 @dataclass(frozen=True)
 class NamedOption:
-    """An option with its name and the type of its value."""
+    """An option of a table, with its name and the type of its value."""
 
     name: str
     type: Any
@@ -74,7 +75,7 @@ class NamedOption:
 
     @property
     def default(self) -> Any:
-        """The value if none is given; REQUIRED if one must be given."""
+        """The value if the user gives none; REQUIRED if there must be one."""
         kinds = {get_origin(kind) or kind for kind in members(self.type)}
         if self.option.default is not None or NoneType in kinds:
             return self.option.default
@@ -82,17 +83,18 @@ class NamedOption:
 
     @property
     def metavar(self) -> str | None:
-        """The value in --help."""
+        """The placeholder for the value in --help; None: argparse's own."""
         kinds = [kind for kind in members(self.type) if kind is not NoneType]
         return self.option.metavar or {int: "N", float: "X"}.get(kinds[0])
 
     def value(self, options: object) -> Any:
-        """The option's value in the pipeline's options."""
+        """Returns the option's value in `options`, the compiler's `Options`."""
         return attrgetter(self.option.field or self.name)(options)
 
 
 def table(kind: Any) -> Mapping[str, NamedOption]:
-    """Returns the options by name, in order, of a TypedDict whose annotations are a table."""
+    """Returns the options of a table by name, in order; `kind` is a TypedDict whose annotations
+    hold an `Option`."""
     return _table(kind)
 
 
@@ -104,8 +106,8 @@ def _table(kind: Any) -> Mapping[str, NamedOption]:
 
 
 def lists(kind: Any) -> Callable[[Call], Call]:
-    """Decorator: lists each option in the signature of a function that takes **options, for help()
-    and editors."""
+    """Returns a decorator for functions that take **options: their signature then lists each option
+    of the table, for help() and editors."""
     options = [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
@@ -124,12 +126,13 @@ def lists(kind: Any) -> Callable[[Call], Call]:
 
 
 _ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
-"""Abstract types, which also admit NumPy's numbers."""
+"""Types in whose place NumPy's numbers are accepted, too."""
 
 
 def check_options(values: Mapping[str, Any], kind: Any, caller: str) -> None:
-    """Errors: TypeError for a name that `caller` does not have, or an option that it lacks, as in
-    any Python call; StrategyError for a value of the wrong type."""
+    """Checks options that a caller passed against a table. Errors: TypeError for a name that
+    `caller` does not have, or a required option that is missing, as in any Python call;
+    StrategyError for a value of the wrong type."""
     options = table(kind)
     for name, value in values.items():
         if name not in options:
@@ -154,17 +157,17 @@ def _check_type(named: NamedOption, value: Any) -> None:
 
 
 def with_defaults(values: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    """Returns the values of all options of a table."""
+    """Returns the values of all options of a table: the given ones, and defaults for the rest."""
     return {**{name: each.default for name, each in table(kind).items()}, **values}
 
 
 def same_names(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of those options that are fields of a dataclass."""
+    """Returns the options that are fields of the dataclass `kind`, by name."""
     return {each.name: values[each.name] for each in fields(kind) if each.name in values}
 
 
 def members(hint: Any) -> Iterator[Any]:
-    """Yields the types that a type annotation admits."""
+    """Yields the types that an annotation admits: `int | None` gives int and NoneType."""
     if get_origin(hint) in (Union, UnionType):
         for part in get_args(hint):
             yield from members(part)
@@ -173,8 +176,8 @@ def members(hint: Any) -> Iterator[Any]:
 
 
 def option_lines(kind: Any) -> str:
-    """Returns the docstring of a table: its own, then the names of its options and their texts in
-    two columns, with names instead of flags."""
+    """Returns the docstring of a table: its own line, then a line for each option with its help
+    text, in which names of options stand for flags."""
     names = {each.flag: name for name, each in table(kind).items()}
 
     def name_of(flag: re.Match[str]) -> str:

@@ -1,4 +1,5 @@
-"""Options of `shard`, `plan` and `check`, and the mesh, preset or search that follow from them."""
+"""The compiler's options for `shard`, `plan` and `check`; and the mesh, preset or search that
+follow from them."""
 
 from __future__ import annotations
 
@@ -20,33 +21,36 @@ from onnxpar.strategy.presets import preset_mesh
 from onnxpar.strategy.strategy import Strategy
 
 Host = Callable[[], Topology | None]
-"""Returns the topology of this host; None if it is unknown."""
+"""Measures this host: returns its topology; None if it is unknown."""
 Dataset = str | tuple[tuple[int, ...], ...] | None
 """The layout of all data inputs: a name, or numbers of shards by input and dimension."""
 
 
 def unknown_host() -> None:
-    """A `Host` that returns None."""
+    """The `Host` that knows nothing, and returns None."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options that `shard`, `plan` and `check` share; see `onnxpar shard --help`.
+    """The options that `shard`, `plan` and `check` share; `onnxpar shard --help` explains the
+    options of users.
 
-    dataset    the layout of the data inputs, which `with_dataset` adds to the strategy
-    balance    True: ranks share the work in proportion to the speed of their devices
-    shares     the shares to take with `balance`; if empty, they follow from the speeds
-    place      where tables are, by glob: HOST
-    page_size  tokens of a page of a decoder's caches; 0 or None: the caches stay as in the model
-    pages_if_possible  true if a decoder whose caches cannot be in pages keeps them as they are
-    kv_dtype   the type of these caches; None: as in the model
-    part       the part of an encoder-decoder that is loaded from its folder; None: any other model
-    compared   true if the plan is one of several that are compared by the objective
-    on_any_host  true if the plan must not depend on this host, and promises no times for it
-    host       called when costs are needed and there is no `topology`; if it returns None, costs
-               are those of the default topology
-    times      collects the wall time of each pass
-    request    the user's options in a form for plan.json; None if they have no such form
+    pages_if_possible  True: a decoder whose caches cannot be in pages keeps them as they are
+    part         the part of an encoder-decoder to load from its folder; None: any other model
+    replicas     True: a manual program also returns the replicas of its outputs, to compare them
+    exposed      inner tensors to make outputs, by name
+    compared     True: the plan is one of several that are compared by the objective
+    place        where tables are, by glob: HOST for files
+    shares       the share of the work of each rank, with `balance`; empty: by the speed of devices
+    dataset      the layouts of the data inputs, which `with_dataset` turns into entries of the
+                 strategy
+    page_size    tokens of a page of a decoder's caches; 0 or None: the caches stay as in the model
+    kv_dtype     dtype of caches in pages; None: as in the model
+    on_any_host  True: the plan must not depend on this host, and promises no times for it
+    host         called if costs are needed and there is no `topology`; None: costs are those of the
+                 default topology
+    times        collects the wall time of each pass
+    request      the user's options for plan.json; None if they cannot be written as JSON
     """
 
     devices: int | None = None
@@ -89,8 +93,8 @@ NO_RANKS = "how many ranks? give --devices N or --mesh dp=..,tp=.."
 
 
 def wanted_mesh(options: Options) -> Mesh | None:
-    """The mesh in the user's options or strategy; None if neither has a mesh. Errors: StrategyError
-    for another number of ranks than in --devices."""
+    """Returns the mesh of the user's options or strategy; None if there is none. Errors:
+    StrategyError if it has another number of ranks than --devices."""
     mesh, strategy = options.mesh, options.strategy
     whose = "the mesh"
     if mesh is None and strategy is not None and strategy.mesh is not None:
@@ -104,8 +108,8 @@ def wanted_mesh(options: Options) -> Mesh | None:
 
 
 def preset_or_search(options: Options) -> str | None:
-    """The preset or the kind of search that the user names; None for neither, and for the search
-    `propagation`. Errors: StrategyError if the user names both."""
+    """Returns the preset or the kind of search that the user named; None if there is none, or for
+    the search `propagation`. Errors: StrategyError if the user named both."""
     search, preset = options.search, options.preset
     if search is None:
         return preset
@@ -117,8 +121,8 @@ def preset_or_search(options: Options) -> str | None:
 
 
 def least_size(options: Options) -> int:
-    """The least size at which to sample an open dimension, so that every rank can have an element
-    of it."""
+    """Returns the smallest size at which open dimensions are sampled: large enough for every rank
+    to get an element."""
     mesh = wanted_mesh(options)
     if options.devices is not None:
         check_ranks(options.devices)
@@ -126,8 +130,8 @@ def least_size(options: Options) -> int:
 
 
 def manual_of(options: Options, step: Step | None = None) -> Manual | None:
-    """The shards of a manual program's tensors; None for any other preset. Errors: StrategyError if
-    a training step was made for other shards."""
+    """Returns how tensors of a manual program are sharded; None for any other preset. Errors:
+    StrategyError if a training step was made for another mesh."""
     deal = step.deal if step is not None else None
     if options.preset != MANUAL:
         if deal is not None:

@@ -1,4 +1,4 @@
-"""Decides whether the caches of a language model are in pages."""
+"""Decides whether the caches of a language model are divided into pages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from onnxpar.sharding.graph_factors import GraphFactors
 
 
 def paged_by_default(model: object, options: Options) -> Options:
-    """Returns options with the usual page size, if the model is a folder of a language model and
-    the user names no other size; for an encoder-decoder, the options for its decoder. Errors:
-    ModelError if the folder has several models; StrategyError for a type of caches without
-    pages."""
+    """Returns the options with the usual page size, if the model is a folder of a language model
+    and the user gave no size; for an encoder-decoder, the options for its decoder. Errors:
+    ModelError if the folder has several models; StrategyError for a dtype of caches without pages.
+    """
     options = decoder_by_default(model, options)
     if options.page_size is None and isinstance(model, (str, os.PathLike)):
         size = usual_page_size(Path(model))
@@ -37,9 +37,9 @@ def paged_by_default(model: object, options: Options) -> Options:
 
 
 def check_tokens_apart(graph: gs.Graph, factors: GraphFactors) -> None:
-    """Checks that a decoder with caches in pages mixes tokens only in its attention. Errors:
-    UnpagedError if it mixes them elsewhere, as a convolution over tokens does: in a step, tokens of
-    different texts are neighbors."""
+    """Checks that a decoder with caches in pages mixes tokens only in its attention, because in a
+    step, neighboring tokens may be of different texts. Errors: UnpagedError if another node may mix
+    tokens, as a convolution over tokens does."""
     paged = {n.name for n in graph.nodes if n.op == PAGED_ATTENTION and n.domain == COMPUTE}
     ends = next_outputs(graph)
     paged |= {n.name for n in graph.nodes if n.outputs[0].name in ends}
@@ -54,7 +54,7 @@ def check_tokens_apart(graph: gs.Graph, factors: GraphFactors) -> None:
 
 
 def refuse_paging(options: Options, command: str) -> None:
-    """Raises StrategyError for options about pages, for a command that keeps the model's own
+    """Raises StrategyError for options about pages, for a command that works on the model's own
     inputs."""
     if options.page_size or options.kv_dtype:
         flag = "--page-size" if options.page_size else "--kv-dtype"

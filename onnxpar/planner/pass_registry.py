@@ -1,5 +1,5 @@
-"""Finds passes by name, and reads a pipeline of passes from text:
-`propagate-layouts,insert-collectives{...}`."""
+"""Finds passes by name, and parses lists of passes such as
+`propagate-layouts,fuse-all-reduces{by=cost}`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onnxpar.planner.plugins import registered_passes
 _BEFORE: tuple[type[Pass], ...] = (Differentiate, FuseAttention)
 OWN: dict[str, type[Pass]] = {p.name: p for p in (*_BEFORE, *DEFAULT_PASSES, *MANUAL_PASSES)}
 LIST = "list"
-"""A word in place of passes, to list them."""
+"""The value of --passes that lists all passes instead of running any."""
 _ENTRY = re.compile(r"\s*([\w.-]+)\s*(?:\{([^}]*)\})?\s*")
 _LIST = re.compile(rf"\s*|{_ENTRY.pattern}(?:,{_ENTRY.pattern})*")
 _PLACE = re.compile(r"(.*\S)\s+(before|after)\s+([\w.-]+)\s*")
@@ -28,8 +28,8 @@ _BOOLS = {"true": True, "false": False}
 
 
 def by_name() -> dict[str, type[Pass]]:
-    """All passes by name; passes of plugins come last. Errors: StrategyError if a plugin's pass has
-    the name of another pass."""
+    """Returns all passes by name, passes of plugins last. Errors: StrategyError if a plugin's pass
+    has the name of a pass of onnxpar."""
     of_plugins = registered_passes()
     for name in OWN.keys() & of_plugins.keys():
         raise StrategyError(
@@ -39,7 +39,7 @@ def by_name() -> dict[str, type[Pass]]:
 
 
 def passes_help() -> str:
-    """The text of --help about passes."""
+    """Returns the help text of --passes."""
     return (
         "comma-separated, with options in braces, NAME{option=value}; of: "
         + ", ".join(OWN)
@@ -49,7 +49,7 @@ def passes_help() -> str:
 
 
 def pass_lines() -> list[str]:
-    """Lines about each pass: its stage, its name, its options, and its effect."""
+    """Returns two lines of text about each pass: its stage, name and options; and what it does."""
     lines = []
     for name, kind in by_name().items():
         options = ", ".join(f"{key}={f.default}" for key, f in _fields(kind).items())
@@ -60,8 +60,9 @@ def pass_lines() -> list[str]:
 
 
 def parse_passes(text: str, facts: Sequence[str] = ()) -> list[Pass]:
-    """Parses the text of a pipeline; `facts` hold from the start. Errors: StrategyError, naming the
-    pass or option."""
+    """Returns the passes of a text such as `propagate-layouts,fuse-all-reduces{by=cost}`; adds
+    annotate-strategy where it is needed and missing. `facts` hold before the first pass. Errors:
+    StrategyError that names the pass or option."""
     if not _LIST.fullmatch(text):
         raise StrategyError(
             f"--passes {text!r}: write names with commas between them, and options in braces: "
@@ -78,8 +79,8 @@ def parse_passes(text: str, facts: Sequence[str] = ()) -> list[Pass]:
 
 
 def parse_placed(text: str) -> Placed:
-    """Reads a pass with or without a place, such as `drop-identities{limit=3} before
-    insert-collectives`. Errors: StrategyError."""
+    """Returns the pass, and its place if it has one, of a text such as `drop-identities{limit=3}
+    before insert-collectives`. Errors: StrategyError."""
     match = _PLACE.fullmatch(text)
     entry, where, beside = match.groups() if match else (text, "", None)
     step = _parse(entry, "--add-pass")
@@ -95,7 +96,7 @@ def _parse(entry: str, flag: str) -> Pass:
 
 
 def _fields(kind: type[Pass]) -> Mapping[str, dataclasses.Field[Any]]:
-    """The options of a pass, by their names on the command line."""
+    """Returns the options of a pass, by their names in text (with hyphens)."""
     if not dataclasses.is_dataclass(kind):
         return {}
     return {f.name.replace("_", "-"): f for f in dataclasses.fields(kind)}
@@ -117,7 +118,7 @@ def _options(kind: type[Pass], text: str, flag: str) -> dict[str, Any]:
 
 
 def _reader(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    """A function that parses an option's value by the type of its field."""
+    """Returns the function that parses the text of an option, by the type of its field."""
     name = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
     readers: dict[str, Callable[[str], Any]] = {
         "int": int,

@@ -1,4 +1,4 @@
-"""Checks the order of passes, and puts passes of plugins in their places."""
+"""Checks the order of passes, and inserts passes of plugins at their places."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from onnxpar.graph.subgraphs import all_nodes
 
 @dataclass(frozen=True)
 class Placed:
-    """A pass and its place: before or after the pass with this name."""
+    """A pass and its place: before, or after, the pass of this name."""
 
     step: Pass
     before: str | None = None
     after: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises StrategyError for both `before` and `after`."""
+        """Raises StrategyError if both `before` and `after` are set."""
         if self.before is not None and self.after is not None:
             raise StrategyError(f"pass {self.step.name}: give before= or after=, not both")
 
 
 def insert(passes: Sequence[Pass], added: Sequence[Pass | Placed]) -> list[Pass]:
-    """Inserts `added` into `passes` at their places. A pass of the stage REWRITE needs no place: it
-    runs after the other passes of its stage. Errors: StrategyError."""
+    """Returns `passes` and `added`, each added pass at its place. A pass of the stage REWRITE needs
+    no place: it runs after the other passes of its stage. Errors: StrategyError."""
     out = list(passes)
     for entry in added:
         placed = entry if isinstance(entry, Placed) else Placed(entry)
@@ -40,6 +40,7 @@ def insert(passes: Sequence[Pass], added: Sequence[Pass | Placed]) -> list[Pass]
 
 
 def _position(passes: Sequence[Pass], placed: Placed) -> int:
+    """Returns the index in `passes` at which to insert a pass. Errors: StrategyError."""
     step, beside = placed.step, placed.before or placed.after
     if beside is None:
         if step.stage is not Stage.REWRITE:
@@ -58,9 +59,14 @@ def _position(passes: Sequence[Pass], placed: Placed) -> int:
 def check_order(
     passes: Sequence[Pass], facts: Sequence[str] = (), known: Iterable[type[Pass]] = ()
 ) -> None:
-    """Checks that each pass finds the facts that it requires; `facts` hold from the start. Errors:
-    StrategyError, naming the pass, the missing fact, and the passes that ensure it among `passes`
-    and `known`."""
+    """Checks that passes are in the order of their stages, and that earlier passes ensure what each
+    pass requires.
+
+    facts  what holds before the first pass
+    known  further passes that the error may suggest
+
+    Errors: StrategyError that names the pass, the missing fact, and passes that ensure it.
+    """
     for first, second in pairwise(passes):
         if second.stage < first.stage:
             raise StrategyError(
@@ -87,26 +93,27 @@ def check_order(
 
 
 def computed_names(graph: gs.Graph) -> set[str]:
-    """The names of all tensors that nodes of the graph compute."""
+    """Returns the names of all tensors that nodes of the graph compute."""
     return {t.name for node in all_nodes(graph) for t in node.outputs if t.name}
 
 
 @dataclass(frozen=True)
 class Known:
-    """The names of computed tensors and of ops in a graph before a pass."""
+    """The names of computed tensors and the op types of a graph before a pass."""
 
     tensors: Collection[str]
     ops: Collection[str]
 
 
 def names_in(graph: gs.Graph) -> Known:
-    """The names of all computed tensors and of all ops in the graph."""
+    """Returns the names of all computed tensors, and the op types, of a graph."""
     return Known(computed_names(graph), {node.op for node in all_nodes(graph)})
 
 
 def check_rewritten(step: Pass, graph: gs.Graph, known: Known) -> None:
-    """Checks that the compiler can analyse a graph after a pass of the stage REWRITE. Errors:
-    PassError, naming the node or tensor."""
+    """Checks that a pass of the stage REWRITE has left a graph that the compiler can analyse: nodes
+    with unique names, known ops, new tensors with dtype and shape. `known` is from before the pass.
+    Errors: PassError that names the node or tensor."""
     names: set[str] = set()
     for node in all_nodes(graph):
         if not node.name or node.name in names:
@@ -124,9 +131,8 @@ def check_rewritten(step: Pass, graph: gs.Graph, known: Known) -> None:
 
 
 def _check_operands(step: Pass, node: gs.Node, opset: int, known: Known) -> None:
-    """Checks that ONNX's opset has a node's op with this number of inputs. Ignores ops of other
-    domains, and ops that the opset lacks but that the graph had before the pass. Errors:
-    PassError."""
+    """Checks that the opset has the node's op, with this number of inputs. Ops of other domains
+    pass, and ops that the opset lacks but that the graph had before. Errors: PassError."""
     if node.domain not in (None, "", "ai.onnx"):
         return
     subject = f"pass {step.name} left {node.op} '{node.name}'"

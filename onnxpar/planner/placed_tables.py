@@ -1,4 +1,4 @@
-"""Finds the tables that the user places in files of the host."""
+"""The option --place: finds the tables that stay in files on the host."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HOST = "host"
 
 
 def places_of(value: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
-    """Returns the places of tables by glob, from a mapping or from texts GLOB=PLACE. Errors:
-    StrategyError for a text of another form."""
+    """Returns the places of tables by glob: ["emb*=host"] becomes {"emb*": "host"}; mappings stay.
+    Errors: StrategyError for text of another form."""
     if isinstance(value, Mapping):
         return {str(pattern): str(place) for pattern, place in value.items()}
     places = {}
@@ -38,9 +38,9 @@ def places_of(value: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
 def tables_on_host(
     model: Model, place: Mapping[str, str], strategy: Strategy | None
 ) -> tuple[str, ...]:
-    """Returns the weights and states that the user places on the host, with the optimizer states of
-    each, and the results that replace these states. Errors: StrategyError for a glob that matches
-    nothing, and for a tensor if a run reads or changes all its rows."""
+    """Returns the names of the weights and states that stay on the host: the user's tables, their
+    optimizer states, and the results that replace these states. Errors: StrategyError for a glob
+    that matches nothing, and for a tensor if a run reads or changes all its rows."""
     requests = [("--place", place)]
     if strategy is not None:
         requests.append((f"{strategy.source}: place", strategy.place))
@@ -68,7 +68,8 @@ def tables_on_host(
 
 
 def _written(output: gs.Variable) -> Iterator[str]:
-    """Yields the name of an output and, before Identity nodes, that of the ScatterND's result."""
+    """Yields the name of an output; if Identity nodes copy it from a ScatterND, also the names
+    before them."""
     yield output.name
     node = output.inputs[0]
     if node.op == "Identity":
@@ -76,15 +77,16 @@ def _written(output: gs.Variable) -> Iterator[str]:
 
 
 def _sources(model: Model) -> dict[str, gs.Tensor]:
-    """The weights and states of a model, by name."""
+    """Returns the weights and states of a model, by name."""
     states = dict(model.states)
     inputs = [t for t in model.graph.inputs if t.name in states]
     return {t.name: t for t in (*inputs, *constants(model.graph))}
 
 
 def _targeted(graph: gs.Graph, strategy: Strategy | None) -> dict[str, str]:
-    """The tables of lookups for which a strategy has MindSpore's attribute, each with the text of
-    the entry. Errors: StrategyError if an entry matches no lookup."""
+    """Returns the tables of lookups that a strategy places by MindSpore's attribute
+    primitive_target, each with the text of the entry. Errors: StrategyError if an entry matches no
+    lookup."""
     tables: dict[str, str] = {}
     for pattern, entry in strategy.shard.items() if strategy is not None else ():
         if not isinstance(entry, Mapping) or PRIMITIVE_TARGET not in entry:
@@ -105,14 +107,15 @@ def _targeted(graph: gs.Graph, strategy: Strategy | None) -> dict[str, str]:
 
 
 def _is_lookup(node: gs.Node, table: gs.Tensor) -> bool:
-    """True for a Gather of rows of a weight or input."""
+    """True if the node is a Gather of rows of `table`, a weight or graph input."""
     if node.op != "Gather" or table.inputs or not table.shape or node.inputs[1] is table:
         return False
     return node.inputs[0] is table and int(node.attrs.get("axis", 0)) in (0, -len(table.shape))
 
 
 def _with_slots(texts: Mapping[str, str], step: Step | None) -> dict[str, str]:
-    """Adds the optimizer states of each table, and the table of each such state."""
+    """Returns `texts` (texts for errors, by table) with entries for the optimizer states of each
+    table, and for the table of each such state."""
     of = {slot.input: slot.of for slot in (step.slots if step is not None else ()) if slot.of}
     of_tables = {of.get(name, name): text for name, text in texts.items()}
     return {
@@ -122,7 +125,8 @@ def _with_slots(texts: Mapping[str, str], step: Step | None) -> dict[str, str]:
 
 
 def _check(model: Model, name: str, text: str) -> None:
-    """Raises StrategyError if a run reads or changes all rows of a weight or state."""
+    """Raises StrategyError if a run reads or changes all rows of the weight or state `name`; `text`
+    begins the message."""
     table, step = _sources(model)[name], model.step
     is_state = name in dict(model.states)
     if is_state:

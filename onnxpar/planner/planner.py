@@ -1,4 +1,4 @@
-"""Plans a model in attempts, and keeps the best."""
+"""Plans a model in one or several attempts, and keeps the best."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from onnxpar.strategy.manual import MANUAL
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Turns off Python's cycle collector: graphs stay alive, and each collection would scan all
-    their nodes in vain."""
+    """A block (or decorator) without Python's cycle collector: graphs stay alive, and each
+    collection would scan all their nodes in vain."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -52,8 +52,8 @@ def _no_collector() -> Iterator[None]:
 
 
 class Planner:
-    """Plans a model with the user's options, in one or several attempts. Each attempt gets a new
-    graph from the loader, which reads the file once."""
+    """Plans a model with the user's options, in one or several attempts, each on a fresh graph from
+    the loader. `tried` lists the attempts and their outcomes."""
 
     def __init__(self, loader: Loader, options: Options, observer: Observer) -> None:
         self.loader, self.options, self.observer = loader, options, observer
@@ -61,7 +61,7 @@ class Planner:
         self._seen: Observer | None = None
 
     def plan(self) -> Planned:
-        """The best plan. Errors: OnnxparError; the observer then has the state of the last
+        """Returns the best plan. Errors: OnnxparError; then the observer has the state of the last
         attempt."""
         with self.options.times.of(OTHER):
             try:
@@ -75,8 +75,8 @@ class Planner:
                     self.observer.keep(self._seen)
 
     def _note(self, planned: Planned) -> None:
-        """Adds notes to a plan about the topology and the other attempts; corrects the predicted
-        times by runs of the unsplit model."""
+        """Adds notes about the topology and the other attempts to a plan; corrects its times by
+        runs of the unsplit model."""
         plan, topology = planned.plan, planned.ctx.sharding.costs.topology
         beaten = [
             f"{attempt.text(planned.attempt)}: {outcome}"
@@ -96,12 +96,13 @@ class Planner:
 
     @property
     def _promises_times(self) -> bool:
-        """False for a plan that is the same on every host."""
+        """False if the plan must be the same on every host, so that its times mean nothing here."""
         return self.options.topology is not None or not self.options.on_any_host
 
     def _paged_if_possible(self) -> Planned:
-        """A plan with caches in pages, if the options ask for pages. If the model's caches cannot
-        be in pages, and the user does not require pages, a plan without pages."""
+        """Returns a plan with caches in pages, if the options ask for them. If the model's caches
+        cannot be in pages, and the user did not ask for pages explicitly, returns a plan without.
+        """
         attempt = Attempt.first(self.options)
         try:
             return self._fitting(attempt)
@@ -114,7 +115,8 @@ class Planner:
             return planned
 
     def _fitting(self, attempt: Attempt) -> Planned:
-        """A plan within the memory limit or, without a limit, within the memory of the hardware."""
+        """Returns a plan within the memory limit; if there is none, within the memory of the
+        hardware."""
         options, topology = self.options, self.options.topology
         if attempt.objective.memory is not None:
             is_bounded = topology is not None and bool(topology.devices)
@@ -126,16 +128,17 @@ class Planner:
         return within_hardware(planned, topology, self._balanced)
 
     def _balanced(self, attempt: Attempt) -> Planned:
-        """A plan; if ranks may take different shares of the work, a plan whose shares fit into
+        """Returns a plan; with --balance, one in which each rank's share of the work fits into its
         memory."""
         if self.options.balance:
             return fitting_shares(attempt, self.options.topology, self.make)
         return self._with_hidden_sums(attempt)
 
     def _with_hidden_sums(self, attempt: Attempt) -> Planned:
-        """The faster of two plans, by predicted time: in the search for the first, sums of
-        gradients between hosts count in full; in the other, compute hides them. The second is only
-        for a training step that communicates while it computes, and for which a search decides."""
+        """Makes one or two plans of an attempt; returns the faster one, by predicted time. The
+        search for the first counts sums of gradients between hosts in full; the search for the
+        second assumes that they run beside compute. The second is made only for training steps that
+        overlap communication with compute, if a search decides."""
         planned = self.make(attempt)
         is_step = planned.plan.step is not None and planned.ctx.model.sizes is None
         was_searched = planned.ctx.request.solution is not None
@@ -152,7 +155,7 @@ class Planner:
         return hiding if gains else planned
 
     def make(self, attempt: Attempt) -> Planned:
-        """The plan of one attempt; if open sizes do not allow it, of the same attempt with more
+        """Returns the plan of one attempt; if open sizes do not allow it, of this attempt with more
         nodes whole. Errors: OnnxparError."""
         outcome: Planned | Attempt = attempt
         try:
@@ -165,8 +168,8 @@ class Planner:
         return outcome
 
     def _tell(self, attempt: Attempt, outcome: str) -> None:
-        """Records the outcome of an attempt, unless the attempt is only part of the search for a
-        number of ranks."""
+        """Records the outcome of an attempt for the notes, unless the attempt only served the
+        search for a number of ranks."""
         if self._is_shown(attempt):
             self.tried.append((attempt, outcome))
 
@@ -200,8 +203,8 @@ class Planner:
         return Planned(attempt, plan, ctx, seen)
 
     def _repeat(self, plan: Plan, ctx: PassContext, passes: Sequence[Pass], seen: Observer) -> None:
-        """Runs the passes of the stage LOWER at the other bindings of open sizes, and gives the
-        plan its costs at the typical sizes. Errors: OpenSizesError."""
+        """Repeats the passes of the stage LOWER at the other sample sizes of open dimensions; gives
+        the plan formulas for open sizes, and its costs at typical sizes. Errors: OpenSizesError."""
         model, times = ctx.model, self.options.times
         if model.sizes is None:
             return
@@ -214,8 +217,9 @@ class Planner:
         open_ports(plan, ctx)
 
     def _complete(self, plan: Plan, ctx: PassContext, unread: Sequence[str]) -> None:
-        """Adds to a plan the data and notes that depend on its model and its options. Errors:
-        StrategyError if an op has no rule, and the options are strict."""
+        """Adds to a plan what depends on its model and options: metadata, notes, exposed tensors.
+        `unread` are inputs that no node reads. Errors: StrategyError if an op has no rule and
+        --strict is given."""
         options, model, path = self.options, ctx.model, self.loader.path
         plan.metadata = metadata_of(model.header)
         if plan.step is not None and plan.step.deal is None and options.request is not None:

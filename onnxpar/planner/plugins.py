@@ -1,8 +1,9 @@
-"""Loads passes and sharding rules of plugins: modules by name or file, and installed entry points.
+"""Loads passes and sharding rules of plugins: modules by name or file, and entry points of
+installed packages.
 
-A module registers rules by `onnxpar.rules.rule.rule`, and passes by defining subclasses of `Pass`.
-An installed package names them as entry points: `onnxpar.passes` (classes) and `onnxpar.rules`
-(modules).
+A module registers rules with `onnxpar.rules.rule.rule`, and passes by defining subclasses of
+`Pass`. An installed package names them as entry points: `onnxpar.passes` (classes) and
+`onnxpar.rules` (modules).
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _registered: dict[str, type[Pass]] = {}
 
 
 def registered_passes() -> dict[str, type[Pass]]:
-    """The passes of plugins, by name; passes of installed packages come first."""
+    """Returns the passes of plugins by name, passes of installed packages first."""
     load_entry_points()
     return dict(_registered)
 
 
 def load_plugin(module: str) -> None:
     """Imports a module by its dotted name, or a file `x.py`, and registers its passes; rules
-    register themselves. Errors: StrategyError, naming the module and its mistake."""
+    register themselves. Errors: StrategyError that names the module and its mistake."""
     try:
         loaded = _from_file(Path(module)) if module.endswith(".py") else _from_name(module)
     except OnnxparError:
@@ -54,7 +55,7 @@ def load_plugin(module: str) -> None:
 
 
 def register_pass(kind: type[Pass]) -> None:
-    """Registers a pass by its name. Errors: StrategyError if another pass has the name."""
+    """Registers a pass under its `name`. Errors: StrategyError if another pass has that name."""
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not name:
         raise StrategyError(f"{kind.__module__}.{kind.__qualname__}: a pass needs a `name`")
@@ -69,8 +70,8 @@ def register_pass(kind: type[Pass]) -> None:
 
 @cache
 def load_entry_points() -> None:
-    """Loads the entry points of installed packages, once per process. Errors: StrategyError, naming
-    the package."""
+    """Loads the entry points of installed packages, once per process. Errors: StrategyError that
+    names the package."""
     for point in entry_points(group=RULES):
         _load(point)
     for point in entry_points(group=PASSES):
@@ -94,14 +95,14 @@ def _load(point: EntryPoint) -> object:
 
 
 def _from_name(module: str) -> ModuleType:
-    """Imports a module by name, also from the working folder."""
+    """Imports a module by name; also looks in the working folder."""
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     return importlib.import_module(module)
 
 
 def _from_file(path: Path) -> ModuleType:
-    """Imports a module from a file; loads each file once per process."""
+    """Imports a module from a file; a second call for the same file returns the same module."""
     file = path.resolve()
     name = f"onnxpar_plugin_{path.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:

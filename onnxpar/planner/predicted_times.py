@@ -1,4 +1,4 @@
-"""Predicts the times of a plan, at the typical sizes of runs."""
+"""Predicts the times of a plan, and for a model with open sizes, at typical sizes of runs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from onnxpar.sharding.planned_collectives import Collective, collective_of
 from onnxpar.sharding.state import ShardingState
 
 _LOSS = 1.1
-"""If the predicted time of a run is at least this multiple of the unsplit model's, the plan gets a
-note."""
+"""If a run is predicted to take at least this many times as long as the unsplit model, the plan
+gets a note."""
 
 
 VALUE_SECONDS, VALUE_OF_RANK_SECONDS = 25e-6, 33e-6
-"""Additional seconds of a run for each input and output that is no tensor of numbers, and for each
-of these and each rank, on two cores of an AMD EPYC."""
+"""Additional seconds of a run for each input and output that is no tensor of numbers (strings,
+sequences, maps), and for each of these on each rank, on two cores of an AMD EPYC."""
 OBJECT_SECONDS = 6e-7
-"""Seconds for each string, and for each number in a map, on the same cores."""
+"""Seconds for each string, and for each number in a map, on the same processor."""
 
 
 def predict_run(graph: gs.Graph, ctx: PassContext) -> Predicted:
-    """The predicted time of a run, from the graph after fuse-all-reduces. The evaluation of a
-    training step does not count."""
+    """Returns the predicted times of a run, from the graph after fuse-all-reduces, without the
+    evaluation outputs of a training step."""
     step = ctx.model.step
     nodes = list(nodes_within(nodes_of_run(graph, step.evaluation if step is not None else ())))
     of_nodes = predict_nodes(nodes, ctx.sharding).values()
@@ -56,7 +56,7 @@ def predict_run(graph: gs.Graph, ctx: PassContext) -> Predicted:
 
 
 def _session_seconds(graph: gs.Graph, ctx: PassContext) -> float:
-    """The seconds in which a run passes inputs to the ranks, and outputs back."""
+    """Returns the seconds that a session needs to pass inputs to the ranks and outputs back."""
     session = ctx.sharding.costs.topology.session
     if session is None:
         return 0.0
@@ -71,9 +71,9 @@ def _session_seconds(graph: gs.Graph, ctx: PassContext) -> float:
 
 
 def _value_seconds(ports: Sequence[gs.Tensor], ctx: PassContext) -> float:
-    """The additional seconds in which a run passes strings, sequences and maps, which become
-    objects of Python: an object for each number of a ZipMap; for a tensor of strings, whose shape
-    is unknown, an object for each row of the other tensors."""
+    """Returns the additional seconds for inputs and outputs that are strings, sequences and maps,
+    which become Python objects: one for each number of a ZipMap; for a tensor of strings, whose
+    shape is unknown, one for each row of the other tensors."""
     values = [t for t in ports if t.name not in ctx.layouts]
     shapes = [ctx.layouts[t.name].shape for t in ports if t.name in ctx.layouts]
     rows = max((shape[0] for shape in shapes if shape), default=1)
@@ -85,7 +85,8 @@ def _value_seconds(ports: Sequence[gs.Tensor], ctx: PassContext) -> float:
 
 
 def with_compute(loads: Sequence[RankLoad], graph: gs.Graph, ctx: PassContext) -> list[RankLoad]:
-    """The loads, with the seconds in which each rank computes in a run of the graph."""
+    """Returns the loads of ranks, each with the seconds in which that rank computes in a run of the
+    graph."""
     if not loads:
         return []
     step = ctx.model.step
@@ -95,8 +96,8 @@ def with_compute(loads: Sequence[RankLoad], graph: gs.Graph, ctx: PassContext) -
 
 
 def note_weights(plan: Plan, sharding: ShardingState) -> None:
-    """Adds a note to the plan if the ranks split no weight, with a preset that splits them, if
-    there is one. The weights of a training step are its parameters, which are states."""
+    """Adds a note to the plan if every rank holds all weights (in a training step, all parameters),
+    which says how to split them."""
     if plan.mesh.size == 1 or plan.predicted is None:
         return
     note = _whole_states(plan) if plan.step is not None else _whole_weights(plan, sharding)
@@ -117,6 +118,7 @@ def _whole_states(plan: Plan) -> str | None:
 
 
 def _whole_weights(plan: Plan, sharding: ShardingState) -> str | None:
+    """Returns the note that every rank holds all weights; None if ranks split some."""
     total = sum(weight.bytes for weight in plan.weights)
     if not total or plan.memory["weights_per_rank"] < total:
         return None
@@ -145,7 +147,8 @@ def note_unsplit(plan: Plan, sharding: ShardingState) -> None:
 
 
 def note_host(plan: Plan, topology: Topology) -> None:
-    """Adds notes to the plan if ranks of a host take turns, and if onnxruntime alone is faster."""
+    """Adds notes to the plan if ranks of a host take turns on its cores, and if onnxruntime on the
+    unsplit model is faster."""
     times = plan.predicted
     if times is None or plan.mesh.size == 1:
         return
@@ -167,7 +170,10 @@ def note_host(plan: Plan, topology: Topology) -> None:
 
 @dataclass(frozen=True)
 class _Costs:
-    """The costs of a plan at one of the typical sizes, and the weight of the size."""
+    """The costs of a plan at one of the typical sizes, and the share of runs with that size.
+
+    sent  the collective of each reshard, by node, with the bytes that it sends
+    """
 
     weight: float
     plan: Plan
@@ -236,8 +242,9 @@ def _reckon_runs(
     passes: Sequence[Pass],
     observer: Observer,
 ) -> dict[str, int]:
-    """Shows the observer the graph at each of its sizes; returns the bytes that a rank sends in a
-    run, by collective. The last of `passes` must be fuse-all-reduces."""
+    """Shows the observer the graph at each of its own sizes (`priced_at`); returns the bytes that a
+    rank sends in each collective of a run at these sizes, by name. The last of `passes` must be
+    fuse-all-reduces."""
     *first, fuse = passes
     sent_at: list[tuple[float, Mapping[str, int]]] = []
     sizes = observer.priced_at
@@ -250,7 +257,8 @@ def _reckon_runs(
 
 
 def _joined_loads(at_sizes: Sequence[tuple[float, Sequence[RankLoad]]]) -> list[RankLoad]:
-    """The load of each rank over the typical sizes: maxima of bytes, and means of work."""
+    """Returns the load of each rank over several (weight, loads of all ranks): the maximum of
+    bytes, the weighted mean of work."""
     weights = [weight for weight, _ in at_sizes]
     return [
         replace(
@@ -270,14 +278,14 @@ def _mean(weighted: Iterable[tuple[float, int]]) -> int:
 
 
 def _sent(graph: gs.Graph, ctx: PassContext) -> dict[str, Collective]:
-    """The collective of each reshard, by node."""
+    """Returns the collective of each reshard, by node, with the bytes that it sends."""
     mesh = ctx.sharding.mesh
     nodes = [n for n in graph.nodes if is_reshard(n) and n.op not in LOCAL_STEPS]
     return {node.name: collective_of(node, mesh) for node in nodes}
 
 
 def _sizes(sent: Mapping[str, Collective]) -> dict[str, int]:
-    """Bytes that a rank sends in each collective."""
+    """Returns the bytes that a rank sends in each collective, by name."""
     return {name: entry.bytes for name, entry in sent.items()}
 
 
@@ -288,8 +296,11 @@ def _bytes(
     profiles: Sequence[Profile],
 ) -> Iterator[int]:
     """Yields the bytes that a rank sends in each collective of the plan: the weighted mean of
-    `sent_at`. For a collective inside an op, a polynomial through the bindings gives the bytes of
-    its operand at each profile."""
+    `sent_at`. For a collective inside an op, which is not in `sent_at`, a polynomial through its
+    bytes at all sample sizes gives the bytes at each profile.
+
+    sent_at  (weight, bytes by collective) at each of the sizes
+    """
     sizes = ctx.model.sizes
     assert sizes is not None
     variables = sizes.variables()

@@ -1,4 +1,4 @@
-"""Refuses to write a file that the same command reads, or writes twice.
+"""Refuses to write a file that the same command also reads, or to write one file twice.
 
 Imports the compiler only for commands on a model, so that `run` does not wait for it.
 """
@@ -32,7 +32,7 @@ READ = {
     "weights": "the weights of --weights",
     "libraries": "a library of --library",
 }
-"""Options that name a file to read, and a description of the file."""
+"""Options that name a file to read, and words for that file in errors."""
 WRITTEN = {
     "output": "-o",
     "outputs": "--outputs",
@@ -43,12 +43,13 @@ WRITTEN = {
 }
 """Options that name a file to write, and their flags."""
 DATA = ("data", "eval")
-"""Options that may also name a folder, all of whose files are read."""
+"""Options that may also name a folder, and whose files are then all read."""
 
 
 def refuse_overwriting(options: Mapping[str, Any]) -> None:
-    """Checks the options of a command or call, by name. Errors: InputError if a file to write is
-    also read, or is written twice, or if a dump would remove or replace files of the model."""
+    """Checks the files that the options of a command or call name. Errors: InputError if a file to
+    write is also read, or is written twice, or if a dump would remove or replace files of the
+    model."""
     uses = dict(_read(options))
     written = {WRITTEN[name]: path for name, path in _files(options, WRITTEN)}
     for flag, path in written.items():
@@ -97,8 +98,7 @@ def _place(path: Path) -> Path:
 
 
 def _has_weights(file: Path, options: Mapping[str, Any]) -> bool:
-    """True if a file exists and has external data of the model. Reads the model only if the file
-    exists."""
+    """True if the file exists and holds external data of the model."""
     model = options.get("model")
     if not _is_path(model) or not file.is_file():
         return False

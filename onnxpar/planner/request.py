@@ -1,5 +1,5 @@
-"""The options with which a training step was sharded, for plan.json: with them, onnxpar can shard
-the same step for another number of ranks."""
+"""The options with which a training step was sharded, as plan.json keeps them: with these, onnxpar
+can shard the step again for another number of ranks."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.read_file import read_proto
 
 _NOT_KEPT = ("verify", "typical", "page_size", "kv_dtype")
-"""Options that do not affect a training step, whose sizes are fixed."""
+"""Options that do not affect a training step, because its sizes are fixed."""
 _IN_FILES = ("strategy", "topology")
-"""Options whose value is a file, or the structure of such a file."""
+"""Options whose value is a file, or the content of such a file."""
 _MOST_MESHES = 4
 """Most meshes to try for a number of ranks."""
 
 Request = Mapping[str, Any]
-"""Options of `shard` by name, as values of JSON."""
+"""Options of `shard` by name, as JSON values."""
 
 
 def request_of(user_options: Mapping[str, Any]) -> Request | None:
-    """Returns a user's options, ordered by name, with the contents of files instead of their paths.
-    None if some are objects of Python, which JSON lacks. The files must be valid. Errors:
-    InputError for a file that cannot be read."""
+    """Returns the user's options, sorted by name, with the contents of files in place of their
+    paths. None if some value has no form in JSON. The files must be valid. Errors: InputError for a
+    file that cannot be read."""
     request: dict[str, Any] = {}
     for name, value in sorted(user_options.items()):
         if value is None or name in _NOT_KEPT:
@@ -56,7 +56,7 @@ def request_of(user_options: Mapping[str, Any]) -> Request | None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value in the types of JSON. Errors: TypeError for other objects."""
+    """Returns a value as JSON value. Errors: TypeError if it has none."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Mesh):
@@ -71,9 +71,9 @@ def _plain(value: Any) -> Any:
 
 
 def requests_for(request: Request, mesh: Mesh, ranks: int) -> Iterator[dict[str, Any]]:
-    """Yields options to shard a step for another number of ranks, after it was sharded over `mesh`
-    with `request`. The most similar come first; if the user has named axes, they are over meshes
-    with these axes."""
+    """Yields options to shard a step again over another number of ranks, after it was sharded over
+    `mesh` with `request`; the most similar ones first. If the user has named axes, these are over
+    meshes with the same axes."""
     strategy = request.get("strategy") or {}
     rest = {name: value for name, value in request.items() if name not in ("devices", "mesh")}
     if "strategy" in request:
@@ -86,9 +86,9 @@ def requests_for(request: Request, mesh: Mesh, ranks: int) -> Iterator[dict[str,
 
 
 def _alike(mesh: Mesh, ranks: int) -> list[Mesh]:
-    """Returns the meshes of other sizes with the same axes. Meshes whose inner axes keep their
-    sizes come first, then meshes with larger inner axes, because the inner axes divide the memory
-    of a rank."""
+    """Returns meshes of this many ranks with the same axes in other sizes: first meshes whose inner
+    axes keep their sizes, then meshes with larger inner axes, because the inner axes divide the
+    memory of a rank."""
     names = [name for name, _ in mesh.shape]
     before = [size for _, size in mesh.shape]
 
@@ -101,7 +101,7 @@ def _alike(mesh: Mesh, ranks: int) -> list[Mesh]:
 
 
 def _factors(product: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yields all tuples of `count` positive numbers with this product."""
+    """Yields all tuples of `count` positive integers whose product is `product`."""
     if count == 1:
         yield (product,)
         return

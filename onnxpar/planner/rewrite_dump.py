@@ -1,4 +1,4 @@
-"""Writes a model after each rewrite of the loader, or of a training step, as text for people."""
+"""Writes a model as text after each rewrite of the loader, or of a training step, for --dump."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from onnxpar.graph.write_model import export_model
 from onnxpar.planner.typed_json import encode
 
 LOADING, STEP = "00-load", "01-step"
-"""The folders for the text of the model after each rewrite of the loader, and of a training
-step."""
+"""Folders for these texts: of the loader's rewrites, and of those of a training step."""
 RESHARD = "onnxpar"
-"""The attribute that holds a reshard, as JSON, in a written model."""
+"""In a written model, the attribute of a reshard node that holds its axes and layouts, as JSON."""
 
 
 class RewriteDump:
-    """Writes the model after each rewrite that changes it to a numbered file in a folder. Errors:
-    OnnxparError if a file cannot be written."""
+    """Call it after each rewrite: it writes the model to a numbered file in a folder, if the
+    rewrite has changed it. Errors: OnnxparError if a file cannot be written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._count, self._last = folder, 0, ""
@@ -50,8 +49,8 @@ class RewriteDump:
 
 @contextmanager
 def exportable(graph: gs.Graph) -> Iterator[gs.Graph]:
-    """Yields the graph with reshards as attributes that an ONNX model can have, then restores
-    it."""
+    """A block in which the attributes of reshards are such that an ONNX model can have them;
+    afterwards they are as before."""
     nodes = [(node, node.attrs) for node in all_nodes(graph)]
     values = [(tensor, tensor._values) for tensor in constants(graph)]
     domains = graph.import_domains

@@ -35,11 +35,12 @@ def run_passes(
     check: bool = False,
     times: PassTimes | None = None,
 ) -> Plan | None:
-    """Runs passes in order; returns the plan, which is made after the passes with `plan_after`.
+    """Runs passes in order; returns the plan, which is made after the passes that have
+    `plan_after`; None if none has.
 
     observer  sees the graph after every pass, before the check, and the costs after the pass with
               `costs_after`, unless sizes are open
-    check     verify the invariants after every pass
+    check     True: verify the layouts after every pass
     times     collects the wall time of each pass
 
     Errors: OnnxparError of a pass; PassError for any other failure, naming the pass and the passes
@@ -91,7 +92,8 @@ def _run(
     observer: Observer,
     times: PassTimes,
 ) -> bool:
-    """Runs a pass, and shows the observer its result; returns True if anything changed."""
+    """Runs one pass and shows the observer its result; returns True if it changed anything. `ran`
+    are the passes before it."""
     known = names_in(model.graph) if step.stage is Stage.REWRITE else None
     with failures(step, ran):
         try:
@@ -110,7 +112,7 @@ def _run(
 
 
 def open_sharding(model: Model, mesh: Mesh, topology: Topology | None) -> ShardingState:
-    """A state of sharding without any split."""
+    """Returns the sharding state of a model in which nothing is split yet."""
     if any(node.domain == DOMAIN for node in model.graph.nodes):
         return ShardingState.open(mesh, GraphFactors({}, []), topology)  # a program per rank
     factors = analyse(model.graph, model.states, model.sizes is None, model.whole)

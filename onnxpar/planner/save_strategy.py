@@ -1,4 +1,5 @@
-"""Saves the strategy of a plan, with few entries, from which propagation gives the same layouts."""
+"""The option --save-strategy: saves the strategy of a plan as few entries, from which propagation
+derives the same layouts."""
 
 from __future__ import annotations
 
@@ -37,21 +38,22 @@ SHARD, TENSORS = "shard", "tensors"
 WHOLE: LeafSplit = ((), None)
 Pieces = tuple[LeafSplit, ...]
 Decided = Mapping[tuple[str, str], Pieces]
-"""The axes of leaves, by the kind and the name of their node or tensor."""
+"""The axes of the factors of a node or tensor, by (SHARD or TENSORS, its name)."""
 
 
 def strategy_to_save(model: Model, ctx: PassContext) -> Strategy:
-    """A strategy that, without other options, gives the layouts that propagate-layouts has just
-    decided."""
+    """Returns a strategy that gives the layouts that propagate-layouts has just decided, without
+    any other options."""
     return _Saving(model, ctx).strategy()
 
 
 class Saver(Observer):
-    """Saves the strategy of a plan: makes its text after propagate-layouts; `write` writes the
-    file."""
+    """An observer that makes the text of a plan's strategy after propagate-layouts; `write` writes
+    it to the file."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        """If `path` is None, saves nothing. Errors: InputError if no file can be written there."""
+        """If `path` is None, nothing is saved. Errors: InputError if no file can be written
+        there."""
         if path is not None:
             check_place(path)
         self.path = path
@@ -62,7 +64,8 @@ class Saver(Observer):
             self.text = strategy_text(strategy_to_save(model, ctx), _comment(model, ctx))
 
     def write(self) -> str | None:
-        """Writes the file; returns a sentence for the user. Errors: InputError."""
+        """Writes the file; returns a sentence for the user, or None if there is no file. Errors:
+        InputError."""
         if self.path is None:
             return None
         with whole_file(self.path) as file:
@@ -85,7 +88,7 @@ def _comment(model: Model, ctx: PassContext) -> str:
 
 @dataclass(frozen=True)
 class _Entry:
-    """An entry of the file, and the annotations into which it converts."""
+    """An entry of the strategy file, and the annotations that it stands for."""
 
     kind: str
     pattern: str
@@ -94,7 +97,7 @@ class _Entry:
 
 
 class _Saving:
-    """Finds the entries of a strategy for the decisions of propagate-layouts."""
+    """Finds the entries of a strategy from which the decisions of propagate-layouts follow."""
 
     def __init__(self, model: Model, ctx: PassContext) -> None:
         self.model = model
@@ -119,8 +122,8 @@ class _Saving:
         self.values: dict[tuple[Any, str], Any] = {}
 
     def strategy(self) -> Strategy:
-        """Adds entries until they give the layouts of the plan, then drops entries that are not
-        needed."""
+        """Returns the strategy: adds entries until they give the layouts of the plan, then drops
+        entries that are not needed."""
         batches: list[list[_Entry]] = []
         while differing := self._differing(batches):
             batches.append(self._next(differing, batches))
@@ -137,7 +140,8 @@ class _Saving:
         return Strategy(self.sharding.mesh, shard, tensors)
 
     def _decided(self, sharding: ShardingState) -> Decided:
-        """The axes of every node, and of every tensor whose own layout insert-collectives reads."""
+        """Returns the axes of every node, and of every tensor whose layout insert-collectives takes
+        from the tensor itself."""
         decided: dict[tuple[str, str], Pieces] = {}
         for op in sharding.factors.ops:
             sharding.legalize(op)
@@ -150,7 +154,8 @@ class _Saving:
         return decided
 
     def _differing(self, batches: Iterable[Sequence[_Entry]]) -> list[tuple[str, str]]:
-        """The nodes and tensors that get another layout from these entries alone."""
+        """Returns the nodes and tensors that these entries alone do not give the layouts of the
+        plan."""
         mesh, factors = self.sharding.mesh, self.sharding.factors
         sharding = ShardingState.open(mesh, factors, self.sharding.costs.topology)
         annotations = [
@@ -164,8 +169,8 @@ class _Saving:
         return [key for key, pieces in self.goal.items() if decided[key] != pieces or key in free]
 
     def _weights(self) -> dict[str, Pieces]:
-        """The weights that an entry may give a layout: all their readers need the same layout,
-        without partial sums."""
+        """Returns the axes of the weights to which an entry may give a layout: all readers of such
+        a weight need one layout, without partial sums."""
         reads: dict[str, set[Pieces | None]] = defaultdict(set)
         for op in self.ops.values():
             node_pieces = self.goal[SHARD, op.node.name]
@@ -185,15 +190,15 @@ class _Saving:
         return weights | {name: p for (kind, name), p in self.goal.items() if kind == TENSORS}
 
     def _matrices(self, node: str) -> list[str]:
-        """The weights of a node that have more than one dimension."""
+        """Returns the weights of a node that have more than one dimension."""
         names = (t.name for t in self.ops[node].node.inputs)
         return [name for name in names if len(self.weights.get(name, ())) > 1]
 
     def _next(
         self, differing: Sequence[tuple[str, str]], batches: Iterable[Sequence[_Entry]]
     ) -> list[_Entry]:
-        """The entries to try next: first for nodes with weight matrices, and for all nodes like
-        them."""
+        """Returns the entries to add next, which were not tried yet: first for nodes with weight
+        matrices, together with all nodes that have the same structure."""
         tried = {(e.kind, e.pattern, repr(e.value)) for batch in batches for e in batch}
         heavy = [(kind, n) for kind, n in differing if kind == SHARD and self._matrices(n)]
         for kind, name in (*heavy, *differing):
@@ -204,8 +209,8 @@ class _Saving:
         raise AssertionError(f"no entry makes {differing[0]} what it is")
 
     def _candidates(self, kind: str, name: str) -> Iterator[list[_Entry]]:
-        """Yields lists of entries that give this node or tensor its layout, the most readable
-        first."""
+        """Yields lists of entries that would give this node or tensor its layout, the most readable
+        ones first."""
         if kind == TENSORS:
             yield [self._entry(TENSORS, name, self._tensor_value)]
             return
@@ -224,13 +229,14 @@ class _Saving:
         yield [self._entry(SHARD, n, self._factor_value) for n in group]
 
     def _read_weight(self, node: str) -> list[str]:
-        """The last weight of a node whose readers are all split alike, as a list; empty if the node
-        has none."""
+        """Returns, as a list, the last weight of a node for which all its readers are split in the
+        same way; empty if there is none."""
         names = [t.name for t in self.ops[node].node.inputs if t.name in self.readers]
         return [name for name in names if self._value(self._reader_value, name) is not None][-1:]
 
     def _entry(self, kind: str, name: str, value: Callable[[str], Any]) -> _Entry:
-        """An entry for this name; its pattern also matches similar names with the same value."""
+        """Returns an entry for this name whose pattern also matches similar names with the same
+        value. `value` returns the value for a name."""
         own_value = self._value(value, name)
         names: Iterable[str] = self.ops if kind == SHARD else self.sharding.factors.tensors
         if name in self.readers and kind == SHARD:
@@ -252,7 +258,7 @@ class _Saving:
         return factor_entry(self.ops[name], self.goal[SHARD, name], self.sharding.mesh)
 
     def _reader_value(self, name: str) -> Any:
-        """The value for all readers of a weight; None if they differ."""
+        """Returns the value for all readers of a weight; None if they need different ones."""
         values = [self._node_value(node) for node in self.readers[name]]
         return values[0] if all(value == values[0] for value in values) else None
 
@@ -262,8 +268,9 @@ class _Saving:
 
 
 def widest_pattern(name: str, names: Iterable[str], fits: Callable[[str], bool]) -> str:
-    """The glob that matches the most `names`, all of which fit. It is `name` with `*` for one
-    number or for all numbers; `name` itself if no such glob is better."""
+    """Returns the glob that matches most of `names`, if all matches fit: `name` with `*` for one
+    number or for all numbers, such as "layer.*.weight"; or `name` itself, if no such glob matches
+    more."""
     words = [escape(word) for word in re.split(r"(\d+)", name)]
     numbers = range(1, len(words), 2)
     best, most = name, 1

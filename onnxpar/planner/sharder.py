@@ -1,4 +1,5 @@
-"""Makes plans, annotated models, and sharded models."""
+"""Makes plans, sharded models, and annotated models: what the commands `plan`, `shard` and
+`annotate` do."""
 
 from __future__ import annotations
 
@@ -43,16 +44,16 @@ def plan(
     observer: Observer | None = None,
     loader: Loader | None = None,
 ) -> tuple[Plan, PassContext]:
-    """Makes the plan that `shard` writes, and its context. `observer` observes the making; `loader`
-    has read the model for another plan. Errors: OnnxparError."""
+    """Returns the plan that `shard` would write, and the context after its passes. `loader` may
+    have read the model before. Errors: OnnxparError."""
     observer = observer or Observer()
     planned = Planner(loader or Loader(path, observer.loading), options, observer).plan()
     return planned.plan, planned.ctx
 
 
 def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
-    """Writes the original model with the layouts of the plan as ONNX's multi-device annotations.
-    Errors: OnnxparError."""
+    """Writes the original model to `output` with the layouts of a plan as ONNX's multi-device
+    annotations; returns the plan. Errors: OnnxparError."""
     if options.preset == MANUAL:
         raise StrategyError(
             "a manual program is one rank's graph, and annotations describe the graph of all "
@@ -68,7 +69,7 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
 
 
 class _Annotator(Observer):
-    """Annotates the original model with the layouts of a plan."""
+    """An observer that keeps the original model, annotated with the layouts of the plan."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,9 +93,15 @@ def shard(
     ranks: Collection[int] | None = None,
     shorter: Sequence[Path] = (),
 ) -> Plan:
-    """Writes the sharded model to the folder `output`, which an InferenceSession runs; with
-    `ranks`, only the files of these ranks. `shorter` are files of the same training step for
-    shorter samples. Errors: OnnxparError."""
+    """Writes the sharded model to the folder `output`, from which an InferenceSession runs it;
+    returns its plan.
+
+    progress  called with the number of bytes of weights that have been written since the last call
+    ranks     write only the files of these ranks; None: all
+    shorter   files of the same training step for shorter samples
+
+    Errors: OnnxparError.
+    """
     place = check_place(Path(output), foreign_part)
     if ranks is not None:
         mesh = wanted_mesh(options)

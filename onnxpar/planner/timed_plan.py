@@ -1,4 +1,4 @@
-"""Corrects the predicted times of a plan for this host by runs of the unsplit model."""
+"""Corrects the predicted times of a plan for this host by timing the unsplit model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from onnxpar.layout.symbols import Polynomial
 from onnxpar.runtime.states.first_states import ZERO
 
 MOST_BYTES, LONGEST = 256 << 20, 0.5
-"""Most bytes of weights and states, and the longest predicted run in seconds, of a model that the
-planner runs."""
+"""The planner runs a model only if its weights and states have at most MOST_BYTES, and a run is
+predicted to take at most LONGEST seconds."""
 
 
 def time_here(plan: Plan, path: Path, topology: Topology, tell: Callable[[str], object]) -> None:
-    """Runs the unsplit model at the plan's typical sizes, and corrects the predicted times, if the
-    topology is that of this host and the model is small and fast. Calls `tell` with a text before
-    the runs, and with an empty text after them."""
+    """If the topology was measured on this host and the model is small and fast, times the unsplit
+    model at the plan's typical sizes, and corrects the predicted times. Calls `tell` with a text
+    before, and with an empty text after."""
     times = plan.predicted
     if times is None or topology.origin != MEASURED:
         return
@@ -43,8 +43,7 @@ def time_here(plan: Plan, path: Path, topology: Topology, tell: Callable[[str], 
 
 
 def _specs(plan: Plan, zeros: Collection[str]) -> Iterator[tuple[str, str, list[Any]]]:
-    """Yields the name, the dtype and the typical shape of each input without a value in the
-    file."""
+    """Yields (name, dtype, typical shape) of each input that needs a value in these runs."""
     sizes = plan.typical[0][0] if plan.typical else {}
     for port in (p for p in plan.inputs if not p.has_default or p.name in zeros):
         shape = port.shape if port.open is None else port.open.shape

@@ -1,8 +1,8 @@
-"""Encodes values of the compiler as JSON, and back; a type that JSON lacks becomes an object with
-one key, the name of the type.
+"""Encodes values of the compiler as JSON, and back, for dumps. A type that JSON lacks becomes an
+object with one key, the name of the type.
 
 A tuple is `{"tuple": [...]}`, a dict with any keys `{"dict": [[key, value], ...]}`, a dataclass of
-TYPES `{"Axis": {"name": "tp", ...}}`, a node's factors `{"op": "MatMul_3"}`.
+TYPES `{"Axis": {"name": "tp", ...}}`, a node with its factors `{"op": "MatMul_3"}`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from onnxpar.strategy.training_presets import Closed, SplitSums, SplitTogether
 
 
 def _with_parts(kinds: Iterable[type[Any]]) -> dict[str, type[Any]]:
-    """Dataclasses and, recursively, the dataclasses in the types of their fields, by name."""
+    """Returns these dataclasses and the dataclasses in the types of their fields, recursively, by
+    name."""
     by_type_name: dict[str, type[Any]] = {}
     todo = list(kinds)
     while todo:
@@ -44,7 +45,7 @@ def _with_parts(kinds: Iterable[type[Any]]) -> dict[str, type[Any]]:
 
 
 def _arguments(hint: Any) -> Iterator[Any]:
-    """Yields the types within a type such as `tuple[int, ...] | None`."""
+    """Yields the types inside a type such as `tuple[int, ...] | None`, at any depth."""
     for part in get_args(hint):
         yield part
         yield from _arguments(part)
@@ -76,7 +77,7 @@ TYPES = _with_parts(
 
 
 def encode(value: Any) -> Any:
-    """The value in the types of JSON."""
+    """Returns the value as JSON value."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, np.integer)):
@@ -99,7 +100,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, factors: GraphFactors) -> Any:
-    """Decodes a result of `encode`; looks nodes up in `factors`. Errors: ValueError."""
+    """Returns the value that `encode` encoded; nodes are looked up in `factors`. Errors:
+    ValueError."""
     if isinstance(value, list):
         return [decode(item, factors) for item in value]
     if not isinstance(value, dict):

@@ -15,8 +15,8 @@ from onnxpar.search.search import AUTO, EXHAUSTIVE
 
 
 def refuse_for_manual(options: Options) -> None:
-    """Raises StrategyError for an option that has no effect on a manual program, which has its own
-    layouts and collectives."""
+    """Raises StrategyError for an option that has no effect on a manual program, whose layouts and
+    collectives are written already."""
     for flag in _without_effect(options, MANUAL_PROGRAM):
         instead = _INSTEAD if flag in ("fusion", "bucket-mb") else "leave it out"
         raise StrategyError(
@@ -26,7 +26,8 @@ def refuse_for_manual(options: Options) -> None:
 
 
 def _without_effect(options: Options, kind: str) -> Iterator[str]:
-    """Yields the flags of the user's options that have no effect on this kind of model."""
+    """Yields the flags of options that the user gave, and that have no effect on this kind of
+    model."""
     defaults = Options()
     for named in (n for n in table(PlanOptions).values() if kind in n.option.decided):
         value, default = named.value(options), named.value(defaults)
@@ -50,8 +51,8 @@ def refuse_groups(options: Options) -> None:
 
 
 def refuse_for_dump(options: Options, path: Path, mesh: Mesh) -> None:
-    """Raises StrategyError for an option that has no effect on the dump `path`, whose sizes, mesh
-    and layouts are decided."""
+    """Raises StrategyError for an option that has no effect on a dump, in which sizes, mesh and
+    layouts are decided."""
     for flag in _without_effect(options, DUMP):
         if flag in ("mesh", "devices") and getattr(options, flag) in (mesh, mesh.size):
             continue
@@ -62,8 +63,7 @@ def refuse_for_dump(options: Options, path: Path, mesh: Mesh) -> None:
 
 
 def refuse_without_plan(options: Options) -> None:
-    """Raises StrategyError for an option that applies to a whole plan; `opt` does not make a
-    plan."""
+    """Raises StrategyError for an option that needs a whole plan; `opt` runs passes only."""
     is_searched = options.preset is None and options.strategy is None
     name = _first_of(
         {
@@ -79,7 +79,8 @@ def refuse_without_plan(options: Options) -> None:
 
 
 def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
-    """Raises StrategyError for an option of the search if there is no search."""
+    """Raises StrategyError for an option of the search if there is no search, because a preset, a
+    strategy or the model's annotations (`is_annotated`) decide."""
     is_open = options.preset is None and options.strategy is None and not is_annotated
     if options.search in (AUTO, EXHAUSTIVE) or (options.search is None and is_open):
         return
@@ -101,5 +102,5 @@ def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
 
 
 def _first_of(is_set: Mapping[str, bool]) -> str | None:
-    """The first option that is set."""
+    """Returns the first name whose value is True; None if there is none."""
     return next((name for name, value in is_set.items() if value), None)

@@ -37,12 +37,15 @@ def write_bundle(
     progress: Callable[[int], None] | None = None,
     ranks: Ranks = None,
 ) -> None:
-    """Writes a folder that gets the name `place` when it is complete. The folder has the sharded
-    encoder, if there is one, in a folder inside; the programs of steps for `shorter` samples, by
-    file; and copies of the `carried` files, by name.
+    """Writes a folder, which gets the name `place` once it is complete, in place of an older one.
+    With `ranks`, the files of these ranks are added to a folder with the same plan.
 
-    Replaces an old folder. With `ranks`, the files of these ranks are added to a folder that has
-    the same plan. Errors: OSError.
+    encoder  the plan of the encoder, which goes into a folder inside; None: there is none
+    shorter  the plans of the same step for shorter samples, by file
+    carried  files to copy, by their names in the folder
+    times    collects wall times
+
+    Errors: OSError.
     """
     extra: dict[str, Any] = {"progress": progress} if progress else {}
     plans, paths = [plan, *(plan for plan, _ in shorter.values())], [Path(plan.model), *shorter]
@@ -64,7 +67,7 @@ def write_bundle(
 
 
 def _write_encoder(folder: Path, plan: Plan, ctx: PassContext, ranks: Ranks) -> Digests:
-    """Writes a sharded encoder to the folder of its decoder; returns the digests of its
+    """Writes a sharded encoder into the folder of its decoder; returns the digests of its
     plan.json."""
     part = folder / ENCODER_PART
     part.mkdir()
@@ -75,14 +78,14 @@ def _write_encoder(folder: Path, plan: Plan, ctx: PassContext, ranks: Ranks) -> 
 
 
 def _have_same_plan(first: Path, second: Path) -> bool:
-    """True if two folders hold ranks of one sharded model."""
+    """True if two folders hold (maybe different) ranks of one sharded model."""
     files = first / PLAN, second / PLAN
     return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
 
 
 def check_chosen_ranks(ranks: Collection[int], size: int | None) -> None:
-    """Checks the ranks to write; `size` is the number of ranks, None if it is unknown. Errors:
-    StrategyError for a rank that does not exist."""
+    """Checks the ranks that are to be written, out of `size` (None: unknown). Errors: StrategyError
+    for a rank that does not exist."""
     if not ranks:
         raise StrategyError("--ranks names no rank; leave it out to write all of them")
     for rank in sorted(ranks):

@@ -1,2 +1,2 @@
-"""Reports: tables and pages of plans, comparisons of plans with traces, and of sharded with unsplit
-results."""
+"""Reports: text and HTML pages of plans, comparisons of plans with traces, and of sharded with
+unsplit results."""

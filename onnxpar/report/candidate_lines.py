@@ -1,4 +1,4 @@
-"""The text of a comparison of strategies."""
+"""The text that `plan --candidates` prints."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MEMORY = {
 
 
 def candidate_lines(candidates: Candidates) -> Iterator[str]:
-    """Yields the lines: a table of times and memory, a table of bytes by kind of collective, and
-    the strategies that do not apply."""
+    """Yields the lines of a comparison of strategies: a table of times and memory, a table of bytes
+    by kind of collective, and the strategies that do not apply."""
     yield f"{candidates.model} over {candidates.ranks} ranks, the fastest strategy first"
     of = "the longer of compute and communication" if candidates.objective != LATENCY else "latency"
     yield f"predicted milliseconds per run ({of}), and memory per rank:"
@@ -63,8 +63,8 @@ def _(candidates: Candidates) -> str:
 
 
 def _right(rows: list[tuple[str, ...]], head: tuple[str, ...]) -> Iterator[str]:
-    """Yields a table whose columns are aligned to the right, except the first: they are numbers
-    with units."""
+    """Yields the lines of a table of numbers with units: all columns but the first are aligned to
+    the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     first, *others = [
         (line[0], *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)))

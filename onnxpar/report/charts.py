@@ -1,5 +1,5 @@
 """HTML charts of compute, communication and memory over the time of a run. Bars stretch with the
-page, but text keeps its size."""
+width of the page, text does not."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ WIDTH = 1000
 """The width of a chart in SVG units, whatever its width on the screen."""
 LANES = ("compute", "communication")
 TICKS = 6
-"""The largest number of time marks after zero that fit on a phone."""
+"""Most time marks after zero on an axis, so that they fit on a phone."""
 _LANE, _CURVE, _MARGIN = 28, 140, 2
 _NEAR_END = 0.94
-"""Labels beyond this fraction of the width are placed to the left of their marks, to stay on the
-page."""
+"""Labels beyond this fraction of the width stand to the left of their marks, so that they stay on
+the page."""
 
 
 @dataclass
 class Bar:
-    """A bar of the timeline: a time, in seconds, in which a rank computes or communicates (`lane`).
-    `names` are the nodes."""
+    """A bar of the timeline: a rank computes or communicates (`lane`) from `start` for some
+    `seconds`. `names` are the nodes."""
 
     lane: str
     start: float
@@ -34,8 +34,8 @@ class Bar:
 
 
 def timeline(steps: Sequence[Step]) -> str:
-    """Returns a chart of a rank's steps in sequence: compute above, communication below.
-    Neighbouring bars that are too short to be visible are merged."""
+    """Returns a chart, as HTML, of the steps of a rank one after the other: compute above,
+    communication below. Neighbouring bars that are too short to see are merged."""
     total = seconds_of(steps)
     scale = WIDTH / total if total else 0.0
     lanes = [(lane, [bar for bar in bars(steps) if bar.lane == lane]) for lane in LANES]
@@ -58,7 +58,8 @@ def _rect(bar: Bar, scale: float) -> str:
 
 
 def memory_curve(steps: Sequence[Step]) -> str:
-    """Returns a chart of the bytes of live activations, over the same time axis as `timeline`."""
+    """Returns a chart, as HTML, of the bytes of live activations, over the same time axis as
+    `timeline`."""
     total = seconds_of(steps)
     scale = WIDTH / total if total else 0.0
     peak = max((step.alive for step in steps), default=0)
@@ -83,12 +84,12 @@ def memory_curve(steps: Sequence[Step]) -> str:
 
 
 def seconds_of(steps: Iterable[Step]) -> float:
-    """Returns the seconds of all steps together."""
+    """Returns the predicted seconds of all steps together."""
     return sum(step.predicted.total for step in steps)
 
 
 def bars(steps: Iterable[Step]) -> Iterator[Bar]:
-    """Yields for each step a bar of its compute, followed by a bar of its communication."""
+    """Yields a bar of the compute of each step, followed by a bar of its communication."""
     start = 0.0
     for step in steps:
         name = f"{step.op} {step.name}"
@@ -102,8 +103,8 @@ def bars(steps: Iterable[Step]) -> Iterator[Bar]:
 
 
 def merged(lane: Iterable[Bar], least: float) -> list[Bar]:
-    """Merges bars of a lane that are shorter than `least` with neighbours closer than `least`, both
-    in seconds; returns the bars."""
+    """Returns the bars of a lane, in which bars shorter than `least` seconds are merged with
+    neighbours that are nearer than `least` seconds."""
     joined: list[Bar] = []
     for bar in lane:
         last = joined[-1] if joined else None
@@ -117,8 +118,8 @@ def merged(lane: Iterable[Bar], least: float) -> list[Bar]:
 
 
 def ticks(total: float) -> list[tuple[float, str]]:
-    """Returns the marks of a time axis, (position from 0 to 1, label), for a total in milliseconds.
-    Marks are 1, 2 or 5 times a power of ten apart."""
+    """Returns the marks of a time axis of `total` milliseconds, as (position from 0 to 1, label).
+    They are 1, 2 or 5 times a power of ten milliseconds apart."""
     if total <= 0:
         return [(0.0, "0 ms")]
     least = total / TICKS

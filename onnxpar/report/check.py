@@ -1,4 +1,5 @@
-"""Shards a model, runs it on its ranks, and compares it with the unsplit model."""
+"""The command `check`: shards a model, runs it on its ranks, and compares its outputs with those of
+the unsplit model."""
 
 from __future__ import annotations
 
@@ -48,23 +49,23 @@ from onnxpar.trainer.rates import check_rate
 from onnxpar.trainer.trainer import Trainer, check_step
 
 STEPS, RATE = 50, 0.01
-"""Default number of steps and learning rate of a check of training."""
+"""Default number of steps, and learning rate, of a check of training."""
 NOTHING = "no output is replicated on several ranks, so there is nothing to compare"
 Inputs = str | os.PathLike[str] | Mapping[str, Any] | None
-"""An .npz file, arrays by input name, or None."""
+"""The user's inputs: an .npz file, arrays by input name, or None."""
 
 
 _RESIZES: tuple[Callable[[int], int], ...] = (
     *(partial(lambda part, n: max(n // part, 1), 2**i) for i in range(7)),
     *(partial(lambda size, n: size, 2**i) for i in range(6, 10)),
 )
-"""Functions from an open size of the plan's example to a size to try, for models that do not run at
-the typical sizes. They return the same size, then smaller ones, and then larger ones that are equal
-for all symbols, for models that need many elements."""
+"""For models that do not run at the typical sizes: functions from an open size of the plan's
+example to the size to try next. They return the same size, then smaller ones, and then large ones
+that are equal for all symbols, for models that need many elements."""
 _SECONDS = 5.0
-"""Limit for trying further sizes, in seconds, once the outputs agree at one."""
+"""Seconds for trying further sizes, once the outputs agree at one."""
 _MOST_ELEMENTS = 1 << 25
-"""The largest number of elements of random inputs at sizes above those of the plan's example."""
+"""Random inputs have at most this many elements, at larger sizes than in the plan's example."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Check(Shown):
     """The result of a check.
 
     report     the comparison of every output
-    title      the heading for a training run
+    title      the heading, for a training run
     made_up    descriptions of the inputs that were random because the user gave none
     elsewhere  a sentence on other open sizes: that the outputs agree there, or that `report` has
                the first sizes at which they differ; for a training run, the gradients that were not
@@ -107,12 +108,12 @@ class Check(Shown):
         return self.report.ok
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the check as JSON data, with the plan in the form of plan.json."""
+        """Returns the check as JSON value, with the plan as in plan.json."""
         told = {"made_up": list(self.made_up), "elsewhere": self.elsewhere}
         return {**self.report.to_json(), **told, "plan": self.plan.to_json()}
 
     def text(self) -> str:
-        """Returns the output of the command: the plan, and a table of outputs with their errors."""
+        """Returns what the command prints: the plan, and a table of outputs with their errors."""
         lines = plan_lines(self.plan.to_json(), full=not self.title)
         table = self.report.text() if self.report.rows else NOTHING
         made_up = [f"random inputs: {'; '.join(self.made_up)}"] if self.made_up else []
@@ -132,9 +133,14 @@ def check_model(
     progress: Callable[[int], None] | None = None,
     tell: Callable[[str], None] = quietly,
 ) -> Check:
-    """Shards a model with `options` into a temporary folder, runs it, and compares it with the
-    unsplit model as `way` says. Calls `progress` with the bytes of weights during writing, and
-    `tell` with a text before each step, and an empty text at the end. Errors: OnnxparError."""
+    """Shards a model into a temporary folder, runs it, and compares it with the unsplit model.
+
+    way       what to run and compare, and with which tolerances
+    progress  called with the number of bytes of weights that were written since the last call
+    tell      called with a text before each step, and with an empty text at the end
+
+    Errors: OnnxparError.
+    """
     try:
         return _checked(model, options, way, progress, tell)
     finally:
@@ -148,6 +154,7 @@ def _checked(
     progress: Callable[[int], None] | None,
     tell: Callable[[str], None],
 ) -> Check:
+    """`check_model` without the last call of `tell`; takes its parameters."""
     refuse_paging(options, "check")
     is_manual = options.preset == MANUAL
     close = _tolerance(way, is_manual)
@@ -213,7 +220,8 @@ def _checked(
 
 
 def _beside(report: Report, plan: Plan, bundle: Bundle, feeds: Mapping[str, Any]) -> Report:
-    """The report with the plan's predicted times of a run of these feeds, if there are any."""
+    """Returns the report with the plan's predicted times, if they are for the sizes of these
+    feeds."""
     times, predicted = report.times, plan.predicted
     arrays = {name: array.shape for name, array in feeds.items() if isinstance(array, np.ndarray)}
     sizes = dict(zip(bundle.symbols, bundle.sizes(arrays), strict=True))
@@ -229,10 +237,14 @@ def _elsewhere(
     report: Report,
     made_up: list[str],
 ) -> tuple[Report, list[str], str]:
-    """Compares the outputs at size 1 and at the compiler's sample sizes: odd and even, small and
-    large, on both sides of the numbers with which the model compares sizes. `at` compares at given
-    sizes; `report` and `made_up` are its results at the usual ones. Returns these, or the results
-    at the first sizes at which the outputs differ, and a sentence."""
+    """Compares the outputs also at size 1 and at the compiler's sample sizes: odd and even, small
+    and large, on both sides of the numbers with which the model compares sizes. Returns the results
+    at the first sizes where the outputs differ, else `report` and `made_up`; and a sentence about
+    this.
+
+    at               compares at given sizes
+    report, made_up  the results of `at` at the usual sizes
+    """
     if not plan.samples:
         return report, made_up, ""
     wanted = [dict.fromkeys(plan.samples[0], 1), *reversed(plan.samples)]
@@ -258,8 +270,8 @@ def _elsewhere(
 
 @contextmanager
 def _own_place(model: Path) -> Iterator[Path]:
-    """Yields a path for the sharded model in a temporary folder. Errors name the model instead,
-    since the folder is gone by then."""
+    """A block with a path for a sharded model in a temporary folder. Errors in it name `model` in
+    place of that path, which is gone by the time the user reads them."""
     with OwnFolder() as folder:
         par = folder / "model.par"
         try:
@@ -270,8 +282,8 @@ def _own_place(model: Path) -> Iterator[Path]:
 
 
 def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
-    """Returns the tolerances that the user gave, if any. Errors: InputError for options that cannot
-    be combined."""
+    """Returns the tolerances that the user gave; None: the usual ones. Errors: InputError for
+    options that do not go together."""
     if way.seed < 0:
         raise InputError(f"--seed {way.seed}: must be at least 0")
     check_timeout(way.timeout)
@@ -295,8 +307,7 @@ def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
 
 
 def _check_training(model: Path, options: Options, way: Way) -> Check:
-    """Checks a training step over as many steps as `way` says; each step starts from the states of
-    the previous one."""
+    """Checks a training step over several steps; each starts from the states of the step before."""
     steps = STEPS if way.steps is None else way.steps
     lr = RATE if way.lr is None else way.lr
     if steps < 1:
@@ -325,7 +336,7 @@ def _check_training(model: Path, options: Options, way: Way) -> Check:
 
 
 def _trained(plan: Plan) -> str:
-    """Returns a text with the number of weights and elements that a training step trains."""
+    """Returns `N parameters of M elements are trained`."""
     names = {slot.input for slot in (plan.step.parameters if plan.step else ())}
     shapes = [port.shape or () for port in plan.inputs if port.name in names]
     count = sum(math.prod(size or 0 for size in shape) for shape in shapes)
@@ -333,8 +344,8 @@ def _trained(plan: Plan) -> str:
 
 
 def _batches(way: Way, plan: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """Yields batches without end: of the data that `way` has, in order (offsets of bags need that),
-    epoch after epoch; or random ones."""
+    """Yields batches without end: of the user's data in order (offsets of bags need that), epoch
+    after epoch; or random ones."""
     data = None if way.inputs is None else trainer.batches_of(way.inputs)
     specs = [s for s in trainer.bundle.input_specs if s[0] in trainer.spec.data]
     ranges = {name: r for name, r in plan.ranges.items() if name in trainer.spec.data}
@@ -346,9 +357,10 @@ def _batches(way: Way, plan: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]
 
 
 def _sizes_to_try(plan: Plan, bundle: Bundle) -> Iterator[dict[str, int]]:
-    """Yields combinations of sizes, by symbol, in the order of trying: the typical ones, then those
-    of `_RESIZES`. Unless the user gave the typical sizes, a variant comes first: sharded sizes
-    below the number of ranks grow, so that every rank has elements, in uneven shards."""
+    """Yields sizes of symbols in the order in which to try them: the typical ones, then sizes by
+    _RESIZES. Unless the user gave the typical sizes, a variant of these comes first, in which split
+    sizes below the number of ranks are larger, so that every rank has elements, in uneven shards.
+    """
     uneven = 2 * plan.mesh.size - 1
     for typical, _ in plan.typical[:1]:
         sizes = dict(typical)
@@ -370,10 +382,10 @@ def _feeds(
     bundle: Bundle,
     chosen: Mapping[str, int],
 ) -> tuple[dict[str, Any], list[str], bool]:
-    """Returns the user's feeds, completed by random ones; a text with name, type and shape of each
-    random feed; and True if the user's feeds leave an open size undetermined. Such a size is that
-    in `chosen`, unless it contradicts other sizes. Errors: InputError if the random feeds would
-    have too many elements."""
+    """Completes the user's feeds by random ones. Returns all feeds; a text with name, type and
+    shape of each random feed; and True if the user's feeds leave an open size undetermined. The
+    size in `chosen` is then used, unless it contradicts other sizes. Errors: InputError if the
+    random feeds would have too many elements."""
     specs = bundle.input_specs
     feeds: dict[str, Any] = {}
     if isinstance(way.inputs, Mapping):
@@ -429,8 +441,8 @@ def _consistent(
     fed: Collection[str],
 ) -> tuple[dict[str, int], Mapping[str, Range]]:
     """Returns sizes that the model accepts, by symbol, and the range of each integer input at these
-    sizes. Sizes in `fed` stay; others change if they contradict fed sizes or each other: for
-    example, the length of a mask must be the sum of the lengths of past and present."""
+    sizes. Starts from `sizes` and changes sizes that contradict each other: the length of a mask
+    must be the sum of past and present lengths. Symbols in `fed` keep their sizes."""
     if not bundle.symbols or options.preset == MANUAL:
         return dict(sizes), plan.ranges
     split = {s for s in bundle.symbols if _splits(bundle, s, sizes)}
@@ -443,7 +455,7 @@ def _consistent(
 
 
 def _splits(bundle: Bundle, symbol: str, sizes: Mapping[str, int]) -> bool:
-    """True if an input or output is sharded along a dimension whose size depends on this symbol."""
+    """True if an input or output is split along a dimension whose size depends on this symbol."""
     ports = (*bundle.inputs.values(), *bundle.outputs.values())
     layouts = [(p.shape, p.layout_at(sizes)) for p in ports if symbol in p.symbols]
     return any(

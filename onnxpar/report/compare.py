@@ -33,7 +33,7 @@ TOLERANCES: Mapping[str, float] = {
     "float16": 5e-3,
     "bfloat16": 4e-2,
 }
-"""The largest allowed error by dtype, relative to the largest magnitude of the reference. Values of
+"""Largest allowed error by dtype, relative to the largest magnitude of the reference. Values of
 other dtypes must be equal."""
 COLUMNS = 100
 MOVED = (
@@ -44,26 +44,27 @@ MOVED = (
     "sorts.",
 )
 UNLIMITED = 0.01
-"""An error above this in a row without a tolerance is explained."""
+"""An error above this, in a row without a tolerance, is explained below the table."""
 TIMED_RUNS, TIMED_SECONDS = 5, 1.5
-"""The largest number of timed runs of each model, and of seconds for them together."""
+"""Each model is run for timing at most TIMED_RUNS times, and for at most TIMED_SECONDS seconds."""
 
 
 def quietly(text: str) -> None:
-    """Ignores a progress text."""
+    """A `tell` function that ignores its text."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of one output.
+    """The comparison of one output with its reference.
 
-    error    the largest error, relative to the largest magnitude of the reference; for values that
-             must be equal, the fraction of elements that differ
-    fault    a difference that `error` cannot express (another dtype or shape, NaN at other places);
-             else empty
-    off      the largest absolute error, for floats
-    largest  the largest magnitude of the reference, for floats
-    blank    the fraction of elements that are NaN in both, and so are not compared
+    error      the largest error, relative to the largest magnitude of the reference; for values
+               that must be equal, the fraction of elements that differ
+    tolerance  the largest error that is allowed
+    fault      a difference that `error` cannot express (another dtype or shape, NaN at other
+               places); else empty
+    off        the largest absolute error, for floats
+    largest    the largest magnitude of the reference, for floats
+    blank      the fraction of elements that are NaN in both, and so are not compared
     """
 
     name: str
@@ -83,7 +84,8 @@ class Comparison:
 
     @property
     def badness(self) -> tuple[bool, float]:
-        """A sort key: the error as a fraction of the tolerance; outputs with a fault come last."""
+        """A key for sorting: (has a fault, error as a fraction of the tolerance); the worst output
+        is the largest."""
         if not self.tolerance:
             return bool(self.fault), math.inf if self.error else 0.0
         return bool(self.fault), self.error / self.tolerance
@@ -92,7 +94,7 @@ class Comparison:
 @dataclass(frozen=True)
 class Closeness:
     """A tolerance for each element, `atol + rtol * abs(reference)`, as in `numpy.allclose`. The
-    error is then the largest ratio of a difference to its tolerance."""
+    error of an output is then the largest ratio of a difference to its tolerance."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -111,8 +113,9 @@ class Closeness:
 class Times:
     """Seconds of a run.
 
-    unsplit, sharded  the unsplit model, and the sharded one on `ranks` ranks: the shortest of a few
-                      runs after the first; or the first, if that takes longer than TIMED_SECONDS
+    unsplit, sharded  of the unsplit model, and of the sharded one on `ranks` ranks: the shortest of
+                      a few runs after the first; or the first, if that takes longer than
+                      TIMED_SECONDS
     predicted         the plan's predictions of both, for these sizes
     """
 
@@ -137,7 +140,8 @@ class Times:
 
 
 def _ms(seconds: float, predicted: float | None) -> str:
-    """The milliseconds of a run, beside the predicted ones; short runs get one more digit."""
+    """The milliseconds of a run, and behind them the predicted ones in parentheses; short runs get
+    one more digit."""
     digits = 2 if seconds >= 1e-3 else 3
     beside = "" if predicted is None else f" ({predicted * 1e3:.{digits}f} predicted)"
     return f"{seconds * 1e3:.{digits}f} ms{beside}"
@@ -145,13 +149,13 @@ def _ms(seconds: float, predicted: float | None) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """The comparison of every output."""
+    """The comparison of every output, one row each."""
 
     rows: tuple[Comparison, ...]
     times: Times | None = None
     moved: Mapping[str, float] = field(default_factory=dict, kw_only=True)
-    """Changes of results of the unsplit model by rounding, by output. Measured only if an error
-    exceeds its usual tolerance."""
+    """The change of each result of the unsplit model by rounding, by output. Measured only if an
+    error exceeds its usual tolerance."""
 
     @property
     def ok(self) -> bool:
@@ -160,17 +164,17 @@ class Report:
 
     @property
     def worst(self) -> Comparison:
-        """The worst output, by `badness`."""
+        """The output with the largest `badness`."""
         return max(self.rows, key=lambda row: row.badness)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the comparison as JSON data, with times in seconds."""
+        """Returns the comparison as JSON value, with times in seconds."""
         outputs = [{**asdict(row), "shape": list(row.shape), "ok": row.ok} for row in self.rows]
         times = None if self.times is None else asdict(self.times)
         return {"ok": self.ok, "outputs": outputs, "times": times, "moved": dict(self.moved)}
 
     def text(self) -> str:
-        """Returns a table of at most 100 columns, and the worst output."""
+        """Returns a table of at most 100 columns, a line about the worst output, and warnings."""
         width = min(max(len(name) for name in ("output", *(row.name for row in self.rows))), 36)
         header = f"{'output':{width}}  {'dtype':8}  {'shape':18}  {'error':>8}  {'allowed':>8}"
         lines = [header, *(_line(row, width) for row in self.rows)]
@@ -196,12 +200,15 @@ def compare(
     timed: bool = False,
     tell: Callable[[str], None] = quietly,
 ) -> Report:
-    """Runs the unsplit model and the sharded one on the same feeds and compares every output.
+    """Runs the unsplit model and the sharded one on the same feeds, and compares every output.
 
-    `par` is a model.par folder or an open session. `tolerances` replaces entries of TOLERANCES, by
-    dtype; `close` replaces all tolerances. With `timed`, both models run a few more times. Calls
-    `tell` with a text before each step. Errors: ModelError if the unsplit model does not load;
-    InputError; RankError.
+    par         a model.par folder, or an open session
+    tolerances  by dtype, in place of entries of TOLERANCES
+    close       in place of all tolerances
+    timed       True: both models run a few more times, to be timed
+    tell        called with a text before each step
+
+    Errors: ModelError if the unsplit model does not load; InputError; RankError.
     """
     if not isinstance(par, Session):
         with InferenceSession(par) as session:
@@ -245,14 +252,13 @@ def compare(
 
 
 def is_far(row: Comparison) -> bool:
-    """True if a result fails only because of a large error, which the model's sensitivity to
-    rounding may explain."""
+    """True if an output fails only because of a large error, which rounding may explain."""
     return not row.ok and not row.fault
 
 
 def judged(row: Comparison, moved: Mapping[str, float]) -> Comparison:
-    """Returns the comparison; if its error is too large, with a tolerance for the effect of
-    rounding that was measured on the unsplit model (`moved`, by output)."""
+    """Returns the comparison; if its error is too large, with a tolerance that allows for the
+    effect of rounding on the unsplit model (`moved`, by output)."""
     if not is_far(row):
         return row
     return replace(row, tolerance=max(row.tolerance, MARGIN * moved.get(row.name, 0.0)))
@@ -266,8 +272,8 @@ def _clocked(run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], float]:
 
 
 def shortest(run: Callable[[], dict[str, Any]], first: float) -> float:
-    """Runs a few times, and returns the seconds of the shortest run. `first` is the seconds of an
-    earlier run; returns it if another run is expected to take longer than TIMED_SECONDS."""
+    """Repeats a run, and returns the seconds of the shortest one. `first` is the seconds of an
+    earlier run, and the result if another run would take longer than TIMED_SECONDS."""
     seconds: list[float] = []
     expected = first
     while len(seconds) < TIMED_RUNS and sum(seconds) + expected <= TIMED_SECONDS:
@@ -283,8 +289,8 @@ def compare_arrays(
     tolerances: Mapping[str, float] = TOLERANCES,
     close: Closeness | None = None,
 ) -> Comparison:
-    """Compares an output, `given`, with its reference; `tolerances` are by dtype, and `close`
-    replaces them for numbers."""
+    """Returns the comparison of an output (`given`; None: missing) with its reference. `tolerances`
+    are by dtype; `close`, if there is one, replaces them for numbers."""
     dtype, shape = reference.dtype, reference.shape
     error, fault, off, largest, blank = 0.0, "", 0.0, 0.0, 0.0
     if given is None:
@@ -321,8 +327,8 @@ def _run(session: Session, feeds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _float_error(given: Array, reference: Array) -> tuple[float, float, str]:
-    """Returns the largest absolute error, the largest finite magnitude of the reference, and a
-    fault, such as NaN at other places."""
+    """Returns (largest absolute error, largest finite magnitude of the reference, fault), such as
+    the fault "NaN in different places"; empty if there is none."""
     a, b = given.astype(np.float64), reference.astype(np.float64)
     finite = np.isfinite(b)
     if not np.array_equal(np.isnan(a), np.isnan(b)):
@@ -334,7 +340,8 @@ def _float_error(given: Array, reference: Array) -> tuple[float, float, str]:
 
 
 def _unlimited_lines(rows: Iterable[Comparison]) -> list[str]:
-    """Returns an explanation of large errors without a tolerance."""
+    """Returns lines that explain large errors in rows without a tolerance; empty if there are
+    none."""
     far = [row for row in rows if math.isinf(row.tolerance) and row.error > UNLIMITED]
     if not far:
         return []
@@ -350,7 +357,7 @@ def _unlimited_lines(rows: Iterable[Comparison]) -> list[str]:
 
 
 def _blank_line(row: Comparison) -> str:
-    """Returns a warning about elements that are not compared because they are NaN."""
+    """Returns a warning about elements that are NaN in both, and so are not compared."""
     much = "all of it" if row.blank == 1 else f"{row.blank:.1%} of it"
     return (
         f"warning: {row.name}: {much} is NaN both on the ranks and in the unsplit model, so it is "
@@ -359,7 +366,8 @@ def _blank_line(row: Comparison) -> str:
 
 
 def _loose_line(name: str, moved: float) -> str:
-    """Returns a warning about a result for which even a correct run may have a large error."""
+    """Returns a warning about a result that even correct runs change so much that comparing it
+    proves little."""
     return (
         f"warning: rounding alone changes {name} by {moved:.0%} in the unsplit model, so comparing "
         "it proves little"

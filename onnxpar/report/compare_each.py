@@ -1,4 +1,5 @@
-"""Finds the first tensor in which a sharded model differs from the unsplit one."""
+"""Finds the first tensor, in the order of the graph, in which a sharded model differs from the
+unsplit one (`check --each`)."""
 
 from __future__ import annotations
 
@@ -27,13 +28,17 @@ from onnxpar.report.unsplit import Unsplit
 from onnxpar.runtime.session.session import Session
 
 SLICE_BYTES = 256 << 20
-"""The bytes of tensors that are compared at a time; both models' results are in memory."""
+"""Tensors of at most this many bytes are compared at a time, because the results of both models are
+in memory."""
 
 
 @dataclass(frozen=True)
 class EachReport(Report):
-    """The comparison of the outputs, and the first tensor that differs; `node` names the op and
-    node that computes it. `compared` is the number of compared tensors."""
+    """The comparison of the outputs, and the first tensor that differs (None: none does).
+
+    compared  the number of compared tensors
+    node      the op and name of the node that computes the first tensor that differs
+    """
 
     compared: int = 0
     first: Comparison | None = None
@@ -45,7 +50,7 @@ class EachReport(Report):
         return self.first is None and super().ok
 
     def text(self) -> str:
-        """Returns the table of the outputs, and the first tensor that differs."""
+        """Returns the table of the outputs, and a line about the first tensor that differs."""
         count = f"{self.compared} tensors that both models have were compared in the model's order"
         if self.first is None:
             return f"{super().text()}\n{count}: all agree"
@@ -59,16 +64,16 @@ class EachReport(Report):
 
 
 def inner_tensors(model: str | os.PathLike[str]) -> list[str]:
-    """Returns the results of a model's nodes in order, except the model's outputs, and except
-    results in the bodies of If, Loop and Scan. Errors: ModelError."""
+    """Returns the names of the results of a model's nodes, in order; without its outputs, and
+    without results in bodies of If, Loop and Scan. Errors: ModelError."""
     graph = read_model(model).graph
     own = {port.name for port in graph.output}
     return [name for name in _results(graph) if name not in own]
 
 
 def _results(graph: onnx.GraphProto) -> dict[str, str]:
-    """Returns the results of nodes in order, each with the op and name of the node that computes
-    it."""
+    """Returns the results of nodes in order, each with the op and name of its node: {"y": "MatMul
+    'fc1'"}."""
     return {
         name: f"{node.op_type} {node.name!r}" if node.name else node.op_type
         for node in graph.node
@@ -83,8 +88,8 @@ def compare_each(
     feeds: Mapping[str, Any],
     close: Closeness | None = None,
 ) -> EachReport:
-    """Compares every output of the session, which has inner tensors as outputs, in the model's
-    order.
+    """Compares every output of the session, among which are inner tensors, in the order of the
+    model's graph.
 
     Both models run several times, so that at most SLICE_BYTES of results are in memory at a time.
     Errors: ModelError if the unsplit model does not load; InputError; RankError.
@@ -123,8 +128,8 @@ def compare_each(
 def _slices(
     outputs: Sequence[str], shapes: Mapping[str, Sequence[int | None]]
 ) -> Iterator[list[str]]:
-    """Divides outputs into groups to compare at a time, each of at most SLICE_BYTES or a single
-    output."""
+    """Divides outputs into groups to compare at a time: of at most SLICE_BYTES in all, or of a
+    single output."""
     names: list[str] = []
     held = 0
     for name in outputs:

@@ -1,4 +1,5 @@
-"""Compares strategies: predicted time, bytes that a rank sends, and memory of a rank."""
+"""Compares strategies for a model (`plan --candidates`): predicted time, bytes that a rank sends,
+memory of a rank."""
 
 from __future__ import annotations
 
@@ -27,23 +28,23 @@ from onnxpar.strategy.table_parallel import TABLES
 from onnxpar.strategy.training_presets import SEQUENCE, ZERO_STAGES
 
 ONE_RANK = "one rank"
-"""The name, in tables, of the unsplit model on one rank."""
+"""The name of the unsplit model on one rank, in tables."""
 MOST_HYBRIDS = 6
-"""The largest number of meshes of two axes to try; they are evenly spaced among all factorizations
-of the number of ranks."""
+"""At most this many meshes of two axes are tried, evenly spaced among all factorizations of the
+number of ranks."""
 _SAME = 1e-9
-"""Two predictions that differ by less than this, in seconds, count as equal."""
+"""Predictions that differ by fewer seconds count as equal."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that applies.
+    """A strategy that could be planned.
 
     predicted  predicted time of a run
     seconds    the predicted time as the objective counts it
     sent       bytes that a rank sends, by kind of collective
     memory     bytes of memory of a rank, by kind
-    explained  the plan, step by step
+    explained  the plan, step by step; None for all candidates but the fastest
     """
 
     strategy: str
@@ -56,12 +57,12 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The strategy and its mesh."""
+        """The strategy and its mesh as text: `tensor-parallel tp=4`."""
         return self.strategy if self.strategy == ONE_RANK else f"{self.strategy} {self.mesh}"
 
     @property
     def held(self) -> int:
-        """Bytes of memory of a rank in total."""
+        """Bytes of memory that a rank needs in all."""
         return sum(self.memory.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Refused:
-    """A strategy that does not apply, and the reason."""
+    """A strategy that could not be planned for this model, and why."""
 
     strategy: str
     mesh: str
@@ -87,7 +88,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Candidates(Shown):
-    """The strategies that were tried for a model, best first by `objective`."""
+    """The strategies that were tried for a model: strategies that apply (`found`, best first by
+    `objective`), strategies that do not (`refused`), and the unsplit model."""
 
     model: str
     ranks: int
@@ -98,18 +100,18 @@ class Candidates(Shown):
 
     @property
     def rows(self) -> list[Candidate]:
-        """All candidates, and the unsplit model on one rank, fastest first."""
+        """The strategies that apply and the unsplit model on one rank, fastest first."""
         return sorted([*self.found, self.one_rank], key=_order)
 
     @property
     def winner(self) -> Candidate:
-        """The fastest candidate; of equally fast ones, the one with the least memory."""
+        """The fastest strategy; of equally fast ones, the one with the least memory."""
         return self.found[0]
 
     @property
     def why(self) -> str:
-        """A sentence about the time that the winner saves, compared with the next slower
-        candidate."""
+        """A sentence that says by how much, and in what, the winner is faster than the next slower
+        strategy."""
         best = self.winner
         slower = [c for c in self.found if c.seconds > best.seconds + _SAME]
         equal = [c.label for c in self.found[1 : len(self.found) - len(slower)]]
@@ -137,7 +139,7 @@ class Candidates(Shown):
 
     @property
     def _alone(self) -> str:
-        """A sentence if several ranks are no faster than one; else empty."""
+        """The end of that sentence if several ranks are no faster than one; else empty."""
         if self.one_rank.seconds > self.winner.seconds + _SAME:
             return ""
         return f"; one rank alone takes no longer, {_ms(self.one_rank.seconds)}"
@@ -156,9 +158,9 @@ class Candidates(Shown):
 
 
 def choices(path: Path, options: Options) -> list[Options]:
-    """Returns options for each strategy to try: every preset and the search, each on the given mesh
-    or else on meshes that suit it. Errors: StrategyError if the options already name a strategy, or
-    no number of ranks."""
+    """Returns the options of each strategy to try: every preset and the search, each on the user's
+    mesh, or if there is none, on meshes that suit it. Errors: StrategyError if the options already
+    name a strategy, or no number of ranks."""
     if options.preset is not None or options.search is not None:
         raise StrategyError(
             "--candidates compares presets and the search; leave --preset and --search out"
@@ -196,7 +198,7 @@ def _meshes(preset: str, devices: int) -> Iterator[Mesh]:
 
 
 def try_each(path: Path, each: Sequence[Options], loader: Loader) -> Iterator[Candidate | Refused]:
-    """Yields the outcome of each strategy, and reports the current one as progress."""
+    """Yields the outcome of each strategy in `each`, and shows the current one as progress."""
     for count, options in enumerate(each, 1):
         named = f"{options.preset or options.search} {options.mesh or ''}".strip()
         patience = options.objective.patience.telling(f"{count} of {len(each)}, {named}")
@@ -205,8 +207,7 @@ def try_each(path: Path, each: Sequence[Options], loader: Loader) -> Iterator[Ca
 
 
 def try_candidate(path: Path, options: Options, loader: Loader) -> Candidate | Refused:
-    """Plans the model with one strategy; returns the candidate, or the reason why the strategy does
-    not apply."""
+    """Plans the model with one strategy; returns its times and memory, or why it does not apply."""
     strategy = options.preset or options.search or ""
     try:
         explained = explain(path, options, loader)
@@ -216,8 +217,8 @@ def try_candidate(path: Path, options: Options, loader: Loader) -> Candidate | R
 
 
 def on_one_rank(path: Path, options: Options, loader: Loader) -> Candidate:
-    """Plans the unsplit model on one rank (of different devices, the fastest), without a memory
-    limit."""
+    """Plans the unsplit model on one rank, without a memory limit; if devices differ, on the
+    fastest."""
     topology = options.topology
     if topology is not None and topology.devices:
         each = [replace(topology, device=d, devices=()) for d in dict.fromkeys(topology.devices)]
@@ -244,8 +245,8 @@ def _candidate(strategy: str, explained: Explained, options: Options) -> Candida
 def fastest_first(
     model: str, objective: str, tried: Iterable[Candidate | Refused], one_rank: Candidate
 ) -> Candidates:
-    """Sorts the candidates in `tried` by their time as the objective counts it, and returns the
-    comparison. Only the fastest keeps its plan's steps. Errors: StrategyError if no strategy
+    """Returns the comparison of the strategies in `tried`, sorted by their time as the objective
+    counts it. Only the fastest keeps the steps of its plan. Errors: StrategyError if no strategy
     applies."""
     kept: list[Candidate] = []
     refused: list[Refused] = []

@@ -1,4 +1,5 @@
-"""Compares the predictions of the cost model with the times measured in a trace.
+"""Compares the times that a plan predicts with the times in a trace of recorded runs (`plan
+--compare`).
 
 onnxruntime fuses nodes, and lowering replaces one node by several. So times are compared for sets
 of nodes of the global graph: the smallest ones such that each event of the trace belongs to one
@@ -36,8 +37,12 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """A node of the global graph. `always` is True if every run executes it, because it is in no
-    subgraph. `predicted` is None for a node that a pass added without a rule."""
+    """A node of the global graph with its predicted time.
+
+    predicted      None for a node without a sharding rule, which a pass has added
+    is_collective  True for a reshard by a collective
+    always         True if every run executes it, because it is not in the body of a branch or loop
+    """
 
     op: str
     predicted: Prediction | None
@@ -45,8 +50,8 @@ class PlannedNode:
     always: bool
 
     def weighted(self, weight: float, other: PlannedNode | None) -> PlannedNode:
-        """Returns a copy whose time is multiplied by `weight`, plus the time of `other`, the same
-        node at other sizes."""
+        """Returns a copy whose time is multiplied by `weight`, plus the time of `other`: the same
+        node at other sizes, or None. For weighted means."""
         if self.predicted is None:
             return self
         before = Prediction(0.0, 0.0)
@@ -60,8 +65,8 @@ class PlannedNode:
 
 
 class PlannedNodes(Observer):
-    """Collects the nodes of a run of a plan, by name, with means of their predicted times over the
-    sizes of runs, or else over typical sizes."""
+    """An observer that collects the nodes of a run of a plan, by name, with their predicted times:
+    means over `sizes`, the sizes of recorded runs, or if that is empty, over typical sizes."""
 
     def __init__(self, sizes: Sequence[Profile]) -> None:
         self.priced_at = sizes
@@ -77,9 +82,8 @@ class PlannedNodes(Observer):
 def planned_nodes(
     graph: gs.Graph, sharding: ShardingState, apart: Collection[str] = ()
 ) -> dict[str, PlannedNode]:
-    """Returns the nodes of a run with their predicted times, by name. The graph must have its
-    reshard nodes (after insert-collectives). Leaves out nodes that only the outputs `apart`
-    need."""
+    """Returns the nodes of a run with their predicted times, by name, from a graph with reshard
+    nodes (after insert-collectives). Leaves out nodes that only the outputs `apart` need."""
     nodes = nodes_of_run(graph, apart)
     within = list(nodes_within(nodes))
     predicted = predict_nodes(within, sharding)
@@ -96,8 +100,9 @@ def planned_nodes(
 
 
 def compare_trace(trace: Trace, plan: Plan, nodes: Mapping[str, PlannedNode]) -> Comparison:
-    """Compares the runs of a trace, except evaluations, with the predictions in `nodes`. Errors:
-    StrategyError if the trace is of another plan, InputError if it has no runs."""
+    """Compares the times of runs in a trace, except evaluations, with the times that the plan
+    predicts (`nodes`). Errors: StrategyError if the trace is of another plan, InputError if it has
+    no runs."""
     lengths = trace.lengths()
     if not lengths:
         raise InputError("the trace has no runs; record some with `onnxpar run --profile`")
@@ -125,7 +130,8 @@ def compare_trace(trace: Trace, plan: Plan, nodes: Mapping[str, PlannedNode]) ->
 def _check_same(
     trace: Trace, events: Sequence[Event], plan: Plan, nodes: Mapping[str, PlannedNode]
 ) -> None:
-    """Errors: StrategyError if the trace is of another plan."""
+    """Raises StrategyError if the trace is of another plan: of another mesh, or with other
+    collectives."""
     if tuple(trace.mesh) != plan.mesh.shape:
         was = ",".join(f"{name}={size}" for name, size in trace.mesh)
         raise StrategyError(f"the trace is of the mesh {was}, the plan of {plan.mesh}; {_REMEDY}")
@@ -191,6 +197,7 @@ def _row(
     runs: int,
     nodes: Mapping[str, PlannedNode],
 ) -> Computed:
+    """Returns the times of one set of nodes from their events in all recorded runs."""
     of = [nodes[name] for name in names]
     ops = dict.fromkeys(f"around {n.op}" if n.is_collective else n.op for n in of)
     predicted = sum_known(n.predicted.compute if n.predicted else None for n in of)
@@ -200,19 +207,19 @@ def _row(
 
 
 def _keys(event: Event) -> tuple[str, ...]:
-    """Returns the names that an event joins into one set: the nodes that it computes or, for a node
-    that onnxruntime added, a name for that node alone."""
+    """Returns the names that an event joins into one set: the nodes that it computes; for a node
+    that onnxruntime added, a name of its own."""
     return event.nodes or (f"{event.name}\0{event.op}",)
 
 
 class _Sets:
-    """Disjoint sets of names."""
+    """Disjoint sets of names (union-find)."""
 
     def __init__(self) -> None:
         self._above: dict[str, str] = {}
 
     def find(self, name: str) -> str:
-        """Returns the name that represents the set of `name`."""
+        """Returns the representative of the set that contains `name`."""
         while (above := self._above.get(name, name)) != name:
             name = above
         return name
@@ -230,9 +237,9 @@ def _communicated(
     nodes: Mapping[str, PlannedNode],
     sent: Mapping[str, int],
 ) -> list[Communicated]:
-    """Returns the collectives that ran, in their order, and then those that did not run. `sent` has
-    the bytes by collective at the sizes of the recorded runs, which replace the bytes in the
-    trace."""
+    """Returns the times of collectives in the order in which they ran, and then of collectives that
+    did not run. `sent` has bytes by collective at the sizes of the recorded runs, which replace the
+    bytes in the trace."""
     by_node: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda e: e.start):
         if event.collective is not None:
@@ -251,6 +258,8 @@ def _collective(
     node: PlannedNode | None,
     sent_in: Mapping[str, int],
 ) -> Communicated:
+    """Returns the times of one collective, or of all collectives inside one node, from their events
+    in all recorded runs."""
     recorded = [e.collective for e in events if e.collective]
     is_inner = node is not None and not node.is_collective
     kinds = dict.fromkeys(t.kind for t in recorded) or ([node.op] if node and not is_inner else [])

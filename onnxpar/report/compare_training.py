@@ -1,4 +1,4 @@
-"""Compares a sharded training step with the unsplit one over many steps."""
+"""Compares a sharded training step with the unsplit one over many steps (`check --train`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from onnxpar.trainer.trainer import Trainer
 
 FIRST = "loss, first step"
 EARLY = 10
-"""The number of first steps in which losses must agree more closely than later."""
+"""In so many first steps, losses must agree more closely than later."""
 CLOSE: Mapping[str, tuple[float, float]] = {
     "float64": (1e-9, 1e-9),
     "float32": (1e-5, 1e-3),
     "float16": (5e-3, 5e-2),
     "bfloat16": (2e-2, 1e-1),
 }
-"""The largest allowed relative difference of losses, in early and in later steps, by dtype."""
+"""Largest allowed relative difference of losses (in early steps, in later steps), by dtype."""
 
 
 def compare_training(
@@ -34,9 +34,12 @@ def compare_training(
     batches: Iterable[Mapping[str, Array]],
     rate: float,
 ) -> Report:
-    """Takes the same steps with the sharded and the unsplit step, from the same initial values, and
+    """Takes the same steps with the sharded and the unsplit model, from the same first values;
     compares the loss of each step, and the final parameters and states. Parameters have a tolerance
     only in float64: in less precise dtypes, they diverge where gradients are nearly zero.
+
+    batches  the inputs of each step
+    rate     the learning rate
 
     Errors: ModelError if the unsplit step does not load; RankError.
     """
@@ -61,9 +64,9 @@ def compare_training(
 
 
 def judge_gradients(report: Report, step: Step) -> Report:
-    """Returns the report with errors of gradients relative to the gradient's largest element or, if
-    that is larger, to a thousandth of the largest element of all gradients. A gradient below the
-    rounding error of that largest element, such as of the bias of attention's keys, may differ by
+    """Returns the report with errors of gradients relative to the largest element of the gradient,
+    or to a thousandth of the largest element of all gradients if that is more. A gradient below the
+    rounding error of that largest element (such as of the bias of attention's keys) may differ by
     this rounding error."""
     names = {f"{name}{GRADIENT}" for name in step.gradients}
     gradients = [row for row in report.rows if row.name in names]
@@ -95,7 +98,8 @@ def judge_compressed(report: Report, step: Step) -> Report:
 
 
 class UnsplitStep:
-    """The unsplit training step in a session of onnxruntime; `states` go from step to step."""
+    """The unsplit training step in an onnxruntime session, which keeps `states` from step to
+    step."""
 
     def __init__(self, model: str | os.PathLike[str], spec: Step) -> None:
         self._session = open_unsplit(model)
@@ -109,7 +113,7 @@ class UnsplitStep:
         }
 
     def step(self, batch: Mapping[str, Array], rate: float, seed: int = 0) -> float:
-        """Takes one step, and returns the loss."""
+        """Takes one step on a batch, and returns the loss."""
         spec = self._spec
         names = [spec.loss, *(slot.output for slot in spec.slots)]
         rate_ = np.asarray(rate, self._types[spec.rate])

@@ -1,4 +1,4 @@
-"""The text of a comparison of predicted with measured times."""
+"""The text that `plan --compare` prints about predicted and measured times."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _worst(row: Computed | Communicated) -> tuple[str, str, int]:
 
 
 def _times(predicted: float | None, measured: float) -> tuple[str, str, str]:
-    """Returns predicted and measured milliseconds, and their ratio, as text."""
+    """Returns predicted and measured milliseconds, and measured / predicted, as text in columns."""
     ratio = f"{measured / predicted:.2f}" if predicted else ""
     return "".rjust(9) if predicted is None else _ms(predicted), _ms(measured), ratio.rjust(7)
 

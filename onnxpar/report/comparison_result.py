@@ -17,10 +17,11 @@ NOTHING_RAN = "(nothing ran)"
 class Computed:
     """The times of a set of nodes, in seconds per run, on the rank that computes longest.
 
-    nodes  their names
-    ops    their op types in the model
-    ran    the op types that onnxruntime ran for them
-    calls  how many of these ran in a run
+    nodes      their names
+    ops        their op types in the model
+    ran        the op types that onnxruntime ran for them
+    calls      how many nodes onnxruntime ran for them in a run
+    predicted  None: there is no prediction
     """
 
     nodes: tuple[str, ...]
@@ -32,8 +33,8 @@ class Computed:
 
     @property
     def label(self) -> str:
-        """A label for the set: its op type in the model if there is only one, else the op type that
-        ran if there is only one, else all op types in the model."""
+        """The name of the set in tables: its op type in the model if there is only one, else the op
+        type that ran if there is only one, else all op types in the model."""
         if not self.ran:
             return NOTHING_RAN
         if len(self.ops) == 1:
@@ -46,8 +47,9 @@ class Communicated:
     """The times of a collective, or of all collectives inside an op, in seconds per run: means over
     the ranks.
 
-    bytes     the bytes that a rank sends per run; None if unknown
-    measured  without `wait`, the time for which a rank waits for others
+    bytes     that a rank sends per run; None if unknown
+    wait      the time for which a rank waits for others
+    measured  the rest of the measured time
     """
 
     node: str
@@ -62,7 +64,7 @@ class Communicated:
 
 @dataclass(frozen=True)
 class OpType:
-    """The times of all sets of nodes with the same label."""
+    """The times of all sets of nodes with the same label; `nodes` is their number."""
 
     op: str
     nodes: int
@@ -74,14 +76,14 @@ class OpType:
 class Comparison(Shown):
     """Predicted and measured times, in seconds per run.
 
-    runs      the number of runs whose times are averaged: the middle half, by length, of the
-              `recorded` runs
+    runs      number of runs whose times are averaged: the middle half, by length, of the `recorded`
+              runs
     rank      the rank that computes longest
     length    from the start of a run on the first rank to its end on the last
     computed  times of sets of nodes
     talked    times of collectives
-    session   the time of a run beside the work of ranks, if the trace has it
-    sizes     the open sizes of the predictions: those of the runs, if the trace has them
+    session   the time of a run outside of ranks; None if the trace does not have it
+    sizes     the open sizes of the predictions: sizes of the runs, if the trace has them
     """
 
     model: str
@@ -98,13 +100,13 @@ class Comparison(Shown):
 
     @property
     def predicted(self) -> Prediction:
-        """The total that the cost model predicts."""
+        """The sums of all predicted times, of compute and communication."""
         compute, communication = (sum(r.predicted or 0.0 for r in rows) for rows in self._both)
         return Prediction(compute, communication)
 
     @property
     def measured(self) -> Prediction:
-        """The measured total, without waiting."""
+        """The sums of all measured times, of compute and communication, without waiting."""
         compute, communication = (sum(r.measured for r in rows) for rows in self._both)
         return Prediction(compute, communication)
 
@@ -118,7 +120,7 @@ class Comparison(Shown):
         return self.computed, self.talked
 
     def op_types(self) -> list[OpType]:
-        """Returns the times by label, the label that took longest first."""
+        """Returns the times by label, the longest measured first."""
         by_label: dict[str, list[Computed]] = defaultdict(list)
         for row in self.computed:
             by_label[row.label].append(row)
@@ -134,12 +136,12 @@ class Comparison(Shown):
         return sorted(types, key=lambda t: -t.measured)
 
     def worst(self) -> list[Computed | Communicated]:
-        """Returns all rows, the largest error of the prediction in seconds first."""
+        """Returns all rows, sorted by the error of the prediction in seconds, the largest first."""
         rows: list[Computed | Communicated] = [*self.computed, *self.talked]
         return sorted(rows, key=lambda row: -abs(row.measured - (row.predicted or 0.0)))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the comparison as JSON data, with times in seconds; `ratio` is measured /
+        """Returns the comparison as JSON value, with times in seconds; `ratio` is measured /
         predicted, None without a prediction."""
         predicted, measured = self.predicted, self.measured
         totals = {

@@ -1,4 +1,4 @@
-"""The output of `onnxpar inspect` on digests of a sharded model."""
+"""The text that `inspect --verify` and `inspect --sha256sums` print."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from onnxpar.runtime.session.bundle_files import ranks_text
 
 
 def verified_text(par: str | os.PathLike[str]) -> str:
-    """A text on the verified files and ranks of the folder, and the digest that covers all of them.
-    Errors: ModelError."""
+    """Returns a text that says how many files were verified, which ranks have no files here, and
+    the digest that covers all. Errors: ModelError."""
     each = with_encoder(Bundle.load(par))
     bundle = each[0]
     count = sum(one.files.has(name) for one in each for name in one.files.listed)
@@ -26,8 +26,8 @@ def verified_text(par: str | os.PathLike[str]) -> str:
 
 
 def sum_lines(par: str | os.PathLike[str]) -> list[str]:
-    """Returns a line for each file in the folder, as `sha256sum` prints it. Errors: ModelError if a
-    file has changed since it was written."""
+    """Returns a line for each file in the folder, in the format of `sha256sum`. Errors: ModelError
+    if a file has changed since it was written."""
     lines = []
     for bundle in with_encoder(Bundle.load(par)):
         bundle.files.check_whole()

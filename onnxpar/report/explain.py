@@ -1,4 +1,5 @@
-"""Explains a plan step by step: each node and reshard with its layouts, time, bytes and memory."""
+"""Explains a plan as a list of steps: each node and reshard with its layouts, time, bytes and
+memory."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from onnxpar.search.repeats import runs
 from onnxpar.strategy.manual import MANUAL
 
 UPDATE = "update"
-"""The block of the optimizer's nodes; their names start with this word."""
+"""The block of the optimizer's nodes, whose names start with this word."""
 NODE, COLLECTIVE, CUT = "node", "collective", "cut"
 T = TypeVar("T")
 _NUMBERED = re.compile(r"(.*?(?:^|[./])\d+)[./]")
@@ -39,7 +40,7 @@ _NUMBERED = re.compile(r"(.*?(?:^|[./])\d+)[./]")
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand or result of a node, with its global shape and layout."""
+    """An operand or result of a node: its name, and its global shape and layout as text."""
 
     name: str
     shape: str
@@ -50,13 +51,13 @@ class Operand:
 class Step:
     """One step of a rank: a node of the global graph, or a reshard.
 
-    kind       NODE, or a reshard: COLLECTIVE, or CUT without communication
+    kind       NODE; for a reshard: COLLECTIVE, or CUT if it does not communicate
     block      the layer: the name of a weight, or else of the node, up to a number
                (`encoder.layer.3`); without such a name, the block of the step before
     depth      nesting depth of subgraphs, 0 in the main graph
     predicted  time that the cost model predicts, 0 if unknown
-    sent       bytes that a rank sends
     alive      bytes of activations that a rank holds during the step
+    sent       bytes that a rank sends
     """
 
     name: str
@@ -73,8 +74,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """Steps that the graph repeats `times` times in a row, with other names; `name` and `last` are
-    the names of the first and the last repetition."""
+    """Steps that occur `times` times in a row, with other names, such as equal layers; `name` and
+    `last` are the names of the first and the last occurrence, `steps` are the steps of the first.
+    """
 
     name: str
     last: str
@@ -84,21 +86,21 @@ class Block:
 
 @dataclass(frozen=True)
 class Explained:
-    """A plan, and its steps in the order in which a rank runs them."""
+    """A plan, and its steps (nodes and reshards) in the order in which a rank runs them."""
 
     plan: Plan
     steps: tuple[Step, ...]
 
     @property
     def predicted(self) -> Prediction:
-        """The predicted time of a run, without the communication that compute hides."""
+        """The predicted time of a run, without communication that runs beside compute."""
         every = [step.predicted for step in self.steps]
         communication = sum(p.communication for p in every) - self.plan.hidden
         return Prediction(sum(p.compute for p in every), communication)
 
     def blocks(self) -> Iterator[Block]:
-        """Yields the steps by block. A block that repeats the preceding one, except for names, adds
-        to its count."""
+        """Yields the steps by block. A block that equals the one before, except for names, only
+        adds to that one's count."""
         blocks: list[Block] = []
         for name, group in groupby(self.steps, key=lambda step: step.block):
             steps = tuple(group)
@@ -114,8 +116,8 @@ class Explained:
 
 
 class Explainer(Observer):
-    """Collects the steps of a plan, at each of its typical sizes, while the pipeline runs;
-    `explained` then returns them."""
+    """An observer that collects the steps of a plan, at each of its typical sizes; `explained` then
+    returns them."""
 
     def __init__(self) -> None:
         self._found: list[tuple[float, list[Step]]] = []
@@ -134,8 +136,8 @@ class Explainer(Observer):
 
 
 def explain(path: str | Path, options: Options, loader: Loader | None = None) -> Explained:
-    """Plans a model like the command `plan`, and returns the plan with predicted steps; `loader`
-    may have read the model for another plan. Errors: OnnxparError; StrategyError for a manual
+    """Plans a model like the command `plan`, and returns the plan with its predicted steps.
+    `loader` may have read the model before. Errors: OnnxparError; StrategyError for a manual
     program."""
     refuse_manual(options)
     explainer = Explainer()
@@ -144,7 +146,7 @@ def explain(path: str | Path, options: Options, loader: Loader | None = None) ->
 
 
 def refuse_manual(options: Options) -> None:
-    """Errors: StrategyError for a manual program."""
+    """Raises StrategyError for a manual program, whose time is not predicted."""
     if options.preset == MANUAL:
         raise StrategyError("the time of a manual program cannot be predicted; use `run --profile`")
 
@@ -155,8 +157,8 @@ def _weighted(each: Iterable[tuple[float, Iterable[Step]]]) -> Iterator[list[tup
 
 
 def _mean(steps: Sequence[tuple[float, Step]]) -> Step:
-    """Returns one step for several sizes: with the weighted mean of the times, and the largest
-    memory."""
+    """Returns one step for (weight, the step) at several sizes: with the weighted mean of the
+    times, and the largest memory."""
     predicted = Prediction(
         sum(weight * step.predicted.compute for weight, step in steps),
         sum(weight * step.predicted.communication for weight, step in steps),
@@ -165,7 +167,8 @@ def _mean(steps: Sequence[tuple[float, Step]]) -> Step:
 
 
 def _steps(graph: gs.Graph, ctx: PassContext) -> Iterator[Step]:
-    """Yields the steps of a graph after insert-collectives, without the nodes of an evaluation."""
+    """Yields the steps of a graph after insert-collectives, without nodes that only an evaluation
+    needs."""
     apart = ctx.model.step.evaluation if ctx.model.step is not None else ()
     within = list(_within(graph, nodes_of_run(graph, apart), ctx))
     predicted = predict_nodes((node for node, _, _ in within), ctx.sharding)
@@ -191,8 +194,8 @@ def _within(
     depth: int = 0,
     around: int = 0,
 ) -> Iterator[tuple[gs.Node, int, int]]:
-    """Yields the nodes of a graph, each followed by those of its subgraphs, with its depth and the
-    bytes of live activations; `around` are the bytes that are live outside the graph."""
+    """Yields (node, depth, bytes of live activations) for the nodes of a graph, each followed by
+    the nodes of its subgraphs. `around` are bytes that are live outside of the graph."""
     for node, alive in zip(nodes, activations(graph, nodes, ctx), strict=True):
         yield node, depth, around + alive
         for body in subgraphs(node):
@@ -206,8 +209,8 @@ def _kind(node: gs.Node) -> str:
 
 
 class _Blocks:
-    """Assigns blocks to nodes in order. The names of a node's weights, or else its own name,
-    determine the block; only weights can lead back to an earlier block. Other nodes stay in the
+    """Assigns a block (layer) to each node, in order: by the names of its weights, or else by its
+    own name. Only weights can lead back to an earlier block. A node without such names stays in the
     current block."""
 
     def __init__(self) -> None:
@@ -215,7 +218,7 @@ class _Blocks:
         self.left: set[str] = set()
 
     def of(self, node: gs.Node) -> str:
-        """Returns the block of the next node."""
+        """Returns the block of the next node of the graph."""
         stored = [t.name for t in node.inputs if not t.inputs]
         weights = [name for name in stored if "." in name and "/" not in name]
         own = [node.name] if node.name.startswith("/") else []
@@ -245,7 +248,7 @@ def _operand(tensor: gs.Tensor, ctx: PassContext) -> Operand:
 
 
 def _shape(tensor: gs.Tensor, layout: Layout | None) -> str:
-    """Returns the global shape as text; with a layout, at the sizes for which costs are
+    """Returns the global shape as text, `8x16`; with a layout, at the sizes for which costs are
     predicted."""
     shape = tensor.shape if layout is None else open_shape(layout.shape)
     if shape is None:
@@ -261,8 +264,11 @@ def _alike(some: Iterable[Step], others: Iterable[Step]) -> bool:
 def repeated(
     steps: Sequence[T], sign: Callable[[T], Hashable]
 ) -> Iterator[tuple[Sequence[T], int]]:
-    """Divides steps into parts that are repeated; yields each part, and how often it is repeated in
-    a row, with equal signs (`sign`)."""
+    """Divides steps into parts that occur several times in a row: yields (part, times). With signs
+    a b a b c: ([a, b], 2), ([c], 1).
+
+    sign  returns a key that is equal for steps that count as equal
+    """
     numbers: dict[Hashable, int] = {}
     signs = [numbers.setdefault(sign(step), len(numbers)) for step in steps]
     done = 0

@@ -1,8 +1,8 @@
-"""Compares the gradients of a training step with differences of its loss.
+"""Checks the gradients of a training step against differences of its loss (`check --train`).
 
-The sharded step has the gradients of the unsplit one, even wrong ones. Here the loss itself checks
-them: over a short way along a random direction, the loss must change by the gradient's component in
-that direction.
+The sharded step has the gradients of the unsplit one, even if these are wrong. Here the loss itself
+checks them: over a short way along a random direction, the loss must change by the gradient's
+component in that direction.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from onnxpar.runtime.session.tensors import dtype_of
 
 TITLE = "gradients, by differences"
 TOLERANCE = 0.1
-"""The largest allowed error of a change of the loss, as a share of the change."""
+"""Largest allowed error of a predicted change of the loss, as a fraction of the change."""
 SECONDS = 10.0
-"""The time after which no further parameter is tried."""
+"""No further parameter is tried after this time."""
 _WAYS = tuple(2.0**-n for n in range(2, 17, 2))
-"""The lengths of ways along a direction, as shares of a parameter's root mean square."""
+"""Lengths of the ways to try along a direction, as fractions of a parameter's root mean square."""
 _SIGNAL = 300
-"""A change must be this many roundings of the loss to be compared."""
+"""A change of the loss counts only if it is this many times the loss's rounding error."""
 _DIRECTIONS = 7
 
 
@@ -47,9 +47,15 @@ def compare_gradients(
     seconds: float = SECONDS,
     seed: int = 0,
 ) -> tuple[list[Comparison], str]:
-    """Returns the worst error over the parameters, tried in random order until the time is over,
-    and a sentence if some are left out. A parameter is left out if rounding hides the changes, or
-    if slopes do not settle as ways become shorter, as at a step of the loss."""
+    """Returns a list with the worst error over all parameters (empty if none could be compared);
+    and a sentence, if some are left out.
+
+    spec     the roles of the step's inputs and outputs
+    seconds  time after which no further parameter is tried; the order is random
+
+    A parameter is left out if rounding hides the changes, or if slopes do not settle as ways become
+    shorter, as at a step of the loss.
+    """
     end = time.monotonic() + seconds
     slopes = _Slopes(Path(model), spec, batch, end)
     if slopes.obstacle:
@@ -75,28 +81,28 @@ def compare_gradients(
 
 @dataclass(frozen=True)
 class _Change:
-    """The change of the loss over a way along a direction: `found` is the measured one, `said` the
-    one that the gradient predicts."""
+    """The change of the loss over a way of length `way` along a direction: as measured (`found`),
+    and as the gradient predicts it (`said`)."""
 
     way: float
     found: float
     said: float
 
     def distance(self, other: _Change) -> float:
-        """The relative difference from the slope of another way."""
+        """Returns the relative difference between the measured slopes over this way and another."""
         a, b = self.found / self.way, other.found / other.way
         return abs(a - b) / (max(abs(a), abs(b)) or 1.0)
 
     @property
     def error(self) -> float:
-        """The error of the gradient's change, as a share of the larger change."""
+        """The error of the predicted change, as a fraction of the larger one of both changes."""
         return abs(self.found - self.said) / max(abs(self.found), abs(self.said))
 
 
 class _Slopes:
-    """The unsplit step on one batch, at the initial values of the parameters. Nothing is tried
-    after the time `end`. `obstacle` is the reason why differences cannot check its gradients; empty
-    if they can."""
+    """The unsplit step on one batch, at the first values of the parameters. `obstacle` says why
+    differences cannot check its gradients; empty if they can. Nothing is tried after the time
+    `end`."""
 
     def __init__(self, model: Path, spec: Step, batch: Mapping[str, Array], end: float) -> None:
         proto = read_proto(model)
@@ -135,8 +141,8 @@ class _Slopes:
         return time.monotonic() > self._end
 
     def error(self, name: str, random: np.random.Generator) -> float | None:
-        """The error of a parameter's gradient: along a random direction or, if that error is large,
-        the median of several directions, since one may cross a bend of the loss. None if it cannot
+        """Returns the error of a parameter's gradient: along one random direction, or if that error
+        is large, the median of several, since one may cross a bend of the loss. None if it cannot
         be measured."""
         first = self._error(name, random)
         if first is None or first <= TOLERANCE / 5:
@@ -146,6 +152,8 @@ class _Slopes:
         return median(told) if len(told) > _DIRECTIONS // 2 else None
 
     def _error(self, name: str, random: np.random.Generator) -> float | None:
+        """Returns the error of a parameter's gradient along one random direction; None if it cannot
+        be measured."""
         value = read_stored(self._stored[name], self._folder)
         length = math.sqrt(float(np.mean(np.square(value, dtype=np.float64)))) or 0.1
         direction = random.choice([-length, length], value.shape)

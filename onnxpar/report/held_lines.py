@@ -1,4 +1,5 @@
-"""The table of weights and states that are whole on the ranks at one coordinate."""
+"""The table of tensors that only the ranks at one coordinate of an axis hold (layouts such as
+`tp@2`)."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ import numpy as np
 from onnxpar.report.text_table import size_text, table
 
 MOST = 16
-"""Most coordinates with a line of their own."""
+"""At most this many coordinates get a line of their own."""
 _AT = re.compile(r"([^\W\d]\w*(?::\(\d+\)\d+)?)@(\d+)")
 
 
 def held_lines(plan: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a table with a line for each coordinate: number, bytes and largest of the weights and
-    states that are whole there (possibly none). Yields nothing without such tensors."""
+    """Yields the lines of a table with a row for each coordinate (`tp@0`, `tp@1`, ...): number and
+    bytes of the weights and states that only the ranks there hold, and the largest of them. Yields
+    nothing if `plan`, the content of plan.json, has no such tensors."""
     by_axes: dict[tuple[str, ...], dict[str, list[tuple[int, str]]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -46,7 +48,8 @@ def held_lines(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tensors(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
-    """Yields name, layout and bytes of each weight, and of each state that is whole somewhere."""
+    """Yields (name, layout, bytes) of each weight, and of each state whose layout has a
+    coordinate."""
     for weight in plan["weights"]:
         yield weight["name"], weight["layout_text"], weight["bytes"]
     states = {pair["input"] for pair in plan["states"]}

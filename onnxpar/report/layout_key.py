@@ -1,4 +1,4 @@
-"""The key on the plan's page that explains the notation of layouts."""
+"""The legend on a plan's page that explains the notation of layouts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 MESH = "dp=2,tp=4"
-"""The mesh of the key's examples."""
+"""The mesh of the legend's examples."""
 KEY = {
     "[dp, -, tp]": "One entry per dimension: the first is sharded over mesh axis dp, the second is "
     "not sharded, the third is sharded over tp. Ranks that differ only in other axes hold the "
@@ -27,11 +27,11 @@ KEY = {
     "[dp, -] sum(tp)": "Partial: each rank along tp holds one term, and the tensor is the sum of "
     "these terms. An AllReduce or a ReduceScatter adds them. max, min and prod work alike.",
 }
-"""The meaning of each form of a layout, by example."""
+"""An example of each form of a layout, and its meaning."""
 
 
 def layout_key() -> Iterator[str]:
-    """Yields the key as HTML, collapsed."""
+    """Yields the legend as HTML, collapsed at first."""
     yield '<details class="key"><summary>How to read a layout, such as <code>[dp, -, tp]</code>'
     yield f"</summary><p>Examples for a mesh <code>{MESH}</code>: a grid of 2 by 4 ranks, whose "
     yield "axes are named dp and tp.</p><dl>"

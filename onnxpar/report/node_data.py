@@ -1,4 +1,5 @@
-"""The plan as node data of Google's Model Explorer, which colours the nodes of a model's graph.
+"""The plan as node data of Google's Model Explorer, which colours the nodes of a model's graph
+(`plan --node-data`).
 
 A file has one value for each node: an object by the id of the graph, with `results` by node id. The
 adapter for ONNX defines these ids: the node's name, or `<node_3>` for the fourth node without one,
@@ -24,17 +25,17 @@ from onnxpar.report.walk import Walk
 LAYOUTS, COLLECTIVES = "layouts", "collectives"
 MILLISECONDS, SENT, WEIGHTS = "milliseconds", "sent_bytes", "weight_bytes"
 COLOURS = ("#7fb2e5", "#f2b27f", "#a3d6a3", "#d9a6d9", "#e8d27a", "#9fd8d8", "#e59c9c", "#b9b3e6")
-"""Backgrounds of texts, in the order of appearance."""
+"""Backgrounds of different texts, in the order in which they first occur."""
 _WHOLE = frozenset("[-], ")
-"""The characters of layouts that are not split."""
+"""Layouts that consist of these characters alone are not split."""
 GRADIENT = [{"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#d9602b"}]
-"""Backgrounds of the smallest and the largest number of a file."""
+"""Backgrounds for the smallest and the largest number in a file."""
 Values = dict[str, dict[str, str | float]]
-"""By file and node: the value."""
+"""The value of each node, by file and node id."""
 
 
 def write_node_data(folder: str | os.PathLike[str], explained: Explained, walk: Walk) -> None:
-    """Writes the files to a folder, which is created if missing. Errors: OnnxparError."""
+    """Writes the files into a folder, which is created if needed. Errors: OnnxparError."""
     files = node_data(explained, walk, read_proto(walk.model.path).graph)
     with writing(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -46,8 +47,8 @@ def write_node_data(folder: str | os.PathLike[str], explained: Explained, walk: 
 def node_data(
     explained: Explained, walk: Walk, graph: onnx.GraphProto
 ) -> dict[str, dict[str, Any]]:
-    """Returns the content of each file, by its name without `.json`; `graph` is the graph of the
-    model's file."""
+    """Returns the content of each file, by its name without `.json`. `graph` is that of the model's
+    file, whose nodes get the values."""
     values: Values = {name: {} for name in (LAYOUTS, COLLECTIVES, MILLISECONDS, SENT, WEIGHTS)}
     steps = {step.name: step for step in explained.steps}
     reshards = {o.name: s for s in explained.steps if s.kind != NODE for o in s.results}
@@ -72,8 +73,8 @@ def node_data(
 def _tell(
     values: Values, key: str, step: Step, reshards: dict[str, Step], held: dict[str, int]
 ) -> None:
-    """Adds the values of the node `key` of the model's file, to which this step belongs, to each
-    file's values.
+    """Adds the values of the node with id `key`, to which this step of the plan belongs, to
+    `values`.
 
     reshards  the reshards of the plan, by result
     held      bytes of weights on a rank, by name
@@ -89,22 +90,23 @@ def _tell(
 
 
 def _before(operands: tuple[Operand, ...], reshards: dict[str, Step]) -> Iterator[Step]:
-    """Yields the reshards between the nodes that compute operands and their reader."""
+    """Yields the reshards between the nodes that compute these operands and the node that reads
+    them."""
     for step in {s.name: s for o in operands if (s := reshards.get(o.name)) is not None}.values():
         yield from _before(step.operands, reshards)
         yield step
 
 
 def _ports(explained: Explained) -> dict[str, str]:
-    """Returns the layouts of inputs and weights by name."""
+    """Returns the layouts of inputs and weights, by name, as text."""
     plan = explained.plan
     layouts = {p.name: p.layout.text(plan.mesh) for p in plan.inputs if p.layout is not None}
     return layouts | {weight.name: weight.layout_text for weight in plan.weights}
 
 
 def _graph_data(name: str, values: dict[str, str | float]) -> dict[str, Any]:
-    """Returns a GraphNodeData of Model Explorer: each layout of results that is not whole and each
-    list of collectives has a colour, and numbers share a gradient."""
+    """Returns a GraphNodeData of Model Explorer: each different layout of results (unless whole) or
+    list of collectives has a colour; numbers share a gradient."""
     results: dict[str, dict[str, Any]] = {key: {"value": value} for key, value in values.items()}
     if name not in (LAYOUTS, COLLECTIVES):
         return {"name": name, "results": results, "gradient": GRADIENT}

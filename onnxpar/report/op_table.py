@@ -1,5 +1,5 @@
-"""The table of ops: the rule of each, the factors that may be split, the number of tests of the
-rule, and the reasons why other factors stay whole.
+"""The table of ops (`onnxpar ops`): the rule of each, the factors that may be split, how many tests
+the rule passes, and why other factors stay whole.
 
 A rule depends on the node. `tests/peer/run.py --write` runs ONNX's own test suite, and writes rules
 as text and counts of runs to `rules/proof.json`.
@@ -46,11 +46,12 @@ by the same axes; `whole` factors are not split, and the last column says why.""
 class OpRow:
     """An op: `Op` of ONNX itself, `domain.Op` of other domains.
 
-    rule      the rule of one test case as text, empty if there is no case
+    rule      the rule of one test case as text; empty if there is no case
     splits    the factors of that rule that may be split
-    counts    numbers of tests that the rule passed, by the kinds of COUNTS
-    whole     the reasons why some factors, or all tensors of the op, stay whole
-    gradient  number of tests that the gradient passed, or the reason for having none
+    counts    how many tests the rule passes, by the kinds in COUNTS
+    whole     why some factors, or all tensors of the op, stay whole
+    has_rule  True if the op has a sharding rule
+    gradient  how many tests the gradient passes, or why there is none
     """
 
     op: str
@@ -63,15 +64,15 @@ class OpRow:
 
     @property
     def is_lack(self) -> bool:
-        """True if there is neither a rule with a test case (or of a user) nor a reason for having
+        """True if the op has neither a rule with a test case (or of a user) nor a reason for having
         none."""
         return not self.rule and not self.whole
 
 
 def rows(pattern: str = "*") -> list[OpRow]:
     """Returns the ops whose name matches a glob: first ONNX's own, of the newest opset that
-    onnxruntime loads, then ops of other domains that have a rule or a reason for having none, but
-    without the compiler's internal ops."""
+    onnxruntime loads; then ops of other domains that have a rule, or a reason for having none. The
+    compiler's internal ops are left out."""
     known = {*registered(), *whole_ops()}
     others = {key for key in known if key[0] not in ("", FUSED)}
     ops = sorted({("", op) for op in standard_ops()} | others)
@@ -80,7 +81,8 @@ def rows(pattern: str = "*") -> list[OpRow]:
 
 
 def standard_ops() -> list[str]:
-    """Returns ONNX's ops in the newest opset that onnxruntime loads, without deprecated ones."""
+    """Returns the names of ONNX's ops in the newest opset that onnxruntime loads, without
+    deprecated ones."""
     newest: dict[str, Any] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
         if schema.domain == "" and schema.since_version <= newest_opset():
@@ -107,7 +109,7 @@ def _row(domain: str, op: str) -> OpRow:
 
 
 def _function(domain: str, op: str) -> str:
-    """Returns a text that names the module of a user's rule, which has no test case; empty for
+    """Returns `by MODULE` for an op whose rule is a user's, and so has no test case; empty for
     onnxpar's own rules."""
     function = registered()[domain, op]
     return "" if function.__module__.startswith("onnxpar.") else f"by {function.__module__}"
@@ -129,7 +131,7 @@ def _gradient(domain: str, op: str) -> str:
 
 
 def _has_floats(schema: onnx.defs.OpSchema, formals: Sequence[Any]) -> bool:
-    """True if one of these operands or results may be floating-point."""
+    """True if one of these formal operands or results of a schema may be floating-point."""
     types = {c.type_param_str: set(c.allowed_type_strs) for c in schema.type_constraints}
     kinds = [kind for f in formals for kind in types.get(f.type_str, {f.type_str})]
     return any("float" in kind or "double" in kind for kind in kinds)
@@ -137,8 +139,7 @@ def _has_floats(schema: onnx.defs.OpSchema, formals: Sequence[Any]) -> bool:
 
 @functools.cache
 def gradient_proofs() -> Mapping[str, int]:
-    """Returns the content of `training/gradients/proof.json`: the number of passed tests of each
-    op's gradient rule."""
+    """Returns how many tests each op's gradient passes, from `training/gradients/proof.json`."""
     text = (files(onnxpar.training.gradients) / "proof.json").read_text(encoding="utf-8")
     counts: Mapping[str, int] = json.loads(text)
     return counts
@@ -158,7 +159,7 @@ def to_json(table: Sequence[OpRow]) -> str:
 
 
 def lines(table: Sequence[OpRow]) -> Iterator[str]:
-    """Yields the rows as lines of text."""
+    """Yields the lines of the table as `onnxpar ops` prints them."""
     width = max([len(row.op) for row in table], default=2)
     heads = "  ".join(f"{c:>8}" for c in (*COUNTS, "gradient"))
     yield f"{'op':{width}}  {heads}  rule"

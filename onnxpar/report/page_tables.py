@@ -1,4 +1,4 @@
-"""Tables of the plan's page: tensors, nodes and collectives, in blocks that can be collapsed."""
+"""Tables on a plan's page: tensors, nodes and collectives, in blocks that can be collapsed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from onnxpar.report.explain import COLLECTIVE, CUT, NODE, UPDATE, Block, Explain
 from onnxpar.report.plan_text import shape_text, size_text
 
 TENSORS_ROOM, NODES_ROOM, COLLECTIVES_ROOM = 300_000, 1_300_000, 300_000
-"""The largest number of characters in the rows of a section. Further rows are left out, and the
-page says how many."""
+"""Most characters of HTML in the rows of each section. Further rows are left out, and the page says
+how many."""
 OPEN = 3
-"""The number of blocks of nodes that are expanded at first."""
+"""So many blocks of nodes are expanded at first."""
 FEW = 20
-"""The largest number of rows of a block of tensors that is expanded at first."""
+"""A block of tensors with at most this many rows is expanded at first."""
 
 Cell = tuple[str, str]
-"""A cell: its HTML and its CSS class."""
+"""(HTML of a cell, its CSS class)."""
 _PORT_HEADS = (("tensor", ""), ("type", ""), ("shape", ""), ("layout", ""))
 _WEIGHT_HEADS = (
     ("tensor", ""),
@@ -49,13 +49,13 @@ _COLLECTIVE_HEADS = (
 
 
 class Room:
-    """The number of characters that are left for rows of a section."""
+    """The number of characters of HTML that a section may still have."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
     def fitting(self, rows: Sequence[str]) -> list[str]:
-        """Returns the first rows that fit, and uses up their room."""
+        """Returns as many of the first rows as fit, and subtracts their lengths from `left`."""
         ends = accumulate(map(len, rows))
         shown = [row for row, end in zip(rows, ends, strict=True) if end <= self.left]
         self.left -= sum(map(len, shown))
@@ -63,7 +63,8 @@ class Room:
 
 
 def tensors(plan: Plan) -> Iterator[str]:
-    """Yields the section of tensors: a block each for inputs, states, outputs and weights."""
+    """Yields the HTML of the section of tensors: a block each for inputs, states, outputs and
+    weights."""
     yield "<h2>Tensors</h2>"
     room = Room(TENSORS_ROOM)
     follows = dict(plan.states)
@@ -100,7 +101,7 @@ def counted(count: int, kind: str) -> str:
 
 
 def nodes(explained: Explained) -> Iterator[str]:
-    """Yields the section of nodes, by block, with the reshards between them."""
+    """Yields the HTML of the section of nodes, by block (layer), with the reshards between them."""
     yield "<h2>Nodes, in the order in which they run</h2>"
     yield (
         '<p><span class="mark collective">Collectives</span> and '
@@ -141,7 +142,7 @@ def _cells(step: Step) -> Iterator[Cell]:
 
 
 def operands_html(tensors: Iterable[Operand]) -> str:
-    """Returns a line for each tensor: its name, its shape and its layout."""
+    """Returns a line of HTML for each tensor: its name, shape and layout."""
     return "<br>".join(
         f"<code>{escape(t.name)} <i>{escape(t.shape)}</i> <span>{escape(t.layout)}</span></code>"
         for t in tensors
@@ -149,7 +150,7 @@ def operands_html(tensors: Iterable[Operand]) -> str:
 
 
 def collectives(explained: Explained) -> Iterator[str]:
-    """Yields the section of collectives, in the order in which they run."""
+    """Yields the HTML of the section of collectives, in the order in which they run."""
     yield "<h2>Collectives, in the order in which they run</h2>"
     entries = explained.plan.collectives
     if not entries:
@@ -181,8 +182,11 @@ def collectives(explained: Explained) -> Iterator[str]:
 def folded(
     title: str, name: str, heads: Iterable[Cell], rows: Sequence[str], room: Room, is_open: bool
 ) -> Iterator[str]:
-    """Yields a table that can be collapsed and that the search box filters; nothing without
-    rows."""
+    """Yields the HTML of a table that can be collapsed, with as many rows as fit into `room`;
+    nothing if there are no rows.
+
+    name  the id of the table
+    """
     if not rows:
         return
     shown = room.fitting(rows)
@@ -194,7 +198,7 @@ def folded(
 
 
 def table(name: str, heads: Iterable[Cell], rows: Iterable[str]) -> Iterator[str]:
-    """Yields a table in a box that scrolls horizontally."""
+    """Yields the HTML of a table in a box that scrolls horizontally. `name` is its id, or empty."""
     mark = f' id="{name}"' if name else ""
     yield f'<div class="wide"><table{mark}><thead><tr>'
     yield "".join(_cell("th", text, kind) for text, kind in heads)
@@ -204,7 +208,7 @@ def table(name: str, heads: Iterable[Cell], rows: Iterable[str]) -> Iterator[str
 
 
 def row(kind: str, cells: Iterable[Cell]) -> str:
-    """Returns a row of a table; `kind` is its CSS class."""
+    """Returns the HTML of a row of a table; `kind` is its CSS class, or empty."""
     inside = "".join(_cell("td", text, of) for text, of in cells)
     return f'<tr class="{kind}">{inside}</tr>' if kind else f"<tr>{inside}</tr>"
 
@@ -219,10 +223,11 @@ def number(text: str) -> Cell:
 
 
 def code(text: str) -> Cell:
-    """Returns a cell with a name or a layout; an empty one without text."""
+    """Returns a cell with a name or a layout in a fixed-width font; an empty cell if `text` is
+    empty."""
     return f"<code>{escape(text)}</code>" if text else "", ""
 
 
 def ms_text(seconds: float) -> str:
-    """Returns milliseconds with three decimals."""
+    """Returns seconds as milliseconds with three decimals."""
     return f"{seconds * 1e3:,.3f}"

@@ -1,4 +1,4 @@
-"""Records the changes by each pass: the nodes that it added, removed and changed."""
+"""Records what each pass changes: the nodes that it adds, removes and changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADDED, REMOVED, CHANGED, KEPT = "added", "removed", "changed", "unchanged"
 
 @dataclass(frozen=True)
 class NodeText:
-    """A node between two passes, as text. Operands and results have no shapes, and whole ones no
+    """A node between two passes, as text. Operands have no shapes, and only split ones have a
     layout; `attributes` are in braces."""
 
     name: str
@@ -35,15 +35,14 @@ class NodeText:
 
 @dataclass(frozen=True)
 class Change:
-    """A node before and after a pass; one of the two is None for a node that was added or
-    removed."""
+    """A node before and after a pass; None before if it was added, None after if it was removed."""
 
     before: NodeText | None
     after: NodeText | None
 
     @property
     def kind(self) -> str:
-        """ADDED, REMOVED, CHANGED or KEPT."""
+        """The effect of the pass on the node: ADDED, REMOVED, CHANGED or KEPT."""
         if self.before is None or self.after is None:
             return ADDED if self.before is None else REMOVED
         return KEPT if self.before == self.after else CHANGED
@@ -51,11 +50,11 @@ class Change:
 
 @dataclass(frozen=True)
 class PassStep:
-    """The changes by a pass.
+    """The changes that a pass made.
 
-    changes    the nodes in the order of the graph
-    asked      new requests of layouts, one line each
-    reordered  True if old nodes are in another order
+    changes    the nodes in the order of the graph, also unchanged ones
+    asked      new requests of layouts (annotations), one line each
+    reordered  True if older nodes are in another order
     """
 
     name: str
@@ -64,18 +63,18 @@ class PassStep:
     reordered: bool = False
 
     def count(self, kind: str) -> int:
-        """The number of nodes of a kind."""
+        """Returns the number of nodes of a kind, such as ADDED."""
         return sum(change.kind == kind for change in self.changes)
 
     @property
     def is_idle(self) -> bool:
-        """True for a pass that changed nothing."""
+        """True if the pass changed nothing."""
         return not (self.reordered or self.asked or self.count(KEPT) < len(self.changes))
 
 
 class PassSteps(Observer):
-    """Collects the steps of a plan's passes. `makers` has, by tensor, the node that computes it in
-    the loaded graph."""
+    """An observer that collects what each rewrite of the loader and each pass changes. `makers`
+    has, by tensor, the node that computes it in the loaded graph."""
 
     takes_time = True
 
@@ -110,7 +109,7 @@ class PassSteps(Observer):
 
 def _changes(before: Mapping[str, NodeText], after: Mapping[str, NodeText]) -> Iterator[Change]:
     """Yields a change for each node, in the order of the graph after a pass; removed nodes come
-    behind the nodes that they followed."""
+    behind the node that they followed."""
     was = _same(before, after)
     stay = {old.name for old in was.values()}
     behind: dict[str, list[NodeText]] = {"": []}
@@ -129,8 +128,8 @@ def _changes(before: Mapping[str, NodeText], after: Mapping[str, NodeText]) -> I
 
 
 def _same(before: Mapping[str, NodeText], after: Mapping[str, NodeText]) -> dict[str, NodeText]:
-    """Returns each node before a pass, by name: the node of the same name, else of the same first
-    result, else, if a pass renamed both, in the same place."""
+    """Returns, by the name of each node after a pass, the same node before: the one of that name,
+    else with the same first result, else, if the pass renamed both, in the same place."""
     was = {name: before[name] for name in after if name in before}
     gone = {n.results[0].name: n for n in before.values() if n.name not in was and n.results}
     new = [n for n in after.values() if n.name not in was and n.results]
@@ -142,15 +141,15 @@ def _same(before: Mapping[str, NodeText], after: Mapping[str, NodeText]) -> dict
 
 
 def _moved(before: Mapping[str, NodeText], changes: Iterable[Change]) -> bool:
-    """True if a pass changed the order of the nodes that it kept."""
+    """True if the pass changed the order of the nodes that it kept."""
     places = {name: place for place, name in enumerate(before)}
     kept = [places[c.before.name] for c in changes if c.before is not None and c.after is not None]
     return kept != sorted(kept)
 
 
 class _Texts:
-    """The texts of a graph's nodes after a pass; without a context, all tensors are whole. Each
-    tensor's text is computed once, and each layout's, which `layouts` keeps."""
+    """Makes the texts of a graph's nodes after a pass; without a context, all tensors count as
+    whole. The text of each tensor, and of each layout (in `layouts`), is computed only once."""
 
     def __init__(self, ctx: PassContext | None, layouts: dict[Layout, str]) -> None:
         self._ctx, self._layouts = ctx, layouts
@@ -185,7 +184,7 @@ class _Texts:
 
 
 def _of_proto(node: onnx.NodeProto) -> NodeText:
-    """Returns the text of a node of a model; a node without a name gets the name of its first
+    """Returns the text of a node of a model; a node without a name is called by its first
     result."""
     operands, results = (
         tuple(Operand(n, "", "") for n in p if n) for p in (node.input, node.output)

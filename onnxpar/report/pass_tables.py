@@ -1,4 +1,4 @@
-"""Tables of the plan's page that step through the passes, with the changes by each."""
+"""Tables on a plan's page that show what each pass changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxpar.report.page_tables import Room, code, counted, folded, row
 from onnxpar.report.pass_steps import ADDED, CHANGED, KEPT, REMOVED, Change, NodeText, PassStep
 
 PASSES_ROOM = 900_000
-"""The largest number of characters in the rows of all passes."""
+"""Most characters of HTML in the rows of all passes."""
 _HEADS = (
     ("op", ""),
     ("node", ""),
@@ -22,11 +22,12 @@ _HEADS = (
 )
 TAG = re.compile(r"\btag=\d+")
 Kept = int
-"""The number of nodes in a row that a pass left alone."""
+"""The number of successive nodes that a pass left as they were."""
 
 
 def passes(steps: Sequence[PassStep]) -> Iterator[str]:
-    """Yields the section of passes, a table each; passes that changed nothing are only named."""
+    """Yields the HTML of the section of passes, with a table for each; passes that changed nothing
+    are only named."""
     yield "<h2>Passes, in the order in which they ran</h2>"
     marks = ", ".join(f'<span class="mark {k}">{k}</span>' for k in (ADDED, REMOVED, CHANGED))
     yield (
@@ -71,8 +72,8 @@ def _again(what: str, times: int) -> str:
 
 
 def _rows(step: PassStep) -> Iterator[str]:
-    """Yields the rows of a pass; unchanged nodes are counted, and changes that are equal except for
-    names are listed once."""
+    """Yields the rows of a pass: unchanged nodes are only counted, and changes that are equal
+    except for names are listed once."""
     for part, times in repeated(list(_counted(step.changes)), _sign):
         if times > 1:
             named = [c for c in part if isinstance(c, Change)]
@@ -90,7 +91,7 @@ def _counted(changes: Iterable[Change]) -> Iterator[Change | Kept]:
 
 
 def _sign(change: Change | Kept) -> Hashable:
-    """A key that is equal for changes that are equal except for names."""
+    """Returns a key that is equal for changes that are equal except for names."""
     if not isinstance(change, Change):
         return change
     return tuple(
@@ -140,14 +141,16 @@ def _layouts(old: Operand | None, new: Operand | None) -> str:
 
 
 def _attributes(old: NodeText, new: NodeText) -> str:
-    """Returns the attributes of a node; for a changed node, both versions if they differ."""
+    """Returns the HTML of a node's attributes; if a pass changed them, of both versions; if it
+    changed only other things, nothing."""
     if old.attributes == new.attributes:
         return escape(new.attributes.strip(" {}")) if old is new else ""
     return _text(old.attributes.strip(" {}"), new.attributes.strip(" {}"))
 
 
 def _text(old: str, new: str) -> str:
-    """Returns a text; for a changed text, the old and the new one, with an arrow between them."""
+    """Returns the HTML of a text; if it changed, of the old and the new one with an arrow between
+    them."""
     if old == new:
         return escape(new)
     both = (f"<{tag}>{escape(t)}</{tag}>" for tag, t in (("del", old), ("ins", new)) if t)

@@ -29,18 +29,18 @@ _PORT_HEADS = ("dtype", "shape", "layout")
 
 
 def _type_text(port: Mapping[str, Any]) -> str:
-    """Returns the dtype of a tensor, or onnxruntime's type of any other value."""
+    """Returns the dtype of an input or output in plan.json; for a value that is no tensor,
+    onnxruntime's type."""
     return str(port["dtype"] or port["type"])
 
 
 def _each(rows: Sequence[Any], heads: Sequence[str]) -> Iterator[str]:
-    """Yields the heads of columns of bytes, with "each" if the table joins rows."""
+    """Yields the heads of columns of bytes; with "each" if the table joins similar rows."""
     return (f"{head} each" if len(rows) > MANY else head for head in heads)
 
 
 def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
-    """Yields the text of a plan, given in the structure of plan.json; without `full`, without long
-    tables."""
+    """Yields the lines of a plan, given as in plan.json; without `full`, without long tables."""
     mesh = ",".join(f"{name}={size}" for name, size in plan["mesh"])
     preset = f", {plan['preset']}" if plan["preset"] else ""
     yield f"{plan['model']} over {plan['ranks']} ranks (mesh {mesh}{preset})"
@@ -92,19 +92,21 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
 
 
 def _stored(plan: Mapping[str, Any]) -> str:
-    """Returns the word for the stored tensors of a plan: weights; in a training step, whose
-    parameters are states, constants."""
+    """Returns the word for the stored tensors of a plan: "weight"; in a training step, whose
+    parameters are states, "constant"."""
     return "constant" if plan.get("step") else "weight"
 
 
 def _other_sizes(typical: Mapping[str, int]) -> str:
-    """Returns an example of --typical with other sizes of the model's symbols."""
+    """Returns an example of --typical for this model with other sizes: `--typical
+    batch=8,seq=128`."""
     pairs = [f"{name}={8 if size == 1 else size}" for name, size in typical.items()]
     return f"--typical {','.join(pairs[:3])}"
 
 
 def _load_lines(loads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a table of the memory and compute of each rank, if the devices of ranks differ."""
+    """Yields a table of the memory and compute of each rank; nothing if all have the same
+    device."""
     if not loads:
         return
     heads, rows = load_rows(loads)
@@ -114,7 +116,8 @@ def _load_lines(loads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def load_rows(
     loads: Sequence[Mapping[str, Any]],
 ) -> tuple[Sequence[str], list[tuple[str | int, ...]]]:
-    """The heads and rows of a table of the memory and compute of each rank."""
+    """Returns the heads and the rows of a table of the memory and compute of each rank, from the
+    loads in plan.json."""
     rows = [
         (
             _range(*load["ranks"]),
@@ -135,7 +138,8 @@ def _range(first: int, last: int) -> str:
 def _predicted_lines(
     predicted: Mapping[str, float] | None, ranks: int, differ: bool
 ) -> Iterator[str]:
-    """Yields the predicted time of a run, and the speedup over one rank."""
+    """Yields the predicted time of a run, and the speedup over the unsplit model. `differ` says
+    that the ranks' devices differ."""
     if not predicted:
         return
     total, one = predicted["total"], predicted["one_rank"]
@@ -189,7 +193,7 @@ def _(plan: SavedPlan) -> str:
 
 
 def _balance(flops: Mapping[str, int]) -> str:
-    """Returns a text with the FLOPs of the busiest rank relative to the mean over the ranks."""
+    """Returns a text on the FLOPs of the busiest rank: `, 1.25 times the mean`."""
     mean = flops.get("mean", flops["per_rank"])
     if mean == flops["per_rank"]:
         return ", the same on all"
@@ -198,7 +202,8 @@ def _balance(flops: Mapping[str, int]) -> str:
 
 
 def _ports(plan: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields inputs and outputs, each with its kind. A state of a training step is listed once."""
+    """Yields (kind, input or output) for all in the plan: "input", "state" or "output". A state of
+    a training step is listed once."""
     pairs = {pair["input"]: pair["output"] for pair in plan["states"]} if plan.get("step") else {}
     yield from (("input", p) for p in plan["inputs"] if p["name"] not in pairs)
     yield from (("state", p) for p in plan["inputs"] if p["name"] in pairs)
@@ -206,8 +211,8 @@ def _ports(plan: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _state_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
-    """Yields lines about state pairs, except those of a training step, which are listed among the
-    ports, and about unpaired caches."""
+    """Yields lines about state pairs, and a warning about caches that are in no pair. States of a
+    training step are listed among inputs and outputs instead."""
     pairs, missing = plan["states"], plan.get("unpaired", [])
     if pairs and not plan.get("step"):
         count = "1 state pair" if len(pairs) == 1 else f"{len(pairs)} state pairs"
@@ -290,7 +295,8 @@ def _weight_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
 
 
 def _origins(names: Sequence[str]) -> str:
-    """The names of stacked weights, as a pattern if they differ in their middle."""
+    """Returns the names of stacked weights as one text: a pattern (`experts.*.weight`) if they
+    differ only in their middle."""
     pattern = common_pattern(names)
     return f"{names[0]}, ..., {names[-1]}" if pattern.endswith("*") else pattern
 

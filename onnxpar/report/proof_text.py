@@ -1,4 +1,4 @@
-"""A sentence on the distance of a plan from the best one."""
+"""A sentence on how far a plan can be from the fastest one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from onnxpar.base.units import text_of
 
 _SAME = 5e-5
-"""Times that differ by less than this share count as equal."""
+"""Times that differ by a smaller fraction count as equal."""
 _COUNTS = {1: "one axis", 2: "one or two axes"}
 
 
 def proof_text(proof: Mapping[str, Any]) -> str:
-    """A sentence on the possible distance of the plan from the fastest strategy, from the proof of
-    the search in the form of plan.json."""
+    """Returns a sentence on how far the plan can be from the fastest strategy. `proof` is what the
+    search proved, as in plan.json."""
     seconds, bound, axes = proof["seconds"], proof["bound"], proof["axes"]
     if not bound:
         return f"{_ms(seconds)} by its own count; it proved nothing about other strategies"

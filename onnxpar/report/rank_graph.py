@@ -1,5 +1,5 @@
-"""The graph of each rank beside the model's: the nodes that ranks run for each node, with the
-shapes and the parts of the tensors that ranks hold."""
+"""The graph of each rank beside the model's, for the plan's page: which nodes ranks run for each
+node of the model, with the shapes and ranges of the tensors that they hold."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.report.plan_text import shape_text
 
 MOST = 64
-"""The largest number of ranks whose graphs are shown."""
+"""At most so many ranks are shown."""
 SPANS = 4
-"""The largest number of ranges of a dimension that are shown."""
+"""At most so many ranges of a dimension are shown."""
 Texts = tuple[str, ...]
-"""A text for each rank, or a single one if it is the same for all."""
+"""A text for each rank, or a single one if it is equal for all."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The parts of a tensor on ranks.
+    """The part of a tensor that each rank holds.
 
-    shapes  of the parts
-    spans   for an input or a stored tensor, the ranges of elements in each dimension
+    shapes  the shape of its shard
+    spans   for an input or a stored tensor, the ranges of elements in each dimension: `[0:4, :]`
     layout  the tensor's layout, if it is split
     """
 
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class RankNode:
-    """A node that every rank runs; `attributes` are in braces."""
+    """A node that every rank runs; `attributes` are in braces, and may differ between ranks."""
 
     name: str
     op: str
@@ -54,15 +54,15 @@ class RankNode:
 
 @dataclass(frozen=True)
 class RankGraph:
-    """The nodes of `ranks`, in running order, by the name of the model's node that they
-    implement."""
+    """The nodes that ranks run, in order, by the name of the model's node that they implement.
+    `ranks` is the number of ranks shown."""
 
     ranks: int
     nodes: dict[str, list[RankNode]]
 
 
 def rank_graph(ctx: PassContext) -> RankGraph:
-    """Returns the lowered nodes of at most MOST ranks, by the model's node, for the report."""
+    """Returns the lowered nodes of at most MOST ranks, by the model's node."""
     ranks = range(min(ctx.sharding.mesh.size, MOST))
     parts = _Parts(ctx, ranks)
     nodes: dict[str, list[RankNode]] = {}
@@ -78,7 +78,7 @@ def rank_graph(ctx: PassContext) -> RankGraph:
 
 
 class _Parts:
-    """The parts of tensors on ranks; computed once for each layout."""
+    """Computes which parts of tensors ranks hold; once for each layout."""
 
     def __init__(self, ctx: PassContext, ranks: Iterable[int]) -> None:
         self._ctx, self._mesh, self._ranks = ctx, ctx.sharding.mesh, list(ranks)
@@ -87,10 +87,11 @@ class _Parts:
         self._fed = {t.name for t in ctx.model.graph.inputs}
 
     def of(self, tensors: Iterable[gs.Tensor]) -> tuple[Part, ...]:
-        """Returns the parts of tensors; tensors with open sizes have no shapes."""
+        """Returns the parts of these tensors; tensors with open sizes have no shapes."""
         return tuple(self._part(tensor) for tensor in tensors if tensor.name)
 
     def _part(self, tensor: gs.Tensor) -> Part:
+        """Returns what each rank holds of one tensor."""
         layout = self._ctx.layouts.get(tensor.name)
         is_stored = isinstance(tensor, gs.Constant)
         if self._ctx.model.sizes is not None and not is_stored:
@@ -106,7 +107,7 @@ class _Parts:
         return Part(tensor.name, self._shapes[layout], spans, layout.text(self._mesh))
 
     def _held(self, layout: Layout) -> Texts:
-        """Returns the elements of each rank, in Python's notation of indices."""
+        """Returns which elements each rank holds, as Python slices: `[0:4, :]`."""
         for dim in layout.dims:
             if dim not in self._spans:
                 self._spans[dim] = tuple(_span(dim, self._mesh, rank) for rank in self._ranks)
@@ -123,6 +124,6 @@ def _span(dim: Dim, mesh: Mesh, rank: int) -> str:
 
 
 def _alike(texts: Iterable[str]) -> Texts:
-    """Returns the texts; a single one if all are equal."""
+    """Returns the texts; if all are equal, only one."""
     each = tuple(texts)
     return each[:1] if len(set(each)) == 1 else each

@@ -1,4 +1,4 @@
-"""The table of the plan's page that shows the graph of a rank beside the model's."""
+"""The table on a plan's page that shows the graph of a rank beside the model's."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from onnxpar.report.pass_tables import TAG
 from onnxpar.report.rank_graph import Part, RankGraph, RankNode, Texts
 
 RANKS_ROOM = 900_000
-"""The largest number of characters in the rows of ranks."""
+"""Most characters of HTML in the rows of this section."""
 FEW = 3
-"""The largest number of rank nodes for one node of the model that are not folded away."""
+"""More nodes of a rank for one node of the model are folded away."""
 _HEADS = (("op", ""), ("node", ""), ("in the model", ""), ("on the rank", ""))
 Pair = tuple[Step, tuple[RankNode, ...]]
-"""A step of the model, and the nodes that ranks run for it."""
+"""A step of the model's graph, and the nodes that ranks run for it."""
 
 
 class _Varying:
-    """Texts that differ between ranks, each list of them once."""
+    """Collects texts that differ between ranks, so that the page has each list of them once."""
 
     def __init__(self) -> None:
         self.lists: dict[Texts, int] = {}
 
     def html(self, texts: Texts) -> str:
-        """Returns the text of rank 0, marked so that the script can show another rank's."""
+        """Returns the HTML of rank 0's text, marked so that a script can replace it by another
+        rank's."""
         if len(texts) == 1:
             return escape(texts[0])
         number = self.lists.setdefault(texts, len(self.lists))
@@ -37,8 +38,8 @@ class _Varying:
 
 
 def rank_tables(explained: Explained, graph: RankGraph) -> Iterator[str]:
-    """Yields the section of ranks: a table of the model's nodes with the nodes of a rank beside
-    them, and the texts of other ranks for the script."""
+    """Yields the HTML of the section of ranks: a table of the model's nodes with the nodes of a
+    rank beside them, and the texts of other ranks for the script."""
     mesh, varying = explained.plan.mesh, _Varying()
     yield "<h2>A rank's graph beside the model's</h2>"
     yield (
@@ -62,7 +63,7 @@ def rank_tables(explained: Explained, graph: RankGraph) -> Iterator[str]:
 
 
 def _choice(mesh: Mesh, ranks: int) -> str:
-    """Returns a field to choose a rank in, hidden until the script shows it."""
+    """Returns a field for choosing a rank, hidden until the script shows it."""
     options = []
     for rank in range(ranks):
         at = ", ".join(f"{n}={mesh.coordinate((mesh.axis(n),), rank)}" for n in mesh.sizes)
@@ -75,7 +76,7 @@ def _choice(mesh: Mesh, ranks: int) -> str:
 
 
 def _sign(pair: Pair) -> Hashable:
-    """A key that is equal for steps that are equal except for names."""
+    """Returns a key that is equal for pairs that are equal except for names."""
     step, nodes = pair
     own = tuple((o.shape, o.layout) for o in (*step.operands, *step.results))
     parts = tuple((n.op, *map(_part_sign, (*n.operands, *n.results))) for n in nodes)

@@ -1,5 +1,5 @@
-"""Compares the ranks' replicas of an output with each other, after one run or after many training
-steps."""
+"""Compares the replicas of an output that ranks of a manual program hold, after one run or after
+many training steps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from onnxpar.trainer.trainer import Trainer
 def compare_replicas(
     session: Session, feeds: Mapping[str, Array], close: Closeness | None = None
 ) -> Report:
-    """Runs a model that returns all replicas of its outputs, and compares each replica with the
-    first.
-
-    Errors: InputError; RankError.
-    """
+    """Runs a model whose outputs have all replicas along a first dimension, and compares each
+    replica with the first. Errors: InputError; RankError."""
     names = _names(session)
     outputs = session.run(names, feeds) if names else session.run(None, feeds)[:0]
     rows = []
@@ -35,8 +32,8 @@ def compare_replicas(
 def compare_trained_replicas(
     trainer: Trainer, batches: Iterable[Mapping[str, Array]], rate: float
 ) -> Report:
-    """Takes training steps of a manual program that returns all replicas of its outputs, and
-    compares the replicas after the last step, which must have the same bits. Errors: RankError."""
+    """Takes training steps of a manual program whose outputs have all replicas, and compares these
+    after the last step; they must have the same bits. Errors: RankError."""
     names = _names(trainer.session)
     copies: list[Array] = []
     for seed, batch in enumerate(batches):
@@ -45,13 +42,13 @@ def compare_trained_replicas(
 
 
 def _names(session: Session) -> list[str]:
-    """The names of the outputs that have all replicas of others."""
+    """Returns the names of the outputs that have all replicas of another output."""
     return [port.name for port in session.get_outputs() if port.name.endswith(REPLICAS)]
 
 
 def _equal(name: str, copies: Array) -> Comparison:
-    """Compares copies with the first one; the error is the largest fraction of elements in which a
-    copy differs."""
+    """Compares all copies with the first one; the error is the largest fraction of elements in
+    which a copy differs."""
     count, *shape = copies.shape
     bits = np.frombuffer(copies.tobytes(), np.uint8).reshape(count, copies[0].size, copies.itemsize)
     differs = (bits != bits[0]).any(axis=2)

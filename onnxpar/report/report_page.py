@@ -29,7 +29,7 @@ _SEARCH = (
     '<input type="search" placeholder="MatMul [-, tp]" autocomplete="off" '
     'spellcheck="false"></label><output></output></form>'
 )
-"""The search box. It is hidden until the script shows it: without scripts it would do nothing."""
+"""The search box. The script shows it; without scripts it would do nothing, and so stays hidden."""
 
 
 def write_page(
@@ -38,8 +38,13 @@ def write_page(
     candidates: Candidates | None,
     walk: Walk | None = None,
 ) -> None:
-    """Writes the page of a plan, and of candidates and the walk through its passes if given; an
-    error leaves no half-written file. Errors: OnnxparError."""
+    """Writes the HTML page of a plan to a file; if that fails, leaves no half-written file.
+
+    candidates  a table of compared strategies to add; None: there is none
+    walk        the changes by each pass, and the ranks' graphs, to add
+
+    Errors: OnnxparError.
+    """
     path = Path(path)
     if not path.parent.is_dir():
         raise OnnxparError(f"{path.parent}: no such folder for the page")
@@ -51,8 +56,7 @@ def write_page(
 def page(
     explained: Explained, candidates: Candidates | None = None, walk: Walk | None = None
 ) -> str:
-    """Returns the page of a plan, with a table of candidates and the walk through its passes if
-    given."""
+    """Returns the HTML page of a plan; parameters as for `write_page`."""
     plan = explained.plan
     scripts = [_part("search.js"), *([_part("rank.js")] if walk is not None else ())]
     return (
@@ -68,7 +72,8 @@ def page(
 def core(
     explained: Explained, candidates: Candidates | None = None, walk: Walk | None = None
 ) -> str:
-    """Returns the page without the tags of a document, for a notebook."""
+    """Returns the body of the page, without the tags of a document, for a notebook; parameters as
+    for `write_page`."""
     parts = [
         *_header(explained),
         *(_candidates(candidates) if candidates is not None else ()),
@@ -93,8 +98,8 @@ def core(
 
 
 def _section(parts: Iterable[str]) -> Iterator[str]:
-    """Yields tables under one heading; the search box hides the section if nothing in it
-    matches."""
+    """Yields the HTML of tables under one heading; the search box hides the section if nothing in
+    it matches."""
     yield "<section>"
     yield from parts
     yield "</section>"
@@ -120,7 +125,7 @@ def _(candidates: Candidates) -> str:
 
 
 def _block(parts: Iterable[str]) -> str:
-    """Returns the parts in a block whose style does not affect the surrounding page."""
+    """Returns these parts as a block whose style does not affect the page around it."""
     body = "\n".join(parts)
     return f'<div class="onnxpar">\n<style>{_part("block.css")}</style>\n{body}\n</div>'
 
@@ -164,8 +169,8 @@ def _header(explained: Explained) -> Iterator[str]:
 
 
 def _which(plan: Plan) -> Iterator[str]:
-    """Yields a line that names the candidate whose plan the page shows, which need not be the
-    winner."""
+    """Yields a line that names the strategy whose plan the page shows; it need not be the
+    fastest."""
     strategy = escape(f"{plan.preset or 'the strategy'} {plan.mesh}")
     yield f"<p>The rest of this page shows the plan of <b>{strategy}</b>.</p>"
 

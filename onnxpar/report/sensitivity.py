@@ -2,8 +2,8 @@
 
 A model may amplify rounding errors: it quantizes activations, so that a value between two
 quantization steps changes by a full step; it divides by a standard deviation that is nearly 0; it
-ends in a sigmoid whose largest value is 1e-7. Then two correct runs of the model differ by much
-more than rounding errors. Runs of the unsplit model measure this: on one thread, with and without
+ends in a sigmoid whose largest value is 1e-7. Then two correct runs differ by much more than
+rounding errors. Runs of the unsplit model measure this: on one thread, with and without
 optimization, with feeds and small weights changed in their last bits.
 """
 
@@ -28,13 +28,13 @@ from onnxpar.load.read_file import read_proto
 from onnxpar.runtime.session.tensors import as_fed
 
 RUNS, CHANGE, COARSE_CHANGE, MARGIN = 16, 2.0**-22, 2.0**-18, 2.0
-"""The number of runs of the unsplit model; the largest relative change of each element of small
-weights and float inputs in these runs; the same for models that round to steps (larger, since few
-values are close to a step); and the factor by which an error may exceed the largest measured change
-of a result."""
+"""RUNS: number of runs of the unsplit model. CHANGE: the largest relative change of each element of
+small weights and float inputs in these runs. COARSE_CHANGE: the same for models that round to steps
+(larger, since few values are close to a step). MARGIN: an error may be this many times the largest
+measured change of a result."""
 LARGE = 0.05
-"""The relative change of a result above which a comparison may fail to notice that a rank's term of
-a sum is missing."""
+"""If rounding changes a result by this fraction or more, a comparison may not notice that a rank's
+term of a sum is missing."""
 _STEPS = frozenset(
     (
         "ArgMax",
@@ -56,16 +56,16 @@ _STEPS = frozenset(
 """Ops that round to steps; DequantizeLinear does so if onnxruntime fuses it with a product that
 reads its result."""
 _INTEGERS = 4
-"""The accuracy level at which MatMulNBits quantizes its first operand."""
+"""The accuracy_level at which MatMulNBits quantizes its first operand."""
 _READ_AT_MOST, _ALL_AT_MOST = 1 << 18, 1 << 24
-"""The largest number of elements of a weight that is changed, and of all these weights together."""
+"""Most elements of a weight that is changed, and of all such weights together."""
 _READERS = frozenset(("Mul", "Add", "Gather"))
-"""Ops whose weights may become inputs of an optimized model, because onnxruntime fuses these ops
-even if the weights are not constant."""
+"""Ops whose weights may become inputs of a model that is optimized, because onnxruntime fuses these
+ops even with weights that are not constant."""
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _LEVELS = (ort.GraphOptimizationLevel.ORT_ENABLE_ALL, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
 _Opens = Callable[[NodeProto], bool]
-"""A function that returns True for a node whose weights are to be changed."""
+"""Returns True for a node whose weights are to be changed."""
 ORT_ERRORS = (
     RuntimeError,
     ValueError,
@@ -77,7 +77,7 @@ ORT_ERRORS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
-"""The errors that onnxruntime raises."""
+"""The exceptions of onnxruntime."""
 
 
 def movements(
@@ -86,10 +86,14 @@ def movements(
     reference: Mapping[str, Any],
     folder: str | os.PathLike[str] | None = None,
 ) -> dict[str, float]:
-    """Returns the largest measured change of each result in `reference`, by name: for floats
-    relative to the largest magnitude, for other dtypes the fraction of elements that change. Empty
-    if inputs or results are not tensors of numbers, or if onnxruntime cannot run the changed model.
-    `folder` has the external data if `model` is bytes."""
+    """Returns how much rounding changes each result in `reference`, by name: the largest measured
+    change, for floats relative to the largest magnitude, for other dtypes as the fraction of
+    elements that change. Empty if inputs or results are not tensors of numbers, or if onnxruntime
+    cannot run the changed model.
+
+    reference  the results of an ordinary run
+    folder     where external data is, if `model` is bytes
+    """
     if any(not isinstance(a, np.ndarray) for a in (*feeds.values(), *reference.values())):
         return {}
     if folder is None and not isinstance(model, bytes):
@@ -131,7 +135,8 @@ def _session(
 
 
 def read_model(model: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
-    """The model without its external data. Errors: ModelError for a file that cannot be read."""
+    """Returns the model of a file or of bytes, without its external data. Errors: ModelError for a
+    file that cannot be read."""
     if isinstance(model, bytes):
         return onnx.load_model_from_string(model)
     return read_proto(Path(model))
@@ -160,7 +165,7 @@ def _adds_or_scales(node: NodeProto) -> bool:
 
 
 def _computes_alike(node: NodeProto) -> bool:
-    """True for standard ops except quantization; other ops may need constant weights."""
+    """True for standard ops except quantization. Other ops may need constant weights."""
     return node.domain == "" and node.op_type not in ("QuantizeLinear", "DequantizeLinear")
 
 
@@ -171,8 +176,12 @@ def _none(node: NodeProto) -> bool:
 def _open_weights(
     proto: onnx.ModelProto, folder: str | os.PathLike[str] | None, opens: _Opens
 ) -> dict[str, Array]:
-    """Turns small weights of nodes into inputs, in place, so that they can be changed; returns
-    their values by name. `opens` is True for these nodes; `folder` has external data."""
+    """Turns small weights into inputs, in place, so that they can be changed; returns their values
+    by name.
+
+    folder  where external data is
+    opens   True for a node whose weights are meant
+    """
     read = {name for node in proto.graph.node if opens(node) for name in node.input}
     ports = {port.name for port in proto.graph.input}
     ports |= {n for node in proto.graph.node if not opens(node) for n in node.input}
@@ -190,8 +199,8 @@ def _open_weights(
 
 def _changed(value: Array, change: float, random: np.random.Generator) -> Array:
     """Returns an array of float32 or float16 with each element changed at random, by up to the
-    relative amount `change` or, if that is more, by up to its last bit. Returns other arrays
-    unchanged."""
+    relative amount `change`, or up to its last bit if that is more. Returns other arrays unchanged.
+    """
     if value.dtype not in (np.float32, np.float16):
         return value
     share = max(change, float(np.finfo(value.dtype).eps))

@@ -1,4 +1,4 @@
-"""Lists the strategies of nodes with their costs, for `plan --costs`."""
+"""Lists all strategies of some nodes with their costs (`plan --costs`)."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from onnxpar.strategy.named_ops import NamedOps
 _PARTS = ("inside", "result", "gradients")
 _ZERO = "0.000"
 LAYOUTS_WIDTH = 40
-"""The smallest number of columns for the layouts, even if lines become longer than WIDTH."""
+"""The column of layouts has at least this width, even if lines become longer than WIDTH."""
 _HEADS = ("compute", *_PARTS, "total", "weights", "activations")
 
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """A strategy of a node.
+    """One way to split a node.
 
     cost     the predicted times and memory
     inputs   the layout in which the node reads each input; empty for an input without a layout
     outputs  the layout in which the node produces each result
     shards   the number of shards of each dimension, by input: MindSpore's notation of a strategy
-    chosen   True for the strategy that the plan uses
+    chosen   True for the one that the plan uses
     """
 
     cost: StrategyCost
@@ -54,7 +54,7 @@ class StrategyRow:
 
     @property
     def layouts(self) -> str:
-        """The layouts in one line, in the notation of rules."""
+        """The layouts in one line: `[dp, -], [-, tp] -> [dp, tp]`."""
         return " -> ".join(", ".join(each or "?" for each in some) for some in self._both)
 
     @property
@@ -82,11 +82,11 @@ class StrategyRow:
 
 @dataclass(frozen=True)
 class NodeStrategies:
-    """A node, and its strategies, the fastest first.
+    """A node, and all ways to split it, the fastest first.
 
     rule      its sharding rule
     whole     the reason for each factor that cannot be split
-    complete  False if there are too many strategies: then only the ones that the search compares
+    complete  False if there are too many strategies: then only strategies that the search compares
               are listed
     """
 
@@ -98,7 +98,7 @@ class NodeStrategies:
     complete: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the node with its strategies as JSON data."""
+        """Returns the node with its strategies as JSON value."""
         rows = [row.to_json() for row in self.strategies]
         return {
             **{"node": self.node, "op": self.op, "rule": self.rule, "whole": self.whole},
@@ -128,7 +128,7 @@ class StrategyCosts(Shown):
 
 
 def strategy_costs(path: Path, pattern: str, options: Options) -> StrategyCosts:
-    """Plans a model, and returns every strategy of the nodes that match a pattern, which is written
+    """Plans a model, and returns every strategy of the nodes that match `pattern`, which is written
     like a key of `shard` in a strategy file. Errors: OnnxparError; StrategyError if no node
     matches, and for a manual program."""
     if options.preset == MANUAL:
@@ -143,8 +143,8 @@ def strategy_costs(path: Path, pattern: str, options: Options) -> StrategyCosts:
 
 
 class _Collector(Observer):
-    """Collects the strategies of nodes while the pipeline runs: lists them after the pass that sets
-    annotations, and marks those that the plan uses after the pass that decides layouts."""
+    """An observer that lists the strategies of nodes after the pass that sets annotations, and
+    marks the strategies that the plan uses after the pass that decides layouts."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -164,7 +164,7 @@ class _Collector(Observer):
 
 
 def _listed(op: OpFactors, costs: NodeCosts) -> NodeStrategies:
-    """Returns a node with all its strategies."""
+    """Returns a node with all ways to split it and their costs."""
     rows = tuple(_row(op, cost, costs.sharding) for cost in costs.of(op))
     rule, whole = op.rule.text(), dict(op.whole)
     return NodeStrategies(op.node.name, op.node.op, rule, whole, rows, costs.is_complete(op))
@@ -197,7 +197,7 @@ def _layout(
 
 
 def _marked(op: OpFactors, node: NodeStrategies, ctx: PassContext) -> NodeStrategies:
-    """Returns the node with a mark on the strategy that the plan uses."""
+    """Returns the node with `chosen` set for the strategy that the plan uses."""
     axes = tuple(ctx.sharding.op_axes(op))
     partial = ctx.choices.operands or {}
     passed = {a for (name, _), (over, _) in partial.items() if name == node.node for a in over}
@@ -213,7 +213,7 @@ def _marked(op: OpFactors, node: NodeStrategies, ctx: PassContext) -> NodeStrate
 
 
 def strategy_lines(found: StrategyCosts) -> Iterator[str]:
-    """Yields the lines of text: a table for each node."""
+    """Yields the lines that `plan --costs` prints: a table for each node."""
     mesh = ",".join(f"{name}={size}" for name, size in found.mesh.shape)
     yield f"{found.model} over {found.mesh.size} ranks (mesh {mesh})"
     times = "milliseconds of a run on the slowest rank, and bytes of the largest shards"
@@ -245,8 +245,8 @@ def _cells(row: StrategyRow) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Yields the lines of a table: columns of numbers, except parts of communication that are zero
-    in every row, and then the layouts, wrapped if they are long."""
+    """Yields the lines of a table: columns of numbers, then the layouts, wrapped if they are long.
+    Parts of communication that are zero in every row are left out."""
     columns = list(zip(("", *_HEADS, "layouts"), *rows, strict=True))
     shown = [column for column in columns if column[0] not in _PARTS or {*column[1:]} != {_ZERO}]
     *numbers, layouts = shown

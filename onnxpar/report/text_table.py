@@ -1,4 +1,4 @@
-"""Tables of text with aligned columns, and sizes as text."""
+"""Text tables with aligned columns, and sizes in bytes as text."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 WIDTH = 100
 WRAPPED = 36
-"""The least width of a wrapped column of texts."""
+"""A column of wrapped texts has at least this width."""
 MANY, FEW = 20, 3
-"""The numbers of rows above which similar rows are joined: in tables of ports and weights, and in
+"""In tables with more rows, similar rows are joined: MANY for tables of ports and weights, FEW for
 the table of nodes that run whole."""
 
 
 def table(rows: Sequence[Sequence[Any]], head: Sequence[str], wraps: bool = False) -> Iterator[str]:
     """Yields the lines of a table with aligned columns, numbers to the right. If lines would be
-    longer than WIDTH, the first column is cut; if the table `wraps`, the last column, a text, first
-    continues on further lines."""
+    longer than WIDTH, the first column is cut off on the left. With `wraps`, the last column, a
+    text, is first wrapped onto further lines."""
     cells = [[_cell(c) for c in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
@@ -38,7 +38,7 @@ def table(rows: Sequence[Sequence[Any]], head: Sequence[str], wraps: bool = Fals
 
 def grouped(rows: Sequence[tuple[Any, ...]], most: int = MANY) -> list[tuple[Any, ...]]:
     """Returns the rows. If there are more than `most`, rows that differ only in their first column
-    are joined into one, with the first name and a count."""
+    are joined into one: `h.0.w and 11 more`."""
     if len(rows) <= most:
         return list(rows)
     names: dict[tuple[Any, ...], list[str]] = {}
@@ -60,7 +60,7 @@ def _fit(text: str, width: int) -> str:
 
 
 def size_text(size: float) -> str:
-    """Returns a number of bytes as text with a unit: 18.4 kB."""
+    """Returns a number of bytes as text with a decimal unit: 18.4 kB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000 or unit == "GB":
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The text of a trace."""
+"""The text of a trace of recorded runs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from onnxpar.runtime.profile.trace import ExpertLoad, NodeTimes, Trace
 
 SLOWEST = 10
 _MIXTURES = 4
-"""Mixtures whose experts are listed."""
+"""So many mixtures of experts are listed."""
 _ENDS = 8
-"""Experts that are listed from either end, if a mixture has more than twice as many."""
+"""Of a mixture with more than twice as many experts, so many with most tokens and so many with
+fewest are listed."""
 _PARTS = ("compute", "communication", "waiting", "idle", "total")
 
 
@@ -53,8 +54,8 @@ def trace_lines(trace: Trace) -> Iterator[str]:
 
 
 def expert_lines(load: ExpertLoad) -> Iterator[str]:
-    """Yields the lines of a mixture: the tokens of each expert; of many experts, only the ones with
-    most and with fewest tokens."""
+    """Yields the lines about a mixture: the tokens of each expert; of many experts, only of the
+    experts with most and with fewest tokens."""
     total = sum(load.tokens)
     runs = f"{load.runs} run{'s' if load.runs > 1 else ''}"
     yield f"tokens per expert of {load.mixture}, {total:,} in {runs}:"
@@ -72,7 +73,7 @@ def _of_expert(tokens: int, total: int) -> list[str]:
 
 
 def _transfers(trace: Trace, program: str) -> Iterator[str]:
-    """Yields a line about communication in a thread of each rank, if there is any."""
+    """Yields a line about communication on a thread beside compute, if there is any."""
     runs = set(trace.runs(program))
     sent = [e for e in trace.events if e.run in runs and e.collective and e.collective.transfer]
     if sent:
@@ -97,8 +98,8 @@ def _times(node: NodeTimes, busy: float) -> list[str]:
 
 
 def _name(node: NodeTimes) -> str:
-    """Returns the name of the global node, and the number of other nodes that onnxruntime fused
-    with it. For a collective, returns its own name, because an op may contain several."""
+    """Returns the name of the global node, and how many other nodes onnxruntime fused with it. For
+    a collective, its own name, because an op may contain several."""
     if node.collective or not node.nodes or node.nodes == (node.name,):
         return node.name
     others = f" and {len(node.nodes) - 1} more" if len(node.nodes) > 1 else ""
@@ -106,7 +107,7 @@ def _name(node: NodeTimes) -> str:
 
 
 def _columns(texts: Sequence[str], heads: Sequence[str]) -> list[str]:
-    """Aligns texts of numbers to the right, below their heads."""
+    """Returns the texts aligned to the right, as wide as their heads."""
     return [text.rjust(max(len(head), 9)) for text, head in zip(texts, heads, strict=True)]
 
 

@@ -23,12 +23,12 @@ from onnxpar.runtime.session.values import is_optional, is_value
 
 
 class Unsplit:
-    """The unsplit model in a session of onnxruntime. Errors: ModelError if it does not load."""
+    """The unsplit model in an onnxruntime session. Errors: ModelError if it does not load."""
 
     def __init__(
         self, model: str | os.PathLike[str] | bytes, folder: str | os.PathLike[str] | None = None
     ) -> None:
-        """`folder` has the external data if `model` is bytes."""
+        """`folder` is where the external data is, if `model` is bytes."""
         self._session: ort.InferenceSession | None = open_unsplit(model, folder)
 
     def close(self) -> None:
@@ -60,9 +60,10 @@ def run_unsplit(model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Any])
 def open_unsplit(
     model: str | os.PathLike[str] | bytes, folder: str | os.PathLike[str] | None = None
 ) -> ort.InferenceSession:
-    """Opens a session of the unsplit model that prints no warnings, such as those about
-    initializers that are inputs, and computes the model faithfully (see `kept_bounds` and
-    `kept_ranges`). `folder` has the external data if `model` is bytes. Errors: ModelError."""
+    """Returns an onnxruntime session of the unsplit model that prints no warnings (such as of
+    initializers that are inputs), and leaves out optimizations that change results (see
+    `kept_bounds` and `kept_ranges`). `folder` is where the external data is, if `model` is bytes.
+    Errors: ModelError."""
     source = model if isinstance(model, bytes) else os.fspath(model)
     options = quiet_options()
     if folder is not None:
@@ -99,6 +100,7 @@ def _run_values(
 def _run_bound(
     session: ort.InferenceSession, feeds: Mapping[str, Array], chosen: Sequence[str] | None
 ) -> dict[str, Array]:
+    """Runs the session with inputs and outputs bound to memory; returns outputs by name."""
     binding = session.io_binding()
     held = {name: np.asarray(array, order="C") for name, array in feeds.items()}
     memory = {name: memory_of(array) for name, array in held.items()}

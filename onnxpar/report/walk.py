@@ -1,4 +1,4 @@
-"""A plan with its history: the changes by each of its passes, and the graphs of its ranks."""
+"""A plan with its history: what each of its passes changed, and the graphs of its ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from onnxpar.report.rank_graph import RankGraph, rank_graph
 
 @dataclass(frozen=True)
 class Walk:
-    """The history of a plan.
+    """The history of a plan, for its page.
 
-    steps   the changes by its passes, in order
+    steps   what its passes changed, in order
     ranks   the graphs of its ranks
-    model   the model
     makers  by tensor, the node that computes it in the graph before the passes
     """
 
@@ -33,13 +32,13 @@ class Walk:
 
     @staticmethod
     def of(passes: PassSteps, ctx: PassContext) -> Walk:
-        """Returns the walk from the collected steps of a plan and its context."""
+        """Returns the history from what an observer collected, and the context after all passes."""
         return Walk(tuple(passes.steps), rank_graph(ctx), ctx.model, dict(passes.makers))
 
 
 def walk(path: str | Path, options: Options) -> tuple[Explained, Walk]:
     """Plans a model like the command `plan`; returns the plan with its predicted steps, and the
-    steps of its passes. Errors: OnnxparError; StrategyError for a manual program."""
+    history of its passes. Errors: OnnxparError; StrategyError for a manual program."""
     refuse_manual(options)
     explainer, passes = Explainer(), PassSteps()
     plan, ctx = sharder.plan(path, options, Observers([explainer, passes]))
