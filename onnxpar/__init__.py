@@ -8,6 +8,7 @@ logits, = session.run(["logits"], feeds)
 Rooms, in the order of the stages. A room imports only from rooms above it.
 
 base      errors, arrays, units, text, interrupts; files that appear complete or not at all
+equivalence  proves from files alone that ranks compute a model; imports only base
 layout    meshes and layouts: the elements that each rank holds; closed forms of open sizes
 graph     models and their graphs: protos, tensors, shapes, checks, state pairs, open sizes
 runtime   ranks, sessions, traces, ranks on several hosts (native/ is the plugin)
