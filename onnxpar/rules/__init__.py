@@ -1,5 +1,6 @@
 """Sharding rules by op family; importing the package registers all rules. The docstring of a rule
-function begins with the rule, in the notation of `notation.py`."""
+function begins with the op and its rule, in the notation of `notation.py`: `m k, k n -> m n` are
+the dimensions of all operands, then of all results."""
 
 from onnxpar.rules import attention as attention
 from onnxpar.rules import cached_attention as cached_attention
