@@ -69,6 +69,7 @@ def row_fields(node: gs.Node) -> dict[str, Any]:
 
 def _by_rows(op: str, attrs: Mapping[str, Any]) -> Callable[[Lowering], None]:
     """Returns a lowering that runs a classifier on the rank's rows."""
+
     def lower(build: Lowering) -> None:
         classify(build, op, build.input(0), attrs)
 
