@@ -1,4 +1,4 @@
-"""The number of ranks on each host: `a:2,b:2`, or a host file of mpirun."""
+"""Reads how many ranks run on each host: from `a:2,b:2`, or from a host file of mpirun."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _LINE = re.compile(r"(?P<name>\S+)(\s+slots\s*=\s*(?P<slots>[0-9]+))?(\s+max[-_]
 
 @dataclass(frozen=True)
 class Slots:
-    """A host, by the name that ssh knows, and how many ranks run on it."""
+    """A host, by the name that ssh knows, and the number of ranks on it."""
 
     host: str
     count: int
 
 
 def parse_hosts(text: str) -> list[Slots]:
-    """Reads hosts and their numbers of ranks (default: 1), such as `a:2,b:2`. Errors:
-    InputError."""
+    """Reads a list such as `a:2,b:2` or `a,b` (one rank each). Errors: InputError."""
     slots = []
     for part in text.split(","):
         match = _HOST.fullmatch(part.strip())
@@ -55,7 +54,7 @@ def read_hostfile(path: str | Path) -> list[Slots]:
 
 
 def ranks_of(slots: Sequence[Slots]) -> list[list[int]]:
-    """Returns the ranks of each host, in the order of hosts."""
+    """Returns the ranks of each host, in the order of hosts: [[0, 1], [2, 3]] for `a:2,b:2`."""
     ranks, first = [], 0
     for each in slots:
         ranks.append(list(range(first, first + each.count)))
@@ -64,6 +63,8 @@ def ranks_of(slots: Sequence[Slots]) -> list[list[int]]:
 
 
 def _slots(match: re.Match[str], where: str) -> Slots:
+    """Returns a host and its number of ranks from a match of the patterns. `where` begins the
+    errors: InputError for no ranks, or a name that ssh would read as an option."""
     count = int(match["slots"] or 1)
     if count == 0:
         raise InputError(f"{where}: host {match['name']} has no ranks")
@@ -73,6 +74,7 @@ def _slots(match: re.Match[str], where: str) -> Slots:
 
 
 def _each_once(slots: list[Slots], where: str) -> list[Slots]:
+    """Returns `slots`. Errors: InputError if a host occurs twice."""
     names = [each.host for each in slots]
     for name in names:
         if names.count(name) > 1:
