@@ -27,8 +27,9 @@ _LANES = ("runs", "compute", "communication")
 """The threads of a rank in the viewer; each further thread of onnxruntime adds a compute and a
 communication thread."""
 TRANSFER, _TRANSFERS = "Transfer", 1 << 16
-"""The category and the first lane of transfers by threads of the plugin. Each group of ranks has a
-lane, because it may have a thread."""
+"""The category, and the number of the first thread in the viewer, of collectives that threads of
+the plugin ran while the rank computed. Each group of ranks has a thread there, because it may have
+one in the plugin."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ _LINE = 64
 """Bytes between words that different processes write: a cache line, the size of a bell."""
 _WORDS = _LINE // 4
 _CALLS, _ANSWERS, _KIND, _FIRST = range(4)
-"""The lines: two bells, the kind of the call, and from _FIRST on the answer of each rank."""
+"""The lines of the shared memory: two bells, the kind of the call, and from _FIRST on the answer of
+each rank."""
 _MESSAGE, _AGAIN = range(2)
 _WRAP = 1 << 32
 _LONG = 10**6
