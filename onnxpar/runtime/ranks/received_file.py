@@ -24,8 +24,8 @@ class ReceivedFile:
         self._size = self._synced = 0
 
     def append(self, data: memoryview) -> None:
-        """Writes whole blocks (4 MiB, the last one may be shorter) behind those before. Errors:
-        ModelError for bytes that contradict the digests; OSError."""
+        """Writes data behind those before: whole blocks of BLOCK bytes, of which only the file's
+        last may be shorter. Errors: ModelError for bytes that contradict the digests; OSError."""
         assert self._size % BLOCK == 0, "blocks begin at multiples of their size"
         for start in range(0, len(data), BLOCK):
             block = data[start : start + BLOCK]
