@@ -81,8 +81,8 @@ from the sizes of the rank's shards."""
 
 @rule("Attention")
 def attention(node: gs.Node) -> Rule:
-    """Attention: `b (k g) s d, b k t d, b k t e -> b (k g) s e`; with three dimensions
-    `b s (k g d), ...`.
+    """Sharding rule of Attention: `b (k g) s d, b k t d, b k t e -> b (k g) s e`; with three
+    dimensions `b s (k g d), ...`.
 
     b is the batch, s the queries, t the keys, d and e the widths of keys and values. k are the
     heads of keys and values; g are the query heads that share a key head. Caches and masks have the
@@ -146,7 +146,7 @@ def _mask(node: gs.Node, sizes: dict[str, Size], seen: str) -> str:
 
 @rule("RotaryEmbedding")
 def rotary_embedding(node: gs.Node) -> Rule:
-    """RotaryEmbedding: `b h s d, b s r, b s r -> b h s d`, or with position ids
+    """Sharding rule of RotaryEmbedding: `b h s d, b s r, b s r -> b h s d`, or with position ids
     `b h s d, p r, p r, b s`; r is half of the rotated width. Batch, heads and sequence may be
     split, d and r may not."""
     shape, cache = (tensor_shape(t) or () for t in node.inputs[:2])

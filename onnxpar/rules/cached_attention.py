@@ -42,10 +42,11 @@ _ROTATED = "its elements are rotated in pairs"
 
 @rule(CACHED, domain=DOMAIN)
 def cached_attention(node: gs.Node) -> Rule:
-    """CachedAttention: `b s (k g d), b s (k d), b s (k d), b k p d, b k p d, b, () -> b s (k g d);
-    b k p d; ...`. This is com.microsoft's GroupQueryAttention with caches of one length before and
-    after a run, so that their positions p may be split. k are the heads of keys, g the query heads
-    that share one, s the new tokens. Keys and values may be packed into the query."""
+    """Sharding rule of CachedAttention: `b s (k g d), b s (k d), b s (k d), b k p d, b k p d, b, ()
+    -> b s (k g d); b k p d; ...`. This is com.microsoft's GroupQueryAttention with caches of one
+    length before and after a run, so that their positions p may be split. k are the heads of keys,
+    g the query heads that share one, s the new tokens. Keys and values may be packed into the
+    query."""
     heads, shared = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     cache = tensor_shape(node.inputs[PAST]) or ()
     packed = given(node, 1) is None

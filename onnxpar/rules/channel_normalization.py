@@ -25,9 +25,9 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule, whole
 
 @rule("BatchNormalization")
 def batch_normalization(node: gs.Node) -> Rule:
-    """BatchNormalization: `n c h w, c, c, c, c -> n c h w`; c are the channels. In training, the
-    two new statistics are further results `c`, and ranks communicate if a factor other than c is
-    split."""
+    """Sharding rule of BatchNormalization: `n c h w, c, c, c, c -> n c h w`; c are the channels. In
+    training, the two new statistics are further results `c`, and ranks communicate if a factor
+    other than c is split."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     if node.attrs.get("spatial", 1) == 0 or len(dims) < 2:
@@ -84,8 +84,8 @@ def _lower_training(
 
 @rule("InstanceNormalization")
 def instance_normalization(node: gs.Node) -> Rule:
-    """InstanceNormalization: `n c h w, c, c -> n c h w`; if h or w is split, the ranks sum over all
-    shards."""
+    """Sharding rule of InstanceNormalization: `n c h w, c, c -> n c h w`; if h or w is split, the
+    ranks sum over all shards."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)
@@ -108,9 +108,9 @@ def instance_normalization(node: gs.Node) -> Rule:
 
 @rule("GroupNormalization")
 def group_normalization(node: gs.Node) -> Rule:
-    """GroupNormalization: `n (g c) h w, (g c), (g c) -> n (g c) h w` with g groups of c channels
-    (before opset 21, `g` for scale and bias); if c, h or w is split, the ranks sum over all
-    shards."""
+    """Sharding rule of GroupNormalization: `n (g c) h w, (g c), (g c) -> n (g c) h w` with g groups
+    of c channels (before opset 21, `g` for scale and bias); if c, h or w is split, the ranks sum
+    over all shards."""
     shape = tensor_shape(node.inputs[0]) or ()
     groups = node.attrs["num_groups"]
     if shape[1] is None:
@@ -154,8 +154,8 @@ def group_normalization(node: gs.Node) -> Rule:
 
 @rule("LRN")
 def local_response_normalization(node: gs.Node) -> Rule:
-    """LRN: `n c h w -> n c h w`; if the channels c are split, each rank fetches the neighbouring
-    channels that its windows read."""
+    """Sharding rule of LRN: `n c h w -> n c h w`; if the channels c are split, each rank fetches
+    the neighbouring channels that its windows read."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)

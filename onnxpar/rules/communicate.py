@@ -27,12 +27,9 @@ def communicating(
     sizes: Sequence[Size],
     lower: Callable[[Lowering], None],
 ) -> dict[str, Any]:
-    """Returns the fields of a `Rule` for factors that may be split although the op then needs other
-    shards: `lower` replaces the node by nodes that communicate.
-
-    factors  names of the factors; if any of their global `sizes` is unknown, the fields keep all of
-             these factors whole instead
-    """
+    """Returns the fields of a `Rule` that allow to split these factors although the op needs their
+    whole dimensions: `lower` replaces the node by nodes that communicate. If any of `sizes`, the
+    global sizes of the factors, is unknown, the fields keep all of the factors whole instead."""
     if None in sizes:
         return {"whole": dict.fromkeys(factors, UNKNOWN)}
     over = frozenset(factors)

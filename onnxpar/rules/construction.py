@@ -26,8 +26,8 @@ def _diagonal(local: Local, row: str, column: str) -> int:
 
 @rule("Trilu")
 def trilu(node: gs.Node) -> Rule:
-    """Trilu: `b m n, _ -> b m n`; if m or n is split, a rank shifts the diagonal by the position of
-    its shard."""
+    """Sharding rule of Trilu: `b m n, _ -> b m n`; if m or n is split, a rank shifts the diagonal
+    by the position of its shard."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     text = dims_text(dims)
     row, column = dims[-2:]
@@ -54,7 +54,8 @@ rule("Trilu", domain="com.microsoft")(trilu)
 
 @rule("EyeLike")
 def eye_like(node: gs.Node) -> Rule:
-    """EyeLike: `m n -> m n`; a rank shifts the diagonal by the position of its shard."""
+    """Sharding rule of EyeLike: `m n -> m n`; a rank shifts the diagonal by the position of its
+    shard."""
     k = node.attrs.get("k", 0)
     return einsum(
         node,
@@ -66,8 +67,8 @@ def eye_like(node: gs.Node) -> Rule:
 
 @rule("OneHot")
 def one_hot(node: gs.Node) -> Rule:
-    """OneHot: `a b, _, _ -> a b o`; o are the classes. If o is split, each rank compares the
-    indices with its own classes."""
+    """Sharding rule of OneHot: `a b, _, _ -> a b o`; o are the classes. If o is split, each rank
+    compares the indices with its own classes."""
     index = names("i", len(tensor_shape(node.inputs[0]) or ()))
     axis = node.attrs.get("axis", -1) % (len(index) + 1)
     dims = [*index[:axis], "o", *index[axis:]]
@@ -92,8 +93,8 @@ def one_hot(node: gs.Node) -> Rule:
 @rule("Range")
 @rule("Range", domain="com.microsoft")
 def range_(node: gs.Node) -> Rule:
-    """Range: `_, _, _ -> n`: every rank computes the values at its own positions. A missing step,
-    which onnxruntime's own op allows, is 1."""
+    """Sharding rule of Range: `_, _, _ -> n`: every rank computes the values at its own positions.
+    A missing step, which onnxruntime's own op allows, is 1."""
 
     def lower(build: Lowering) -> None:
         dtype = dtype_of(build.local.node.outputs[0])

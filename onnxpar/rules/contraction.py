@@ -52,8 +52,8 @@ def _product(node: gs.Node, a: int, b: int, left: str = "m k", right: str = "k n
 
 @rule("MatMul")
 def matmul(node: gs.Node) -> Rule:
-    """MatMul: `b m k, b k n -> b m n` with broadcast batches; vectors as in NumPy. A split k gives
-    partial sums."""
+    """Sharding rule of MatMul: `b m k, b k n -> b m n` with broadcast batches; vectors as in NumPy.
+    A split k gives partial sums."""
     left, right, out = _product(node, 0, 1)
     nonempty = _fused_factors(node, right)
     dtype = dtype_of(node.inputs[0])
@@ -86,8 +86,8 @@ def dequantized(tensor: gs.Tensor) -> gs.Tensor | None:
 
 @rule("Gemm")
 def gemm(node: gs.Node) -> Rule:
-    """Gemm: `m k, k n, n -> m n`; if k is split, results are partial sums, and only one rank adds
-    the bias."""
+    """Sharding rule of Gemm: `m k, k n, n -> m n`; if k is split, results are partial sums, and
+    only one rank adds the bias."""
     a = "k m" if node.attrs.get("transA") else "m k"
     b = "n k" if node.attrs.get("transB") else "k n"
     fused = _fused_factors(node, b)
@@ -107,7 +107,7 @@ def gemm(node: gs.Node) -> Rule:
 
 @rule("MatMulInteger")
 def matmul_integer(node: gs.Node) -> Rule:
-    """MatMulInteger: `m k, k n, m, n -> m n`; every rank subtracts the zero points
+    """Sharding rule of MatMulInteger: `m k, k n, m, n -> m n`; every rank subtracts the zero points
     (operands 2 and 3) before its product."""
     points = [given(node, i) for i in (2, 3)]
     if not _are_rows(points[:1], node.inputs[0], -2) or not _are_rows(points[1:], node.inputs[1]):
@@ -122,8 +122,9 @@ def matmul_integer(node: gs.Node) -> Rule:
 
 @rule("QLinearMatMul")
 def qlinear_matmul(node: gs.Node) -> Rule:
-    """QLinearMatMul: `m k, m, m, k n, n, n, _, _ -> m n`, with scales and zero points behind each
-    operand; if k is split, the ranks add their 32-bit sums before they scale them."""
+    """Sharding rule of QLinearMatMul: `m k, m, m, k n, n, n, _, _ -> m n`, with scales and zero
+    points behind each operand; if k is split, the ranks add their 32-bit sums before they scale
+    them."""
     are_columns = _are_rows(node.inputs[4:6], node.inputs[3])
     if not are_columns or not _are_rows(node.inputs[1:3], node.inputs[0], -2):
         return whole_rule(node, "its scales are neither one for all nor one for each row or column")
@@ -157,8 +158,8 @@ def _row(tensor: gs.Tensor | None, dim: str) -> str:
 
 @rule("Einsum")
 def einsum_op(node: gs.Node) -> Rule:
-    """Einsum: the op's own equation is the rule, so `bij,bjk->bik` becomes `b i j, b j k -> b i k`.
-    An operand with a repeated index, as `ii->i`, keeps the node whole."""
+    """Sharding rule of Einsum: the op's own equation is the rule, so `bij,bjk->bik` becomes
+    `b i j, b j k -> b i k`. An operand with a repeated index, as `ii->i`, keeps the node whole."""
     shapes = [tensor_shape(t) or () for t in node.inputs]
     ranks = [len(shape) for shape in shapes]
     terms, out = einsum_dims(str(node.attrs["equation"]), ranks, partial(names, "e"))

@@ -81,10 +81,11 @@ def _key_mask(shape: tuple[Size, ...], batch: Size) -> str | None:
 
 @rule("Attention QAttention", domain=DOMAIN)
 def attention(node: gs.Node) -> Rule:
-    """Attention, QAttention: `b s h, h (n d) + (n d) + (n e), (n d) + (n d) + (n e) -> b s (n e)`:
-    input, weight and bias; in the latter, the columns of queries, keys and values follow each
-    other. n are the heads. d must stay whole. If h is split, the ranks add their projections; if s
-    is split, they gather keys and values."""
+    """Sharding rule of Attention, QAttention:
+    `b s h, h (n d) + (n d) + (n e), (n d) + (n d) + (n e) -> b s (n e)`: input, weight and bias; in
+    the latter, the columns of queries, keys and values follow each other. n are the heads. d must
+    stay whole. If h is split, the ranks add their projections; if s is split, they gather keys and
+    values."""
     at = OPERANDS[node.op]
     image, weight, out = _shape(node, 0), _shape(node, 1), tensor_shape(node.outputs[0]) or ()
     heads = node.attrs["num_heads"]
@@ -128,9 +129,10 @@ def attention(node: gs.Node) -> Rule:
 
 @rule("MultiHeadAttention", domain=DOMAIN)
 def multi_head_attention(node: gs.Node) -> Rule:
-    """MultiHeadAttention: `b s (n d), b t (n d), b t (n e), (n d) + (n d) + (n e) -> b s (n e)`: d
-    must stay whole; with a cache, so must e and t. If the keys t are split, the ranks exchange the
-    largest score and the sum of exponentials of each row."""
+    """Sharding rule of MultiHeadAttention:
+    `b s (n d), b t (n d), b t (n e), (n d) + (n d) + (n e) -> b s (n e)`: d must stay whole; with a
+    cache, so must e and t. If the keys t are split, the ranks exchange the largest score and the
+    sum of exponentials of each row."""
     query, key, value = (_shape(node, i) for i in range(3))
     out, heads = tensor_shape(node.outputs[0]) or (), node.attrs["num_heads"]
     if None in (*query, *key, *value, *out) or any(given(node, i) for i in (8, 9)):
@@ -167,8 +169,8 @@ def multi_head_attention(node: gs.Node) -> Rule:
 
 @rule("DecoderMaskedMultiHeadAttention", domain=DOMAIN)
 def decoder_masked_attention(node: gs.Node) -> Rule:
-    """DecoderMaskedMultiHeadAttention: `b 1 (n d), b 1 (n d), b 1 (n e), b u, b n 1 u, b n p d, b n
-    p e -> b 1 (n e)`, for one new token, with n heads and a cache of p tokens.
+    """Sharding rule of DecoderMaskedMultiHeadAttention: `b 1 (n d), b 1 (n d), b 1 (n e), b u, b n
+    1 u, b n p d, b n p e -> b 1 (n e)`, for one new token, with n heads and a cache of p tokens.
 
     Keys may come from an encoder, `b n t d`. In beam search, b must stay whole, because beams refer
     to rows of the whole batch.
@@ -195,8 +197,8 @@ def decoder_masked_attention(node: gs.Node) -> Rule:
 
 @rule("GroupQueryAttention", domain=DOMAIN)
 def group_query_attention(node: gs.Node) -> Rule:
-    """GroupQueryAttention: `b s (k g d), b t (k d), b t (k d), b k p d, b k p d, b -> b s (k g d) ;
-    b k u d ; b k u d`.
+    """Sharding rule of GroupQueryAttention: `b s (k g d), b t (k d), b t (k d), b k p d, b k p d, b
+    -> b s (k g d) ; b k u d ; b k u d`.
 
     k are the heads of keys and values; g are the query heads that share a key head; p and u are the
     lengths of the cache before and after a run. Keys and values may be packed into the query.
@@ -226,9 +228,9 @@ def group_query_attention(node: gs.Node) -> Rule:
 
 @rule("RotaryEmbedding", domain=DOMAIN)
 def rotary_embedding(node: gs.Node) -> Rule:
-    """RotaryEmbedding: `b s (h d), b s, m r, m r -> b s (h d)`, or with `b h s d`. If there is a
-    single position id, it is the position of the first token, and the kernel counts on from there,
-    so s must stay whole."""
+    """Sharding rule of RotaryEmbedding: `b s (h d), b s, m r, m r -> b s (h d)`, or with `b h s d`.
+    If there is a single position id, it is the position of the first token, and the kernel counts
+    on from there, so s must stay whole."""
     shape, cache = _shape(node, 0), _shape(node, 2)
     flat = len(shape) == 3
     if shape[-1] is None or cache[-1] is None or node.attrs.get("is_packed_batching"):

@@ -22,9 +22,9 @@ def _rank(tensor: gs.Tensor) -> int:
 
 @rule("MatMulBnb4", domain=DOMAIN)
 def packed_product(node: gs.Node) -> Rule:
-    """MatMulBnb4: `m0 k, (n w), (n z) -> m0 n`: the weight is a vector with w bytes for each column
-    n, which has z scales. A weight whose blocks continue from one column to the next stays
-    whole."""
+    """Sharding rule of MatMulBnb4: `m0 k, (n w), (n z) -> m0 n`: the weight is a vector with w
+    bytes for each column n, which has z scales. A weight whose blocks continue from one column to
+    the next stays whole."""
     rank = _rank(node.inputs[0])
     if rank < 2 or node.attrs.get("training_mode"):
         return whole_rule(node, "a single row")
@@ -49,8 +49,8 @@ def packed_product(node: gs.Node) -> Rule:
 
 @rule("HyperConnectionPreMix", domain=DOMAIN)
 def pre_mix(node: gs.Node) -> Rule:
-    """HyperConnectionPreMix: `d0 c h, d0 c -> d0 h {sum: c}`: the sum of c branches of h features,
-    weighted by gates."""
+    """Sharding rule of HyperConnectionPreMix: `d0 c h, d0 c -> d0 h {sum: c}`: the sum of c
+    branches of h features, weighted by gates."""
     x, gates = node.inputs
     rank = _rank(node.outputs[0])
     sizes = _branches(node, x, rank)
@@ -65,8 +65,9 @@ def pre_mix(node: gs.Node) -> Rule:
 
 @rule("HyperConnectionPostMix", domain=DOMAIN)
 def post_mix(node: gs.Node) -> Rule:
-    """HyperConnectionPostMix: `d0 c h, d0 h, d0 c -> d0 c h`: adds a block's result to each of c
-    branches, weighted by gates. If the node has a matrix that mixes the branches, c stays whole."""
+    """Sharding rule of HyperConnectionPostMix: `d0 c h, d0 h, d0 c -> d0 c h`: adds a block's
+    result to each of c branches, weighted by gates. If the node has a matrix that mixes the
+    branches, c stays whole."""
     x, block, gates = node.inputs[:3]
     rank = _rank(block)
     sizes = _branches(node, x, rank)
@@ -116,8 +117,8 @@ def _gates(gates: gs.Tensor, rank: int, sizes: dict[str, int]) -> str:
 
 @rule("MRotaryEmbedding", domain=DOMAIN)
 def multimodal_rotary(node: gs.Node) -> Rule:
-    """MRotaryEmbedding: `b s h, z b s, _, _ -> b s h`; `b n s h` if heads are a dimension, which
-    may be split. z are the three positions of a token; z and h stay whole."""
+    """Sharding rule of MRotaryEmbedding: `b s h, z b s, _, _ -> b s h`; `b n s h` if heads are a
+    dimension, which may be split. z are the three positions of a token; z and h stay whole."""
     if node.attrs.get("is_packed_batching"):
         return whole_rule(node, "sequences follow each other in one row")
     x = "b n s h" if _rank(node.inputs[0]) == 4 else "b s h"
@@ -127,8 +128,8 @@ def multimodal_rotary(node: gs.Node) -> Rule:
 
 @rule("NGramHashMapping", domain=DOMAIN)
 def ngram_hash(node: gs.Node) -> Rule:
-    """NGramHashMapping: `b s, _, _, b p -> b s o; b p`; only the batch may be split, because each
-    window of tokens reaches back over s, and into the state p."""
+    """Sharding rule of NGramHashMapping: `b s, _, _, b p -> b s o; b p`; only the batch may be
+    split, because each window of tokens reaches back over s, and into the state p."""
     operands = given_specs(["b s", "_", "_", "b p", "_", "_", "b s"], node.inputs)
     results = given_specs(["b s o", "b p"], node.outputs)
     used = " ".join([*operands, *results]).split()

@@ -53,10 +53,11 @@ _TABLES = {"v": 2, "p": 3, "t": 4}
 
 @rule("EmbedLayerNormalization QEmbedLayerNormalization", domain=DOMAIN)
 def embedding(node: gs.Node) -> Rule:
-    """EmbedLayerNormalization: `b s, b s, v h, p h, t h, h, h, b s, b s -> b s h ; b ; b s h`: ids
-    of words and of segments, tables of v words, p positions and t segments, gamma, beta, mask,
-    positions. If rows of a table are split, each rank looks up its rows, and an all-reduce adds the
-    results; if h is split, ranks add the sums of the normalization."""
+    """Sharding rule of EmbedLayerNormalization:
+    `b s, b s, v h, p h, t h, h, h, b s, b s -> b s h ; b ; b s h`: ids of words and of segments,
+    tables of v words, p positions and t segments, gamma, beta, mask, positions. If rows of a table
+    are split, each rank looks up its rows, and an all-reduce adds the results; if h is split, ranks
+    add the sums of the normalization."""
     form = _FORMS[node.op]
     specs = ["b s", "b s", "v h", "p h", "t h", "h", "h", "b s"]
     if form.places:

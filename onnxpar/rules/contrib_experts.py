@@ -35,9 +35,9 @@ _OLD = "its weights have an old layout"
 
 @rule("MoE", domain=DOMAIN)
 def experts(node: gs.Node) -> Rule:
-    """MoE: `t h, t r, e f h, e f, e h f, e h, e f h, e f -> t h`: tokens t, router scores of r
-    experts, weights of e experts with f inner columns. Tokens may be split; if e or f is split, the
-    result is a partial sum."""
+    """Sharding rule of MoE: `t h, t r, e f h, e f, e h f, e h, e f h, e f -> t h`: tokens t, router
+    scores of r experts, weights of e experts with f inner columns. Tokens may be split; if e or f
+    is split, the result is a partial sum."""
     second = tensor_shape(node.inputs[4]) or ()
     if second[1] != _hidden(node):
         return _rule(node, *_stacks(node, range(2, 8), _OLD))
@@ -48,9 +48,9 @@ def experts(node: gs.Node) -> Rule:
 
 @rule("QMoE", domain=DOMAIN)
 def quantized_experts(node: gs.Node) -> Rule:
-    """QMoE: `t h, t r, e (f i) _, ... -> t h`: like MoE, where i inner columns of an expert share a
-    scale or a byte, so that they stay together. If weights are not integers, only tokens may be
-    split."""
+    """Sharding rule of QMoE: `t h, t r, e (f i) _, ... -> t h`: like MoE, where i inner columns of
+    an expert share a scale or a byte, so that they stay together. If weights are not integers, only
+    tokens may be split."""
     if node.attrs.get("quant_type", "int") != "int":
         return _rule(node, ["_"] * 12, {}, {})
     block, fusion = node.attrs.get("block_size", 0), node.attrs.get("swiglu_fusion", 0)

@@ -17,10 +17,10 @@ _PACKED = "its elements are packed in blocks"
 
 @rule("GatherBlockQuantized", domain="com.microsoft")
 def gather_blocks(node: gs.Node) -> Rule:
-    """GatherBlockQuantized: `v (k z w), i, v (k z), v k -> i (k z e)`: table, indices, scales, zero
-    points. A block of the table has e elements in w bytes, and z blocks share a byte of zero
-    points. If the rows v are split, each rank looks up the rows in its shard, with zeros for all
-    other rows: a partial sum."""
+    """Sharding rule of GatherBlockQuantized: `v (k z w), i, v (k z), v k -> i (k z e)`: table,
+    indices, scales, zero points. A block of the table has e elements in w bytes, and z blocks share
+    a byte of zero points. If the rows v are split, each rank looks up the rows in its shard, with
+    zeros for all other rows: a partial sum."""
     shape, index = (tensor_shape(t) or () for t in node.inputs[:2])
     rank = len(shape)
     axis, along = (

@@ -37,9 +37,9 @@ def _shape(node: gs.Node, index: int) -> tuple[Size, ...]:
 
 @rule("SkipLayerNormalization SkipSimplifiedLayerNormalization", domain=DOMAIN)
 def skip_layer_normalization(node: gs.Node) -> Rule:
-    """SkipLayerNormalization: `b s h, b s h, h, h, h -> b s h ; _ ; _ ; b s h {communicating: h}`:
-    adds two tensors (and a bias), and normalizes the sum along h; if h is split, ranks exchange
-    sums."""
+    """Sharding rule of SkipLayerNormalization:
+    `b s h, b s h, h, h, h -> b s h ; _ ; _ ; b s h {communicating: h}`: adds two tensors
+    (and a bias), and normalizes the sum along h; if h is split, ranks exchange sums."""
     if any(t.name for t in node.outputs[1:3]):
         return whole_rule(node, "its statistics are outputs")
     dims = names("d", len(_shape(node, 0)))
@@ -92,8 +92,8 @@ def _normalize(
 
 @rule("GatedRMSNorm", domain=DOMAIN)
 def gated_normalization(node: gs.Node) -> Rule:
-    """GatedRMSNorm: `b s (n c), c, b s (n c) -> b s (n c) {communicating: c}`: operand, scale,
-    gate; n groups of c elements are normalized separately."""
+    """Sharding rule of GatedRMSNorm: `b s (n c), c, b s (n c) -> b s (n c) {communicating: c}`:
+    operand, scale, gate; n groups of c elements are normalized separately."""
     shape, (width,) = _shape(node, 0), _shape(node, 1)
     if not width or shape[-1] is None:
         return whole_rule(node, _UNKNOWN)
@@ -150,8 +150,8 @@ def _finish_joined(build: Lowering, x: gs.Tensor, lead: int, group: str, within:
 
 @rule("BranchwiseRMSNorm", domain=DOMAIN)
 def branchwise_normalization(node: gs.Node) -> Rule:
-    """BranchwiseRMSNorm: `b s c h, c h -> b s c h {communicating: h}`, or flat, `b s (c h)`: each
-    branch c is normalized along its features h."""
+    """Sharding rule of BranchwiseRMSNorm: `b s c h, c h -> b s c h {communicating: h}`, or flat,
+    `b s (c h)`: each branch c is normalized along its features h."""
     shape, branches = _shape(node, 0), int(node.attrs.get("num_branches", 0))
     lead = names("d", len(shape) - (1 if branches else 2))
     count, width = shape[-2:] if not branches else (branches, shape[-1])
@@ -187,9 +187,9 @@ def branchwise_normalization(node: gs.Node) -> Rule:
 
 @rule("EngramGate", domain=DOMAIN)
 def engram_gate(node: gs.Node) -> Rule:
-    """EngramGate: `b s c h, b s c h, b s h, c h, c h -> b s c h {communicating: h}`: key, query,
-    value and the scales of key and query. If h is split, one all-reduce adds sums of squares and of
-    products."""
+    """Sharding rule of EngramGate:
+    `b s c h, b s c h, b s h, c h, c h -> b s c h {communicating: h}`: key, query, value and the
+    scales of key and query. If h is split, one all-reduce adds sums of squares and of products."""
     specs = ["b s c h", "b s c h", "b s h", "c h", "c h", "c h"]
     operands = ", ".join(given_specs(specs, node.inputs))
     results = "; ".join("b s c h" if t.name else "_" for t in node.outputs)

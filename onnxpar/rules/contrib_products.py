@@ -22,8 +22,8 @@ _INTEGERS = 4
 
 @rule("FusedMatMul TransposeMatMul", domain=DOMAIN)
 def fused_matmul(node: gs.Node) -> Rule:
-    """FusedMatMul: the rule of MatMul, `b m k, b k n -> b m n`, where either matrix may be
-    transposed."""
+    """Sharding rule of FusedMatMul: the rule of MatMul, `b m k, b k n -> b m n`, where either
+    matrix may be transposed."""
     if node.attrs.get("transBatchA") or node.attrs.get("transBatchB"):
         return whole_rule(node, "its batch dimensions are transposed")
     a = "k m" if node.attrs.get("transA") else "m k"
@@ -35,7 +35,7 @@ def fused_matmul(node: gs.Node) -> Rule:
 
 @rule("MatMulInteger16", domain=DOMAIN)
 def matmul_integer16(node: gs.Node) -> Rule:
-    """MatMulInteger16: `m k, k n -> m n`; sums have 32 bits."""
+    """Sharding rule of MatMulInteger16: `m k, k n -> m n`; sums have 32 bits."""
     shapes = [tensor_shape(t) or () for t in (*node.inputs, node.outputs[0])]
     left, right, out = product_text(shapes[0], shapes[1], shapes[2], "m k", "k n")
     return einsum(node, f"{left}, {right} -> {out}")
@@ -43,8 +43,9 @@ def matmul_integer16(node: gs.Node) -> Rule:
 
 @rule("MatMulNBits", domain=DOMAIN)
 def matmul_bits(node: gs.Node) -> Rule:
-    """MatMulNBits: `m (k z i), n (k z) w, n (k z), n k, n -> m n`: operand, weight, scales, zero
-    points and bias. A block has i elements in w bytes, and z blocks share a byte of zero points.
+    """Sharding rule of MatMulNBits: `m (k z i), n (k z) w, n (k z), n k, n -> m n`: operand,
+    weight, scales, zero points and bias. A block has i elements in w bytes, and z blocks share a
+    byte of zero points.
 
     Older files store scales and zero points as vectors `(n k z)`. At accuracy level 4, the kernel
     also quantizes each block of the first operand, but only if the second operand is a stored
@@ -100,8 +101,8 @@ def _rows(node: gs.Node, index: int, blocks: str) -> str:
 
 @rule("QGemm", domain=DOMAIN)
 def quantized_gemm(node: gs.Node) -> Rule:
-    """QGemm: `m k, (), (), k n, n, n, n, _, _ -> m n`: each matrix with its scale and zero point,
-    then the bias; if k is split, ranks add 32-bit sums, and scale the total."""
+    """Sharding rule of QGemm: `m k, (), (), k n, n, n, n, _, _ -> m n`: each matrix with its scale
+    and zero point, then the bias; if k is split, ranks add 32-bit sums, and scale the total."""
     a = "k m" if node.attrs.get("transA") else "m k"
     b = "n k" if node.attrs.get("transB") else "k n"
     shapes = [() if given(node, i) is None else tensor_shape(node.inputs[i]) for i in range(9)]

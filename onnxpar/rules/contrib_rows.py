@@ -41,7 +41,8 @@ def _stated(
 
 @rule("GatedDeltaNet", domain=DOMAIN)
 def gated_delta_net(node: gs.Node) -> Rule:
-    """GatedDeltaNet: `b s k d, b s k d, b s (k g) e, _, b s (k g), b s (k g), b (k g) e d` to
+    """Sharding rule of GatedDeltaNet:
+    `b s k d, b s k d, b s (k g) e, _, b s (k g), b s (k g), b (k g) e d` to
     `b s (k g) e ; b (k g) e d`; `(b s)` or t instead of `b s` if sequences follow each other in one
     row.
 
@@ -104,8 +105,8 @@ def _has_width(node: gs.Node, tokens: str) -> bool:
 
 @rule("VarlenCausalConvWithState", domain=DOMAIN)
 def packed_causal_convolution(node: gs.Node) -> Rule:
-    """VarlenCausalConvWithState: `t c, c 1 w, _, c, b c p, _ -> t c ; b c p ; b u c`: only channels
-    c may be split."""
+    """Sharding rule of VarlenCausalConvWithState:
+    `t c, c 1 w, _, c, b c p, _ -> t c ; b c p ; b u c`: only channels c may be split."""
     operands = ["t c", "c 1 w", "_", "c", "b c p", "_"]
     row = "requests of any length follow each other"
     whole = {"t": row, "b": row, "w": "the weights of one window"}
@@ -115,8 +116,8 @@ def packed_causal_convolution(node: gs.Node) -> Rule:
 
 @rule("AttnLSTM", domain=DOMAIN)
 def attending_recurrence(node: gs.Node) -> Rule:
-    """AttnLSTM: `s b i, _, _, _, _, d b h, d b h, _, _, _, _, b m x -> s d b h ; d b h ; d b h`:
-    only the batch b may be split."""
+    """Sharding rule of AttnLSTM: `s b i, _, _, _, _, d b h, d b h, _, _, _, _, b m x -> s d b h ; d
+    b h ; d b h`: only the batch b may be split."""
     if given(node, 4) is not None or given(node, 12) is not None:
         return whole_rule(node, "a rank without samples would have one without steps")
     operands = ["s b i", "d v j", "d v h", "d y", "_", "d b h", "d b h", "d z"]
@@ -129,16 +130,16 @@ def attending_recurrence(node: gs.Node) -> Rule:
 
 @rule("MatMulFpQ4", domain=DOMAIN)
 def packed_product(node: gs.Node) -> Rule:
-    """MatMulFpQ4: `m0 k, _, _ -> m0 n`: only rows of operand 0 may be split, as the weight is one
-    block of bytes."""
+    """Sharding rule of MatMulFpQ4: `m0 k, _, _ -> m0 n`: only rows of operand 0 may be split, as
+    the weight is one block of bytes."""
     rows = dims_text(names("m", len(_shape(node, 0)) - 1))
     return _stated(node, [f"{rows} k", "_", "_"], [f"{rows} n"], dict.fromkeys("kn", _PACKED))
 
 
 @rule("WordConvEmbedding", domain=DOMAIN)
 def word_embedding(node: gs.Node) -> Rule:
-    """WordConvEmbedding: `b w, f 1 x c, f, v c -> b f`: b words of w characters, a convolution with
-    f filters. Words and filters may be split."""
+    """Sharding rule of WordConvEmbedding: `b w, f 1 x c, f, v c -> b f`: b words of w characters, a
+    convolution with f filters. Words and filters may be split."""
     if len(_shape(node, 0)) != 2:
         return whole_rule(node, "its words are not a list")
     one = "the characters of a word are one row"
@@ -149,8 +150,8 @@ def word_embedding(node: gs.Node) -> Rule:
 
 @rule("MoEGroupRouter", domain=DOMAIN)
 def group_router(node: gs.Node) -> Rule:
-    """MoEGroupRouter: `b0 e, e -> (b0) e`; tokens may be split, experts e may not. With a
-    projection, `t w, e, e w -> t e`."""
+    """Sharding rule of MoEGroupRouter: `b0 e, e -> (b0) e`; tokens may be split, experts e may not.
+    With a projection, `t w, e, e w -> t e`."""
     lead = names("b", len(_shape(node, 0)) - 1)
     whole = {"e": "experts are chosen by their scores", "w": "scores are bent after the sum"}
     if given(node, 2) is not None:
@@ -162,9 +163,9 @@ def group_router(node: gs.Node) -> Rule:
 
 @rule("GatherPacked", domain=DOMAIN)
 def packed_lookup(node: gs.Node) -> Rule:
-    """GatherPacked: `v w, i -> i k`: if rows v of the table are split, each rank looks up the rows
-    in its shard, with zeros for other rows: a partial sum. As in the kernel, an index outside the
-    table chooses row 0."""
+    """Sharding rule of GatherPacked: `v w, i -> i k`: if rows v of the table are split, each rank
+    looks up the rows in its shard, with zeros for other rows: a partial sum. As in the kernel, an
+    index outside the table chooses row 0."""
     index = dims_text(names("i", len(_shape(node, 1))))
     rows = _shape(node, 0)[0]
     whole = dict.fromkeys("wk", _PACKED)

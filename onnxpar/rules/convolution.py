@@ -85,8 +85,9 @@ def _places(node: gs.Node) -> tuple[int, int]:
 
 
 def _blank(node: gs.Node) -> Any:
-    """Returns a value with which an image can be filled to the effect of padding: 0, or for a
-    quantized image the index of the operand with its zero point; None if there is no such value."""
+    """Returns the value that changes no result if it stands in an image in place of padding: 0, or
+    for a quantized image the index of the operand with its zero point; None if there is no such
+    value."""
     point = {"QLinearConv": 2, "ConvInteger": 2}.get(node.op)
     dtype = dtype_of(node.inputs[0])
     if point is None or (node.op == "ConvInteger" and given(node, point) is None):
@@ -96,8 +97,8 @@ def _blank(node: gs.Node) -> Any:
 
 @rule("Conv ConvTranspose")
 def convolution(node: gs.Node) -> Rule:
-    """Conv, ConvTranspose: `n (g c) h w, (g o) c _ _, (g o) -> n (g o) y x`; if c is split, the
-    result is a partial sum, and only one rank adds the bias."""
+    """Sharding rule of Conv, ConvTranspose: `n (g c) h w, (g o) c _ _, (g o) -> n (g o) y x`; if c
+    is split, the result is a partial sum, and only one rank adds the bias."""
     parts = convolution_parts(node, 1)
     if parts is None:
         return whole_rule(node, UNKNOWN)
@@ -118,7 +119,8 @@ def convolution(node: gs.Node) -> Rule:
 
 @rule("ConvInteger")
 def convolution_integer(node: gs.Node) -> Rule:
-    """ConvInteger: the rule of Conv; every rank subtracts the zero points before its product."""
+    """Sharding rule of ConvInteger: the rule of Conv; every rank subtracts the zero points before
+    its product."""
     parts = convolution_parts(node, 1)
     if parts is None:
         return whole_rule(node, UNKNOWN)
@@ -130,7 +132,8 @@ def convolution_integer(node: gs.Node) -> Rule:
 @rule("QLinearConv")
 @rule("QLinearConv", domain="com.microsoft")
 def qlinear_convolution(node: gs.Node) -> Rule:
-    """QLinearConv: the rule of Conv; if c is split, ranks add 32-bit sums, and scale the total."""
+    """Sharding rule of QLinearConv: the rule of Conv; if c is split, ranks add 32-bit sums, and
+    scale the total."""
     parts = convolution_parts(node, 3)
     if parts is None:
         return whole_rule(node, UNKNOWN)

@@ -27,7 +27,7 @@ _PAIR = "it has two numbers for each query"
 
 @rule("Attention", domain=DOMAIN)
 def attention(node: gs.Node) -> Rule:
-    """The fused Attention:
+    """Sharding rule of the fused Attention:
     `b (k g) s d, b k t d, b k t e, b (k g) s m -> b (k g) s e; b (k g) s p`: ONNX's Attention on
     queries s, keys and values t, and a mask. For each query, it also returns p, two numbers: the
     largest score, and the sum of exp(score - largest), from which the gradient starts.
@@ -40,9 +40,9 @@ def attention(node: gs.Node) -> Rule:
 
 @rule(GRADIENT, domain=DOMAIN)
 def attention_gradient(node: gs.Node) -> Rule:
-    """AttentionGradient: `..., b (k g) s e, b (k g) s e, b (k g) s p -> b (k g) s d; b k t d; b k t
-    e`: the gradients of queries, keys and values, from the operands of Attention, the gradient of
-    its result, and both results."""
+    """Sharding rule of AttentionGradient: `..., b (k g) s e, b (k g) s e, b (k g) s p -> b (k g) s
+    d; b k t d; b k t e`: the gradients of queries, keys and values, from the operands of Attention,
+    the gradient of its result, and both results."""
     dims = _dims(node)
     more = [dims.result, dims.result, _SUMMARY]
     return _of_attention(node, dims, more, [dims.query, dims.key, dims.value], GradientRing)
@@ -50,9 +50,10 @@ def attention_gradient(node: gs.Node) -> Rule:
 
 @rule(SCORED, domain=DOMAIN)
 def scored_attention(node: gs.Node) -> Rule:
-    """ScoredAttention: `b (k g) s d, b k d t, b k t e, b (k g) s m -> b (k g) s e`: an attention
-    that the model writes as basic ops, with elementwise steps on the scores
-    (`load/exported_attention.py`); `(k g) s d, ...` with three dimensions."""
+    """Sharding rule of ScoredAttention:
+    `b (k g) s d, b k d t, b k t e, b (k g) s m -> b (k g) s e`: an attention that the model writes
+    as basic ops, with elementwise steps on the scores (`load/exported_attention.py`);
+    `(k g) s d, ...` with three dimensions."""
     query, key, value = (tensor_shape(t) or () for t in node.inputs[:3])
     batch = "b " if len(query) == 4 else ""
     sizes: dict[str, Size] = {"k": key[-3], "g": (query[-3] or 0) // (key[-3] or 1)}

@@ -121,9 +121,9 @@ class Columns:
 
 @rule("GatherND")
 def gather_nd(node: gs.Node) -> Rule:
-    """GatherND: `b t u d, b i 2 -> b i d`. If t or u is split, each rank looks up the elements in
-    its shard, with zeros for all others: a partial sum; unless constant indices count up along t
-    and u. Tuples of one index are handled as in Gather."""
+    """Sharding rule of GatherND: `b t u d, b i 2 -> b i d`. If t or u is split, each rank looks up
+    the elements in its shard, with zeros for all others: a partial sum; unless constant indices
+    count up along t and u. Tuples of one index are handled as in Gather."""
     data, indices = (tensor_shape(t) or () for t in node.inputs)
     batch, width = node.attrs.get("batch_dims", 0), indices[-1] or 0
     if not 0 <= batch < len(indices) or batch + width > len(data):
@@ -224,9 +224,9 @@ def local_tuples(
 
 @rule("ScatterND")
 def scatter_nd(node: gs.Node) -> Rule:
-    """ScatterND: `t u d, i 2, i d -> t u d`. If t or u is split, each rank skips the updates of
-    other shards, unless constant indices count up along t and u. If i is split and the op reduces
-    updates by sum, max or min, the result is partial."""
+    """Sharding rule of ScatterND: `t u d, i 2, i d -> t u d`. If t or u is split, each rank skips
+    the updates of other shards, unless constant indices count up along t and u. If i is split and
+    the op reduces updates by sum, max or min, the result is partial."""
     data, indices = (tensor_shape(t) or () for t in node.inputs[:2])
     at = names("i", len(indices) - 1)
     rest = names("d", len(data) - (indices[-1] or 0))

@@ -27,8 +27,8 @@ _CAST = ("int16", "uint16", "uint64", "bfloat16")
 
 @rule("Gather")
 def gather(node: gs.Node) -> Rule:
-    """Gather: `v d, i -> i d`: if v is split, each rank looks up the elements in its shard, with
-    zeros for all others: a partial sum.
+    """Sharding rule of Gather: `v d, i -> i d`: if v is split, each rank looks up the elements in
+    its shard, with zeros for all others: a partial sum.
 
     With constant indices that count up by one, the op is a slice:
     `(before + (i j) + after) d, _ -> i j d`.
@@ -90,8 +90,8 @@ def run_segments(
 
 @rule("GatherElements")
 def gather_elements(node: gs.Node) -> Rule:
-    """GatherElements: `v (d + r) e, i d e -> i d e`, split as in Gather; r are the elements of a
-    dimension that no index covers."""
+    """Sharding rule of GatherElements: `v (d + r) e, i d e -> i d e`, split as in Gather; r are the
+    elements of a dimension that no index covers."""
     data, index = (tensor_shape(t) or () for t in node.inputs)
     axis = node.attrs.get("axis", 0) % len(data)
     dims, at = names("d", len(data)), names("d", len(data))
@@ -264,8 +264,8 @@ def _between(build: Lowering, row: gs.Tensor, count: Any) -> gs.Tensor:
 
 @rule("Compress")
 def compress(node: gs.Node) -> Rule:
-    """Compress: `d v, c -> d w`; v, the condition c, and w must stay whole. Without an axis, all
-    dimensions must."""
+    """Sharding rule of Compress: `d v, c -> d w`; v, the condition c, and w must stay whole.
+    Without an axis, all dimensions must."""
     axis = node.attrs.get("axis")
     rank = len(tensor_shape(node.inputs[0]) or ())
     before, after = names("d", rank), names("d", rank)

@@ -21,11 +21,11 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, given_specs, rule,
 
 
 def linear_attention(node: gs.Node) -> Rule:
-    """LinearAttention: `b s (k g d), b s (k d), b s (k e), b k d e, b s (k d), b s k -> b s
-    (k g e); b k d e`: queries, keys, values, past state, decay and beta. The columns e of a state
-    are independent, and may be split; without a delta rule, so may the rows d, over which ranks
-    add. If steps s are split, each rank computes how its steps change any state; ranks exchange
-    these maps, and each rank starts from the state after all earlier steps."""
+    """Sharding rule of LinearAttention: `b s (k g d), b s (k d), b s (k e), b k d e, b s (k d), b s
+    k -> b s (k g e); b k d e`: queries, keys, values, past state, decay and beta. The columns e of
+    a state are independent, and may be split; without a delta rule, so may the rows d, over which
+    ranks add. If steps s are split, each rank computes how its steps change any state; ranks
+    exchange these maps, and each rank starts from the state after all earlier steps."""
     heads, groups = int(node.attrs["kv_num_heads"]), int(node.attrs["q_num_heads"])
     if node.attrs.get("state_window"):
         return whole_rule(node, "it keeps the states of several steps")
@@ -217,10 +217,10 @@ def _width(node: gs.Node, index: int) -> Size:
 
 
 def causal_convolution(node: gs.Node) -> Rule:
-    """CausalConvWithState: `b c h, c 1 w, c, b c p -> b c s; b c p`: operand, weight, bias, the p
-    positions before. s are the same positions in the result as h in the operand, and split alike: a
-    rank fetches the p positions before its shard, and all ranks fetch the last p positions for the
-    new state."""
+    """Sharding rule of CausalConvWithState: `b c h, c 1 w, c, b c p -> b c s; b c p`: operand,
+    weight, bias, the p positions before. s are the same positions in the result as h in the
+    operand, and split alike: a rank fetches the p positions before its shard, and all ranks fetch
+    the last p positions for the new state."""
     plain = {"activation", "ndim"}
     odd = [k for k, v in node.attrs.items() if k not in plain and v and not k.startswith("onnxpar")]
     if odd or node.attrs.get("ndim", 1) != 1 or len(node.outputs) > 2:

@@ -28,9 +28,9 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
 @rule("NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss")
 def class_loss(node: gs.Node) -> Rule:
-    """NegativeLogLikelihoodLoss, SoftmaxCrossEntropyLoss: `n c s, n s, c -> n s`: scores, labels,
-    weights of classes c. The ranks communicate if c is split, and also if n or s is split and the
-    op reduces the losses."""
+    """Sharding rule of NegativeLogLikelihoodLoss, SoftmaxCrossEntropyLoss: `n c s, n s, c -> n s`:
+    scores, labels, weights of classes c. The ranks communicate if c is split, and also if n or s is
+    split and the op reduces the losses."""
     shape = tensor_shape(node.inputs[0]) or ()
     space = names("s", len(shape) - 2)
     scores, labels = dims_text(["n", "c", *space]), dims_text(["n", *space])

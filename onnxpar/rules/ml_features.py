@@ -59,15 +59,15 @@ def _bound(factor: str, end: int, local: Local) -> Any:
 
 @rule("Binarizer", domain=ML)
 def binarizer(node: gs.Node) -> Rule:
-    """Binarizer: `d0 d1 -> d0 d1`, element by element."""
+    """Sharding rule of Binarizer: `d0 d1 -> d0 d1`, element by element."""
     text = dims_text(_dims(node.inputs[0]) or ())
     return einsum(node, f"{text} -> {text}")
 
 
 @rule("Imputer Scaler", domain=ML)
 def per_feature(node: gs.Node) -> Rule:
-    """Imputer, Scaler: `d0 d1 -> d0 d1`; a rank gets the elements of list attributes for its
-    features."""
+    """Sharding rule of Imputer, Scaler: `d0 d1 -> d0 d1`; a rank gets the elements of list
+    attributes for its features."""
     dims = _dims(node.inputs[0]) or []
     text = dims_text(dims)
     at = dims[-1:] if len(dims) < 2 else dims[1:2]
@@ -82,7 +82,8 @@ def per_feature(node: gs.Node) -> Rule:
 
 @rule("Normalizer", domain=ML)
 def normalizer(node: gs.Node) -> Rule:
-    """Normalizer: `n f -> n f`; if the features f of a row are split, the ranks reduce the norm."""
+    """Sharding rule of Normalizer: `n f -> n f`; if the features f of a row are split, the ranks
+    reduce the norm."""
     dims = _dims(node.inputs[0]) or []
     text, factor = dims_text(dims), dims[-1:]
     norm = node.attrs.get("norm", "MAX")
@@ -107,8 +108,8 @@ def normalizer(node: gs.Node) -> Rule:
 
 @rule("LabelEncoder CategoryMapper", domain=ML, ranks_known=False)
 def encoder(node: gs.Node) -> Rule:
-    """LabelEncoder, CategoryMapper: `d0 d1 -> d0 d1`; from strings, `_ -> d0 d1`; with a result of
-    strings, all stays whole."""
+    """Sharding rule of LabelEncoder, CategoryMapper: `d0 d1 -> d0 d1`; from strings, `_ -> d0 d1`;
+    with a result of strings, all stays whole."""
     (x,), (y,) = node.inputs, node.outputs
     if _is_text(y) or tensor_shape(y) is None:
         return whole_rule(node, STRINGS)
@@ -132,7 +133,8 @@ def _of_own_text(node: gs.Node, dims: list[str]) -> dict[str, Any]:
 
 @rule("OneHotEncoder", domain=ML, ranks_known=False)
 def one_hot(node: gs.Node) -> Rule:
-    """OneHotEncoder: `d0 d1 -> d0 d1 c`, with c categories; from strings, `_ -> d0 d1 c`."""
+    """Sharding rule of OneHotEncoder: `d0 d1 -> d0 d1 c`, with c categories; from strings,
+    `_ -> d0 d1 c`."""
     (x,), shape = node.inputs, tensor_shape(node.outputs[0])
     if shape is None:
         return whole_rule(node, "an operand of unknown rank")
@@ -169,8 +171,8 @@ def one_hot(node: gs.Node) -> Rule:
 
 @rule("FeatureVectorizer", domain=ML)
 def feature_vectorizer(node: gs.Node) -> Rule:
-    """FeatureVectorizer: `n s0, n s1 -> n s0 + s1`: replaced by Cast and Concat, because
-    onnxruntime's kernel aborts the process on an empty tensor."""
+    """Sharding rule of FeatureVectorizer: `n s0, n s1 -> n s0 + s1`: replaced by Cast and Concat,
+    because onnxruntime's kernel aborts the process on an empty tensor."""
     if not all(map(matrix, node.inputs)):
         return whole_rule(node, "it joins single values")
     parts = names("s", len(node.inputs))
@@ -189,7 +191,7 @@ def feature_vectorizer(node: gs.Node) -> Rule:
 
 @rule("ArrayFeatureExtractor", domain=ML)
 def array_feature_extractor(node: gs.Node) -> Rule:
-    """ArrayFeatureExtractor: `n f, 1 m -> n m`; the features f must stay whole."""
+    """Sharding rule of ArrayFeatureExtractor: `n f, 1 m -> n m`; the features f must stay whole."""
     x, index = (_dims(t) or [] for t in node.inputs)
     if not x or not index:
         return whole_rule(node, "a single value")
@@ -207,8 +209,8 @@ def _size(factor: str, local: Local) -> int:
 
 @rule("ZipMap", domain=ML, ranks_known=False)
 def zip_map(node: gs.Node) -> Rule:
-    """ZipMap: `n c -> _ {communicating: n c}`: ranks gather all rows, and each computes the maps of
-    all of them."""
+    """Sharding rule of ZipMap: `n c -> _ {communicating: n c}`: ranks gather all rows, and each
+    computes the maps of all of them."""
     dims = _dims(node.inputs[0])
     if dims is None:
         return whole_rule(node, "an operand of unknown rank")

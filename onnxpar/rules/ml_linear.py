@@ -26,9 +26,9 @@ def _coefficients(node: gs.Node) -> np.ndarray[Any, Any]:
 
 @rule("LinearRegressor", domain=ML)
 def linear_regressor(node: gs.Node) -> Rule:
-    """LinearRegressor: `n f -> n c {sum: f}`: rows n, features f, targets c. A rank gets the
-    coefficients of its features and targets. With a post-transform, ranks add their products before
-    it."""
+    """Sharding rule of LinearRegressor: `n f -> n c {sum: f}`: rows n, features f, targets c. A
+    rank gets the coefficients of its features and targets. With a post-transform, ranks add their
+    products before it."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     if (tensor_shape(node.inputs[0]) or ())[1] is None:
@@ -82,8 +82,8 @@ def _product(build: Lowering, matrix_: np.ndarray[Any, Any]) -> gs.Tensor:
 
 @rule("LinearClassifier", domain=ML, ranks_known=False)
 def linear_classifier(node: gs.Node) -> Rule:
-    """LinearClassifier: `n f -> n; n c {communicating: f}`: if features f are split, an all-reduce
-    adds the products; each rank then chooses the labels of its rows."""
+    """Sharding rule of LinearClassifier: `n f -> n; n c {communicating: f}`: if features f are
+    split, an all-reduce adds the products; each rank then chooses the labels of its rows."""
     if not matrix(node.inputs[0]) or (tensor_shape(node.inputs[0]) or ())[1] is None:
         return whole_rule(node, "a single row")
     matrix_, attrs = _coefficients(node), dict(node.attrs)

@@ -29,9 +29,10 @@ def _vectors(attrs: Mapping[str, Any], count: int) -> Array:
 
 @rule("SVMRegressor", domain=ML)
 def svm_regressor(node: gs.Node) -> Rule:
-    """SVMRegressor: `n f, s _ -> n 1 {sum: s}`: each rank adds the terms of its support vectors s.
-    These are attributes; an operand without data stands for them (`graph/attribute_weights.py`).
-    With `one_class`, ranks add their sums before the test for outliers."""
+    """Sharding rule of SVMRegressor: `n f, s _ -> n 1 {sum: s}`: each rank adds the terms of its
+    support vectors s. These are attributes; an operand without data stands for them
+    (`graph/attribute_weights.py`). With `one_class`, ranks add their sums before the test for
+    outliers."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     whole = {"f": _FEATURES}
@@ -83,9 +84,10 @@ def _floats(values: Array) -> list[float]:
 
 @rule("SVMClassifier", domain=ML, ranks_known=False)
 def svm_classifier(node: gs.Node) -> Rule:
-    """SVMClassifier: `n f, s _ -> n; n p {communicating: s}`: an all-reduce adds the ranks' terms
-    of the margins between the pairs p of classes; each rank then chooses the labels of its rows. An
-    operand without data stands for the support vectors s, which are attributes."""
+    """Sharding rule of SVMClassifier: `n f, s _ -> n; n p {communicating: s}`: an all-reduce adds
+    the ranks' terms of the margins between the pairs p of classes; each rank then chooses the
+    labels of its rows. An operand without data stands for the support vectors s, which are
+    attributes."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     labels = "_" if has_text_labels(node) else "n"

@@ -34,10 +34,10 @@ def _text(value: Any) -> Any:
 
 @rule("TreeEnsembleRegressor TreeEnsemble", domain=ML)
 def tree_regressor(node: gs.Node) -> Rule:
-    """TreeEnsembleRegressor, TreeEnsemble: `n f, t _ -> n c {sum: t}`: each rank adds (or takes the
-    minimum or maximum of) the weights of its trees t. These are attributes; an operand without data
-    stands for them (`graph/attribute_weights.py`). With a post-transform or an average, ranks
-    combine their results before it."""
+    """Sharding rule of TreeEnsembleRegressor, TreeEnsemble: `n f, t _ -> n c {sum: t}`: each rank
+    adds (or takes the minimum or maximum of) the weights of its trees t. These are attributes; an
+    operand without data stands for them (`graph/attribute_weights.py`). With a post-transform or an
+    average, ranks combine their results before it."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     whole = {"f": ANY_FEATURE, "c": "a tree gives weights to any target"}
@@ -214,9 +214,9 @@ def transformed(build: Lowering, x: gs.Tensor, post: str, output: int) -> None:
 
 @rule("TreeEnsembleClassifier", domain=ML, ranks_known=False)
 def tree_classifier(node: gs.Node) -> Rule:
-    """TreeEnsembleClassifier: `n f, t _ -> n; n c {communicating: t}`: an all-reduce adds the
-    scores of all trees; each rank then chooses the labels of its rows. An operand without data
-    stands for the trees t, which are attributes."""
+    """Sharding rule of TreeEnsembleClassifier: `n f, t _ -> n; n c {communicating: t}`: an
+    all-reduce adds the scores of all trees; each rank then chooses the labels of its rows. An
+    operand without data stands for the trees t, which are attributes."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     labels = "_" if has_text_labels(node) else "n"

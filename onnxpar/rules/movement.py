@@ -90,8 +90,8 @@ def _merge(dim: list[Expr]) -> Expr:
 
 @rule("Reshape", "Flatten", "Unsqueeze")
 def reshape(node: gs.Node) -> Rule:
-    """Reshape, Flatten, Unsqueeze: `(b h) s d -> b h s d`: the factors that both shapes have in
-    common may be split."""
+    """Sharding rule of Reshape, Flatten, Unsqueeze: `(b h) s d -> b h s d`: the factors that both
+    shapes have in common may be split."""
     before, after = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
     if None in before or None in after or 0 in before:
         return whole_rule(node, "a data-dependent size")
@@ -104,8 +104,9 @@ def reshape(node: gs.Node) -> Rule:
 
 @rule("Squeeze")
 def squeeze(node: gs.Node) -> Rule:
-    """Squeeze: the rule of Reshape. If the node names no axes, the rank's node names them:
-    otherwise a Squeeze would also drop a dimension with one element in the rank's shard."""
+    """Sharding rule of Squeeze: the rule of Reshape. If the node names no axes, the rank's node
+    names them: otherwise a Squeeze would also drop a dimension with one element in the rank's
+    shard."""
     same = reshape(node)
     if given(node, 1) is not None:
         return same
@@ -127,7 +128,7 @@ def _known(shape: tuple[Size, ...]) -> tuple[int, ...]:
 
 @rule("Transpose")
 def transpose(node: gs.Node) -> Rule:
-    """Transpose: `a b c -> c a b`."""
+    """Sharding rule of Transpose: `a b c -> c a b`."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     dims = names("d", rank)
     perm = node.attrs.get("perm") or range(rank)[::-1]
@@ -142,8 +143,8 @@ def transpose(node: gs.Node) -> Rule:
 
 @rule("Expand")
 def expand(node: gs.Node) -> Rule:
-    """Expand: `1 d1 -> d0 d1`: broadcasts to the target shape, which for a rank is the shape of its
-    shard."""
+    """Sharding rule of Expand: `1 d1 -> d0 d1`: broadcasts to the target shape, which for a rank is
+    the shape of its shard."""
     if None in (tensor_shape(node.outputs[0]) or ()):
         return whole_rule(node, "a data-dependent shape")
     aligned = broadcast(node)
@@ -158,7 +159,8 @@ def expand(node: gs.Node) -> Rule:
 
 @rule("Tile")
 def tile(node: gs.Node) -> Rule:
-    """Tile: `d -> (r d)`: r, the number of repeats of a dimension, is the major factor."""
+    """Sharding rule of Tile: `d -> (r d)`: r, the number of repeats of a dimension, is the major
+    factor."""
     repeats = constant(node.inputs[1])
     if repeats is None:
         return whole_rule(node, "data-dependent repeats")
@@ -184,7 +186,7 @@ def tile(node: gs.Node) -> Rule:
 
 @rule("ConstantOfShape")
 def constant_of_shape(node: gs.Node) -> Rule:
-    """ConstantOfShape: `_ -> d0 d1`: every rank fills its own shard."""
+    """Sharding rule of ConstantOfShape: `_ -> d0 d1`: every rank fills its own shard."""
     if constant(node.inputs[0]) is None:
         return whole_rule(node, "a data-dependent shape")
     shape = tensor_shape(node.outputs[0]) or ()

@@ -29,8 +29,8 @@ def _dims(node: gs.Node) -> list[str]:
 
 @rule("Softmax LogSoftmax")
 def softmax(node: gs.Node) -> Rule:
-    """Softmax, LogSoftmax: `d0 d1 -> d0 d1`; if the op's axis is split, ranks reduce the largest
-    element and the sum of exponentials of each row."""
+    """Sharding rule of Softmax, LogSoftmax: `d0 d1 -> d0 d1`; if the op's axis is split, ranks
+    reduce the largest element and the sum of exponentials of each row."""
     dims = _dims(node)
     axis = node.attrs.get("axis", -1) % max(len(dims), 1)
     normalised = dims[axis : axis + 1]
@@ -55,9 +55,10 @@ def softmax(node: gs.Node) -> Rule:
 
 @rule("LayerNormalization RMSNormalization SimplifiedLayerNormalization")
 def layer_normalization(node: gs.Node) -> Rule:
-    """LayerNormalization, RMSNormalization: `b s h, h, h -> b s h ; b s 1 ; b s 1`; if a dimension
-    from the op's axis on is split, ranks exchange sums. onnxruntime's SimplifiedLayerNormalization
-    is an RMSNormalization that also returns its scaling factor."""
+    """Sharding rule of LayerNormalization, RMSNormalization:
+    `b s h, h, h -> b s h ; b s 1 ; b s 1`; if a dimension from the op's axis on is split, ranks
+    exchange sums. onnxruntime's SimplifiedLayerNormalization is an RMSNormalization that also
+    returns its scaling factor."""
     dims = _dims(node)
     axis = node.attrs.get("axis", -1) % len(dims)
     operands = [dims_text(dims), *(aligned(dims, t) for t in node.inputs[1:])]
@@ -101,8 +102,8 @@ def aligned(dims: list[str], tensor: gs.Tensor) -> str:
 
 @rule("LpNormalization")
 def lp_normalization(node: gs.Node) -> Rule:
-    """LpNormalization: `a b -> a b`; if the op's axis is split, ranks add the terms of the norm.
-    The result is zeros where the norm is 0."""
+    """Sharding rule of LpNormalization: `a b -> a b`; if the op's axis is split, ranks add the
+    terms of the norm. The result is zeros where the norm is 0."""
     dims = _dims(node)
     text = dims_text(dims)
     axis = node.attrs.get("axis", -1) % len(dims)
@@ -121,8 +122,8 @@ def lp_normalization(node: gs.Node) -> Rule:
 
 @rule("MeanVarianceNormalization")
 def mean_variance_normalization(node: gs.Node) -> Rule:
-    """MeanVarianceNormalization: `n c h w -> n c h w`; if one of the op's axes is split, ranks
-    exchange sums."""
+    """Sharding rule of MeanVarianceNormalization: `n c h w -> n c h w`; if one of the op's axes is
+    split, ranks exchange sums."""
     dims = _dims(node)
     text = dims_text(dims)
     axes = sorted(a % len(dims) for a in node.attrs.get("axes", [0, 2, 3]))

@@ -56,16 +56,16 @@ class _Constant:
         return max(-start, 0), max(end - self.size, 0)
 
     def _wanted(self, local: Local) -> Pads:
-        """The rank's shard of the result as a range of operand positions, which padding lies
-        outside of."""
+        """Returns the rank's shard of the result as a range (start, end) of positions in the
+        operand; positions of padding are below 0, or beyond the operand's end."""
         start, end = local.interval(self.after)
         return start - self.pads[0], end - self.pads[0]
 
 
 @rule("Pad")
 def pad(node: gs.Node) -> Rule:
-    """Pad: `a h -> a y`: a padded dimension h is split over the same axes as y, the dimension after
-    padding. The op is linear if the padding is zeros or copies."""
+    """Sharding rule of Pad: `a h -> a y`: a padded dimension h is split over the same axes as y,
+    the dimension after padding. The op is linear if the padding is zeros or copies."""
     padding = _padding(node)
     if padding is None:
         return whole_rule(node, "data-dependent padding")
@@ -101,8 +101,8 @@ def pad(node: gs.Node) -> Rule:
 
 @rule("CenterCropPad")
 def center_crop_pad(node: gs.Node) -> Rule:
-    """CenterCropPad: `a h, _ -> a y`: a cropped or padded dimension h is split over the same axes
-    as y, the dimension of the result."""
+    """Sharding rule of CenterCropPad: `a h, _ -> a y`: a cropped or padded dimension h is split
+    over the same axes as y, the dimension of the result."""
     shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
     axes = [a % len(shape) for a in node.attrs.get("axes", range(len(shape)))]
     is_known = constant(node.inputs[1]) is not None

@@ -35,9 +35,9 @@ _PAIRS = "its elements are rotated in pairs"
 
 @rule(PAGED_ATTENTION, domain=COMPUTE)
 def paged_attention(node: gs.Node) -> Rule:
-    """PagedAttention: `1 s (k g d), 1 s (k d), 1 s (k d), n k p e, n k p e, r m, s, s, q c, q c,
-    (k g) -> 1 s (k g d); n k p e; n k p e`: tokens s, g query heads for each key head k, n pages of
-    p positions. Keys and values may be packed into the query."""
+    """Sharding rule of PagedAttention: `1 s (k g d), 1 s (k d), 1 s (k d), n k p e, n k p e, r m,
+    s, s, q c, q c, (k g) -> 1 s (k g d); n k p e; n k p e`: tokens s, g query heads for each key
+    head k, n pages of p positions. Keys and values may be packed into the query."""
     heads, shared = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     cache = tensor_shape(node.inputs[KEYS]) or (None,) * 4
     if None in cache[1:]:

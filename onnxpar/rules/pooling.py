@@ -19,8 +19,8 @@ from onnxpar.rules.windows import Windows, lower_windows, windows
 
 @rule("MaxPool AveragePool LpPool")
 def pool(node: gs.Node) -> Rule:
-    """MaxPool, AveragePool, LpPool: `n c h w -> n c y x`: h is split over the same axes as y, the
-    windows along h, and w as x. A dimension that a single window covers is reduced:
+    """Sharding rule of MaxPool, AveragePool, LpPool: `n c h w -> n c y x`: h is split over the same
+    axes as y, the windows along h, and w as x. A dimension that a single window covers is reduced:
     `n c h w -> n c 1 1`. The indices of maxima are positions in the global tensor."""
     space = windows(node, node.attrs["kernel_shape"])
     if len(node.outputs) > 1 and node.outputs[1].name:
@@ -50,7 +50,7 @@ def _lower(space: Windows, covered: Mapping[str, Size], blank: Any) -> Callable[
 
     covered  factors (with global sizes) that a single window covers; if they are split, a mean
              becomes the rank's share of it, which ranks add
-    blank    a value to fill the image with, to the effect of padding
+    blank    a result of `_blank`
     """
 
     def lower(builder: Lowering) -> None:
@@ -79,8 +79,9 @@ def _pool_with_indices(node: gs.Node, space: Windows) -> Rule:
 
 
 def _blank(node: gs.Node) -> Any:
-    """Returns a value with which an image can be filled to the effect of padding; None if there is
-    no such value."""
+    """Returns the value that changes no result if it stands in an image in place of padding: the
+    least number for MaxPool, 0 for LpPool and for an AveragePool that counts padding; None if there
+    is no such value."""
     dtype = dtype_of(node.inputs[0]) or np.dtype(np.float32)
     if node.op == "MaxPool":
         return np.array(-np.inf if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
@@ -148,9 +149,9 @@ def _span(space: Windows, local: Local, i: int) -> tuple[int, int]:
 
 @rule("GlobalAveragePool GlobalMaxPool GlobalLpPool")
 def global_pool(node: gs.Node) -> Rule:
-    """GlobalAveragePool, GlobalMaxPool, GlobalLpPool: `n c h w -> n c 1 1`. If h or w is split, a
-    mean is the sum of the shards' means, weighted by size, and a norm is the norm of the shards'
-    norms."""
+    """Sharding rule of GlobalAveragePool, GlobalMaxPool, GlobalLpPool: `n c h w -> n c 1 1`. If h
+    or w is split, a mean is the sum of the shards' means, weighted by size, and a norm is the norm
+    of the shards' norms."""
     shape = tensor_shape(node.inputs[0]) or ()
     space = names("h", len(shape) - 2)
     text = f"{dims_text(['n', 'c', *space])} -> {dims_text(['n', 'c', *['1'] * len(space)])}"

@@ -23,8 +23,8 @@ from onnxpar.rules.rule import Lowering, Rule, einsum, invalid, names, rule
 @rule("QuantizeLinear DequantizeLinear")
 @rule("QuantizeLinear DequantizeLinear", domain="com.microsoft")
 def quantize(node: gs.Node) -> Rule:
-    """QuantizeLinear, DequantizeLinear: `a b, b, b -> a b` per axis, `a b, (), () -> a b` per
-    tensor, `a (n b), a n -> a (n b)` in blocks of b.
+    """Sharding rule of QuantizeLinear, DequantizeLinear: `a b, b, b -> a b` per axis,
+    `a b, (), () -> a b` per tensor, `a (n b), a n -> a (n b)` in blocks of b.
 
     onnxruntime fuses a product with the DequantizeLinear of a stored weight, and may then round the
     product's first operand. Stored integers are never gathered, so that ranks round, too.
@@ -66,8 +66,8 @@ def _per_axis(tensor: gs.Tensor, dim: str) -> str:
 
 @rule("DynamicQuantizeLinear")
 def dynamic_quantize(node: gs.Node) -> Rule:
-    """DynamicQuantizeLinear: `a b -> a b ; () ; ()`; if a or b is split, the ranks reduce the range
-    of all elements."""
+    """Sharding rule of DynamicQuantizeLinear: `a b -> a b ; () ; ()`; if a or b is split, the ranks
+    reduce the range of all elements."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     text = dims_text(dims)
     everything = frozenset(dims)

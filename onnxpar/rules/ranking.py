@@ -67,8 +67,8 @@ def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest:
 
 @rule("ArgMax ArgMin")
 def arg_extremum(node: gs.Node) -> Rule:
-    """ArgMax, ArgMin: `a b c -> a 1 c`; if b is split, ranks reduce the extreme element, then its
-    position."""
+    """Sharding rule of ArgMax, ArgMin: `a b c -> a 1 c`; if b is split, ranks reduce the extreme
+    element, then its position."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     axis = node.attrs.get("axis", 0) % len(dims)
@@ -89,9 +89,9 @@ def arg_extremum(node: gs.Node) -> Rule:
 
 @rule("Hardmax")
 def hardmax(node: gs.Node) -> Rule:
-    """Hardmax: `d0 d1 -> d0 d1`; if the op's axis is split, ranks find the largest element's
-    position together. As in onnxruntime, the result is 0 everywhere if the first element is a
-    NaN."""
+    """Sharding rule of Hardmax: `d0 d1 -> d0 d1`; if the op's axis is split, ranks find the largest
+    element's position together. As in onnxruntime, the result is 0 everywhere if the first element
+    is a NaN."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)
@@ -114,8 +114,8 @@ def hardmax(node: gs.Node) -> Rule:
 
 @rule("TopK")
 def top_k(node: gs.Node) -> Rule:
-    """TopK: `a b c, _ -> a k c ; a k c`; if b is split, the ranks gather the k best elements of
-    each shard, and choose among them."""
+    """Sharding rule of TopK: `a b c, _ -> a k c ; a k c`; if b is split, the ranks gather the k
+    best elements of each shard, and choose among them."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     axis = node.attrs.get("axis", -1) % len(dims)

@@ -19,9 +19,9 @@ _INPUT = "the kernel multiplies it by W; a Scan without the kernel takes longer 
 
 @rule("LSTM GRU RNN")
 def recurrence(node: gs.Node) -> Rule:
-    """LSTM, GRU, RNN: `s b i, d h + .. i, d h + .. k, d h + .., b, d b h, d b h, d h + .. -> s d b
-    h ; d b h ; d b h`: steps s, batch b, features i, directions d, hidden units h. If h is split,
-    every step gathers the state.
+    """Sharding rule of LSTM, GRU, RNN: `s b i, d h + .. i, d h + .. k, d h + .., b, d b h, d b h, d
+    h + .. -> s d b h ; d b h ; d b h`: steps s, batch b, features i, directions d, hidden units h.
+    If h is split, every step gathers the state.
 
     Weights have one segment h for each gate. k, the units that a gate reads, stays whole.
     """

@@ -55,9 +55,9 @@ def reduced_axes(node: gs.Node) -> list[int] | None:
 
 @rule(*_REDUCTIONS, "ReduceL2 ReduceLogSum ReduceLogSumExp")
 def reduce_(node: gs.Node) -> Rule:
-    """Reduce ops: `a b c -> a 1 c`; if b is split, the result is partial, or, for ops that end with
-    a function of the sum, the ranks communicate. A mean is the sum of the shards' means, weighted
-    by size."""
+    """Sharding rule of the Reduce ops: `a b c -> a 1 c`; if b is split, the result is partial, or,
+    for ops that end with a function of the sum, the ranks communicate. A mean is the sum of the
+    shards' means, weighted by size."""
     axes = reduced_axes(node)
     if axes is None:
         return whole_rule(node, "data-dependent axes")
@@ -198,8 +198,8 @@ def finish_share(build: Lowering, mean: gs.Tensor, sizes: Mapping[str, Size]) ->
 
 @rule("CumSum CumProd")
 def cumulate(node: gs.Node) -> Rule:
-    """CumSum, CumProd: `a b, _ -> a b`; if b is split, the ranks gather the totals of their shards,
-    and each rank continues from the total of all earlier shards."""
+    """Sharding rule of CumSum, CumProd: `a b, _ -> a b`; if b is split, the ranks gather the totals
+    of their shards, and each rank continues from the total of all earlier shards."""
     operand = constant(node.inputs[1])
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     if operand is None and len(dims) == 1:

@@ -26,8 +26,8 @@ _MODES = {"nearest": "nearest", "linear": "linear", "bilinear": "linear", "cubic
 
 @rule("Resize")
 def resize(node: gs.Node) -> Rule:
-    """Resize: `n c h w -> n c y x`: an interpolated dimension h is split over the same axes as its
-    result y; scale 1 gives one factor.
+    """Sharding rule of Resize: `n c h w -> n c y x`: an interpolated dimension h is split over the
+    same axes as its result y; scale 1 gives one factor.
 
     If nearest neighbours only repeat each element r times, the rule is `n c h -> n c (h r)`.
     """
@@ -252,8 +252,8 @@ def _regions(node: gs.Node, axes: Sequence[int]) -> list[Region] | None:
 
 @rule("DepthToSpace")
 def depth_to_space(node: gs.Node) -> Rule:
-    """DepthToSpace: `n (i j c) h w -> n c (h i) (w j)`, blocks of i x j elements; with mode CRD,
-    `n (c i j) h w`."""
+    """Sharding rule of DepthToSpace: `n (i j c) h w -> n c (h i) (w j)`, blocks of i x j elements;
+    with mode CRD, `n (c i j) h w`."""
     channels = "c i j" if node.attrs.get("mode", "DCR") == "CRD" else "i j c"
     text = f"n ({channels}) h w -> n c (h i) (w j)"
     return _blocks(node, text, deep=node.inputs[0], shallow=node.outputs[0])
@@ -261,8 +261,8 @@ def depth_to_space(node: gs.Node) -> Rule:
 
 @rule("SpaceToDepth")
 def space_to_depth(node: gs.Node) -> Rule:
-    """SpaceToDepth: `n c (h i) (w j) -> n (i j c) h w`, blocks of i x j elements; with mode CRD,
-    `n (c i j) h w`."""
+    """Sharding rule of SpaceToDepth: `n c (h i) (w j) -> n (i j c) h w`, blocks of i x j elements;
+    with mode CRD, `n (c i j) h w`."""
     channels = "c i j" if node.attrs.get("mode", "DCR") == "CRD" else "i j c"
     text = f"n c (h i) (w j) -> n ({channels}) h w"
     return _blocks(node, text, deep=node.outputs[0], shallow=node.inputs[0])

@@ -21,8 +21,8 @@ _MATRIX = "a determinant needs the whole matrix"
 
 @rule("GridSample")
 def grid_sample(node: gs.Node) -> Rule:
-    """GridSample: `n c h w, n y x _ -> n c y x`; h and w must stay whole, because points may lie
-    anywhere in them."""
+    """Sharding rule of GridSample: `n c h w, n y x _ -> n c y x`; h and w must stay whole, because
+    points may lie anywhere in them."""
     space = names("i", len(tensor_shape(node.inputs[0]) or ()) - 2)
     points = names("o", len(space))
     return einsum(
@@ -36,8 +36,8 @@ def grid_sample(node: gs.Node) -> Rule:
 
 @rule("AffineGrid")
 def affine_grid(node: gs.Node) -> Rule:
-    """AffineGrid: `n _ _, _ -> n y x _`: only the batch n may be split; a rank's operand of sizes
-    has its shard's n."""
+    """Sharding rule of AffineGrid: `n _ _, _ -> n y x _`: only the batch n may be split; a rank's
+    operand of sizes has its shard's n."""
     size = constant(node.inputs[1])
     if size is None:
         return whole_rule(node, "a data-dependent size")
@@ -57,8 +57,8 @@ def affine_grid(node: gs.Node) -> Rule:
 
 @rule("RoiAlign MaxRoiPool")
 def regions(node: gs.Node) -> Rule:
-    """RoiAlign, MaxRoiPool: `n c h w, r _, r -> r c y x`: only regions r and channels c may be
-    split."""
+    """Sharding rule of RoiAlign, MaxRoiPool: `n c h w, r _, r -> r c y x`: only regions r and
+    channels c may be split."""
     batch = ", r" * (len(node.inputs) - 2)
     averages = node.op == "RoiAlign" and node.attrs.get("mode", "avg") == "avg"
     return einsum(
@@ -75,9 +75,10 @@ def regions(node: gs.Node) -> Rule:
 
 @rule("DeformConv")
 def deform_conv(node: gs.Node) -> Rule:
-    """DeformConv: `n (g c) h w, (g o) c _ _, n _ y x, (g o), n _ y x -> n (g o) y x`, with g
-    groups: image, weight, offsets, bias and mask. If c is split, the result is a partial sum, and
-    only one rank adds the bias. Unless all channels share offsets, g and c must stay whole."""
+    """Sharding rule of DeformConv:
+    `n (g c) h w, (g o) c _ _, n _ y x, (g o), n _ y x -> n (g o) y x`, with g groups: image,
+    weight, offsets, bias and mask. If c is split, the result is a partial sum, and only one rank
+    adds the bias. Unless all channels share offsets, g and c must stay whole."""
     image, weight = (tensor_shape(t) or () for t in node.inputs[:2])
     group = node.attrs.get("group", 1)
     if image[1] is None or weight[0] is None:
@@ -112,9 +113,9 @@ def deform_conv(node: gs.Node) -> Rule:
 
 @rule("MaxUnpool")
 def max_unpool(node: gs.Node) -> Rule:
-    """MaxUnpool: `n c h w, n c h w, _ -> n c y x`. If h or w is split, each rank fills other
-    elements of the same image, so the result is a partial sum. Indices are positions in the global
-    result; a rank turns them into positions in its own."""
+    """Sharding rule of MaxUnpool: `n c h w, n c h w, _ -> n c y x`. If h or w is split, each rank
+    fills other elements of the same image, so the result is a partial sum. Indices are positions in
+    the global result; a rank turns them into positions in its own."""
     shape = tensor_shape(node.outputs[0]) or ()
     if None in shape[1:] or (len(node.inputs) > 2 and constant(node.inputs[2]) is None):
         return whole_rule(node, "a data-dependent size")
@@ -156,8 +157,8 @@ def _images_before(local: Local) -> int:
 
 @rule("Col2Im")
 def col2im(node: gs.Node) -> Rule:
-    """Col2Im: `n (c k) l, _, _ -> n c y x`: if the blocks l are split, a rank adds up its own, with
-    zeros for all others: a partial sum. k and the image stay whole."""
+    """Sharding rule of Col2Im: `n (c k) l, _, _ -> n c y x`: if the blocks l are split, a rank adds
+    up its own, with zeros for all others: a partial sum. k and the image stay whole."""
     shape, out = tensor_shape(node.inputs[0]) or (), tensor_shape(node.outputs[0]) or ()
     rows, length = shape[1:]
     if rows is None or length is None or not out[1]:
@@ -188,7 +189,7 @@ def col2im(node: gs.Node) -> Rule:
 
 @rule("Det")
 def determinant(node: gs.Node) -> Rule:
-    """Det: `b m n -> b`: only the batch b may be split."""
+    """Sharding rule of Det: `b m n -> b`: only the batch b may be split."""
     batch = names("b", len(tensor_shape(node.inputs[0]) or ()) - 2)
     text = f"{dims_text([*batch, 'm', 'n'])} -> {dims_text(batch)}"
     return einsum(node, text, whole=dict.fromkeys("mn", _MATRIX))

@@ -71,8 +71,8 @@ def scatter_padded(
 
 @rule("ScatterElements")
 def scatter_elements(node: gs.Node) -> Rule:
-    """ScatterElements: `v (d + r), i d, i d -> v (d + r)`, where r is not updated. If v is split,
-    each rank skips the updates of other shards.
+    """Sharding rule of ScatterElements: `v (d + r), i d, i d -> v (d + r)`, where r is not updated.
+    If v is split, each rank skips the updates of other shards.
 
     If i is split and the op reduces updates by sum, max or min, the result is partial.
     """
@@ -108,8 +108,9 @@ def scatter_elements(node: gs.Node) -> Rule:
 
 @rule("TensorScatter")
 def tensor_scatter(node: gs.Node) -> Rule:
-    """TensorScatter: `b h s d, b h u d, b -> b h s d`: writes u updates into a cache from an index
-    on; u must stay whole. If s is split, each rank writes the updates that fall into its shard."""
+    """Sharding rule of TensorScatter: `b h s d, b h u d, b -> b h s d`: writes u updates into a
+    cache from an index on; u must stay whole. If s is split, each rank writes the updates that fall
+    into its shard."""
     shape, updates = (tensor_shape(t) or () for t in node.inputs[:2])
     axis = node.attrs.get("axis", -2) % len(shape)
     cache, update = names("d", len(shape)), names("d", len(shape))
@@ -225,7 +226,7 @@ class _Writes:
 
 @rule("ReverseSequence")
 def reverse_sequence(node: gs.Node) -> Rule:
-    """ReverseSequence: `t b d, b -> t b d`; the steps t must stay whole."""
+    """Sharding rule of ReverseSequence: `t b d, b -> t b d`; the steps t must stay whole."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     axes = node.attrs.get("time_axis", 0), node.attrs.get("batch_axis", 1)
     if sorted(axes) != [0, 1]:

@@ -19,7 +19,7 @@ from onnxpar.rules.rule import Local, Lowering, Rule, rule, whole_rule
 
 @rule("Concat")
 def concat(node: gs.Node) -> Rule:
-    """Concat: `a d, b d -> (a + b) d`: linear in all operands together."""
+    """Sharding rule of Concat: `a d, b d -> (a + b) d`: linear in all operands together."""
     out = tensor_shape(node.outputs[0]) or ()
     axis = node.attrs["axis"] % len(out)
     if _are_single(node.inputs, axis):
@@ -66,8 +66,8 @@ def _stack(
 
 @rule("Split")
 def split(node: gs.Node) -> Rule:
-    """Split: `(a + b) d -> a d ; b d`: the inverse of Concat. A rank's node gets the sizes of the
-    rank's shards."""
+    """Sharding rule of Split: `(a + b) d -> a d ; b d`: the inverse of Concat. A rank's node gets
+    the sizes of the rank's shards."""
     shape = tensor_shape(node.inputs[0]) or ()
     axis = node.attrs.get("axis", 0) % len(shape)
     dims: list[Expr] = [Var(f"d{i}") for i in range(len(shape))]
@@ -122,8 +122,8 @@ def slice_bounds(node: gs.Node) -> dict[int, tuple[int, int, int]] | None:
 
 @rule("Slice")
 def slice_(node: gs.Node) -> Rule:
-    """Slice: `(before + kept + after) d -> kept d`; or `x -> d` for a dimension with a step other
-    than 1, where x and d are split over the same axes."""
+    """Sharding rule of Slice: `(before + kept + after) d -> kept d`; or `x -> d` for a dimension
+    with a step other than 1, where x and d are split over the same axes."""
     bounds = slice_bounds(node)
     if bounds is None:
         return whole_rule(node, "data-dependent bounds")

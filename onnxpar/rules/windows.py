@@ -103,8 +103,8 @@ class Windows:
         each run. Returns (the elements, the spatial dimensions along which the elements include
         padding).
 
-        blank  a value to the effect of padding: an array, the index of an operand, or None if there
-               is no such value
+        blank  the value that can stand in `x` in place of padding: an array, the index of an
+               operand, or None if there is no such value
         """
         value = builder.input(blank) if isinstance(blank, int) else blank
         padded = self._computed_in_a_run(builder, value)
@@ -216,7 +216,7 @@ def lower_windows(
     read.
 
     image  the index of the operand with the spatial dimensions, which begin at dimension `first`
-    blank  a value to the effect of padding (`Windows.read`)
+    blank  the value that can stand in the image in place of padding, as in `Windows.read`
     attrs  attributes in place of the node's
     """
 

@@ -54,9 +54,10 @@ class SplitBehindSums:
     def _solved(
         self, sketch: ShardingState, atoms: Collection[int], free: Sequence[OpFactors]
     ) -> dict[str, OpStrategy]:
-        """Returns the fastest strategies of the nodes, by name, where those in `free` may split the
-        leaves of these atoms, and all other nodes keep their strategies; empty if there is no
-        solution. `sketch` is a copy of the sharding state, which this changes."""
+        """Returns the fastest strategies of the nodes, by name. Those in `free` may be split along
+        the `atoms` (indices such as tokens, which many tensors share); all other nodes keep their
+        strategies. Empty if there is no solution. `sketch` is a copy of the sharding state, which
+        this changes."""
         names = {op.node.name for op in free}
         others = [op for op in sketch.factors.ops if op.node.name not in names]
         decided = {op.node.name: OpStrategy(tuple(sketch.op_axes(op))) for op in others}
@@ -88,7 +89,8 @@ def _settled(sharding: ShardingState) -> ShardingState:
 
 
 def _summed_atoms(sharding: ShardingState) -> set[int]:
-    """Returns the atoms (indices that tensors share) of all results that ranks add up."""
+    """Returns the atoms (indices such as tokens, which many tensors share) of all results that
+    ranks add up."""
     known = sharding.factors.tensors
     return {
         leaf.atom
@@ -101,8 +103,9 @@ def _summed_atoms(sharding: ShardingState) -> set[int]:
 
 
 def _undecided(sharding: ShardingState, atoms: Collection[int]) -> list[OpFactors]:
-    """Returns the nodes of the main graph that no axis splits, that have an index among `atoms`,
-    and that a chain of activations through such nodes connects with a sum over ranks."""
+    """Returns the nodes of the main graph that no axis splits, that have one of the `atoms`
+    (indices such as tokens), and that a chain of activations through such nodes connects with a sum
+    over ranks."""
     graph = _main_graph(sharding)
     readers: dict[str, list[OpFactors]] = defaultdict(list)
     todo: list[str] = []

@@ -77,9 +77,9 @@ class _GivenMesh:
         return tuple(axis for axis in self.mesh.shape if axis[1] > 1) or self.mesh.shape[:1]
 
     def _orders(self) -> Iterable[Group]:
-        """Returns the orders of axes to start with: only the mesh's own order if distances between
-        ranks differ, or if there are many axes; else all orders, but one of several that differ
-        only in names that nobody requested."""
+        """Returns the orders of axes to start with. If distances between ranks differ, or if there
+        are many axes, that is only the mesh's own order; otherwise all orders, but one of several
+        that differ only in names that nobody requested."""
         axes = self._split_axes()
         if not self.search.is_even or len(axes) > MOST_AXES:
             return [axes]

@@ -47,8 +47,9 @@ class KnownCompute:
         return self.known[key]
 
     def _sizes(self, strategy: OpStrategy) -> Hashable | None:
-        """Returns the sizes of the axes that split each leaf of the node, if its cost depends on
-        nothing else; None if it does, because ranks differ, or communicate inside the node."""
+        """Returns, for each splittable part of the node's dimensions (leaf), the sizes of the axes
+        that split it, if the node's cost depends on nothing else; None if it does, because ranks
+        differ, or communicate inside the node."""
         axes = strategy.axes
         if self._depends or any(axes[i] for i in self._between):
             return None

@@ -217,9 +217,9 @@ def _ring(
     held: Sequence[_Part],
     produced: Sequence[_Part],
 ) -> float:
-    """Returns the seconds in which the shards of leaf `j` (keys) travel in the ring of leaves `i`
-    (queries) and `j`; with the exchanges that give all ranks the same work. 0 if the strategy has
-    no ring."""
+    """Returns the seconds of a ring in which queries stay on their ranks, and the shards of keys
+    travel; with the exchanges that give all ranks the same work. `i` and `j` are the node's factors
+    (leaves) of queries and of keys. 0 if the strategy has no ring."""
     over, costs = strategy.axes[j], sharding.costs
     if not over or strategy.axes[i] != over:
         return 0.0
@@ -337,8 +337,8 @@ def _edge_rows(
     op: OpFactors, leaves: set[int], held: Sequence[_Part], factors: GraphFactors
 ) -> int:
     """Returns how many rows a rank copies when it sends and joins the edges of shards along the
-    split `leaves`: for each copy, one row for each element of the dimensions before the last split
-    one."""
+    split factors `leaves` (indices into `op.leaves`): for each copy, one row for each element of
+    the dimensions before the last split one."""
     dims = factors.tensors[op.node.inputs[0].name].dim_of_leaf
     split = [dim for dim, leaf in zip(dims, op.inputs[0], strict=True) if leaf in leaves]
     return _EDGE_COPIES * math.prod(held[0].shape[: max(split, default=0)])
@@ -348,7 +348,8 @@ def _halo(
     op: OpFactors, strategy: OpStrategy, sharding: ShardingState, leaves: set[int], size: float
 ) -> float:
     """Returns the seconds to fetch the edges of the neighbours' shards, about one position of each,
-    along the split `leaves`; `size` is the bytes that the node reads."""
+    along the split factors `leaves` (indices into `op.leaves`). `size` is the bytes that the node
+    reads."""
     axes = tuple(dict.fromkeys(a for i in sorted(leaves) for a in strategy.axes[i]))
     extent = max(max(op.extent(i) for i in leaves), 1)
     edge = size * parts_over(axes) / extent

@@ -25,14 +25,16 @@ with more, only all or a single one."""
 
 @dataclass(frozen=True)
 class OpStrategy:
-    """A strategy of one node.
+    """A strategy of one node. Leaves are the node's factors, cut so that all tensors agree on them;
+    mesh axes split leaves.
 
     axes    the mesh axes that split each leaf of the node
     passed  mesh axes over which the operands in `group`, and therefore the result, are partial
     reduce  the reduction of these partial operands
     group   indices of the operands that are partial over `passed`
 
-    A MatMul `m k, k n -> m n` with the axes (), (tp,), () has partial sums over tp as its result.
+    A MatMul `m k, k n -> m n` whose leaves m, k, n have the axes (), (tp,), () has partial sums
+    over tp as its result.
     """
 
     axes: tuple[Axes, ...]
@@ -57,8 +59,8 @@ class OpStrategy:
         return FactorSharding(self.leaves(op.outputs[index]), own, reduce)
 
     def leaves(self, links: tuple[int | None, ...]) -> tuple[Axes, ...]:
-        """Returns the axes of a tensor's leaves; `links` has for each the node's leaf with the same
-        axes, or None for one that stays whole."""
+        """Returns the axes of each leaf (splittable part) of a tensor. `links` has for each the
+        index of the node's leaf with the same axes, or None for one that stays whole."""
         return tuple(() if link is None else self.axes[link] for link in links)
 
     def beside(self, axis: str) -> Hashable:
@@ -68,8 +70,8 @@ class OpStrategy:
         return each, (self.reduce, self.group) if each[-1] else None
 
     def own_partial(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
-        """Returns (axes over which the result is partial because they split leaves that the node
-        reduces, the reduction)."""
+        """Returns (axes, reduction) of the partial sums that the node itself produces: the axes
+        that split leaves which the node reduces, as k in a MatMul."""
         axes: list[Axis] = []
         reduce: ReduceOp = "sum"
         for i, over in enumerate(self.axes):
@@ -81,8 +83,8 @@ class OpStrategy:
 
 @dataclass(frozen=True)
 class _Split:
-    """An option for one mesh axis: the axis, or a sub-axis of it, splits these leaves; none if
-    empty."""
+    """An option for one mesh axis: the leaves (node's factors) that the axis, or a sub-axis of it,
+    splits; empty if it splits none."""
 
     leaves: tuple[tuple[int, Axis], ...] = ()
 
@@ -137,7 +139,8 @@ def strategies_of(
     most: int = 1 << 12,
     size: Size | None = None,
 ) -> list[OpStrategy]:
-    """Returns all strategies of a node that agree with what is decided for its leaves.
+    """Returns all strategies of a node that agree with the axes that are decided for its leaves
+    (factors) already.
 
     kinds  by which reductions tensors may be partial
     kept   decisions of another search
@@ -188,8 +191,8 @@ def _per_axis(
 
 
 def _held(op: OpFactors, axis: Axis, sharding: ShardingState) -> list[_Option]:
-    """Returns the decided option of a node with a leaf that only ranks at one coordinate of an axis
-    have (a table that is dealt out); empty for other nodes."""
+    """Returns the option for an axis of a node with a dealt table, which only ranks at one
+    coordinate of the axis have; empty for other nodes."""
     decided = enumerate(sharding.ops[op.node.name])
     own = [(i, a) for i, over in decided for a in over or () if a.name == axis.name]
     return [_Split(tuple(own))] if any(a.at is not None for _, a in own) else []
@@ -202,10 +205,10 @@ def _ranked(
     sharding: ShardingState,
     size: Size | None,
 ) -> list[_Option]:
-    """Returns those options of a node for one axis that agree with the decided leaves and are
-    possible by themselves, the best first: no split, and partial operands that pass; then
-    alternately splits of one leaf, of two, and of more, of each kind the smallest shards first.
-    Neighbouring nodes with the same factors get the same ranking."""
+    """Returns the options of a node for one axis, the best first, without those that contradict a
+    decision or that ranks cannot compute with. The order: no split, and partial operands that pass;
+    then alternately splits of one leaf, of two, and of more, of each kind the smallest shards
+    first. Neighbouring nodes with the same factors get the same order."""
     by_leaves: dict[int, list[tuple[float, int, _Option]]] = defaultdict(list)
     for option in options:
         strategy = _combined(op, {axis: option})
@@ -222,8 +225,8 @@ def _ranked(
 
 
 def _agrees_on(axis: Axis, strategy: OpStrategy, decided: Sequence[Axes | None]) -> bool:
-    """True if a strategy uses this axis as decided, for each leaf whose axes are decided
-    (not None)."""
+    """True if a strategy uses this axis as decided. `decided` has the axes of each leaf of the
+    node, None for one that is not decided."""
     return all(
         have is None or tuple(a for a in have if a.name == axis.name) == over
         for have, over in zip(decided, strategy.axes, strict=True)
@@ -239,8 +242,10 @@ def _kept(strategy: OpStrategy, axis: Axis) -> _Option:
 
 
 def _slots(op: OpFactors) -> list[frozenset[int]]:
-    """Returns the sets of leaves that one axis can split together: a leaf with the same index in
-    other segments, and co-sharded leaves; then combinations of such sets in different segments."""
+    """Returns slots: sets of the node's leaves (indices) that one axis can split together. These
+    are a leaf with the same index in other segments of a dimension, and leaves that must be split
+    alike, such as rows before and after a window; then combinations of such sets in different
+    segments."""
     slots: dict[frozenset[int], None] = {}
     for i, leaf in enumerate(op.leaves):
         same = {j for j, o in enumerate(op.leaves) if o.atom == leaf.atom and (i, j) in op.apart}
@@ -259,18 +264,18 @@ def _slots(op: OpFactors) -> list[frozenset[int]]:
 
 
 def _are_apart(op: OpFactors, a: frozenset[int], b: frozenset[int]) -> bool:
-    """True if all leaves of `a` are in other segments than those of `b`, so that one axis can split
-    both."""
+    """True if each leaf of `a` and each of `b` are in different segments of a dimension, so that
+    one axis can split both."""
     return all((i, j) in op.apart for i in a for j in b)
 
 
 def _splits(
     op: OpFactors, slots: list[frozenset[int]], axis: Axis, sharding: ShardingState
 ) -> Iterator[_Split]:
-    """Yields the ways to split by one axis: no leaf; each slot (a set of leaves) with enough
-    elements; and several neighbouring slots, where each but the last has too few elements and
-    leaves a sub-axis to the next. If the mesh has only this axis, a sub-axis may also split
-    nothing; otherwise another mesh covers that case."""
+    """Yields the ways to split a node by one axis: no leaf; each slot (a set of leaves that are
+    split together) with enough elements; and several neighbouring slots, where each but the last
+    has too few elements and leaves a sub-axis to the next. If the mesh has only this axis, a
+    sub-axis may also split nothing; otherwise another mesh covers that case."""
     yield _Split()
     may_idle = sum(n > 1 for _, n in sharding.mesh.shape) == 1
     beside = _neighbours(op, sharding)
@@ -298,8 +303,8 @@ def _splits(
 
 
 def _neighbours(op: OpFactors, sharding: ShardingState) -> set[tuple[int, int]]:
-    """Returns the pairs of leaves of a node that are in one dimension of some tensor, the second
-    directly behind the first."""
+    """Returns the pairs of a node's leaves (indices) that are in one dimension of some tensor, the
+    second directly behind the first: (h, d) of `b (h d)`."""
     pairs = set()
     for tensor, links in op.operands():
         factors = sharding.factors.tensors.get(tensor.name)
@@ -351,7 +356,8 @@ def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> OpStrategy | No
 
 
 def _is_legal(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> bool:
-    """True if the strategy agrees with the decided leaves and ranks can compute with it."""
+    """True if ranks can compute with the strategy, and it has the axes that are decided for the
+    node."""
     decided = sharding.ops[op.node.name]
     if any(have is not None and have != a for have, a in zip(decided, strategy.axes, strict=True)):
         return False
@@ -360,7 +366,7 @@ def _is_legal(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> b
 
 def _is_possible(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> bool:
     """True if ranks can compute with the shards of this strategy, whatever is decided for the
-    leaves."""
+    node."""
     if _cuts_open_weight(op, strategy, sharding):
         return False
     name = op.node.name

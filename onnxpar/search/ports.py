@@ -29,8 +29,9 @@ class Port:
     is_whole: bool = False
 
     def leaves(self, reads: bool) -> Links:
-        """Returns for each leaf of the tensor the node's leaf with the same axes
-        (None: it stays whole), where the node reads the tensor, or (if not `reads`) produces it."""
+        """Returns for each leaf (splittable part) of the tensor the index of the node's leaf with
+        the same axes, None for one that stays whole: where the node reads the tensor or, if not
+        `reads`, where it produces the tensor."""
         if self.index is None:
             return self.links
         return (self.op.inputs if reads else self.op.outputs)[self.index]
@@ -49,8 +50,8 @@ class Port:
 
 
 class PortShardings:
-    """The shardings of a node's operands and results under each of its strategies. Strategies that
-    split the leaves of a tensor equally share one sharding object."""
+    """The sharding (axes for each leaf) of each operand and result of a node, under each of its
+    strategies. Strategies that split the leaves of a tensor equally share one sharding object."""
 
     def __init__(self, strategies: Sequence[OpStrategy], op: OpFactors) -> None:
         numbers: dict[Hashable, int] = {}

@@ -77,8 +77,9 @@ def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
 
 
 def _sizes(op: OpFactors, leaf: int, sharding: ShardingState) -> tuple[Hashable, ...]:
-    """Returns everything that determines the sizes of a leaf's shards, besides its size: its sizes
-    where costs are computed, whether it is open, and shard sizes that the user gave."""
+    """Returns everything that determines the sizes of the shards of leaf number `leaf` of a node,
+    besides its global size: its sizes where costs are computed, whether it is open, and shard sizes
+    that the user gave."""
     atom = op.leaves[leaf].atom
     each = tuple((weight, at.extent(leaf)) for weight, at in op.costed)
     return each, atom in sharding.factors.open_atoms, atom if sharding.parts else None

@@ -75,10 +75,11 @@ def check_together(
     each: Sequence[Mapping[str, Any]],
     fault: str = "",
 ) -> None:
-    """Compares blocks of the folder's files with their digests, each rank its own blocks.
+    """Compares blocks of the folder's files with their digests; each rank compares its own
+    `blocks`.
 
-    each   for each rank, its host
-    fault  what this rank already knows to be wrong; it tells the others
+    each   for each rank, a mapping with its `host`, for the error
+    fault  an error that this rank already knows of, and tells the others; empty: none
 
     Errors: ModelError, on all ranks with the same text, if a block of any rank differs.
     """

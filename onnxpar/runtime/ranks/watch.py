@@ -30,8 +30,8 @@ class Watch:
         self._lock = threading.Lock()
 
     def join(self, world: World) -> None:
-        """Sets the world whose collectives `abort` makes fail; applies an abort that came
-        earlier."""
+        """Tells this thread the rank's world, in which `abort` makes collectives fail; an abort
+        that came earlier is applied now."""
         with self._lock:
             self._world = world
             if self._aborted is not None:

@@ -58,7 +58,8 @@ class Snapshot:
             unnamed.replace(folder / marker(rank))
 
     def _taken(self) -> Iterator[Part]:
-        """Yields the copies, and forgets each."""
+        """Yields the copies one by one, and drops each, so that its memory is free once it is
+        written."""
         while self._parts:
             yield self._parts.popleft()
 
