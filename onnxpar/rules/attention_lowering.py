@@ -59,7 +59,8 @@ class AttentionLowering:
     attrs: dict[str, Any]
 
     def lower(self, build: Lowering) -> None:
-        """Replaces the node on a rank that holds shards of the queries, the keys or both."""
+        """Adds the nodes that a rank runs in place of the Attention, if queries, keys or both are
+        split."""
         if build.local.is_split("t"):
             self._attend_to_parts(build)
         else:
@@ -82,8 +83,8 @@ class AttentionLowering:
         build.finish_each("Attention", operands, **attrs)
 
     def _mask(self, build: Lowering) -> gs.Tensor | None:
-        """Returns the mask operand if it is added to scores; None for a boolean mask, or without a
-        mask."""
+        """Returns the mask operand if it has numbers to add to the scores; None if it is boolean,
+        or if there is none."""
         mask = given(build.local.node, MASK)
         return None if mask is None or dtype_of(mask) == np.bool_ else build.input(MASK)
 
@@ -156,7 +157,8 @@ class AttentionLowering:
         return masks
 
     def _columns(self, build: Lowering) -> gs.Tensor:
-        """The global positions of the keys for which the rank computes scores."""
+        """Returns the global positions of the keys for which the rank computes scores, as a vector;
+        cached keys come first."""
         if not self.past:
             return held_positions(build, "t")
         end = build.per_rank(lambda local: np.array(self.past + local.size("t"), np.int64))
@@ -334,7 +336,8 @@ def powers_of(build: Lowering, scores: gs.Tensor, largest: gs.Tensor, least: Any
 
 
 def sees_by_place(attrs: Mapping[str, Any]) -> bool:
-    """True if the keys that a query attends to depend on its position in the sequence."""
+    """True if a query sees only keys at certain positions relative to its own: causal attention, or
+    a window. `attrs` are those of an Attention."""
     return bool(attrs.get("is_causal")) or any(attrs.get(key, -1) >= 0 for key in WINDOW)
 
 

@@ -48,7 +48,8 @@ class Activation:
     clip: float | None = None
 
     def steps(self) -> list[Step]:
-        """The chain of ops that computes the activation."""
+        """Returns the ops that compute the activation, in order:
+        [("Clip", (-1, 1), {}), ("Tanh", (), {})]."""
         bound: list[Step] = []
         if self.clip is not None:
             bound = [("Clip", (-self.clip, self.clip), {})]

@@ -47,19 +47,19 @@ def widen(build: Lowering, x: gs.Tensor) -> gs.Tensor:
 
 
 def like(x: gs.Tensor, value: Any) -> np.ndarray[Any, Any]:
-    """`value` as a constant of the element type of `x`."""
+    """`value` as a NumPy constant of the element type of `x`."""
     return np.array(value, dtype_of(x))
 
 
 def has_output(build: Lowering, output: int) -> bool:
-    """True if the node has this result."""
+    """True if the node has result `output`, which may be optional."""
     outputs = build.local.node.outputs
     return output < len(outputs) and bool(outputs[output].name)
 
 
 def finish(build: Lowering, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
-    """Adds the node that computes a result, and a Cast if the result has another type than
-    `inputs[0]`."""
+    """Makes result `output` of the node by `op`; adds a Cast if the result has another type than
+    `inputs[0]`, as after `widen`."""
     dtype = dtype_of(build.local.node.outputs[output])
     if dtype == dtype_of(inputs[0]):
         build.finish(op, inputs, output, **attrs)
@@ -69,7 +69,8 @@ def finish(build: Lowering, op: str, inputs: Sequence[Any], output: int = 0, **a
 
 
 def finish_chain(build: Lowering, x: gs.Tensor, steps: Sequence[tuple[str, Any]]) -> None:
-    """Computes result 0 from `x` by a chain of binary ops, `steps` of (op, second operand)."""
+    """Makes result 0 of the node from `x` by a chain of binary ops: [("Mul", scale), ("Add", bias)]
+    gives x * scale + bias."""
     for op, operand in steps[:-1]:
         x = build.add(op, [x, operand])
     finish(build, steps[-1][0], [x, steps[-1][1]])

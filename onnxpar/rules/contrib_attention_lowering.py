@@ -21,7 +21,8 @@ _BIAS, _MASK, _ADDED = 3, 4, 5
 
 @dataclass(frozen=True)
 class HeadsLowering:
-    """Lowers a MultiHeadAttention without a cache.
+    """Replaces a MultiHeadAttention without a cache whose keys, or in causal attention also
+    queries, are split.
 
     scale      factor of the scores
     filter     number that is added to the scores of masked keys
@@ -36,7 +37,8 @@ class HeadsLowering:
     queries: int
 
     def lower(self, build: Lowering) -> None:
-        """Attends to the rank's keys, and combines the results of all ranks."""
+        """Attends to the rank's keys, and combines the results of all ranks by all-reduces of the
+        largest score and of the sums."""
         query, key, value = self._heads(build)
         scores = self._scores(build, query, key)
         largest = build.add("ReduceMax", [scores], axes=[3], keepdims=1)

@@ -93,7 +93,8 @@ class _Embedding:
         self.build, self.form, self.node = build, form, build.local.node
 
     def lower(self) -> None:
-        """Adds the three lookups, normalizes the sum, and counts the words of each row."""
+        """Adds the three lookups (words, segments, positions), normalizes their sum, and counts the
+        words of each row."""
         build, node = self.build, self.node
         x = self._rows("v", build.input(0))
         if given(node, 1) is not None:
@@ -158,7 +159,8 @@ class _Embedding:
         return build.add("And", [above, build.add("Less", [ids, end])])
 
     def _count_words(self) -> None:
-        """Computes result 1: the number of ones in each row of the mask; zeros without a mask."""
+        """Makes result 1 of the node: the number of ones in each row of the mask; zeros without a
+        mask."""
         build = self.build
         mask = given(self.node, _MASK)
         ids = build.input(_MASK if mask is not None else 0)

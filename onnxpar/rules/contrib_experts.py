@@ -88,7 +88,7 @@ def _unit(node: gs.Node, block: int, bits: Sequence[int]) -> int:
     or a byte of a weight or of zero points. With zero points, these are two blocks or more: the
     kernel reads the zero points of a single block in another layout.
 
-    block  the number of columns that share a scale; 0: none do
+    block  the number of columns that share a scale; 0: scales are not by blocks
     bits   the bits of an element of each weight
     """
     shared = max(2, 8 // bits[1]) if given(node, 12) is not None else 1

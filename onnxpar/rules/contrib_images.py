@@ -23,7 +23,8 @@ _PADS = "data-dependent padding"
 
 
 def _image(space: Sequence[str], channels: str, last: bool) -> str:
-    """The dimensions of an image: `n c h w`, or `n h w c` if `last` (channels come last)."""
+    """Returns the dimensions of an image as text of a rule: `n c h w`, or `n h w c` if `last`
+    (channels come last)."""
     return dims_text(["n", *space, channels] if last else ["n", channels, *space])
 
 

@@ -82,7 +82,8 @@ class _LinearAttention:
     width: int
 
     def lower(self, build: Lowering) -> None:
-        """Replaces the node on a rank that holds shards of the steps, of d or of both."""
+        """Adds the nodes that a rank runs in place of the node, if its steps, rows d or both are
+        split."""
         node, is_split = build.local.node, build.local.is_split("s")
         operands = [build.input(i) if t.name else t for i, t in enumerate(node.inputs)]
         operands += [gs.Variable.empty()] * (4 - len(operands))

@@ -66,8 +66,8 @@ class _Loss:
     rows: list[str]
 
     def lower(self, build: Lowering) -> None:
-        """Computes the weighted losses of labels whose class the rank holds (zeros for other
-        labels), and adds them over the ranks."""
+        """Computes the weighted losses of those labels whose class is in the rank's shard
+        (zeros for other labels), adds them over the ranks, and makes the result of the node."""
         node = build.local.node
         scores = widen(build, build.input(0))
         if self.op == "SoftmaxCrossEntropyLoss":

@@ -41,8 +41,8 @@ class Local(Protocol):
         ...
 
     def interval(self, factor: str) -> tuple[int, int]:
-        """The global start and end (exclusive) of the rank's shard of a factor, which must be
-        contiguous."""
+        """(start, end), exclusive, of the rank's shard of a factor, in global positions; the shard
+        must be contiguous."""
         ...
 
     def member(self, factor: str) -> int:
@@ -92,7 +92,7 @@ class Lowering(Protocol):
 
     def add(self, op: str, inputs: Sequence[Any], **attrs: Any) -> gs.Variable:
         """Adds a node with one result; returns the result. An attribute may be a function of the
-        rank's view."""
+        rank's view: `k=lambda local: local.size("e")`."""
         ...
 
     def add_each(
@@ -170,7 +170,7 @@ class Lowering(Protocol):
 
     def is_open(self, factor: str) -> bool:
         """True if the factor's size may differ between runs; then nodes, not constants, must
-        compute all values that depend on the size."""
+        compute everything that depends on the size."""
         ...
 
     def fetch_between(

@@ -44,8 +44,8 @@ def svm_regressor(node: gs.Node) -> Rule:
     vectors, factors = _vectors(attrs, count), numbers(attrs["coefficients"])
 
     def held(local: Local) -> Array:
-        """The indices of the rank's vectors. A rank without vectors gets vector 0, with coefficient
-        0: without any vector, the op would compute another function."""
+        """Returns the indices of the rank's vectors. A rank without vectors gets vector 0, with
+        coefficient 0: without any vector, the op would compute another function."""
         indices = local.positions("s")
         return indices if len(indices) else np.zeros(1, np.int64)
 

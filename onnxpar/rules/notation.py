@@ -109,12 +109,13 @@ def _at(text: str, place: int, reason: str) -> RuleTextError:
 
 
 def parse_spec(text: str) -> Spec | None:
-    """Parses the dimensions of one operand; None for `_`. Errors: RuleTextError."""
+    """Returns the dimensions of one operand, e.g. of `b (h d)`; None for `_`. Errors:
+    RuleTextError."""
     return _parse_spec(text, text, 0)
 
 
 def _parse_spec(text: str, part: str, start: int) -> Spec | None:
-    """Parses the dimensions of one operand: `part`, which begins at index `start` of `text`."""
+    """Returns the dimensions of one operand: of `part`, which begins at index `start` of `text`."""
     tokens = list(re.finditer(r"[A-Za-z_]\w*|[()+]|1|\S", part))
     depth = 0
     for token in tokens:

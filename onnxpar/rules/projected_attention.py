@@ -57,8 +57,8 @@ class ProjectedAttention:
     attrs: dict[str, Any]
 
     def lower(self, build: Lowering) -> None:
-        """Replaces the node on a rank that holds shards of the width, of the sequence or of
-        both."""
+        """Adds the nodes that a rank runs in place of the node, if its width, its sequence or both
+        are split."""
         is_split, node = build.local.is_split("s"), build.local.node
         query, both = build.add_each(
             "Split", [self._projected(build)], 2, axis=2, split=lambda at: [_keys(at), _rest(at)]

@@ -129,7 +129,8 @@ class _QuantizedProduct:
         self.node = build.local.node
 
     def lower(self) -> None:
-        """Lowers QLinearMatMul, or QGemm with its transposed operands and bias."""
+        """Adds the nodes of a QLinearMatMul, or of a QGemm with its transposed operands and
+        bias."""
         is_gemm = self.node.op == "QGemm"
         a, b = self._operand(0, "transA"), self._operand(3, "transB")
         product = self.build.add("MatMulInteger", [a, b, self.build.input(2), self.build.input(5)])

@@ -136,7 +136,7 @@ class Rule:
         return any(any(axes(a)) and axes(a) == axes(factor) for a in first)
 
     def text(self) -> str:
-        """The rule on one line: `m k, k n -> m n {sum: k}`."""
+        """Returns the rule on one line, as plans print it: `m k, k n -> m n {sum: k}`."""
         left = ", ".join(spec_text(s) for s in self.inputs)
         right = "; ".join(spec_text(s) for s in self.outputs)
         notes = [f"{op}: {f}" for f, op in self.reduce.items()]
@@ -149,7 +149,8 @@ class Rule:
 
 
 def invalid(node: gs.Node, what: str) -> ModelError:
-    """The error for a node whose attributes no runtime takes: it "has `what`"."""
+    """Returns the error for a node whose attributes no runtime accepts:
+    `invalid(node, "no hidden_size")` says that the node "has no hidden_size"."""
     return ModelError(f"{node.op} '{node.name}' has {what}; export the model again")
 
 
@@ -228,15 +229,19 @@ def rule(
     replace: bool = False,
     shapes: ShapeFunction | None = None,
 ) -> Callable[[RuleFunction], RuleFunction]:
-    """Registers a rule for one or more ops: `@rule("Sin Cos", "Tan")`.
+    """Decorator that registers a rule function for one or more ops: `@rule("Sin Cos", "Tan")`.
+    Errors: StrategyError if an op already has a rule and `replace` is False.
 
-    With `ranks_known`, the rule function is called only for nodes whose tensors all have a known
-    number of dimensions. Errors: StrategyError if an op already has a rule and `replace` is False.
+    domain       the domain of the ops; "": ONNX's own
+    ranks_known  True to call the function only for nodes whose tensors all have a known number of
+                 dimensions
+    replace      True to replace a rule that an op already has
+    shapes       for a custom op: a function from the node, whose operands have known shapes, to the
+                 shapes of its results
 
     If neither onnxruntime nor the model declares the shapes of a custom op's results, they follow
     from the text of a plugin's rule: `b f -> b f`. If they do not, as in `b f -> b g`, give
-    `shapes`, a function from the node, whose operands have known shapes, to the shapes of its
-    results. If sizes are open, both functions are called at several sizes.
+    `shapes`. If sizes are open, both functions are called at several sizes.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -258,19 +263,20 @@ def rule(
 
 
 def registered() -> Mapping[tuple[str, str], RuleFunction]:
-    """Every rule by (domain, op)."""
+    """Returns every rule function, by (domain, op)."""
     return _RULES
 
 
 def whole_op(ops: str, reason: str, domain: str = "") -> None:
-    """Registers the reason why ops have no rule: `whole_op("NonZero", "the size of its ...")`."""
+    """Registers the reason why ops stay whole, which plans print:
+    `whole_op("NonZero", "the size of its ...")`."""
     for op in ops.split():
         assert (domain, op) not in _WHOLE, f"two reasons for {op}"
         _WHOLE[domain, op] = reason
 
 
 def whole_ops() -> Mapping[tuple[str, str], str]:
-    """The registered reasons why ops have no rule, by (domain, op)."""
+    """Returns the registered reasons why ops stay whole, by (domain, op)."""
     return _WHOLE
 
 
@@ -380,8 +386,8 @@ def _size(expr: Expr, sizes: Mapping[str, Size]) -> Size:
 
 
 def _called(function: RuleFunction, node: gs.Node) -> Rule:
-    """Calls a rule function for a node; returns the node's rule. Errors: StrategyError if a
-    plugin's function fails."""
+    """Returns the rule of a node from a rule function. Errors: StrategyError if a plugin's function
+    fails."""
     if _is_own(function):
         try:
             return function(node)

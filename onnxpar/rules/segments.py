@@ -45,7 +45,7 @@ def concat(node: gs.Node) -> Rule:
 
 
 def _are_single(parts: Sequence[gs.Tensor], axis: int) -> bool:
-    """True for several tensors of one element along an axis."""
+    """True if these are several tensors, each of which has one element along `axis`."""
     return len(parts) > 1 and all((tensor_shape(t) or ())[axis] == 1 for t in parts)
 
 
@@ -165,7 +165,8 @@ class _Kept:
     strided: dict[int, IndexMap] = field(default_factory=dict)
 
     def add_dimension(self, i: int, size: Size, count: Size) -> None:
-        """Adds dimension i; the Slice keeps `count` of its `size` elements."""
+        """Adds dimension i of operand and result to the rule; the Slice keeps `count` of its `size`
+        elements."""
         start, _, step = self.bounds.get(i, (0, 0, 1))
         if count == 1 and step != 1:
             self.bounds[i], step = (start, start + 1, 1), 1

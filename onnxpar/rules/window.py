@@ -55,7 +55,7 @@ class Window:
         return type(self) is Window and self.has_fixed_pads and fits and (can_pad or self.is_plain)
 
     def covers(self, out: int) -> bool:
-        """True if a single window covers exactly the whole dimension; `out` is the number of
+        """True if a single window is exactly the whole dimension; `out` is the number of
         results."""
         return out == 1 < self.size == self.width and self.dilation == 1 and not any(self.pads)
 

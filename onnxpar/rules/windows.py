@@ -72,7 +72,8 @@ class Windows:
         self.tied.clear()
 
     def keep_covered(self) -> None:
-        """Makes the dimensions that a single window covers stay whole."""
+        """Makes the dimensions that a single window covers whole unsplit, for ops that cannot
+        reduce over ranks."""
         for i in self.covered:
             self.after[i] = f"y{i}"
             self.whole.update(dict.fromkeys((f"h{i}", f"y{i}"), SINGLE))
@@ -303,7 +304,13 @@ class _Geometry:
 def _add_dimension(
     result: Windows, op: str, i: int, width: Size, size: Size, out: Size, geometry: _Geometry
 ) -> None:
-    """Adds spatial dimension `i`, with its padding, to `result`."""
+    """Adds spatial dimension `i` to `result`.
+
+    width     the elements of a window
+    size      the elements of the dimension
+    out       the results
+    geometry  strides, dilations and pads of the node in this dimension
+    """
     stride, pads, growth = geometry.stride, geometry.pads, geometry.grown
     window = None
     if size and out and width is not None:

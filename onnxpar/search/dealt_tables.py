@@ -102,7 +102,8 @@ def _joined(solution: Solution, dealt: Sequence[Annotation], sharding: ShardingS
     ports = Ports(sharding.factors.ops)
 
     def is_exchanged(name: str) -> bool:
-        """True if nodes on one side of a border divide the tensor."""
+        """True if the nodes before or behind this tensor divide it evenly over ranks, so that it is
+        exchanged with a rank that has a table whole."""
         read = [port.required(solution.chosen[port.op.node.name]) for port in ports.readers[name]]
         producer = ports.producers[name]
         sides = [*read, producer.produced(solution.chosen[producer.op.node.name])]

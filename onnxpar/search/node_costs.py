@@ -60,12 +60,12 @@ class StrategyCost:
 
     @property
     def communication(self) -> float:
-        """Seconds of all communication."""
+        """Seconds of all communication in a run."""
         return self.inside.seconds + self.result.seconds + self.gradients.seconds
 
     @property
     def seconds(self) -> float:
-        """Seconds of compute and communication."""
+        """Seconds of compute and communication in a run."""
         return self.compute + self.communication
 
 

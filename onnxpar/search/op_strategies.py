@@ -282,8 +282,8 @@ def _splits(
     size = {slot: min(op.leaves[i].size for i in slot) for slot in slots}
 
     def shares(slot: frozenset[int], axis: Axis) -> Iterator[frozenset[tuple[int, Axis]]]:
-        """The ways to split a slot by the axis, or by a sub-axis while the slots right after it
-        take the rest."""
+        """Yields the ways to split a slot by the axis, or by a sub-axis if the slots right behind
+        it take the rest."""
         share = axis.size if size[slot] >= axis.size else gcd(size[slot], axis.size)
         own = frozenset((i, Axis(axis.name, share, axis.pre)) for i in slot)
         if share == axis.size or (may_idle and share > 1):
@@ -380,7 +380,8 @@ def _is_possible(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -
 
 
 def _cuts_open_weight(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> bool:
-    """True if the shards of a stored operand would have data-dependent sizes."""
+    """True if the strategy splits a stored operand along an index whose size is known only in a
+    run, so that the sizes of its shards would be, too."""
     factors = sharding.factors
     return bool(factors.open_atoms) and any(
         strategy.axes[link] and op.leaves[link].atom in factors.open_atoms

@@ -13,11 +13,11 @@ from onnxpar.search.solver.elimination import Table
 
 
 class Sums:
-    """Sums of tables over shared variables.
+    """Sums of tables over shared variables, whose tables are computed late.
 
     sizes    the number of values of each variable
     entries  the number of entries of all tables of one sum, computed or not
-    tables   the tables of each sum; empty until `make`
+    tables   the list of tables of each sum; empty until `make`
     """
 
     def __init__(self, count: int) -> None:

@@ -229,7 +229,7 @@ def _kill(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Makes Linux end this process when the agent ends for any reason."""
+    """Runs in a rank's process: makes Linux send it SIGTERM when the agent ends for any reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 

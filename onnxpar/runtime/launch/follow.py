@@ -57,7 +57,7 @@ class _Follower:
         return None
 
     def close(self) -> None:
-        """Ends all sessions."""
+        """Ends this rank's part of all sessions."""
         for number in list(self._sessions):
             self._close(number)
 

@@ -186,7 +186,7 @@ class LaunchedRank:
         self._executor.reset_states()
 
     def undo_states(self) -> None:
-        """Returns to the states before the last run."""
+        """Returns all states to their values before the last run."""
         self._executor.undo()
 
     def end_profile(self) -> Sequence[Record]:

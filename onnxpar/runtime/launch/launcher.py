@@ -139,7 +139,7 @@ class Launcher(Closing):
             self._read(key)
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Sends a signal to a rank that still runs."""
+        """Makes the rank's agent send it signal `number`, if the rank still runs."""
         agent = next(agent for agent in self._agents if rank in agent.ranks)
         if rank in agent.running:
             agent.send({"signals": [[rank, number]]})

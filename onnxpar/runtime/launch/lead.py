@@ -64,7 +64,7 @@ class Lead:
 
     @property
     def hosts(self) -> Sequence[HostMemory]:
-        """The memory of the hosts of all ranks."""
+        """The memory of each host on which ranks of the launch run."""
         return self._orders.hosts
 
     def __call__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> LedRanks:
@@ -83,7 +83,7 @@ class Lead:
             raise LaunchError(self._failure)
 
     def all_do(self, order: Order, own: Callable[[], T]) -> T:
-        """Sends an order to the other ranks, executes it on this rank by calling `own`, and returns
+        """Sends an order to the other ranks, and executes it on this rank by calling `own`; returns
         the result of `own`. Errors: RunError if the ranks can continue, else LaunchError."""
         data = order.pack()
         with self._lock:
@@ -248,7 +248,7 @@ class LedRanks:
         self._do("reset_states", (), self._own.reset_states)
 
     def undo_states(self) -> None:
-        """Returns to the states before the last run."""
+        """Returns all states to their values before the last run."""
         self._do("undo_states", (), self._own.undo_states)
 
     def end_profile(self) -> Sequence[Record]:

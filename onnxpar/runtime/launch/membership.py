@@ -67,7 +67,7 @@ class Membership:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The slots of the next generation."""
+        """The slots that the next generation of ranks will have."""
         return tuple(self._slots)
 
     def begin(self, ranks: int | None = None) -> Generation:

@@ -168,7 +168,7 @@ class _End:
 
     @property
     def has_failed(self) -> bool:
-        """True if the rank failed by itself, and would fail again."""
+        """True if the rank failed for a reason of its own, so that a restart would fail again."""
         is_known = self.status in (0, AGAIN, HOST_GONE) or self._has_obeyed
         return not (is_known or self.was_killed or self.was_stuck)
 

@@ -80,5 +80,5 @@ class Fused:
 
     @cached_property
     def _frontier(self) -> set[str]:
-        """Tensors of the rank's graph that still exist after optimization."""
+        """Names of those tensors of the rank's graph that still exist after optimization."""
         return self._constants.union(*map(self._results, self._left))

@@ -108,7 +108,7 @@ def _shares(bundle: Bundle, sizes: Sequence[Sizes]) -> list[tuple[dict[str, int]
 
 
 def _common_runs(records: Sequence[Record]) -> list[_Run]:
-    """Returns the runs that all ranks have recorded, in order of time."""
+    """Returns the runs that the profiles of all ranks contain, in order of time."""
     counts = {
         program: min(len(record["programs"][program]["runs"]) for record in records)
         for program in records[0]["programs"]
@@ -295,7 +295,8 @@ def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Ite
 
 
 def _awaited(event: Event, collective: Collective, rank: _Rank) -> Sequence[int]:
-    """Returns the ranks that the event's rank waits for in this collective."""
+    """Returns the ranks that must have started this collective before it can end on the event's
+    rank."""
     group, me = collective.group, collective.group.index(event.rank)
     awaits = KINDS[collective.kind].awaits
     if awaits == "neighbors":

@@ -213,14 +213,13 @@ class Trace:
 
     def session(self, runs: Collection[int]) -> float | None:
         """Returns the mean seconds by which the session's time of these runs exceeds that of the
-        ranks: for feeding inputs and assembling outputs. None if the session's times are not
-        recorded."""
+        ranks: for checks, messages and copies. None if the session's times are not recorded."""
         lengths = self.lengths()
         apart = [self.seconds[run] - lengths[run] for run in runs if run in self.seconds]
         return max(mean(apart), 0.0) if apart else None
 
     def runs(self, program: str = "") -> list[int]:
-        """Returns the numbers of a program's runs."""
+        """Returns the numbers of a program's runs, ascending."""
         return sorted({span.run for span in self.spans if span.program == program})
 
     def of(self, rank: int) -> list[Event]:

@@ -61,7 +61,7 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """The number of bytes mapped in this process."""
+        """The number of bytes of the file that are mapped in this process."""
         return self._memory.nbytes
 
     def clear(self) -> None:

@@ -330,7 +330,8 @@ class Executor:
         return self._sessions.end_profile()
 
     def facts(self) -> Facts:
-        """Returns facts about this rank's session."""
+        """Returns facts about this rank's onnxruntime session: its providers, their options, and
+        when it began to record."""
         session = self.session
         return {
             "providers": session.get_providers(),

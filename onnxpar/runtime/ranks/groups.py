@@ -93,8 +93,8 @@ class World(Closing):
         return bool(shared.value)
 
     def begin(self) -> None:
-        """Marks the start of a call on this rank, so that a faster rank that fails in its next call
-        does not interrupt this one."""
+        """Marks the start of a call on this rank. A faster rank that fails in its next call then
+        does not interrupt this call."""
         check(library().onnxpar_world_begin(self.id.encode()))
 
     def interrupt(self, message: str) -> None:
@@ -103,17 +103,15 @@ class World(Closing):
         check(library().onnxpar_world_interrupt(self.id.encode(), message.encode()))
 
     def renew(self) -> str:
-        """Waits until all ranks have left the interrupted call, and connects them again.
-
-        Returns the reason of the interruption, the same on all ranks. Errors: RankError if a rank
-        does not come within the timeout, or if the world was aborted.
-        """
+        """Waits until all ranks have left the interrupted call, and connects them again. Returns
+        the reason of the interruption, the same text on all ranks. Errors: RankError if a rank does
+        not come within the timeout, or if the world was aborted."""
         check(library().onnxpar_world_renew(self.id.encode()))
         return _reason()
 
     def failure(self) -> str:
-        """Returns the reason why every collective of this world fails from now on, on all ranks;
-        empty if the world can still be used."""
+        """Returns the reason why every collective of this world now fails, on all ranks; empty if
+        the world can still be used."""
         check(library().onnxpar_world_failure(self.id.encode()))
         return _reason()
 

@@ -72,10 +72,9 @@ def write_all(descriptor: int, text: str, path: Path) -> None:
 
 
 def describe(error: Exception) -> str:
-    """Returns the text of an error for users, with its type unless it is an OnnxparError.
-
-    onnxruntime's text about a failed node is reduced to the node's op and name, and the message.
-    """
+    """Returns the text of an error for users: its message, with the type in front unless it is an
+    OnnxparError. Of onnxruntime's text about a failed node, only the node's op and name, and the
+    message, remain."""
     if isinstance(error, OnnxparError):
         return str(error)
     node = NODE_FAILED.search(str(error))

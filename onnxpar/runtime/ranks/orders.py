@@ -87,7 +87,8 @@ class Orders(Closing):
             raise
 
     def tell(self, order: bytes) -> None:
-        """On rank 0, sends an order to all other ranks; returns when they have received it."""
+        """Sends rank 0's order to all other ranks; returns when they have received it. `order` is a
+        result of `Order.pack`."""
         gather_bytes(self._world, order, "orders")
 
     def hear(self) -> Order:
@@ -100,5 +101,5 @@ class Orders(Closing):
         self._world.abort(reason)
 
     def close(self) -> None:
-        """Leaves the world of the orders."""
+        """Leaves the world through which orders are sent."""
         self._world.close()

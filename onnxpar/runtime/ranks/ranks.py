@@ -264,7 +264,7 @@ class ProcessRanks:
         self._ask({"do": "reset"}, "the reset of states")
 
     def undo_states(self) -> None:
-        """Returns to the states before the last run."""
+        """Returns all states to their values before the last run."""
         self._ask({"do": "undo"}, "undoing a run")
 
     def end_profile(self) -> Sequence[Record]:

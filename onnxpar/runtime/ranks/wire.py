@@ -53,7 +53,7 @@ class Wire:
             raise Closed(str(error)) from error
 
     def receive(self) -> Message:
-        """Waits for the next message and returns it. Errors: Closed.
+        """Waits for the next message; returns it. Errors: Closed.
 
         Further messages may end up in a buffer that `poll` does not see. So each end must wait for
         an answer before it sends another message.

@@ -88,19 +88,21 @@ class Port:
 
     @property
     def symbols(self) -> frozenset[str]:
-        """The symbols in the shape."""
+        """The names of the open sizes that occur in the shape."""
         return frozenset(
             v for s in self.shape or () if isinstance(s, Polynomial) for v in s.variables
         )
 
     def layout_at(self, sizes: Mapping[str, int]) -> Layout | None:
-        """Returns the layout for these values of the symbols."""
+        """Returns the layout for these values of the symbols (open sizes); None if the number of
+        dimensions is data-dependent."""
         if self.open_layout is None:
             return self.layout
         return Layout.from_json(_resolved(self.open_layout, sizes))
 
     def shape_at(self, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
-        """Returns the shape for these values of the symbols."""
+        """Returns the global shape for these values of the symbols (open sizes); a data-dependent
+        size is None."""
         shape = self.shape or ()
         return tuple(s.at(sizes) if isinstance(s, Polynomial) else s for s in shape)
 
@@ -287,13 +289,12 @@ class Bundle:
 
     @property
     def files(self) -> BundleFiles:
-        """The files of the folder."""
+        """The files of the folder, with the ranks that read them and their digests."""
         return BundleFiles(self.path, self.data.get("files", {}), self.mesh.size)
 
     @property
     def input_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(name, type, shape) of each input that must be fed, with an example value for each open
-        size."""
+        """(name, type, shape) of each input that must be fed, as plan.json has them."""
         return [
             (p["name"], p["dtype"] or p["type"], tuple(p["shape"] or ()))
             for p in self.data["inputs"]
@@ -312,7 +313,7 @@ class Bundle:
 
     @property
     def not_evaluated(self) -> frozenset[str]:
-        """Inputs that the evaluation program does not read."""
+        """The inputs of a training step that its evaluation program does not read."""
         return frozenset(self.inputs.keys() - set(self.step.data) if self.step else ())
 
     def rank_file(self, rank: int, *programs: str) -> Path:

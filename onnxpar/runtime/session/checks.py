@@ -187,7 +187,8 @@ def check_ranks_per_numa(count: int | None, bind: str, is_launched: bool) -> int
 
 
 def check_threads(threads: int, most: float = math.inf) -> int:
-    """Returns the number of threads of a rank. Errors: InputError unless it is from 1 to `most`."""
+    """Returns `threads`, the number of threads of a rank. Errors: InputError unless it is a whole
+    number from 1 to `most`."""
     if not isinstance(threads, int) or threads < 1:
         raise InputError(f"threads {threads}: give a whole number of at least 1")
     if threads > most:

@@ -83,8 +83,8 @@ def _fed(
 
 
 def read_given(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dict[str, Any]:
-    """Like `read_feeds`, but returns only the inputs that the file has. Errors: InputError, also
-    for an unknown array."""
+    """Like `read_feeds`, for a file that may have only some of the inputs: returns these. Errors:
+    InputError, also for an unknown array."""
     arrays = read_npz(Path(path))
     selected = [i for i in inputs if i[0] in arrays or ("(" in i[1] and f"{i[0]}.0" in arrays)]
     return _fed(Path(path), arrays, selected, [name for name, _, _ in inputs])
@@ -140,8 +140,8 @@ def _random(
 
 
 def _typed(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Returns the array in the input's dtype, because NumPy stores ml_dtypes as void bytes, and
-    strings at a fixed length."""
+    """Returns an array from a file in the input's dtype: NumPy stores dtypes of ml_dtypes as void
+    bytes, and strings at a fixed length."""
     if dtype.kind == "O":
         return array.astype(object)
     nameless = array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize

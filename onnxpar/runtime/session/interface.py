@@ -64,7 +64,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         *,
         keep_states: bool = False,
     ) -> list[Array]:
-        """Runs all ranks and returns outputs as global arrays."""
+        """Runs all ranks; returns the named outputs (None: all) as global arrays. See
+        `Session.run`."""
         raise NotImplementedError
 
     def _names(self, output_names: Sequence[str] | None) -> list[str]:
@@ -123,7 +124,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         input_dict_ort_values: Mapping[str, ort.OrtValue],
         run_options: ort.RunOptions | None = None,
     ) -> list[ort.OrtValue]:
-        """Runs with OrtValues in CPU memory as inputs and outputs."""
+        """Runs with OrtValues in CPU memory as inputs; returns the outputs as OrtValues."""
         names = self._names(output_names)
         results = self.run(names, input_dict_ort_values, run_options)
         return [ort_value_of(name, result) for name, result in zip(names, results, strict=True)]
@@ -146,7 +147,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
             fetches.push_back(ort_value_of(name, result, own=True)._ortvalue)
 
     def io_binding(self) -> IOBinding:
-        """Returns a binding of inputs and outputs, which lasts from run to run."""
+        """Returns a new binding of inputs and outputs to memory, which lasts from run to run."""
         return IOBinding(self)
 
     def run_with_iobinding(
@@ -191,8 +192,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         providers: Sequence[Any] | None = None,
         provider_options: Sequence[dict[Any, Any]] | None = None,
     ) -> None:
-        """Changes the execution providers; a session that can restart its ranks overrides this.
-        Errors: InputError."""
+        """Changes the execution providers of all ranks. This class always raises an InputError; a
+        session that can restart its ranks overrides this."""
         raise InputError("this session cannot change its providers; make another")
 
     def disable_fallback(self) -> None:

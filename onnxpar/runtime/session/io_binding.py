@@ -51,7 +51,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         self._fed[name] = memory
 
     def bind_ortvalue_input(self, name: str, ortvalue: ort.OrtValue) -> None:
-        """Binds an OrtValue as an input, without a copy."""
+        """Binds an OrtValue as an input; its values are read when a run begins."""
         check_array(self._input(name), ortvalue)
         self._fed[name] = ortvalue
 

@@ -139,7 +139,7 @@ class Session(Interface, Closing):
 
     @property
     def states(self) -> States:
-        """The states that the ranks keep between runs."""
+        """The states that the ranks keep between runs, to read and write them."""
         return States(self)
 
     def run(
@@ -358,8 +358,8 @@ class Session(Interface, Closing):
         return self._bundle.sizes({**self._kept, **fed}, self._kept.keys() - fed.keys())
 
     def check_alive(self) -> None:
-        """Raises a RankError, between calls, if a rank of this host has ended; the error names the
-        rank, and the session ends."""
+        """Raises a RankError if a rank of this host has ended, between calls, too; the error names
+        the rank, and the session ends."""
         with self._lock:
             self._ranks.check_alive()
 

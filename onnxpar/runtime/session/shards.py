@@ -74,7 +74,7 @@ class Shards:
     def check_shape(
         self, name: str, rank: int, shape: tuple[int, ...], binding: Mapping[str, int]
     ) -> tuple[int, ...]:
-        """Returns the global shape of a tensor whose shard on `rank` has the shape `shape`.
+        """Returns the global shape of tensor `name`, whose shard on `rank` has the shape `shape`.
         `binding` has the open sizes of the run, for the error. Errors: RankError if the shape
         contradicts the layout."""
         if self._all is None:

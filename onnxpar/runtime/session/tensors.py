@@ -108,7 +108,7 @@ def view_of(value: ort.OrtValue, dtype: np.dtype[Any]) -> Array:
 
 
 def copy_of(array: Array) -> ort.OrtValue:
-    """Returns a new OrtValue with a copy of the array."""
+    """Returns a new OrtValue with a copy of the array, also if NumPy lacks its dtype."""
     value = HOST.allocate(array.shape, _element(array.dtype))
     memory = memory_of(np.asarray(array, order="C"))
     if memory.nbytes:

@@ -154,7 +154,7 @@ class ThreadRanks:
         self._all(lambda r: self._executors[r].reset_states(), "the reset of states")
 
     def undo_states(self) -> None:
-        """Returns to the states before the last run."""
+        """Returns all states to their values before the last run."""
         for executor in self._executors:
             executor.undo()
 

@@ -137,7 +137,7 @@ class _Columns:
 
     @property
     def least_held(self) -> float:
-        """The lowest peak of bytes among the assignments found."""
+        """The lowest peak of bytes, over the steps of a run, among the assignments found."""
         return min(float(column.held.max()) for column in self.found)
 
     def start(self) -> bool:

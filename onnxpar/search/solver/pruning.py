@@ -109,7 +109,7 @@ class _Search:
 
     @property
     def least(self) -> float:
-        """The number that a sum must be below to be of use."""
+        """The number that a sum must be below to be of use: the lowest sum found, or `below`."""
         return min(self.total, self.below)
 
     def run(self) -> bool:
