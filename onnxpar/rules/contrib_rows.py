@@ -28,7 +28,7 @@ def _shape(node: gs.Node, index: int) -> tuple[Size, ...]:
 def _stated(
     node: gs.Node, operands: list[str], results: list[str], whole: dict[str, str], **fields: Any
 ) -> Rule:
-    """Returns the rule with these dimensions of operands and results, `_` for those that the node
+    """Returns the rule with these dimensions of operands and results, `_` for each that the node
     does not have. `whole` has factors that must not be split, with the reason."""
     left = given_specs(operands, node.inputs) + ["_"] * (len(node.inputs) - len(operands))
     right = given_specs(results, node.outputs)

@@ -154,9 +154,9 @@ def wide_type(dtype: np.dtype[Any]) -> int:
 
 
 def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
-    """Makes the result of the node: `rows` where the mask `held` is True, elsewhere zeros. For
-    floats, these are -0.0, which is neutral in a sum, so that the sum over ranks is bit-identical
-    to the rows."""
+    """Makes the result of the node: `rows` where the mask `held` is True (the rank's shard has the
+    element), elsewhere zeros. For floats, the zeros are -0.0, which is neutral in a sum, so that
+    the sum over ranks is bit-identical to the rows."""
     dtype = dtype_of(build.local.node.outputs[0])
     if dtype == np.bool_:
         build.finish("And", [held, rows])

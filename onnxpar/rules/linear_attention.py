@@ -219,9 +219,9 @@ def _width(node: gs.Node, index: int) -> Size:
 
 def causal_convolution(node: gs.Node) -> Rule:
     """Sharding rule of CausalConvWithState: `b c h, c 1 w, c, b c p -> b c s; b c p`: operand,
-    weight, bias, the p positions before. s are the same positions in the result as h in the
-    operand, and split alike: a rank fetches the p positions before its shard, and all ranks fetch
-    the last p positions for the new state."""
+    weight, bias, the p positions before. s, the positions of the result, are split over the same
+    axes as h, the positions of the operand: a rank fetches the p positions before its shard, and
+    all ranks fetch the last p positions for the new state."""
     plain = {"activation", "ndim"}
     odd = [k for k, v in node.attrs.items() if k not in plain and v and not k.startswith("onnxpar")]
     if odd or node.attrs.get("ndim", 1) != 1 or len(node.outputs) > 2:

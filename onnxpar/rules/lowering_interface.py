@@ -135,9 +135,9 @@ class Lowering(Protocol):
         held: Sequence[np.ndarray[Any, Any]],
         wanted: Sequence[np.ndarray[Any, Any]],
     ) -> gs.Tensor:
-        """Redistributes `x` among the ranks that hold shards of the factor: before, a rank has the
-        positions `held` along `axis`, and the returned tensor has the positions `wanted`. Both
-        lists have an array for each of these ranks."""
+        """Redistributes `x`, along `axis`, among the ranks that have shards of the factor. Both
+        lists have an array of positions for each of these ranks: `held` before, `wanted` in the
+        returned tensor."""
         ...
 
     def gathered(self, factor: str) -> np.ndarray[Any, Any]:

@@ -46,8 +46,8 @@ class _Constant:
         return first, min(max(end, first + 1), self.size)
 
     def padding(self, local: Local) -> Pads:
-        """Returns the padding before and after the elements of `held` on a rank; -1 drops the
-        element that replaces an empty range."""
+        """Returns the padding before and after the range of elements that the method `held` returns
+        for a rank; -1 drops the element that replaces an empty range."""
         start, end = self._wanted(local)
         if end <= 0:
             return end - start, -1

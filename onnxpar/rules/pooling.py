@@ -66,8 +66,8 @@ def _lower(space: Windows, covered: Mapping[str, Size], blank: Any) -> Callable[
 
 
 def _pool_with_indices(node: gs.Node, space: Windows) -> Rule:
-    """Returns the rule of a MaxPool that also returns the indices of maxima: the same, but a rank
-    turns the indices in its shard into those in the global tensor."""
+    """Returns the rule of a MaxPool that also returns the indices of maxima. It is the rule of
+    `pool`, but a rank turns the indices in its shard into indices in the global tensor."""
     space.keep_covered()
     before, after = (dims_text(["n", "c", *dims]) for dims in (space.before, space.after))
     fields = space.fields()

@@ -110,7 +110,7 @@ class Ring:
     def blocks(self, travels: dict[str, gs.Tensor]) -> Iterator[Block]:
         """Yields the blocks of queries and keys that ranks compute, one for each step of the ring.
         Between steps, all tensors in `travels` (by name) move on to the next rank, and the dict
-        gets those that arrive."""
+        gets the tensors that arrive."""
         if self.is_ring and self.keys is None and (self.needs_places or self.masks_of):
             travels["columns"] = held_positions(self.build, "t")
         for step in range(self.count):
@@ -329,7 +329,7 @@ class Block:
 
 
 def like_head(build: Lowering, value: float) -> Array:
-    """Returns a constant in the type in which scores are computed: that of the queries, but float32
-    for 16-bit floats."""
+    """Returns a constant in the type in which scores are computed: float32 for queries of 16-bit
+    floats, otherwise the type of the queries."""
     query = build.local.node.inputs[0]
     return np.array(value, np.float32) if is_short_float(query) else like(query, value)

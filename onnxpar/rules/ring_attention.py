@@ -34,7 +34,7 @@ class RingAttention(AttentionLowering):
 
 @dataclass
 class State:
-    """What a rank knows of each of its queries after some blocks of keys.
+    """The results for each of a rank's queries, after some blocks of keys.
 
     largest  the largest score
     total    the sum of exp(score - largest)
@@ -119,8 +119,8 @@ class AttentionRing(Ring):
         return State(*(block.cut_rows(x) for x in (state.largest, state.total, state.values)))
 
     def _combined(self, state: State) -> State:
-        """Returns the state over all keys: that of the ring's last step, or without a ring, the
-        combination by all-reduces of the states of ranks with other keys."""
+        """Returns the state over all keys: the state after the ring's last step or, without a ring,
+        the combination by all-reduces of the states of ranks with other keys."""
         build = self.build
         if self.is_ring or not build.local.is_split("t"):
             return state

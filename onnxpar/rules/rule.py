@@ -328,9 +328,9 @@ def is_lack(reason: str) -> bool:
 
 
 def rule_of(node: gs.Node) -> Rule:
-    """Returns the rule for a node: that of its op's rule function. If the op has none, or a tensor
-    holds strings or has an unknown number of dimensions, returns a rule that keeps the node whole,
-    with the reason."""
+    """Returns the rule for a node, from its op's rule function. If the op has none, or a tensor has
+    strings or an unknown number of dimensions, returns a rule that keeps the node whole, with the
+    reason."""
     domain = "" if node.domain in (None, "ai.onnx") else node.domain
     function = _RULES.get((domain, node.op))
     if function is None:

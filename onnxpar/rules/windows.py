@@ -284,7 +284,7 @@ class _Geometry:
 
     def padding(self, op: str, width: int, size: int, out: int) -> tuple[int, int]:
         """Returns the numbers of padding elements before and after a dimension with `size` elements
-        and `out` results, also those that `auto_pad` implies."""
+        and `out` results, also if `auto_pad` implies them."""
         span = (width - 1) * self.dilation + 1
         if op == "ConvTranspose":
             total = max((size - 1) * self.stride + span + self.grown - out, 0)

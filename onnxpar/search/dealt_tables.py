@@ -37,11 +37,11 @@ def fastest_with_tables(
     step: Step | None,
     solve: Callable[[Sequence[Annotation], float], Solution],
 ) -> Solution:
-    """Returns the faster of two solutions: that of `solve` without further annotations and, if the
-    model has several large tables, that with annotations that deal them out.
+    """Returns the faster of two solutions: the result of `solve` without further annotations and,
+    if the model has several large tables, its result with annotations that deal them out.
 
     step   the roles of the model's inputs and outputs, if it is a training step
-    solve  a function from (annotations, bytes that a rank may need beyond those that the search
+    solve  a function from (annotations, bytes that a rank may need beyond the bytes that the search
            counts) to a solution
 
     Errors: the StrategyError of the first solution, if both fail.

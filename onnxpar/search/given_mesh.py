@@ -61,8 +61,8 @@ class _GivenMesh:
         self.known: dict[tuple[Group, ...], Solution | None] = {}
 
     def solutions(self) -> Iterator[Solution]:
-        """Yields solutions on the given mesh: for each order of axes, those that the search reaches
-        directly or from coarser meshes."""
+        """Yields solutions on the given mesh: for each order of axes, the solutions that the search
+        reaches directly or from coarser meshes."""
         for order in self._orders():
             axes = tuple((axis,) for axis in order)
             is_given = order == self._split_axes()

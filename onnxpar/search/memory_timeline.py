@@ -101,10 +101,10 @@ class MemoryTimeline:
         common: ShardingDomain | None,
         live_ranges: Iterable[LiveRange],
     ) -> None:
-        """Adds the demand of copies of equal tensors, for nodes that require another sharding than
-        `requested`. A copy exists while its reader runs, and until the next reader if that requires
-        the same sharding; two readers at one step share a copy. A copy `common` to all readers
-        exists from the first to the last of them."""
+        """Adds the demand of copies of equal tensors, for nodes (readers) that require another
+        sharding than `requested`. A copy exists while its reader runs, and until the next reader if
+        that requires the same sharding; two readers at one step share a copy. A copy `common` to
+        all readers exists from the first to the last of them."""
         at: dict[ShardingDomain, list[Span]] = defaultdict(list)
         between: dict[tuple[ShardingDomain, ShardingDomain, int], list[Span]] = defaultdict(list)
         through: list[Span] = []
@@ -155,9 +155,9 @@ class MemoryTimeline:
 
 
 def weight_scopes(required: Sequence[ShardingDomain]) -> Iterator[Sequence[ShardingDomain]]:
-    """Yields, for each reader of a weight, the domains over which `weight_bytes` is a table. A
-    weight is stored once for each different sharding that its readers require. If a table over all
-    readers would have more than MOST_TOGETHER entries, each reader is only compared with the one
+    """Yields, for each node that reads a weight, the domains over which `weight_bytes` is a table.
+    A weight is stored once for each different sharding that nodes require. If a table over all
+    these nodes would have more than MOST_TOGETHER entries, each is only compared with the one
     before, so that a sharding may count twice."""
     for i, reader in enumerate(required):
         together = math.prod(len(d.factor_shardings) for d in required[: i + 1])

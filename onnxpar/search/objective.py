@@ -21,7 +21,7 @@ counts."""
 
 @dataclass(frozen=True)
 class Objective:
-    """What the search minimizes, and its limits.
+    """The goal of the search, and its limits.
 
     goal        LATENCY or THROUGHPUT
     memory      the bytes that a rank may have at any time; None: any

@@ -302,7 +302,8 @@ def _part(
     at: int,
     rank: int | None,
 ) -> _Part:
-    """The shard of a tensor at one of the typical sizes, `at`: that of a rank, or the largest."""
+    """Returns the shape and bytes of a shard of a tensor at one of the typical sizes, given by its
+    index `at`: the shard of `rank` or, if that is None, the largest shard."""
     if tensor.name not in sharding.factors.tensors:
         return _Part()
     _, shape = sharding.costed_shapes(tensor.name, factor_sharding, rank)[at]

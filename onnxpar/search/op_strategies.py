@@ -205,9 +205,9 @@ def _ranked(
     sharding: ShardingState,
     size: Size | None,
 ) -> list[_Option]:
-    """Returns the options of a node for one axis, the best first, without those that contradict a
-    decision or that ranks cannot compute with. The order: no split, and partial operands that pass;
-    then alternately splits of one leaf, of two, and of more, of each kind the smallest shards
+    """Returns the options of a node for one axis, the best first, without options that contradict a
+    decision or with which ranks cannot compute. The order: no split, and partial operands that
+    pass; then alternately splits of one leaf, of two, and of more, of each kind the smallest shards
     first. Neighbouring nodes with the same factors get the same order."""
     by_leaves: dict[int, list[tuple[float, int, _Option]]] = defaultdict(list)
     for option in options:

@@ -80,7 +80,7 @@ class PortShardings:
 
 
 class Ports:
-    """For each tensor, by name: the port that produces it (`producers`), and those that read it
+    """For each tensor, by name: the port that produces it (`producers`), and the ports that read it
     (`readers`)."""
 
     def __init__(self, ops: Iterable[OpFactors]) -> None:

@@ -229,8 +229,8 @@ class ReshardCosts:
 
 
 def faster(one: Array, other: Array) -> Array:
-    """Returns, for each entry, the column of seconds whose sum over axis 0 is smaller: that of
-    `one` or of `other`."""
+    """Returns, for each entry, the seconds of the array (`one` or `other`) whose sum over axis 0 is
+    smaller there."""
     if len(one) == 1:
         return np.minimum(one, other)
     return np.where(one.sum(0) <= other.sum(0), one, other)

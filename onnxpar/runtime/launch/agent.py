@@ -213,8 +213,8 @@ class Agent:
             _say({"ended": rank, "status": process.returncode})
 
     def _end(self) -> None:
-        """Asks all ranks to end (SIGTERM); `_look_at_ranks` kills those that have not after the
-        grace period."""
+        """Asks all ranks to end (SIGTERM); after the grace period, `_look_at_ranks` kills the ranks
+        that still run."""
         if self._ending is not None:
             return
         self._ending = time.monotonic() + self._grace

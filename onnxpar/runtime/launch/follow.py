@@ -37,7 +37,8 @@ def follow(orders: Orders) -> int:
 
 class _Follower:
     """Executes orders of rank 0 on a rank that has this rank's shards of rank 0's sessions.
-    Sessions have numbers; those that record a profile have a folder of this rank's own for it."""
+    Sessions have numbers; a session that records a profile has a folder of this rank's own for
+    it."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders

@@ -57,7 +57,7 @@ class _LostHost:
 
 
 class Generations:
-    """Runs a command as ranks on hosts, and starts it again on those that are left when ranks die.
+    """Runs a command as ranks on hosts; when ranks die, starts it again in the remaining slots.
 
     slots         how many ranks each host has room for
     command       what to run

@@ -76,7 +76,7 @@ class Launched:
     rank, size    its rank, and the number of all ranks
     local_size    the number of ranks on this host
     store         where the ranks meet
-    bind_address  the address on which this rank listens; "": that of its route to rank 0
+    bind_address  the address on which this rank listens; "": the address of its route to rank 0
     """
 
     rank: int

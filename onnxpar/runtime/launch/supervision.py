@@ -103,8 +103,9 @@ class Supervisor:
         return any(process.poll() for process in processes) or set(slots) != set(generation.slots)
 
     def _stop(self, processes: Sequence[Process]) -> tuple[Sequence[Process], Sequence[Process]]:
-        """Sends SIGTERM to the ranks that still run, and SIGKILL to those that outlive the grace
-        period. Returns both groups. Errors: RankError if a rank cannot be killed."""
+        """Sends SIGTERM to the ranks that still run, and SIGKILL to each rank that outlives the
+        grace period. Returns (the ranks that got SIGTERM, the ranks that got SIGKILL). Errors:
+        RankError if a rank cannot be killed."""
         asked = _run_on(processes)
         for process in asked:
             process.terminate()

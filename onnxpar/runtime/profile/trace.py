@@ -34,7 +34,7 @@ one in the plugin."""
 
 @dataclass(frozen=True)
 class Collective:
-    """What is known of a call of a collective; None stands for unknown.
+    """A call of a collective. None stands for unknown.
 
     kind      the op, e.g. AllReduce
     group     its ranks

@@ -34,8 +34,8 @@ class Binding:
 
     def start(self, outputs: Sequence[str], unfed: Collection[str]) -> None:
         """Prepares a run with these outputs, in order. Starts a new binding if the outputs differ
-        from the last run's, or if an input that was bound is among `unfed`, those that now take
-        their defaults."""
+        from the last run's, or if the last run bound an input that is now in `unfed`: the inputs
+        that take their default values."""
         if list(outputs) != self._order or not self._fed.keys().isdisjoint(unfed):
             self.forget()
             self._order = list(outputs)

@@ -43,13 +43,13 @@ class Share:
 def shares(
     ranks: int, bind: str = "cores", per_node: int = 0, cores: Sequence[Core] | None = None
 ) -> list[Share]:
-    """Returns the share of each of `ranks` ranks in `cores`, or in those that this process may use
-    if `cores` is None.
+    """Returns the share of each of `ranks` ranks in `cores` (None: the cores that this process may
+    use).
 
     bind      one of BINDINGS
     per_node  the number of ranks on each NUMA node; 0: any
 
-    Errors: InputError if the NUMA nodes, with `per_node` ranks on each, hold too few ranks.
+    Errors: InputError if `per_node` ranks on each NUMA node are fewer than `ranks`.
 
     A rank runs on one NUMA node, or on several whole ones if there are fewer ranks than nodes;
     Linux then takes its memory from there. By default, each rank goes where it gets most cores: on
@@ -144,8 +144,8 @@ def _threads(cores: Iterable[Core]) -> tuple[int, ...]:
 
 
 def own_cores(system: Path = SYSTEM, own: Iterable[int] | None = None) -> list[Core]:
-    """Returns the cores of the hardware threads `own`; if None, of those that Linux allows this
-    process. A thread that Linux does not describe counts as a core of its own, in node 0. `system`
+    """Returns the cores of the hardware threads `own` (None: the threads that Linux allows this
+    process). A thread that Linux does not describe counts as a core of its own, in node 0. `system`
     is the folder in which Linux describes the machine."""
     left = set(_allowed() if own is None else own)
     nodes = {

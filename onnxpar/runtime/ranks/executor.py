@@ -113,10 +113,11 @@ class Executor:
 
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
         """Runs the graph once, or as often as the request says. Returns this rank's shards of the
-        outputs, by name; those of several runs are stacked along a new first dimension.
+        outputs, by name; the shards of several runs are stacked along a new first dimension.
 
         feeds  this rank's shards of the inputs, which must be contiguous
-        room   where the outputs are placed
+        room   the memory in which the outputs are placed: an Arena, which the session shares, or a
+               Heap
 
         Leaves out shards that another rank returns. If `request.keep`, state outputs stay in the
         executor as inputs of the next run. Errors: RunError, RankError.
@@ -220,8 +221,8 @@ class Executor:
         slots: dict[str, Slot],
     ) -> RepeatedRun | None:
         """Prepares repetitions of the last run, with everything bound. Returns None if repetitions
-        would need other memory each time: if a size depends on data, if a kept state is also
-        fetched, is an input or a table on the host, or if an input must be packed.
+        would need other memory each time: a size depends on data; a kept state is also fetched, is
+        passed through from an input, or is a table on the host; or an input must be packed.
 
         order  the outputs of the rank's graph that were computed
         slots  the memory of the results
@@ -446,14 +447,14 @@ class Executor:
         return self._in_place - feeds.keys()
 
     def _ship(self, name: str, value: ort.OrtValue, room: Room) -> Slot:
-        """Copies an output from onnxruntime's memory to the room."""
+        """Copies an output from onnxruntime's memory to `room`, the memory for results."""
         return self._put(name, view_of(value, self._ports[name].dtype), room)
 
     def _shipped(
         self, name: str, value: ort.OrtValue | RowUpdate, feeds: Mapping[str, Array], room: Room
     ) -> Slot:
-        """Copies an output of a run to the room. For a table on the host, of which the run computes
-        only changed rows, copies the whole table with these changes."""
+        """Copies an output of a run to `room`, the memory for results. For a table on the host, of
+        which the run computes only changed rows, copies the whole table with these changes."""
         if not isinstance(value, RowUpdate):
             return self._ship(name, value, room)
         state = self._row_outputs[name][0]
@@ -463,8 +464,8 @@ class Executor:
         return slot
 
     def _put(self, name: str, array: Array, room: Room, rows: Rows = None) -> Slot:
-        """Copies a tensor, or only the rows (start, end), to the room; a value that is no tensor of
-        numbers is returned as it is."""
+        """Copies a tensor, or only the rows (start, end), to `room`, the memory for results; a
+        value that is no tensor of numbers is returned as it is."""
         if self._ports[name].is_value:
             return Slot(NOWHERE, array)
         self._own.check(name, array.shape)

@@ -210,8 +210,8 @@ class _Fetch:
         return planned(sizes, holders, {name: [*places.values()] for name, places in needs.items()})
 
     def _kept(self) -> list[Block]:
-        """Returns the blocks that this rank must check. If its folder lacks files, those that it
-        has are checked in full; ranks that share the folder divide the blocks."""
+        """Returns the blocks that this rank must check. If its folder lacks files, the files that
+        it has are checked in full; ranks that share the folder divide the blocks."""
         if not self._lacks:
             return []
         place = self._places[self._rank]

@@ -213,7 +213,7 @@ class Processes:
         raise error
 
     def _story(self, rank: RankProcess) -> str:
-        """What happened to a rank: its number, and its error, its end or its silence."""
+        """Returns a rank's number and fate as text: its error, its end or its silence."""
         number = self.ranks.index(rank)
         if rank.reply is not None and "error" in rank.reply:
             return f"{number} failed: {rank.reply['error']}"

@@ -156,7 +156,7 @@ def call_in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment for a rank's process: that of this process, with its import path as
-    PYTHONPATH."""
+    """Returns the environment for a rank's process: this process's environment, with its import
+    path as PYTHONPATH."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

@@ -84,8 +84,8 @@ def started_early(size: int) -> Iterator[None]:
 
 
 def started(size: int, log_dir: str | os.PathLike[str] | None) -> StartedRanks:
-    """Returns processes of `size` ranks: those that were started early, or new ones. Errors:
-    RankError; OnnxparError if `log_dir` cannot be written."""
+    """Returns processes of `size` ranks: processes that were started early if there are any,
+    otherwise new ones. Errors: RankError; OnnxparError if `log_dir` cannot be written."""
     if log_dir is None and _early and len(_early[0].ranks) == size:
         return _early.pop()
     return StartedRanks.start(size, log_dir)

@@ -109,8 +109,8 @@ class BundleFiles:
 
     def share(self, rank: int, beside: Iterable[int]) -> list[Block]:
         """Returns the blocks that a rank has to check if the ranks `beside`, itself included, read
-        the same folder: all blocks that only this rank reads, and its share of those that several
-        of them read."""
+        the same folder: all blocks that only this rank reads, and its share of the blocks that
+        several of them read."""
         ranks, blocks = [*beside], list[Block]()
         for name, digests in self.of(rank).items():
             readers = [r for r in ranks if r in self._readers(name)]

@@ -113,7 +113,7 @@ def _take_list(name: str, arrays: dict[str, Array], type_: str) -> list[Array] |
 
 
 def _remedy(type_: str) -> str:
-    """What to do about an input that is no tensor, for an error."""
+    """Returns what users can do about an input that is no tensor, for an error."""
     if type_.removeprefix("optional(").startswith("seq(tensor("):
         return "give its arrays as NAME.0, NAME.1 ... in --inputs FILE.npz"
     return "run the model from Python: onnxpar.InferenceSession takes it as onnxruntime does"

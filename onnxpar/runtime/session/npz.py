@@ -20,8 +20,8 @@ from onnxpar.base.unreadable import cannot_read
 
 
 def read_npz(file: Path, names: Collection[str] | None = None) -> dict[str, Array]:
-    """Returns the arrays of an .npz file by name; if `names` is not None, only those that it
-    contains. Errors: InputError."""
+    """Returns the arrays of an .npz file by name: all, or only the arrays in `names`. Errors:
+    InputError."""
     arrays: dict[str, Array] = {}
     with _opened(file) as (archive, reading):
         for name in archive.files:

@@ -152,8 +152,8 @@ class HostTable:
         return row_blocks(self.array.shape, self.array.dtype)
 
     def release(self) -> None:
-        """Takes the rows out of this process's memory; the operating system still caches them, and
-        writes those that changed to the file."""
+        """Takes the rows out of this process's memory; the operating system still caches the rows,
+        and writes changed rows to the file."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 

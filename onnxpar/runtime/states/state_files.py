@@ -183,12 +183,10 @@ class StateFiles:
     def copy_shard(
         self, name: str, layout: Layout, mesh: Mesh, rank: int, table: HostTable
     ) -> None:
-        """Copies a shard of a state into a table, block by block, so that no more than a block is
-        in memory at a time. Errors: ModelError if the state is missing.
-
-        layout, mesh, rank  which shard: that of `rank`, where `layout` splits the state over
-                            `mesh`, which may differ from those of the files
-        """
+        """Copies rank `rank`'s shard of a state into a table, where `layout` splits the state over
+        `mesh`, which may differ from layout and mesh of the files. It is copied block by block, so
+        that no more than a block is in memory at a time. Errors: ModelError if the state is
+        missing."""
         own = [indices(dim, mesh, rank) for dim in layout.dims]
         for source in Shards(self._layouts[name], self._mesh).sources:
             part = self._part(name, source)

@@ -51,7 +51,7 @@ class States:
 
     @property
     def names(self) -> list[str]:
-        """The names of all states: those of their inputs."""
+        """The names of all states, which are the names of their inputs."""
         return list(self._session._bundle.states)
 
     def read(self, name: str, out: Array | None = None) -> Array:

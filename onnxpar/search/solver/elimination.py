@@ -154,7 +154,8 @@ class Elimination:
                     heapq.heappush(queue, (self._entries(v), v))
 
     def decide(self, values: Mapping[int, int]) -> list[int]:
-        """Returns the best value of each variable, given the values of those that are left."""
+        """Returns the best value of each variable, given the `values` of the variables that are
+        left."""
         assignment = [values.get(v, 0) for v in range(len(self.sizes))]
         for variable, scope, best in reversed(self._rules):
             assignment[variable] = int(best[tuple(assignment[v] for v in scope)])

@@ -183,9 +183,9 @@ class _Search:
     def _eliminate(
         self, slack: Mapping[int, Array], most: float, limit: int, here: Mapping[int, int]
     ) -> bool:
-        """Finds the least sum among the values in `here`, and those with a slack of at most `most`
-        above the least slack of their variable. Returns False if that needs tables of more than
-        `limit` entries."""
+        """Finds the least sum among the values in `here`, and all values with a slack of at most
+        `most` above the least slack of their variable. Returns False if that needs tables of more
+        than `limit` entries."""
         kept = {
             v: np.flatnonzero((s <= s.min() + most) | (np.arange(len(s)) == here.get(v, -1)))
             for v, s in slack.items()
