@@ -136,7 +136,7 @@ class AttentionLowering:
         query's window on the left, on the right.
 
         columns  positions of the keys
-        rows     positions of the queries, counted as those of the keys are; as a column
+        rows     positions of the queries among the keys, as a column
         """
         left, right = (self.attrs.get(key, -1) for key in WINDOW)
         masks = []
@@ -286,8 +286,8 @@ class AttentionLowering:
 
     def joined_heads(self, build: Lowering, x: gs.Tensor, factors: str) -> gs.Tensor:
         """Turns (batch, heads, sequence, width) back into the form of the node's operands:
-        (batch, sequence, hidden) if `flat`, else unchanged. `factors` are those of heads and width,
-        e.g. "kge"."""
+        (batch, sequence, hidden) if `flat`, else unchanged. `factors` are the factors of heads and
+        width, e.g. "kge"."""
         if not self.flat:
             return x
 
@@ -337,7 +337,7 @@ def powers_of(build: Lowering, scores: gs.Tensor, largest: gs.Tensor, least: Any
 
 def sees_by_place(attrs: Mapping[str, Any]) -> bool:
     """True if a query sees only keys at certain positions relative to its own: causal attention, or
-    a window. `attrs` are those of an Attention."""
+    a window. `attrs` are the attributes of an Attention."""
     return bool(attrs.get("is_causal")) or any(attrs.get(key, -1) >= 0 for key in WINDOW)
 
 

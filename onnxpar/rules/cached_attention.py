@@ -146,7 +146,7 @@ class _Lowering:
 
     def _seen(self, rows: gs.Tensor, columns: gs.Tensor, lengths: gs.Tensor) -> gs.Tensor:
         """Returns a boolean mask (batch, 1, queries, positions) of the positions in the cache that
-        each query sees: those up to its own, and within the sample.
+        each query sees: up to its own, and within the sample.
 
         rows     the position of each query
         columns  the positions in the rank's shard of the cache

@@ -70,7 +70,7 @@ class Activation:
 
 def activations_of(node: gs.Node) -> list[list[Activation]]:
     """Returns the activations of each direction of an RNN, GRU or LSTM node: a GRU in one direction
-    has [[sigmoid, tanh]]. ONNX lists alphas and betas only for those activations that take one, in
+    has [[sigmoid, tanh]]. ONNX lists alphas and betas only for activations that take one, in
     order."""
     default: Sequence[str] = DEFAULT[node.op]
     directions = 2 if node.attrs.get("direction") == "bidirectional" else 1

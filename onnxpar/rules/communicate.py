@@ -124,9 +124,9 @@ def moments(
     factors: Sequence[str],
     sizes: Sequence[Size],
 ) -> tuple[gs.Tensor, gs.Tensor, gs.Tensor]:
-    """Returns (mean, x - mean, variance) over `axes`, across all shards. The variance is that of
-    the population, computed in a second pass. `factors` and `sizes` are the factors and global
-    sizes of the dimensions `axes`."""
+    """Returns (mean, x - mean, variance) over `axes`, across all shards. The variance is a
+    population's (not divided by n - 1), computed in a second pass. `factors` and `sizes` are the
+    factors and global sizes of the dimensions `axes`."""
     middle = mean(build, x, axes, factors, sizes)
     centred = build.add("Sub", [x, middle])
     squares = build.add("Mul", [centred, centred])

@@ -19,8 +19,8 @@ _COUNTED = ("int32", "int64", "float32", "float64")
 
 
 def _diagonal(local: Local, row: str, column: str) -> int:
-    """How far the global tensor's main diagonal lies off that of the rank's shard, as Trilu's `k`:
-    the first row of the shard minus its first column."""
+    """Returns how far the global tensor's main diagonal lies off the main diagonal of the rank's
+    shard, as Trilu's `k`: the first row of the shard minus its first column."""
     return local.interval(row)[0] - local.interval(column)[0]
 
 

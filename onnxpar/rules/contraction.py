@@ -63,7 +63,7 @@ def matmul(node: gs.Node) -> Rule:
 
 
 def _fused_factors(node: gs.Node, right: str) -> frozenset[str]:
-    """Returns the factors of which no shard may be empty, because onnxruntime fuses the product
+    """Returns the factors whose shards must not be empty, because onnxruntime fuses the product
     with the DequantizeLinear of an operand. A fused product returns uninitialized memory for a sum
     over nothing, and does not load a weight without elements. `right` is the right operand, e.g.
     "k n"."""

@@ -107,7 +107,7 @@ def _stacks(
     node: gs.Node, indices: Sequence[int], reason: str
 ) -> tuple[list[str], dict[str, Size], dict[str, str]]:
     """For weights that may be split only by expert: returns (their dimensions as texts of a rule,
-    sizes of factors, the reason for each factor that stays whole). `indices` are those of the
+    sizes of factors, the reason for each factor that stays whole). `indices` are the indices of the
     operands."""
     dims: list[str] = []
     for i in indices:

@@ -97,7 +97,7 @@ def _lower(rows: Size, axis: int, trailing: int) -> Callable[[Lowering], None]:
 
     rows      the global number of rows
     axis      the dimension of the rows in the table
-    trailing  the number of dimensions of the result behind those of the indices
+    trailing  the number of dimensions of the result behind the dimensions of the indices
     """
 
     def lower(build: Lowering) -> None:

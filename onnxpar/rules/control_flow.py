@@ -17,8 +17,8 @@ _STEPS = "its steps run one after the other"
 @rule("If Loop Scan", ranks_known=False)
 def control_flow(node: gs.Node) -> Rule:
     """Sharding rule of If, Loop, Scan: returns one rule over all `ports`, the tensors of the node
-    and those of its bodies, that gives a value one layout everywhere. A dimension along which steps
-    scan stays whole."""
+    and of its bodies, that gives a value one layout everywhere. A dimension along which steps scan
+    stays whole."""
     paths = _Paths(node)
     inner = bodies(node)
     if node.op == "If":

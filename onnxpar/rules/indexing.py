@@ -125,7 +125,7 @@ def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[s
     0.
 
     at        the factors of the indices
-    trailing  the number of dimensions that the result has behind those of the indices
+    trailing  the number of dimensions that the result has behind the dimensions of the indices
     """
     rows = (tensor_shape(node.inputs[0]) or ())[axis]
     if rows is None or not is_summable(node.inputs[0]):

@@ -157,7 +157,7 @@ class _LinearAttention:
         columns: Columns,
     ) -> gs.Tensor:
         """Returns a state (batch, heads, d, columns) that has the matrix `value` for each sample
-        and head. The batch is that of `query`."""
+        and head. The batch is the batch of `query`."""
         local, dtype = build.local, self._dtype(build.local.node)
         one = build.per_rank(lambda local: np.asarray(value(local), dtype))
         rest = build.per_rank(

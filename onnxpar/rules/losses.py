@@ -66,7 +66,7 @@ class _Loss:
     rows: list[str]
 
     def lower(self, build: Lowering) -> None:
-        """Computes the weighted losses of those labels whose class is in the rank's shard
+        """Computes the weighted losses of the labels whose class is in the rank's shard
         (zeros for other labels), adds them over the ranks, and makes the result of the node."""
         node = build.local.node
         scores = widen(build, build.input(0))

@@ -124,7 +124,7 @@ class Lowering(Protocol):
 
     def shift(self, x: gs.Tensor, factor: str, axis: int, sizes: Sequence[int]) -> gs.Tensor:
         """Returns the tensor `x` of the rank with the previous shard of the factor; the first rank
-        gets that of the last. `sizes` are the sizes of all ranks' `x` along `axis`."""
+        gets the tensor of the last. `sizes` are the sizes of all ranks' `x` along `axis`."""
         ...
 
     def exchange(

@@ -122,7 +122,7 @@ def encoder(node: gs.Node) -> Rule:
 
 def _of_own_text(node: gs.Node, dims: list[str]) -> dict[str, Any]:
     """Returns the fields of a rule for an op from strings to numbers: every rank has all strings,
-    and takes those for its shard of the result, whose factors are `dims`."""
+    and takes the strings for its shard of the result, whose factors are `dims`."""
     op, attrs = node.op, dict(node.attrs)
 
     def lower(build: Lowering) -> None:

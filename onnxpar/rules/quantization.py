@@ -2,7 +2,7 @@
 and lowerings of quantized products.
 
 Ranks add their sums of products as integers, and scale and round the total. So results are
-bit-identical to those of the unsplit op.
+bit-identical to the results of the unsplit op.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def dynamic_quantize(node: gs.Node) -> Rule:
 
 def lower_dynamic_quantize(factors: list[str]) -> Callable[[Lowering], None]:
     """Returns a lowering to the nodes by which ONNX defines the op, with the range of all ranks'
-    elements. `factors` are those of operand 0."""
+    elements. `factors` are the factors of operand 0."""
 
     def lower(build: Lowering) -> None:
         zero, one = np.float32(0), np.float32(1)

@@ -73,8 +73,8 @@ class _Network:
                 self._finish_end(end, lengths, output)
 
     def _directions(self, local: Local, count: int) -> list[int]:
-        """Returns the scan direction (0 forward, 1 reverse) of each of the rank's sequences, of
-        which each direction of the network has `count`."""
+        """Returns the scan direction (0 forward, 1 reverse) of each of the rank's sequences; each
+        direction of the network has `count` sequences."""
         return [self.flags[d] for d in local.positions("d").tolist() for _ in range(count)]
 
     def _state(self, operand: int) -> gs.Tensor:

@@ -118,7 +118,7 @@ def _finish_reduced(build: Lowering, op: str, inputs: Sequence[Any], axes: Seque
 
 def _lower_norm(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
     """Returns a lowering of ReduceL2: the square root of the sum of squares across all shards.
-    `factors` are those of the dimensions `axes`."""
+    `factors` are the factors of the dimensions `axes`."""
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
@@ -183,7 +183,7 @@ def weighted_mean(
 
 
 def finish_share(build: Lowering, mean: gs.Tensor, sizes: Mapping[str, Size]) -> None:
-    """Makes the result of a mean, as a partial sum: `mean`, that of the rank's shard, times the
+    """Makes the result of a mean, as a partial sum: `mean`, the mean of the rank's shard, times the
     rank's share of the elements. `sizes` are the global sizes of the reduced factors."""
     dtype = np.float64 if dtype_of(build.local.node.outputs[0]) == np.float64 else np.float32
     totals = {f: s for f, s in sizes.items() if s is not None}

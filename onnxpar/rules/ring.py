@@ -142,7 +142,7 @@ class Ring:
         ]
 
     def fresh(self, step: int) -> list[Array] | None:
-        """Returns, for each rank, the indices of those keys at a step that the rank has not had at
+        """Returns, for each rank, the indices of the keys at a step that the rank has not had at
         earlier steps; None if shards of keys do not overlap, so that all are new."""
         keys, n = self.keys, self.count
         if keys is None or sum(map(len, keys)) == len(np.unique(np.concatenate(keys))):

@@ -115,7 +115,7 @@ class AttentionRing(Ring):
         )
 
     def _part(self, block: Block, state: State) -> State:
-        """The state of those queries that take part in a block."""
+        """The state of the queries that take part in a block."""
         return State(*(block.cut_rows(x) for x in (state.largest, state.total, state.values)))
 
     def _combined(self, state: State) -> State:

@@ -18,8 +18,8 @@ from onnxpar.rules.ring import Block, Ring, like_head
 from onnxpar.rules.rule import Lowering
 
 DY, Y, SUMMARY = 7, 8, 9
-"""Indices of the operands behind those of Attention: the gradient of the result, the result, and
-for each query the largest score and the sum of exponentials."""
+"""Indices of the operands behind Attention's own operands: the gradient of the result, the result,
+and for each query the largest score and the sum of exponentials."""
 
 
 class GradientRing(Ring):

@@ -54,7 +54,7 @@ def scatter_padded(
     Operand 0 gets one more element along `axes`, which takes the updates of other ranks, and is
     sliced off afterwards.
 
-    indices  positions in the rank's shard; along `axes`, those of other ranks' updates equal
+    indices  positions in the rank's shard; along `axes`, the indices of other ranks' updates equal
              `counts`
     counts   from a rank's view to the sizes of its shard along `axes`
     """

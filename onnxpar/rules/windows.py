@@ -80,7 +80,7 @@ class Windows:
         self.covered.clear()
 
     def split(self, local: Local) -> list[int]:
-        """Returns those dimensions of `tied` that are split; the first spatial dimension is 0."""
+        """Returns the dimensions of `tied` that are split; the first spatial dimension is 0."""
         return [i for i in self.tied if local.is_split(f"h{i}")]
 
     def fetch(

@@ -54,10 +54,10 @@ class SplitBehindSums:
     def _solved(
         self, sketch: ShardingState, atoms: Collection[int], free: Sequence[OpFactors]
     ) -> dict[str, OpStrategy]:
-        """Returns the fastest strategies of the nodes, by name. Those in `free` may be split along
-        the `atoms` (indices such as tokens, which many tensors share); all other nodes keep their
-        strategies. Empty if there is no solution. `sketch` is a copy of the sharding state, which
-        this changes."""
+        """Returns the fastest strategies of the nodes, by name. The nodes in `free` may be split
+        along the `atoms` (indices such as tokens, which many tensors share); all other nodes keep
+        their strategies. Empty if there is no solution. `sketch` is a copy of the sharding state,
+        which this changes."""
         names = {op.node.name for op in free}
         others = [op for op in sketch.factors.ops if op.node.name not in names]
         decided = {op.node.name: OpStrategy(tuple(sketch.op_axes(op))) for op in others}
@@ -132,6 +132,6 @@ def _activations(op: OpFactors) -> list[str]:
 
 
 def _main_graph(sharding: ShardingState) -> gs.Graph:
-    """The graph of the model, not that of a body of an If, Loop or Scan."""
+    """The graph of the model, not the graph of a body of an If, Loop or Scan."""
     bodies = {id(body.graph) for op in sharding.factors.ops for body in op.bodies}
     return next(op.graph for op in sharding.factors.ops if id(op.graph) not in bodies)

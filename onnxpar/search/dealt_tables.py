@@ -28,7 +28,7 @@ from onnxpar.strategy.table_parallel import HoldTable, table_annotations, tables
 
 SHARE = 0.5
 """The search tries to deal tables if they have at least this share of the bytes of all weights: the
-tables of a recommender, not that of a language model."""
+tables of a recommender, not the table of a language model."""
 
 
 def fastest_with_tables(

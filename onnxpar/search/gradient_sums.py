@@ -48,9 +48,9 @@ class GradientSums:
     def of(
         cls, graph: gs.Graph, step: Step | None, costs: Costs, are_hidden: bool = False
     ) -> GradientSums:
-        """Returns the gradient sums of a training step; none if `step` is None. The costs are those
-        of full buckets, or of one smaller bucket for all gradients. If `are_hidden`, sums between
-        hosts cost as little as sums within a host, because compute hides the difference."""
+        """Returns the gradient sums of a training step; none if `step` is None. The costs are the
+        costs of full buckets, or of one smaller bucket for all gradients. If `are_hidden`, sums
+        between hosts cost as little as sums within a host, because compute hides the difference."""
         if step is None:
             return cls()
         ends = set(step.gradients.values())

@@ -14,8 +14,8 @@ from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.search.reshard_tables import ReshardTables
 
 MOST_ENTRIES = 8 << 20
-"""Most entries of the tables of all meshes (64 MB); if there are more, those of earlier meshes are
-forgotten."""
+"""Most entries of the tables of all meshes (64 MB); if there are more, the tables of earlier meshes
+are forgotten."""
 
 
 @dataclass

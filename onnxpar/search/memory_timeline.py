@@ -43,8 +43,8 @@ class MemoryTimeline:
 
     demands   the collected demands
     profiles  how many cases are counted: each of the typical sizes, on each rank that may hold
-              another amount. The steps of a profile follow those of the profile before: a plan must
-              fit in memory in each, and no tensor lives from one profile to the next
+              another amount. The steps of a profile follow the steps of the profile before: a plan
+              must fit in memory in each, and no tensor lives from one profile to the next
     """
 
     def __init__(self, graph: gs.Graph, profiles: int) -> None:

@@ -36,7 +36,7 @@ ORDER = (BATCH, EXPERTS, SEQUENCE, WIDTH)
 TOGETHER = 2
 """The most axes of a mesh for which one search decides the splits over all axes at once."""
 MOST_AXES = 3
-"""The most axes of a mesh that the search finds; those beyond TOGETHER come from splitting an axis
+"""The most axes of a mesh that the search finds; axes beyond TOGETHER come from splitting an axis
 in two."""
 SAME = 1e-6
 """Solutions whose times differ by at most this share count as equally fast; of these, the one on
@@ -172,7 +172,7 @@ class Meshes:
 
     def _refined(self, best: Solution, seconds: float) -> Solution:
         """Splits axes of a solution in two, one after the other, while each split saves enough time
-        compared with the solution before, and with `seconds`, those of the best one. Strategies
+        compared with the solution before, and with `seconds`, the time of the best one. Strategies
         over the other axes stay. Returns the last solution."""
         if best.seconds > seconds * (1 + REFINING):
             return best
@@ -198,7 +198,7 @@ class Meshes:
 
     def _finer(self, best: Solution, below: float) -> Iterator[Solution]:
         """Yields solutions after one axis of `best` was split in two, each faster than `below`
-        seconds and than those before. Tries each axis of DIVIDED or more ranks that is not
+        seconds and than the solutions before. Tries each axis of DIVIDED or more ranks that is not
         requested by name: first with parts of similar size, then with more and more different ones,
         while that is faster."""
         for at, (name, size) in enumerate(best.mesh.shape):

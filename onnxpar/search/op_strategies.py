@@ -120,7 +120,7 @@ def partial_kinds(ops: Iterable[OpFactors]) -> Kinds:
 @dataclass(frozen=True)
 class Kept:
     """The decisions of another search that this one keeps: its mesh axes (by name), and its
-    strategies of nodes (by node name), of which only these axes count."""
+    strategies of nodes (by node name), where only these axes count."""
 
     axes: frozenset[str]
     strategies: Mapping[str, OpStrategy]
@@ -243,8 +243,8 @@ def _kept(strategy: OpStrategy, axis: Axis) -> _Option:
 
 def _slots(op: OpFactors) -> list[frozenset[int]]:
     """Returns slots: sets of the node's leaves (indices) that one axis can split together. These
-    are a leaf with the same index in other segments of a dimension, and leaves that must be split
-    alike, such as rows before and after a window; then combinations of such sets in different
+    are a leaf with the same index in other segments of a dimension, and leaves that the same axes
+    must split, such as rows before and after a window; then combinations of such sets in different
     segments."""
     slots: dict[frozenset[int], None] = {}
     for i, leaf in enumerate(op.leaves):

@@ -78,7 +78,7 @@ class Patience:
             self._since = None
 
     def _until_now(self) -> tuple[float, float]:
-        """Returns (CPU time spent, wall time passed), including that of a context that has not
+        """Returns (CPU time spent, wall time passed), including the time of a context that has not
         ended."""
         if self._since is None:
             return self.spent, self.passed

@@ -31,7 +31,7 @@ class Prediction:
 
     @property
     def total(self) -> float:
-        """The seconds of compute plus those of communication."""
+        """The seconds of compute plus the seconds of communication."""
         return self.compute + self.communication
 
 

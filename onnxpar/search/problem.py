@@ -1,7 +1,7 @@
 """The search for a strategy on one mesh, as the minimum of a sum of tables.
 
 A variable is the strategy of a node. Each node has a table with its cost, and each tensor has one
-with the cost of the reshards between the node that produces it and those that read it.
+with the cost of the reshards between the node that produces it and the nodes that read it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Problem:
     Attributes that `solve` reads:
 
     sums        a list of tables for the seconds of a run; or, for the objective throughput, one for
-                the seconds of compute, and one for those of communication
+                the seconds of compute, and one for the seconds of communication
     timeline    memory that a rank has in use at each step, if it is limited
     strategies  the strategies that each node can have, by name
     variable    the variable of each node, by name

@@ -37,7 +37,7 @@ def signs(
 
 
 def numbered(signs: Sequence[int]) -> list[int]:
-    """Returns the numbers of `tied`, from those of `signs`: [0, 1, 2, 3, 0, 1, 2, 3, ...] for
+    """Returns the numbers of `tied`, from the numbers of `signs`: [0, 1, 2, 3, 0, 1, 2, 3, ...] for
     blocks of four nodes."""
     numbers = list(range(len(signs)))
     for start, end, period in runs(np.array(signs), 0):
@@ -101,7 +101,8 @@ def _operand(tensor: gs.Tensor, op: OpFactors, sharding: ShardingState, kinds: K
 
 def runs(signs: Array, offset: int) -> Iterator[tuple[int, int, int]]:
     """Yields (start, end, period) for each stretch of `signs` that repeats with that period: the
-    longest stretch first, then those before and after it. `offset` is added to start and end."""
+    longest stretch first, then the stretches before and after it. `offset` is added to start and
+    end."""
     best = (0, 0, 0)
     for period in range(LEAST_NODES, len(signs) // LEAST_TIMES + 1):
         same = np.flatnonzero(signs[period:] != signs[:-period])

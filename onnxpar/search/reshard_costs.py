@@ -92,8 +92,8 @@ def table_of(domains: Sequence[ShardingDomain], values: Array) -> Table:
 
 class ReshardCosts:
     """The seconds of reshards of one tensor between the given factor shardings, by the cheapest
-    path of steps. Axis 0 of all results is the sum: one row with all seconds or, if `apart`, one
-    with those of compute and one with those of communication.
+    path of steps. Axis 0 of all results is the sum: one row with all seconds or, if `apart`, a row
+    for compute and a row for communication.
 
     shardings  all that the tensor may have anywhere
     known      tables that tensors share; None if only sizes are wanted
@@ -210,7 +210,7 @@ class ReshardCosts:
 
     def differ(self, *domains: ShardingDomain) -> Array:
         """Returns an array with an axis for each domain: True where the sharding of the last domain
-        differs from those of all others."""
+        differs from the shardings of all others."""
         *others, last = np.ix_(*map(self._at, domains))
         all_differ: Array = np.logical_and.reduce(np.broadcast_arrays(*(o != last for o in others)))
         return all_differ

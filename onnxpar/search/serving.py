@@ -124,7 +124,7 @@ class Serving:
         self, number: int, paths: Paths, source: ShardingDomain, goal: ShardingDomain
     ) -> Array:
         """Returns the seconds from a source to the shardings of a goal, for each of `_kinds` in
-        turn; 0 where that has the other source. `number` is that of the source."""
+        turn; 0 where that has the other source. `number` is the number of the source."""
         seconds, is_same = (
             self.times * paths(source, goal),
             ~self.reshard_costs.differ(source, goal),

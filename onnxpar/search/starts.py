@@ -34,7 +34,7 @@ class AlongAxes:
         self._beside = {axis: _numbers(strategies, axis) for axis in axes}
 
     def __call__(self, sizes: Sequence[int], tables: Sequence[Table]) -> Values:
-        """Returns values of those variables of nodes that are in these tables."""
+        """Returns values of the nodes' variables that occur in these tables."""
         left = {v for table in tables for v in table.scope}
         whole = {v: value for v, value in self._whole.items() if v in left}
         if len(self._turns) < 2:
@@ -81,7 +81,7 @@ def _least(
     sizes: Sequence[int], tables: Sequence[Table], kept: Mapping[int, Array], first: Values
 ) -> tuple[float, Values]:
     """Returns (a low sum, the values that give it), where the variables in `kept` have only these
-    values. The sum is no higher than that of the values `first`."""
+    values. The sum is no higher than the sum for the values `first`."""
     every = {v: kept.get(v, np.arange(size)) for v, size in enumerate(sizes)}
     few = [len(every[v]) for v in range(len(sizes))]
     at = {v: int(np.searchsorted(kept[v], value)) for v, value in first.items()}

@@ -96,7 +96,8 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | Non
     """Returns the rank that a launcher gave this process in its environment; None if no launcher
     started the process.
 
-    Errors: RankError if variables are missing, or if those of two launchers contradict each other.
+    Errors: RankError if variables are missing, or if the variables of two launchers contradict each
+    other.
     """
     present = [one for one in _LAUNCHERS if _is_present(one, environment)]
     if not present:

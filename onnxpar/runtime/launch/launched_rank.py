@@ -299,8 +299,8 @@ class LaunchedRank:
             raise fail(f"{what} of {self._path}", reason) from error
 
     def _failed_start(self, what: str, reason: str) -> RankError:
-        """Ends the session; returns the error that all ranks raise. Its reason is that of the first
-        rank that failed by itself, if that is known, else this rank's own."""
+        """Ends the session; returns the error that all ranks raise. Its reason is the reason of the
+        first rank that failed by itself, if that is known, else this rank's own."""
         told = self._world.failure()
         reason = told if _BY_A_RANK.match(told) else reason
         self._world.abort(reason)

@@ -46,7 +46,7 @@ class Command:
 
     words        the command and its arguments
     folder       where it runs; the same path on each host
-    environment  variables added to those of the ssh login
+    environment  variables added to the variables of the ssh login
     python       the Python on the hosts that has onnxpar
     grace        seconds from SIGTERM to SIGKILL for ranks that must end
     """

@@ -90,9 +90,10 @@ class Membership:
         return False
 
     def leave(self, gone: Collection[Slot]) -> None:
-        """Removes slots, such as those of a lost host. Unlike `lose`, this uses up no restart."""
+        """Removes slots, such as all slots of a lost host. Unlike `lose`, this uses up no
+        restart."""
         self._slots = [slot for slot in self._slots if slot not in gone]
 
     def join(self, come: Iterable[Slot]) -> None:
-        """Adds slots, such as those of a host that has returned."""
+        """Adds slots, such as all slots of a host that has returned."""
         self._slots = list(dict.fromkeys([*self._slots, *come]))

@@ -49,8 +49,8 @@ def expert_loads(
 
 
 def _places(layout: Layout, mesh: Mesh) -> list[_Place]:
-    """Returns the part of each rank. `layout` is that of the tensor [expert, row, column] on which
-    the experts compute."""
+    """Returns the part of each rank. `layout` is the layout of the tensor [expert, row, column] on
+    which the experts compute."""
     seen: set[tuple[object, ...]] = set()
     places = []
     split = [leaf for dim in layout.dims[:2] for leaf in leaves(dim)]

@@ -41,8 +41,8 @@ class Fused:
         return {node.name: self._members(node) for node in self._left}
 
     def _members(self, node: NodeProto) -> list[NodeProto]:
-        """Returns the nodes that one optimized node computes: from its results (or those of the
-        next node that has any) back to tensors that still exist."""
+        """Returns the nodes that one optimized node computes: from its results (or the results of
+        the next node that has any) back to tensors that still exist."""
         results = self._results(node)
         reader = self._reader(node)
         while not results and reader is not None:
@@ -62,7 +62,7 @@ class Fused:
         return list(members.values())
 
     def _results(self, node: NodeProto) -> list[str]:
-        """Returns the names of those tensors of the rank's graph that an optimized node computes,
+        """Returns the names of the tensors of the rank's graph that an optimized node computes,
         perhaps in a blocked memory format."""
         kept = self._by_name.get(node.name)
         names = [*node.output, node.name.removesuffix(_BLOCKED)]
@@ -80,5 +80,5 @@ class Fused:
 
     @cached_property
     def _frontier(self) -> set[str]:
-        """Names of those tensors of the rank's graph that still exist after optimization."""
+        """Names of the tensors of the rank's graph that still exist after optimization."""
         return self._constants.union(*map(self._results, self._left))

@@ -189,8 +189,8 @@ def _collective(node: Mapping[str, Any], end: int, told: Any) -> tuple[str, Coll
 
 def _with_own(events: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
     """Yields each event [node, thread, begin, duration, told] with one more element, its own time:
-    its duration minus those of events nested in it. A nested event is cut at the end of the outer
-    event, because onnxruntime rounds both."""
+    its duration minus the durations of events nested in it. A nested event is cut at the end of the
+    outer event, because onnxruntime rounds both."""
     by_thread = defaultdict(list)
     for i, event in enumerate(events):
         by_thread[event[1]].append((event[2], -event[3], -i, event))
@@ -251,9 +251,9 @@ def _calls(events: Sequence[Event]) -> Iterator[tuple[_Call, Event]]:
 def _with_plan(
     events: Sequence[Event], planned: Mapping[str, Mapping[str, Any]], ranks: int
 ) -> Iterator[Event]:
-    """Yields the events; those of collectives get the tensor, group and bytes that the plan has for
-    them, unless the bytes depend on data. The plan has the bytes of a run, which are divided among
-    its calls.
+    """Yields the events; events of collectives get the tensor, group and bytes that the plan has
+    for them, unless the bytes depend on data. The plan has the bytes of a run, which are divided
+    among its calls.
 
     planned  the plan's entries of collectives, by name
     ranks    the number of ranks
@@ -280,7 +280,7 @@ def _with_plan(
 
 
 def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Iterator[Event]:
-    """Yields a rank's events; those of collectives get the time that they waited for the last
+    """Yields a rank's events; events of collectives get the time that they waited for the last
     member, if their kind waits for others. `begins` has the start of each call on each rank."""
     calls = {id(event): call for call, event in _calls(rank.events)}
     for event in rank.events:

@@ -62,7 +62,7 @@ class Event:
     name   the name of the node that ran, onnxruntime's for a fused node
     op     its op type
     nodes  the nodes of the unsplit model that it computes, in whole or in part
-    own    its seconds without those of the nodes of its body (of an If, Loop or Scan)
+    own    its seconds without the seconds of the nodes of its body (of an If, Loop or Scan)
     lane   the number of the onnxruntime thread that ran it, from 0
     rows   if the node splits rows by expert, the numbers of rows
     """
@@ -134,7 +134,7 @@ class NodeTimes:
 
     nodes    the nodes of the unsplit model that the node computes
     calls    the number of calls
-    seconds  the sum of the calls' own seconds, without those of nodes in bodies
+    seconds  the sum of the calls' own seconds, without the seconds of nodes in bodies
     wait     the sum of the seconds spent waiting for other ranks
     """
 
@@ -212,8 +212,8 @@ class Trace:
         return {kind: seconds / len(lengths) for kind, seconds in sums.items()}
 
     def session(self, runs: Collection[int]) -> float | None:
-        """Returns the mean seconds by which the session's time of these runs exceeds that of the
-        ranks: for checks, messages and copies. None if the session's times are not recorded."""
+        """Returns the mean seconds by which the session's time of these runs exceeds the time of
+        the ranks: for checks, messages and copies. None if the session's times are not recorded."""
         lengths = self.lengths()
         apart = [self.seconds[run] - lengths[run] for run in runs if run in self.seconds]
         return max(mean(apart), 0.0) if apart else None

@@ -148,9 +148,9 @@ def gather_bytes(world: World | Group, payload: bytes, name: str = "") -> list[b
 
 
 def _joined(world: World | Group, x: Array, run: Callable[[Any], int]) -> tuple[Array, list[int]]:
-    """Calls `run`, a collective that fills an array of rows like those of `x`. Returns (the array,
-    the number of rows from each rank). When the library knows these numbers, it calls `allocate`
-    for the memory."""
+    """Calls `run`, a collective that fills an array with rows of the shape and dtype of `x`'s rows.
+    Returns (the array, the number of rows from each rank). When the library knows these numbers, it
+    calls `allocate` for the memory."""
     results: list[tuple[Array, list[int]]] = []
 
     def allocate(rows: Any) -> int | None:

@@ -74,8 +74,8 @@ def shares_of_replica(
     ranks: int, bind: str, per_node: int, replica: int, replicas: int
 ) -> list[Share]:
     """Returns the shares of the ranks of one of `replicas` equal sessions, number `replica` from 0.
-    The sessions, with `ranks` ranks each, divide the cores that this process may use. Errors: those
-    of `shares`."""
+    The sessions, with `ranks` ranks each, divide the cores that this process may use. Errors: as
+    `shares`."""
     return shares(ranks * replicas, bind, per_node)[replica * ranks : (replica + 1) * ranks]
 
 

@@ -124,7 +124,7 @@ class _Fetch:
         self._places = self._same_places()
 
     def run(self, text: bytes) -> None:
-        """Fetches the missing files, and gives them their names; `text` is that of plan.json.
+        """Fetches the missing files, and gives them their names; `text` is the text of plan.json.
         Errors: ModelError, RankError."""
         transfers = self._transfers()
         mine = [one for one in transfers if self._rank in one.receivers]

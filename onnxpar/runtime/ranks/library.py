@@ -20,7 +20,7 @@ _REINSTALL = "install onnxpar again"
 def library_path() -> Path:
     """Returns the path of the plugin, the custom-op library for
     `SessionOptions.register_custom_ops_library`. A source folder has no library; if this package
-    was imported from one, returns that of the installed package. Errors: RankError if there is
+    was imported from one, returns the installed package's library. Errors: RankError if there is
     none."""
     for package in (OWN, *(Path(entry, "onnxpar") for entry in sys.path)):
         path = package / "native" / _LIBRARY

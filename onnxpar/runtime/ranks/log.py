@@ -46,7 +46,7 @@ class Log:
         return "not kept; see log_dir" if self.folder is None else str(self.folder)
 
     def tail(self) -> str:
-        """Returns the last lines of both files, those of the standard output first."""
+        """Returns the last lines of both files, the standard output's first."""
         lines = [line for file in (self.stdout, self.stderr) for line in _last_lines(file)]
         return "\n".join(lines)
 

@@ -79,7 +79,7 @@ class Orders(Closing):
 
     def fetch(self, path: Path) -> None:
         """Fetches the files of the sharded model at `path` to ranks that lack them; all ranks call
-        this. Errors: those of `complete`."""
+        this. Errors: as `complete`."""
         try:
             complete(path, self._world)
         except Exception as error:  # the others wait for this rank

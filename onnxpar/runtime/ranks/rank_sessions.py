@@ -43,8 +43,8 @@ class RankSessions:
 
     def open(self, *programs: str) -> ort.InferenceSession:
         """Returns the session of a program, whose name is `programs` joined by "-" (see
-        `Bundle.rank_file`); without any, that of the main program. Errors: ModelError if it does
-        not load."""
+        `Bundle.rank_file`); without any, the session of the main program. Errors: ModelError if it
+        does not load."""
         program = "-".join(filter(None, programs))
         if program not in self._opened:
             self._opened[program] = self._open(program)

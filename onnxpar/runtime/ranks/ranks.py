@@ -311,8 +311,8 @@ class ProcessRanks:
         return places, placed
 
     def _lasting_places(self, array: Array, parts: Shards) -> dict[int, Place]:
-        """Returns the places of those shards of an array that lie in lasting memory and need no
-        copy, by rank."""
+        """Returns the places of the shards of an array that lie in lasting memory and need no copy,
+        by rank."""
         memory = self._processes.lasting
         places: dict[int, Place] = {}
         for rank in parts.sources if memory.place(array) is not None else ():

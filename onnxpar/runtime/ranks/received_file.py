@@ -24,8 +24,9 @@ class ReceivedFile:
         self._size = self._synced = 0
 
     def append(self, data: memoryview) -> None:
-        """Writes data behind those before: whole blocks of BLOCK bytes, of which only the file's
-        last may be shorter. Errors: ModelError for bytes that contradict the digests; OSError."""
+        """Writes data at the end of the file: whole blocks of BLOCK bytes; only the last block of
+        the file may be shorter. Errors: ModelError for bytes that contradict the digests;
+        OSError."""
         assert self._size % BLOCK == 0, "blocks begin at multiples of their size"
         for start in range(0, len(data), BLOCK):
             block = data[start : start + BLOCK]

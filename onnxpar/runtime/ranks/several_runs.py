@@ -69,7 +69,7 @@ class SeveralRuns:
 
 
 def _places(request: Request, feeds: Mapping[str, Array]) -> Places:
-    """Returns the addresses of those inputs that are not carried, by name: their memory is read in
+    """Returns the addresses of the inputs that are not carried, by name: their memory is read in
     place in each run."""
     fixed = {name: a for name, a in feeds.items() if name not in request.carried}
     return {name: a.ctypes.data for name, a in fixed.items() if isinstance(a, np.ndarray)}

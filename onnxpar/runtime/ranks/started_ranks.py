@@ -26,7 +26,7 @@ class StartedRanks:
     ranks    the processes
     bell     their doorbell, which signals calls
     inputs   the file descriptor of the shared memory for inputs that are copied for each run
-    lasting  that of the memory for inputs that are read in place
+    lasting  the file descriptor of the memory for inputs that are read in place
     ended    set when all have ended
     """
 

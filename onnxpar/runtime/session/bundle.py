@@ -57,7 +57,7 @@ class Port:
     type         the type as onnxruntime writes it, such as `tensor(float)`
     has_default  True for an input that need not be fed
     open_layout  if sizes are open, the JSON of the layout with polynomials; -1 for an open size
-                 that may differ from those of other inputs
+                 that may differ from the sizes of other inputs
     """
 
     name: str

@@ -81,7 +81,7 @@ class BundleFiles:
         self._check(self.of(rank), whole=False)
 
     def check_whole(self) -> None:
-        """Compares every byte of the files in the folder, which may be those of some ranks only,
+        """Compares every byte of the files in the folder, which may be files of some ranks only,
         with the digests. Errors: ModelError."""
         self.check_listed()
         here = [rank for rank in range(self.size) if rank not in self.absent]

@@ -215,8 +215,8 @@ def check_timeout(seconds: float) -> None:
 
 
 def check_table_dir(bundle: Bundle, folder: str | os.PathLike[str] | None) -> str:
-    """Returns the folder for the files of tables on the host, by default that of the sharded model;
-    empty if the model has no such tables. Errors: InputError if no file can be made in the
+    """Returns the folder for the files of tables on the host, by default the folder of the sharded
+    model; empty if the model has no such tables. Errors: InputError if no file can be made in the
     folder."""
     if not bundle.row_outputs:
         return ""

@@ -1,4 +1,4 @@
-"""Feeds for a model's inputs: random ones, or those of an .npz file."""
+"""Feeds for a model's inputs: random arrays, or the arrays of an .npz file."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         raise NotImplementedError
 
     def _names(self, output_names: Sequence[str] | None) -> list[str]:
-        """Returns the names of the requested outputs; if there are none, all outputs except those
-        of the evaluation program."""
+        """Returns the names of the requested outputs; if there are none, all outputs except the
+        outputs of the evaluation program."""
         apart = self._bundle.apart
         return list(output_names or (n for n in self._bundle.outputs if n not in apart))
 

@@ -22,10 +22,10 @@ def open_session(
     make     the class of the session, such as `InferenceSession`
     par      the folder of the sharded model
     read     a function that reads facts about the model, or refuses it
-    options  those of `make`
+    options  further arguments of `make`
 
     Calls `read` before ranks start, because it may refuse the model; under a launcher, after the
-    start, because ranks may have to fetch the folder. Errors: those of `make` and `read`.
+    start, because ranks may have to fetch the folder. Errors: as `make` and `read`.
     """
     if launched_rank() is None or options.get("start_ranks") is not None:
         result = read(Bundle.load(par))

@@ -181,8 +181,8 @@ class SessionSpec:
         return SessionSpec(**{**data, "providers": providers})
 
     def all_disabled(self) -> Sequence[str]:
-        """The optimizers to switch off: those given by argument or, as in onnxruntime, if there are
-        none, those of the config entry."""
+        """Returns the optimizers to switch off: `disabled_optimizers` or, if it is empty, the
+        optimizers that the config entry names, as in onnxruntime."""
         entry = self.config.get(_DISABLED, "")
         return self.disabled_optimizers or [name for name in entry.split(";") if name]
 
@@ -248,7 +248,7 @@ def run_options(spec: Mapping[str, Any] | None) -> ort.RunOptions:
 
 
 def _present(options: ort.SessionOptions) -> list[str]:
-    """Returns those names of session fields that this version of onnxruntime has."""
+    """Returns the names of session fields that this version of onnxruntime has."""
     return [name for name in _SESSION_FIELDS if hasattr(options, name)]
 
 

@@ -21,7 +21,7 @@ def load_ort_session(
     **how: Any,
 ) -> ort.InferenceSession:
     """Returns onnxruntime's session of a model. If the model does not load because of the optimizer
-    QDQPropagationTransformer, switches that off, too. Errors: those of onnxruntime.
+    QDQPropagationTransformer, switches that off, too. Errors: onnxruntime's.
 
     disabled  optimizers to switch off
     how       further arguments of `onnxruntime.InferenceSession`

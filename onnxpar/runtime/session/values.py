@@ -48,7 +48,7 @@ def of_bytes(data: Array) -> Any:
 
 
 def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:
-    """Returns the arrays of which the value `name` consists, by name: `s.0`, `s.1` ... for a list,
+    """Returns the arrays that make up the value `name`, by name: `s.0`, `s.1` ... for a list,
     `m.keys` and `m.values` for a map.
 
     A list of maps with equal keys gives the same two arrays, with a row of values per map. `type_`,

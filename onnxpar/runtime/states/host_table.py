@@ -1,5 +1,5 @@
-"""A table on the host: a state that stays in a file instead of in memory, of which each run changes
-some rows, such as a large embedding.
+"""A table on the host: a state that stays in a file instead of in memory, and whose rows runs
+change a few at a time, such as a large embedding.
 
 The file has no name, so it vanishes with its process, and a kill leaves nothing behind. The
 operating system keeps the rows that are used in memory, up to a limit, and writes the others to the
@@ -131,8 +131,9 @@ class HostTable:
             unmap(part)
 
     def copy_rows(self, at: Sequence[Array], of: Sequence[Array], part: Array) -> None:
-        """Copies elements of a mapped array into the table, block by block: those at the positions
-        `of` (indices in each dimension of `part`), to the positions `at` of the table."""
+        """Copies elements of a mapped array into the table, block by block: the elements at the
+        positions `of` (indices in each dimension of `part`) go to the positions `at` of the
+        table."""
         count = max(BLOCK * len(self.array) // max(self.array.nbytes, 1), 1)
         for start in range(0, len(at[0]), count):
             rows = slice(start, start + count)

@@ -1,5 +1,5 @@
-"""The states that a rank keeps between runs: values in memory, or tables in files, of which each
-run changes some rows.
+"""The states that a rank keeps between runs: values in memory, or tables in files, where each run
+changes some rows.
 
 The changes of a call become permanent with `settle`, after the call succeeded on all ranks; `undo`
 reverts them. So rows are written to a table's file only when the run is over on all ranks.
@@ -68,8 +68,8 @@ class KeptStates:
         return self._kept[name]
 
     def _initial(self, name: str, shape: tuple[int, ...] | None) -> Any:
-        """The initial value of a state, in memory or in a new table. `shape` is that of this rank's
-        shard."""
+        """The initial value of a state, in memory or in a new table. `shape` is the shape of this
+        rank's shard."""
         if name not in self._on_host:
             return copy_of(self._first.value(name, shape))
         assert shape is not None, "the layout of a table is fixed"
@@ -86,8 +86,8 @@ class KeptStates:
         return HostTable(self._folder, name, self._ports[name].dtype, shape)
 
     def keep(self, states: Mapping[str, Any], fed: Mapping[str, Array]) -> None:
-        """Replaces all states by those after a run. `states` has their values or, for tables, the
-        rows that the run changed; `fed` has the inputs of the run, which may include a table's
+        """Replaces all states by the states after a run. `states` has their values or, for tables,
+        the rows that the run changed; `fed` has the inputs of the run, which may include a table's
         values before it."""
         updates = {n: each for n, each in states.items() if isinstance(each, RowUpdate)}
         tables = {n: self._of(n, fed[n]) if n in fed else self._kept[n] for n in updates}

@@ -57,7 +57,7 @@ class LastingMemory:
         return None
 
     def places(self, arrays: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the offsets of those arrays that are in the file, by name."""
+        """Returns the offsets of the arrays that are in the file, by name."""
         if not self._blocks:
             return {}
         offsets = {n: self.place(a) for n, a in arrays.items() if isinstance(a, np.ndarray)}

@@ -81,8 +81,8 @@ class PartFiles:
         self._opened: dict[int, tuple[dict[str, Any], Array]] = {}
 
     def read(self, name: str, rank: int) -> Array:
-        """Returns a rank's shard of a state, an array mapped from the file, of which nothing is
-        read yet. Errors: ModelError if it is missing."""
+        """Returns a rank's shard of a state, an array mapped from the file, but not read yet.
+        Errors: ModelError if it is missing."""
         try:
             index, data = self._open(rank)
             entry = index[name]
@@ -215,7 +215,7 @@ class StateFiles:
 
     def has_same_shards(self, name: str, mesh: Mesh, port: Port) -> bool:
         """True if each rank of `mesh` can read its shard of a state from its own file, because
-        mesh, layout and dtype are those of the files. `port` is the state's input in the model.
+        mesh, layout and dtype are the same in the files. `port` is the state's input in the model.
         Errors: ModelError if a shard is missing."""
         layout = self._layouts.get(name)
         if layout is None or port.layout is None or mesh != self._mesh:

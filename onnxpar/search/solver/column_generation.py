@@ -201,8 +201,8 @@ class _Columns:
 
     def _mix(self, for_room: bool) -> _Mixture:
         """Returns the best weighted mean of the assignments found: if `for_room`, the one with the
-        lowest peak of memory; else, of those within the memory limit, the one whose largest sum is
-        least."""
+        lowest peak of memory; else the one whose largest sum is least, of all within the memory
+        limit."""
         sums = np.stack([column.sums for column in self.found], axis=1)
         held = np.stack([column.held for column in self.found], axis=1)
         while True:

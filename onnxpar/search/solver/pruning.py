@@ -199,7 +199,7 @@ class _Search:
         return True
 
     def _take(self, values: Mapping[int, int]) -> None:
-        """Completes values of the variables that are left in the last level to those of all
+        """Completes values of the variables that are left in the last level to values of all
         variables, and stores these if their sum is the lowest so far."""
         assignment = values
         for level in reversed(self.levels):
