@@ -189,7 +189,7 @@ class _LinearAttention:
 
 
 Columns = Callable[[Local], int]
-"""From a rank's view to a number of columns of states."""
+"""A function from a rank's view to a number of columns of states."""
 
 
 def _columns(local: Local) -> int:

@@ -185,18 +185,19 @@ def _add_taps(
 
 
 def _column(source: IndexMap, k: int) -> Callable[[Local], Array]:
-    """From a rank's view to the positions of the k-th element of each sum."""
+    """Returns a function from a rank's view to the operand positions of the k-th element of each
+    sum."""
     return lambda local: np.ascontiguousarray(source.rows(local)[:, k])
 
 
 def _repeated(factor: str, times: int) -> Callable[[Local], Array]:
-    """From a rank's view to positions that repeat each element of its shard."""
+    """Returns a function from a rank's view to positions that repeat each element of its shard."""
     return lambda local: np.arange(local.size(factor)).repeat(times)
 
 
 def _of_rank(factor: str, values: Array, inner: Shape) -> Callable[[Local], Array]:
-    """From a rank's view to the `values` of its shard of a factor, with dimensions `inner`
-    behind."""
+    """Returns a function from a rank's view to the `values` of its shard of a factor, with
+    dimensions `inner` behind."""
     return lambda local: values[local.positions(factor)].reshape(-1, *inner)
 
 

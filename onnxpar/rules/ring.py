@@ -260,7 +260,7 @@ class Block:
         return self.ring.build.add("Reshape", [x, self.ring.build.per_rank(shape)])
 
     def by_head(self, x: gs.Tensor) -> gs.Tensor:
-        """The inverse of `grouped`."""
+        """Reshapes a result of `grouped` back to (batch, heads, rows, width)."""
         size = self._row_count()
 
         def shape(local: Local) -> Array:

@@ -36,9 +36,10 @@ def zigzag(size: int, ranks: int) -> list[Array]:
 def seen_range(
     attrs: Mapping[str, Any], queries: Array, keys: Array, is_first: bool = False
 ) -> Range:
-    """Returns the range that a rank must compute of a block, for an Attention with these
-    attributes. `queries` and `keys` are ascending positions. A rank computes its first block
-    (`is_first`) completely, because the first block starts the state of every query."""
+    """Returns the ranges of queries and keys between which a rank must compute scores, for an
+    Attention with these attributes. `queries` and `keys` are the ascending positions of a block. A
+    rank computes its first block (`is_first`) completely, because the first block starts the state
+    of every query."""
     left, right = (attrs.get(key, -1) for key in WINDOW)
     first = queries - left if left >= 0 else np.full(len(queries), -1)
     last = queries + right if right >= 0 else np.full(len(queries), 1 << 62)

@@ -152,7 +152,8 @@ class Windows:
         return builder.make("Pad", [x, pads, blank], (x.dtype, shape))
 
     def _held(self, i: int) -> Callable[[Local], Interval]:
-        """From a rank's view to the interval that it reads in dimension `i`."""
+        """Returns a function from a rank's view to the interval that the rank reads in dimension
+        `i`."""
         return lambda local: self.tied[i].held(local.interval(f"y{i}"))
 
     def attributes(self, node: gs.Node, padded: Collection[int] = ()) -> dict[str, Any]:

@@ -12,7 +12,7 @@ CONSECUTIVE = 8
 def enough_devices(fits: Callable[[int], bool], first: int, most: int) -> int | None:
     """Returns the smallest number from `first` to `most` for which `fits` is True; None if it is
     False even for `most`. Tries the first numbers one by one, then with growing steps; bisects
-    between the last number that does not fit and the first that does."""
+    between the last number that does not fit and the first number that fits."""
     low, step = first - 1, 1
     while True:
         number = min(low + step, most)

@@ -37,7 +37,7 @@ class BucketCosts(Costs):
 class GradientSums:
     """Which tensors are gradients whose sums over ranks are fused, and what these sums cost.
 
-    tensors  their names
+    tensors  the names of these tensors
     costs    the cost model for their reshards; None without a training step
     """
 

@@ -78,7 +78,7 @@ def best_mesh(
     `strategy`; the mesh has the axes that the requests name.
 
     factors    how the dimensions of the whole graph share factors
-    topology   what ranks run on; None: the default
+    topology   the hosts and links that ranks run on; None: the default topology
     solve      finds the fastest strategy on one mesh
     strategy   the user's requests
     objective  what to minimize, within which limits

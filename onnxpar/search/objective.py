@@ -58,7 +58,7 @@ class Objective:
         patience: Patience | None = None,
     ) -> Objective:
         """Returns the objective as users write it; `memory_limit` is bytes, or text with a unit,
-        such as 16GB. Errors: StrategyError."""
+        such as 16GB. Errors: StrategyError if the limit is not positive."""
         memory = (
             None
             if memory_limit is None

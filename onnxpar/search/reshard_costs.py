@@ -95,8 +95,8 @@ class ReshardCosts:
     path of steps. Axis 0 of all results is the sum: one row with all seconds or, if `apart`, a row
     for compute and a row for communication.
 
-    shardings  all that the tensor may have anywhere
-    known      tables that tensors share; None if only sizes are wanted
+    shardings  all shardings that the tensor may have at any node
+    known      tables that tensors share; None if the caller needs only sizes
     holders    the ranks whose bytes count
     """
 
@@ -184,8 +184,8 @@ class ReshardCosts:
         return best
 
     def sizes(self, domain: ShardingDomain) -> Array:
-        """Returns the bytes of a shard: rows by typical size and, within it, by rank of `holders`
-        (one row if all are equal), columns by the shardings of the domain."""
+        """Returns the bytes of a shard, [cases, shardings of the domain]: a case is a typical size
+        and a rank of `holders`, in this order; one case if all are equal."""
         held: list[Array] = []
         factors, name = self.sharding.factors, self.tensor.name
         parts = [factors.share_over(name, at.leaves) for at in domain.distinct]

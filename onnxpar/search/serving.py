@@ -46,9 +46,9 @@ class Serving:
         `required`. Returns ({each of these domains: the domain that tables use for it, which may
         have a variable of its own}, the domain of a copy common to all readers, or None).
 
-        One table over all readers has the exact cost. If it would be too large, each reader gets
-        its own: from the tensor or from one common copy of it. That is exact for up to two readers,
-        and nearly so for more.
+        One table over all readers has the exact cost. If it would be too large, each reader gets a
+        table of its own, for a reshard from the tensor or from one common copy of the tensor. That
+        is exact for up to two readers, and nearly so for more.
         """
         domains = [produced, *required]
         counts = [len(domain.distinct) for domain in domains]

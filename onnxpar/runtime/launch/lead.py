@@ -68,7 +68,8 @@ class Lead:
         return self._orders.hosts
 
     def __call__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> LedRanks:
-        """Starts a session on all ranks; returns its ranks. Errors: RankError."""
+        """Starts a session on all ranks; returns its ranks. Errors: RankError if the session does
+        not start on all ranks."""
         number = next(self._sessions)
         arguments = os.fspath(bundle.path), asdict(spec), timeout
 

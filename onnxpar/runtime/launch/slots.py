@@ -22,7 +22,8 @@ class Slots:
 
 
 def parse_hosts(text: str) -> list[Slots]:
-    """Reads a list such as `a:2,b:2` or `a,b` (one rank each). Errors: InputError."""
+    """Reads a list such as `a:2,b:2` or `a,b` (one rank each). Errors: InputError if it has another
+    form, or names a host twice."""
     slots = []
     for part in text.split(","):
         match = _HOST.fullmatch(part.strip())
@@ -34,7 +35,7 @@ def parse_hosts(text: str) -> list[Slots]:
 
 def read_hostfile(path: str | Path) -> list[Slots]:
     """Reads a host file of mpirun: a line `HOST slots=N` for each host, and comments after #.
-    Errors: InputError."""
+    Errors: InputError if it cannot be read, or names a host twice."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

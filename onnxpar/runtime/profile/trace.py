@@ -250,7 +250,7 @@ class Trace:
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Writes a trace to a file that `read_trace`, chrome://tracing and Perfetto can read; an error
-    leaves no half-written file. Errors: InputError."""
+    leaves no half-written file. Errors: InputError if the file cannot be written."""
     file = Path(path)
     check_place(file)
     head = {

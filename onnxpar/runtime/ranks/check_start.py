@@ -109,7 +109,8 @@ def place_of(folder: Path) -> dict[str, Any]:
 
 
 def exchange(world: World, own: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Returns the `own` of each rank, by rank, sent as JSON. Errors: RankError."""
+    """Returns the `own` of each rank, by rank, sent as JSON. Errors: RankError if the collective
+    fails."""
     return [json.loads(text) for text in gather_bytes(world, json.dumps(own).encode(), name)]
 
 

@@ -52,7 +52,8 @@ class Log:
 
     def write(self, text: str) -> None:
         """Adds text to the standard output's file, unless the files are temporary. Rank and caller
-        share the file's position, so neither overwrites the other. Errors: OnnxparError."""
+        share the file's position, so neither overwrites the other. Errors: OnnxparError if the file
+        cannot be written."""
         if self.folder is not None:
             write_all(self.stdout.fileno(), text, self.folder / "stdout.log")
 
@@ -63,8 +64,8 @@ class Log:
 
 
 def write_all(descriptor: int, text: str, path: Path) -> None:
-    """Writes all of `text` to the file `path`, which is open as `descriptor`. Errors:
-    OnnxparError."""
+    """Writes all of `text` to the file `path`, which is open as `descriptor`. Errors: OnnxparError
+    if the file cannot be written."""
     data = memoryview(text.encode(errors="backslashreplace"))
     with writing(path):
         while data:

@@ -29,7 +29,7 @@ _worlds = itertools.count()
 class Order:
     """An order of rank 0 to the other ranks.
 
-    do       one of the words above, or the name of a session's method
+    do       START, CLOSE, IDLE, END, or the name of a session's method
     session  the number of the session
     given    the arguments
     """

@@ -75,8 +75,9 @@ class PlannedRun:
         places: Places = _NONE,
         kept: KeptShapes = _NONE,
     ) -> bool:
-        """True if a run with this request and these inputs needs no other preparation. The same
-        object `asked` must always come with inputs of the same dtypes and shapes."""
+        """True if a run with this request and these inputs can use this run's preparation: names,
+        dtypes, shapes and `places` are equal. The same object `asked` must always come with inputs
+        of the same dtypes and shapes."""
         if places != self.places or kept != self.kept or len(feeds) != len(self.feeds):
             return False
         if asked is self.asked:

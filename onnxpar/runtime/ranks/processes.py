@@ -179,7 +179,7 @@ class Processes:
     def _lose(self, rank: RankProcess, what: str) -> NoReturn:
         """Called when a rank has closed its connection, perhaps after its answer: makes the call
         fail. Waits for the process's exit code, which follows a moment later, or much later on a
-        busy host. Errors: RankError."""
+        busy host. Always raises a RankError."""
         if rank.fate() is None and not rank.wait(CLOSING):
             rank.reply = {"error": "it closed its connection, but its process still runs"}
         self._fail(rank, what)

@@ -110,7 +110,7 @@ class _Piece(NamedTuple):
 class _Run:
     """A run that can be repeated without a message to the ranks.
 
-    planned  which runs repeat it
+    planned  the record that decides whether a later run repeats this one
     pieces   where shards of inputs are copied to
     answers  the last answers of the ranks
     outputs  the shards of the outputs

@@ -44,7 +44,7 @@ def redirect_output(
 
 def write_log(text: str) -> None:
     """Adds text to this rank's stdout.log, after what it has printed; does nothing if no output is
-    redirected. Errors: OnnxparError."""
+    redirected. Errors: OnnxparError if the log cannot be written."""
     for descriptor, path in _log:
         sys.stdout.flush()
         write_all(descriptor, text, path)

@@ -19,7 +19,7 @@ class SeveralRuns:
     request, given  the request, and the feeds of its first run
     once, feeds     the request and the feeds of each single run; inputs that outputs are carried to
                     are copies, because others may read the caller's memory
-    planned         which requests `continued` accepts
+    planned         the record that decides whether `continued` accepts a request
     slots           the results of all runs, stacked along a first dimension
     """
 

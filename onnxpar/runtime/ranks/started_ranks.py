@@ -74,7 +74,8 @@ _early: list[StartedRanks] = []
 @contextmanager
 def started_early(size: int) -> Iterator[None]:
     """Context in which `size` ranks are already started, for the next session that has this size
-    and no `log_dir`. Ends the ranks after the block if no session took them. Errors: RankError."""
+    and no `log_dir`. Ends the ranks after the block if no session took them. Errors: RankError if a
+    process cannot be started."""
     _early[:] = [StartedRanks.start(size, None)]
     try:
         yield

@@ -45,7 +45,8 @@ class Wire:
         return self._socket.fileno()
 
     def send(self, message: Message | Packed) -> None:
-        """Sends a message; returns before the other end has read it. Errors: Closed."""
+        """Sends a message; returns before the other end has read it. Errors: Closed if the
+        connection is closed."""
         data = message.data if isinstance(message, Packed) else pack(message).data
         try:
             self._socket.sendall(data)
@@ -53,7 +54,7 @@ class Wire:
             raise Closed(str(error)) from error
 
     def receive(self) -> Message:
-        """Waits for the next message; returns it. Errors: Closed.
+        """Waits for the next message; returns it. Errors: Closed if the connection is closed.
 
         Further messages may end up in a buffer that `poll` does not see. So each end must wait for
         an answer before it sends another message.
@@ -74,7 +75,7 @@ class Wire:
         self._socket.close()
 
     def _fill(self, length: int) -> None:
-        """Reads until the buffer has `length` bytes. Errors: Closed."""
+        """Reads until the buffer has `length` bytes. Errors: Closed if the connection is closed."""
         while len(self._read) < length:
             try:
                 more = self._socket.recv(max(CHUNK, length - len(self._read)))

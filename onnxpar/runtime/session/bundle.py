@@ -330,7 +330,7 @@ class Bundle:
 
 def with_encoder(bundle: Bundle) -> list[Bundle]:
     """Returns [a sharded model]; for an encoder-decoder, also the sharded model of the encoder,
-    which lies in the folder of the first. Errors: ModelError."""
+    which lies in the folder of the first. Errors: ModelError if that folder is damaged."""
     encoder = bundle.path / ENCODER_PART
     return [bundle, *([Bundle.load(encoder)] if (encoder / PLAN).is_file() else [])]
 

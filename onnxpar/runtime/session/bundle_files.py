@@ -82,7 +82,7 @@ class BundleFiles:
 
     def check_whole(self) -> None:
         """Compares every byte of the files in the folder, which may be files of some ranks only,
-        with the digests. Errors: ModelError."""
+        with the digests. Errors: ModelError if a file is damaged, missing, or not listed."""
         self.check_listed()
         here = [rank for rank in range(self.size) if rank not in self.absent]
         self._check({n: each for rank in here for n, each in self.of(rank).items()}, whole=True)
@@ -118,7 +118,8 @@ class BundleFiles:
         return blocks
 
     def _check(self, wanted: Mapping[str, Digests], whole: bool) -> None:
-        """Compares these files with their digests, whole or by samples. Errors: ModelError."""
+        """Compares these files with their digests, whole or by samples. Errors: ModelError if a
+        file differs."""
         self.check_sizes(wanted)
         check_files(self.folder, wanted, whole, WRITE_AGAIN)
 

@@ -93,7 +93,7 @@ def check_array(port: Port, value: Any) -> Any:
 
 def _array_of_list(port: Port, value: list[Any]) -> Array:
     """Converts a list to an array of the port's dtype. Like onnxruntime, onnxpar converts lists,
-    but not arrays of another dtype. Errors: InputError."""
+    but not arrays of another dtype. Errors: InputError if the list cannot be converted."""
     try:
         return np.asarray(value, port.dtype)
     except (TypeError, ValueError, OverflowError) as error:
@@ -104,7 +104,8 @@ def _array_of_list(port: Port, value: list[Any]) -> Array:
 
 
 def _check_value(port: Port, value: Any) -> Any:
-    """Returns `value` as a value of the port's type, such as a sequence. Errors: InputError."""
+    """Returns `value` as a value of the port's type, such as a sequence. Errors: InputError if it
+    is of another type or shape."""
     try:
         if is_ort_value(value):
             value = array_of(value)
@@ -232,7 +233,8 @@ def check_table_dir(bundle: Bundle, folder: str | os.PathLike[str] | None) -> st
 
 def check_table_cache(size: float | str | None) -> int:
     """Returns the number of bytes of table rows that a rank may keep in memory, from a number, or
-    from text with a unit ("2 GB"); None: the default. Errors: InputError."""
+    from text with a unit ("2 GB"); None: the default. Errors: InputError for a negative number, or
+    an unknown unit."""
     if size is None:
         return CACHE
     try:

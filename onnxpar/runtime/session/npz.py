@@ -34,7 +34,7 @@ def read_npz(file: Path, names: Collection[str] | None = None) -> dict[str, Arra
 
 def npz_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the arrays in an .npz file, by name, without reading the arrays.
-    Errors: InputError."""
+    Errors: InputError if the file cannot be read."""
     shapes: dict[str, tuple[int, ...]] = {}
     with _opened(file) as (archive, reading):
         for name in archive.files:
@@ -46,7 +46,8 @@ def npz_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[Any, list[str]]]:
     """Context with (the archive of an .npz file, a list). The block appends to the list the name of
-    each array that it reads, so that an error names the last one. Errors: InputError."""
+    each array that it reads, so that an error names the last one. Errors: InputError if the file,
+    or an array, cannot be read."""
     reading: list[str] = []
     try:
         loaded = np.load(file, allow_pickle=False)

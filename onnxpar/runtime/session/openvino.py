@@ -25,7 +25,8 @@ def with_threads(providers: Sequence[Any], threads: int) -> Sequence[Any]:
 
 
 def _with_threads(provider: Any, threads: int) -> Any:
-    """One provider, with the option if it is OpenVINO's."""
+    """Returns a provider as onnxruntime takes it, with the number of threads among its options if
+    it is OpenVINO's."""
     name, options = (provider, {}) if isinstance(provider, str) else provider
     return (name, {_THREADS: str(threads), **options}) if name == PROVIDER else provider
 

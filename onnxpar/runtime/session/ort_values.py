@@ -33,7 +33,8 @@ class Memory:
 
     @staticmethod
     def of(element_type: Any, shape: Sequence[int], address: int) -> Memory:
-        """Returns the memory that the arguments of `bind_input` describe. Errors: InputError."""
+        """Returns the memory that the arguments of `bind_input` describe. Errors: InputError for an
+        unknown element type."""
         return Memory(element_dtype(element_type), tuple(map(int, shape)), int(address))
 
     def read(self) -> Array:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 class _Checked(NamedTuple):
     """A run that passed the checks, so that a run that repeats it needs none.
 
-    run      which runs repeat it
+    run      the record that decides whether a later run repeats this one
     names    the names of the results, in order
     request  the request to the ranks
     """
@@ -123,7 +123,8 @@ class Session(Interface, Closing):
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Under a launcher, returns the payloads of all ranks' processes, by rank; all of them must
-        call this. Otherwise, returns [payload]. Errors: RankError."""
+        call this. Otherwise, returns [payload]. Errors: RankError if ranks have ended or do not
+        answer."""
         with self._lock:
             self._ranks.check_usable()
             return self._ranks.exchange(payload)
@@ -278,7 +279,8 @@ class Session(Interface, Closing):
         run_options: ort.RunOptions | None,
     ) -> tuple[Sequence[str], Request, Mapping[str, Array]]:
         """Checks the arguments of a run; returns (names of the results in order, the request to the
-        ranks, the feeds as arrays). Errors: InputError."""
+        ranks, the feeds as arrays). Errors: InputError if names, dtypes or shapes are not of the
+        model."""
         bundle = self._bundle
         state_outputs = set(bundle.states.values()) if keep_states else set()
         default = [name for name in self._names(None) if name not in state_outputs]

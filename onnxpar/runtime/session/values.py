@@ -101,7 +101,7 @@ def checked_value(type_: str, value: Any) -> Any:
 
 
 def _checked_strings(value: Any) -> Array:
-    """The value as an object array of str. Errors: TypeError."""
+    """Returns the value as an object array of str. Errors: TypeError if an element is not a str."""
     array = np.asarray(value)
     if array.dtype.kind not in "UO" or not all(isinstance(s, str) for s in array.flat):
         raise TypeError(f"str, not {array.dtype}")
@@ -109,7 +109,8 @@ def _checked_strings(value: Any) -> Array:
 
 
 def _checked_map(key: str, element: str, value: Any) -> dict[Any, Any]:
-    """The value as a dict with keys and values of these types. Errors: TypeError."""
+    """Returns the value as a dict with keys and values of these types. Errors: TypeError if it has
+    others, or is no mapping."""
     kind = str if key == "string" else int
     if not isinstance(value, Mapping) or not all(isinstance(k, kind) for k in value):
         raise TypeError(f"a dict with keys of {kind.__name__}, not {value!r:.60}")

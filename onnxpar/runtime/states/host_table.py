@@ -106,7 +106,7 @@ class HostTable:
 
     def copy_from(self, path: Path, offset: int) -> None:
         """Fills the table from a file, in which it starts at `offset`; file systems that can share
-        blocks between files do. Errors: ModelError."""
+        blocks between files do. Errors: ModelError if the file cannot be read."""
         try:
             with path.open("rb") as source:
                 self._fill(source.fileno(), offset)
@@ -114,7 +114,8 @@ class HostTable:
             raise ModelError(f"cannot read {self._name!r} from {path}: {unread(error)}") from None
 
     def _fill(self, source: int, offset: int) -> None:
-        """Fills the table from an open file, in which it starts at `offset`. Errors: OSError."""
+        """Fills the table from an open file, in which it starts at `offset`. Errors: OSError if the
+        file cannot be read or is too short."""
         done, size = 0, self.array.nbytes
         while done < size:
             count = copy_part(source, self._file.fileno(), size - done, offset + done, done)
@@ -192,7 +193,8 @@ class RowCache:
             thread.join()
 
     def _watch(self, tables: Sequence[HostTable], over: threading.Event) -> None:
-        """The function of the thread."""
+        """Trims the tables at regular intervals until `over` is set; a thread does this during a
+        run."""
         while not over.wait(_PAUSE):
             self.trim(tables)
 

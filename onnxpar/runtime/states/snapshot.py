@@ -46,7 +46,8 @@ class Snapshot:
         return thread
 
     def _write(self, folder: Path, rank: int) -> None:
-        """The function of the thread."""
+        """The function of the thread: writes the copies, then the file `marker`, which tells that
+        all are written, or why not."""
         try:
             told: dict[str, Any] = {"files": write_parts(folder, rank, self._taken())}
         except Exception as error:  # the outermost boundary of the thread: who waits is told

@@ -96,7 +96,8 @@ class States:
             unmap_written(whole)
 
     def write(self, name: str, value: Any) -> None:
-        """Sets the value of a state to a global array. Errors: InputError."""
+        """Sets the value of a state to a global array. Errors: InputError if no state has this
+        name, or if its dtype or shape is another."""
         session = self._session
         port = state_port(session._bundle, name)
         array = check_array(port, value)

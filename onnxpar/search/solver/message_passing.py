@@ -25,8 +25,8 @@ from onnxpar.search.solver.elimination import Table
 class _Share:
     """A table, seen from one of its variables.
 
-    values       the values of the table, which change in place, with four axes: the first variable,
-                 and others before this one; this one; and the variables after it
+    values       the values of the table, which change in place, with four axes: the table's first
+                 variable; all others before this variable; this variable; all variables after it
     has_earlier  True if another variable of the table is earlier in the order of variables
     has_later    True if another variable of the table is later in that order
     """
