@@ -109,8 +109,8 @@ def _at(text: str, place: int, reason: str) -> RuleTextError:
 
 
 def parse_spec(text: str) -> Spec | None:
-    """Returns the dimensions of one operand, e.g. of `b (h d)`; None for `_`. Errors:
-    RuleTextError."""
+    """Returns the dimensions of one operand, e.g. of `b (h d)`; None for `_`. Errors: RuleTextError
+    if the text breaks the grammar."""
     return _parse_spec(text, text, 0)
 
 

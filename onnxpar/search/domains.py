@@ -67,8 +67,8 @@ class Tensors:
         )
 
     def place(self, port: Port) -> Hashable:
-        """Returns a key for an operand or result of a node; equal for the same one of nodes with
-        one variable."""
+        """Returns a key for an operand or result of a node; equal for the operands (or results) of
+        one index if their nodes share a variable."""
         if port.is_whole:
             return None
         return self.variable[port.op.node.name], port.index, port.links

@@ -84,7 +84,8 @@ class MemoryTimeline:
         live_ranges: Iterable[LiveRange],
     ) -> None:
         """Adds the demand of equal tensors: in the sharding `requested` for as long as they exist
-        and, where `produced` differs from it, also in that one for the step that produces them."""
+        and, where `produced` differs from it, also in the sharding `produced` during the step that
+        produces them."""
         ranges = list(live_ranges)
         self._add([requested], reshard_costs.sizes(requested), [one.span for one in ranges])
         if requested is not produced:
@@ -104,7 +105,7 @@ class MemoryTimeline:
         """Adds the demand of copies of equal tensors, for nodes (readers) that require another
         sharding than `requested`. A copy exists while its reader runs, and until the next reader if
         that requires the same sharding; two readers at one step share a copy. A copy `common` to
-        all readers exists from the first to the last of them."""
+        all readers exists from the first to the last reader."""
         at: dict[ShardingDomain, list[Span]] = defaultdict(list)
         between: dict[tuple[ShardingDomain, ShardingDomain, int], list[Span]] = defaultdict(list)
         through: list[Span] = []

@@ -179,8 +179,8 @@ def _split_axes(sharding: ShardingState) -> list[Axis]:
 def _per_axis(
     op: OpFactors, sharding: ShardingState, kinds: Kinds, kept: Kept | None
 ) -> list[list[_Option]]:
-    """Returns the options of a node for each mesh axis; for an axis that is `kept`, only the option
-    of the other search."""
+    """Returns the options of a node for each mesh axis; for an axis in `kept`, only the option that
+    the other search chose."""
     slots = _slots(op)
     return [
         [_kept(kept.strategies[op.node.name], axis)]

@@ -277,9 +277,9 @@ class Problem:
 
     @property
     def is_given_up(self) -> bool:
-        """True if `floor` excludes this mesh. `below` may be a little less than the seconds of
-        another mesh, to save a proof that this one is hardly better. `floor` is no such proof, so
-        it must exceed `below` clearly."""
+        """True if no strategy on this mesh can be fast enough: `floor`, the lower bound, exceeds
+        `below`, the seconds to be undercut, by a clear margin. The margin is needed because `below`
+        may be a little less than the seconds of the best mesh so far."""
         return self.floor * (1 - SURE) >= self.below
 
     def _least_of_nodes(self) -> float:

@@ -97,8 +97,8 @@ class Serving:
     def _from_one(
         self, produced: ShardingDomain, common: ShardingDomain, reader: ShardingDomain
     ) -> ShardingDomain:
-        """Does what `_from_either` does, by two smaller tables with the same least sum: the
-        reader's own variable also decides from which of the two it reshards and, if memory is
+        """Has the purpose of `_from_either`, but adds two smaller tables, with an equal least sum:
+        the reader's own variable also decides from which of the two it reshards and, if memory is
         limited, whether it takes a copy or reads in place. With two sums, it chooses so that the
         larger sum is smaller."""
         factor_shardings = reader.distinct
@@ -124,7 +124,7 @@ class Serving:
         self, number: int, paths: Paths, source: ShardingDomain, goal: ShardingDomain
     ) -> Array:
         """Returns the seconds from a source to the shardings of a goal, for each of `_kinds` in
-        turn; 0 where that has the other source. `number` is the number of the source."""
+        turn; 0 for the kinds with the other source. `number` is the number of the source."""
         seconds, is_same = (
             self.times * paths(source, goal),
             ~self.reshard_costs.differ(source, goal),

@@ -47,7 +47,7 @@ class _Follower:
 
     def obey(self, order: Order) -> int | None:
         """Executes one order. Returns the exit status if it is the order to end, else None. Errors:
-        RankError."""
+        RankError if a call failed for good."""
         if order.do == END:
             (status,) = order.given
             return int(status)

@@ -76,9 +76,9 @@ class Generations:
         self._lost: dict[str, _LostHost] = {}
 
     def run(self) -> int:
-        """Runs generations until one is done. Returns 0 if all its ranks are, or the status of a
-        rank that failed. Errors: RankError if too few ranks are left, or a host cannot start its
-        ranks."""
+        """Runs generations until one is done. Returns 0 if all ranks of that generation are done,
+        or the status of a rank that failed. Errors: RankError if too few ranks are left, or a host
+        cannot start its ranks."""
         supervisor = Supervisor(
             self._members,
             self._launched,

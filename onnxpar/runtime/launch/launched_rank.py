@@ -114,7 +114,8 @@ class LaunchedRank:
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs this rank with its shards of `feeds`, which are global arrays; returns the output
-        shards of all ranks, by name and rank. Errors: RunError or RankError, on every rank."""
+        shards of all ranks, by name and rank. Errors, on every rank if on one: RunError if the
+        ranks can continue, else RankError."""
         with self._failing_together("the run"):
             self._parts = self._all_parts.at(request.sizes)
             parts = {n: self._parts[n].take(array, self._rank) for n, array in feeds.items()}
@@ -181,7 +182,7 @@ class LaunchedRank:
             return gather_bytes(self._world, payload, "exchange")
 
     def reset_states(self) -> None:
-        """Forgets all states, so that the next run starts from the first ones."""
+        """Forgets all states, so that the next run starts from initial values."""
         self._executor.settle()
         self._executor.reset_states()
 

@@ -245,7 +245,7 @@ class LedRanks:
         self._do("write_log", (text,), lambda: self._own.write_log(text))
 
     def reset_states(self) -> None:
-        """Forgets all states, so that the next run starts from the first ones."""
+        """Forgets all states, so that the next run starts from initial values."""
         self._do("reset_states", (), self._own.reset_states)
 
     def undo_states(self) -> None:

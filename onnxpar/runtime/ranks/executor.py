@@ -120,7 +120,8 @@ class Executor:
                Heap
 
         Leaves out shards that another rank returns. If `request.keep`, state outputs stay in the
-        executor as inputs of the next run. Errors: RunError, RankError.
+        executor as inputs of the next run. Errors: RunError if the ranks can continue, else
+        RankError.
         """
         several = self._several.continued(request, feeds) if self._several else None
         if several is None:
@@ -341,7 +342,7 @@ class Executor:
         }
 
     def reset_states(self) -> None:
-        """Forgets all states, so that the next run starts from the first ones."""
+        """Forgets all states, so that the next run starts from initial values."""
         self._forget_run()
         self._kept.reset()
 
@@ -364,8 +365,8 @@ class Executor:
         return {n: self._ship(n, outputs[n], room) for n in request.fetch if self._own.are_given(n)}
 
     def _state(self, name: str) -> Any:
-        """Returns the value of a state: as the last run kept it, or if none did, the initial
-        one."""
+        """Returns the value of a state: the value that the last run kept or, without one, the
+        initial value."""
         return self._kept.value(name, self._own[name])
 
     def _run_values(

@@ -42,7 +42,8 @@ def complete(path: Path, world: World) -> Bundle:
     """Returns the sharded model in the folder `path`, after fetching the files that this rank lacks
     from other ranks. All ranks of the world call this. Rank 0 prints what is fetched.
 
-    Errors: ModelError, RankError. Even after an error, each file in the folder is complete.
+    Errors: ModelError if a file cannot be fetched; RankError if a rank is lost. Even after an
+    error, each file in the folder is complete.
     """
     text = _text(path)
     own = Bundle.of(path, text) if text else None
@@ -125,7 +126,7 @@ class _Fetch:
 
     def run(self, text: bytes) -> None:
         """Fetches the missing files, and gives them their names; `text` is the text of plan.json.
-        Errors: ModelError, RankError."""
+        Errors: ModelError if a file cannot be fetched; RankError if a rank is lost."""
         transfers = self._transfers()
         mine = [one for one in transfers if self._rank in one.receivers]
         self._check_room(sum(one.bytes for one in mine))
@@ -166,7 +167,7 @@ class _Fetch:
 
     def _new_folder(self) -> Path:
         """Returns a new folder for arriving files, in the file system of the sharded model. Errors:
-        ModelError."""
+        ModelError if it cannot be made."""
         parent = self._path if self._path.is_dir() else self._path.absolute().parent
         try:
             return self._stack.enter_context(OwnFolder(PREFIX, parent))
@@ -176,7 +177,7 @@ class _Fetch:
 
     def _same_places(self) -> list[list[int]]:
         """Returns for each rank the ranks that see the same folder: each looks which ranks' folders
-        for arriving files it sees beside its own."""
+        for arriving files lie beside its own folder for arriving files."""
         seen = -1
         if self._folder is not None:
             parent = self._folder.parent

@@ -45,8 +45,8 @@ class FileTraffic(Closing):
         self._writer = ThreadPoolExecutor(1, "onnxpar-fetch")
 
     def close(self) -> None:
-        """Waits for what is still written, and closes the files that have arrived. Errors:
-        OSError."""
+        """Waits for what is still written, and closes the files that have arrived. Errors: OSError
+        if a write failed."""
         self._writer.shutdown()
         self._stack.close()
 

@@ -81,8 +81,8 @@ class World(Closing):
         check(library().onnxpar_world_abort(self.id.encode(), message.encode()))
 
     def explain(self, why: str) -> None:
-        """Tells the other ranks why this one is going to leave the world before they expect
-        that."""
+        """Tells the other ranks why this rank is about to leave the world, before the other ranks
+        expect that."""
         check(library().onnxpar_world_explain(self.id.encode(), why.encode()))
 
     def shares_memory_with(self, rank: int) -> bool:

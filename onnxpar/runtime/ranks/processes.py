@@ -112,7 +112,7 @@ class Processes:
 
     def _call(self, messages: Sequence[Message | Packed] | None, what: str) -> list[Message]:
         """Sends messages (None: run again), and waits for the answers of all ranks. Errors:
-        RankError."""
+        RankError if a rank fails or is silent for the timeout."""
         self._calls += 1
         self._bell.call(again=messages is None)  # the ranks then read while messages are sent
         if messages is None and self._bell.wait_for_answers(MOMENT) and self._bell.all_again():

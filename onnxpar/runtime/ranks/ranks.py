@@ -260,7 +260,7 @@ class ProcessRanks:
             rank.log.write(text)
 
     def reset_states(self) -> None:
-        """Forgets all states, so that the next run starts from the first ones."""
+        """Forgets all states, so that the next run starts from initial values."""
         self._ask({"do": "reset"}, "the reset of states")
 
     def undo_states(self) -> None:

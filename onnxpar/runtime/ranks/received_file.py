@@ -42,7 +42,8 @@ class ReceivedFile:
             self._synced = self._size
 
     def close(self) -> None:
-        """Closes the file; if it is complete, it is on the disk then. Errors: OSError."""
+        """Closes the file; if it is complete, it is on the disk then. Errors: OSError if a write
+        failed."""
         try:
             if self._size == self._digests["bytes"]:
                 os.fsync(self._sink)

@@ -145,7 +145,8 @@ def _list(names: Collection[str]) -> str:
 
 
 def check_bind(bind: str) -> str:
-    """Returns `bind`. Errors: InputError unless it is one of BINDINGS."""
+    """Returns `bind`, how threads are bound to cores. Errors: InputError unless it is one of
+    BINDINGS."""
     if bind not in BINDINGS:
         raise InputError(f"bind {bind!r}: give {', '.join(BINDINGS)}")
     return bind

@@ -21,7 +21,7 @@ from onnxpar.base.unreadable import cannot_read
 
 def read_npz(file: Path, names: Collection[str] | None = None) -> dict[str, Array]:
     """Returns the arrays of an .npz file by name: all, or only the arrays in `names`. Errors:
-    InputError."""
+    InputError if the file, or an array, cannot be read."""
     arrays: dict[str, Array] = {}
     with _opened(file) as (archive, reading):
         for name in archive.files:

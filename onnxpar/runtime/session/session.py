@@ -235,8 +235,8 @@ class Session(Interface, Closing):
     def _several(
         self, request: Request, feeds: Mapping[str, Array], carried: Mapping[str, str], times: int
     ) -> Request:
-        """Returns the request to run `times` times with these carried outputs. Errors:
-        InputError."""
+        """Returns the request to run `times` times with these carried outputs. Errors: InputError
+        if a state is not changed in place, or if an output cannot be carried."""
         bundle = self._bundle
         others = bundle.states.keys() - bundle.in_place
         if others:
@@ -534,7 +534,7 @@ class InferenceSession(Session):
 
 def _close_in(owner: int, ranks: Ranks, scratch: OwnFolder | None) -> None:
     """Closes the ranks and removes the folder of their recordings, if there is one. Does nothing in
-    a process forked from `owner`, the one that made the session."""
+    a process forked from `owner`, the process that made the session."""
     if os.getpid() == owner:
         ranks.close()
         if scratch is not None:

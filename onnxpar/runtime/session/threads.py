@@ -150,7 +150,7 @@ class ThreadRanks:
         """Does nothing: threads have no output of their own."""
 
     def reset_states(self) -> None:
-        """Forgets all states, so that the next run starts from the first ones."""
+        """Forgets all states, so that the next run starts from initial values."""
         self._all(lambda r: self._executors[r].reset_states(), "the reset of states")
 
     def undo_states(self) -> None:
@@ -184,7 +184,7 @@ class ThreadRanks:
 
     def _all(self, work: Callable[[int], T], what: str) -> list[T]:
         """Calls `work(rank)` for all ranks in parallel; returns the results, by rank. `what` names
-        the work in errors. Errors: RunError, RankError."""
+        the work in errors. Errors: RunError if the ranks can continue, else RankError."""
         self.check_usable()
         failed: list[Exception] = []
 

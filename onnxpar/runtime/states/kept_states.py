@@ -106,7 +106,7 @@ class KeptStates:
         self._change({**self._kept, name: zeros(shape, self._ports[name].dtype)})
 
     def reset(self) -> None:
-        """Forgets all values, so that states have their initial ones again."""
+        """Forgets all values, so that states have their initial values again."""
         self._change({})
 
     def _of(self, name: str, part: Array) -> Any:
@@ -120,7 +120,7 @@ class KeptStates:
         return table
 
     def _change(self, states: Mapping[str, Any]) -> None:
-        """Replaces all values; the ones before stay until `settle`, for `undo`."""
+        """Replaces all values; the values before stay until `settle`, for `undo`."""
         self._before, self._kept = self._kept, states
 
     def settle(self) -> None:

@@ -35,7 +35,7 @@ def write_parts(
 ) -> dict[str, Digests]:
     """Writes a rank's shards of states, (name, shard), to two files in a folder: the tensors, and
     an index. Returns the files' digests, by file name, when the data are on disk. Errors:
-    OnnxparError."""
+    OnnxparError if a file cannot be written."""
     with writing(folder):
         index: dict[str, Any] = {}
         states, list_ = _names(rank)

@@ -62,7 +62,8 @@ def minimize_within(
 
     The sum may be slightly more than the least if there are too many variables to be sure, or if
     the time is up; it is infinite if the tables forbid every assignment, or if no sum within the
-    limit can be below `below`. Errors: TooMuch, Undecided.
+    limit can be below `below`. Errors: TooMuch if no assignment is within the limit; Undecided if
+    none was found, but some may be.
     """
     patience = patience or Patience()
     columns = _Columns(sums, limit, minimum, patience, any_fit)
@@ -105,7 +106,8 @@ class _Column:
 
 @dataclass
 class _Columns:
-    """The assignments found so far, and the search for better ones.
+    """The assignments (a value for each variable) found so far, and the search for better
+    assignments.
 
     sums     the tables of each sum
     limit    the limit on memory

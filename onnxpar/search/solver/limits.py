@@ -81,7 +81,8 @@ def exhaust_within(
     sizes: Sequence[int], sums: Sequence[Sequence[Table]], limit: Limit
 ) -> tuple[float, list[int]]:
     """Minimizes the largest of the sums within the limit, by trying every assignment (a value for
-    each variable); returns (that sum, the assignment). Errors: TooLarge, TooMuch."""
+    each variable); returns (that sum, the assignment). Errors: TooLarge if there are too many
+    assignments; TooMuch if none is within the limit."""
     largest = every_sum(sizes, sums[0])
     for tables in sums[1:]:
         np.maximum(largest, every_sum(sizes, tables), out=largest)
