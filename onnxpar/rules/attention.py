@@ -128,7 +128,7 @@ def attention(node: gs.Node) -> Rule:
 
 def _mask(node: gs.Node, sizes: dict[str, Size], seen: str) -> str:
     """Returns the mask's dimensions as text of a rule, e.g. "b 1 s t"; `_` without a mask. A mask
-    with fewer than four dimensions has the last ones, as in NumPy's broadcasting.
+    with fewer than four dimensions has the last of these dimensions, as in NumPy's broadcasting.
 
     sizes  gets the size of the mask's last dimension as factor `m`
     seen   the factor of the keys, which is the mask's last dimension; or, if the op pads a shorter

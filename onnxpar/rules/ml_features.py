@@ -203,7 +203,8 @@ def array_feature_extractor(node: gs.Node) -> Rule:
 
 
 def _size(factor: str, local: Local) -> int:
-    """The size of the rank's shard of a factor; for `partial`."""
+    """Returns the size of the rank's shard of a factor; the factor comes first so that
+    `functools.partial` can fix it."""
     return local.size(factor)
 
 

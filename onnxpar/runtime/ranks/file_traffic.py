@@ -117,8 +117,8 @@ class FileTraffic(Closing):
 
 
 def _read(path: Path, at: int, part: Array, way: str) -> None:
-    """Fills `part` with the bytes of a file from `at` on. Errors: ModelError, in which `way` says
-    where they were to go."""
+    """Fills `part` with the bytes of a file from `at` on. Errors: ModelError, in which `way` names
+    the file, its source and its receivers."""
     done = 0
     try:
         with path.open("rb", buffering=0) as file:

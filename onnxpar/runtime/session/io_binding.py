@@ -147,8 +147,8 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         return self._results
 
     def _value(self, name: str, result: Any) -> ort.OrtValue:
-        """An output as an OrtValue: the bound one, or one over the bound memory, or over the
-        result."""
+        """Returns an output as an OrtValue: the bound OrtValue, or a new one over the bound memory
+        or over the result."""
         target = self._targets[name]
         if target is not None and not isinstance(target, Memory):
             return target
