@@ -1,5 +1,7 @@
 """Sharding rules by op family; importing the package registers all rules. The docstring of a rule
-function begins with the rule, in the notation of `notation.py`."""
+function begins with its ops and the rule in the notation of `notation.py`: `m k, k n -> m n` are
+the dimensions of all operands, then of all results. Mesh axes may split each factor (m, k, n) that
+the docstring does not call whole; a split factor that is in no result leaves partial sums."""
 
 from onnxpar.rules import attention as attention
 from onnxpar.rules import cached_attention as cached_attention

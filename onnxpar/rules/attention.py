@@ -20,8 +20,13 @@ _CACHED = "queries attend to the whole cache"
 
 
 class AttentionDims(NamedTuple):
-    """The dimensions of the operands and of the result of an Attention as text of a rule, and the
-    sizes of their factors. `flat` is True if heads and width are one dimension."""
+    """How an Attention node's dimensions share factors, as texts in the notation of sharding rules.
+
+    sizes         the global size of each factor in the texts, e.g. {"b": 2, "k": 8}
+    flat          True if heads and head width are one dimension of the tensors:
+                  (batch, sequence, hidden)
+    query, key, value, result  the dimensions of each tensor, e.g. "b (k g) s d"
+    """
 
     flat: bool
     sizes: dict[str, Size]
@@ -32,7 +37,8 @@ class AttentionDims(NamedTuple):
 
 
 def attention_dims(node: gs.Node) -> AttentionDims | None:
-    """The dimensions of an Attention; None if its numbers of heads are unknown."""
+    """Returns the factors of an Attention's operands and result; None if its numbers of heads, or
+    other sizes, are unknown, or if query heads are no multiple of key heads."""
     query, key, value = (tensor_shape(t) or () for t in node.inputs[:3])
     out = tensor_shape(node.outputs[0]) or ()
     flat = len(query) == 3
@@ -52,8 +58,13 @@ def attention_dims(node: gs.Node) -> AttentionDims | None:
 def attention_products(
     sizes: Mapping[str, Size], seen: str = "t", by_key: int = 1, by_value: int = 1
 ) -> int:
-    """Returns the number of multiplications of an attention: of `by_key` products of queries with
-    keys, and of `by_value` products of weights with values. `seen` is the factor of the keys."""
+    """Returns the number of scalar multiplications of an attention, for the cost model: `by_key`
+    products of queries with keys (plain attention has one, its gradient more), and `by_value`
+    products of weights with values.
+
+    sizes  the size of each factor: b, k, g, s, d, e, and the factor of the keys
+    seen   the factor of the keys: "t", or with a cache another one
+    """
     width = by_key * (sizes["d"] or 1) + by_value * (sizes["e"] or 1)
     return width * math.prod(
         1 if sizes[v] is None else sizes[v] or 0 for v in (*"bkgs", seen) if v in sizes
@@ -64,16 +75,19 @@ LOCAL_HEADS: dict[str | int, Callable[[Local], int]] = {
     "q_num_heads": lambda at: at.size("k") * at.size("g"),
     "kv_num_heads": lambda at: at.size("k"),
 }
-"""Attributes of a rank's shard of an Attention whose heads and width are one dimension."""
+"""For an Attention on (batch, sequence, hidden): attributes that the rank's node gets, computed
+from the sizes of the rank's shards."""
 
 
 @rule("Attention")
 def attention(node: gs.Node) -> Rule:
-    """`b (k g) s d, b k t d, b k t e -> b (k g) s e`; with three dimensions `b s (k g d), ...`.
+    """Sharding rule of Attention: `b (k g) s d, b k t d, b k t e -> b (k g) s e`; with three
+    dimensions `b s (k g d), ...`.
 
-    k are the heads of keys and values; g are the query heads that share a key head. Caches and
-    masks have the same factors. If the same axes split s and t, shards of keys travel in a ring,
-    unless the node has a mask or returns scores.
+    b is the batch, s the queries, t the keys, d and e the widths of keys and values. k are the
+    heads of keys and values; g are the query heads that share a key head. Caches and masks have the
+    same factors. If the same axes split s and t, shards of keys travel in a ring, unless the node
+    has a mask or returns scores.
     """
     attended = attention_dims(node)
     if attended is None:
@@ -113,9 +127,13 @@ def attention(node: gs.Node) -> Rule:
 
 
 def _mask(node: gs.Node, sizes: dict[str, Size], seen: str) -> str:
-    """Returns the mask's dimensions as text of a rule, aligned at the last dimension; `_` without a
-    mask. The last dimension is the factor `seen` of the keys or, if the op pads a shorter mask, a
-    separate factor `m`, which is added to `sizes`."""
+    """Returns the mask's dimensions as text of a rule, e.g. "b 1 s t"; `_` without a mask. A mask
+    with fewer than four dimensions has the last of these dimensions, as in NumPy's broadcasting.
+
+    sizes  gets the size of the mask's last dimension as factor `m`
+    seen   the factor of the keys, which is the mask's last dimension; or, if the op pads a shorter
+           mask, that dimension is the separate factor `m`
+    """
     mask = given(node, 3)
     if mask is None:
         return "_"
@@ -128,7 +146,9 @@ def _mask(node: gs.Node, sizes: dict[str, Size], seen: str) -> str:
 
 @rule("RotaryEmbedding")
 def rotary_embedding(node: gs.Node) -> Rule:
-    """`b h s d, b s r, b s r -> b h s d`, or with position ids `b h s d, p r, p r, b s`."""
+    """Sharding rule of RotaryEmbedding: `b h s d, b s r, b s r -> b h s d`, or with position ids
+    `b h s d, p r, p r, b s`; r is half of the rotated width. Batch, heads and sequence may be
+    split, d and r may not."""
     shape, cache = (tensor_shape(t) or () for t in node.inputs[:2])
     heads = node.attrs.get("num_heads") if len(shape) == 3 else shape[1]
     if not heads or shape[-1] is None:

@@ -25,10 +25,12 @@ Width = Callable[[Local], int]
 
 
 def _keys(local: Local) -> int:
+    """The number of keys in the rank's shard, as a last dimension for `_by_group` and `_by_row`."""
     return local.size("t")
 
 
 def _one(local: Local) -> int:
+    """The size 1, as a last dimension for `_by_group` and `_by_row`."""
     return 1
 
 
@@ -38,8 +40,13 @@ _FAR = 2**62
 
 @dataclass(frozen=True)
 class AttentionLowering:
-    """Lowers an Attention node; `queries` and `past` are the global lengths of queries and cache.
-    `flat` is True if heads and width are one dimension.
+    """Replaces an Attention node whose queries or keys are split by nodes that each rank can run.
+
+    flat     True if heads and width are one dimension: (batch, sequence, hidden)
+    queries  the global number of queries
+    past     the global length of the cache
+    scale    the factor of the scores
+    attrs    the attributes of the node
 
     As in onnxruntime, a masked score is the least number of its type, and the result is zero for a
     query that sees no key.
@@ -52,7 +59,8 @@ class AttentionLowering:
     attrs: dict[str, Any]
 
     def lower(self, build: Lowering) -> None:
-        """Replaces the node on a rank that holds shards of the queries, the keys or both."""
+        """Adds the nodes that a rank runs in place of the Attention, if queries, keys or both are
+        split."""
         if build.local.is_split("t"):
             self._attend_to_parts(build)
         else:
@@ -75,14 +83,15 @@ class AttentionLowering:
         build.finish_each("Attention", operands, **attrs)
 
     def _mask(self, build: Lowering) -> gs.Tensor | None:
-        """Returns the mask operand if it is added to scores; None for a boolean mask, or without a
-        mask."""
+        """Returns the mask operand if it has numbers to add to the scores; None if it is boolean,
+        or if there is none."""
         mask = given(build.local.node, MASK)
         return None if mask is None or dtype_of(mask) == np.bool_ else build.input(MASK)
 
     def _visible(self, build: Lowering) -> gs.Tensor | None:
-        """A boolean mask of the keys (last dimension) that each query sees; None if every query
-        sees all keys."""
+        """Returns a boolean mask, True for each key (last dimension) that a query may attend to
+        under causality, windows, lengths and a boolean mask operand; None if every query sees all
+        keys."""
         node = build.local.node
         by_place = sees_by_place(self.attrs)
         rows = held_positions(build, "s", 0, 2) if by_place else None
@@ -98,9 +107,13 @@ class AttentionLowering:
         columns: gs.Tensor | None,
         mask: gs.Tensor | None,
     ) -> gs.Tensor | None:
-        """A boolean mask [query, key]: True if the query at its position in `rows` (a column) sees
-        the key at its position in `columns`, and the boolean `mask` shows the key. None if there is
-        no restriction."""
+        """Returns a boolean mask (..., query, key), True for each key that the query sees; None if
+        every query sees all keys.
+
+        rows     global positions of the queries, as a column; None if positions do not matter
+        columns  global positions of the keys; None if positions do not matter
+        mask     a further condition: True for the keys to show
+        """
         masks: list[gs.Tensor] = []
         lengths = None
         if columns is not None and given(build.local.node, LENGTHS) is not None:
@@ -118,9 +131,13 @@ class AttentionLowering:
         return masks[0] if masks else None
 
     def _near(self, build: Lowering, columns: gs.Tensor, rows: gs.Tensor) -> list[gs.Tensor]:
-        """Returns two masks: of the keys that are not later than a query (for causal attention),
-        and of the keys in its window. `columns` are the positions of keys; `rows`, as a column,
-        those of the queries among the keys."""
+        """Returns the conditions of position that the node states, 0 to 3 boolean masks
+        (query, key): the key is not later than the query (causal attention), and not outside the
+        query's window on the left, on the right.
+
+        columns  positions of the keys
+        rows     positions of the queries among the keys, as a column
+        """
         left, right = (self.attrs.get(key, -1) for key in WINDOW)
         masks = []
         if self.attrs.get("is_causal"):
@@ -140,14 +157,16 @@ class AttentionLowering:
         return masks
 
     def _columns(self, build: Lowering) -> gs.Tensor:
-        """The global positions of the keys for which the rank computes scores."""
+        """Returns the global positions of the keys for which the rank computes scores, as a vector;
+        cached keys come first."""
         if not self.past:
             return held_positions(build, "t")
         end = build.per_rank(lambda local: np.array(self.past + local.size("t"), np.int64))
         return build.add("Range", [np.array(0, np.int64), end, np.array(1, np.int64)])
 
     def _attend_to_parts(self, build: Lowering) -> None:
-        """Attends to the rank's keys, and combines the results of all ranks."""
+        """Called if keys are split: attends to the rank's keys, and combines the results of all
+        ranks by all-reduces of each row's largest score, and of its sums."""
         scores = self._scores(build)
         largest = build.add("ReduceMax", [scores], axes=[3], keepdims=1)
         largest = build.all_reduce(largest, ["t"], "max")
@@ -171,7 +190,9 @@ class AttentionLowering:
                 build.finish("Identity", [self.cut_heads(build, i)], i)
 
     def _scores(self, build: Lowering) -> gs.Tensor:
-        """The capped and masked scores of the rank's keys, (batch, heads, queries, keys)."""
+        """Returns the scores of the rank's keys, (batch, heads, queries, keys), with the soft cap
+        and masks. Finishes result 3 of the node (its scores at one of three stages), if it is
+        wanted."""
         mode = self.attrs.get("qk_matmul_output_mode", 0) if has_output(build, 3) else None
         query = self._by_group(build, self.by_head(build, 0), lambda local: local.size("d"))
         query = build.add("Mul", [query, like(query, self.scale)])
@@ -191,7 +212,8 @@ class AttentionLowering:
         return scores
 
     def capped(self, build: Lowering, scores: gs.Tensor) -> gs.Tensor:
-        """The scores within the node's soft limit, if it has one."""
+        """Returns the scores bent into (-softcap, softcap) by a Tanh; unchanged if the node has no
+        `softcap`."""
         cap = self.attrs.get("softcap", 0.0)
         if not cap:
             return scores
@@ -199,18 +221,26 @@ class AttentionLowering:
         return build.add("Mul", [bent, like(scores, cap)])
 
     def _return_scores(self, build: Lowering, scores: gs.Tensor, is_wanted: bool) -> None:
+        """Makes `scores` result 3 of the node, if `is_wanted`."""
         if is_wanted:
             finish(build, "Identity", [scores], 3)
 
     def cut_heads(self, build: Lowering, operand: int) -> gs.Tensor:
-        """Operand 0, 1 or 2 (queries, keys or values) as (batch, heads, sequence, width)."""
+        """Returns operand 0, 1 or 2 (queries, keys or values) as (batch, heads, sequence, width);
+        if the node's operands are (batch, sequence, hidden), by a Reshape and a Transpose."""
         return self._cut(build, operand, operand == 0, "e" if operand == 2 else "d")
 
     def cut_results(self, build: Lowering, operand: int) -> gs.Tensor:
-        """An operand with the shape of the node's result as (batch, heads, sequence, width)."""
+        """Like `cut_heads`, for an operand that has the shape of the node's result, such as its
+        gradient."""
         return self._cut(build, operand, True, "e")
 
     def _cut(self, build: Lowering, operand: int, is_query: bool, width: str) -> gs.Tensor:
+        """Returns an operand as (batch, heads, sequence, width).
+
+        is_query  True if the operand has query heads, False if it has the (fewer) heads of keys
+        width     the factor of the width, "d" or "e"
+        """
         x = build.input(operand)
         if not self.flat:
             return x
@@ -224,12 +254,14 @@ class AttentionLowering:
         )
 
     def by_head(self, build: Lowering, operand: int) -> gs.Tensor:
-        """The result of `cut_heads` in the type in which scores are computed."""
+        """The result of `cut_heads`, as float32 if the operand has 16-bit floats: scores are
+        computed in 32 bits."""
         return widen(build, self.cut_heads(build, operand))
 
     def _by_group(self, build: Lowering, x: gs.Tensor, width: Width) -> gs.Tensor:
-        """`x` as (batch, key heads, rows, width): concatenates the rows of all query heads that
-        share a key head."""
+        """Reshapes (batch, query heads, rows, width) to (batch, key heads, group x rows, width):
+        query heads that share a key head become more rows of it, so that one MatMul serves all of
+        them. `width` is a function of the rank's view."""
 
         def shape(local: Local) -> Any:
             rows = local.size("g") * local.size("s")
@@ -238,7 +270,7 @@ class AttentionLowering:
         return build.add("Reshape", [x, build.per_rank(shape)])
 
     def _by_row(self, build: Lowering, x: gs.Tensor, width: Width) -> gs.Tensor:
-        """The inverse of `_by_group`: (batch, heads, sequence, width)."""
+        """The inverse of `_by_group`: returns (batch, query heads, sequence, width)."""
 
         def shape(local: Local) -> Any:
             heads = local.size("k") * local.size("g")
@@ -247,13 +279,15 @@ class AttentionLowering:
         return build.add("Reshape", [x, build.per_rank(shape)])
 
     def _finish_result(self, build: Lowering, x: gs.Tensor) -> None:
+        """Makes `x`, in the shape of `_by_group`, result 0 of the node, in the shape of its
+        operands."""
         result = self._by_row(build, x, lambda local: local.size("e"))
         finish(build, "Identity", [self.joined_heads(build, result, "kge")])
 
     def joined_heads(self, build: Lowering, x: gs.Tensor, factors: str) -> gs.Tensor:
-        """Returns a tensor (batch, heads, sequence, width) in the form of the node's operands,
-        which may have heads and width in one dimension; `factors` are the factors of heads and
-        width."""
+        """Turns (batch, heads, sequence, width) back into the form of the node's operands:
+        (batch, sequence, hidden) if `flat`, else unchanged. `factors` are the factors of heads and
+        width, e.g. "kge"."""
         if not self.flat:
             return x
 
@@ -270,14 +304,15 @@ all keys evenly; before, it attends to no key in onnxruntime."""
 
 
 def hidden(build: Lowering, least: float) -> float:
-    """Returns the score for keys that a query does not see: the least number of the scores' type,
-    `least`, or in newer opsets minus infinity."""
+    """Returns the score of a key that a query must not see: minus infinity from opset 25 on;
+    before, `least`, the least number of the scores' type."""
     return -np.inf if build.opset >= _EVEN else least
 
 
 def masked(build: Lowering, scores: gs.Tensor, mask: gs.Tensor) -> gs.Tensor:
-    """The scores in 32 bits plus a mask of numbers. Where a 16-bit mask has the least number, so
-    has the result, as in onnxruntime, which adds in 16 bits."""
+    """Returns float32 scores plus a mask operand of numbers. Before opset 25, where a 16-bit mask
+    has the least float16, the result is that number, too, as in onnxruntime, which adds in 16
+    bits."""
     added = build.add("Add", [scores, widen(build, mask)])
     if dtype_of(mask) != np.float16 or build.opset >= _EVEN:
         return added
@@ -287,8 +322,12 @@ def masked(build: Lowering, scores: gs.Tensor, mask: gs.Tensor) -> gs.Tensor:
 
 
 def powers_of(build: Lowering, scores: gs.Tensor, largest: gs.Tensor, least: Any) -> gs.Tensor:
-    """Returns exp(scores - largest); zero for queries that see no key, whose `largest` score is
-    `least`."""
+    """Returns exp(scores - largest), the numerators of a softmax; before opset 25, zeros for a
+    query that sees no key.
+
+    largest  the largest score of each query
+    least    the score of masked keys: a query whose largest score is `least` sees none
+    """
     powers = build.add("Exp", [build.add("Sub", [scores, largest])])
     if build.opset >= _EVEN:
         return powers
@@ -297,12 +336,14 @@ def powers_of(build: Lowering, scores: gs.Tensor, largest: gs.Tensor, least: Any
 
 
 def sees_by_place(attrs: Mapping[str, Any]) -> bool:
-    """True if the keys that a query attends to depend on its position in the sequence."""
+    """True if a query sees only keys at certain positions relative to its own: causal attention, or
+    a window. `attrs` are the attributes of an Attention."""
     return bool(attrs.get("is_causal")) or any(attrs.get(key, -1) >= 0 for key in WINDOW)
 
 
 def default_scale(width: int) -> float:
-    """The factor of scores for a node without `scale`, for keys of this width."""
+    """The factor of the scores if the node has no `scale`: 1/sqrt(width), for keys of this
+    width."""
     return 1 / math.sqrt(width)
 
 

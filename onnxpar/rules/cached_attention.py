@@ -42,10 +42,11 @@ _ROTATED = "its elements are rotated in pairs"
 
 @rule(CACHED, domain=DOMAIN)
 def cached_attention(node: gs.Node) -> Rule:
-    """`b s (k g d), b s (k d), b s (k d), b k p d, b k p d, b, () -> b s (k g d); b k p d; ...`:
-    com.microsoft's GroupQueryAttention with caches of equal length before and after a run. k are
-    the heads of keys, g the query heads that share one, p the positions of the cache. Keys and
-    values may be packed into the query."""
+    """Sharding rule of CachedAttention: `b s (k g d), b s (k d), b s (k d), b k p d, b k p d, b, ()
+    -> b s (k g d); b k p d; ...`. This is com.microsoft's GroupQueryAttention with caches of one
+    length before and after a run, so that their positions p may be split. k are the heads of keys,
+    g the query heads that share one, s the new tokens. Keys and values may be packed into the
+    query."""
     heads, shared = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     cache = tensor_shape(node.inputs[PAST]) or ()
     packed = given(node, 1) is None
@@ -78,8 +79,9 @@ def cached_attention(node: gs.Node) -> Rule:
 
 
 def can_split_cache(node: gs.Node, states: Collection[tuple[str, str]]) -> bool:
-    """True for a GroupQueryAttention whose caches are among `states`, (input, output) pairs, and
-    have the same declared fixed length before and after a run."""
+    """True for a GroupQueryAttention that the op CachedAttention can replace: it has only supported
+    attributes, its caches are among `states`, (input, output) names, and the model declares one
+    fixed length of a cache before and after a run."""
     if node.op != "GroupQueryAttention" or node.domain != CONTRIB:
         return False
     others = {k: v for k, v in node.attrs.items() if k not in _ATTRIBUTES}
@@ -101,14 +103,16 @@ def can_split_cache(node: gs.Node, states: Collection[tuple[str, str]]) -> bool:
 
 
 def _declared_length(tensor: gs.Tensor) -> int | None:
-    """The third size of an output as the model declares it; None if it is open."""
+    """Returns dimension 2 of a graph output, the length of a cache (batch, heads, length, width),
+    as the model declares it; None if it is open or undeclared."""
     type_ = vars(tensor).get("onnx_declared")
     dims = list(type_.tensor_type.shape.dim) if type_ is not None else []
     return dims[2].dim_value or None if len(dims) == 4 else None
 
 
 class _Lowering:
-    """Builds the nodes of one CachedAttention."""
+    """Builds the nodes that a rank runs in place of one CachedAttention whose cache is split by
+    position. `group` is the number of query heads that share a key head."""
 
     def __init__(self, build: Lowering, group: int) -> None:
         self.build = build
@@ -121,7 +125,8 @@ class _Lowering:
         self.packed = given(node, 1) is None
 
     def lower(self) -> None:
-        """Replaces the node."""
+        """Writes the new tokens into the rank's shard of the caches, attends to it, and combines
+        the results of all ranks."""
         build = self.build
         query, key, value = self._heads()
         count = build.add("Gather", [build.add("Shape", [query]), np.array(2, np.int64)])
@@ -140,10 +145,11 @@ class _Lowering:
         self._attend(query, keys, values, self._seen(rows, columns, lengths))
 
     def _seen(self, rows: gs.Tensor, columns: gs.Tensor, lengths: gs.Tensor) -> gs.Tensor:
-        """Returns a mask of the positions in the cache that each query sees, up to its own.
+        """Returns a boolean mask (batch, 1, queries, positions) of the positions in the cache that
+        each query sees: up to its own, and within the sample.
 
         rows     the position of each query
-        columns  the positions that the rank holds
+        columns  the positions in the rank's shard of the cache
         lengths  the number of tokens of each sample
         """
         build = self.build
@@ -151,7 +157,8 @@ class _Lowering:
         return build.add("And", [seen, build.add("Less", [columns, lengths])])
 
     def _heads(self) -> list[gs.Tensor]:
-        """Queries, keys and values of new tokens, (batch, heads, queries, width)."""
+        """Returns queries, keys and values of the new tokens, each as (batch, heads, new tokens,
+        width)."""
         build, width = self.build, self.width
 
         def heads(local: Local, role: int) -> int:
@@ -179,8 +186,9 @@ class _Lowering:
         return heads_of
 
     def _lengths(self) -> gs.Tensor:
-        """The number of tokens of each sample, (batch, 1). A Gather fails if a token would be
-        outside the cache."""
+        """Returns the number of tokens of each sample with the new ones, (batch, 1) int64. If a
+        sample has more than the cache has places, a Gather with an index out of range makes the run
+        fail."""
         build = self.build
         lengths = build.add("Reshape", [build.input(LENGTHS), np.array([-1, 1], np.int64)])
         lengths = build.add("Add", [build.add("Cast", [lengths], to=onnx.TensorProto.INT64), _ONE])
@@ -189,7 +197,8 @@ class _Lowering:
         return build.add("Add", [lengths, build.add("Gather", [_ZERO.reshape(1), at])])
 
     def _rotated(self, x: gs.Tensor, rows: gs.Tensor) -> gs.Tensor:
-        """Queries or keys, rotated by their positions."""
+        """Returns queries or keys `x` after rotary embedding at the positions `rows`, by the tables
+        of cosines and sines that are operands of the node."""
         build = self.build
         cosine, sine = (
             build.add("Unsqueeze", [build.add("Gather", [build.input(i), rows], axis=0)], axes=[1])
@@ -207,9 +216,14 @@ class _Lowering:
     def _written(
         self, operand: int, new: gs.Tensor, rows: gs.Tensor, columns: gs.Tensor
     ) -> gs.Tensor:
-        """Returns the rank's shard of a cache (`operand`) with the new tokens at their positions. A
-        MatMul places them: its left operand has at most one 1 in the row of each position. `rows`
-        are the positions of the new tokens, `columns` those that the rank holds."""
+        """Returns the rank's shard of a cache with the new tokens written at their positions. A
+        MatMul with a 0/1 matrix (positions x new tokens) does that; each row has at most one 1.
+
+        operand  the index of the cache among the node's operands
+        new      the new tokens' keys or values
+        rows     the positions of the new tokens
+        columns  the positions in the rank's shard
+        """
         build = self.build
         is_place = build.add("Equal", [rows, columns])  # batch, 1, queries, positions
         chosen = build.add("Cast", [is_place], to=onnx.helper.np_dtype_to_tensor_dtype(new.dtype))
@@ -222,8 +236,8 @@ class _Lowering:
     def _attend(
         self, query: gs.Tensor, keys: gs.Tensor, values: gs.Tensor, seen: gs.Tensor
     ) -> None:
-        """Attends to the rank's shard of the caches, and combines the results of all ranks. `seen`
-        is the mask of the keys that each query sees."""
+        """Attends to the rank's shard of the caches, combines the results of all ranks, and makes
+        that result 0 of the node. `seen` is a boolean mask of the keys that each query sees."""
         build = self.build
         scale = self.attrs.get("scale") or default_scale(self.width)
         query = widen(build, query)
@@ -264,7 +278,7 @@ class _Lowering:
         return self.build.add("Reshape", [x, self.build.per_rank(shape)])
 
     def _by_head(self, x: gs.Tensor) -> gs.Tensor:
-        """The inverse of `_grouped`."""
+        """The inverse of `_grouped`: [b, key heads, group * s, d] to [b, heads, s, d]."""
 
         def shape(local: Local) -> Any:
             heads = local.size("k") * local.size("g")

@@ -1,4 +1,4 @@
-"""Activations of recurrent cells, as chains of ops."""
+"""Activation functions of recurrent cells (RNN, GRU, LSTM), as chains of ONNX ops."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DEFAULT = {
     "GRU": ("sigmoid", "tanh"),
     "LSTM": ("sigmoid", "tanh", "tanh"),
 }
-"""The default activations of one direction, by op; f, g and h in the letters of the ONNX
-standard."""
+"""The activations of one direction that an op has by default, in the order f, g, h of the ONNX
+standard's equations."""
 _OPS = {
     "relu": "Relu",
     "tanh": "Tanh",
@@ -29,12 +29,14 @@ _WITH_BETA = {"affine", "scaledtanh", "hardsigmoid"}
 _WITH_ALPHA = {*_WITH_BETA, "leakyrelu", "thresholdedrelu", "elu"}
 
 Step = tuple[str, tuple[float, ...], dict[str, float]]
-"""(op, further operands, attributes); the op's first operand is the result of the step before."""
+"""(op, further operands, attributes), as in ("Clip", (-1.0, 1.0), {}); the op's first operand is
+the result of the step before."""
 
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation by its name in lower case. Its operand is clipped to [-clip, clip] first.
+    """An activation function, by its ONNX name in lower case. Its operand is clipped to
+    [-clip, clip] first.
 
     As in onnxruntime, alpha and beta have the defaults of the ONNX op with that name; the defaults
     of ThresholdedRelu, and of functions that are not ONNX ops, are 0.
@@ -46,13 +48,15 @@ class Activation:
     clip: float | None = None
 
     def steps(self) -> list[Step]:
-        """The chain of ops that computes the activation."""
+        """Returns the ops that compute the activation, in order:
+        [("Clip", (-1, 1), {}), ("Tanh", (), {})]."""
         bound: list[Step] = []
         if self.clip is not None:
             bound = [("Clip", (-self.clip, self.clip), {})]
         return [*bound, *self._function()]
 
     def _function(self) -> list[Step]:
+        """The steps of the function itself, without the clip."""
         alpha, beta = self.alpha or 0.0, self.beta or 0.0
         if self.name == "affine":
             return [("Mul", (alpha,), {}), ("Add", (beta,), {})]
@@ -65,8 +69,9 @@ class Activation:
 
 
 def activations_of(node: gs.Node) -> list[list[Activation]]:
-    """The activations of each direction of a node. Its lists of alphas and betas have one entry for
-    each activation that takes an alpha or beta, in order."""
+    """Returns the activations of each direction of an RNN, GRU or LSTM node: a GRU in one direction
+    has [[sigmoid, tanh]]. ONNX lists alphas and betas only for activations that take one, in
+    order."""
     default: Sequence[str] = DEFAULT[node.op]
     directions = 2 if node.attrs.get("direction") == "bidirectional" else 1
     names = [str(n).lower() for n in node.attrs.get("activations", [*default] * directions)]

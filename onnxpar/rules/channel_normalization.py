@@ -25,8 +25,9 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule, whole
 
 @rule("BatchNormalization")
 def batch_normalization(node: gs.Node) -> Rule:
-    """`n c h w, c, c, c, c -> n c h w`. In training, there are two more results `c`, and ranks
-    communicate if a factor other than c is split."""
+    """Sharding rule of BatchNormalization: `n c h w, c, c, c, c -> n c h w`; c are the channels. In
+    training, the two new statistics are further results `c`, and ranks communicate if a factor
+    other than c is split."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     if node.attrs.get("spatial", 1) == 0 or len(dims) < 2:
@@ -52,9 +53,13 @@ def batch_normalization(node: gs.Node) -> Rule:
 def _lower_training(
     node: gs.Node, axes: list[int], factors: list[str], sizes: list[Size]
 ) -> Callable[[Lowering], None]:
-    """Returns a lowering that normalises by the statistics of all shards, and updates the running
-    statistics. `factors` are the dimensions `axes` of operand 0, over which statistics are taken;
-    `sizes` are their global sizes."""
+    """Returns the lowering of a BatchNormalization in training whose batch or space is split: ranks
+    normalise by the mean and variance over all shards, and update the running statistics.
+
+    axes     the dimensions of operand 0 over which statistics are taken: all but the channels
+    factors  the factors of those dimensions
+    sizes    the global sizes of those dimensions
+    """
     momentum = float_attr(node, "momentum", 0.9)
     epsilon = float_attr(node, "epsilon", 1e-5)
 
@@ -79,7 +84,8 @@ def _lower_training(
 
 @rule("InstanceNormalization")
 def instance_normalization(node: gs.Node) -> Rule:
-    """`n c h w, c, c -> n c h w`; if h or w is split, the ranks communicate."""
+    """Sharding rule of InstanceNormalization: `n c h w, c, c -> n c h w`; if h or w is split, the
+    ranks sum over all shards."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)
@@ -102,8 +108,9 @@ def instance_normalization(node: gs.Node) -> Rule:
 
 @rule("GroupNormalization")
 def group_normalization(node: gs.Node) -> Rule:
-    """`n (g c) h w, (g c), (g c) -> n (g c) h w` (before opset 21, `g` for scale and bias); if c, h
-    or w is split, the ranks communicate."""
+    """Sharding rule of GroupNormalization: `n (g c) h w, (g c), (g c) -> n (g c) h w` with g groups
+    of c channels (before opset 21, `g` for scale and bias); if c, h or w is split, the ranks sum
+    over all shards."""
     shape = tensor_shape(node.inputs[0]) or ()
     groups = node.attrs["num_groups"]
     if shape[1] is None:
@@ -147,8 +154,8 @@ def group_normalization(node: gs.Node) -> Rule:
 
 @rule("LRN")
 def local_response_normalization(node: gs.Node) -> Rule:
-    """`n c h w -> n c h w`; if c is split, each rank fetches the neighbouring channels that its
-    windows read."""
+    """Sharding rule of LRN: `n c h w -> n c h w`; if the channels c are split, each rank fetches
+    the neighbouring channels that its windows read."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)

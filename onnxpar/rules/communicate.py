@@ -27,8 +27,9 @@ def communicating(
     sizes: Sequence[Size],
     lower: Callable[[Lowering], None],
 ) -> dict[str, Any]:
-    """Returns the fields of a rule for factors whose split makes ranks communicate inside the op;
-    `lower` then replaces the node. The factors stay whole if one of their `sizes` is unknown."""
+    """Returns the fields of a `Rule` that allow to split these factors although the op needs their
+    whole dimensions: `lower` replaces the node by nodes that communicate. If any of `sizes`, the
+    global sizes of the factors, is unknown, the fields keep all of the factors whole instead."""
     if None in sizes:
         return {"whole": dict.fromkeys(factors, UNKNOWN)}
     over = frozenset(factors)
@@ -46,19 +47,19 @@ def widen(build: Lowering, x: gs.Tensor) -> gs.Tensor:
 
 
 def like(x: gs.Tensor, value: Any) -> np.ndarray[Any, Any]:
-    """`value` as a constant of the element type of `x`."""
+    """`value` as a NumPy constant of the element type of `x`."""
     return np.array(value, dtype_of(x))
 
 
 def has_output(build: Lowering, output: int) -> bool:
-    """True if the node has this result."""
+    """True if the node has result `output`, which may be optional."""
     outputs = build.local.node.outputs
     return output < len(outputs) and bool(outputs[output].name)
 
 
 def finish(build: Lowering, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
-    """Adds the node that computes a result, and a Cast if the result has another type than
-    `inputs[0]`."""
+    """Makes result `output` of the node by `op`; adds a Cast if the result has another type than
+    `inputs[0]`, as after `widen`."""
     dtype = dtype_of(build.local.node.outputs[output])
     if dtype == dtype_of(inputs[0]):
         build.finish(op, inputs, output, **attrs)
@@ -68,15 +69,17 @@ def finish(build: Lowering, op: str, inputs: Sequence[Any], output: int = 0, **a
 
 
 def finish_chain(build: Lowering, x: gs.Tensor, steps: Sequence[tuple[str, Any]]) -> None:
-    """Computes result 0 from `x` by a chain of binary ops, `steps` of (op, second operand)."""
+    """Makes result 0 of the node from `x` by a chain of binary ops: [("Mul", scale), ("Add", bias)]
+    gives x * scale + bias."""
     for op, operand in steps[:-1]:
         x = build.add(op, [x, operand])
     finish(build, steps[-1][0], [x, steps[-1][1]])
 
 
 def total(build: Lowering, x: gs.Tensor, axes: Sequence[int], factors: Sequence[str]) -> gs.Tensor:
-    """The sum of `x` over axes, the dimensions of these factors, across all shards; each axis keeps
-    one element."""
+    """Returns the global sum of `x` over `axes`: of the rank's shard, then all-reduced over the
+    ranks that hold other shards of `factors`, the factors of these dimensions. The axes keep size
+    1."""
     return build.all_reduce(build.add("ReduceSum", [x], axes=[*axes], keepdims=1), factors)
 
 
@@ -87,15 +90,15 @@ def mean(
     factors: Sequence[str],
     sizes: Sequence[Size],
 ) -> gs.Tensor:
-    """The mean of `x` over axes, the dimensions of these factors (of global `sizes`), across all
-    shards."""
+    """Returns the global mean of `x` over `axes`, as `total` the sum; `sizes` are the global sizes
+    of these dimensions."""
     count = number(build, math.prod(s or 0 for s in sizes), dtype_of(x))
     return build.add("Div", [total(build, x, axes, factors), count])
 
 
 def where_held(build: Lowering, x: gs.Tensor, factor: str) -> gs.Tensor:
-    """Returns `x`, but zeros on ranks with an empty shard of the factor: the sums of some kernels
-    over nothing are not zero."""
+    """Returns `x`; on ranks with an empty shard of the factor, zeros in its place, because some
+    kernels do not return zero for a sum over nothing."""
     if not build.local.may_be_empty(factor):
         return x
     size = build.per_rank(lambda local: np.array(local.size(factor), np.int64))
@@ -103,8 +106,9 @@ def where_held(build: Lowering, x: gs.Tensor, factor: str) -> gs.Tensor:
 
 
 def number(build: Lowering, size: int | Callable[[Local], int], dtype: Any) -> gs.Tensor:
-    """Returns a size as a scalar of a dtype: a Cast of an int64 constant, because only int64
-    constants may depend on open sizes."""
+    """Returns a size, or a size that depends on the rank, as a scalar of type `dtype`. It is the
+    Cast of an int64 constant, because only int64 constants may depend on sizes that are open until
+    a run."""
 
     def whole(local: Local) -> Any:
         return np.array(size(local) if callable(size) else size, np.int64)
@@ -120,8 +124,9 @@ def moments(
     factors: Sequence[str],
     sizes: Sequence[Size],
 ) -> tuple[gs.Tensor, gs.Tensor, gs.Tensor]:
-    """The mean over axes, whose `factors` have these global sizes, across all shards; `x` minus the
-    mean; and the variance (of the population, in two passes)."""
+    """Returns (mean, x - mean, variance) over `axes`, across all shards. The variance is a
+    population's (not divided by n - 1), computed in a second pass. `factors` and `sizes` are the
+    factors and global sizes of the dimensions `axes`."""
     middle = mean(build, x, axes, factors, sizes)
     centred = build.add("Sub", [x, middle])
     squares = build.add("Mul", [centred, centred])
@@ -135,8 +140,8 @@ def inverse_root(build: Lowering, variance: gs.Tensor, epsilon: float) -> gs.Ten
 
 
 def global_positions(build: Lowering, index: gs.Tensor, factor: str) -> gs.Tensor:
-    """Returns positions along a factor in the global tensor (int64), from positions in the rank's
-    shard."""
+    """Turns int64 positions in the rank's shard of a factor into positions in the global dimension:
+    if the rank holds [4, 6), 1 becomes 5."""
     if not build.local.is_split(factor):
         return index
     if build.local.is_run(factor):
@@ -156,8 +161,8 @@ def global_positions(build: Lowering, index: gs.Tensor, factor: str) -> gs.Tenso
 
 
 def local_places(local: Local, factor: str, size: int) -> np.ndarray[Any, Any]:
-    """For each global position along a factor of this size, the position in the rank's shard; -1
-    for positions of other ranks."""
+    """Returns for each global position of a factor its position in the rank's shard, or -1 if
+    another rank holds it: a rank with [2, 4) of 5 gets [-1, -1, 0, 1, -1]."""
     held = local.positions(factor)
     table = np.full(size, -1, np.int64)
     table[held] = np.arange(len(held))
@@ -165,10 +170,11 @@ def local_places(local: Local, factor: str, size: int) -> np.ndarray[Any, Any]:
 
 
 def held_positions(build: Lowering, factor: str, axis: int = 0, rank: int = 1) -> gs.Tensor:
-    """The global positions of the rank's shard of a factor (int64), along dimension `axis` of a
-    tensor with `rank` dimensions; all other dimensions have size 1.
+    """Returns the global positions (int64) of the rank's shard of a factor, e.g. [4, 5, 6, 7] on
+    rank 1 of 2. They lie along dimension `axis` of a tensor with `rank` dimensions; all others have
+    size 1.
 
-    The positions of a contiguous shard are a Range, so that the factor's size may be open.
+    For a contiguous shard, the result is a Range, so that the factor's size may be open.
     """
     if build.local.is_run(factor):
 
@@ -183,7 +189,8 @@ def held_positions(build: Lowering, factor: str, axis: int = 0, rank: int = 1) -
 
 
 def own_shard(build: Lowering, x: gs.Tensor, dims: Sequence[str]) -> gs.Tensor:
-    """Cuts the rank's shard out of a whole tensor `x` with the factors `dims`."""
+    """Returns the rank's shard of a tensor `x` that each rank has whole; `dims` names the factor of
+    each dimension."""
     for axis, factor in enumerate(dims):
         if build.local.is_split(factor):
             x = build.add("Gather", [x, held_positions(build, factor)], axis=axis)

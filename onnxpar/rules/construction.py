@@ -1,4 +1,5 @@
-"""Ops that compute a tensor from global sizes and positions."""
+"""Rules of ops that compute a tensor from global sizes and positions: Trilu, EyeLike, OneHot,
+Range."""
 
 from __future__ import annotations
 
@@ -14,18 +15,19 @@ from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
 _COUNTED = ("int32", "int64", "float32", "float64")
-"""Types in which Mul and Add can compute a Range."""
+"""Element types in which onnxruntime's Mul and Add can compute a Range."""
 
 
 def _diagonal(local: Local, row: str, column: str) -> int:
-    """The offset of the global tensor's diagonal from the diagonal of the rank's shard."""
+    """Returns how far the global tensor's main diagonal lies off the main diagonal of the rank's
+    shard, as Trilu's `k`: the first row of the shard minus its first column."""
     return local.interval(row)[0] - local.interval(column)[0]
 
 
 @rule("Trilu")
 def trilu(node: gs.Node) -> Rule:
-    """`b m n, _ -> b m n`; if m or n is split, a rank shifts the diagonal by the position of its
-    shard."""
+    """Sharding rule of Trilu: `b m n, _ -> b m n`; if m or n is split, a rank shifts the diagonal
+    by the position of its shard."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     text = dims_text(dims)
     row, column = dims[-2:]
@@ -52,7 +54,8 @@ rule("Trilu", domain="com.microsoft")(trilu)
 
 @rule("EyeLike")
 def eye_like(node: gs.Node) -> Rule:
-    """`m n -> m n`; a rank shifts the diagonal by the position of its shard."""
+    """Sharding rule of EyeLike: `m n -> m n`; a rank shifts the diagonal by the position of its
+    shard."""
     k = node.attrs.get("k", 0)
     return einsum(
         node,
@@ -64,7 +67,8 @@ def eye_like(node: gs.Node) -> Rule:
 
 @rule("OneHot")
 def one_hot(node: gs.Node) -> Rule:
-    """`a b, _, _ -> a b o`; if o is split, each rank computes its own columns."""
+    """Sharding rule of OneHot: `a b, _, _ -> a b o`; o are the classes. If o is split, each rank
+    compares the indices with its own classes."""
     index = names("i", len(tensor_shape(node.inputs[0]) or ()))
     axis = node.attrs.get("axis", -1) % (len(index) + 1)
     dims = [*index[:axis], "o", *index[axis:]]
@@ -89,8 +93,8 @@ def one_hot(node: gs.Node) -> Rule:
 @rule("Range")
 @rule("Range", domain="com.microsoft")
 def range_(node: gs.Node) -> Rule:
-    """`_, _, _ -> n`: every rank computes the values at its own positions. A missing step, which
-    onnxruntime's own op allows, is 1."""
+    """Sharding rule of Range: `_, _, _ -> n`: every rank computes the values at its own positions.
+    A missing step, which onnxruntime's own op allows, is 1."""
 
     def lower(build: Lowering) -> None:
         dtype = dtype_of(build.local.node.outputs[0])

@@ -16,14 +16,18 @@ from onnxpar.rules.quantization import integer_product
 from onnxpar.rules.rule import FIRST, Rule, einsum, names, rule, whole_rule
 
 _EITHER = (FIRST, frozenset({1}))
+"""For `Rule.linear`: the product is linear in operand 0, and in operand 1."""
 
 
 def product_text(
     a: tuple[Size, ...], b: tuple[Size, ...], out: tuple[Size, ...], left: str, right: str
 ) -> tuple[str, str, str]:
-    """Returns both operands and the result of a product with broadcast batches as text of a rule.
-    `a`, `b` and `out` are their shapes; `left` and `right` are the texts of the last two dimensions
-    of the operands."""
+    """Returns both operands and the result of a matrix product as texts of a rule, e.g. ("b0 m k",
+    "1 k n", "b0 m n"). Batch dimensions broadcast as in NumPy.
+
+    a, b, out    the shapes of operands and result
+    left, right  the last two dimensions of the operands, e.g. "m k" and "n k"
+    """
     batch = names("b", max(len(a), len(b)) - 2)
 
     def dims(shape: tuple[Size, ...], core: str) -> str:
@@ -41,13 +45,15 @@ def product_text(
 
 
 def _product(node: gs.Node, a: int, b: int, left: str = "m k", right: str = "k n") -> Any:
+    """`product_text` for the operands with the indices `a` and `b`."""
     shapes = [tensor_shape(t) or () for t in (node.inputs[a], node.inputs[b], node.outputs[0])]
     return product_text(shapes[0], shapes[1], shapes[2], left, right)
 
 
 @rule("MatMul")
 def matmul(node: gs.Node) -> Rule:
-    """`b m k, b k n -> b m n` with broadcast batches; vectors as in NumPy."""
+    """Sharding rule of MatMul: `b m k, b k n -> b m n` with broadcast batches; vectors as in NumPy.
+    A split k gives partial sums."""
     left, right, out = _product(node, 0, 1)
     nonempty = _fused_factors(node, right)
     dtype = dtype_of(node.inputs[0])
@@ -57,9 +63,10 @@ def matmul(node: gs.Node) -> Rule:
 
 
 def _fused_factors(node: gs.Node, right: str) -> frozenset[str]:
-    """Returns the factors of the right operand, `right`, whose shards must not be empty, because
-    onnxruntime fuses the product with the DequantizeLinear of an operand: a fused product returns
-    uninitialized memory for a sum over nothing, and does not load a weight without elements."""
+    """Returns the factors whose shards must not be empty, because onnxruntime fuses the product
+    with the DequantizeLinear of an operand. A fused product returns uninitialized memory for a sum
+    over nothing, and does not load a weight without elements. `right` is the right operand, e.g.
+    "k n"."""
     sources = [dequantized(t) for t in node.inputs[:2]]
     is_stored = any(isinstance(source, gs.Constant) for source in sources)
     fused = "kn" if is_stored else "k" if any(sources) else ""
@@ -67,7 +74,8 @@ def _fused_factors(node: gs.Node, right: str) -> frozenset[str]:
 
 
 def dequantized(tensor: gs.Tensor) -> gs.Tensor | None:
-    """The quantized tensor behind an operand, through DequantizeLinear and Transpose; else None."""
+    """Returns the quantized tensor from which DequantizeLinear, perhaps with Transposes, computes
+    `tensor`; None if `tensor` is not computed in this way."""
     while tensor.inputs and tensor.inputs[0].op in ("Transpose", "DequantizeLinear"):
         node = tensor.inputs[0]
         tensor = node.inputs[0]
@@ -78,7 +86,8 @@ def dequantized(tensor: gs.Tensor) -> gs.Tensor | None:
 
 @rule("Gemm")
 def gemm(node: gs.Node) -> Rule:
-    """`m k, k n, n -> m n`; if k is split, only one rank adds the bias."""
+    """Sharding rule of Gemm: `m k, k n, n -> m n`; if k is split, results are partial sums, and
+    only one rank adds the bias."""
     a = "k m" if node.attrs.get("transA") else "m k"
     b = "n k" if node.attrs.get("transB") else "k n"
     fused = _fused_factors(node, b)
@@ -98,8 +107,8 @@ def gemm(node: gs.Node) -> Rule:
 
 @rule("MatMulInteger")
 def matmul_integer(node: gs.Node) -> Rule:
-    """`m k, k n, m, n -> m n`; every rank subtracts the zero points (operands 2 and 3) before its
-    product."""
+    """Sharding rule of MatMulInteger: `m k, k n, m, n -> m n`; every rank subtracts the zero points
+    (operands 2 and 3) before its product."""
     points = [given(node, i) for i in (2, 3)]
     if not _are_rows(points[:1], node.inputs[0], -2) or not _are_rows(points[1:], node.inputs[1]):
         return whole_rule(
@@ -113,8 +122,9 @@ def matmul_integer(node: gs.Node) -> Rule:
 
 @rule("QLinearMatMul")
 def qlinear_matmul(node: gs.Node) -> Rule:
-    """`m k, m, m, k n, n, n, _, _ -> m n`; if k is split, the ranks add their 32-bit sums before
-    they scale them."""
+    """Sharding rule of QLinearMatMul: `m k, m, m, k n, n, n, _, _ -> m n`, with scales and zero
+    points behind each operand; if k is split, the ranks add their 32-bit sums before they scale
+    them."""
     are_columns = _are_rows(node.inputs[4:6], node.inputs[3])
     if not are_columns or not _are_rows(node.inputs[1:3], node.inputs[0], -2):
         return whole_rule(node, "its scales are neither one for all nor one for each row or column")
@@ -127,7 +137,7 @@ def qlinear_matmul(node: gs.Node) -> Rule:
 
 def _are_rows(points: Sequence[gs.Tensor | None], matrix: gs.Tensor, dim: int = -1) -> bool:
     """True if each zero point or scale of a matrix is absent, has one element, or has one for each
-    column, or for each row if `dim` is -2."""
+    column (for each row if `dim` is -2)."""
     shapes = [() if point is None else tensor_shape(point) for point in points]
     of_matrix = tensor_shape(matrix) or ()
     size = of_matrix[dim] if len(of_matrix) >= -dim else 1
@@ -139,6 +149,8 @@ def _are_rows(points: Sequence[gs.Tensor | None], matrix: gs.Tensor, dim: int = 
 
 
 def _row(tensor: gs.Tensor | None, dim: str) -> str:
+    """Returns the dimensions of a zero point or scale as text of a rule: `dim`, or "1" where it has
+    one element; `_` if absent."""
     if tensor is None:
         return "_"
     return dims_text("1" if s == 1 else dim for s in tensor_shape(tensor) or ())
@@ -146,7 +158,8 @@ def _row(tensor: gs.Tensor | None, dim: str) -> str:
 
 @rule("Einsum")
 def einsum_op(node: gs.Node) -> Rule:
-    """The equation of the op as a rule: `bij,bjk->bik` is `b i j, b j k -> b i k`."""
+    """Sharding rule of Einsum: the op's own equation is the rule, so `bij,bjk->bik` becomes
+    `b i j, b j k -> b i k`. An operand with a repeated index, as `ii->i`, keeps the node whole."""
     shapes = [tensor_shape(t) or () for t in node.inputs]
     ranks = [len(shape) for shape in shapes]
     terms, out = einsum_dims(str(node.attrs["equation"]), ranks, partial(names, "e"))

@@ -34,10 +34,13 @@ def _stated(
     whole: Mapping[str, str],
     **fields: Any,
 ) -> Rule:
-    """Returns the rule with these operands and results: the text of each, by index. Dimensions of
-    one element are broadcast, except in texts with products or segments. The node stays whole if a
-    tensor's number of dimensions differs from its text. `whole` has factors that stay whole, with
-    the reason."""
+    """Returns the rule with these dimensions of operands and results; if a tensor has another
+    number of dimensions, a rule that keeps the node whole.
+
+    operands, results  index of a tensor to its dimensions, e.g. {0: "b s (n d)"}; dimensions of
+                       size 1 are broadcast, except in texts with ( or +
+    whole              factors that must not be split, with the reason
+    """
 
     def text(tensor: gs.Tensor, dims: str | None) -> str:
         if not tensor.name or dims is None:
@@ -61,16 +64,16 @@ def _stated(
 
 
 def _bias(node: gs.Node, index: int, heads: str) -> str:
-    """Returns the dimensions of operand `index`, which is added to scores, as text of a rule;
-    dimensions of size 1 are broadcast. `heads` is the factor of the heads."""
+    """Returns the dimensions of operand `index`, which is added to the scores, as text of a rule,
+    e.g. "1 n s t"; dimensions of size 1 are broadcast. `heads` is the factor of the heads."""
     shape = _shape(node, index)
     names = ["b", heads, "s", "t"][4 - len(shape) :]
     return dims_text("1" if s == 1 else d for d, s in zip(names, shape, strict=True))
 
 
 def _key_mask(shape: tuple[Size, ...], batch: Size) -> str | None:
-    """The dimensions of a padding mask, as rule text; None for a vector of positions in the whole
-    batch."""
+    """Returns the dimensions of a padding mask as text of a rule, e.g. "b t"; None for a vector of
+    positions in the whole batch."""
     if len(shape) == 1:
         return "b" if shape[0] == batch else None
     return {2: "b t", 3: "b s t", 4: "b 1 m w"}[len(shape)]
@@ -78,9 +81,11 @@ def _key_mask(shape: tuple[Size, ...], batch: Size) -> str | None:
 
 @rule("Attention QAttention", domain=DOMAIN)
 def attention(node: gs.Node) -> Rule:
-    """`b s h, h (n d) + (n d) + (n e), (n d) + (n d) + (n e) -> b s (n e)`: input, weight and bias
-    of queries, keys and values; n are the heads. d must stay whole. If h is split, the ranks add
-    their projections; if s is split, they gather keys and values."""
+    """Sharding rule of Attention, QAttention:
+    `b s h, h (n d) + (n d) + (n e), (n d) + (n d) + (n e) -> b s (n e)`: input, weight and bias; in
+    the latter, the columns of queries, keys and values follow each other. n are the heads. d must
+    stay whole. If h is split, the ranks add their projections; if s is split, they gather keys and
+    values."""
     at = OPERANDS[node.op]
     image, weight, out = _shape(node, 0), _shape(node, 1), tensor_shape(node.outputs[0]) or ()
     heads = node.attrs["num_heads"]
@@ -124,9 +129,10 @@ def attention(node: gs.Node) -> Rule:
 
 @rule("MultiHeadAttention", domain=DOMAIN)
 def multi_head_attention(node: gs.Node) -> Rule:
-    """`b s (n d), b t (n d), b t (n e), (n d) + (n d) + (n e) -> b s (n e)`: d must stay whole, and
-    with a cache e and t, too. If keys t are split, the ranks exchange the largest score and the sum
-    of exponentials of each row."""
+    """Sharding rule of MultiHeadAttention:
+    `b s (n d), b t (n d), b t (n e), (n d) + (n d) + (n e) -> b s (n e)`: d must stay whole; with a
+    cache, so must e and t. If the keys t are split, the ranks exchange the largest score and the
+    sum of exponentials of each row."""
     query, key, value = (_shape(node, i) for i in range(3))
     out, heads = tensor_shape(node.outputs[0]) or (), node.attrs["num_heads"]
     if None in (*query, *key, *value, *out) or any(given(node, i) for i in (8, 9)):
@@ -163,11 +169,11 @@ def multi_head_attention(node: gs.Node) -> Rule:
 
 @rule("DecoderMaskedMultiHeadAttention", domain=DOMAIN)
 def decoder_masked_attention(node: gs.Node) -> Rule:
-    """`b 1 (n d), b 1 (n d), b 1 (n e), b u, b n 1 u, b n p d, b n p e -> b 1 (n e)`, for one
-    token.
+    """Sharding rule of DecoderMaskedMultiHeadAttention: `b 1 (n d), b 1 (n d), b 1 (n e), b u, b n
+    1 u, b n p d, b n p e -> b 1 (n e)`, for one new token, with n heads and a cache of p tokens.
 
-    Keys may come from an encoder, `b n t d`. In beam search, b must stay whole, because beams
-    refer to rows of the whole batch.
+    Keys may come from an encoder, `b n t d`. In beam search, b must stay whole, because beams refer
+    to rows of the whole batch.
     """
     query, key, value = (_shape(node, i) for i in range(3))
     out, heads = tensor_shape(node.outputs[0]) or (), node.attrs["num_heads"]
@@ -191,10 +197,11 @@ def decoder_masked_attention(node: gs.Node) -> Rule:
 
 @rule("GroupQueryAttention", domain=DOMAIN)
 def group_query_attention(node: gs.Node) -> Rule:
-    """`b s (k g d), b t (k d), b t (k d), b k p d, b k p d, b -> b s (k g d) ; b k u d ; b k u d`.
+    """Sharding rule of GroupQueryAttention: `b s (k g d), b t (k d), b t (k d), b k p d, b k p d, b
+    -> b s (k g d) ; b k u d ; b k u d`.
 
-    k are the heads of keys and values; g are the query heads that share a key head. Keys and
-    values may be packed into the query.
+    k are the heads of keys and values; g are the query heads that share a key head; p and u are the
+    lengths of the cache before and after a run. Keys and values may be packed into the query.
     """
     heads, shared = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     query, out = _shape(node, 0), tensor_shape(node.outputs[0]) or ()
@@ -221,8 +228,9 @@ def group_query_attention(node: gs.Node) -> Rule:
 
 @rule("RotaryEmbedding", domain=DOMAIN)
 def rotary_embedding(node: gs.Node) -> Rule:
-    """`b s (h d), b s, m r, m r -> b s (h d)`, or with `b h s d`. A single position id is the
-    position of the first token, from which the kernel counts on, so s must stay whole."""
+    """Sharding rule of RotaryEmbedding: `b s (h d), b s, m r, m r -> b s (h d)`, or with `b h s d`.
+    If there is a single position id, it is the position of the first token, and the kernel counts
+    on from there, so s must stay whole."""
     shape, cache = _shape(node, 0), _shape(node, 2)
     flat = len(shape) == 3
     if shape[-1] is None or cache[-1] is None or node.attrs.get("is_packed_batching"):

@@ -1,5 +1,5 @@
-"""MultiHeadAttention of onnxruntime in primitive ops, for shards of its keys, and in causal
-attention, of its queries."""
+"""onnxruntime's MultiHeadAttention, replaced by nodes of ONNX ops: where its keys are split, or, in
+causal attention, its queries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _BIAS, _MASK, _ADDED = 3, 4, 5
 
 @dataclass(frozen=True)
 class HeadsLowering:
-    """Lowers a MultiHeadAttention without a cache.
+    """Replaces a MultiHeadAttention without a cache whose keys, or in causal attention also
+    queries, are split.
 
     scale      factor of the scores
     filter     number that is added to the scores of masked keys
@@ -36,7 +37,8 @@ class HeadsLowering:
     queries: int
 
     def lower(self, build: Lowering) -> None:
-        """Attends to the rank's keys, and combines the results of all ranks."""
+        """Attends to the rank's keys, and combines the results of all ranks by all-reduces of the
+        largest score and of the sums."""
         query, key, value = self._heads(build)
         scores = self._scores(build, query, key)
         largest = build.add("ReduceMax", [scores], axes=[3], keepdims=1)
@@ -56,8 +58,8 @@ class HeadsLowering:
                 finish(build, "Identity", [x], i)
 
     def _heads(self, build: Lowering) -> list[gs.Tensor]:
-        """The query, the keys and the values, with their biases, as (batch, heads, sequence,
-        width)."""
+        """Returns the queries, keys and values, with their biases added, each as (batch, heads,
+        sequence, width)."""
         node = build.local.node
         parts = [widen(build, build.input(i)) for i in range(3)]
         if given(node, _BIAS) is not None:
@@ -81,7 +83,8 @@ class HeadsLowering:
         return build.add("Transpose", [build.add("Reshape", [x, shape])], perm=[0, 2, 1, 3])
 
     def _scores(self, build: Lowering, query: gs.Tensor, key: gs.Tensor) -> gs.Tensor:
-        """The masked scores of the rank's keys, (batch, heads, queries, keys)."""
+        """Returns the scores of the rank's keys with biases and masks, (batch, heads, queries,
+        keys)."""
         node = build.local.node
         query = build.add("Mul", [query, like(query, self.scale)])
         key = build.add("Transpose", [key], perm=[0, 1, 3, 2])
@@ -102,7 +105,9 @@ class HeadsLowering:
         return scores
 
     def _shown(self, build: Lowering) -> gs.Tensor:
-        """A boolean mask of the keys that the mask operand shows; broadcasts to the scores."""
+        """Returns a boolean mask of the keys that the mask operand shows, which broadcasts to the
+        scores. The operand holds the number of keys of each sample, or a nonzero number for each
+        key to show."""
         mask = build.input(_MASK)
         rank = len(tensor_shape(build.local.node.inputs[_MASK]) or ())
         zero = like(mask, 0)
@@ -114,9 +119,9 @@ class HeadsLowering:
 
 
 def split_keys(node: gs.Node, width: int) -> dict[str, Any]:
-    """The fields of a rule of MultiHeadAttention that allow to split the keys t; empty if the node
-    has a cache, returns scores, or has a mask or bias without a lowering. `width` is the width of a
-    query head."""
+    """Returns the fields of a MultiHeadAttention's rule with which its keys t may be split; an
+    empty dict if the node has a cache, returns scores, or has a mask or bias without a lowering.
+    `width` is the width of a query head."""
     mask = tensor_shape(node.inputs[_MASK]) if given(node, _MASK) is not None else ()
     packed = len(tensor_shape(node.inputs[1]) or ()) != 3 and given(node, _BIAS) is not None
     if any(given(node, i) is not None for i in (6, 7)) or len(mask or ()) == 4 or packed:

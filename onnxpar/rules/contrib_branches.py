@@ -22,8 +22,9 @@ def _rank(tensor: gs.Tensor) -> int:
 
 @rule("MatMulBnb4", domain=DOMAIN)
 def packed_product(node: gs.Node) -> Rule:
-    """`m0 k, (n w), (n z) -> m0 n`: the weight is a vector with w bytes for each column n, which
-    has z scales. A weight whose blocks continue from one column to the next stays whole."""
+    """Sharding rule of MatMulBnb4: `m0 k, (n w), (n z) -> m0 n`: the weight is a vector with w
+    bytes for each column n, which has z scales. A weight whose blocks continue from one column to
+    the next stays whole."""
     rank = _rank(node.inputs[0])
     if rank < 2 or node.attrs.get("training_mode"):
         return whole_rule(node, "a single row")
@@ -48,7 +49,8 @@ def packed_product(node: gs.Node) -> Rule:
 
 @rule("HyperConnectionPreMix", domain=DOMAIN)
 def pre_mix(node: gs.Node) -> Rule:
-    """`d0 c h, d0 c -> d0 h {sum: c}`."""
+    """Sharding rule of HyperConnectionPreMix: `d0 c h, d0 c -> d0 h {sum: c}`: the sum of c
+    branches of h features, weighted by gates."""
     x, gates = node.inputs
     rank = _rank(node.outputs[0])
     sizes = _branches(node, x, rank)
@@ -63,7 +65,9 @@ def pre_mix(node: gs.Node) -> Rule:
 
 @rule("HyperConnectionPostMix", domain=DOMAIN)
 def post_mix(node: gs.Node) -> Rule:
-    """`d0 c h, d0 h, d0 c -> d0 c h`; branches that a matrix mixes stay whole."""
+    """Sharding rule of HyperConnectionPostMix: `d0 c h, d0 h, d0 c -> d0 c h`: adds a block's
+    result to each of c branches, weighted by gates. If the node has a matrix that mixes the
+    branches, c stays whole."""
     x, block, gates = node.inputs[:3]
     rank = _rank(block)
     sizes = _branches(node, x, rank)
@@ -81,8 +85,8 @@ def post_mix(node: gs.Node) -> Rule:
 
 
 def _branches(node: gs.Node, x: gs.Tensor, rank: int) -> dict[str, int] | None:
-    """The numbers of branches c and of features h; None if they are unknown. `rank` is the number
-    of dimensions of a tensor without branches."""
+    """Returns the sizes of c, the branches, and of h, the features of each; None if they are
+    unknown. `rank` is the number of dimensions of a tensor without branches."""
     shape = tensor_shape(x) or ()
     if len(shape) == rank + 1 and None not in shape[-2:]:
         return {"c": int(shape[-2] or 0), "h": int(shape[-1] or 0)}
@@ -93,14 +97,18 @@ def _branches(node: gs.Node, x: gs.Tensor, rank: int) -> dict[str, int] | None:
 
 
 def _own_branches(node: gs.Node) -> dict[str | int, Callable[[Local], Any]]:
-    """The number of branches of the rank's shard, if the node has that attribute."""
+    """The attribute `num_branches` of the rank's node, by the size of the rank's shard; empty if
+    the node does not have the attribute."""
     return {"num_branches": lambda local: local.size("c")} if "num_branches" in node.attrs else {}
 
 
 def _gates(gates: gs.Tensor, rank: int, sizes: dict[str, int]) -> str:
-    """Returns the dimensions of the operand `gates` behind the leading ones, as text of a rule.
-    `rank` is the number of dimensions of a tensor without branches; `sizes` are those of branches
-    and features."""
+    """Returns the last dimensions of the operand `gates` as text of a rule: a gate for each branch
+    ("c"), or for each branch and feature.
+
+    rank   the number of dimensions of a tensor without branches
+    sizes  the sizes of c and h, from `_branches`
+    """
     shape = tensor_shape(gates) or ()
     if len(shape) == rank + 1:
         return "c 1" if shape[-1] == 1 else "c h"
@@ -109,7 +117,8 @@ def _gates(gates: gs.Tensor, rank: int, sizes: dict[str, int]) -> str:
 
 @rule("MRotaryEmbedding", domain=DOMAIN)
 def multimodal_rotary(node: gs.Node) -> Rule:
-    """`b s h, _ b s, _, _ -> b s h`; `b n s h` if heads are a dimension, which may be split."""
+    """Sharding rule of MRotaryEmbedding: `b s h, z b s, _, _ -> b s h`; `b n s h` if heads are a
+    dimension, which may be split. z are the three positions of a token; z and h stay whole."""
     if node.attrs.get("is_packed_batching"):
         return whole_rule(node, "sequences follow each other in one row")
     x = "b n s h" if _rank(node.inputs[0]) == 4 else "b s h"
@@ -119,7 +128,8 @@ def multimodal_rotary(node: gs.Node) -> Rule:
 
 @rule("NGramHashMapping", domain=DOMAIN)
 def ngram_hash(node: gs.Node) -> Rule:
-    """`b s, _, _, b p -> b s o; b p`; s stays whole."""
+    """Sharding rule of NGramHashMapping: `b s, _, _, b p -> b s o; b p`; only the batch may be
+    split, because each window of tokens reaches back over s, and into the state p."""
     operands = given_specs(["b s", "_", "_", "b p", "_", "_", "b s"], node.inputs)
     results = given_specs(["b s o", "b p"], node.outputs)
     used = " ".join([*operands, *results]).split()

@@ -20,14 +20,15 @@ _ROUNDED = "it rounds shares of a sum of floats, which another order of the sum 
 @rule("QLinearAdd QLinearMul QLinearSigmoid QLinearLeakyRelu QLinearWhere", domain=DOMAIN)
 @rule("MurmurHash3 SampleOp", domain=DOMAIN)
 def elementwise(node: gs.Node) -> Rule:
-    """`d0 d1, d1 -> d0 d1`: operands such as biases, scales and zero points are broadcast."""
+    """Sharding rule of onnxruntime's elementwise ops: `d0 d1, d1 -> d0 d1`; operands such as
+    biases, scales and zero points are broadcast."""
     return broadcast(node)
 
 
 @rule("QLinearConcat", domain=DOMAIN)
 def quantized_concat(node: gs.Node) -> Rule:
-    """`_, _, a d, _, _, b d, _, _ -> (a + b) d`: a Concat of segments with a scale and a zero point
-    each."""
+    """Sharding rule of QLinearConcat: `_, _, a d, _, _, b d, _, _ -> (a + b) d`: each concatenated
+    tensor is followed by its scale and zero point."""
     out = tensor_shape(node.outputs[0]) or ()
     axis = node.attrs["axis"] % len(out)
     dims: list[Expr] = [Var(f"d{i}") for i in range(len(out))]
@@ -45,9 +46,10 @@ def quantized_concat(node: gs.Node) -> Rule:
 
 @rule("QLinearSoftmax", domain=DOMAIN)
 def quantized_softmax(node: gs.Node) -> Rule:
-    """`d0 d1, _ -> d0 d1`; the op's axis (before opset 13: all dimensions from the axis on) must
-    stay whole, because the kernel rounds shares of a sum of floats to integers: another order of
-    the sum may round a tie differently. Gathering the bytes of the operand is cheap."""
+    """Sharding rule of QLinearSoftmax: `d0 d1, _ -> d0 d1`; the op's axis (before opset 13: all
+    dimensions from the axis on) must stay whole, because the kernel rounds shares of a sum of
+    floats to integers: another order of the sum may round a tie differently. Gathering the bytes of
+    the operand is cheap."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     axis = node.attrs.get("axis", -1) % len(dims)
     normalised = dims[axis : axis + 1] if node.attrs["opset"] >= 13 else dims[axis:]
@@ -55,8 +57,8 @@ def quantized_softmax(node: gs.Node) -> Rule:
 
 
 def _over(node: gs.Node, dims: list[str], whole: list[str], why: str = _ROW) -> Rule:
-    """Returns the rule of an op that may split operand 0 along all its dimensions, `dims`, except
-    `whole`, which stay whole for the reason `why`."""
+    """Returns the rule of an op whose result has the dimensions `dims` of operand 0; of these,
+    `whole` must not be split, for the reason `why`."""
     rest = ", _" * (len(node.inputs) - 1)
     text = dims_text(dims)
     return einsum(node, f"{text}{rest} -> {text}", whole=dict.fromkeys(whole, why))
@@ -64,7 +66,7 @@ def _over(node: gs.Node, dims: list[str], whole: list[str], why: str = _ROW) -> 
 
 @rule("Inverse", domain=DOMAIN)
 def matrices(node: gs.Node) -> Rule:
-    """`b m n, _ -> b m n`; m and n must stay whole."""
+    """Sharding rule of Inverse: `b m n, _ -> b m n`; m and n, the matrix, must stay whole."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     return _over(node, dims, dims[-2:])
 
@@ -74,7 +76,8 @@ rule("GatherND", domain=DOMAIN)(gather_nd)
 
 @rule("CDist", domain=DOMAIN)
 def distances(node: gs.Node) -> Rule:
-    """`m k, n k -> m n`: a sum of squares over k; ranks add their sums before a square root."""
+    """Sharding rule of CDist, distances between rows: `m k, n k -> m n`: sums of squares over k; if
+    k is split, ranks add their sums before the square root."""
 
     def lower(build: Lowering) -> None:
         result, shape = node.outputs[0], build.local.output_shape(0)
@@ -91,13 +94,14 @@ def distances(node: gs.Node) -> Rule:
 
 @rule("NGramRepeatBlock", domain=DOMAIN)
 def repeated_ngrams(node: gs.Node) -> Rule:
-    """`b s, b v -> b v`: only b may be split."""
+    """Sharding rule of NGramRepeatBlock: `b s, b v -> b v`: only the batch b may be split."""
     return einsum(node, "b s, b v -> b v", whole=dict.fromkeys("sv", _ROW))
 
 
 @rule("ExpandDims", domain=DOMAIN)
 def expand_dims(node: gs.Node) -> Rule:
-    """`a b, _ -> a 1 b`."""
+    """Sharding rule of ExpandDims: `a b, _ -> a 1 b`; a constant says where the new dimension
+    stands."""
     axis = constant(node.inputs[1])
     if axis is None:
         return whole_rule(node, "a data-dependent axis")

@@ -1,4 +1,5 @@
-"""onnxruntime's own embeddings: look up words, positions and segments, and normalize their sum."""
+"""onnxruntime's EmbedLayerNormalization, also quantized: adds the embeddings of words, positions
+and segments, and normalizes the sum."""
 
 from __future__ import annotations
 
@@ -29,8 +30,13 @@ _LEAST_EPSILON = 1e-12
 
 @dataclass(frozen=True)
 class _Operands:
-    """The indices of operands that differ between the two ops. `scales` and `points` are the scales
-    and zero points of words, positions, segments, gamma and beta; empty for the float op."""
+    """The indices of operands that differ between the float op and the quantized op.
+
+    places  the position ids; 0: the op has no such operand
+    scales  the scales of the tables of words, positions and segments, of gamma and of beta; empty
+            for the float op
+    points  the zero points, in the same order
+    """
 
     places: int = 0
     scales: tuple[int, ...] = ()
@@ -47,9 +53,11 @@ _TABLES = {"v": 2, "p": 3, "t": 4}
 
 @rule("EmbedLayerNormalization QEmbedLayerNormalization", domain=DOMAIN)
 def embedding(node: gs.Node) -> Rule:
-    """`b s, b s, v h, p h, t h, h, h, b s, b s -> b s h ; b ; b s h`. If rows of a table are split,
-    each rank looks up its rows, and an all-reduce adds the results; if h is split, ranks add the
-    sums of the normalization."""
+    """Sharding rule of EmbedLayerNormalization:
+    `b s, b s, v h, p h, t h, h, h, b s, b s -> b s h ; b ; b s h`: ids of words and of segments,
+    tables of v words, p positions and t segments, gamma, beta, mask, positions. If rows of a table
+    are split, each rank looks up its rows, and an all-reduce adds the results; if h is split, ranks
+    add the sums of the normalization."""
     form = _FORMS[node.op]
     specs = ["b s", "b s", "v h", "p h", "t h", "h", "h", "b s"]
     if form.places:
@@ -73,18 +81,20 @@ def embedding(node: gs.Node) -> Rule:
 
 
 def _shape(node: gs.Node, index: int) -> tuple[Any, ...]:
+    """The shape of an operand; () without that operand."""
     tensor = given(node, index)
     return () if tensor is None else tensor_shape(tensor) or ()
 
 
 class _Embedding:
-    """Builds a rank's nodes of an embedding."""
+    """Builds the nodes that a rank runs in place of one embedding node."""
 
     def __init__(self, build: Lowering, form: _Operands) -> None:
         self.build, self.form, self.node = build, form, build.local.node
 
     def lower(self) -> None:
-        """Adds the three lookups, normalizes the sum, and counts the words of each row."""
+        """Adds the three lookups (words, segments, positions), normalizes their sum, and counts the
+        words of each row."""
         build, node = self.build, self.node
         x = self._rows("v", build.input(0))
         if given(node, 1) is not None:
@@ -103,8 +113,8 @@ class _Embedding:
             self._count_words()
 
     def _number(self, index: int, at: int, x: gs.Tensor | None = None) -> gs.Tensor:
-        """Operand `index` (or `x`, with the same scale) as float32; `at` is the index of its scale
-        in `scales`."""
+        """Returns operand `index` dequantized to float32; if `x` is not None, `x`, which has that
+        operand's scale. `at` is the index of its scale in `_Operands.scales`."""
         build, form = self.build, self.form
         x = build.input(index) if x is None else x
         if not form.scales:
@@ -116,8 +126,9 @@ class _Embedding:
         return build.add("Mul", [build.add("Sub", [x, point]), build.input(form.scales[at])])
 
     def _rows(self, factor: str, ids: gs.Tensor) -> gs.Tensor:
-        """Looks up `ids` in the table whose rows are this factor; ranks exchange rows if the table
-        is split. The kernel refuses an id outside the table: the id stays outside the shard."""
+        """Looks up `ids` in the table whose rows are `factor` ("v", "p" or "t"). If the rows are
+        split, each rank looks up the ids in its shard, and an all-reduce adds the results. An id
+        outside the whole table stays out of range, so that the kernel refuses it as before."""
         build, index = self.build, _TABLES[factor]
         at = list(_TABLES).index(factor)
         if not build.local.is_split(factor):
@@ -142,13 +153,14 @@ class _Embedding:
         )
 
     def _between(self, ids: gs.Tensor, end: gs.Tensor) -> gs.Tensor:
-        """A mask that is True for ids in [0, end)."""
+        """Returns a boolean mask: True for ids in [0, end)."""
         build = self.build
         above = build.add("Not", [build.add("Less", [ids, like(ids, 0)])])
         return build.add("And", [above, build.add("Less", [ids, end])])
 
     def _count_words(self) -> None:
-        """Computes result 1: the number of ones in each row of the mask; zeros without a mask."""
+        """Makes result 1 of the node: the number of ones in each row of the mask; zeros without a
+        mask."""
         build = self.build
         mask = given(self.node, _MASK)
         ids = build.input(_MASK if mask is not None else 0)

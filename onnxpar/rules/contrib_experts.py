@@ -1,5 +1,5 @@
-"""onnxruntime's own mixtures of experts, MoE and QMoE. The op chooses among its experts; on a rank
-with some of the experts, nodes before the op make the choice among all experts."""
+"""onnxruntime's mixtures of experts, MoE and QMoE. The op sends each token to its best experts. On
+a rank with some of the experts, nodes before the op compare the scores of all experts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from onnxpar.rules.rule import Rule, einsum, given_specs, rule
 
 _ROUTER_WEIGHTS = 14
 EXPERT_WEIGHTS = {"MoE": (2, 4, 6), "QMoE": (2, 5, 8)}
-"""The operands with the experts' matrices."""
+"""The indices of the operands with the experts' matrices, by op."""
 _SECOND_BIAS = {"MoE": 5, "QMoE": 7}
-"""The operand with the bias of the experts' second product."""
+"""The index of the operand with the bias of the experts' second product, by op."""
 _FUSED = {0: "f", 1: "(f z)", 2: "(z f)"}
-"""Rows of the first weight, by `swiglu_fusion`; z is the pair of a gate and its value."""
+"""The rows of an expert's first weight as text of a rule, by the attribute `swiglu_fusion`; z is
+the pair of a gate and its value."""
 _CHOSEN = "experts are chosen by all scores"
 _GATED = "it holds a gate and its value"
 _PACKED = "its elements share scales, or bytes of weights or of zero points"
@@ -34,8 +35,9 @@ _OLD = "its weights have an old layout"
 
 @rule("MoE", domain=DOMAIN)
 def experts(node: gs.Node) -> Rule:
-    """`t h, t r, e f h, e f, e h f, e h, e f h, e f -> t h`: tokens t may be split; if experts e or
-    columns f are split, the result is a partial sum."""
+    """Sharding rule of MoE: `t h, t r, e f h, e f, e h f, e h, e f h, e f -> t h`: tokens t, router
+    scores of r experts, weights of e experts with f inner columns. Tokens may be split; if e or f
+    is split, the result is a partial sum."""
     second = tensor_shape(node.inputs[4]) or ()
     if second[1] != _hidden(node):
         return _rule(node, *_stacks(node, range(2, 8), _OLD))
@@ -46,8 +48,9 @@ def experts(node: gs.Node) -> Rule:
 
 @rule("QMoE", domain=DOMAIN)
 def quantized_experts(node: gs.Node) -> Rule:
-    """`t h, t r, e (f i) _, ... -> t h`: like MoE, where i columns of an expert share a scale or a
-    byte. If weights are not integers, only tokens may be split."""
+    """Sharding rule of QMoE: `t h, t r, e (f i) _, ... -> t h`: like MoE, where i inner columns of
+    an expert share a scale or a byte, so that they stay together. If weights are not integers, only
+    tokens may be split."""
     if node.attrs.get("quant_type", "int") != "int":
         return _rule(node, ["_"] * 12, {}, {})
     block, fusion = node.attrs.get("block_size", 0), node.attrs.get("swiglu_fusion", 0)
@@ -75,14 +78,19 @@ def quantized_experts(node: gs.Node) -> Rule:
 
 
 def _bits(node: gs.Node) -> list[int]:
-    """Bits of the elements of the three weights."""
+    """Returns the number of bits of an element of each of the three weights."""
     every = node.attrs.get("expert_weight_bits", 4)
     return [node.attrs.get(f"fc{i}_expert_weight_bits", every) for i in (1, 2, 3)]
 
 
 def _unit(node: gs.Node, block: int, bits: Sequence[int]) -> int:
-    """The number of an expert's inner columns that stay together. With zero points, these are two
-    blocks or more: the kernel reads the zero points of a single block in another layout."""
+    """Returns how many inner columns of an expert must stay together, because they share a scale,
+    or a byte of a weight or of zero points. With zero points, these are two blocks or more: the
+    kernel reads the zero points of a single block in another layout.
+
+    block  the number of columns that share a scale; 0: scales are not by blocks
+    bits   the bits of an element of each weight
+    """
     shared = max(2, 8 // bits[1]) if given(node, 12) is not None else 1
     if block:
         return block * shared
@@ -91,14 +99,16 @@ def _unit(node: gs.Node, block: int, bits: Sequence[int]) -> int:
 
 
 def _hidden(node: gs.Node) -> Size:
+    """The width of a token: the last size of operand 0."""
     return (tensor_shape(node.inputs[0]) or ())[-1]
 
 
 def _stacks(
     node: gs.Node, indices: Sequence[int], reason: str
 ) -> tuple[list[str], dict[str, Size], dict[str, str]]:
-    """Returns dimensions as text of a rule, their sizes, and reasons why they stay whole, for
-    operands with these `indices`: weights that may be split only by expert, for this reason."""
+    """For weights that may be split only by expert: returns (their dimensions as texts of a rule,
+    sizes of factors, the reason for each factor that stays whole). `indices` are the indices of the
+    operands."""
     dims: list[str] = []
     for i in indices:
         tensor = given(node, i)
@@ -110,7 +120,12 @@ def _stacks(
 def _rule(
     node: gs.Node, weights: Sequence[str], sizes: Mapping[str, Size], whole: Mapping[str, str]
 ) -> Rule:
-    """The rule for experts' weights with these dimensions."""
+    """Returns the rule of a MoE or QMoE.
+
+    weights  the dimensions of the operands from the first weight on
+    sizes    sizes of factors
+    whole    factors that must not be split, with the reason
+    """
     tokens = "b s" if len(tensor_shape(node.inputs[0]) or ()) == 3 else "t"
     router = f"({tokens}) r" if " " in tokens else f"{tokens} r"
     operands = [f"{tokens} h", router, *weights, router, *["_"] * 8][: len(node.inputs)]
@@ -135,7 +150,7 @@ def _rule(
 
 
 def _elements(node: gs.Node) -> int:
-    """The number of elements of an expert's matrices."""
+    """Returns the number of elements of the matrices of one expert."""
     bits = [8] * 3 if node.op == "MoE" else _bits(node)
     weights = zip(EXPERT_WEIGHTS[node.op], bits, strict=True)
     shapes = [(tensor_shape(t), b) for i, b in weights if (t := given(node, i)) is not None]
@@ -143,12 +158,12 @@ def _elements(node: gs.Node) -> int:
 
 
 def _products(elements: int, best: int, columns: Size, sizes: Mapping[str, Size]) -> int:
-    """Returns the multiplications of a rank with shards of these sizes; experts get equally many
-    tokens.
+    """Returns the number of multiplications on a rank whose shards have these `sizes` of factors,
+    if all experts get equally many tokens.
 
-    elements  the elements of an expert's matrices
-    best      the experts that a token chooses
-    columns   the global number of columns of an expert
+    elements  the elements of one expert's matrices
+    best      the number of experts for each token
+    columns   the global number of inner columns of an expert
     """
     tokens = math.prod(sizes[f] or 1 for f in "tbs" if f in sizes)
     experts, of = (sizes.get(f) or 1 for f in "er")
@@ -157,8 +172,8 @@ def _products(elements: int, best: int, columns: Size, sizes: Mapping[str, Size]
 
 
 def _columns(rule: Rule) -> dict[int, tuple[int, int]]:
-    """Returns, for each operand that has a dimension of experts' columns, (the dimension, elements
-    of it for one column)."""
+    """Returns {operand: (dimension, elements for one column)} for the operands with a dimension of
+    inner columns f: a weight with rows (f i) has i elements for each f."""
     columns = {}
     for i, spec in enumerate(rule.inputs):
         for axis, expr in enumerate(spec or ()):
@@ -169,8 +184,8 @@ def _columns(rule: Rule) -> dict[int, tuple[int, int]]:
 
 
 def _lower(columns: Mapping[int, tuple[int, int]], low: Lowering) -> None:
-    """Adds the mixture of the rank's experts and columns. If ranks share the columns of an expert,
-    only one of them adds the bias. `columns` is as `_columns` returns it."""
+    """Adds the nodes with which a rank computes its experts and columns. If ranks share the columns
+    of an expert, only one of them adds the bias. `columns` is a result of `_columns`."""
     node = low.local.node
     inputs = [low.input(i) for i in range(len(node.inputs))]
     for i, (axis, count) in columns.items():
@@ -208,7 +223,7 @@ def _lower(columns: Mapping[int, tuple[int, int]], low: Lowering) -> None:
 
 
 def _shares(low: Lowering) -> gs.Tensor:
-    """The weight of each token's result from each of the rank's experts, [token, expert] in
+    """Returns the weight of each of the rank's experts in each token's result, [token, expert] in
     float32; zero if the token did not choose the expert.
 
     As in the kernels, among equal scores, the expert with the higher index comes first.
@@ -242,7 +257,8 @@ def _shares(low: Lowering) -> gs.Tensor:
 
 
 def _where(low: Lowering, condition: gs.Tensor, x: gs.Tensor) -> gs.Tensor:
-    """Returns `x` where the condition is True, else zeros."""
+    """Returns `x` where the condition is True, zeros elsewhere; also for types that Where does not
+    take."""
     dtype = dtype_of(x)
     if str(dtype) in SELECTED:
         return low.add("Where", [condition, x, np.zeros((), dtype)])
@@ -252,9 +268,11 @@ def _where(low: Lowering, condition: gs.Tensor, x: gs.Tensor) -> gs.Tensor:
 
 
 def _cast(low: Lowering, x: gs.Tensor, to: int) -> gs.Tensor:
+    """Casts `x` to ONNX's element type `to`, unless it has that type."""
     dtype = onnx.helper.tensor_dtype_to_np_dtype(to)
     return x if dtype_of(x) == dtype else low.add("Cast", [x], to=to)
 
 
 def _ints(value: int) -> Any:
+    """`value` as an int64 array with one element."""
     return np.array([value], np.int64)

@@ -23,13 +23,15 @@ _PADS = "data-dependent padding"
 
 
 def _image(space: Sequence[str], channels: str, last: bool) -> str:
-    """The dimensions of an image: `n c h w`, or `n h w c` if `last` (channels come last)."""
+    """Returns the dimensions of an image as text of a rule: `n c h w`, or `n h w c` if `last`
+    (channels come last)."""
     return dims_text(["n", *space, channels] if last else ["n", channels, *space])
 
 
 @rule("NhwcMaxPool QLinearAveragePool", domain=DOMAIN)
 def pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x` or `n h w c -> n y x c`: the rule of a pool of ONNX."""
+    """Sharding rule of NhwcMaxPool, QLinearAveragePool: `n c h w -> n c y x` or
+    `n h w c -> n y x c`, as ONNX's pools: each rank fetches the rows that its windows read."""
     last = node.op == "NhwcMaxPool" or bool(node.attrs.get("channels_last"))
     first = 1 if last else 2
     space = windows(node, node.attrs["kernel_shape"], first)
@@ -47,8 +49,8 @@ def pool(node: gs.Node) -> Rule:
 
 @rule("MaxpoolWithMask", domain=DOMAIN)
 def masked_pool(node: gs.Node) -> Rule:
-    """`n c h, 1 1 h -> n c y`: a rank fetches the elements of image and mask that its windows read.
-    Two or more spatial dimensions must stay whole."""
+    """Sharding rule of MaxpoolWithMask: `n c h, 1 1 h -> n c y`: a rank fetches the elements of
+    image and mask that its windows read. Two or more spatial dimensions must stay whole."""
     if any(s != 1 for s in (tensor_shape(node.inputs[1]) or ())[:2]):
         return whole_rule(node, "the kernel counts through a mask with several channels")
     space = windows(node, node.attrs["kernel_shape"])
@@ -68,8 +70,8 @@ def masked_pool(node: gs.Node) -> Rule:
 
 @rule("QLinearGlobalAveragePool", domain=DOMAIN)
 def global_pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c 1 1` or `n h w c -> n 1 1 c`; if h or w is split, ranks add sums of integers,
-    and scale the total."""
+    """Sharding rule of QLinearGlobalAveragePool: `n c h w -> n c 1 1` or `n h w c -> n 1 1 c`; if h
+    or w is split, ranks add sums of integers, and scale the total."""
     shape = tensor_shape(node.inputs[0]) or ()
     last = bool(node.attrs.get("channels_last"))
     space = names("h", len(shape) - 2)
@@ -91,7 +93,8 @@ def global_pool(node: gs.Node) -> Rule:
 @rule("Conv MaxPool AveragePool GlobalAveragePool GlobalMaxPool", domain="com.microsoft.nchwc")
 @rule("ReorderInput ReorderOutput Upsample", domain="com.microsoft.nchwc")
 def blocked(node: gs.Node) -> Rule:
-    """`n c h w, _ -> n o y x`: only n may be split."""
+    """Sharding rule of onnxruntime's ops on channels in blocks: `n c h w, _ -> n o y x`: only the
+    batch n may be split."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     before, after = dims_text(["n", *names("h", rank - 1)]), dims_text(["n", *names("y", rank - 1)])
     rest = ["_"] * (len(node.inputs) - 1)
@@ -103,23 +106,25 @@ def blocked(node: gs.Node) -> Rule:
 
 @rule("GridSample", domain=DOMAIN)
 def grid_sample(node: gs.Node) -> Rule:
-    """`n c h w, n y x z -> n c y x`; h, w and z must stay whole."""
+    """Sharding rule of GridSample: `n c h w, n y x z -> n c y x`; h, w and z must stay whole."""
     whole = dict.fromkeys("hwz", "sampling positions may lie anywhere in it")
     return einsum(node, "n c h w, n y x z -> n c y x", whole=whole)
 
 
 @rule("CropAndResize", domain=DOMAIN)
 def crop_and_resize(node: gs.Node) -> Rule:
-    """`n c h w, r z, r, _ -> r c y x`: only regions r and channels c may be split."""
+    """Sharding rule of CropAndResize: `n c h w, r z, r, _ -> r c y x`: only regions r and channels
+    c may be split."""
     whole = dict.fromkeys("nhwzyx", "regions may lie anywhere in it")
     return einsum(node, "n c h w, r z, r, _ -> r c y x", whole=whole)
 
 
 @rule("ConvTransposeWithDynamicPads", domain=DOMAIN)
 def transposed_convolution(node: gs.Node) -> Rule:
-    """`n (g c) h w, (g c) o _ _, _, (g o) -> n (g o) y x`; if c is split, the result is a partial
-    sum, and only one rank adds the bias. The loader writes constant pads as a ConvTranspose, so h
-    and w must stay whole here."""
+    """Sharding rule of ConvTransposeWithDynamicPads:
+    `n (g c) h w, (g c) o _ _, _, (g o) -> n (g o) y x`, with g groups; if c is split, the result is
+    a partial sum, and only one rank adds the bias. h and w must stay whole, because pads are data
+    (the loader turns a node with constant pads into a ConvTranspose)."""
     image, weight = (tensor_shape(node.inputs[i]) or () for i in range(2))
     group = int(node.attrs.get("group", 1))
     if image[1] is None:
@@ -144,8 +149,8 @@ def transposed_convolution(node: gs.Node) -> Rule:
 
 @rule("UnfoldTensor", domain=DOMAIN)
 def unfold(node: gs.Node) -> Rule:
-    """`a h c -> a y c z`: h and the windows y are co-sharded, and a rank fetches the elements of
-    its windows."""
+    """Sharding rule of UnfoldTensor: `a h c -> a y c z`, y windows of z elements along h. h and y
+    are split over the same axes, and a rank fetches the elements that its windows read."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     at = node.attrs.get("dim", -1) % len(dims)

@@ -1,4 +1,4 @@
-"""onnxruntime's own lookup in a table that is quantized by blocks."""
+"""onnxruntime's GatherBlockQuantized: a lookup in a table that is quantized by blocks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _PACKED = "its elements are packed in blocks"
 
 @rule("GatherBlockQuantized", domain="com.microsoft")
 def gather_blocks(node: gs.Node) -> Rule:
-    """`v (k z w), i, v (k z), v k -> i (k z e)`: a block of the table has e elements in w bytes,
-    and z blocks share a byte of zero points. If v is split, each rank gives the rows that it holds,
-    and zeros for all other rows."""
+    """Sharding rule of GatherBlockQuantized: `v (k z w), i, v (k z), v k -> i (k z e)`: table,
+    indices, scales, zero points. A block of the table has e elements in w bytes, and z blocks share
+    a byte of zero points. If the rows v are split, each rank looks up the rows in its shard, with
+    zeros for all other rows: a partial sum."""
     shape, index = (tensor_shape(t) or () for t in node.inputs[:2])
     rank = len(shape)
     axis, along = (
@@ -52,9 +53,13 @@ def gather_blocks(node: gs.Node) -> Rule:
 def _blocks(
     node: gs.Node, shape: tuple[Size, ...], along: int
 ) -> tuple[dict[str, Size], dict[str, Any]] | None:
-    """Returns the sizes of the factors of the quantized dimension, `along`, and those that stay
-    whole; None if blocks do not fill the dimension, or if the shape of the table is unknown.
-    `shape` is that of the table."""
+    """Returns (sizes of the factors of the quantized dimension, fields of the rule that keep some
+    of them whole); None if blocks do not fill the dimension, or if the shape of the table is
+    unknown.
+
+    shape  the shape of the table
+    along  the quantized dimension
+    """
     block, bits = node.attrs.get("block_size", 128), node.attrs.get("bits", 4)
     is_bytes = str(dtype_of(node.inputs[0])) == "uint8"
     packed = 8 // bits if is_bytes else 1
@@ -71,8 +76,13 @@ def _blocks(
 
 
 def _by_index(node: gs.Node, data: list[str], at: list[str], axis: int) -> Rule:
-    """Returns the rule of a table that stays whole: only the dimensions of the indices, `at`, may
-    be split. `data` are the dimensions of the table; `axis` is that of its rows."""
+    """Returns the rule for a table that stays whole: only the dimensions of the indices may be
+    split.
+
+    data  the factors of the table
+    at    the factors of the indices
+    axis  the dimension of the table's rows
+    """
     out = names("o", len(data))
     result = [*out[:axis], *at, *out[axis + 1 :]]
     text = f"{dims_text(data)}, {dims_text(at)}" + ", _" * (len(node.inputs) - 2)
@@ -82,12 +92,12 @@ def _by_index(node: gs.Node, data: list[str], at: list[str], axis: int) -> Rule:
 
 
 def _lower(rows: Size, axis: int, trailing: int) -> Callable[[Lowering], None]:
-    """Returns a lowering that looks up the rows that the rank holds, and gives zeros for other
-    rows.
+    """Returns a lowering that looks up the rows in the rank's shard of the table, with zeros for
+    other rows.
 
     rows      the global number of rows
-    axis      their dimension
-    trailing  the number of dimensions behind those of the indices
+    axis      the dimension of the rows in the table
+    trailing  the number of dimensions of the result behind the dimensions of the indices
     """
 
     def lower(build: Lowering) -> None:

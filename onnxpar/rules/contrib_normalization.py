@@ -30,13 +30,16 @@ _UNKNOWN = "the size of what it normalises is unknown"
 
 
 def _shape(node: gs.Node, index: int) -> tuple[Size, ...]:
+    """The shape of an operand; () without that operand."""
     tensor = given(node, index)
     return () if tensor is None else tensor_shape(tensor) or ()
 
 
 @rule("SkipLayerNormalization SkipSimplifiedLayerNormalization", domain=DOMAIN)
 def skip_layer_normalization(node: gs.Node) -> Rule:
-    """`b s h, b s h, h, h, h -> b s h ; _ ; _ ; b s h {communicating: h}`."""
+    """Sharding rule of SkipLayerNormalization:
+    `b s h, b s h, h, h, h -> b s h ; _ ; _ ; b s h {communicating: h}`: adds two tensors
+    (and a bias), and normalizes the sum along h; if h is split, ranks exchange sums."""
     if any(t.name for t in node.outputs[1:3]):
         return whole_rule(node, "its statistics are outputs")
     dims = names("d", len(_shape(node, 0)))
@@ -70,9 +73,14 @@ def _normalize(
     steps: list[tuple[str, Any]],
     is_simple: bool,
 ) -> None:
-    """Computes result 0: `x` normalized along `axis`, the dimension of `factor`, whose global size
-    is `size`; then the chain `steps` of (op, second operand). If `is_simple`, the mean is not
-    subtracted."""
+    """Makes result 0 of the node: `x` normalized along a dimension, then the chain `steps` of
+    (op, second operand).
+
+    axis       the dimension
+    factor     its factor
+    size       its global size
+    is_simple  True if only the scale is normalized (RMS), and the mean is not subtracted
+    """
     centred = x
     if is_simple:
         variance = mean(build, build.add("Mul", [x, x]), [axis], [factor], [size])
@@ -84,8 +92,8 @@ def _normalize(
 
 @rule("GatedRMSNorm", domain=DOMAIN)
 def gated_normalization(node: gs.Node) -> Rule:
-    """`b s (n c), c, b s (n c) -> b s (n c) {communicating: c}`: n groups of c elements are
-    normalized separately."""
+    """Sharding rule of GatedRMSNorm: `b s (n c), c, b s (n c) -> b s (n c) {communicating: c}`:
+    operand, scale, gate; n groups of c elements are normalized separately."""
     shape, (width,) = _shape(node, 0), _shape(node, 1)
     if not width or shape[-1] is None:
         return whole_rule(node, _UNKNOWN)
@@ -111,8 +119,13 @@ def gated_normalization(node: gs.Node) -> Rule:
 
 
 def _apart(build: Lowering, index: int, lead: int, group: str, within: str) -> gs.Tensor:
-    """Returns operand `index` in float32, with two dimensions behind the first `lead` ones: the
-    factors `group` (empty: one group) and `within`, the elements of a group."""
+    """Returns operand `index` in float32, its last dimension cut in two: (group, elements of a
+    group).
+
+    lead    the number of dimensions before it
+    group   the factor of the groups; empty for one group
+    within  the factor of the elements of a group
+    """
 
     def shape(local: Local) -> Any:
         return int64([*[0] * lead, local.size(group) if group else 1, local.size(within)])
@@ -121,8 +134,13 @@ def _apart(build: Lowering, index: int, lead: int, group: str, within: str) -> g
 
 
 def _finish_joined(build: Lowering, x: gs.Tensor, lead: int, group: str, within: str) -> None:
-    """Computes result 0 from `x`, whose last two dimensions, `group` and `within`, become one; the
-    first `lead` dimensions stay."""
+    """Makes result 0 of the node from `x`, whose last two dimensions become one: the inverse of
+    `_apart`.
+
+    lead    the number of dimensions before these two
+    group   the factor of the first of them; empty for one group
+    within  the factor of the second of them
+    """
 
     def shape(local: Local) -> Any:
         return int64([*[0] * lead, (local.size(group) if group else 1) * local.size(within)])
@@ -132,8 +150,8 @@ def _finish_joined(build: Lowering, x: gs.Tensor, lead: int, group: str, within:
 
 @rule("BranchwiseRMSNorm", domain=DOMAIN)
 def branchwise_normalization(node: gs.Node) -> Rule:
-    """`b s c h, c h -> b s c h {communicating: h}`, or flat, `b s (c h)`: branches c are normalized
-    separately."""
+    """Sharding rule of BranchwiseRMSNorm: `b s c h, c h -> b s c h {communicating: h}`, or flat,
+    `b s (c h)`: each branch c is normalized along its features h."""
     shape, branches = _shape(node, 0), int(node.attrs.get("num_branches", 0))
     lead = names("d", len(shape) - (1 if branches else 2))
     count, width = shape[-2:] if not branches else (branches, shape[-1])
@@ -169,8 +187,9 @@ def branchwise_normalization(node: gs.Node) -> Rule:
 
 @rule("EngramGate", domain=DOMAIN)
 def engram_gate(node: gs.Node) -> Rule:
-    """`b s c h, b s c h, b s h, c h, c h -> b s c h {communicating: h}`: one all-reduce adds sums
-    of squares and of products."""
+    """Sharding rule of EngramGate:
+    `b s c h, b s c h, b s h, c h, c h -> b s c h {communicating: h}`: key, query, value and the
+    scales of key and query. If h is split, one all-reduce adds sums of squares and of products."""
     specs = ["b s c h", "b s c h", "b s h", "c h", "c h", "c h"]
     operands = ", ".join(given_specs(specs, node.inputs))
     results = "; ".join("b s c h" if t.name else "_" for t in node.outputs)
@@ -183,7 +202,8 @@ def engram_gate(node: gs.Node) -> Rule:
 
 
 class _EngramGate:
-    """Builds a rank's nodes of an EngramGate, for a shard of the features h."""
+    """Builds the nodes that a rank runs in place of one EngramGate whose features h are split.
+    `width` is the global number of features."""
 
     def __init__(self, build: Lowering, width: Size) -> None:
         self.build = build
@@ -191,6 +211,8 @@ class _EngramGate:
         self.width = number(build, width or 0, np.float32)
 
     def lower(self) -> None:
+        """Computes the gate from the normalized product of key and query, and makes result 0 the
+        gated value, and result 1 that value normalized."""
         build, (key, query, value, *scales) = self.build, self.inputs
         scaled = [build.add("Mul", [x, s]) for x, s in zip((key, query), scales, strict=False)]
         sums = [self._sum(a, b) for a, b in ((key, key), (query, query), (scaled[0], scaled[1]))]
@@ -209,10 +231,11 @@ class _EngramGate:
             finish(build, "Mul", [build.add("Mul", [gated, self._inverse(squared)]), scales[2]], 1)
 
     def _sum(self, a: gs.Tensor, b: gs.Tensor) -> gs.Tensor:
-        """The sum of the products over the rank's features."""
+        """Returns the sum of the products a * b over the rank's features, before ranks add their
+        sums."""
         return self.build.add("ReduceSum", [self.build.add("Mul", [a, b])], axes=[3], keepdims=1)
 
     def _inverse(self, squares: gs.Tensor) -> gs.Tensor:
-        """The inverse square root of a mean, from the sum `squares`."""
+        """Returns 1 / sqrt(squares / width + epsilon), from the global sum of squares."""
         epsilon = float_attr(self.build.local.node, "epsilon", 1e-5)
         return inverse_root(self.build, self.build.add("Div", [squares, self.width]), epsilon)

@@ -14,6 +14,7 @@ from onnxpar.rules.rule import FIRST, Rule, einsum, given_specs, names, rule, wh
 
 DOMAIN = "com.microsoft"
 _EITHER = (FIRST, frozenset({1}))
+"""For `Rule.linear`: the product is linear in operand 0, and in operand 1."""
 _PACKED = "its elements are packed in blocks"
 _INTEGERS = 4
 """The accuracy level at which the kernel multiplies 8-bit integers."""
@@ -21,7 +22,8 @@ _INTEGERS = 4
 
 @rule("FusedMatMul TransposeMatMul", domain=DOMAIN)
 def fused_matmul(node: gs.Node) -> Rule:
-    """The rule of MatMul, where either matrix may be transposed."""
+    """Sharding rule of FusedMatMul: the rule of MatMul, `b m k, b k n -> b m n`, where either
+    matrix may be transposed."""
     if node.attrs.get("transBatchA") or node.attrs.get("transBatchB"):
         return whole_rule(node, "its batch dimensions are transposed")
     a = "k m" if node.attrs.get("transA") else "m k"
@@ -33,7 +35,7 @@ def fused_matmul(node: gs.Node) -> Rule:
 
 @rule("MatMulInteger16", domain=DOMAIN)
 def matmul_integer16(node: gs.Node) -> Rule:
-    """`m k, k n -> m n`; sums have 32 bits."""
+    """Sharding rule of MatMulInteger16: `m k, k n -> m n`; sums have 32 bits."""
     shapes = [tensor_shape(t) or () for t in (*node.inputs, node.outputs[0])]
     left, right, out = product_text(shapes[0], shapes[1], shapes[2], "m k", "k n")
     return einsum(node, f"{left}, {right} -> {out}")
@@ -41,7 +43,8 @@ def matmul_integer16(node: gs.Node) -> Rule:
 
 @rule("MatMulNBits", domain=DOMAIN)
 def matmul_bits(node: gs.Node) -> Rule:
-    """`m (k z i), n (k z) w, n (k z), n k, n -> m n`: a block has i elements, and z blocks share a
+    """Sharding rule of MatMulNBits: `m (k z i), n (k z) w, n (k z), n k, n -> m n`: operand,
+    weight, scales, zero points and bias. A block has i elements in w bytes, and z blocks share a
     byte of zero points.
 
     Older files store scales and zero points as vectors `(n k z)`. At accuracy level 4, the kernel
@@ -89,7 +92,8 @@ def matmul_bits(node: gs.Node) -> Rule:
 
 
 def _rows(node: gs.Node, index: int, blocks: str) -> str:
-    """The dimensions of scales or zero points as rule text: `n k`, or `(n k)` for a vector."""
+    """Returns the dimensions of an operand of scales or zero points as text of a rule: `n k`, or
+    `(n k)` for a vector. `blocks` is the text of the dimension of blocks."""
     tensor = given(node, index)
     rank = 0 if tensor is None else len(tensor_shape(tensor) or ())
     return f"n {blocks}" if rank > 1 else f"(n {blocks.strip('()')})"
@@ -97,8 +101,8 @@ def _rows(node: gs.Node, index: int, blocks: str) -> str:
 
 @rule("QGemm", domain=DOMAIN)
 def quantized_gemm(node: gs.Node) -> Rule:
-    """`m k, (), (), k n, n, n, n, _, _ -> m n`; if k is split, ranks add 32-bit sums, and scale the
-    total."""
+    """Sharding rule of QGemm: `m k, (), (), k n, n, n, n, _, _ -> m n`: each matrix with its scale
+    and zero point, then the bias; if k is split, ranks add 32-bit sums, and scale the total."""
     a = "k m" if node.attrs.get("transA") else "m k"
     b = "n k" if node.attrs.get("transB") else "k n"
     shapes = [() if given(node, i) is None else tensor_shape(node.inputs[i]) for i in range(9)]

@@ -20,6 +20,7 @@ _PACKED = "its elements are packed in blocks"
 
 
 def _shape(node: gs.Node, index: int) -> tuple[Size, ...]:
+    """The shape of an operand; () without that operand."""
     tensor = given(node, index)
     return () if tensor is None else tensor_shape(tensor) or ()
 
@@ -27,8 +28,8 @@ def _shape(node: gs.Node, index: int) -> tuple[Size, ...]:
 def _stated(
     node: gs.Node, operands: list[str], results: list[str], whole: dict[str, str], **fields: Any
 ) -> Rule:
-    """The rule with these operands and results, as far as the node has them. A factor stays whole
-    for the reason in `whole`."""
+    """Returns the rule with these dimensions of operands and results, `_` for each that the node
+    does not have. `whole` has factors that must not be split, with the reason."""
     left = given_specs(operands, node.inputs) + ["_"] * (len(node.inputs) - len(operands))
     right = given_specs(results, node.outputs)
     used = {c for text in left + right for c in text if c.isalpha()}
@@ -40,11 +41,14 @@ def _stated(
 
 @rule("GatedDeltaNet", domain=DOMAIN)
 def gated_delta_net(node: gs.Node) -> Rule:
-    """`b s k d, b s k d, b s (k g) e, _, b s (k g), b s (k g), b (k g) e d -> b s (k g) e ;
-    b (k g) e d`; `(b s)` or t instead of `b s` if sequences follow each other in one row.
+    """Sharding rule of GatedDeltaNet:
+    `b s k d, b s k d, b s (k g) e, _, b s (k g), b s (k g), b (k g) e d` to
+    `b s (k g) e ; b (k g) e d`; `(b s)` or t instead of `b s` if sequences follow each other in one
+    row.
 
-    g value heads share a key head k. With packed operands or recorded updates, only the batch b may
-    be split."""
+    s are the steps; g value heads share a key head k. With packed operands or recorded updates,
+    only the batch b may be split.
+    """
     query, key, state = (_shape(node, i) for i in (0, 1, 6))
     value = _shape(node, 2)
     is_flat = len(query) in (2, 3) and not (len(query) == 3 and not key)
@@ -85,21 +89,24 @@ def gated_delta_net(node: gs.Node) -> Rule:
 
 
 def _steps(query: tuple[Size, ...], batch: Size, tokens: str) -> Size:
-    """The number of steps of each sample."""
+    """Returns the number of steps of each sample, from the shape of the query; None if it is
+    unknown. `tokens` is the text of the leading dimensions, "b s" or "(b s)"."""
     if tokens == "b s":
         return query[1]
     return None if query[0] is None or not batch else query[0] // batch
 
 
 def _has_width(node: gs.Node, tokens: str) -> bool:
-    """True if the decay differs within a head."""
+    """True if operand 4, the decay, differs between elements of a head, so that it has a last
+    dimension d. `tokens` is the text of its leading dimensions."""
     lead = 2 if tokens == "b s" else 1
     return len(_shape(node, 4)) > lead + 1
 
 
 @rule("VarlenCausalConvWithState", domain=DOMAIN)
 def packed_causal_convolution(node: gs.Node) -> Rule:
-    """`t c, c 1 w, _, c, b c p, _ -> t c ; b c p ; b u c`: only channels c may be split."""
+    """Sharding rule of VarlenCausalConvWithState:
+    `t c, c 1 w, _, c, b c p, _ -> t c ; b c p ; b u c`: only channels c may be split."""
     operands = ["t c", "c 1 w", "_", "c", "b c p", "_"]
     row = "requests of any length follow each other"
     whole = {"t": row, "b": row, "w": "the weights of one window"}
@@ -109,8 +116,8 @@ def packed_causal_convolution(node: gs.Node) -> Rule:
 
 @rule("AttnLSTM", domain=DOMAIN)
 def attending_recurrence(node: gs.Node) -> Rule:
-    """`s b i, _, _, _, _, d b h, d b h, _, _, _, _, b m x -> s d b h ; d b h ; d b h`:
-    only the batch b may be split."""
+    """Sharding rule of AttnLSTM: `s b i, _, _, _, _, d b h, d b h, _, _, _, _, b m x -> s d b h ; d
+    b h ; d b h`: only the batch b may be split."""
     if given(node, 4) is not None or given(node, 12) is not None:
         return whole_rule(node, "a rank without samples would have one without steps")
     operands = ["s b i", "d v j", "d v h", "d y", "_", "d b h", "d b h", "d z"]
@@ -123,14 +130,16 @@ def attending_recurrence(node: gs.Node) -> Rule:
 
 @rule("MatMulFpQ4", domain=DOMAIN)
 def packed_product(node: gs.Node) -> Rule:
-    """`m0 k, _, _ -> m0 n`: only rows may be split, as the weight is one block of bytes."""
+    """Sharding rule of MatMulFpQ4: `m0 k, _, _ -> m0 n`: only rows of operand 0 may be split, as
+    the weight is one block of bytes."""
     rows = dims_text(names("m", len(_shape(node, 0)) - 1))
     return _stated(node, [f"{rows} k", "_", "_"], [f"{rows} n"], dict.fromkeys("kn", _PACKED))
 
 
 @rule("WordConvEmbedding", domain=DOMAIN)
 def word_embedding(node: gs.Node) -> Rule:
-    """`b w, f 1 x c, f, v c -> b f`: words, of w characters each, and filters f are split."""
+    """Sharding rule of WordConvEmbedding: `b w, f 1 x c, f, v c -> b f`: b words of w characters, a
+    convolution with f filters. Words and filters may be split."""
     if len(_shape(node, 0)) != 2:
         return whole_rule(node, "its words are not a list")
     one = "the characters of a word are one row"
@@ -141,7 +150,8 @@ def word_embedding(node: gs.Node) -> Rule:
 
 @rule("MoEGroupRouter", domain=DOMAIN)
 def group_router(node: gs.Node) -> Rule:
-    """`b0 e, e -> (b0) e`; tokens are split. With a projection, `t w, e, e w -> t e`."""
+    """Sharding rule of MoEGroupRouter: `b0 e, e -> (b0) e`; tokens may be split, experts e may not.
+    With a projection, `t w, e, e w -> t e`."""
     lead = names("b", len(_shape(node, 0)) - 1)
     whole = {"e": "experts are chosen by their scores", "w": "scores are bent after the sum"}
     if given(node, 2) is not None:
@@ -153,8 +163,9 @@ def group_router(node: gs.Node) -> Rule:
 
 @rule("GatherPacked", domain=DOMAIN)
 def packed_lookup(node: gs.Node) -> Rule:
-    """`v w, i -> i k`: if rows v are split, each rank looks up the rows that it holds, and gives
-    zeros for other rows. As in the kernel, an index outside the table chooses row 0."""
+    """Sharding rule of GatherPacked: `v w, i -> i k`: if rows v of the table are split, each rank
+    looks up the rows in its shard, with zeros for other rows: a partial sum. As in the kernel, an
+    index outside the table chooses row 0."""
     index = dims_text(names("i", len(_shape(node, 1))))
     rows = _shape(node, 0)[0]
     whole = dict.fromkeys("wk", _PACKED)
@@ -182,6 +193,6 @@ def packed_lookup(node: gs.Node) -> Rule:
 
 
 def _between(build: Lowering, x: gs.Tensor, end: gs.Tensor) -> gs.Tensor:
-    """A mask that is True for numbers in [0, end)."""
+    """Returns a boolean mask: True for numbers in [0, end)."""
     above = build.add("Not", [build.add("Less", [x, like(x, 0)])])
     return build.add("And", [above, build.add("Less", [x, end])])

@@ -37,7 +37,7 @@ REASONS = {
     "collectives cannot send strings": "Tokenizer",
     "a sparse tensor is passed on whole": "SparseToDenseMatMul",
 }
-"""Names of ops, by the reason that plans print for them."""
+"""Names of ops that stay whole, by the reason that plans print for them."""
 
 
 for _reason, _ops in REASONS.items():

@@ -1,4 +1,4 @@
-"""If, Loop and Scan: a value has the same layout outside and inside the bodies."""
+"""Rule of If, Loop and Scan: a value has the same layout outside the node and inside its bodies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _STEPS = "its steps run one after the other"
 
 @rule("If Loop Scan", ranks_known=False)
 def control_flow(node: gs.Node) -> Rule:
-    """Gives a value the same layout outside and inside the bodies: one rule over all `ports`."""
+    """Sharding rule of If, Loop, Scan: returns one rule over all `ports`, the tensors of the node
+    and of its bodies, that gives a value one layout everywhere. A dimension along which steps scan
+    stays whole."""
     paths = _Paths(node)
     inner = bodies(node)
     if node.op == "If":
@@ -40,15 +42,17 @@ def control_flow(node: gs.Node) -> Rule:
 
 
 def ports(node: gs.Node, inner: Sequence[gs.Graph]) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
-    """The tensors that a node reads (its operands, the results of its bodies `inner`) and the
-    tensors that it produces (its results, the operands of its bodies)."""
+    """Returns (tensors that a node with bodies reads, tensors that it produces), in the order in
+    which its rule names them: operands, then the results of the bodies `inner`; results, then the
+    operands of the bodies."""
     operands = [*node.inputs, *(t for body in inner for t in body.outputs)]
     return operands, [*node.outputs, *(t for body in inner for t in body.inputs)]
 
 
 class _Paths:
     """Builds the rule of a node with bodies. A path is a group of ports through which one value
-    passes; a port is an index into `ports`."""
+    passes, e.g. a Loop's operand, the body's operand and result, and the Loop's result. A port is
+    an index into the tensors of `ports`."""
 
     def __init__(self, node: gs.Node) -> None:
         operands, results = ports(node, bodies(node))
@@ -61,9 +65,11 @@ class _Paths:
         self.whole: dict[str, str] = {}
 
     def join(self, *path: tuple[int, int | None]) -> None:
-        """Gives the tensors on the path of a value the same factors in all dimensions except the
-        scan axis. A path is a list of (port, scan axis); None: no scan axis. Does nothing if a
-        tensor's number of dimensions is unknown, or changes on the path."""
+        """Gives all tensors on a path the same factors in all dimensions, except the dimension of
+        steps. Does nothing if a tensor's number of dimensions is unknown, or changes on the path.
+
+        path  (port, dimension along which steps scan that tensor) for each; None: no such dimension
+        """
         used = [(slot, axis) for slot, axis in path if self.ports[slot].name]
         shapes = [list(tensor_shape(self.ports[slot]) or ()) for slot, _ in used]
         is_known = all(tensor_shape(self.ports[slot]) is not None for slot, _ in used)
@@ -81,6 +87,7 @@ class _Paths:
             self.specs[slot] = tuple(map(Var, port_dims))
 
     def rule(self) -> Rule:
-        """The rule for all ports."""
+        """Returns the rule of the node, with all ports that the node or a body reads from outside
+        as operands, and the others as results."""
         operands, results = self.specs[: self.out], self.specs[self.out :]
         return Rule.of(tuple(operands), tuple(results), self.sizes, whole=self.whole)

@@ -22,12 +22,12 @@ UNKNOWN = "a data-dependent number of channels"
 
 @dataclass(frozen=True)
 class Parts:
-    """A convolution as text of a rule.
+    """The parts of a convolution's rule.
 
-    image, weight, result  their dimensions
-    channels               the output channels
-    fields                 further fields of the rule
-    covered                the spatial dimensions that a single window covers
+    image, weight, result  the dimensions of these tensors, as text of a rule
+    channels      the output channels, "o" or "(g o)"
+    fields        further fields of the rule
+    covered       the spatial dimensions that a single window covers whole
     """
 
     image: str
@@ -39,12 +39,12 @@ class Parts:
 
 
 def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
-    """The parts of the rule `n (g c) h w, (g o) c _ _ -> n (g o) y x`, or with channels last,
-    `n h w (g c)`; None if the number of channels is data-dependent. `weight` is the index of the
-    weight operand.
+    """Returns the parts of the rule `n (g c) h w, (g o) c _ _ -> n (g o) y x`, or with channels
+    last, `n h w (g c)`; None if the number of channels is data-dependent. There are g groups.
+    `weight` is the index of the weight operand.
 
-    If h or w is split, the fields lower the node to the same op, on the elements of the image that
-    the rank's windows read.
+    If h or w is split, the rank runs the same op on the elements of the image that its windows
+    read.
     """
     image, kernel = (tensor_shape(node.inputs[i]) or () for i in (0, weight))
     out = tensor_shape(node.outputs[0]) or ()
@@ -80,13 +80,14 @@ def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
 
 
 def _places(node: gs.Node) -> tuple[int, int]:
-    """The first spatial dimension of an image, and the dimension of its channels."""
+    """Returns (first spatial dimension of an image, dimension of its channels)."""
     return (1, -1) if node.attrs.get("channels_last") else (2, 1)
 
 
 def _blank(node: gs.Node) -> Any:
-    """Returns a value that has the effect of padding in a window: 0, or for a quantized image the
-    index of its zero point operand; None if there is no such value."""
+    """Returns the value that changes no result if it stands in an image in place of padding: 0, or
+    for a quantized image the index of the operand with its zero point; None if there is no such
+    value."""
     point = {"QLinearConv": 2, "ConvInteger": 2}.get(node.op)
     dtype = dtype_of(node.inputs[0])
     if point is None or (node.op == "ConvInteger" and given(node, point) is None):
@@ -96,8 +97,8 @@ def _blank(node: gs.Node) -> Any:
 
 @rule("Conv ConvTranspose")
 def convolution(node: gs.Node) -> Rule:
-    """`n (g c) h w, (g o) c _ _, (g o) -> n (g o) y x`; if c is split, the result is a partial sum,
-    and only one rank adds the bias."""
+    """Sharding rule of Conv, ConvTranspose: `n (g c) h w, (g o) c _ _, (g o) -> n (g o) y x`; if c
+    is split, the result is a partial sum, and only one rank adds the bias."""
     parts = convolution_parts(node, 1)
     if parts is None:
         return whole_rule(node, UNKNOWN)
@@ -118,7 +119,8 @@ def convolution(node: gs.Node) -> Rule:
 
 @rule("ConvInteger")
 def convolution_integer(node: gs.Node) -> Rule:
-    """The rule of Conv; every rank subtracts the zero points before its product."""
+    """Sharding rule of ConvInteger: the rule of Conv; every rank subtracts the zero points before
+    its product."""
     parts = convolution_parts(node, 1)
     if parts is None:
         return whole_rule(node, UNKNOWN)
@@ -130,7 +132,8 @@ def convolution_integer(node: gs.Node) -> Rule:
 @rule("QLinearConv")
 @rule("QLinearConv", domain="com.microsoft")
 def qlinear_convolution(node: gs.Node) -> Rule:
-    """The rule of Conv; if c is split, ranks add 32-bit sums, and scale the total."""
+    """Sharding rule of QLinearConv: the rule of Conv; if c is split, ranks add 32-bit sums, and
+    scale the total."""
     parts = convolution_parts(node, 3)
     if parts is None:
         return whole_rule(node, UNKNOWN)
@@ -150,7 +153,8 @@ def qlinear_convolution(node: gs.Node) -> Rule:
 def _lower_quantized(
     node: gs.Node, by_windows: Callable[[Lowering], None]
 ) -> Callable[[Lowering], None]:
-    """A lowering to a sum of integers over the ranks if channels are split, else `by_windows`."""
+    """Returns a lowering of QLinearConv: if input channels are split, ranks add sums of integers
+    before the result is rounded; otherwise `by_windows`, the lowering for split rows."""
     first, at = _places(node)
     space = windows(node, (tensor_shape(node.inputs[3]) or ())[2:], first)
 
@@ -169,6 +173,8 @@ def _lower_quantized(
 
 
 def _per_channel(tensor: gs.Tensor, channels: str) -> str:
+    """Returns the dimensions of a scale, zero point or bias as text of a rule: `channels`, or "1"
+    where it has one element; `_` if absent."""
     if not tensor.name:
         return "_"
     return dims_text("1" if s == 1 else channels for s in tensor_shape(tensor) or ())

@@ -1,4 +1,4 @@
-"""Forests: reduces the attributes of tree ensembles to the trees that a rank holds."""
+"""Forests: reduces the attributes of tree ensembles (ai.onnx.ml) to the trees in a rank's shard."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ BRANCH_LISTS = (
     "nodes_falseleafs",
     "nodes_missing_value_tracks_true",
 )
-"""Attributes of TreeEnsemble with one element per node that is not a leaf."""
+"""Attributes of TreeEnsemble with one element per node that has branches."""
 _MEMBER = 6
 """The mode of a TreeEnsemble's node that tests whether a value is in a set."""
 
 
 class Trees:
-    """The trees of a node, whose leaves give weights to `width` targets or classes.
+    """The trees of a TreeEnsemble node of any version; their leaves give weights to `width` targets
+    or classes, which the node adds, or takes the minimum or maximum of.
 
-    `stand_in` is the neutral weight of a minimum or maximum; None if weights are added.
+    count     the number of trees
+    stand_in  the neutral weight of a minimum or maximum; None if weights are added
     """
 
     def __init__(self, node: gs.Node, count: int, width: int, stand_in: float | None) -> None:
@@ -54,10 +56,10 @@ class Trees:
         self._last: tuple[bytes, dict[str, Any]] | None = None
 
     def cut(self, trees: Array, reaches_all: bool = False) -> dict[str, Any]:
-        """Returns the attributes of a node with these trees, by index. With `stand_in`, extra
-        leaves give this weight to each target. If weights are added, extra leaves give 0, but only
-        if there is no tree (a node must have one) or with `reaches_all` (each target must get a
-        weight)."""
+        """Returns the attributes of a node that has only these `trees` (indices). Some get an extra
+        leaf, which changes no result, for each target: with `stand_in`, always; if weights are
+        added, one of weight 0 where there is no tree (a node must have one), or with `reaches_all`
+        (each target must get a weight)."""
         key = bytes([reaches_all]) + trees.tobytes()
         if self._last is None or self._last[0] != key:
             of_sums = None if len(trees) and not reaches_all else 0.0
@@ -71,25 +73,28 @@ class Trees:
 
     @property
     def targets(self) -> Array:
-        """The target of each weight."""
+        """The target of each weight of a leaf, as an array of ints."""
         raise NotImplementedError
 
     def given(self) -> Array:
-        """For each target, True if a leaf gives a weight for it."""
+        """Returns an array of bools: True for each target to which some leaf gives a weight."""
         return np.isin(np.arange(self.width), self.targets)
 
     def always(self) -> Array:
-        """For each target, True if every row gets a weight for it: all leaves of some tree give the
-        target a weight."""
+        """Returns an array of bools: True for each target that gets a weight for every row of the
+        operand, because all leaves of some tree give it one."""
         raise NotImplementedError
 
     def _taken(self, trees: Array, stand_in: float | None) -> dict[str, Any]:
+        """Returns the attributes of a node with these trees; if `stand_in` is not None, with extra
+        leaves that give this weight to each target."""
         raise NotImplementedError
 
 
 class Forest(Trees):
-    """The trees of a TreeEnsembleRegressor or TreeEnsembleClassifier; `side` is "target" or
-    "class". `cut` returns attributes of a TreeEnsembleRegressor."""
+    """The trees of a TreeEnsembleRegressor or TreeEnsembleClassifier. `side` is "target" or
+    "class", the prefix of its attributes of weights. `cut` returns attributes of a
+    TreeEnsembleRegressor."""
 
     def __init__(self, node: gs.Node, width: int, stand_in: float | None = None) -> None:
         self.side = "class" if node.op == "TreeEnsembleClassifier" else "target"
@@ -109,7 +114,7 @@ class Forest(Trees):
 
     @property
     def weights(self) -> Array:
-        """The weights of all leaves."""
+        """The weights of all leaves, as an array."""
         names = (f"{self.side}_weights", f"{self.side}_weights_as_tensor")
         candidates = [numbers(self.attrs[name]) for name in names if name in self.attrs]
         return max(candidates, key=len)
@@ -144,7 +149,8 @@ class Forest(Trees):
 
 
 def _add_leaf(attrs: dict[str, Any], weight: float, count: int, tree: int) -> None:
-    """Adds a tree that is a single leaf, with one weight for each target."""
+    """Adds a tree with the id `tree` to the attributes: a single leaf that gives `weight` to each
+    of `count` targets."""
     values = {"nodes_treeids": tree, "nodes_modes": "LEAF", "target_treeids": tree}
     for name, value in attrs.items():
         added: list[Any] = [values.get(name, 0)]
@@ -163,7 +169,8 @@ def _add_leaf(attrs: dict[str, Any], weight: float, count: int, tree: int) -> No
 
 
 def _pick(value: Any, at: Array) -> Any:
-    """Returns the elements of an attribute at these indices, in the attribute's form."""
+    """Returns the elements of an attribute at the indices `at`, as a list or a constant, as the
+    attribute is."""
     if isinstance(value, gs.Tensor):
         return gs.Constant("", np.ascontiguousarray(np.asarray(value.values)[at]))
     return [value[i] for i in at.tolist()]
@@ -192,7 +199,8 @@ class Ensemble(Trees):
         return result
 
     def _reached(self, roots: Any) -> tuple[Array, Array]:
-        """The nodes and leaves of the trees with these roots, in order."""
+        """Returns (indices of the nodes with branches, indices of the leaves) of the trees with
+        these roots, both ascending."""
         nodes = np.zeros(len(self._true[0]), bool)
         leaves = np.zeros(len(self.targets), bool)
         front = np.unique(np.asarray(roots, np.int64))
@@ -233,7 +241,8 @@ class Ensemble(Trees):
         return attrs
 
     def _members(self, nodes: Array) -> Any:
-        """The sets of the nodes that test membership; each set ends with NaN."""
+        """Returns `membership_values` of these nodes: the sets of values that nodes test membership
+        in, each of which ends with NaN."""
         values = numbers(self.attrs["membership_values"])
         ends = np.flatnonzero(np.isnan(values))
         asks = np.flatnonzero(numbers(self.attrs["nodes_modes"]) == _MEMBER)
@@ -243,7 +252,8 @@ class Ensemble(Trees):
 
 
 def _add_stump(attrs: dict[str, Any], weight: float, target: int) -> None:
-    """Adds a tree of one node, both branches of which lead to one leaf with this weight."""
+    """Adds a tree to the attributes: one node, both branches of which lead to one leaf that gives
+    `weight` to the target."""
     at, leaf = len(attrs["nodes_featureids"]), len(attrs["leaf_targetids"])
     values: dict[str, Any] = {
         "nodes_truenodeids": leaf,

@@ -27,8 +27,10 @@ _PAIR = "it has two numbers for each query"
 
 @rule("Attention", domain=DOMAIN)
 def attention(node: gs.Node) -> Rule:
-    """`b (k g) s d, b k t d, b k t e, b (k g) s m -> b (k g) s e; b (k g) s p`: ONNX's Attention,
-    and for each query two numbers p: the largest score, and the sum of exp(score - largest).
+    """Sharding rule of the fused Attention:
+    `b (k g) s d, b k t d, b k t e, b (k g) s m -> b (k g) s e; b (k g) s p`: ONNX's Attention on
+    queries s, keys and values t, and a mask. For each query, it also returns p, two numbers: the
+    largest score, and the sum of exp(score - largest), from which the gradient starts.
 
     The last dimension of a mask is whole, so that keys can travel in a ring.
     """
@@ -38,9 +40,9 @@ def attention(node: gs.Node) -> Rule:
 
 @rule(GRADIENT, domain=DOMAIN)
 def attention_gradient(node: gs.Node) -> Rule:
-    """`..., b (k g) s e, b (k g) s e, b (k g) s p -> b (k g) s d; b k t d; b k t e`: the gradients
-    of queries, keys and values, from the operands of Attention, the gradient of its result, and
-    both results."""
+    """Sharding rule of AttentionGradient: `..., b (k g) s e, b (k g) s e, b (k g) s p -> b (k g) s
+    d; b k t d; b k t e`: the gradients of queries, keys and values, from the operands of Attention,
+    the gradient of its result, and both results."""
     dims = _dims(node)
     more = [dims.result, dims.result, _SUMMARY]
     return _of_attention(node, dims, more, [dims.query, dims.key, dims.value], GradientRing)
@@ -48,9 +50,10 @@ def attention_gradient(node: gs.Node) -> Rule:
 
 @rule(SCORED, domain=DOMAIN)
 def scored_attention(node: gs.Node) -> Rule:
-    """`b (k g) s d, b k d t, b k t e, b (k g) s m -> b (k g) s e`: attention in basic ops, with
-    elementwise steps on scores (`load/exported_attention.py`); `(k g) s d, ...` with three
-    dimensions."""
+    """Sharding rule of ScoredAttention:
+    `b (k g) s d, b k d t, b k t e, b (k g) s m -> b (k g) s e`: an attention that the model writes
+    as basic ops, with elementwise steps on the scores (`load/exported_attention.py`);
+    `(k g) s d, ...` with three dimensions."""
     query, key, value = (tensor_shape(t) or () for t in node.inputs[:3])
     batch = "b " if len(query) == 4 else ""
     sizes: dict[str, Size] = {"k": key[-3], "g": (query[-3] or 0) // (key[-3] or 1)}
@@ -68,6 +71,8 @@ def scored_attention(node: gs.Node) -> Rule:
 
 
 def _dims(node: gs.Node) -> AttentionDims:
+    """Like `attention_dims`, for a node whose numbers of heads are known: the pass fuses no
+    other."""
     dims = attention_dims(node)
     assert dims is not None, f"{node.name}: only an Attention with known heads is fused"
     return dims
@@ -80,11 +85,11 @@ def _of_attention(
     results: list[str],
     ring: type[SummarizedRing] | type[GradientRing],
 ) -> Rule:
-    """Returns the rule of a node with the operands of ONNX's Attention.
+    """Returns the rule of a node that has the operands of ONNX's Attention, and further ones.
 
-    dims     the dimensions of an Attention
-    more     texts of the operands behind those
-    results  texts of the results
+    dims     the dimensions of the Attention
+    more     the dimensions of the further operands, as texts of a rule
+    results  the dimensions of the results
     ring     the class that lowers the node
     """
     sizes, mask = dims.sizes, given(node, MASK)
@@ -104,6 +109,8 @@ def _rule(
     sizes: dict[str, Size],
     lower: Callable[[Lowering], None],
 ) -> Rule:
+    """Returns the rule that all ops of this module share: batch, heads, queries and keys may be
+    split; `lower` replaces the node."""
     operands, results = given_specs(operands, node.inputs), given_specs(results, node.outputs)
     is_gradient = node.op == GRADIENT
     backward = partial(attention_products, by_key=3, by_value=2)
@@ -126,7 +133,8 @@ def _rule(
 
 
 def _aligned(mask: gs.Tensor) -> str:
-    """The dimensions of a mask as rule text, aligned at the last dimension."""
+    """Returns the dimensions of a mask as text of a rule, e.g. "1 1 s m"; a mask with fewer than
+    four dimensions has the last ones."""
     shape = tensor_shape(mask) or ()
     dims = ["b", "(k g)", "s", "m"][4 - len(shape) :]
     return dims_text("1" if s == 1 else d for d, s in zip(dims, shape, strict=True))

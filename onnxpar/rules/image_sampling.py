@@ -1,4 +1,4 @@
-"""Ops that sample images at points or in regions, or assemble images from blocks."""
+"""Rules of ops that sample images at points or in regions, or assemble images from blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _MATRIX = "a determinant needs the whole matrix"
 
 @rule("GridSample")
 def grid_sample(node: gs.Node) -> Rule:
-    """`n c h w, n y x _ -> n c y x`; h and w must stay whole."""
+    """Sharding rule of GridSample: `n c h w, n y x _ -> n c y x`; h and w must stay whole, because
+    points may lie anywhere in them."""
     space = names("i", len(tensor_shape(node.inputs[0]) or ()) - 2)
     points = names("o", len(space))
     return einsum(
@@ -35,7 +36,8 @@ def grid_sample(node: gs.Node) -> Rule:
 
 @rule("AffineGrid")
 def affine_grid(node: gs.Node) -> Rule:
-    """`n _ _, _ -> n y x _`: only n may be split; a rank's operand of sizes has its shard's n."""
+    """Sharding rule of AffineGrid: `n _ _, _ -> n y x _`: only the batch n may be split; a rank's
+    operand of sizes has its shard's n."""
     size = constant(node.inputs[1])
     if size is None:
         return whole_rule(node, "a data-dependent size")
@@ -55,7 +57,8 @@ def affine_grid(node: gs.Node) -> Rule:
 
 @rule("RoiAlign MaxRoiPool")
 def regions(node: gs.Node) -> Rule:
-    """`n c h w, r _, r -> r c y x`: only regions r and channels c may be split."""
+    """Sharding rule of RoiAlign, MaxRoiPool: `n c h w, r _, r -> r c y x`: only regions r and
+    channels c may be split."""
     batch = ", r" * (len(node.inputs) - 2)
     averages = node.op == "RoiAlign" and node.attrs.get("mode", "avg") == "avg"
     return einsum(
@@ -72,9 +75,10 @@ def regions(node: gs.Node) -> Rule:
 
 @rule("DeformConv")
 def deform_conv(node: gs.Node) -> Rule:
-    """`n (g c) h w, (g o) c _ _, n _ y x, (g o), n _ y x -> n (g o) y x`. Unless all channels share
-    offsets, g and c must stay whole; if c is split, the result is a partial sum, and only one rank
-    adds the bias."""
+    """Sharding rule of DeformConv:
+    `n (g c) h w, (g o) c _ _, n _ y x, (g o), n _ y x -> n (g o) y x`, with g groups: image,
+    weight, offsets, bias and mask. If c is split, the result is a partial sum, and only one rank
+    adds the bias. Unless all channels share offsets, g and c must stay whole."""
     image, weight = (tensor_shape(t) or () for t in node.inputs[:2])
     group = node.attrs.get("group", 1)
     if image[1] is None or weight[0] is None:
@@ -109,9 +113,9 @@ def deform_conv(node: gs.Node) -> Rule:
 
 @rule("MaxUnpool")
 def max_unpool(node: gs.Node) -> Rule:
-    """`n c h w, n c h w, _ -> n c y x`. If h or w is split, each rank fills other elements of the
-    same image, so the result is a partial sum. The indices, positions in the global result, become
-    positions in the rank's result."""
+    """Sharding rule of MaxUnpool: `n c h w, n c h w, _ -> n c y x`. If h or w is split, each rank
+    fills other elements of the same image, so the result is a partial sum. Indices are positions in
+    the global result; a rank turns them into positions in its own."""
     shape = tensor_shape(node.outputs[0]) or ()
     if None in shape[1:] or (len(node.inputs) > 2 and constant(node.inputs[2]) is None):
         return whole_rule(node, "a data-dependent size")
@@ -146,15 +150,15 @@ def max_unpool(node: gs.Node) -> Rule:
 
 
 def _images_before(local: Local) -> int:
-    """The number of images before the first image of the rank's shard, where every batch element
-    counts only as many channels as the shard."""
+    """Returns the number of images (one for each sample and channel) before the rank's first, if
+    each sample had only as many channels as the rank's shard."""
     return local.interval("n")[0] * local.size("c") + local.interval("c")[0]
 
 
 @rule("Col2Im")
 def col2im(node: gs.Node) -> Rule:
-    """`n (c k) l, _, _ -> n c y x`: if l is split, a rank adds up its blocks, with zeros for all
-    other blocks; k and the image stay whole."""
+    """Sharding rule of Col2Im: `n (c k) l, _, _ -> n c y x`: if the blocks l are split, a rank adds
+    up its own, with zeros for all others: a partial sum. k and the image stay whole."""
     shape, out = tensor_shape(node.inputs[0]) or (), tensor_shape(node.outputs[0]) or ()
     rows, length = shape[1:]
     if rows is None or length is None or not out[1]:
@@ -185,7 +189,7 @@ def col2im(node: gs.Node) -> Rule:
 
 @rule("Det")
 def determinant(node: gs.Node) -> Rule:
-    """`b m n -> b`: only b may be split."""
+    """Sharding rule of Det: `b m n -> b`: only the batch b may be split."""
     batch = names("b", len(tensor_shape(node.inputs[0]) or ()) - 2)
     text = f"{dims_text([*batch, 'm', 'n'])} -> {dims_text(batch)}"
     return einsum(node, text, whole=dict.fromkeys("mn", _MATRIX))

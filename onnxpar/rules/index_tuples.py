@@ -1,4 +1,4 @@
-"""GatherND and ScatterND, whose indices are tuples.
+"""Rules of GatherND and ScatterND, whose indices are tuples.
 
 If a column of constant indices counts up along one dimension of the indices (as in the masks that
 torch exports), that dimension shares a factor with the dimension that the column indexes; each
@@ -28,10 +28,11 @@ _PICKED = "the indices into it are not consecutive"
 
 @dataclass(frozen=True)
 class Run:
-    """A column of indices that counts up by one along dimension `along`: `count` values from
-    `start` on.
+    """A column of indices that counts up by one along a dimension of the indices: `count` values
+    from `start` on, e.g. 3, 4, 5.
 
-    For a column that repeats one index, `count` is 1 and `along` is None.
+    along  the dimension of the indices; None, with a count of 1, for a column that repeats one
+           index
     """
 
     start: int
@@ -40,8 +41,8 @@ class Run:
 
 
 def find_runs(indices: gs.Tensor, data: Sequence[Size]) -> list[Run | None]:
-    """The Run of each column of constant indices into a tensor of shape `data`; None for a column
-    that does not count up."""
+    """Returns a Run for each column of constant indices into a tensor of shape `data`; None for a
+    column that does not count up, or that is computed."""
     values = constant(indices)
     width = (tensor_shape(indices) or ())[-1] or 0
     if values is None or not values.size:
@@ -55,6 +56,7 @@ def find_runs(indices: gs.Tensor, data: Sequence[Size]) -> list[Run | None]:
 
 
 def _find_run(values: Array) -> Run | None:
+    """Returns the Run of one column of indices; None if it does not count up."""
     start = int(values.reshape(-1)[0])
     if (values == start).all():
         return Run(start, 1, None)
@@ -66,8 +68,15 @@ def _find_run(values: Array) -> Run | None:
 
 
 class Columns:
-    """The dimensions of the data that columns of indices select from. `dims` are these dimensions
-    as rule text, `data` their sizes; `at` are the dimensions of the indices."""
+    """The factors of the dimensions of the data that columns of indices select from.
+
+    indices  the indices, whose last dimension has a column for each such dimension
+    data     the sizes of these dimensions
+    at       the factors of the other dimensions of the indices
+
+    `dims` has the dimensions as texts of a rule, `(p0 + i0 + q0)` where a column counts up along
+    i0; `picked` has the reasons why others stay whole.
+    """
 
     def __init__(self, indices: gs.Tensor, data: Sequence[Size], at: Sequence[str]) -> None:
         self.runs = find_runs(indices, data)
@@ -88,15 +97,18 @@ class Columns:
             self.sizes |= {f"p{i}": run.start, selected: run.count, f"q{i}": rest}
 
     def _selected(self, column: int, run: Run) -> str:
+        """Returns the factor of the segment that a column selects."""
         return f"k{column}" if run.along is None else self._at[run.along]
 
     @property
     def local(self) -> dict[str | int, Callable[[Local], Any]]:
-        """The field `local` of a rule: constant indices into the rank's shard, if a column counts
-        up."""
+        """The field `local` of a rule, by which a rank gets constant indices into its own shard;
+        empty if no column counts up."""
         return {1: self._local_indices} if any(self.runs) else {}
 
     def _local_indices(self, local: Local) -> Array:
+        """Returns the constant indices of the rank's shard, as positions in the rank's shard of the
+        data."""
         assert self._values is not None
         part = self._values[np.ix_(*map(local.positions, self._at))].copy()
         for i, run in enumerate(self.runs):
@@ -109,9 +121,9 @@ class Columns:
 
 @rule("GatherND")
 def gather_nd(node: gs.Node) -> Rule:
-    """`b t u d, b i 2 -> b i d`. If t or u is split, each rank gives zeros for elements that it
-    does not hold, unless constant indices count up along t and u. Tuples of one index are lowered
-    as in Gather."""
+    """Sharding rule of GatherND: `b t u d, b i 2 -> b i d`. If t or u is split, each rank looks up
+    the elements in its shard, with zeros for all others: a partial sum; unless constant indices
+    count up along t and u. Tuples of one index are handled as in Gather."""
     data, indices = (tensor_shape(t) or () for t in node.inputs)
     batch, width = node.attrs.get("batch_dims", 0), indices[-1] or 0
     if not 0 <= batch < len(indices) or batch + width > len(data):
@@ -155,9 +167,12 @@ def gather_nd(node: gs.Node) -> Rule:
 
 
 def _lower_gather(dims: Sequence[str], first: int, trailing: int) -> Callable[[Lowering], None]:
-    """A lowering that gathers the elements that the rank holds, and gives zeros for others. `dims`
-    are the data's dimensions from `first` on that tuples index; the result has `trailing` further
-    dimensions of the data."""
+    """Returns a lowering that gathers the elements in the rank's shard, with zeros for all others.
+
+    dims      the factors of the dimensions that tuples index
+    first     the first of these dimensions in the data
+    trailing  the number of dimensions behind them
+    """
 
     def lower(build: Lowering) -> None:
         node = build.local.node
@@ -178,9 +193,11 @@ def _lower_gather(dims: Sequence[str], first: int, trailing: int) -> Callable[[L
 def local_tuples(
     build: Lowering, dims: Sequence[str], elsewhere: Callable[[Local], Any]
 ) -> tuple[gs.Tensor, gs.Tensor]:
-    """Returns tuples of indices into the rank's shard (`elsewhere` for elements of other ranks),
-    and a mask that is True for each index of a tuple that is in the shard. `dims` are the
-    dimensions of the data that tuples index.
+    """Turns tuples of global indices into tuples of positions in the rank's shard. Returns (tuples,
+    a mask that is True for each index of a tuple in the shard).
+
+    dims       the factors of the dimensions that tuples index
+    elsewhere  from the rank's view to the tuple that takes the place of one in another shard
 
     An index beyond the global dimension stays beyond the shard, so that the kernel refuses it.
     """
@@ -207,9 +224,9 @@ def local_tuples(
 
 @rule("ScatterND")
 def scatter_nd(node: gs.Node) -> Rule:
-    """`t u d, i 2, i d -> t u d`. If t or u is split, each rank skips the updates of other shards,
-    unless constant indices count up along t and u. If i is split and the op reduces updates by sum,
-    max or min, the result is partial."""
+    """Sharding rule of ScatterND: `t u d, i 2, i d -> t u d`. If t or u is split, each rank skips
+    the updates of other shards, unless constant indices count up along t and u. If i is split and
+    the op reduces updates by sum, max or min, the result is partial."""
     data, indices = (tensor_shape(t) or () for t in node.inputs[:2])
     at = names("i", len(indices) - 1)
     rest = names("d", len(data) - (indices[-1] or 0))
@@ -242,7 +259,8 @@ def scatter_nd(node: gs.Node) -> Rule:
 
 
 def _lower_scatter(dims: Sequence[str]) -> Callable[[Lowering], None]:
-    """A lowering that writes only the updates that fall into the rank's shard."""
+    """Returns a lowering that writes only the updates in the rank's shard. `dims` are the factors
+    of the dimensions that tuples index."""
 
     def lower(build: Lowering) -> None:
         split = [i for i, dim in enumerate(dims) if build.local.is_split(dim)]

@@ -1,4 +1,5 @@
-"""Ops that select elements along one dimension by index."""
+"""Rules of ops that select elements along one dimension by index: Gather, GatherElements,
+Compress."""
 
 from __future__ import annotations
 
@@ -18,19 +19,19 @@ from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
 SELECTED = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "uint32")
-"""Types that Where supports."""
+"""Element types that onnxruntime's Where takes."""
 _PICKED = "the choice of elements is data-dependent"
 _CAST = ("int16", "uint16", "uint64", "bfloat16")
-"""Types that need a Cast before a Where, to a type that has all their values."""
+"""Element types that need a Cast before a Where, to a type that has all their values."""
 
 
 @rule("Gather")
 def gather(node: gs.Node) -> Rule:
-    """`v d, i -> i d`: if v is split, each rank gives the elements that it holds, and zeros for
-    other elements.
+    """Sharding rule of Gather: `v d, i -> i d`: if v is split, each rank looks up the elements in
+    its shard, with zeros for all others: a partial sum.
 
-    With constant indices that count up by one, the op is a slice: `(before + (i j) + after) d, _ ->
-    i j d`.
+    With constant indices that count up by one, the op is a slice:
+    `(before + (i j) + after) d, _ -> i j d`.
     """
     data, index = (tensor_shape(t) or () for t in node.inputs)
     axis = node.attrs.get("axis", 0) % len(data)
@@ -47,7 +48,8 @@ def gather(node: gs.Node) -> Rule:
 
 
 def run_start(index: gs.Tensor, size: Size) -> int | None:
-    """The first of constant indices that count up by one in row-major order; else None."""
+    """Returns the first of constant indices that count up by one in row-major order, e.g. 3 for
+    [[3, 4], [5, 6]]; None for any other indices."""
     values = constant(index)
     if values is None or size is None or not values.size:
         return None
@@ -58,10 +60,14 @@ def run_start(index: gs.Tensor, size: Size) -> int | None:
 def run_segments(
     at: Sequence[str], index: Sequence[Size], rows: int, start: int
 ) -> tuple[str, dict[str, Any]]:
-    """The rule text of a dimension of size `rows`, from which constant indices slice a range from
-    `start` on, and the fields of the rule.
+    """For a dimension from which constant indices slice a range: returns (the dimension as text of
+    a rule, e.g. `(before + (i j) + after)`, fields of the rule). The sliced segment is the product
+    of the dimensions of the indices.
 
-    The sliced segment is the product of the dimensions `at` of the indices.
+    at     the factors of the indices
+    index  the shape of the indices
+    rows   the size of the dimension
+    start  the first index
     """
     sliced = [dim for dim, size in zip(at, index, strict=True) if size != 1] or ["one"]
 
@@ -84,7 +90,8 @@ def run_segments(
 
 @rule("GatherElements")
 def gather_elements(node: gs.Node) -> Rule:
-    """`v (d + r) e, i d e -> i d e`, lowered as Gather; the indices do not cover r."""
+    """Sharding rule of GatherElements: `v (d + r) e, i d e -> i d e`, split as in Gather; r are the
+    elements of a dimension that no index covers."""
     data, index = (tensor_shape(t) or () for t in node.inputs)
     axis = node.attrs.get("axis", 0) % len(data)
     dims, at = names("d", len(data)), names("d", len(data))
@@ -98,9 +105,12 @@ def gather_elements(node: gs.Node) -> Rule:
 def uncovered(
     dims: list[str], axis: int, data: Sequence[Size], index: Sequence[Size]
 ) -> dict[str, Size]:
-    """Replaces each dimension d in `dims` that indices cover only partly by `(d + r)`, except
-    `axis`; returns the sizes of the new factors. `data` and `index` are the shapes of data and
-    indices."""
+    """Replaces each dimension d in `dims` that the indices cover only partly by `(d + r)`, except
+    `axis`. Returns the sizes of the new factors.
+
+    data   the shape of the data
+    index  the shape of the indices
+    """
     sizes: dict[str, Size] = {}
     for i, (size, covered) in enumerate(zip(data, index, strict=True)):
         if i != axis and size != covered:
@@ -111,10 +121,11 @@ def uncovered(
 
 
 def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[str, Any]:
-    """Returns the fields of a rule for a lookup in factor `v`, dimension `axis` of operand 0.
+    """Returns the fields of a rule for a lookup by index in factor `v`, dimension `axis` of operand
+    0.
 
-    at        the dimensions of the indices
-    trailing  the number of dimensions that the result has behind those of the indices
+    at        the factors of the indices
+    trailing  the number of dimensions that the result has behind the dimensions of the indices
     """
     rows = (tensor_shape(node.inputs[0]) or ())[axis]
     if rows is None or not is_summable(node.inputs[0]):
@@ -124,27 +135,28 @@ def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[s
 
 
 def is_summable(data: gs.Tensor) -> bool:
-    """True if ranks can select elements of this type, and add them exactly if all ranks except one
-    give zero."""
+    """True if ranks can join looked-up elements of this type by a sum to which all ranks except one
+    add zeros: a type that Where takes, directly or after an exact Cast."""
     return str(dtype_of(data)) in (*SELECTED, *_CAST, "bool")
 
 
 def joined_by(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
-    """Returns the field `reduce` of a rule for factors over which the ranks' results are added:
-    each rank gives zeros for elements of other ranks."""
+    """Returns the field `reduce` of a rule for factors whose shards give partial results: zeros for
+    the elements of other ranks, joined by a sum (of bools, by max)."""
     op = "max" if dtype_of(node.inputs[0]) == np.bool_ else "sum"
     return {"reduce": dict.fromkeys(factors, op)}
 
 
 def wide_type(dtype: np.dtype[Any]) -> int:
-    """ONNX's number of a type with all values of `dtype`, for types that Where does not support."""
+    """Returns the number of the ONNX type to which a type that Where does not take is cast; it has
+    all values of `dtype`."""
     return onnx.TensorProto.FLOAT if str(dtype) == "bfloat16" else onnx.TensorProto.INT64
 
 
 def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
-    """Adds the nodes that compute the result: `rows` where the mask `held` is True, elsewhere the
-    neutral element of a sum: -0.0 for floats, so that the sum over ranks is bit-identical to the
-    rows."""
+    """Makes the result of the node: `rows` where the mask `held` is True (the rank's shard has the
+    element), elsewhere zeros. For floats, the zeros are -0.0, which is neutral in a sum, so that
+    the sum over ranks is bit-identical to the rows."""
     dtype = dtype_of(build.local.node.outputs[0])
     if dtype == np.bool_:
         build.finish("And", [held, rows])
@@ -169,8 +181,8 @@ def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
 def lower_lookup(
     rows: int, axis: int, at: Sequence[str], trailing: int
 ) -> Callable[[Lowering], None]:
-    """A lowering that looks up the elements that the rank holds, and gives zeros for others. `rows`
-    is the global size of `v`; for the other arguments, see `lookup`."""
+    """Returns a lowering that looks up the elements in the rank's shard of `v`, with zeros for all
+    others. `rows` is the global size of `v`; for the other arguments, see `lookup`."""
 
     def lower(build: Lowering) -> None:
         node = build.local.node
@@ -192,8 +204,8 @@ def lower_lookup(
 def _constant_rows(
     build: Lowering, rows: int, index: Array, at: Sequence[str], trailing: int
 ) -> tuple[gs.Tensor, gs.Tensor]:
-    """Constant indices as positions in the rank's shard (0 for elements of other ranks), and a mask
-    that is True for elements in the shard."""
+    """Like `local_rows`, for constant indices: returns (positions in the rank's shard, 0 for
+    elements of other ranks; a mask that is True for elements in the shard)."""
 
     def row(local: Local) -> Array:
         part = index[np.ix_(*(_positions(local, dim) for dim in at))] if at else index
@@ -208,17 +220,21 @@ def _constant_rows(
 
 
 def _positions(local: Local, dim: str) -> Array:
+    """Global positions of the rank's shard; [0] for a dimension of one element."""
     return np.zeros(1, np.int64) if dim == "1" else local.positions(dim)
 
 
 def local_rows(
     build: Lowering, rows: int, elsewhere: Callable[[Local], int] = lambda _: 0
 ) -> tuple[gs.Tensor, gs.Tensor]:
-    """Computed indices as positions in the rank's shard of `v` (`elsewhere` for elements of other
-    ranks), and a mask that is True for elements in the shard. `rows` is the global size of `v`.
+    """Turns computed global indices into positions in the rank's shard of `v`. Returns (positions,
+    a mask that is True for elements in the shard).
 
-    If a shard is not contiguous, this needs a constant map from global to local positions. An index
-    beyond the global size stays beyond the shard, so that the kernel refuses it as usual.
+    rows       the global size of `v`
+    elsewhere  from the rank's view to the position that stands for an element of another rank
+
+    If a shard is not contiguous, this needs a constant table of positions. An index beyond the
+    global size stays beyond the shard, so that the kernel refuses it as usual.
     """
     dtype = dtype_of(build.local.node.inputs[1])
     assert dtype is not None
@@ -240,7 +256,7 @@ def local_rows(
 
 
 def _between(build: Lowering, row: gs.Tensor, count: Any) -> gs.Tensor:
-    """A mask that is True for positions in [0, count)."""
+    """Returns a boolean mask: True for positions in [0, count)."""
     dtype = dtype_of(build.local.node.inputs[1])
     above = build.add("Greater", [row, np.array(-1, dtype)])
     return build.add("And", [build.add("Less", [row, count]), above])
@@ -248,7 +264,8 @@ def _between(build: Lowering, row: gs.Tensor, count: Any) -> gs.Tensor:
 
 @rule("Compress")
 def compress(node: gs.Node) -> Rule:
-    """`d v, c -> d w`; v, c and w must stay whole. Without an axis, all dimensions must."""
+    """Sharding rule of Compress: `d v, c -> d w`; v, the condition c, and w must stay whole.
+    Without an axis, all dimensions must."""
     axis = node.attrs.get("axis")
     rank = len(tensor_shape(node.inputs[0]) or ())
     before, after = names("d", rank), names("d", rank)

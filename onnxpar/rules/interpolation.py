@@ -1,5 +1,5 @@
-"""Computes the elements from which a Resize interpolates each element of a dimension, and their
-weights.
+"""Computes, for each element of a resized dimension, from which elements a Resize interpolates it,
+and with what weights.
 
 The arithmetic is float32 in the same order as in onnxruntime, so that both choose the same one of
 two equally near neighbours.
@@ -24,9 +24,9 @@ _TIE = 1e-6
 
 @dataclass(frozen=True)
 class Scaling:
-    """The resizing of a dimension from `size` to `out` elements.
+    """The resizing of one dimension from `size` to `out` elements.
 
-    scale   the factor from elements to results
+    scale   the factor from elements to results: 2.0 doubles the dimension
     mode    nearest, linear or cubic
     attrs   the node's attributes
     region  the cropped part, as fractions of the dimension
@@ -41,14 +41,19 @@ class Scaling:
 
     @property
     def transformation(self) -> str:
-        """The name of the function from coordinates of the result to coordinates of the operand."""
+        """The name of the function that maps positions in the result to coordinates in the
+        operand."""
         return str(self.attrs.get("coordinate_transformation_mode", "half_pixel"))
 
 
 @dataclass(frozen=True, eq=False)
 class Taps:
-    """The indices and weights of operand elements, one row for each element of the result, and a
-    mask of result elements that lie outside the operand."""
+    """Where the elements of a resized dimension come from.
+
+    index    a row of operand positions for each element of the result
+    weight   their weights, in the same shape
+    outside  True for each element of the result that lies outside the operand
+    """
 
     index: Array
     weight: Array
@@ -56,7 +61,7 @@ class Taps:
 
 
 def taps(scaling: Scaling) -> Taps:
-    """Returns the elements and weights of every result along the resized dimension."""
+    """Returns the operand positions and weights of every element along the resized dimension."""
     at = coordinates(scaling)
     outside = np.zeros(scaling.out, np.bool_)
     if scaling.transformation == "tf_crop_and_resize":
@@ -67,7 +72,8 @@ def taps(scaling: Scaling) -> Taps:
 
 
 def coordinates(scaling: Scaling) -> Array:
-    """The coordinate in the operand of each element of the result (float32)."""
+    """Returns the coordinate (float32) in the operand of each element along the resized
+    dimension."""
     at, scale = np.arange(scaling.out, dtype=F), F(scaling.scale)
     size, out = F(scaling.size), F(scaling.out)
     how = scaling.transformation
@@ -89,13 +95,15 @@ def coordinates(scaling: Scaling) -> Array:
 
 
 def _nearest(scaling: Scaling, at: Array) -> tuple[Array, Array]:
+    """Returns (positions, weights) of the single nearest element for each coordinate in `at`."""
     mode = scaling.attrs.get("nearest_mode", "round_prefer_floor")
     index = _ROUNDINGS[mode](at).astype(np.int64)[:, None]
     return index, np.ones(index.shape, F)
 
 
 def _rounded(at: Array, up: bool) -> Array:
-    """The nearest integers; of two about equally near ones, the upper one if `up`."""
+    """Returns the nearest integers; halfway between two (up to onnxruntime's tolerance), the upper
+    one if `up`, else the lower one."""
     low = np.floor(at)
     share = (at - low).astype(np.float64)
     return low + np.where(np.abs(share - 0.5) < _TIE, up, share > 0.5)
@@ -110,6 +118,7 @@ _ROUNDINGS: Mapping[str, Callable[[Array], Array]] = {
 
 
 def _linear(scaling: Scaling, at: Array) -> tuple[Array, Array]:
+    """Returns (positions, weights) of the two elements around each coordinate in `at`."""
     at = np.clip(at, 0, F(scaling.size - 1))
     low = np.floor(at)
     share = at - low
@@ -118,6 +127,7 @@ def _linear(scaling: Scaling, at: Array) -> tuple[Array, Array]:
 
 
 def _cubic(scaling: Scaling, at: Array) -> tuple[Array, Array]:
+    """Returns (positions, weights) of the four elements around each coordinate in `at`."""
     low = np.floor(at)
     index = low[:, None].astype(np.int64) + np.arange(-1, 3)
     weight = _cubic_filter(np.arange(-1, 3, dtype=F) - (at - low)[:, None], scaling)
@@ -128,7 +138,8 @@ def _cubic(scaling: Scaling, at: Array) -> tuple[Array, Array]:
 
 
 def _cubic_filter(x: Array, scaling: Scaling) -> Array:
-    """Keys's cubic convolution kernel, which is 0 beyond a distance of 2."""
+    """Returns the values at `x` of Keys's cubic convolution kernel, which is 0 beyond a distance of
+    2."""
     a, x = F(scaling.attrs.get("cubic_coeff_a", -0.75)), np.abs(x)
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
@@ -136,6 +147,7 @@ def _cubic_filter(x: Array, scaling: Scaling) -> Array:
 
 
 def _linear_filter(x: Array, scaling: Scaling) -> Array:
+    """Returns the values at `x` of the triangle kernel of linear interpolation."""
     return np.asarray(np.maximum(1 - np.abs(x), 0))
 
 
@@ -143,8 +155,8 @@ _FILTERS = {"linear": (_linear_filter, 1), "cubic": (_cubic_filter, 2)}
 
 
 def _smooth(scaling: Scaling, at: Array) -> tuple[Array, Array]:
-    """Returns indices and weights for `antialias`: the filter widens as the dimension shrinks. `at`
-    are coordinates, as `coordinates` returns them."""
+    """Returns (positions, weights) for `antialias`: the filter widens as the dimension shrinks.
+    `at` are the results of `coordinates`."""
     kernel, reach = _FILTERS[scaling.mode]
     grown = max(F(1) / F(scaling.scale), F(1))
     centre = at + HALF

@@ -1,7 +1,6 @@
-"""Linear attention and causal convolutions with a carried state: by batch, head, channel and step.
-
-ONNX has both since opset 27; onnxruntime has them in com.microsoft, with more attributes.
-"""
+"""Rules of LinearAttention and CausalConvWithState, which carry a state from step to step: split by
+batch, head, channel and step. ONNX has both since opset 27; onnxruntime has them in com.microsoft,
+with more attributes."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, given_specs, rule,
 
 
 def linear_attention(node: gs.Node) -> Rule:
-    """`b s (k g d), b s (k d), b s (k e), b k d e, b s (k d), b s k -> b s (k g e); b k d e`:
-    queries, keys, values, past state, decay and beta. The columns e of a state are independent and
-    may be split, too; without a delta rule, also the rows d, over which ranks add. If steps s are
-    split, each rank computes the map that its steps apply to a state; ranks exchange these maps,
-    and each starts from the state after all earlier steps."""
+    """Sharding rule of LinearAttention: `b s (k g d), b s (k d), b s (k e), b k d e, b s (k d), b s
+    k -> b s (k g e); b k d e`: queries, keys, values, past state, decay and beta. The columns e of
+    a state are independent, and may be split; without a delta rule, so may the rows d, over which
+    ranks add. If steps s are split, each rank computes how its steps change any state; ranks
+    exchange these maps, and each rank starts from the state after all earlier steps."""
     heads, groups = int(node.attrs["kv_num_heads"]), int(node.attrs["q_num_heads"])
     if node.attrs.get("state_window"):
         return whole_rule(node, "it keeps the states of several steps")
@@ -70,7 +69,10 @@ def linear_attention(node: gs.Node) -> Rule:
 
 @dataclass(frozen=True)
 class _LinearAttention:
-    """Lowers a LinearAttention with these attributes; `width` is the global size of d.
+    """Replaces a LinearAttention whose steps s or rows d are split.
+
+    attrs  the attributes of the node
+    width  the global size of d
 
     Steps map a state S to M S + N. One run of the kernel computes both: with values of zero, steps
     map the identity to M. So from the state [0 | I] and values [v | 0], they lead to [N | M].
@@ -80,7 +82,8 @@ class _LinearAttention:
     width: int
 
     def lower(self, build: Lowering) -> None:
-        """Replaces the node on a rank that holds shards of the steps, of d or of both."""
+        """Adds the nodes that a rank runs in place of the node, if its steps, rows d or both are
+        split."""
         node, is_split = build.local.node, build.local.is_split("s")
         operands = [build.input(i) if t.name else t for i, t in enumerate(node.inputs)]
         operands += [gs.Variable.empty()] * (4 - len(operands))
@@ -102,7 +105,9 @@ class _LinearAttention:
     def _states(
         self, build: Lowering, operands: Sequence[gs.Tensor], start: gs.Tensor
     ) -> tuple[gs.Tensor, gs.Tensor]:
-        """The state before the rank's steps, and the state after the steps of all ranks."""
+        """Returns (the state before the rank's steps, the state after the steps of all ranks), from
+        the state `start` before all steps. Ranks gather the maps [N | M] of their steps to this
+        end."""
         wide = list(operands)
         wide[2] = self._widened(build, operands[2])
         wide[3] = self._state(build, operands[0], _identity, _wide_columns)
@@ -126,7 +131,8 @@ class _LinearAttention:
     def _run(
         self, build: Lowering, operands: Sequence[gs.Tensor], columns: Columns
     ) -> tuple[gs.Tensor, gs.Tensor]:
-        """Runs the op on states with this number of columns; returns its two results."""
+        """Adds the op on the rank's shards; returns its two results. `columns` computes the number
+        of columns of its states, which may be more than e."""
         node, local = build.local.node, build.local
         batch, steps = build.shape(operands[0])[:2]
         heads, width = local.size("k"), columns(local)
@@ -150,7 +156,8 @@ class _LinearAttention:
         value: Callable[[Local], Any],
         columns: Columns,
     ) -> gs.Tensor:
-        """A state that is `value` for each sample and head."""
+        """Returns a state (batch, heads, d, columns) that has the matrix `value` for each sample
+        and head. The batch is the batch of `query`."""
         local, dtype = build.local, self._dtype(build.local.node)
         one = build.per_rank(lambda local: np.asarray(value(local), dtype))
         rest = build.per_rank(
@@ -162,7 +169,7 @@ class _LinearAttention:
         return build.make("Expand", [one, shape], (dtype, sizes))
 
     def _widened(self, build: Lowering, value: gs.Tensor) -> gs.Tensor:
-        """The values of each head, and d zeros after them."""
+        """Returns the values with d zeros behind the e values of each head."""
 
         def apart(local: Local) -> Any:
             return int64([0, 0, local.size("k"), local.size("e")])
@@ -176,19 +183,22 @@ class _LinearAttention:
 
     @staticmethod
     def _dtype(node: gs.Node) -> Any:
-        """The type of states."""
+        """The element type of states."""
         tensors = [t for t in (*node.inputs[3:4], *node.outputs[1:2], node.inputs[0]) if t.name]
         return dtype_of(tensors[0])
 
 
 Columns = Callable[[Local], int]
+"""A function from a rank's view to a number of columns of states."""
 
 
 def _columns(local: Local) -> int:
+    """The number of columns of a state on the rank."""
     return local.size("e")
 
 
 def _wide_columns(local: Local) -> int:
+    """The number of columns of the matrix [N | M] on the rank."""
     return local.size("e") + local.size("d")
 
 
@@ -197,6 +207,7 @@ def _zeros(local: Local) -> Any:
 
 
 def _identity(local: Local) -> Any:
+    """[0 | I], the state from which steps lead to [N | M]."""
     return np.eye(local.size("d"), _wide_columns(local), local.size("e"))
 
 
@@ -207,9 +218,10 @@ def _width(node: gs.Node, index: int) -> Size:
 
 
 def causal_convolution(node: gs.Node) -> Rule:
-    """`b c h, c 1 w, c, b c p -> b c s; b c p`. The positions s are co-sharded with the operand's
-    positions h: a rank fetches the p positions before its shard, and all ranks fetch the last p
-    positions for the new state."""
+    """Sharding rule of CausalConvWithState: `b c h, c 1 w, c, b c p -> b c s; b c p`: operand,
+    weight, bias, the p positions before. s, the positions of the result, are split over the same
+    axes as h, the positions of the operand: a rank fetches the p positions before its shard, and
+    all ranks fetch the last p positions for the new state."""
     plain = {"activation", "ndim"}
     odd = [k for k, v in node.attrs.items() if k not in plain and v and not k.startswith("onnxpar")]
     if odd or node.attrs.get("ndim", 1) != 1 or len(node.outputs) > 2:
@@ -239,7 +251,8 @@ def causal_convolution(node: gs.Node) -> Rule:
 
 
 def _lower(build: Lowering, back: int, length: int) -> None:
-    """Runs the kernel on the rank's shard, with the `back` positions before it as past state."""
+    """Adds the op on the rank's shard, with the `back` positions before the shard as its past
+    state. `length` is the global number of positions."""
     node, x = build.local.node, build.input(0)
 
     def stretch(local: Local) -> tuple[int, int]:
@@ -269,11 +282,12 @@ def _lower(build: Lowering, back: int, length: int) -> None:
 
 
 def _part(build: Lowering, x: gs.Tensor, start: Any, end: Any) -> gs.Tensor:
+    """Slices [start, end) of the positions out of `x`."""
     return build.add("Slice", [x, start, end, int64([2])])
 
 
 def _past(build: Lowering, x: gs.Tensor, back: int) -> gs.Tensor:
-    """The past state, or zeros if there is none."""
+    """Returns the past state; without one, zeros for the `back` positions before the first."""
     if given(build.local.node, 3) is not None:
         return build.input(3)
     lead = build.add("Slice", [build.add("Shape", [x]), int64([0]), int64([2])])

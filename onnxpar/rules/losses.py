@@ -1,5 +1,5 @@
-"""Losses over classes. If the classes are split, the ranks exchange a few numbers for each row of
-scores."""
+"""Rules of losses over classes. If the classes are split, the ranks exchange a few numbers for each
+row of scores."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
 @rule("NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss")
 def class_loss(node: gs.Node) -> Rule:
-    """`n c s, n s, c -> n s`; the ranks communicate if c is split, and also if n or s is split and
-    the op reduces the losses."""
+    """Sharding rule of NegativeLogLikelihoodLoss, SoftmaxCrossEntropyLoss: `n c s, n s, c -> n s`:
+    scores, labels, weights of classes c. The ranks communicate if c is split, and also if n or s is
+    split and the op reduces the losses."""
     shape = tensor_shape(node.inputs[0]) or ()
     space = names("s", len(shape) - 2)
     scores, labels = dims_text(["n", "c", *space]), dims_text(["n", *space])
@@ -51,7 +52,13 @@ def class_loss(node: gs.Node) -> Rule:
 
 @dataclass(frozen=True)
 class _Loss:
-    """Lowers a loss; `rows` are the factors over which it is reduced."""
+    """Replaces a loss whose classes or rows are split.
+
+    op         the node's op
+    reduction  "none", "sum" or "mean"
+    ignored    the label of rows that do not count; None: all count
+    rows       the factors of rows over which the loss is reduced; none without a reduction
+    """
 
     op: str
     reduction: str
@@ -59,8 +66,8 @@ class _Loss:
     rows: list[str]
 
     def lower(self, build: Lowering) -> None:
-        """Computes the weighted losses of labels whose class the rank holds (zeros for other
-        labels), and adds them over the ranks."""
+        """Computes the weighted losses of the labels whose class is in the rank's shard
+        (zeros for other labels), adds them over the ranks, and makes the result of the node."""
         node = build.local.node
         scores = widen(build, build.input(0))
         if self.op == "SoftmaxCrossEntropyLoss":
@@ -92,13 +99,13 @@ class _Loss:
             finish(build, "Div", [loss, self._sum(build, weights)])
 
     def _sum(self, build: Lowering, x: gs.Tensor) -> gs.Tensor:
-        """The sum of `x` over all rows, across all shards."""
+        """The sum of `x` over all rows and classes, across all ranks."""
         return build.all_reduce(build.add("ReduceSum", [x], keepdims=0), ["c", *self.rows])
 
     def _local_labels(self, build: Lowering) -> tuple[gs.Tensor, gs.Tensor]:
-        """Labels as positions among the rank's classes (0 for classes of other ranks), and a mask
-        that is True for labels that the rank counts. A label beyond all classes stays beyond the
-        rank's classes, and the kernel refuses it."""
+        """Returns (labels as positions among the rank's classes, with 0 for classes of other ranks;
+        a mask that is True for labels that the rank counts). A label beyond all classes stays
+        beyond the rank's classes, and the kernel refuses it."""
         label = build.input(1)
         classes = build.local.node.inputs[0].shape[1]
         dtype = dtype_of(label)
@@ -135,6 +142,6 @@ def _log_softmax(build: Lowering, scores: gs.Tensor) -> gs.Tensor:
 
 
 def _within(build: Lowering, index: gs.Tensor, count: Any) -> gs.Tensor:
-    """A mask that is True for indices in [0, count)."""
+    """Returns a boolean mask: True for indices in [0, count)."""
     above = build.add("Greater", [index, like(index, -1)])
     return build.add("And", [build.add("Less", [index, count]), above])

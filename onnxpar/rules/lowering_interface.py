@@ -1,4 +1,5 @@
-"""The interface for a rule's own lowering: a rank's view of a node, and a builder of its nodes."""
+"""What a rule's own lowering may use: `Local`, a rank's view of a node, and `Lowering`, which
+builds the nodes that the rank runs in place of that node."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import onnx_graphsurgeon as gs
 
 
 class Local(Protocol):
-    """A rank's view of a node, from which `Rule.local` computes new constants and attributes.
+    """A rank's view of a node: the sizes and positions of the rank's shards. Attributes and
+    constants of the rank's nodes are functions of it.
 
     `node` is still the global node: its tensors have global shapes.
     """
@@ -26,11 +28,12 @@ class Local(Protocol):
         ...
 
     def size(self, factor: str) -> int:
-        """The size of the rank's shard of a factor."""
+        """The number of elements of the rank's shard of a factor."""
         ...
 
     def positions(self, factor: str) -> np.ndarray[Any, Any]:
-        """The global indices of the rank's shard of a factor, in the rank's order."""
+        """The global positions of the rank's shard of a factor, in the order of the shard: [2, 3]
+        on rank 1 of 2, if the factor has 4 elements."""
         ...
 
     def is_run(self, factor: str) -> bool:
@@ -38,31 +41,32 @@ class Local(Protocol):
         ...
 
     def interval(self, factor: str) -> tuple[int, int]:
-        """The global start and end (exclusive) of the rank's shard of a factor, which must be
-        contiguous."""
+        """(start, end), exclusive, of the rank's shard of a factor, in global positions; the shard
+        must be contiguous."""
         ...
 
     def member(self, factor: str) -> int:
-        """The position of the rank's shard among the shards of a factor: 0 for the first."""
+        """The index of the rank's shard among the shards of a factor, 0 for the first."""
         ...
 
     def is_split(self, factor: str) -> bool:
-        """True if a factor is sharded."""
+        """True if axes of the mesh split this factor, so that ranks hold different shards."""
         ...
 
     def may_be_empty(self, factor: str) -> bool:
-        """True if the factor is split and a shard may be empty: its size is open, or one of its
-        shards has no elements. A shard with a stand-in is not empty."""
+        """True if some rank's shard of the factor may have no elements: the factor is split, and
+        its size is open or too small. A shard that gets a stand-in element is not empty."""
         ...
 
 
 Step = Callable[[list[gs.Tensor], list[gs.Tensor]], tuple[Sequence[gs.Tensor], Sequence[gs.Tensor]]]
-"""Adds the nodes of a Scan's body: a function from (states, elements) to (new states, elements of
-results)."""
+"""A function that adds the nodes of a Scan's body for one step: from (states, elements) to (new
+states, elements of the results)."""
 
 
 class Lowering(Protocol):
-    """Builds the nodes that a rank runs in place of one node; see `lowering/lowering_builder.py`.
+    """Builds the nodes that a rank runs in place of one node; `lowering/lowering_builder.py`
+    implements it.
 
     Operands may be tensors or arrays; arrays become constants. `axes=` of Unsqueeze, Squeeze,
     ReduceSum and the like, and `split=` of Split, become operands. `domain=` names the domain of an
@@ -73,7 +77,7 @@ class Lowering(Protocol):
     local: Local
 
     def input(self, index: int) -> gs.Tensor:
-        """The rank's shard of an operand of the node."""
+        """Returns the rank's shard of operand `index` of the node."""
         ...
 
     @property
@@ -82,44 +86,45 @@ class Lowering(Protocol):
         ...
 
     def per_rank(self, value: Callable[[Local], Any]) -> gs.Tensor:
-        """A constant whose value on a rank is `value` of the rank's view."""
+        """Returns a constant that may differ between ranks: `value` computes it from a rank's
+        view."""
         ...
 
     def add(self, op: str, inputs: Sequence[Any], **attrs: Any) -> gs.Variable:
         """Adds a node with one result; returns the result. An attribute may be a function of the
-        rank's view."""
+        rank's view: `k=lambda local: local.size("e")`."""
         ...
 
     def add_each(
         self, op: str, inputs: Sequence[Any], count: int, **attrs: Any
     ) -> list[gs.Variable]:
-        """Adds a node with `count` results; returns the results."""
+        """Adds a node with `count` results; returns all of them."""
         ...
 
     def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
-        """The reduction of `x` by `op` over the ranks that hold different shards of these factors;
-        `x` itself if none of them is split."""
+        """Returns `x` reduced by `op` ("sum", "max", ...) over the ranks that hold different shards
+        of these factors; `x` itself if none of the factors is split."""
         ...
 
     def all_gather(
         self, x: gs.Tensor, factor: str, axis: int, extent: Callable[[Local], int]
     ) -> gs.Tensor:
-        """Concatenates `x` of all ranks that hold shards of the factor, along `axis` in the order
-        of the shards; `extent` gives the size of a rank's `x` along that axis."""
+        """Returns the tensors `x` of all ranks that hold shards of the factor, concatenated along
+        `axis` in the order of shards. `extent` returns the size of a rank's `x` along that axis."""
         ...
 
     def shares_axes(self, factor: str, other: str) -> bool:
-        """True if `factor` and `other` are split over the same axes."""
+        """True if both factors are split over the same axes of the mesh."""
         ...
 
     def of_members(self, factor: str, value: Callable[[Local], Any]) -> list[Any]:
-        """The function's value on each rank that holds a shard of the factor, in the order of
+        """Returns a list: `value` of each rank that holds a shard of the factor, in the order of
         shards. The value must not depend on other split factors."""
         ...
 
     def shift(self, x: gs.Tensor, factor: str, axis: int, sizes: Sequence[int]) -> gs.Tensor:
-        """`x` of the rank with the previous shard; the first rank gets `x` of the last rank.
-        `sizes` are the sizes of all ranks' `x` along `axis`."""
+        """Returns the tensor `x` of the rank with the previous shard of the factor; the first rank
+        gets the tensor of the last. `sizes` are the sizes of all ranks' `x` along `axis`."""
         ...
 
     def exchange(
@@ -130,57 +135,60 @@ class Lowering(Protocol):
         held: Sequence[np.ndarray[Any, Any]],
         wanted: Sequence[np.ndarray[Any, Any]],
     ) -> gs.Tensor:
-        """The elements of `x` at positions `wanted` along `axis`; before, a rank has the positions
-        `held`. Both have an array for each rank that holds a shard of the factor."""
+        """Redistributes `x`, along `axis`, among the ranks that have shards of the factor. Both
+        lists have an array of positions for each of these ranks: `held` before, `wanted` in the
+        returned tensor."""
         ...
 
     def gathered(self, factor: str) -> np.ndarray[Any, Any]:
-        """The global indices of a factor, in the order in which `all_gather` joins its shards."""
+        """Returns the global positions of a factor in the order in which `all_gather` joins its
+        shards: not ascending if shards are not contiguous."""
         ...
 
     def scan(
         self, step: Step, states: Sequence[gs.Tensor], sequences: Sequence[gs.Tensor], **attrs: Any
     ) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
-        """Adds a Scan along the first dimension of `sequences`; returns its last states and its
-        results. `step` adds the nodes of its body, which may be collectives."""
+        """Adds a Scan along the first dimension of `sequences`. `step` adds the nodes of the body,
+        among which may be collectives. Returns (the last states, the results)."""
         ...
 
     def filled(
         self, x: gs.Tensor, factor: str, axis: int, value: Any = 0, count: int = 1
     ) -> gs.Tensor:
-        """`x`; where the rank's shard is empty, `count` elements of `value` along `axis`. Dimension
-        `axis` of `x` has `count` elements for each element of the factor."""
+        """Returns `x`; on a rank whose shard of the factor is empty, `count` elements of `value`
+        along `axis` instead, for a kernel that refuses empty tensors. `count` is also the number of
+        elements in dimension `axis` for each element of the factor."""
         ...
 
     def fetch(
         self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Local], tuple[int, int]]
     ) -> gs.Tensor:
-        """The elements of `x` from position `wanted[0]` up to (not including) `wanted[1]` of
-        dimension `axis`, fetched from the ranks that hold them. The dimension is the factor; its
-        shards are contiguous, and positions are global."""
+        """Returns the elements of `x` at global positions [start, end) of dimension `axis`, which
+        may lie in other ranks' shards. `wanted` computes (start, end) from a rank's view. The
+        dimension is the factor, and its shards must be contiguous."""
         ...
 
     def is_open(self, factor: str) -> bool:
         """True if the factor's size may differ between runs; then nodes, not constants, must
-        compute all values that depend on the size."""
+        compute everything that depends on the size."""
         ...
 
     def fetch_between(
         self, x: gs.Tensor, factor: str, axis: int, bounds: gs.Tensor, extent: int
     ) -> gs.Tensor:
-        """Like `fetch`, with `bounds` that nodes compute: an int64 tensor [start, end] within the
-        dimension. `extent` is the number of fetched elements on rank 0."""
+        """Like `fetch`, for positions known only in a run: `bounds` is an int64 tensor [start, end]
+        that nodes compute. `extent` is the number of fetched elements on rank 0."""
         ...
 
     def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
-        """Adds the node that computes the rank's shard of result `output`."""
+        """Adds the node that computes the rank's shard of result `output` of the replaced node."""
         ...
 
     def make(
         self, op: str, inputs: Sequence[Any], type_: tuple[Any, Sequence[int]], **attrs: Any
     ) -> gs.Variable:
-        """Adds a node whose result has the type `type_`, (dtype, shape on rank 0); returns the
-        result. For ops whose types cannot be inferred."""
+        """Like `add`, for ops whose result types cannot be inferred: `type_` is
+        (dtype, shape on rank 0)."""
         ...
 
     def make_each(
@@ -190,8 +198,8 @@ class Lowering(Protocol):
         types: Sequence[tuple[Any, Sequence[int]] | int],
         **attrs: Any,
     ) -> list[gs.Variable]:
-        """Adds a node with a result for each type (see `make`); a number instead of a type is the
-        index of a result of the replaced node."""
+        """Like `make`, for a node with several results, one for each of `types`; an int there
+        instead of (dtype, shape) makes that result of the replaced node the node's result."""
         ...
 
     def shape(self, x: gs.Tensor) -> list[int]:
@@ -199,9 +207,9 @@ class Lowering(Protocol):
         ...
 
     def is_graph_output(self, output: int) -> bool:
-        """True if a result is also an output of the graph."""
+        """True if result `output` of the node is also an output of the graph."""
         ...
 
     def finish_each(self, op: str, inputs: Sequence[Any], **attrs: Any) -> None:
-        """Adds the node that computes the rank's shards of all results."""
+        """Adds the node that computes the rank's shards of all results of the replaced node."""
         ...

@@ -26,16 +26,20 @@ whole_op("CastMap DictVectorizer", "a map is a single row", ML)
 
 
 def _is_text(tensor: gs.Tensor) -> bool:
+    """True for a tensor of strings."""
     return str(dtype_of(tensor)) == "object"
 
 
 def _dims(tensor: gs.Tensor, prefix: str = "d") -> list[str] | None:
+    """Returns names of factors, one for each dimension; None if the number of dimensions is
+    unknown."""
     shape = tensor_shape(tensor)
     return None if shape is None else names(prefix, len(shape))
 
 
 def _own_text(build: Lowering, dims: Sequence[str]) -> gs.Tensor:
-    """Slices the strings of the rank's shard out of operand 0; `dims` are its factors.
+    """Slices the strings of the rank's shard out of operand 0, which every rank has whole; `dims`
+    are its factors.
 
     This needs a Slice: in onnxruntime 1.32, a Gather of rows of strings returns only the first
     string of each row.
@@ -49,19 +53,21 @@ def _own_text(build: Lowering, dims: Sequence[str]) -> gs.Tensor:
 
 
 def _bound(factor: str, end: int, local: Local) -> Any:
+    """The start (`end` = 0) or the end (1) of the rank's shard of a factor, as an array."""
     return np.array([local.interval(factor)[end]], np.int64)
 
 
 @rule("Binarizer", domain=ML)
 def binarizer(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`."""
+    """Sharding rule of Binarizer: `d0 d1 -> d0 d1`, element by element."""
     text = dims_text(_dims(node.inputs[0]) or ())
     return einsum(node, f"{text} -> {text}")
 
 
 @rule("Imputer Scaler", domain=ML)
 def per_feature(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`; a rank gets the attribute elements of its features."""
+    """Sharding rule of Imputer, Scaler: `d0 d1 -> d0 d1`; a rank gets the elements of list
+    attributes for its features."""
     dims = _dims(node.inputs[0]) or []
     text = dims_text(dims)
     at = dims[-1:] if len(dims) < 2 else dims[1:2]
@@ -76,7 +82,8 @@ def per_feature(node: gs.Node) -> Rule:
 
 @rule("Normalizer", domain=ML)
 def normalizer(node: gs.Node) -> Rule:
-    """`n f -> n f`; the ranks communicate if the features of a row are split."""
+    """Sharding rule of Normalizer: `n f -> n f`; if the features f of a row are split, the ranks
+    reduce the norm."""
     dims = _dims(node.inputs[0]) or []
     text, factor = dims_text(dims), dims[-1:]
     norm = node.attrs.get("norm", "MAX")
@@ -101,7 +108,8 @@ def normalizer(node: gs.Node) -> Rule:
 
 @rule("LabelEncoder CategoryMapper", domain=ML, ranks_known=False)
 def encoder(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`; from strings, `_ -> d0 d1`; with a result of strings, all stays whole."""
+    """Sharding rule of LabelEncoder, CategoryMapper: `d0 d1 -> d0 d1`; from strings, `_ -> d0 d1`;
+    with a result of strings, all stays whole."""
     (x,), (y,) = node.inputs, node.outputs
     if _is_text(y) or tensor_shape(y) is None:
         return whole_rule(node, STRINGS)
@@ -113,8 +121,8 @@ def encoder(node: gs.Node) -> Rule:
 
 
 def _of_own_text(node: gs.Node, dims: list[str]) -> dict[str, Any]:
-    """Returns the fields of a rule whose operand has strings: every rank has all of them, and takes
-    those of its shard, which has the dimensions `dims`."""
+    """Returns the fields of a rule for an op from strings to numbers: every rank has all strings,
+    and takes the strings for its shard of the result, whose factors are `dims`."""
     op, attrs = node.op, dict(node.attrs)
 
     def lower(build: Lowering) -> None:
@@ -125,7 +133,8 @@ def _of_own_text(node: gs.Node, dims: list[str]) -> dict[str, Any]:
 
 @rule("OneHotEncoder", domain=ML, ranks_known=False)
 def one_hot(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1 c`; from strings, `_ -> d0 d1 c`."""
+    """Sharding rule of OneHotEncoder: `d0 d1 -> d0 d1 c`, with c categories; from strings,
+    `_ -> d0 d1 c`."""
     (x,), shape = node.inputs, tensor_shape(node.outputs[0])
     if shape is None:
         return whole_rule(node, "an operand of unknown rank")
@@ -162,8 +171,8 @@ def one_hot(node: gs.Node) -> Rule:
 
 @rule("FeatureVectorizer", domain=ML)
 def feature_vectorizer(node: gs.Node) -> Rule:
-    """`n s0, n s1 -> n s0 + s1`: lowered to Cast and Concat; onnxruntime's kernel aborts the
-    process on an empty tensor."""
+    """Sharding rule of FeatureVectorizer: `n s0, n s1 -> n s0 + s1`: replaced by Cast and Concat,
+    because onnxruntime's kernel aborts the process on an empty tensor."""
     if not all(map(matrix, node.inputs)):
         return whole_rule(node, "it joins single values")
     parts = names("s", len(node.inputs))
@@ -182,7 +191,7 @@ def feature_vectorizer(node: gs.Node) -> Rule:
 
 @rule("ArrayFeatureExtractor", domain=ML)
 def array_feature_extractor(node: gs.Node) -> Rule:
-    """`n f, 1 m -> n m`; f must stay whole."""
+    """Sharding rule of ArrayFeatureExtractor: `n f, 1 m -> n m`; the features f must stay whole."""
     x, index = (_dims(t) or [] for t in node.inputs)
     if not x or not index:
         return whole_rule(node, "a single value")
@@ -194,12 +203,15 @@ def array_feature_extractor(node: gs.Node) -> Rule:
 
 
 def _size(factor: str, local: Local) -> int:
+    """Returns the size of the rank's shard of a factor; the factor comes first so that
+    `functools.partial` can fix it."""
     return local.size(factor)
 
 
 @rule("ZipMap", domain=ML, ranks_known=False)
 def zip_map(node: gs.Node) -> Rule:
-    """`n c -> _ {communicating: n c}`: every rank computes the maps of all rows."""
+    """Sharding rule of ZipMap: `n c -> _ {communicating: n c}`: ranks gather all rows, and each
+    computes the maps of all of them."""
     dims = _dims(node.inputs[0])
     if dims is None:
         return whole_rule(node, "an operand of unknown rank")

@@ -1,4 +1,5 @@
-"""Labels of classifiers of ai.onnx.ml; every rank gets labels that are strings for all rows."""
+"""What classifiers of ai.onnx.ml share: their labels. Collectives send no strings, so every rank
+computes labels that are strings for all rows."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ def labels_of(node: gs.Node) -> np.ndarray[Any, Any]:
 
 
 def finish_labels(build: Lowering, chosen: gs.Tensor, labels: np.ndarray[Any, Any]) -> None:
-    """Computes result 0, the labels, from the class [n] of each of the rank's rows. Ranks exchange
-    class numbers, not strings."""
+    """Makes result 0 of a classifier: the labels for the classes `chosen` [n], indices into
+    `labels`, of the rank's rows. If labels are strings, ranks exchange the indices, and each looks
+    up the labels of all rows."""
     if labels.dtype == object:
         chosen = build.all_gather(chosen, "n", 0, lambda local: local.size("n"))
         chosen = in_order(build, chosen, "n", 0)
@@ -46,7 +48,7 @@ def finish_labels(build: Lowering, chosen: gs.Tensor, labels: np.ndarray[Any, An
 
 def in_order(build: Lowering, x: gs.Tensor, factor: str, axis: int) -> gs.Tensor:
     """Puts `x`, a result of `all_gather` along `axis` by shards of a factor, in the order of the
-    unsplit dimension."""
+    global dimension. These differ if shards are not contiguous."""
     if not build.local.is_split(factor) or build.local.is_run(factor):
         return x
     order = np.argsort(build.gathered(factor), kind="stable").astype(np.int64)
@@ -54,8 +56,8 @@ def in_order(build: Lowering, x: gs.Tensor, factor: str, axis: int) -> gs.Tensor
 
 
 def row_fields(node: gs.Node) -> dict[str, Any]:
-    """The fields that allow a classifier with string labels to split rows: the rank's node returns
-    class numbers, which the ranks gather. No fields for other labels."""
+    """Returns the fields of a rule with which a classifier with string labels may split rows n: the
+    rank's node returns indices of classes, which the ranks gather. No fields for other labels."""
     if not has_text_labels(node):
         return {}
     return {
@@ -66,6 +68,8 @@ def row_fields(node: gs.Node) -> dict[str, Any]:
 
 
 def _by_rows(op: str, attrs: Mapping[str, Any]) -> Callable[[Lowering], None]:
+    """Returns a lowering that runs a classifier on the rank's rows."""
+
     def lower(build: Lowering) -> None:
         classify(build, op, build.input(0), attrs)
 
@@ -73,8 +77,8 @@ def _by_rows(op: str, attrs: Mapping[str, Any]) -> Callable[[Lowering], None]:
 
 
 def classify(build: Lowering, op: str, x: gs.Tensor, attrs: Mapping[str, Any]) -> None:
-    """Computes both results of a classifier from the rank's rows `x`; `attrs` are the attributes of
-    the unsplit node, or other attributes with the same labels."""
+    """Makes both results of a classifier, labels and scores, from the rank's rows `x`. `attrs` are
+    the attributes of the unsplit node, or others with the same labels."""
     if not attrs.get(_TEXTS):
         build.finish_each(op, [x], domain=ML, **attrs)
         return

@@ -1,4 +1,4 @@
-"""Linear models of ai.onnx.ml: products with a matrix that is an attribute."""
+"""Rules of the linear models of ai.onnx.ml: products with a matrix that is an attribute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def _coefficients(node: gs.Node) -> np.ndarray[Any, Any]:
 
 @rule("LinearRegressor", domain=ML)
 def linear_regressor(node: gs.Node) -> Rule:
-    """`n f -> n c {sum: f}`; ranks communicate before a post-transform."""
+    """Sharding rule of LinearRegressor: `n f -> n c {sum: f}`: rows n, features f, targets c. A
+    rank gets the coefficients of its features and targets. With a post-transform, ranks add their
+    products before it."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     if (tensor_shape(node.inputs[0]) or ())[1] is None:
@@ -69,7 +71,8 @@ def linear_regressor(node: gs.Node) -> Rule:
 
 
 def _product(build: Lowering, matrix_: np.ndarray[Any, Any]) -> gs.Tensor:
-    """The product of the rank's features with its columns of the matrix, in float32."""
+    """Returns the product of the rank's features with the coefficients for them, in float32: the
+    rank's terms of the scores of all targets."""
     x = build.add("Cast", [build.input(0)], to=FLOAT)
     columns = build.per_rank(
         lambda local: np.ascontiguousarray(matrix_[:, local.positions("f")].T.astype(np.float32))
@@ -79,8 +82,8 @@ def _product(build: Lowering, matrix_: np.ndarray[Any, Any]) -> gs.Tensor:
 
 @rule("LinearClassifier", domain=ML, ranks_known=False)
 def linear_classifier(node: gs.Node) -> Rule:
-    """`n f -> n; n c {communicating: f}`: an all-reduce adds products; each rank then chooses the
-    labels of its rows."""
+    """Sharding rule of LinearClassifier: `n f -> n; n c {communicating: f}`: if features f are
+    split, an all-reduce adds the products; each rank then chooses the labels of its rows."""
     if not matrix(node.inputs[0]) or (tensor_shape(node.inputs[0]) or ())[1] is None:
         return whole_rule(node, "a single row")
     matrix_, attrs = _coefficients(node), dict(node.attrs)

@@ -1,4 +1,5 @@
-"""SVMs of ai.onnx.ml: split by rows, and by support vectors, whose terms are summed."""
+"""Rules of the SVMs of ai.onnx.ml: split by rows, and by support vectors, whose terms are
+summed."""
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ Array = np.ndarray[Any, Any]
 
 
 def _vectors(attrs: Mapping[str, Any], count: int) -> Array:
+    """The support vectors among the attributes, [count, features]."""
     return numbers(attrs["support_vectors"]).reshape(count, -1)
 
 
 @rule("SVMRegressor", domain=ML)
 def svm_regressor(node: gs.Node) -> Rule:
-    """`n f, s _ -> n 1 {sum: s}`: partial sums over the ranks' support vectors; ranks communicate
-    before an outlier test (one class)."""
+    """Sharding rule of SVMRegressor: `n f, s _ -> n 1 {sum: s}`: each rank adds the terms of its
+    support vectors s. These are attributes; an operand without data stands for them
+    (`graph/attribute_weights.py`). With `one_class`, ranks add their sums before the test for
+    outliers."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     whole = {"f": _FEATURES}
@@ -40,8 +44,8 @@ def svm_regressor(node: gs.Node) -> Rule:
     vectors, factors = _vectors(attrs, count), numbers(attrs["coefficients"])
 
     def held(local: Local) -> Array:
-        """The indices of the rank's vectors. A rank without vectors gets vector 0, with coefficient
-        0: without any vector, the op would compute another function."""
+        """Returns the indices of the rank's vectors. A rank without vectors gets vector 0, with
+        coefficient 0: without any vector, the op would compute another function."""
         indices = local.positions("s")
         return indices if len(indices) else np.zeros(1, np.int64)
 
@@ -80,8 +84,10 @@ def _floats(values: Array) -> list[float]:
 
 @rule("SVMClassifier", domain=ML, ranks_known=False)
 def svm_classifier(node: gs.Node) -> Rule:
-    """`n f, s _ -> n; n p {communicating: s}`: an all-reduce adds the margins between each pair of
-    classes; each rank then chooses the labels of its rows."""
+    """Sharding rule of SVMClassifier: `n f, s _ -> n; n p {communicating: s}`: an all-reduce adds
+    the ranks' terms of the margins between the pairs p of classes; each rank then chooses the
+    labels of its rows. An operand without data stands for the support vectors s, which are
+    attributes."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     labels = "_" if has_text_labels(node) else "n"
@@ -113,7 +119,7 @@ def svm_classifier(node: gs.Node) -> Rule:
 
 
 def _margins(build: Lowering, attrs: Mapping[str, Any]) -> gs.Tensor:
-    """The rank's terms of the margins [n, pairs], without rho."""
+    """Returns the rank's terms of the margins, [rows, pairs of classes], without rho."""
     sizes = list(attrs["vectors_per_class"])
     vectors = _vectors(attrs, sum(sizes)).astype(np.float64)
     weights = _pair_weights(numbers(attrs["coefficients"]), sizes)
@@ -130,8 +136,9 @@ def _margins(build: Lowering, attrs: Mapping[str, Any]) -> gs.Tensor:
 def _kernel(
     build: Lowering, attrs: Mapping[str, Any], x: gs.Tensor, columns: Callable[[Local], Any]
 ) -> gs.Tensor:
-    """The kernel of each row with each of the rank's vectors, [n, vectors], in float64: squared
-    distances from products would lose too many digits in float32."""
+    """Returns the kernel function of each row of `x` with each of the rank's vectors,
+    [rows, vectors], in float64: squared distances from products would lose too many digits in
+    float32. `columns` returns the rank's vectors as columns."""
     kind = attrs.get("kernel_type", "LINEAR")
     kind = kind.decode() if isinstance(kind, bytes) else kind
     gamma, shift, degree = ([*attrs.get("kernel_params", ()), 0, 0, 0])[:3]
@@ -151,7 +158,8 @@ def _kernel(
 
 
 def _pair_weights(coefficients: Array, sizes: list[int]) -> Array:
-    """The weight of each vector in the margin of each pair of classes, [vectors, pairs]."""
+    """Returns the weight of each vector in the margin of each pair of classes, [vectors, pairs].
+    `sizes` are the numbers of vectors of the classes."""
     count, table = len(sizes), coefficients.reshape(len(sizes) - 1, -1).astype(np.float64)
     owner = np.repeat(np.arange(count), sizes)
     pairs = list(combinations(range(count), 2))
@@ -163,8 +171,9 @@ def _pair_weights(coefficients: Array, sizes: list[int]) -> Array:
 
 
 def _of_margins(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the attributes of a classifier whose features are the margins of the pairs of
-    classes: it has a unit vector for each pair, under a linear kernel."""
+    """Returns the attributes of an SVMClassifier that takes margins of the pairs of classes as
+    features, and chooses labels from them as the node does: it has a unit vector for each pair,
+    under a linear kernel."""
     count = len(attrs["vectors_per_class"])
     pairs = list(combinations(range(count), 2))
     table = np.zeros((count - 1, len(pairs)))

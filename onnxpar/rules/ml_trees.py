@@ -1,4 +1,4 @@
-"""Forests of ai.onnx.ml: split by rows, and by trees, whose results are summed."""
+"""Rules of the forests of ai.onnx.ml: split by rows, and by trees, whose results are summed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ _NEUTRAL = {"MIN": np.inf, 2: np.inf, "MAX": -np.inf, 3: -np.inf}
 
 
 def _text(value: Any) -> Any:
+    """The text of an attribute of type bytes; other values unchanged."""
     return value.decode() if isinstance(value, bytes) else value
 
 
 @rule("TreeEnsembleRegressor TreeEnsemble", domain=ML)
 def tree_regressor(node: gs.Node) -> Rule:
-    """`n f, t _ -> n c {sum: t}`: partial sums (or minima, maxima) over the ranks' trees; ranks
-    communicate before a post-transform or an average."""
+    """Sharding rule of TreeEnsembleRegressor, TreeEnsemble: `n f, t _ -> n c {sum: t}`: each rank
+    adds (or takes the minimum or maximum of) the weights of its trees t. These are attributes; an
+    operand without data stands for them (`graph/attribute_weights.py`). With a post-transform or an
+    average, ranks combine their results before it."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     whole = {"f": ANY_FEATURE, "c": "a tree gives weights to any target"}
@@ -69,8 +72,8 @@ def tree_regressor(node: gs.Node) -> Rule:
 
 
 def _depends_on_rows(forest: Trees) -> bool:
-    """True if only some rows get a base value: the op adds it only where a leaf of a tree gives a
-    weight."""
+    """True if only some rows get a base value: the op adds a target's base value only where a leaf
+    of a tree gives the target a weight."""
     base = base_of(forest.attrs)
     if base is None or forest.width == 1:
         return False
@@ -87,15 +90,15 @@ def _given_base(forest: Trees) -> np.ndarray[Any, Any] | None:
 
 
 def _reduction(forest: Trees) -> str:
-    """The reduction that combines the results of the ranks' trees."""
+    """Returns how the results of the ranks' trees are combined: "sum", "min" or "max"."""
     if forest.stand_in is None:
         return "sum"
     return "min" if forest.stand_in > 0 else "max"
 
 
 def _local(forest: Trees) -> dict[str | int, Callable[[Local], Any]]:
-    """The attributes of a rank's trees. Base values are added to sums only on the first rank along
-    the trees, and to minima and maxima on every rank."""
+    """Returns the field `local` of the rule: each attribute as a function that returns it for a
+    rank's trees. Where results are added, only the first rank along the trees adds base values."""
     local: dict[str | int, Callable[[Local], Any]] = {}
     base = _given_base(forest) if forest.stand_in is None else None
     for key in forest.names():
@@ -108,9 +111,9 @@ def _local(forest: Trees) -> dict[str | int, Callable[[Local], Any]]:
 
 
 def _own_trees(forest: Trees, key: str, adds_base: bool = False) -> Callable[[Local], Any]:
-    """Returns a function to attribute `key` of the rank's trees; unchanged if trees are not split.
-    With `adds_base`, the first rank's trees reach all targets: the op adds base values only where a
-    leaf gives a weight."""
+    """Returns a function from a rank's view to the value of attribute `key` for the rank's trees.
+    With `adds_base`, the trees of the first rank give each target a weight, because the op adds
+    base values only where a leaf does."""
 
     def taken(local: Local) -> Any:
         if not local.is_split("t"):
@@ -121,8 +124,9 @@ def _own_trees(forest: Trees, key: str, adds_base: bool = False) -> Callable[[Lo
 
 
 def _base(own: Any, base: np.ndarray[Any, Any]) -> Callable[[Local], Any]:
-    """Returns a function to the base values: on the first rank along t, zeros on the others; of the
-    type of `own`."""
+    """Returns a function from a rank's view to the base values: `base` on the first rank along t,
+    zeros on the others, as a list or a tensor, as `own` is. If trees are not split, it returns
+    `own`."""
 
     def value(local: Local) -> Any:
         if not local.is_split("t"):
@@ -160,13 +164,13 @@ _POSTS = {3: "SOFTMAX_ZERO", 4: "PROBIT", 0: "NONE", None: "NONE"}
 
 
 def node_output(build: Lowering, index: int) -> gs.Tensor:
-    """A result of the node."""
+    """Result `index` of the global node."""
     result: gs.Tensor = build.local.node.outputs[index]
     return result
 
 
 def base_of(attrs: Mapping[str, Any]) -> np.ndarray[Any, Any] | None:
-    """The base values among attributes; None if there are none."""
+    """Returns the base values among the attributes as an array; None if there are none."""
     for key in ("base_values", "base_values_as_tensor"):
         if key in attrs and len(numbers(attrs[key])):
             return numbers(attrs[key])
@@ -174,7 +178,8 @@ def base_of(attrs: Mapping[str, Any]) -> np.ndarray[Any, Any] | None:
 
 
 def partial_results(build: Lowering, forest: Trees, dtype: Any) -> gs.Variable:
-    """The rank's trees, aggregated without base values and post-transform."""
+    """Adds an op that runs the rank's trees without base values and post-transform; returns its
+    scores [rows, targets] of type `dtype`. An average is computed as a sum."""
     own: dict[str, Any] = {key: _own_trees(forest, key) for key in forest.names()}
     how = forest.attrs.get("aggregate_function")
     if isinstance(forest, Ensemble):
@@ -189,7 +194,8 @@ def partial_results(build: Lowering, forest: Trees, dtype: Any) -> gs.Variable:
 
 
 def transformed(build: Lowering, x: gs.Tensor, post: str, output: int) -> None:
-    """Computes a result from scores [n, c] by a post-transform, with onnxruntime's own kernel."""
+    """Makes result `output` from scores [rows, classes] by the post-transform `post`, which
+    onnxruntime's kernel of LinearRegressor applies, with a unit matrix."""
     if post == "NONE":
         build.finish("Identity", [x], output)
         return
@@ -208,7 +214,9 @@ def transformed(build: Lowering, x: gs.Tensor, post: str, output: int) -> None:
 
 @rule("TreeEnsembleClassifier", domain=ML, ranks_known=False)
 def tree_classifier(node: gs.Node) -> Rule:
-    """`n f, t _ -> n; n c {communicating: t}`: an all-reduce adds the scores of all trees."""
+    """Sharding rule of TreeEnsembleClassifier: `n f, t _ -> n; n c {communicating: t}`: an
+    all-reduce adds the scores of all trees; each rank then chooses the labels of its rows. An
+    operand without data stands for the trees t, which are attributes."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     labels = "_" if has_text_labels(node) else "n"
@@ -240,7 +248,8 @@ def tree_classifier(node: gs.Node) -> Rule:
 
 def _refusal(node: gs.Node, forest: Forest, always: Any) -> str:
     """Returns the reason why trees cannot be split; empty if they can. The op chooses a label among
-    the classes that got a weight, so these classes must be the same for each row (`always`)."""
+    the classes that got a weight, so these classes must be the same for every row. `always` is True
+    for each class that gets a weight for every row."""
     count = forest.width
     weighted = forest.given()
     base = base_of(node.attrs)
@@ -257,8 +266,11 @@ def _lower_classifier(
     forest: Forest, node: gs.Node, always: Any, by_rows: Any
 ) -> Callable[[Lowering], None]:
     """Returns a lowering that runs the rank's trees as a regressor, adds the ranks' scores by an
-    all-reduce, and chooses labels as onnxruntime's kernel does. `always` is True for each class
-    that gets a weight from every row; `by_rows` is the lowering if only rows are split."""
+    all-reduce, and chooses labels as onnxruntime's kernel does.
+
+    always   True for each class that gets a weight for every row
+    by_rows  the lowering if only rows are split
+    """
     count, base = forest.width, base_of(forest.attrs)
     weights, post = forest.weights, _text(node.attrs.get("post_transform", "NONE"))
     labels = labels_of(node)
@@ -286,9 +298,12 @@ def _lower_classifier(
 
 
 def _two_classes(build: Lowering, x: gs.Tensor, positive: bool, post: str) -> gs.Tensor:
-    """Computes the scores of two classes from the only score, in column 0; returns the class of
-    each row. If no weight is negative (`positive`), the score is a probability, else a margin
-    around 0."""
+    """Makes the scores of two classes from the only score, column 0 of `x`; returns the class of
+    each row.
+
+    positive  True if no weight is negative: the score is then a probability, else a margin around 0
+    post      the post-transform
+    """
     score = build.add("Slice", [x, np.array([0]), np.array([1]), np.array([1])])
     limit = np.array(0.5 if positive else 0, np.float32)
     above = build.add("Greater", [score, limit])

@@ -1,4 +1,4 @@
-"""Ops that move or repeat elements unchanged: reshapes, transposes, repetitions."""
+"""Rules of ops that move or repeat elements unchanged: reshapes, transposes, repetitions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from onnxpar.rules.rule import (
 )
 
 PERMUTES: dict[str, Any] = {"linear": (FIRST,), "monotone": FIRST}
-"""Fields of rules for ops that only move elements of operand 0, which may be partial in any way."""
+"""Fields of rules for ops that only move elements of operand 0, through which any partial sum, max
+or min passes."""
 
 
 def int64(values: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -41,9 +42,12 @@ def output_shape(local: Local) -> np.ndarray[Any, Any]:
 def regroup(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[Spec, Spec, dict[str, Size], list[str]]:
-    """Returns two row-major shapes with the same number of elements as products of common factors:
-    both specs, the sizes of the factors, and the factors that only one shape has, which must stay
-    whole: the shapes (4, 6) and (6, 4) share only a leading factor of 2."""
+    """Writes two shapes with the same number of elements, row-major, as products of common factors:
+    (8, 6) and (2, 4, 6) as `(f0 f1) f2` and `f0 f1 f2`.
+
+    Returns both specs, the sizes of the factors, and the factors that only one shape has, which
+    must stay whole: (4, 6) and (6, 4) share only a leading factor of 2.
+    """
     sizes: dict[str, Size] = {}
     sides: tuple[list[list[Expr]], list[list[Expr]]] = ([[] for _ in before], [[] for _ in after])
     alone: list[str] = []
@@ -80,12 +84,14 @@ def regroup(
 
 
 def _merge(dim: list[Expr]) -> Expr:
+    """The dimension that has these factors."""
     return dim[0] if len(dim) == 1 else Prod(tuple(dim))
 
 
 @rule("Reshape", "Flatten", "Unsqueeze")
 def reshape(node: gs.Node) -> Rule:
-    """`(b h) s d -> b h s d`: the factors that both shapes have in common."""
+    """Sharding rule of Reshape, Flatten, Unsqueeze: `(b h) s d -> b h s d`: the factors that both
+    shapes have in common may be split."""
     before, after = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
     if None in before or None in after or 0 in before:
         return whole_rule(node, "a data-dependent size")
@@ -98,8 +104,9 @@ def reshape(node: gs.Node) -> Rule:
 
 @rule("Squeeze")
 def squeeze(node: gs.Node) -> Rule:
-    """The rule of Reshape. If the node names no axes, ranks name them: otherwise a Squeeze would
-    also drop a dimension with one element in the rank's shard."""
+    """Sharding rule of Squeeze: the rule of Reshape. If the node names no axes, the rank's node
+    names them: otherwise a Squeeze would also drop a dimension with one element in the rank's
+    shard."""
     same = reshape(node)
     if given(node, 1) is not None:
         return same
@@ -114,13 +121,14 @@ def lower_squeeze(build: Lowering) -> None:
 
 
 def _known(shape: tuple[Size, ...]) -> tuple[int, ...]:
+    """The shape, all of whose sizes must be known, as ints."""
     assert None not in shape
     return tuple(s or 0 for s in shape)
 
 
 @rule("Transpose")
 def transpose(node: gs.Node) -> Rule:
-    """`a b c -> c a b`."""
+    """Sharding rule of Transpose: `a b c -> c a b`."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     dims = names("d", rank)
     perm = node.attrs.get("perm") or range(rank)[::-1]
@@ -135,8 +143,8 @@ def transpose(node: gs.Node) -> Rule:
 
 @rule("Expand")
 def expand(node: gs.Node) -> Rule:
-    """`1 d1 -> d0 d1`: broadcasting to the target shape, which for a rank is the shape of its
-    shard."""
+    """Sharding rule of Expand: `1 d1 -> d0 d1`: broadcasts to the target shape, which for a rank is
+    the shape of its shard."""
     if None in (tensor_shape(node.outputs[0]) or ()):
         return whole_rule(node, "a data-dependent shape")
     aligned = broadcast(node)
@@ -151,7 +159,8 @@ def expand(node: gs.Node) -> Rule:
 
 @rule("Tile")
 def tile(node: gs.Node) -> Rule:
-    """`d -> (r d)`: r, the number of repeats of a dimension, is the major factor."""
+    """Sharding rule of Tile: `d -> (r d)`: r, the number of repeats of a dimension, is the major
+    factor."""
     repeats = constant(node.inputs[1])
     if repeats is None:
         return whole_rule(node, "data-dependent repeats")
@@ -177,7 +186,7 @@ def tile(node: gs.Node) -> Rule:
 
 @rule("ConstantOfShape")
 def constant_of_shape(node: gs.Node) -> Rule:
-    """`_ -> d0 d1`: every rank fills its own shard."""
+    """Sharding rule of ConstantOfShape: `_ -> d0 d1`: every rank fills its own shard."""
     if constant(node.inputs[0]) is None:
         return whole_rule(node, "a data-dependent shape")
     shape = tensor_shape(node.outputs[0]) or ()

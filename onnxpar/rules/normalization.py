@@ -1,4 +1,4 @@
-"""Ops that normalise over axes. If such an axis is split, the ranks exchange sums."""
+"""Rules of ops that normalise over axes. If such an axis is split, the ranks exchange sums."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from onnxpar.rules.rule import Lowering, Rule, einsum, names, rule
 
 
 def _dims(node: gs.Node) -> list[str]:
+    """Names of the factors of operand 0, one for each dimension."""
     return names("d", len(tensor_shape(node.inputs[0]) or ()))
 
 
 @rule("Softmax LogSoftmax")
 def softmax(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`; the ranks communicate if the op's axis is split."""
+    """Sharding rule of Softmax, LogSoftmax: `d0 d1 -> d0 d1`; if the op's axis is split, ranks
+    reduce the largest element and the sum of exponentials of each row."""
     dims = _dims(node)
     axis = node.attrs.get("axis", -1) % max(len(dims), 1)
     normalised = dims[axis : axis + 1]
@@ -53,8 +55,9 @@ def softmax(node: gs.Node) -> Rule:
 
 @rule("LayerNormalization RMSNormalization SimplifiedLayerNormalization")
 def layer_normalization(node: gs.Node) -> Rule:
-    """`b s h, h, h -> b s h ; b s 1 ; b s 1`; the ranks communicate if a dimension from the op's
-    axis on is split. onnxruntime's SimplifiedLayerNormalization is an RMSNormalization that also
+    """Sharding rule of LayerNormalization, RMSNormalization:
+    `b s h, h, h -> b s h ; b s 1 ; b s 1`; if a dimension from the op's axis on is split, ranks
+    exchange sums. onnxruntime's SimplifiedLayerNormalization is an RMSNormalization that also
     returns its scaling factor."""
     dims = _dims(node)
     axis = node.attrs.get("axis", -1) % len(dims)
@@ -88,9 +91,8 @@ def layer_normalization(node: gs.Node) -> Rule:
 
 
 def aligned(dims: list[str], tensor: gs.Tensor) -> str:
-    """Returns the dimensions of an operand that broadcasts to the normalised tensor, as text of a
-    rule: the names of the tensor's last dimensions, `1` for a size of 1, `_` for an absent
-    operand."""
+    """Returns the dimensions of an operand that broadcasts to a tensor with the factors `dims`, as
+    text of a rule: the last of `dims`, `1` for a size of 1; `_` for an absent operand."""
     if not tensor.name:
         return "_"
     shape = tensor_shape(tensor) or ()
@@ -100,8 +102,8 @@ def aligned(dims: list[str], tensor: gs.Tensor) -> str:
 
 @rule("LpNormalization")
 def lp_normalization(node: gs.Node) -> Rule:
-    """`a b -> a b`; the ranks communicate if the op's axis is split. The result is zeros where the
-    norm is 0."""
+    """Sharding rule of LpNormalization: `a b -> a b`; if the op's axis is split, ranks add the
+    terms of the norm. The result is zeros where the norm is 0."""
     dims = _dims(node)
     text = dims_text(dims)
     axis = node.attrs.get("axis", -1) % len(dims)
@@ -120,7 +122,8 @@ def lp_normalization(node: gs.Node) -> Rule:
 
 @rule("MeanVarianceNormalization")
 def mean_variance_normalization(node: gs.Node) -> Rule:
-    """`n c h w -> n c h w`; the ranks communicate if one of the op's axes is split."""
+    """Sharding rule of MeanVarianceNormalization: `n c h w -> n c h w`; if one of the op's axes is
+    split, ranks exchange sums."""
     dims = _dims(node)
     text = dims_text(dims)
     axes = sorted(a % len(dims) for a in node.attrs.get("axes", [0, 2, 3]))

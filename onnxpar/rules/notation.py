@@ -24,14 +24,15 @@ class Var:
 
 @dataclass(frozen=True)
 class Prod:
-    """A dimension that merges factors."""
+    """A dimension that merges factors, the major one first: `(h d)`. Without factors, a dimension
+    of one element, `1`."""
 
     children: tuple[Expr, ...]
 
 
 @dataclass(frozen=True)
 class Cat:
-    """A dimension of segments, one after the other."""
+    """A dimension of segments, one after the other: `a + b`."""
 
     children: tuple[Expr, ...]
 
@@ -42,13 +43,14 @@ Spec = tuple[Expr, ...]
 
 
 def spec_text(spec: Spec | None) -> str:
-    """The text form of an operand's dimensions; `()` for a scalar."""
+    """Returns the text of the dimensions of one operand or result: `b (h d)`; `()` for a scalar,
+    `_` for None."""
     return "_" if spec is None else " ".join(map(expr_text, spec)) or "()"
 
 
 def expr_text(expr: Expr, nested: bool = False) -> str:
-    """The text form of one dimension; a sum gets parentheses if it is `nested` in another
-    expression."""
+    """Returns the text of one dimension: `b`, `(h d)` or `a + b`. If `nested` in another
+    expression, a sum of segments gets parentheses."""
     if isinstance(expr, Var):
         return expr.name
     if isinstance(expr, Prod):
@@ -62,7 +64,7 @@ def expr_text(expr: Expr, nested: bool = False) -> str:
 
 
 def expr_vars(expr: Expr) -> Iterator[str]:
-    """Yields the factors of a dimension, in order."""
+    """Yields the names of the factors of a dimension, in order: h and d for `(h d)`."""
     if isinstance(expr, Var):
         yield expr.name
     else:
@@ -79,8 +81,9 @@ class RuleTextError(ValueError):
 
 @cache
 def parse_rule(text: str) -> tuple[Specs, Specs]:
-    """Parses a rule into the dimensions of all operands, and of all results; None for `_`. Errors:
-    RuleTextError, which shows the place of the error."""
+    """Returns (dimensions of each operand, dimensions of each result) of a rule such as
+    `m k, k n -> m n`; None for a tensor `_`. Errors: RuleTextError, which shows the place of the
+    error."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise RuleTextError(f"{text!r} has no ->, which separates operands and results")
@@ -101,17 +104,18 @@ def parse_rule(text: str) -> tuple[Specs, Specs]:
 
 
 def _at(text: str, place: int, reason: str) -> RuleTextError:
-    """An error that shows the place in a text."""
+    """Returns the error that shows the place of a mistake in the text of a rule."""
     return RuleTextError(f"{text[:place]!r} is followed by {text[place:]!r}: {reason}")
 
 
 def parse_spec(text: str) -> Spec | None:
-    """Parses the dimensions of one operand; None for `_`. Errors: RuleTextError."""
+    """Returns the dimensions of one operand, e.g. of `b (h d)`; None for `_`. Errors: RuleTextError
+    if the text breaks the grammar."""
     return _parse_spec(text, text, 0)
 
 
 def _parse_spec(text: str, part: str, start: int) -> Spec | None:
-    """Parses the dimensions of one operand: `part`, which begins at index `start` of `text`."""
+    """Returns the dimensions of one operand: of `part`, which begins at index `start` of `text`."""
     tokens = list(re.finditer(r"[A-Za-z_]\w*|[()+]|1|\S", part))
     depth = 0
     for token in tokens:
@@ -134,6 +138,8 @@ def _parse_spec(text: str, part: str, start: int) -> Spec | None:
 
 
 def _parse_dims(tokens: list[str], at: int) -> tuple[Spec, int]:
+    """Parses tokens from index `at` up to a closing parenthesis or the end. Returns (dimensions,
+    index behind them)."""
     dims: list[Expr] = []
     while at < len(tokens) and tokens[at] != ")":
         joined = tokens[at] == "+"
@@ -152,5 +158,6 @@ def _parse_dims(tokens: list[str], at: int) -> tuple[Spec, int]:
 
 
 def dims_text(dims: Iterable[str]) -> str:
-    """The dimensions of an operand as rule text."""
+    """Joins the dimensions of one operand to text of a rule: ["b", "(h d)"] becomes "b (h d)", and
+    [] "()"."""
     return " ".join(dims) or "()"

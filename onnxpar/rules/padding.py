@@ -1,5 +1,5 @@
-"""Pad and CenterCropPad: a rank adds the padding at the ends of the global dimension, not at the
-ends of its shard."""
+"""Rules of Pad and CenterCropPad: ranks add the padding at the ends of the global dimension, not at
+the ends of their shards."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
 
 Pads = tuple[int, int]
+"""(at the start, at the end): numbers of elements; negative ones crop."""
 _MODES = {"edge": "edge", "reflect": "reflect", "wrap": "wrap"}
 
 
 @dataclass(frozen=True)
 class _Constant:
-    """A padded dimension: factor `before` with `size` elements becomes factor `after`, with `pads`
-    elements of a constant at its start and end."""
+    """A dimension padded with a constant. If 6 elements with pads (1, 1) are split over two ranks,
+    rank 0 has the padding and 3 elements, rank 1 has 3 elements and the padding.
+
+    before  the factor of the dimension
+    after   the factor of the padded dimension
+    size    the global number of elements before
+    pads    the numbers of elements added at the start and at the end
+    """
 
     before: str
     after: str
@@ -32,15 +39,15 @@ class _Constant:
     pads: Pads
 
     def held(self, local: Local) -> Pads:
-        """The range of operand elements in the rank's shard of the result; one element in place of
-        an empty range."""
+        """Returns the range (start, end) of operand elements that the rank's shard of the result
+        contains. If it contains none, the range has one element, which `padding` drops."""
         start, end = self._wanted(local)
         first = min(max(start, 0), self.size - 1)
         return first, min(max(end, first + 1), self.size)
 
     def padding(self, local: Local) -> Pads:
-        """The padding before and after the `held` elements on a rank; negative to drop the element
-        that replaces an empty range."""
+        """Returns the padding before and after the range of elements that the method `held` returns
+        for a rank; -1 drops the element that replaces an empty range."""
         start, end = self._wanted(local)
         if end <= 0:
             return end - start, -1
@@ -49,14 +56,16 @@ class _Constant:
         return max(-start, 0), max(end - self.size, 0)
 
     def _wanted(self, local: Local) -> Pads:
+        """Returns the rank's shard of the result as a range (start, end) of positions in the
+        operand; positions of padding are below 0, or beyond the operand's end."""
         start, end = local.interval(self.after)
         return start - self.pads[0], end - self.pads[0]
 
 
 @rule("Pad")
 def pad(node: gs.Node) -> Rule:
-    """`a h -> a y`: a padded dimension h is co-sharded with y, the dimension after padding. The op
-    is linear if the padding is zeros or copies."""
+    """Sharding rule of Pad: `a h -> a y`: a padded dimension h is split over the same axes as y,
+    the dimension after padding. The op is linear if the padding is zeros or copies."""
     padding = _padding(node)
     if padding is None:
         return whole_rule(node, "data-dependent padding")
@@ -92,7 +101,8 @@ def pad(node: gs.Node) -> Rule:
 
 @rule("CenterCropPad")
 def center_crop_pad(node: gs.Node) -> Rule:
-    """`a h, _ -> a y`: a cropped or padded dimension h is co-sharded with its result y."""
+    """Sharding rule of CenterCropPad: `a h, _ -> a y`: a cropped or padded dimension h is split
+    over the same axes as y, the dimension of the result."""
     shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
     axes = [a % len(shape) for a in node.attrs.get("axes", range(len(shape)))]
     is_known = constant(node.inputs[1]) is not None
@@ -124,18 +134,19 @@ def center_crop_pad(node: gs.Node) -> Rule:
 
 
 def _around(more: int) -> Pads:
-    """The padding at the start and at the end that together adds `more` elements (negative: removes
-    elements); the start gets the smaller half."""
+    """Returns the numbers of elements to add at the start and at the end, `more` together: 5
+    becomes (2, 3), -5 (a crop) becomes (-2, -3)."""
     start = abs(more) // 2
     return (start, more - start) if more > 0 else (-start, more + start)
 
 
 def _pair(i: int) -> tuple[str, str]:
+    """The factors of a dimension before and after padding."""
     return f"d{i}", f"y{i}"
 
 
 def _padding(node: gs.Node) -> tuple[list[Pads], bool] | None:
-    """The padding of every dimension, and True if the padding value is zero; None if the amounts
+    """Returns (the pads of every dimension, True if the padding value is zero); None if the amounts
     are data-dependent."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     amounts, axes = given(node, 1), given(node, 3)
@@ -152,8 +163,8 @@ def _padding(node: gs.Node) -> tuple[list[Pads], bool] | None:
 
 
 def _copied(size: int, pads: Pads, mode: str) -> Array:
-    """Returns, for each position of the padded dimension, the index of the element that it copies.
-    `mode` is reflect, edge or wrap."""
+    """Returns, for each position of the padded dimension, the index of the element that it copies:
+    [1, 0, 1, 2] for 3 elements with pads (1, 0) and the mode "reflect"."""
     begin, end = pads
     kept = np.arange(size)[max(-begin, 0) : size - max(-end, 0)]
     how: Any = _MODES[mode]
@@ -166,6 +177,12 @@ def _lower(
     constants: dict[int, _Constant],
     copies: dict[int, IndexMap],
 ) -> None:
+    """Replaces a Pad or CenterCropPad on a rank that holds a shard of a padded dimension.
+
+    pads       the pads of every dimension
+    constants  the dimensions padded with a constant
+    copies     the dimensions padded with copies of elements
+    """
     node, x = builder.local.node, builder.input(0)
     done = {i for i, m in copies.items() if m.is_split(builder.local)}
     cut = {i: c for i, c in constants.items() if builder.local.is_split(c.before)}

@@ -1,4 +1,5 @@
-"""PagedAttention: heads are split, as in GroupQueryAttention, or the positions of each page.
+"""Rule of PagedAttention, whose keys and values lie in pages of a cache: split by heads, as
+GroupQueryAttention, or by the positions of each page.
 
 A rank with some positions attends to these positions; ranks combine their results by log-sum-exp.
 """
@@ -34,8 +35,9 @@ _PAIRS = "its elements are rotated in pairs"
 
 @rule(PAGED_ATTENTION, domain=COMPUTE)
 def paged_attention(node: gs.Node) -> Rule:
-    """`1 s (k g d), 1 s (k d), 1 s (k d), n k p e, n k p e, r m, s, s, q c, q c, (k g) ->
-    1 s (k g d); n k p e; n k p e`. Keys and values may be packed into the query."""
+    """Sharding rule of PagedAttention: `1 s (k g d), 1 s (k d), 1 s (k d), n k p e, n k p e, r m,
+    s, s, q c, q c, (k g) -> 1 s (k g d); n k p e; n k p e`: tokens s, g query heads for each key
+    head k, n pages of p positions. Keys and values may be packed into the query."""
     heads, shared = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     cache = tensor_shape(node.inputs[KEYS]) or (None,) * 4
     if None in cache[1:]:
@@ -75,6 +77,7 @@ def paged_attention(node: gs.Node) -> Rule:
 
 
 def _heads(local: Local) -> int:
+    """The number of query heads on the rank."""
     return local.size("k") * local.size("g")
 
 
@@ -85,15 +88,16 @@ _LOCAL: dict[str | int, Any] = {
 
 
 def _products(sizes: Mapping[str, Size]) -> int:
-    """Multiplications over all positions that the table of pages names."""
+    """Returns the number of multiplications, for the cost model, over all positions of the pages
+    that the table names."""
     seen = (sizes["m"] or 1) * (sizes["p"] or 0)
     return attention_products({**sizes, "b": 1, "e": sizes["d"], "t": seen})
 
 
 def _attend_to_parts(build: Lowering) -> None:
-    """Attends to the positions that the rank holds. For each token and head, ranks then find the
-    largest log-sum, weight their results by e^(log-sum - largest), add them, and divide by the sum
-    of weights."""
+    """Called if the positions of pages are split: attends to the rank's positions. For each token
+    and head, ranks then find the largest log-sum of exponentials, weight their results by
+    e^(log-sum - largest), add them, and divide by the sum of weights."""
     node, local = build.local.node, build.local
     (_, tokens, _), heads = build.shape(build.input(0)), _heads(local)
     width, page = local.size("d"), local.node.inputs[KEYS].shape[2]

@@ -1,4 +1,4 @@
-"""Pools over windows in space, and global pools."""
+"""Rules of pools over windows in space, and of global pools."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from onnxpar.rules.windows import Windows, lower_windows, windows
 
 @rule("MaxPool AveragePool LpPool")
 def pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x`: h and y are co-sharded, and so are w and x. A dimension that a single
-    window covers is reduced: `n c h w -> n c 1 1`. The indices of maxima are positions in the
-    global tensor."""
+    """Sharding rule of MaxPool, AveragePool, LpPool: `n c h w -> n c y x`: h is split over the same
+    axes as y, the windows along h, and w as x. A dimension that a single window covers is reduced:
+    `n c h w -> n c 1 1`. The indices of maxima are positions in the global tensor."""
     space = windows(node, node.attrs["kernel_shape"])
     if len(node.outputs) > 1 and node.outputs[1].name:
         return _pool_with_indices(node, space)
@@ -46,9 +46,12 @@ def pool(node: gs.Node) -> Rule:
 
 
 def _lower(space: Windows, covered: Mapping[str, Size], blank: Any) -> Callable[[Lowering], None]:
-    """Returns a lowering to the same pool of the elements that a rank's windows (`space`) read. If
-    a single window covers split dimensions (`covered`, with global sizes), a mean becomes the
-    rank's share of it. `blank` is a value that has the effect of padding."""
+    """Returns a lowering to the same pool of the elements that the rank's windows read.
+
+    covered  factors (with global sizes) that a single window covers; if they are split, a mean
+             becomes the rank's share of it, which ranks add
+    blank    a result of `_blank`
+    """
 
     def lower(builder: Lowering) -> None:
         node = builder.local.node
@@ -63,7 +66,8 @@ def _lower(space: Windows, covered: Mapping[str, Size], blank: Any) -> Callable[
 
 
 def _pool_with_indices(node: gs.Node, space: Windows) -> Rule:
-    """The rule of a MaxPool that also returns the indices of maxima."""
+    """Returns the rule of a MaxPool that also returns the indices of maxima. It is the rule of
+    `pool`, but a rank turns the indices in its shard into indices in the global tensor."""
     space.keep_covered()
     before, after = (dims_text(["n", "c", *dims]) for dims in (space.before, space.after))
     fields = space.fields()
@@ -75,7 +79,9 @@ def _pool_with_indices(node: gs.Node, space: Windows) -> Rule:
 
 
 def _blank(node: gs.Node) -> Any:
-    """A value with the effect of padding in a window; None if there is no such value."""
+    """Returns the value that changes no result if it stands in an image in place of padding: the
+    least number for MaxPool, 0 for LpPool and for an AveragePool that counts padding; None if there
+    is no such value."""
     dtype = dtype_of(node.inputs[0]) or np.dtype(np.float32)
     if node.op == "MaxPool":
         return np.array(-np.inf if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
@@ -84,8 +90,8 @@ def _blank(node: gs.Node) -> Any:
 
 
 def _lower_indices(space: Windows, is_column_major: bool) -> Callable[[Lowering], None]:
-    """A lowering of a pool that also returns indices: runs the pool on the elements that the rank
-    reads, then turns each local index into the index in the global tensor."""
+    """Returns a lowering of a MaxPool with indices: runs it on the elements that the rank reads,
+    then turns each index into the index in the global tensor."""
 
     def lower(builder: Lowering) -> None:
         node = builder.local.node
@@ -110,8 +116,9 @@ def _lower_indices(space: Windows, is_column_major: bool) -> Callable[[Lowering]
 
 
 def _first_indices(space: Windows, local: Local, shape: Sequence[int] | None = None) -> Array:
-    """The flat index of the first element of each of the rank's images (batch element and channel):
-    in a global tensor of this shape; if `shape` is None, in the elements that the rank reads."""
+    """Returns the flat index of the first element of each of the rank's images (one for each sample
+    and channel): in a global tensor of this shape; if `shape` is None, in the elements that the
+    rank reads."""
     n, c = (local.positions(f) for f in "nc")
     if shape is None:
         spans = [_span(space, local, i) for i in range(len(space.before))]
@@ -122,8 +129,8 @@ def _first_indices(space: Windows, local: Local, shape: Sequence[int] | None = N
 
 
 def _span_of(space: Windows, i: int, size: bool) -> Callable[[Local], Array]:
-    """Returns a function to the start (with `size`: the size) of the range that a rank reads in
-    spatial dimension `i`."""
+    """Returns a function from a rank's view to the start of the range that the rank reads in
+    spatial dimension `i`; with `size`, to the size of that range."""
 
     def value(local: Local) -> Array:
         first, end = _span(space, local, i)
@@ -133,7 +140,8 @@ def _span_of(space: Windows, i: int, size: bool) -> Callable[[Local], Array]:
 
 
 def _span(space: Windows, local: Local, i: int) -> tuple[int, int]:
-    """The range (first, end) that the rank's windows (`space`) read in spatial dimension `i`."""
+    """Returns the range (first, end) of global positions that the rank's windows read in spatial
+    dimension `i`."""
     if i in space.tied and local.is_split(f"h{i}"):
         return space.tied[i].held(local.interval(f"y{i}"))
     return local.interval(space.before[i])
@@ -141,8 +149,9 @@ def _span(space: Windows, local: Local, i: int) -> tuple[int, int]:
 
 @rule("GlobalAveragePool GlobalMaxPool GlobalLpPool")
 def global_pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c 1 1`. If h or w is split, a mean is the sum of the shards' means, weighted by
-    size, and a norm is the norm of the shards' norms."""
+    """Sharding rule of GlobalAveragePool, GlobalMaxPool, GlobalLpPool: `n c h w -> n c 1 1`. If h
+    or w is split, a mean is the sum of the shards' means, weighted by size, and a norm is the norm
+    of the shards' norms."""
     shape = tensor_shape(node.inputs[0]) or ()
     space = names("h", len(shape) - 2)
     text = f"{dims_text(['n', 'c', *space])} -> {dims_text(['n', 'c', *['1'] * len(space)])}"
@@ -167,8 +176,8 @@ def global_pool(node: gs.Node) -> Rule:
 
 
 def _lower_norm(builder: Lowering, space: Sequence[str], power: int) -> None:
-    """Adds nodes that compute the norm (exponent `power`) over the spatial dimensions `space` from
-    the norms of the shards."""
+    """Replaces a GlobalLpPool: computes the norm (with the exponent `power`) over the factors
+    `space` from the norms of the ranks' shards."""
     node = builder.local.node
     dtype = dtype_of(node.outputs[0])
     image = builder.input(0)

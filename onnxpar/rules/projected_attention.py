@@ -1,5 +1,5 @@
-"""Lowers Attention and QAttention of onnxruntime, which project their input, to a product and a
-MultiHeadAttention, for shards of the input's width and of its sequence.
+"""Replaces onnxruntime's Attention and QAttention, which project their input, by a product and a
+MultiHeadAttention, where the input's width or sequence is split.
 
 If the width is split, ranks add their products. If the sequence is split, ranks gather keys and
 values, and each rank attends with its own queries.
@@ -25,11 +25,13 @@ _KEPT = ("mask_filter_value", "scale")
 
 @dataclass(frozen=True)
 class AttentionOperands:
-    """The indices of an op's operands besides input, weight and bias.
+    """The indices of an op's operands, besides input, weight and bias; None: the op has none.
 
-    mask, past     padding mask, and cached keys and values
-    added          mask that is added to scores
-    scales, zeros  of a quantized input and weight
+    mask    the padding mask
+    past    the cached keys and values
+    added   the mask that is added to scores
+    scales  the scales of a quantized input and weight
+    zeros   their zero points
     """
 
     mask: int
@@ -43,18 +45,20 @@ OPERANDS = {
     "Attention": AttentionOperands(mask=3, past=4, added=5),
     "QAttention": AttentionOperands(mask=5, past=8, scales=(3, 4), zeros=(6, 7)),
 }
+"""The operands by op."""
 
 
 @dataclass(frozen=True)
 class ProjectedAttention:
-    """Lowers a node with these operands and attributes."""
+    """Replaces a node whose width h or sequence s is split. `at` has the indices of its
+    operands."""
 
     at: AttentionOperands
     attrs: dict[str, Any]
 
     def lower(self, build: Lowering) -> None:
-        """Replaces the node on a rank that holds shards of the width, of the sequence or of
-        both."""
+        """Adds the nodes that a rank runs in place of the node, if its width, its sequence or both
+        are split."""
         is_split, node = build.local.is_split("s"), build.local.node
         query, both = build.add_each(
             "Split", [self._projected(build)], 2, axis=2, split=lambda at: [_keys(at), _rest(at)]
@@ -76,7 +80,8 @@ class ProjectedAttention:
         self._finish(build, present)
 
     def _projected(self, build: Lowering) -> gs.Tensor:
-        """The product of input and weight, [batch, sequence, columns]."""
+        """Returns the product of input and weight over the whole width, [batch, sequence, columns];
+        ranks add their products."""
         x, weight = build.input(0), build.input(1)
         if self.at.scales is None or self.at.zeros is None:
             return build.all_reduce(build.add("MatMul", [x, weight]), ["h"])
@@ -90,8 +95,8 @@ class ProjectedAttention:
         return build.add("Mul", [number, scale])
 
     def _rows(self, build: Lowering, operand: int | None) -> gs.Tensor | None:
-        """Returns an operand that may have a row for each query (dimension 2); on ranks without
-        queries, one stand-in row."""
+        """Returns an operand that may have a row for each query (dimension -2), with one stand-in
+        row on ranks without queries; None if the node does not have the operand."""
         tensor = None if operand is None else given(build.local.node, operand)
         if tensor is None or operand is None:
             return None
@@ -101,14 +106,15 @@ class ProjectedAttention:
         return build.filled(x, "s", len(shape) - 2) if has_rows else x
 
     def _past(self, build: Lowering) -> list[gs.Tensor | None]:
-        """The cached keys and values, if there are any."""
+        """Returns [cached keys, cached values]; [None, None] without a cache."""
         if given(build.local.node, self.at.past) is None:
             return [None, None]
         both = build.input(self.at.past)
         return [build.add("Gather", [both, np.array(i, np.int64)], axis=0) for i in (0, 1)]
 
     def _earlier(self, build: Lowering, key: gs.Tensor, past: list[gs.Tensor | None]) -> gs.Tensor:
-        """The causal mask that is added to scores: a query sees only itself and earlier keys."""
+        """Returns the causal mask, which is added to scores: 0 where a query sees a key (its own
+        position and earlier ones), elsewhere the least number."""
         rows, total = build.filled(held_positions(build, "s", 0, 2), "s", 0), _extent(build, key, 1)
         count = build.shape(key)[1]
         if past[0] is not None:
@@ -122,7 +128,8 @@ class ProjectedAttention:
         return build.add("Unsqueeze", [hidden], axes=[0, 1])
 
     def _finish(self, build: Lowering, operands: list[gs.Tensor]) -> None:
-        """Adds the MultiHeadAttention, and nodes that turn its results into the op's results."""
+        """Adds the MultiHeadAttention on these operands, and nodes that turn its results into the
+        op's results."""
         local, dtype = build.local, operands[0].dtype
         batch, rows = build.shape(operands[0])[:2]
         heads, width = local.size("n"), local.size("d")
@@ -161,5 +168,5 @@ def _rest(local: Local) -> int:
 
 
 def _extent(build: Lowering, x: gs.Tensor, axis: int) -> gs.Tensor:
-    """The size of a dimension, as a scalar."""
+    """Returns the size of dimension `axis` of `x` as a scalar tensor."""
     return build.add("Gather", [build.add("Shape", [x]), np.array(axis, np.int64)], axis=0)

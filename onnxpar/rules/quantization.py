@@ -1,4 +1,5 @@
-"""Quantization with scales per tensor, per element of an axis, or per block of elements.
+"""Rules of quantization with scales per tensor, per element of an axis, or per block of elements;
+and lowerings of quantized products.
 
 Ranks add their sums of products as integers, and scale and round the total. So results are
 bit-identical to the results of the unsplit op.
@@ -22,8 +23,8 @@ from onnxpar.rules.rule import Lowering, Rule, einsum, invalid, names, rule
 @rule("QuantizeLinear DequantizeLinear")
 @rule("QuantizeLinear DequantizeLinear", domain="com.microsoft")
 def quantize(node: gs.Node) -> Rule:
-    """`a b, b, b -> a b` per axis, `a b, (), () -> a b` per tensor, `a (n b), a n -> a (n b)` in
-    blocks of b.
+    """Sharding rule of QuantizeLinear, DequantizeLinear: `a b, b, b -> a b` per axis,
+    `a b, (), () -> a b` per tensor, `a (n b), a n -> a (n b)` in blocks of b.
 
     onnxruntime fuses a product with the DequantizeLinear of a stored weight, and may then round the
     product's first operand. Stored integers are never gathered, so that ranks round, too.
@@ -56,8 +57,8 @@ def quantize(node: gs.Node) -> Rule:
 
 
 def _per_axis(tensor: gs.Tensor, dim: str) -> str:
-    """The dimensions of a scale or zero point as rule text: one value for all elements, or one for
-    each element of `dim`."""
+    """Returns the dimensions of a scale or zero point as text of a rule: `dim`, or "1" where it has
+    one element; `_` if absent."""
     if not tensor.name:
         return "_"
     return dims_text("1" if s == 1 else dim for s in tensor_shape(tensor) or ())
@@ -65,8 +66,8 @@ def _per_axis(tensor: gs.Tensor, dim: str) -> str:
 
 @rule("DynamicQuantizeLinear")
 def dynamic_quantize(node: gs.Node) -> Rule:
-    """`a b -> a b ; () ; ()`; if a or b is split, the ranks communicate to find the range of all
-    elements."""
+    """Sharding rule of DynamicQuantizeLinear: `a b -> a b ; () ; ()`; if a or b is split, the ranks
+    reduce the range of all elements."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     text = dims_text(dims)
     everything = frozenset(dims)
@@ -80,7 +81,8 @@ def dynamic_quantize(node: gs.Node) -> Rule:
 
 
 def lower_dynamic_quantize(factors: list[str]) -> Callable[[Lowering], None]:
-    """A lowering to the op's definition in ONNX, with the range of all ranks' elements."""
+    """Returns a lowering to the nodes by which ONNX defines the op, with the range of all ranks'
+    elements. `factors` are the factors of operand 0."""
 
     def lower(build: Lowering) -> None:
         zero, one = np.float32(0), np.float32(1)
@@ -107,7 +109,8 @@ def lower_dynamic_quantize(factors: list[str]) -> Callable[[Lowering], None]:
 
 
 def integer_product(contracted: str) -> dict[str, Any]:
-    """The fields of a rule of QLinearMatMul or QGemm that allow to split the contracted factor."""
+    """Returns the fields of a rule of QLinearMatMul or QGemm with which the contracted factor may
+    be split: ranks add integers, and scale the total."""
     across = frozenset({contracted})
 
     def lower(build: Lowering) -> None:
@@ -117,7 +120,8 @@ def integer_product(contracted: str) -> dict[str, Any]:
 
 
 class _QuantizedProduct:
-    """Builds the product of shards, the sum over ranks, and the scaling of the sum."""
+    """Builds the nodes of a quantized product whose factor `contracted` is split: the product of
+    shards as integers, the sum over ranks, and the scaling of the sum."""
 
     def __init__(self, build: Lowering, contracted: str) -> None:
         self.build = build
@@ -125,7 +129,8 @@ class _QuantizedProduct:
         self.node = build.local.node
 
     def lower(self) -> None:
-        """Lowers QLinearMatMul, or QGemm with its transposed operands and bias."""
+        """Adds the nodes of a QLinearMatMul, or of a QGemm with its transposed operands and
+        bias."""
         is_gemm = self.node.op == "QGemm"
         a, b = self._operand(0, "transA"), self._operand(3, "transB")
         product = self.build.add("MatMulInteger", [a, b, self.build.input(2), self.build.input(5)])
@@ -145,19 +150,20 @@ class _QuantizedProduct:
         finish_quantized(self.build, total, scale, at)
 
     def _operand(self, index: int, transposed: str) -> gs.Tensor:
+        """Returns operand `index`, transposed if the attribute `transposed` says so."""
         x = self.build.input(index)
         return self.build.add("Transpose", [x]) if self.node.attrs.get(transposed) else x
 
 
 def finish_quantized(build: Lowering, total: gs.Tensor, scale: gs.Tensor, at: int) -> None:
-    """Scales a sum of integers by `scale`, and quantizes it to the result's type. The operands with
-    the scale and the zero point of the result are numbers `at` and `at` + 1."""
+    """Makes the result of the node: a sum of integers times `scale`, quantized by the node's
+    operands `at` (scale of the result) and `at` + 1 (its zero point)."""
     finish_requantized(build, total, build.add("Div", [scale, as_float32(build, at)]), at + 1)
 
 
 def finish_requantized(build: Lowering, total: gs.Tensor, ratio: gs.Tensor, at: int) -> None:
-    """Quantizes a sum of integers times `ratio` to the result's type; the operand with the result's
-    zero point is number `at`."""
+    """Makes the result of the node: a sum of integers times `ratio`, plus the zero point, operand
+    `at`, rounded and clipped to the result's type."""
     number = build.add("Mul", [build.add("Cast", [total], to=TensorProto.FLOAT), ratio])
     point = build.add("Reshape", [build.input(at), np.array([], np.int64)])
     build.finish("QuantizeLinear", [number, np.float32(1), point])
@@ -171,7 +177,7 @@ def as_float32(build: Lowering, index: int) -> gs.Tensor:
 
 
 def is_one_point(tensor: gs.Tensor) -> bool:
-    """True if all channels share one zero point."""
+    """True if the zero point is the same number for all channels."""
     if all(s == 1 for s in tensor_shape(tensor) or ()):
         return True
     values = constant(tensor)
@@ -181,11 +187,14 @@ def is_one_point(tensor: gs.Tensor) -> bool:
 def lower_quantized_convolution(
     contracted: str, image: gs.Tensor, channels_last: bool = False, **attrs: Any
 ) -> Callable[[Lowering], None]:
-    """A lowering of QLinearConv to a convolution of integers; ranks add the results, and scale the
-    total.
+    """Returns a lowering of QLinearConv to a convolution of integers; ranks add the results, and
+    scale the total.
 
-    `image` has the elements that the rank's windows read; `attrs` are the attributes of the rank's
-    convolution, which has channels first.
+    contracted     the factor of the input channels
+    image          the elements that the rank's windows read
+    channels_last  True if the node's tensors have channels last; the rank's convolution has them
+                   first
+    attrs          the attributes of the rank's convolution
     """
 
     def lower(build: Lowering) -> None:

@@ -1,4 +1,4 @@
-"""Random ops: a split model draws the same numbers as the unsplit one.
+"""Rules of random ops: a split model draws the same numbers as the unsplit one.
 
 With a seed, the n-th run draws the same numbers in every session of onnxruntime. So each rank draws
 the whole tensor and keeps its shard, without communication. Without a seed, the op stays whole: one
@@ -21,7 +21,8 @@ _UNSEEDED = "without a seed, one rank draws for all"
 
 @rule("RandomNormalLike RandomUniformLike")
 def random_like(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`: every rank draws the whole tensor and keeps its shard."""
+    """Sharding rule of RandomNormalLike, RandomUniformLike: `d0 d1 -> d0 d1`: with a seed, every
+    rank draws the whole tensor and keeps its shard."""
     shape = tensor_shape(node.inputs[0]) or ()
     if "seed" not in node.attrs or None in shape:
         return whole_rule(node, _UNSEEDED)
@@ -39,8 +40,8 @@ def random_like(node: gs.Node) -> Rule:
 
 
 def training_dropout(node: gs.Node) -> Rule:
-    """`d0 d1, _, _ -> d0 d1 ; d0 d1`: every rank draws the whole mask, by a Dropout of a tensor of
-    ones, and keeps its shard.
+    """Sharding rule of Dropout in training: `d0 d1, _, _ -> d0 d1 ; d0 d1`: every rank draws the
+    whole mask, by a Dropout of a tensor of ones, and keeps its shard.
 
     onnxruntime removes a Dropout, even in training, unless its mask has a reader or its result is
     an output of the graph; this lowering drops nothing in the same case.
@@ -71,7 +72,7 @@ def training_dropout(node: gs.Node) -> Rule:
 
 @rule("Bernoulli Multinomial RandomNormal RandomUniform")
 def random_draw(node: gs.Node) -> Rule:
-    """All dimensions stay whole. With a seed, every rank draws the tensor; without one, one rank
-    draws for all."""
+    """Sharding rule of other random ops: all dimensions stay whole. With a seed, every rank draws
+    the tensor; without one, one rank draws for all."""
     seeded = "with a seed, every rank draws all of it"
     return whole_rule(node, seeded if "seed" in node.attrs else _UNSEEDED)

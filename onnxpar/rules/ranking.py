@@ -1,4 +1,4 @@
-"""Ops that compare all elements along an axis: ArgMax, ArgMin, Hardmax and TopK."""
+"""Rules of ops that compare all elements along an axis: ArgMax, ArgMin, Hardmax and TopK."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ _COMPARABLE = ("float32", "float64", "int32", "int64")
 def extreme_position(
     build: Lowering, axis: int, factor: str, extent: int, largest: bool = True, last: bool = False
 ) -> gs.Tensor:
-    """Returns the global position, along a factor of operand 0, of the largest element (without
-    `largest`: the smallest). Of equal elements, the first counts (with `last`: the last).
+    """Returns the global position, along a factor of operand 0, of the largest element across all
+    shards (without `largest`: the smallest). Of equal elements, the first counts (with `last`: the
+    last).
 
     axis    the factor's dimension, which keeps one element
+    factor  the factor, which may be split
     extent  the factor's global size
 
     As in onnxruntime, a NaN counts only if it is the first element.
@@ -46,14 +48,14 @@ def extreme_position(
 
 
 def _holds(build: Lowering, factor: str) -> gs.Tensor:
-    """True if the rank's shard of a factor is not empty."""
+    """Returns a boolean scalar: True on ranks whose shard of the factor is not empty."""
     size = build.per_rank(lambda local: np.array(local.size(factor), np.int64))
     return build.add("Greater", [size, np.array(0, np.int64)])
 
 
 def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest: bool) -> gs.Tensor:
-    """Returns `x` with infinities in place of NaNs: the one that wins every comparison for a NaN in
-    the first element of `axis`, the one that wins none for any other."""
+    """Returns `x` with infinities in place of NaNs, so that comparisons give onnxruntime's result:
+    a NaN in the first element along `axis` wins every comparison, any other wins none."""
     if not is_float(x):
         return x
     greatest = np.inf if largest else -np.inf
@@ -65,7 +67,8 @@ def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest:
 
 @rule("ArgMax ArgMin")
 def arg_extremum(node: gs.Node) -> Rule:
-    """`a b c -> a 1 c`; the ranks communicate if b is split."""
+    """Sharding rule of ArgMax, ArgMin: `a b c -> a 1 c`; if b is split, ranks reduce the extreme
+    element, then its position."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     axis = node.attrs.get("axis", 0) % len(dims)
@@ -86,8 +89,9 @@ def arg_extremum(node: gs.Node) -> Rule:
 
 @rule("Hardmax")
 def hardmax(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`; the ranks communicate if the op's axis is split. As in onnxruntime, the
-    result is 0 everywhere if the first element is a NaN."""
+    """Sharding rule of Hardmax: `d0 d1 -> d0 d1`; if the op's axis is split, ranks find the largest
+    element's position together. As in onnxruntime, the result is 0 everywhere if the first element
+    is a NaN."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)
@@ -110,8 +114,8 @@ def hardmax(node: gs.Node) -> Rule:
 
 @rule("TopK")
 def top_k(node: gs.Node) -> Rule:
-    """`a b c, _ -> a k c ; a k c`; if b is split, the ranks gather the k best elements of each
-    shard, and choose among them."""
+    """Sharding rule of TopK: `a b c, _ -> a k c ; a k c`; if b is split, the ranks gather the k
+    best elements of each shard, and choose among them."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     axis = node.attrs.get("axis", -1) % len(dims)

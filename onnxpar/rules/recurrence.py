@@ -1,4 +1,4 @@
-"""Recurrent networks, split by batch, direction or hidden units; split hidden units need an
+"""Rule of recurrent networks, split by batch, direction or hidden units; split hidden units need an
 all-gather of the state in every step."""
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _INPUT = "the kernel multiplies it by W; a Scan without the kernel takes longer 
 
 @rule("LSTM GRU RNN")
 def recurrence(node: gs.Node) -> Rule:
-    """`s b i, d h + .. i, d h + .. k, d h + .., b, d b h, d b h, d h + ..
-    -> s d b h ; d b h ; d b h`: if h is split, every step gathers the state.
+    """Sharding rule of LSTM, GRU, RNN: `s b i, d h + .. i, d h + .. k, d h + .., b, d b h, d b h, d
+    h + .. -> s d b h ; d b h ; d b h`: steps s, batch b, features i, directions d, hidden units h.
+    If h is split, every step gathers the state.
 
     Weights have one segment h for each gate. k, the units that a gate reads, stays whole.
     """
@@ -50,11 +51,13 @@ def recurrence(node: gs.Node) -> Rule:
 
 
 def _segments(count: int) -> str:
+    """`count` segments h of a dimension, as text of a rule: "h + h + h"."""
     return " + ".join(["h"] * count)
 
 
 def _local_direction(node: gs.Node) -> dict[str | int, Callable[[Local], Any]]:
-    """Returns the attributes for a rank that runs only one of two directions."""
+    """Returns the attributes, as functions of the rank's view, for a rank that runs only one of two
+    directions; none if the node has only one."""
     activations = node.attrs.get("activations")
     one_way = ("forward", "reverse")
 

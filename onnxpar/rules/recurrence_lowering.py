@@ -25,13 +25,13 @@ GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 
 
 def lower(build: Lowering) -> None:
-    """Replaces a node on a rank that holds a shard of the hidden units."""
+    """Replaces a recurrent node on a rank that holds a shard of the hidden units."""
     _Network(build).lower()
 
 
 class _Network:
-    """Lowers one node; its operands 0 to 7 are X, W, R, B, sequence_lens, initial_h, initial_c and
-    P in the letters of the ONNX standard."""
+    """Builds the nodes in place of one recurrent node. The node's operands 0 to 7 are X, W, R, B,
+    sequence_lens, initial_h, initial_c and P in the letters of the ONNX standard."""
 
     def __init__(self, build: Lowering) -> None:
         self.build = build
@@ -46,6 +46,8 @@ class _Network:
         self.flags = {"forward": [0], "reverse": [1]}.get(direction, [0, 1])
 
     def lower(self) -> None:
+        """Adds the products of all steps with W, the Scan over the steps, and nodes that put its
+        results in the node's form."""
         build = self.build
         states = [self._state(5)] + ([self._state(6)] if self.node.op == "LSTM" else [])
         if given(self.node, 7) is not None:
@@ -71,11 +73,13 @@ class _Network:
                 self._finish_end(end, lengths, output)
 
     def _directions(self, local: Local, count: int) -> list[int]:
-        """The scan direction of a rank's sequences, `count` per direction: 0 forward, 1 reverse."""
+        """Returns the scan direction (0 forward, 1 reverse) of each of the rank's sequences; each
+        direction of the network has `count` sequences."""
         return [self.flags[d] for d in local.positions("d").tolist() for _ in range(count)]
 
     def _state(self, operand: int) -> gs.Tensor:
-        """The initial state `operand`, [directions, batch, units]; zeros without the operand."""
+        """Returns the initial state that is operand `operand`, [directions, batch, units]; zeros
+        without the operand."""
         if given(self.node, operand) is not None:
             return self._transposed(self.build.input(operand))
 
@@ -86,12 +90,14 @@ class _Network:
         return self.build.add("Expand", [zero, self.build.per_rank(shape)])
 
     def _transposed(self, x: gs.Tensor) -> gs.Tensor:
-        """Swaps a state's batch and direction if the attribute `layout` puts the batch first."""
+        """Swaps dimensions 0 and 1 of a state, direction and batch, if the attribute `layout` puts
+        the batch first."""
         return self.build.add("Transpose", [x], perm=[1, 0, 2]) if self.by_batch else x
 
     def _recurrent_weight(self) -> list[gs.Tensor]:
-        """R transposed, the right operand of products with a gathered state: [directions, all
-        units, rows of gates]; two tensors if the last gate reads another state."""
+        """Returns R transposed, the right operand of products with a gathered state: one tensor
+        [directions, all units, rows of gates]; two if the last gate reads another state than the
+        others."""
         build, weight = self.build, self.build.input(2)
         order = build.gathered("h")
         if not np.array_equal(order, np.arange(len(order))):
@@ -106,13 +112,14 @@ class _Network:
         return [*build.add_each("Split", [transposed], 2, axis=2, split=sizes)]
 
     def _recurrent_bias(self) -> gs.Tensor | None:
-        """The bias of R if a gate scales it, and it must be added in the Scan; else None."""
+        """Returns the bias of R if it must be added in the Scan, because a gate scales it; else
+        None."""
         if self.node.op != "GRU" or not self.resets_product or given(self.node, 3) is None:
             return None
         return self.build.add("Unsqueeze", [self._biases()[1]], axes=[1])
 
     def _biases(self) -> list[gs.Variable]:
-        """The biases of W and of R, [directions, rows of gates]."""
+        """Returns the biases of W and of R, each [directions, rows of gates]."""
 
         def sizes(local: Local) -> list[int]:
             return [self.gates * local.size("h")] * 2
@@ -120,16 +127,16 @@ class _Network:
         return self.build.add_each("Split", [self.build.input(3)], 2, axis=1, split=sizes)
 
     def _lengths(self) -> gs.Tensor | None:
-        """The number of steps of each sequence, [1, batch, 1]; None if all sequences have all
-        steps."""
+        """Returns the number of steps of each sequence, [1, batch, 1]; None if all sequences have
+        all steps."""
         if given(self.node, 4) is None:
             return None
         lengths = self.build.add("Cast", [self.build.input(4)], to=7)
         return self.build.add("Unsqueeze", [lengths], axes=[0, 2])
 
     def _sequences(self, lengths: gs.Tensor | None) -> list[gs.Tensor]:
-        """The sequences that the Scan reads. For each direction: X W plus bias, and with lengths, a
-        mask that is True for the steps of a sequence."""
+        """Returns the sequences that the Scan reads. For each direction: X W plus bias, and if
+        sequences differ in length, a mask that is True for the steps of a sequence."""
         build, x = self.build, self.build.input(0)
         if self.by_batch:
             x = build.add("Transpose", [x], perm=[1, 0, 2])
@@ -151,9 +158,11 @@ class _Network:
         return sequences
 
     def _of_direction(self, x: gs.Tensor, i: int) -> gs.Tensor:
+        """Element `i` of the first dimension of `x`."""
         return self.build.add("Gather", [x, np.array(i, np.int64)], axis=0)
 
     def _joined(self, parts: Sequence[gs.Tensor], axis: int) -> gs.Tensor:
+        """Concatenates tensors along `axis`."""
         return parts[0] if len(parts) == 1 else self.build.add("Concat", parts, axis=axis)
 
     def _stacked(self, parts: Sequence[gs.Tensor]) -> gs.Tensor:
@@ -163,8 +172,8 @@ class _Network:
     def _step(
         self, states: list[gs.Tensor], elements: list[gs.Tensor]
     ) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
-        """Adds the body of the Scan; returns the new states, and the element of Y for each
-        direction."""
+        """Adds the body of the Scan for one step: from (states, elements of the sequences) to (new
+        states, the element of Y for each direction)."""
         count = len(elements) // self.directions
         cells: dict[str, Callable[..., list[gs.Tensor]]]
         cells = {"RNN": self._rnn, "GRU": self._gru, "LSTM": self._lstm}
@@ -177,10 +186,12 @@ class _Network:
         return ends, [self._of_direction(y, i) for i in range(self.directions)]
 
     def _rnn(self, x: gs.Tensor, h: gs.Tensor) -> list[gs.Tensor]:
+        """Returns the new state H = f(x + h R)."""
         return [self._activated(0, self._op("Add", x, self._product(self._whole(h))))]
 
     def _gru(self, x: gs.Tensor, h: gs.Tensor) -> list[gs.Tensor]:
-        """H = (1 - z) n + z h; r scales h, or the product of h and R if `linear_before_reset`."""
+        """Returns the new state H = (1 - z) n + z h, where r scales h in n, or with
+        `linear_before_reset` the product of h and R."""
         whole = self._whole(h)
         xz, xr, xn = self._split(x, 3)
         if self.resets_product:
@@ -199,8 +210,8 @@ class _Network:
         return [self._op("Add", n, self._op("Mul", z, self._op("Sub", h, n)))]
 
     def _lstm(self, x: gs.Tensor, h: gs.Tensor, c: gs.Tensor) -> list[gs.Tensor]:
-        """C = f c + i n and H = o h(C), where h is an activation. With peepholes, i and f also read
-        the old c, and o reads the new C."""
+        """Returns the new states H = o h(C), where h is an activation, and C = f c + i n. With
+        peepholes, i and f also read the old c, and o reads the new C."""
         gates = self._split(self._op("Add", x, self._product(self._whole(h))), 4)
         i = self._activated(0, self._seeing(gates[0], c, 0))
         if self.node.attrs.get("input_forget"):
@@ -213,12 +224,12 @@ class _Network:
         return [self._op("Mul", o, self._activated(2, after, is_bound=False)), after]
 
     def _whole(self, h: gs.Tensor) -> gs.Tensor:
-        """The state of all units, gathered from the ranks."""
+        """Returns the state of all units, gathered from the ranks."""
         return self.build.all_gather(h, "h", 2, lambda local: local.size("h"))
 
     def _product(self, whole: gs.Tensor, part: int = 0) -> gs.Variable:
-        """The product of `whole`, the state of all units, with tensor `part` of R, for the rank's
-        gates."""
+        """Returns the product of `whole`, the state of all units, with R for the rank's gates.
+        `part` is the index of R's tensor in `self.recurrent`."""
         return self._op("MatMul", whole, self.recurrent[part])
 
     def _split(self, x: gs.Tensor, count: int) -> list[gs.Variable]:
@@ -230,6 +241,7 @@ class _Network:
         return self.build.add_each("Split", [x], count, axis=2, split=sizes)
 
     def _seeing(self, gate: gs.Tensor, c: gs.Tensor, peephole: int) -> gs.Tensor:
+        """Adds c times a peephole weight to a gate, if the node has peepholes."""
         if not self.peepholes:
             return gate
         return self._op("Add", gate, self._op("Mul", c, self.peepholes[peephole]))
@@ -249,6 +261,7 @@ class _Network:
         return self._op("Where", self.build.per_rank(is_second), results[1], results[0])
 
     def _function(self, activation: Activation, x: gs.Tensor) -> gs.Tensor:
+        """Applies an activation, a chain of ops, to `x`."""
         for op, operands, attrs in activation.steps():
             x = self.build.add(op, [x, *(like(x, o) for o in operands)], **attrs)
         return x
@@ -257,8 +270,8 @@ class _Network:
         return self.build.add(op, operands)
 
     def _finish_end(self, end: gs.Tensor, lengths: gs.Tensor | None, output: int) -> None:
-        """Computes result `output` from a last state. The result is zero for sequences without
-        steps, even if their initial state is not zero."""
+        """Makes result `output` of the node from a last state. The result is zero for sequences
+        without steps, even if their initial state is not zero."""
         build = self.build
         if lengths is not None:
             has_any = build.add("Less", [np.array(0, np.int64), lengths])

@@ -1,5 +1,5 @@
-"""Reductions over axes. If a reduced factor is split, the result is a partial sum, max, min or
-product."""
+"""Rules of reductions over axes. If a reduced factor is split, the result is a partial sum, max,
+min or product."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _REDUCTIONS = {
     "ReduceMin": "min",
     "ReduceProd": "prod",
 }
-"""The reduction that combines the results of shards, by op. All other ops apply a function after
-their reduction."""
+"""How the results of shards are combined, by op. All other Reduce ops apply a function after their
+reduction, so ranks must communicate before it."""
 _ROUNDED = "onnxruntime reduces integers as floats, and rounds or saturates the result"
 _TOTALS = "the totals of shards would be reduced as floats, which round integers"
 
 
 def reduced_axes(node: gs.Node) -> list[int] | None:
-    """The axes that a Reduce op reduces; None if they are data-dependent."""
+    """Returns the axes that a Reduce op reduces, ascending; None if they are data-dependent."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     operand, values = given(node, 1), None
     if operand is not None:
@@ -55,8 +55,9 @@ def reduced_axes(node: gs.Node) -> list[int] | None:
 
 @rule(*_REDUCTIONS, "ReduceL2 ReduceLogSum ReduceLogSumExp")
 def reduce_(node: gs.Node) -> Rule:
-    """`a b c -> a 1 c`; if b is split, the result is partial, or the ranks communicate. A mean is
-    the sum of the shards' means, weighted by size."""
+    """Sharding rule of the Reduce ops: `a b c -> a 1 c`; if b is split, the result is partial, or,
+    for ops that end with a function of the sum, the ranks communicate. A mean is the sum of the
+    shards' means, weighted by size."""
     axes = reduced_axes(node)
     if axes is None:
         return whole_rule(node, "data-dependent axes")
@@ -93,8 +94,8 @@ def reduce_(node: gs.Node) -> Rule:
 
 
 def _lower_booleans(operands: Sequence[Any]) -> Callable[[Lowering], None]:
-    """A lowering that computes a min or max of booleans as integers: onnxruntime's kernel for
-    booleans does not accept empty tensors, its kernel for integers does. `operands` are all
+    """Returns a lowering that computes a min or max of booleans as integers: onnxruntime's kernel
+    for booleans does not accept empty tensors, its kernel for integers does. `operands` are all
     operands except the first."""
 
     def lower(build: Lowering) -> None:
@@ -107,7 +108,7 @@ def _lower_booleans(operands: Sequence[Any]) -> Callable[[Lowering], None]:
 
 
 def _finish_reduced(build: Lowering, op: str, inputs: Sequence[Any], axes: Sequence[int]) -> None:
-    """Adds the last node of a lowering, and removes the reduced axes unless the node has
+    """Makes the result of the node by `op`, and removes the reduced axes unless the node has
     `keepdims`."""
     if build.local.node.attrs.get("keepdims", 1):
         finish(build, op, inputs)
@@ -116,7 +117,8 @@ def _finish_reduced(build: Lowering, op: str, inputs: Sequence[Any], axes: Seque
 
 
 def _lower_norm(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """A lowering to the square root of the sum of squares across all shards."""
+    """Returns a lowering of ReduceL2: the square root of the sum of squares across all shards.
+    `factors` are the factors of the dimensions `axes`."""
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
@@ -127,7 +129,7 @@ def _lower_norm(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Loweri
 
 
 def _lower_log(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """A lowering to the logarithm of the sum across all shards."""
+    """Returns a lowering of ReduceLogSum: the logarithm of the sum across all shards."""
 
     def lower(build: Lowering) -> None:
         whole = total(build, widen(build, build.input(0)), axes, factors)
@@ -137,8 +139,8 @@ def _lower_log(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowerin
 
 
 def _lower_log_exp(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """A lowering to the logarithm of the sum of exponentials across all shards. If the largest
-    element is finite, it is subtracted before, and added after."""
+    """Returns a lowering of ReduceLogSumExp: the logarithm of the sum of exponentials across all
+    shards. If the largest element is finite, it is subtracted before, and added after."""
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
@@ -164,12 +166,13 @@ _LOWERINGS = {
 def weighted_mean(
     sizes: Mapping[str, Size], operands: Sequence[Any] = ()
 ) -> Callable[[Lowering], None]:
-    """A lowering of a mean over factors with these global sizes to the rank's mean times the rank's
-    share of the elements. A factor of data-dependent size must be whole. `operands` are all
-    operands except the first.
+    """Returns a lowering of a mean to the rank's mean times the rank's share of the elements, so
+    that ranks add their results: for shards of 2 and 1 elements, mean0 * 2/3 and mean1 * 1/3.
 
-    The sum of the results over ranks is the mean. Unlike a sum of elements, it does not overflow in
-    half precision.
+    sizes     the global sizes of the reduced factors; one of data-dependent size must be whole
+    operands  all operands except the first
+
+    Unlike a sum of elements, this does not overflow in half precision.
     """
 
     def lower(build: Lowering) -> None:
@@ -180,8 +183,8 @@ def weighted_mean(
 
 
 def finish_share(build: Lowering, mean: gs.Tensor, sizes: Mapping[str, Size]) -> None:
-    """Computes the result of a mean, as a partial sum: the rank's `mean` over factors of these
-    global sizes, times the rank's share of the elements."""
+    """Makes the result of a mean, as a partial sum: `mean`, the mean of the rank's shard, times the
+    rank's share of the elements. `sizes` are the global sizes of the reduced factors."""
     dtype = np.float64 if dtype_of(build.local.node.outputs[0]) == np.float64 else np.float32
     totals = {f: s for f, s in sizes.items() if s is not None}
     count = number(build, lambda local: math.prod(map(local.size, totals)), dtype)
@@ -195,8 +198,8 @@ def finish_share(build: Lowering, mean: gs.Tensor, sizes: Mapping[str, Size]) ->
 
 @rule("CumSum CumProd")
 def cumulate(node: gs.Node) -> Rule:
-    """`a b, _ -> a b`; if b is split, the ranks communicate, and each rank continues from the total
-    of all earlier shards."""
+    """Sharding rule of CumSum, CumProd: `a b, _ -> a b`; if b is split, the ranks gather the totals
+    of their shards, and each rank continues from the total of all earlier shards."""
     operand = constant(node.inputs[1])
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     if operand is None and len(dims) == 1:

@@ -1,4 +1,4 @@
-"""Ops that resize space, or move elements between space and channels."""
+"""Rules of ops that resize space, or move elements between space and channels."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MODES = {"nearest": "nearest", "linear": "linear", "bilinear": "linear", "cubic
 
 @rule("Resize")
 def resize(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x`: an interpolated dimension h is co-sharded with its result y; scale 1
-    gives one factor.
+    """Sharding rule of Resize: `n c h w -> n c y x`: an interpolated dimension h is split over the
+    same axes as its result y; scale 1 gives one factor.
 
     If nearest neighbours only repeat each element r times, the rule is `n c h -> n c (h r)`.
     """
@@ -77,12 +77,14 @@ def resize(node: gs.Node) -> Rule:
 
 
 def _policy(node: gs.Node) -> str:
+    """The attribute that says whether sizes keep the aspect ratio."""
     return str(node.attrs.get("keep_aspect_ratio_policy", "stretch"))
 
 
 def scalings(node: gs.Node) -> dict[int, Scaling] | None:
-    """The scaling of each changed dimension, by dimension; None if one is data-dependent. Empty if
-    operand and result have the same shape: the kernel then copies the operand."""
+    """Returns the scaling of each dimension that changes, by dimension; None if one is
+    data-dependent. Empty if operand and result have the same shape: the kernel then copies the
+    operand."""
     shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
     if shape == out and None not in shape:
         return {}
@@ -100,12 +102,13 @@ def scalings(node: gs.Node) -> dict[int, Scaling] | None:
 
 
 def _axes(node: gs.Node) -> list[int]:
+    """The dimensions to which the node's scales or sizes belong."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     return [a % rank for a in node.attrs.get("axes") or range(rank)]
 
 
 def _refusal(node: gs.Node, resized: Collection[Scaling]) -> str | None:
-    """The reason why resized dimensions must stay whole; None if they may be split."""
+    """Returns the reason why resized dimensions must stay whole; None if they may be split."""
     crops = node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize"
     if not all(s.size and s.out for s in resized):
         return "a data-dependent size"
@@ -117,12 +120,15 @@ def _refusal(node: gs.Node, resized: Collection[Scaling]) -> str | None:
 
 
 def _scaling(node: gs.Node, size: int, out: int, scale: float, region: Region) -> Scaling:
+    """Returns the resizing of a dimension from `size` to `out` elements, with the node's mode and
+    attributes."""
     mode = _MODES[node.attrs.get("mode", "nearest")]
     return Scaling(size, out, scale, mode, node.attrs, region)
 
 
 def _repeats(source: Taps, size: int) -> bool:
-    """True if the taps `source` only repeat each of the dimension's `size` elements."""
+    """True if `source`, where the results of a dimension with `size` elements come from, repeats
+    each element equally often and in order."""
     out = len(source.index)
     if source.index.shape[1] > 1 or out % size or source.outside.any():
         return False
@@ -130,7 +136,11 @@ def _repeats(source: Taps, size: int) -> bool:
 
 
 def _lower(builder: Lowering, taps_of: Mapping[int, Taps], maps: Mapping[int, IndexMap]) -> None:
-    """Adds the nodes that interpolate one dimension after the other."""
+    """Replaces a Resize: interpolates one dimension after the other, by sums of weighted elements.
+
+    taps_of  elements and weights, by dimension
+    maps     the needed positions of dimensions that are not mere repetitions
+    """
     node, x = builder.local.node, builder.input(0)
     if any(t.index.shape[1] > 1 for t in taps_of.values()):
         x = widen(builder, x)
@@ -154,6 +164,12 @@ def _lower(builder: Lowering, taps_of: Mapping[int, Taps], maps: Mapping[int, In
 def _add_taps(
     builder: Lowering, x: gs.Tensor, axis: int, weighted: Taps, source: IndexMap, inner: Shape
 ) -> gs.Tensor:
+    """Returns `x` interpolated along dimension `axis`, for the rank's shard of the result.
+
+    weighted  which elements of the dimension, with what weights
+    source    the same positions as a map, by which ranks fetch elements
+    inner     a 1 for each dimension behind `axis`, so that weights broadcast
+    """
     x = source.fetch(builder, x, axis)
     terms: list[gs.Tensor] = []
     for k in range(weighted.index.shape[1]):
@@ -169,21 +185,26 @@ def _add_taps(
 
 
 def _column(source: IndexMap, k: int) -> Callable[[Local], Array]:
+    """Returns a function from a rank's view to the operand positions of the k-th element of each
+    sum."""
     return lambda local: np.ascontiguousarray(source.rows(local)[:, k])
 
 
 def _repeated(factor: str, times: int) -> Callable[[Local], Array]:
+    """Returns a function from a rank's view to positions that repeat each element of its shard."""
     return lambda local: np.arange(local.size(factor)).repeat(times)
 
 
 def _of_rank(factor: str, values: Array, inner: Shape) -> Callable[[Local], Array]:
+    """Returns a function from a rank's view to the `values` of its shard of a factor, with
+    dimensions `inner` behind."""
     return lambda local: values[local.positions(factor)].reshape(-1, *inner)
 
 
 def _scales_of_sizes(node: gs.Node, axes: Sequence[int], out: Sequence[Size]) -> list[float] | None:
-    """Returns the scale of every dimension, from the node's operand of sizes; equal for all `axes`
-    if the aspect ratio is kept. None if a scale is data-dependent. `out` is the shape of the
-    result."""
+    """Returns the scale of every dimension, computed from the node's operand of sizes; None if a
+    scale is data-dependent. If the aspect ratio is kept, all `axes` have one scale. `out` is the
+    shape of the result."""
     shape = tensor_shape(node.inputs[0]) or ()
     if None in shape or None in out or 0 in shape:
         return None
@@ -199,12 +220,13 @@ def _scales_of_sizes(node: gs.Node, axes: Sequence[int], out: Sequence[Size]) ->
 
 
 def _has_values(tensor: gs.Tensor | None) -> bool:
+    """True if the operand is present and not an empty list."""
     return tensor is not None and tensor_shape(tensor) != (0,)
 
 
 def _scales(node: gs.Node, axes: Sequence[int]) -> list[float] | None:
-    """The scale of every dimension, from the node's operand of scales; 1 for dimensions that are
-    not in `axes`. None if scales are data-dependent."""
+    """Returns the scale of every dimension, from the node's operand of scales, with 1 for
+    dimensions that are not in `axes`; None if scales are data-dependent."""
     operand = given(node, 2)
     values = None if operand is None else constant(operand)
     if values is None:
@@ -216,8 +238,8 @@ def _scales(node: gs.Node, axes: Sequence[int]) -> list[float] | None:
 
 
 def _regions(node: gs.Node, axes: Sequence[int]) -> list[Region] | None:
-    """The start and end of the cropped region of each dimension, as fractions of its size; None if
-    regions are data-dependent."""
+    """Returns the (start, end) of the cropped region of each dimension, as fractions of its size;
+    None if regions are data-dependent."""
     regions: list[Region] = [(0, 1)] * len(tensor_shape(node.inputs[0]) or ())
     if node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         operand = given(node, 1)
@@ -231,7 +253,8 @@ def _regions(node: gs.Node, axes: Sequence[int]) -> list[Region] | None:
 
 @rule("DepthToSpace")
 def depth_to_space(node: gs.Node) -> Rule:
-    """`n (i j c) h w -> n c (h i) (w j)`; with mode CRD, `n (c i j) h w`."""
+    """Sharding rule of DepthToSpace: `n (i j c) h w -> n c (h i) (w j)`, blocks of i x j elements;
+    with mode CRD, `n (c i j) h w`."""
     channels = "c i j" if node.attrs.get("mode", "DCR") == "CRD" else "i j c"
     text = f"n ({channels}) h w -> n c (h i) (w j)"
     return _blocks(node, text, deep=node.inputs[0], shallow=node.outputs[0])
@@ -239,13 +262,16 @@ def depth_to_space(node: gs.Node) -> Rule:
 
 @rule("SpaceToDepth")
 def space_to_depth(node: gs.Node) -> Rule:
-    """`n c (h i) (w j) -> n (i j c) h w`; with mode CRD, `n (c i j) h w`."""
+    """Sharding rule of SpaceToDepth: `n c (h i) (w j) -> n (i j c) h w`, blocks of i x j elements;
+    with mode CRD, `n (c i j) h w`."""
     channels = "c i j" if node.attrs.get("mode", "DCR") == "CRD" else "i j c"
     text = f"n c (h i) (w j) -> n ({channels}) h w"
     return _blocks(node, text, deep=node.outputs[0], shallow=node.inputs[0])
 
 
 def _blocks(node: gs.Node, text: str, deep: gs.Tensor, shallow: gs.Tensor) -> Rule:
+    """Returns the rule with this text. `deep` is the tensor with blocks in channels, `shallow` the
+    one with blocks in space."""
     _, c, _, _ = tensor_shape(shallow) or ()
     _, _, h, w = tensor_shape(deep) or ()
     block = node.attrs["blocksize"]

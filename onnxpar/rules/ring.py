@@ -1,4 +1,5 @@
-"""Rings: each rank keeps its queries, and the shards of keys and values travel from rank to rank.
+"""Ring attention, the parts that its forward pass and its gradient share: each rank keeps its
+queries, and the shards of keys and values travel from rank to rank.
 
 If queries and keys are not split over the same axes, there is no ring: in a single step, a rank
 computes with the keys that it has.
@@ -37,9 +38,10 @@ class Ring:
     """Builds the nodes that replace one node with queries and keys. Queries stay on their ranks;
     shards of keys and values travel from rank to rank.
 
-    queries, keys  the positions of each rank of the ring; None if the length is open or there is
-                   no ring
-    held           the positions of each rank before the sequence was placed in zigzag
+    queries, keys  the global positions on each rank of the ring; None if the length is open or
+                   there is no ring
+    held           the positions (of queries, of keys) on each rank before the sequence was put in
+                   zigzag order; None if it was not
     reads_lengths  True if the node has the operands of ONNX's Attention, among them the number of
                    keys of each sample
     """
@@ -64,17 +66,19 @@ class Ring:
         self.has_lengths = self.reads_lengths and given(node, LENGTHS) is not None
 
     def mask_operands(self) -> list[int]:
-        """The indices of operands with a row for each query, a column for each key, or both."""
+        """Returns the indices of operands that may be masks: with a row for each query, a column
+        for each key, or both."""
         return [MASK]
 
     @property
     def needs_places(self) -> bool:
-        """True if the keys that a query sees depend on positions."""
+        """True if a query sees only keys at certain positions: under causality, a window or
+        lengths."""
         return sees_by_place(self.op.attrs) or self.has_lengths
 
     def places(self) -> bool:
-        """Moves the sequence to zigzag order for causal attention, so that all ranks have equal
-        work: rank i gets parts i and 2n-1-i of 2n. Returns False if the sequence stays as it is."""
+        """Chooses zigzag order for causal attention, so that all ranks have equal work: rank i gets
+        parts i and 2n-1-i of 2n. Returns True if it did; False if the sequence stays as it is."""
         before, keys = self.queries, self.keys
         if before is None or keys is None or not self.op.attrs.get("is_causal"):
             return False
@@ -91,21 +95,22 @@ class Ring:
         return True
 
     def placed(self, x: gs.Tensor, factor: str) -> gs.Tensor:
-        """Returns a tensor of queries (`factor` s) or keys (t), along dimension 2, in zigzag order
-        if the ring uses that."""
+        """Returns `x`, queries (`factor` "s") or keys (`factor` "t") along dimension 2, in zigzag
+        order, exchanged between ranks; unchanged if `places` chose no zigzag."""
         if self.held is None or self.queries is None:
             return x
         return self.build.exchange(x, factor, 2, self.held["st".index(factor)], self.queries)
 
     def restored(self, x: gs.Tensor, factor: str) -> gs.Tensor:
-        """The inverse of `placed`."""
+        """The inverse of `placed`: exchanges rows back to the ranks that had them before."""
         if self.held is None or self.queries is None:
             return x
         return self.build.exchange(x, factor, 2, self.queries, self.held["st".index(factor)])
 
     def blocks(self, travels: dict[str, gs.Tensor]) -> Iterator[Block]:
-        """Yields the blocks of queries and keys that ranks compute, one for each step. Between
-        steps, the tensors `travels` (by name) go to the next rank."""
+        """Yields the blocks of queries and keys that ranks compute, one for each step of the ring.
+        Between steps, all tensors in `travels` (by name) move on to the next rank, and the dict
+        gets the tensors that arrive."""
         if self.is_ring and self.keys is None and (self.needs_places or self.masks_of):
             travels["columns"] = held_positions(self.build, "t")
         for step in range(self.count):
@@ -115,7 +120,8 @@ class Ring:
                     travels[name] = self.shift(x, step, _KEYS_AXIS.get(name, 2))
 
     def shift(self, x: gs.Tensor, step: int, axis: int = 2) -> gs.Tensor:
-        """Sends `x`, which belongs to the keys that a rank has at a step, to the next rank."""
+        """Sends `x` to the next rank; returns the tensor that arrives. `x` belongs to the keys that
+        a rank has at `step`; `axis` is the dimension of the keys."""
         if self.keys is None:
             sizes = self.build.of_members("t", lambda local: local.size("t"))
         else:
@@ -124,8 +130,8 @@ class Ring:
         return self.build.shift(x, "t", axis, held)
 
     def _ranges(self, step: int) -> list[Range] | None:
-        """The range of queries and keys that each rank computes at a step; None if the range
-        depends on the run."""
+        """Returns, for each rank, the range of queries and keys that it computes at a step; None if
+        the ranges depend on the run."""
         if self.queries is None or self.keys is None or self.has_lengths:
             return None
         return [
@@ -136,8 +142,8 @@ class Ring:
         ]
 
     def fresh(self, step: int) -> list[Array] | None:
-        """For each rank, the indices of the keys at a step that the rank has not had before; None
-        if all keys are new on all ranks."""
+        """Returns, for each rank, the indices of the keys at a step that the rank has not had at
+        earlier steps; None if shards of keys do not overlap, so that all are new."""
         keys, n = self.keys, self.count
         if keys is None or sum(map(len, keys)) == len(np.unique(np.concatenate(keys))):
             return None
@@ -149,20 +155,20 @@ class Ring:
         return indices
 
     def of_rank(self, values: list[Array]) -> gs.Tensor:
-        """A constant with another value for each rank of the ring."""
+        """Returns a constant that has `values[i]` on rank i of the ring."""
         return self.build.per_rank(lambda local: values[local.member("s")])
 
     def split(self, x: gs.Tensor, widths: list[int]) -> list[gs.Variable]:
-        """Cuts the last of four dimensions into parts of these widths."""
+        """Cuts dimension 3 of `x` into parts of these widths."""
         return self.build.add_each("Split", [x], len(widths), axis=3, split=widths)
 
 
 @dataclass
 class Block:
-    """The queries of a rank, and the keys that it has at a step.
+    """The queries of a rank, and the keys that it has at one step of the ring.
 
-    ranges  the queries and keys that take part, by rank: the others see no key, or are not seen;
-            None if they depend on the run
+    ranges  for each rank, the queries and keys that take part: the others see no key, or are seen
+            by no query; None if the ranges depend on the run
     places  a tensor of the keys' positions; None if the compiler knows them
     """
 
@@ -173,7 +179,8 @@ class Block:
 
     @cached_property
     def rows(self) -> list[Bounds] | None:
-        """The bounds of the queries that take part, by rank; None if all do on all ranks."""
+        """For each rank, the bounds of the queries that take part; None if all of them do on all
+        ranks."""
         queries = self.ring.queries
         if self.ranges is None or queries is None or not self.ring.needs_places:
             return None
@@ -183,7 +190,8 @@ class Block:
 
     @cached_property
     def columns(self) -> list[Bounds] | None:
-        """The bounds of the keys that take part, by rank; None if all keys do on all ranks."""
+        """For each rank, the bounds of the keys that take part; None if all of them do on all
+        ranks."""
         keys = self.ring.keys
         if self.ranges is None or keys is None or not self.ring.needs_places:
             return None
@@ -192,11 +200,11 @@ class Block:
         return None if all_do else columns
 
     def cut_rows(self, x: gs.Tensor, axis: int = 2) -> gs.Tensor:
-        """The queries that take part."""
+        """Returns the rows of `x` for the queries that take part; `axis` is their dimension."""
         return self._cut(x, self.rows, axis)
 
     def cut_columns(self, x: gs.Tensor) -> gs.Tensor:
-        """The keys that take part, in dimension 2."""
+        """Returns the part of `x` for the keys that take part, along dimension 2."""
         if self.fresh is not None:
             at = self.ring.of_rank([index.astype(np.int64) for index in self.fresh])
             return self.ring.build.add("Gather", [x, at], axis=2)
@@ -204,13 +212,14 @@ class Block:
 
     @cached_property
     def fresh(self) -> list[Array] | None:
-        """For each rank, the indices of keys that the rank has not had before; None if all keys are
-        new."""
+        """For each rank, the indices of keys that the rank has not had at earlier steps; None if
+        all are new."""
         fresh = self.ring.fresh(self.step)
         assert fresh is None or self.columns is None, "keys that overlap are not cut by position"
         return fresh
 
     def _cut(self, x: gs.Tensor, bounds: list[Bounds] | None, axis: int) -> gs.Tensor:
+        """Slices `x` along `axis` by the bounds of each rank; unchanged if `bounds` is None."""
         if bounds is None:
             return x
         of_rank = self.ring.of_rank
@@ -218,12 +227,12 @@ class Block:
         return self.ring.build.add("Slice", [x, *ends, np.array([axis], np.int64)])
 
     def joined_rows(self, old: gs.Tensor, new: gs.Tensor) -> gs.Tensor:
-        """`new` for the queries that took part, and `old` for all other queries."""
+        """Returns `old` with the rows of the queries that took part replaced by `new`."""
         queries = self.ring.queries
         return self._joined(old, new, self.rows, [len(q) for q in queries or ()])
 
     def joined_columns(self, old: gs.Tensor, new: gs.Tensor) -> gs.Tensor:
-        """`new` for the keys that took part, and `old` for all other keys."""
+        """Returns `old` with the rows of the keys that took part replaced by `new`."""
         keys, count = self.ring.keys or [], self.ring.count
         sizes = [len(keys[(i - self.step) % count]) for i in range(len(keys))]
         return self._joined(old, new, self.columns, sizes)
@@ -231,6 +240,8 @@ class Block:
     def _joined(
         self, old: gs.Tensor, new: gs.Tensor, bounds: list[Bounds] | None, sizes: list[int]
     ) -> gs.Tensor:
+        """Returns `old` with the range `bounds` of dimension 2 replaced by `new`. `sizes` are the
+        sizes of `old`, by rank."""
         if bounds is None:
             return new
         before = [(0, start) for start, _ in bounds]
@@ -239,8 +250,8 @@ class Block:
         return self.ring.build.add("Concat", pieces, axis=2)
 
     def grouped(self, x: gs.Tensor) -> gs.Tensor:
-        """`x`, (batch, heads, rows, width), with the rows of all query heads that share a key head
-        concatenated."""
+        """Reshapes `x`, (batch, heads, rows, width), to (batch, key heads, group x rows, width):
+        the rows of all query heads that share a key head, one head after the other."""
         size = self._row_count()
 
         def shape(local: Local) -> Array:
@@ -249,7 +260,7 @@ class Block:
         return self.ring.build.add("Reshape", [x, self.ring.build.per_rank(shape)])
 
     def by_head(self, x: gs.Tensor) -> gs.Tensor:
-        """The inverse of `grouped`."""
+        """Reshapes a result of `grouped` back to (batch, heads, rows, width)."""
         size = self._row_count()
 
         def shape(local: Local) -> Array:
@@ -258,7 +269,7 @@ class Block:
         return self.ring.build.add("Reshape", [x, self.ring.build.per_rank(shape)])
 
     def _row_count(self) -> Callable[[Local], int]:
-        """The number of queries of a rank that take part."""
+        """Returns a function from a rank's view to the number of its queries that take part."""
         rows, queries = self.rows, self.ring.queries
         if rows is not None:
             return lambda local: rows[local.member("s")][1] - rows[local.member("s")][0]
@@ -269,7 +280,8 @@ class Block:
         return lambda local: len(queries[local.member("s")])
 
     def masked(self, scores: gs.Tensor) -> gs.Tensor:
-        """The scores plus the mask, with the least number for keys that a query does not see."""
+        """Returns the scores after the masks: sums with a mask of numbers, and the least number
+        (or minus infinity) for keys that a query does not see."""
         ring, build = self.ring, self.ring.build
         mask = self.mask(MASK) if MASK in ring.masks_of else None
         is_bool = mask is not None and dtype_of(mask) == np.bool_
@@ -285,7 +297,7 @@ class Block:
         return build.add("Where", [visible, scores, like(scores, hidden(build, ring.least))])
 
     def mask(self, operand: int) -> gs.Tensor:
-        """The part of a mask operand for the queries and keys that take part."""
+        """Returns the part of a mask operand for the queries and keys that take part."""
         ring, shape = self.ring, self.ring.mask_shapes[operand]
         x = ring.build.input(operand)
         if len(shape) > 1 and shape[-2] != 1:
@@ -295,7 +307,7 @@ class Block:
         return x
 
     def _row_positions(self) -> gs.Tensor:
-        """The positions of the queries that take part, as a column."""
+        """Returns the global positions of the queries that take part, as a column."""
         queries = self.ring.queries
         if queries is None:
             return held_positions(self.ring.build, "s", 0, 2)
@@ -304,7 +316,7 @@ class Block:
         return self.ring.of_rank([q[:, None].astype(np.int64) for q in positions])
 
     def _column_positions(self) -> gs.Tensor:
-        """The positions of the keys that take part."""
+        """Returns the global positions of the keys that take part."""
         keys, count = self.ring.keys, self.ring.count
         if keys is None:
             return self.places if self.places is not None else held_positions(self.ring.build, "t")
@@ -317,7 +329,7 @@ class Block:
 
 
 def like_head(build: Lowering, value: float) -> Array:
-    """Returns a number in the type in which scores are computed, which is that of the node's
-    queries widened to 32 bits."""
+    """Returns a constant in the type in which scores are computed: float32 for queries of 16-bit
+    floats, otherwise the type of the queries."""
     query = build.local.node.inputs[0]
     return np.array(value, np.float32) if is_short_float(query) else like(query, value)

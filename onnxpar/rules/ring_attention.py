@@ -21,10 +21,11 @@ from onnxpar.rules.rule import Lowering
 
 
 class RingAttention(AttentionLowering):
-    """Lowers an Attention node; to a ring if queries and keys are split over the same axes."""
+    """Replaces an Attention node whose queries or keys are split: by a ring if both are split over
+    the same axes, else as `AttentionLowering` does."""
 
     def lower(self, build: Lowering) -> None:
-        """Replaces the node on a rank that holds shards of the queries, the keys or both."""
+        """Adds the nodes for a rank that holds shards of the queries, the keys or both."""
         if build.shares_axes("s", "t"):
             AttentionRing(self, build).lower()
         else:
@@ -33,8 +34,12 @@ class RingAttention(AttentionLowering):
 
 @dataclass
 class State:
-    """For each query, over the keys so far: the largest score, the sum of exponentials, and the sum
-    of values weighted by them."""
+    """The results for each of a rank's queries, after some blocks of keys.
+
+    largest  the largest score
+    total    the sum of exp(score - largest)
+    values   the sum of values weighted by exp(score - largest)
+    """
 
     largest: gs.Tensor
     total: gs.Tensor
@@ -42,10 +47,11 @@ class State:
 
 
 class AttentionRing(Ring):
-    """Builds the nodes of one Attention."""
+    """Builds the nodes that a rank runs in place of one Attention. Subclasses change how scores are
+    computed, and what is returned."""
 
     def lower(self) -> None:
-        """Replaces the node."""
+        """Attends to one block of keys after the other, and makes the results of the node."""
         query, pair = self.query(), self.pair()
         if self.places():
             query, pair = self.placed(query, "s"), self.placed(pair, "t")
@@ -57,27 +63,30 @@ class AttentionRing(Ring):
         self.finish(self._combined(state))
 
     def query(self) -> gs.Tensor:
-        """The queries times the scale, (batch, heads, sequence, width)."""
+        """Returns the queries times the scale, (batch, heads, sequence, width)."""
         query = self.op.by_head(self.build, 0)
         return self.build.add("Mul", [query, like_head(self.build, self.op.scale)])
 
     def pair(self) -> gs.Tensor:
-        """Keys and values, concatenated along the width: (batch, key heads, sequence, width)."""
+        """Returns keys and values concatenated along the width, (batch, key heads, sequence,
+        width), so that both travel in one message."""
         build, op = self.build, self.op
         return build.add("Concat", [op.cut_heads(build, 1), op.cut_heads(build, 2)], axis=3)
 
     def scored(self, block: Block, products: gs.Tensor) -> gs.Tensor:
-        """The scores from the products of queries and keys."""
+        """Returns the scores of a block with soft cap and masks, from the products of queries and
+        keys."""
         return block.masked(self.op.capped(self.build, products))
 
     def powers(self, scores: gs.Tensor, largest: gs.Tensor) -> gs.Tensor:
-        """exp(scores - largest); zero for queries that see no key."""
+        """Returns exp(scores - largest); before opset 25, zeros for queries that see no key."""
         return powers_of(self.build, scores, largest, like(scores, self.least))
 
     def _attend(
         self, block: Block, query: gs.Tensor, pair: gs.Tensor, state: State | None
     ) -> State:
-        """The state after the queries have attended to the keys of a block."""
+        """Returns the state after the queries have attended to the keys of one more block. `pair`
+        has the block's keys and values; `state` is None for the first block."""
         build = self.build
         key, value = self.split(
             block.cut_columns(pair), [build.local.size("d"), build.local.size("e")]
@@ -106,10 +115,12 @@ class AttentionRing(Ring):
         )
 
     def _part(self, block: Block, state: State) -> State:
+        """The state of the queries that take part in a block."""
         return State(*(block.cut_rows(x) for x in (state.largest, state.total, state.values)))
 
     def _combined(self, state: State) -> State:
-        """The state over all keys: without a ring, combines the states of ranks with other keys."""
+        """Returns the state over all keys: the state after the ring's last step or, without a ring,
+        the combination by all-reduces of the states of ranks with other keys."""
         build = self.build
         if self.is_ring or not build.local.is_split("t"):
             return state
@@ -120,7 +131,7 @@ class AttentionRing(Ring):
         return State(largest, *self.split(both, [1, build.local.size("e")]))
 
     def finish(self, state: State) -> None:
-        """Adds the nodes that compute the results."""
+        """Makes the results of the node from the state over all keys."""
         build, op = self.build, self.op
         self.finish_mean(self.restored(self.mean(state), "s"))
         for i in (1, 2):
@@ -128,24 +139,25 @@ class AttentionRing(Ring):
                 build.finish("Identity", [op.cut_heads(build, i)], i)
 
     def mean(self, state: State) -> gs.Tensor:
-        """The weighted mean of the values; zero for a query that sees no key."""
+        """Returns the weighted mean of the values; zero for a query that sees no key."""
         build = self.build
         is_zero = build.add("Equal", [state.total, like(state.total, 0)])
         total = build.add("Where", [is_zero, like(state.total, 1), state.total])
         return build.add("Div", [state.values, total])
 
     def finish_mean(self, result: gs.Tensor) -> None:
-        """Adds the nodes that compute the first result."""
+        """Makes result 0 of the node from `result`, (batch, heads, sequence, width)."""
         finish(self.build, "Identity", [self.op.joined_heads(self.build, result, "kge")])
 
 
 class SummarizedRing(AttentionRing):
-    """Builds the nodes of an Attention that also returns, for each query, the largest score and the
-    sum of exp(score - largest); the sum is infinity for a query that sees no key. (A single
-    log-sum-exp would lose the sum in rounding beside a large score, such as of masked keys.)"""
+    """Builds the nodes of an Attention that also returns a summary for its gradient: for each
+    query, the largest score and the sum of exp(score - largest); the sum is infinity for a query
+    that sees no key. (A single log-sum-exp would lose the sum in rounding beside a large score,
+    such as of masked keys.)"""
 
     def finish(self, state: State) -> None:
-        """Adds the nodes that compute the results."""
+        """Makes the results of the node, the mean and the summary, from the state over all keys."""
         build, mean = self.build, self.mean(state)
         if not has_output(build, 1):
             self.finish_mean(self.restored(mean, "s"))

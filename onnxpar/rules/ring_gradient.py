@@ -18,19 +18,20 @@ from onnxpar.rules.ring import Block, Ring, like_head
 from onnxpar.rules.rule import Lowering
 
 DY, Y, SUMMARY = 7, 8, 9
-"""Indices of the operands after the operands of Attention: the gradient of the result, the result,
+"""Indices of the operands behind Attention's own operands: the gradient of the result, the result,
 and for each query the largest score and the sum of exponentials."""
 
 
 class GradientRing(Ring):
-    """Builds the nodes of the gradient of one Attention."""
+    """Builds the nodes that a rank runs in place of the gradient of one Attention."""
 
     def __init__(self, op: AttentionLowering, build: Lowering) -> None:
         super().__init__(op, build)
         self.widths = [build.local.size("d"), build.local.size("e")]
 
     def lower(self) -> None:
-        """Replaces the node."""
+        """Adds the gradients of one block after the other, and makes the gradients of queries, keys
+        and values the results of the node."""
         build, op = self.build, self.op
         pair = build.add("Concat", [op.cut_heads(build, 1), op.cut_heads(build, 2)], axis=3)
         rows = self._rows()
@@ -64,9 +65,9 @@ class GradientRing(Ring):
                 finish(build, "Identity", [op.joined_heads(build, gradient, factors)], i)
 
     def _rows(self) -> gs.Tensor:
-        """Returns a row of numbers for each query, which its rank keeps: the scaled query, the
-        gradient of its result, the sum of this gradient times the result, the largest score and the
-        sum of exponentials."""
+        """Returns a tensor with a row for each query, which stays on the query's rank: the scaled
+        query, the gradient of its result, the sum of this gradient times the result, the largest
+        score and the sum of exponentials."""
         build, op = self.build, self.op
         query = build.add("Mul", [op.by_head(build, 0), like_head(build, op.scale)])
         dy, y = (widen(build, op.cut_results(build, i)) for i in (DY, Y))
@@ -76,8 +77,12 @@ class GradientRing(Ring):
     def _gradients(
         self, block: Block, rows: gs.Tensor, pair: gs.Tensor
     ) -> tuple[gs.Tensor, gs.Tensor]:
-        """The gradients of a block's queries, and of its keys and values (concatenated), from this
-        block alone."""
+        """Returns the terms that one block contributes: (gradient of its queries, gradients of its
+        keys and values concatenated).
+
+        rows  the result of `_rows`
+        pair  the block's keys and values, concatenated
+        """
         build = self.build
         widths = [*self.widths, 1, 1, 1]
         query, dy, delta, largest, total = self.split(block.cut_rows(rows), widths)
@@ -102,4 +107,5 @@ class GradientRing(Ring):
         return of_query, build.add("Concat", [of_key, of_value], axis=3)
 
     def _turned(self, x: gs.Tensor) -> gs.Tensor:
+        """Swaps the last two dimensions of `x`."""
         return self.build.add("Transpose", [x], perm=[0, 1, 3, 2])

@@ -1,4 +1,4 @@
-"""The blocks of queries and keys that the ranks of a ring compute."""
+"""Which queries and keys of a block a rank of a ring must compute."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Bounds = tuple[int, int]
 
 @dataclass(frozen=True)
 class Range:
-    """The queries and keys of a block that a rank computes: outside this range, no query sees a
-    key. `is_full` is True if each query of the range sees all its keys."""
+    """A range of queries and a range of keys, outside of which no query sees a key. `is_full` is
+    True if each query of the range sees all keys of the range, so that no mask is needed."""
 
     queries: Bounds
     keys: Bounds
@@ -27,7 +27,8 @@ class Range:
 
 def zigzag(size: int, ranks: int) -> list[Array]:
     """Returns the positions of each rank if rank i has parts i and 2n-1-i of 2n: an early and a
-    late one, so that each rank has queries that see few keys and queries that see many."""
+    late part, so that each rank has queries that see few keys and queries that see many. Eight
+    positions on two ranks: [0, 1, 6, 7] and [2, 3, 4, 5]."""
     parts = np.array_split(np.arange(size), 2 * ranks)
     return [np.concatenate([parts[i], parts[-1 - i]]) for i in range(ranks)]
 
@@ -35,9 +36,10 @@ def zigzag(size: int, ranks: int) -> list[Array]:
 def seen_range(
     attrs: Mapping[str, Any], queries: Array, keys: Array, is_first: bool = False
 ) -> Range:
-    """Returns the range to compute in a block of queries and keys at these increasing positions,
-    for an Attention with these attributes. The first block of a rank (`is_first`) is computed
-    completely."""
+    """Returns the ranges of queries and keys between which a rank must compute scores, for an
+    Attention with these attributes. `queries` and `keys` are the ascending positions of a block. A
+    rank computes its first block (`is_first`) completely, because the first block starts the state
+    of every query."""
     left, right = (attrs.get(key, -1) for key in WINDOW)
     first = queries - left if left >= 0 else np.full(len(queries), -1)
     last = queries + right if right >= 0 else np.full(len(queries), 1 << 62)

@@ -1,4 +1,8 @@
-"""Sharding rules: how the dimensions of an op's operands and results share factors."""
+"""Sharding rules: how the dimensions of an op's operands and results share factors.
+
+A factor is a named part of a dimension that the axes of a mesh can split. In MatMul's rule
+`m k, k n -> m n`, splitting m splits operand 0 and the result, and splitting k leaves partial sums.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +38,12 @@ FIRST = frozenset({0})
 
 @dataclass(frozen=True)
 class RankOp:
-    """What ranks run in place of a node, and what that costs.
+    """The node that each rank runs in place of the whole node, and the cost of it.
 
     local       attributes (by name) and constant operands (by index) that the rank's node gets
-                instead of the node's own; computed from the rank's view of the node
-    lower       replaces the node if one of the `lowered` factors is split, or if the op has no
-                kernel
+                instead of the node's own; functions of the rank's view of the node
+    lower       replaces the node by other nodes if one of the `lowered` factors is split, or if the
+                op has no kernel
     has_kernel  False for an op of the compiler, which no runtime implements
     nonempty    factors with empty shards that the kernel does not accept: such a shard gets one
                 element, a stand-in (`Factor.filled`)
@@ -47,8 +51,8 @@ class RankOp:
                 nodes, the kernel computes differently
     steps       for the cost model of a lowered node: the number of ops that each read and write as
                 many bytes as the node returns
-    products    the multiplications of a contraction, given the sizes of its factors; by default one
-                for each element of both operands and of the result
+    products    a function from the sizes of a contraction's factors to its number of
+                multiplications; by default one for each element of both operands and of the result
     """
 
     local: Mapping[str | int, Callable[[Local], Any]] = field(default_factory=dict)
@@ -68,10 +72,14 @@ _OF_RANKS = frozenset(each.name for each in fields_of(RankOp))
 class Rule:
     """The factors that the dimensions of a node's operands and results share, for any mesh.
 
-    reduce         factors that give partial results if they are split, with the reduction to apply
+    inputs         the dimensions of each operand as expressions of factors; None: no layout
+    outputs        the dimensions of each result
+    sizes          the global size of each factor
+    reduce         factors that give partial results if they are split, with the reduction to apply:
+                   {"k": "sum"}
     whole          factors that must not be split, with the reason
-    linear         groups of operands in which the results are jointly linear: Add {0,1}, Mul {0}
-                   and {1}
+    linear         groups of operands in which the results are jointly linear, so that partial sums
+                   pass: Add {0,1}, Mul {0} and {1}
     monotone       operands through which a partial max or min passes
     additive       operands added after the reduction (a bias); only one rank may add them
     communicating  lowered factors over whose shards the ranks communicate inside the op, so that
@@ -85,7 +93,7 @@ class Rule:
                    ranks have equal work
     overlapping    second factors of rings with elements that several ranks may hold, because only
                    some segments are split; the ring counts each element once
-    ranks          what ranks run in place of the node
+    ranks          the node that ranks run in place of the node
     """
 
     inputs: tuple[Spec | None, ...]
@@ -112,21 +120,23 @@ class Rule:
         sizes: Mapping[str, Size],
         **fields: Any,
     ) -> Rule:
-        """A rule with these fields, of which some are those of its `RankOp`."""
+        """Returns a rule from fields of `Rule` and of its `RankOp`, e.g.
+        `Rule.of(..., whole=..., lower=...)`."""
         of_ranks = {name: fields.pop(name) for name in _OF_RANKS & fields.keys()}
         return cls(inputs, outputs, sizes, **fields, ranks=RankOp(**of_ranks))
 
     def with_op(self, **fields: Any) -> Rule:
-        """The rule with other fields of its `RankOp`."""
+        """Returns the rule with other values of these fields of its `RankOp`."""
         return replace(self, ranks=replace(self.ranks, **fields))
 
     def may_overlap(self, factor: str, axes: Callable[[str], Sequence[object]]) -> bool:
-        """True if several ranks may hold an element of a factor; `axes` maps factors to axes."""
+        """True if several ranks may hold an element of this factor (see `overlapping`). `axes`
+        returns the mesh axes that split a factor."""
         first = [a for a, b in self.rings if b == factor and factor in self.overlapping]
         return any(any(axes(a)) and axes(a) == axes(factor) for a in first)
 
     def text(self) -> str:
-        """The rule on one line: `m k, k n -> m n {sum: k}`."""
+        """Returns the rule on one line, as plans print it: `m k, k n -> m n {sum: k}`."""
         left = ", ".join(spec_text(s) for s in self.inputs)
         right = "; ".join(spec_text(s) for s in self.outputs)
         notes = [f"{op}: {f}" for f, op in self.reduce.items()]
@@ -139,13 +149,14 @@ class Rule:
 
 
 def invalid(node: gs.Node, what: str) -> ModelError:
-    """The error for a node whose attributes no runtime takes: it "has `what`"."""
+    """Returns the error for a node whose attributes no runtime accepts:
+    `invalid(node, "no hidden_size")` says that the node "has no hidden_size"."""
     return ModelError(f"{node.op} '{node.name}' has {what}; export the model again")
 
 
 class Misfit(Exception):
-    """A rule's text does not fit the node's tensors: runtimes accept numbers of dimensions outside
-    the op's definition."""
+    """A rule's text has another number of dimensions than a tensor of the node: runtimes accept
+    some nodes outside the op's definition. `rule_of` then keeps the node whole."""
 
 
 def einsum(
@@ -156,9 +167,15 @@ def einsum(
     reduce: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Rule:
-    """The rule that `text` states for the node; factor sizes come from the node's shapes.
+    """Returns the rule that `text` states for the node, e.g. `einsum(node, "m k, k n -> m n")`.
 
-    Factors without a result are summed, unless `reduce`, `communicating` or `whole` names them.
+    text    the dimensions of operands and results, in the notation of `notation.py`
+    sizes   sizes of factors that are no dimension by themselves, e.g. the two of `(h d)`; the
+            node's shapes give all others
+    reduce  factors that give partial results, with the reduction; by default, each factor that is
+            in no result gives a sum, unless `communicating` or `whole` names it
+    fields  other fields of `Rule` and `RankOp`
+
     Errors: Misfit if an operand or a result has another number of dimensions than in `text`.
     """
     inputs, outputs = parse_rule(text)
@@ -188,12 +205,13 @@ def einsum(
 
 
 def names(prefix: str, count: int) -> list[str]:
-    """Factor names that begin with a prefix: `d0`, `d1`, `d2`, ..."""
+    """Returns `count` factor names that begin with a prefix: `d0`, `d1`, `d2`, ..."""
     return [f"{prefix}{i}" for i in range(count)]
 
 
 def given_specs(specs: Sequence[str], tensors: Sequence[gs.Tensor]) -> list[str]:
-    """The texts `specs` of operands or results, with `_` for missing tensors."""
+    """Returns the texts `specs`, one for each operand or result, with `_` where the node has no
+    such tensor: ["m k", "n"] becomes ["m k", "_"] without a bias."""
     return [spec if tensor.name else "_" for spec, tensor in zip(specs, tensors, strict=False)]
 
 
@@ -211,15 +229,19 @@ def rule(
     replace: bool = False,
     shapes: ShapeFunction | None = None,
 ) -> Callable[[RuleFunction], RuleFunction]:
-    """Registers a rule for one or more ops: `@rule("Sin Cos", "Tan")`.
+    """Decorator that registers a rule function for one or more ops: `@rule("Sin Cos", "Tan")`.
+    Errors: StrategyError if an op already has a rule and `replace` is False.
 
-    With `ranks_known`, the rule function is called only for nodes whose tensors all have a known
-    number of dimensions. Errors: StrategyError if an op already has a rule and `replace` is False.
+    domain       the domain of the ops; "": ONNX's own
+    ranks_known  True to call the function only for nodes whose tensors all have a known number of
+                 dimensions
+    replace      True to replace a rule that an op already has
+    shapes       for a custom op: a function from the node, whose operands have known shapes, to the
+                 shapes of its results
 
     If neither onnxruntime nor the model declares the shapes of a custom op's results, they follow
     from the text of a plugin's rule: `b f -> b f`. If they do not, as in `b f -> b g`, give
-    `shapes`, a function from the node, whose operands have known shapes, to the shapes of its
-    results. If sizes are open, both functions are called at several sizes.
+    `shapes`. If sizes are open, both functions are called at several sizes.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -241,32 +263,34 @@ def rule(
 
 
 def registered() -> Mapping[tuple[str, str], RuleFunction]:
-    """Every rule by (domain, op)."""
+    """Returns every rule function, by (domain, op)."""
     return _RULES
 
 
 def whole_op(ops: str, reason: str, domain: str = "") -> None:
-    """Registers the reason why ops have no rule: `whole_op("NonZero", "the size of its ...")`."""
+    """Registers the reason why ops stay whole, which plans print:
+    `whole_op("NonZero", "the size of its ...")`."""
     for op in ops.split():
         assert (domain, op) not in _WHOLE, f"two reasons for {op}"
         _WHOLE[domain, op] = reason
 
 
 def whole_ops() -> Mapping[tuple[str, str], str]:
-    """The registered reasons why ops have no rule, by (domain, op)."""
+    """Returns the registered reasons why ops stay whole, by (domain, op)."""
     return _WHOLE
 
 
 def no_empty_parts(ops: str, factors: str = "", domain: str = "") -> None:
-    """Registers ops whose kernels do not accept empty shards of some factors: names that begin with
-    one of these prefixes (empty: any factor)."""
+    """Registers ops whose kernels do not accept empty shards, so that a rank without elements gets
+    one element as a stand-in. `factors` are the prefixes of the factors concerned, e.g. "d h"; if
+    empty, all are."""
     for op in ops.split():
         assert (domain, op) not in _NO_EMPTY_PARTS, f"twice {op}"
         _NO_EMPTY_PARTS[domain, op] = tuple(factors.split()) or ("",)
 
 
 def _with_kernel(rule: Rule, domain: str, op: str) -> Rule:
-    """The rule with the registered factors of `no_empty_parts` added to its `nonempty`."""
+    """Returns the rule with `nonempty` extended by what `no_empty_parts` registered for the op."""
     letters = _NO_EMPTY_PARTS.get((domain, op))
     if letters is None:
         return rule
@@ -277,8 +301,8 @@ def _with_kernel(rule: Rule, domain: str, op: str) -> Rule:
 
 
 def whole_rule(node: gs.Node, reason: str) -> Rule:
-    """The rule of a node that must stay whole with all operands and results; plans print the
-    reason."""
+    """Returns the rule of a node all of whose operands and results must be whole on every rank;
+    plans print the reason."""
     sizes: dict[str, Size] = {}
 
     def spec(tensor: gs.Tensor, prefix: str) -> Spec | None:
@@ -298,12 +322,14 @@ _NO_RULE = "no rule"
 
 
 def is_lack(reason: str) -> bool:
-    """True if a node stays whole only because its op has no rule yet."""
+    """True for the reason of a node that stays whole only because nobody wrote a rule for its
+    op."""
     return reason.startswith(_NO_RULE)
 
 
 def rule_of(node: gs.Node) -> Rule:
-    """The rule for a node; without a registered rule, a rule that keeps the node whole, with the
+    """Returns the rule for a node, from its op's rule function. If the op has none, or a tensor has
+    strings or an unknown number of dimensions, returns a rule that keeps the node whole, with the
     reason."""
     domain = "" if node.domain in (None, "ai.onnx") else node.domain
     function = _RULES.get((domain, node.op))
@@ -321,14 +347,15 @@ def rule_of(node: gs.Node) -> Rule:
 
 
 def _is_own(function: RuleFunction) -> bool:
+    """True for a rule function of this package, False for one of a plugin."""
     return function.__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
 def _result_shapes(
     function: RuleFunction, shapes: ShapeFunction | None, node: gs.Node
 ) -> Sequence[Shape]:
-    """The shapes of a custom op's results, from `shapes`, else from the text of the rule. Errors:
-    StrategyError."""
+    """Returns the shapes of the results of a plugin's op: from the function `shapes`, else from the
+    text of its rule. Errors: StrategyError if a function of the plugin fails."""
     try:
         if shapes is not None:
             results = list(shapes(node))
@@ -347,7 +374,8 @@ def _result_shapes(
 
 
 def _size(expr: Expr, sizes: Mapping[str, Size]) -> Size:
-    """The size of a dimension, from the sizes of its factors; None if one of them is unknown."""
+    """Returns the size of a dimension, a product or sum of the sizes of its factors; None if one of
+    them is unknown."""
     if isinstance(expr, Var):
         return sizes[expr.name]
     parts = [_size(child, sizes) for child in expr.children]
@@ -358,8 +386,8 @@ def _size(expr: Expr, sizes: Mapping[str, Size]) -> Size:
 
 
 def _called(function: RuleFunction, node: gs.Node) -> Rule:
-    """Calls a rule function for a node; returns the node's rule. Errors: StrategyError if a
-    plugin's function fails."""
+    """Returns the rule of a node from a rule function. Errors: StrategyError if a plugin's function
+    fails."""
     if _is_own(function):
         try:
             return function(node)
@@ -379,7 +407,8 @@ def _called(function: RuleFunction, node: gs.Node) -> Rule:
 def _failed(
     function: RuleFunction, node: gs.Node, error: Exception, remedy: str = ""
 ) -> StrategyError:
-    """The error for a function of a plugin that fails."""
+    """Returns the error that tells users which function of a plugin failed, on which node. `remedy`
+    is added to "correct the plugin"."""
     return StrategyError(
         f"the rule {function.__module__}.{function.__name__} fails on {node.op} '{node.name}': "
         f"{type(error).__name__}: {error}; correct the plugin{remedy}"

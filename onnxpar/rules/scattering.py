@@ -1,4 +1,4 @@
-"""Ops that write updates into a tensor along one dimension."""
+"""Rules of ops that write updates into a tensor along one dimension."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ZERO, _ONE = np.array(0, np.int64), np.array(1, np.int64)
 _MEETS = "several updates may hit one element, and the last one wins"
 _JOINS = {"add": "sum", "max": "max", "min": "min"}
 _PADDED = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64", "uint32", "bool")
-"""Types that Pad supports."""
+"""Element types that onnxruntime's Pad takes."""
 
 
 def meeting_updates(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
-    """The fields of a rule for factors of the updates: several updates may hit one element. If the
-    op reduces updates by sum, max or min, the result is partial (in a sum, only one rank adds the
-    data); else the factors stay whole."""
+    """Returns the fields of a rule for factors along which several updates may hit one element. If
+    the op reduces updates by sum, max or min, a split gives a partial result (in a sum, only one
+    rank adds the data); otherwise the factors stay whole, because the last update wins."""
     reduction = node.attrs.get("reduction", "none")
     if reduction not in _JOINS:
         reason = (
@@ -50,9 +50,14 @@ def scatter_padded(
     axes: Sequence[int],
     counts: Callable[[Local], Sequence[int]],
 ) -> None:
-    """Scatters into operand 0, padded by one element along the axes, and slices the padding off.
-    Updates of other ranks go there: their `indices` equal the rank's `counts`, the sizes of its
-    shard along the axes."""
+    """Makes the result of a scatter in which each rank writes only the updates in its shard.
+    Operand 0 gets one more element along `axes`, which takes the updates of other ranks, and is
+    sliced off afterwards.
+
+    indices  positions in the rank's shard; along `axes`, the indices of other ranks' updates equal
+             `counts`
+    counts   from a rank's view to the sizes of its shard along `axes`
+    """
     node = build.local.node
     rank = len(tensor_shape(node.inputs[0]) or ())
     pads = np.array([*[0] * rank, *(int(i in axes) for i in range(rank))], np.int64)
@@ -66,8 +71,8 @@ def scatter_padded(
 
 @rule("ScatterElements")
 def scatter_elements(node: gs.Node) -> Rule:
-    """`v (d + r), i d, i d -> v (d + r)`, where r is not updated. If v is split, each rank skips
-    the updates of other shards.
+    """Sharding rule of ScatterElements: `v (d + r), i d, i d -> v (d + r)`, where r is not updated.
+    If v is split, each rank skips the updates of other shards.
 
     If i is split and the op reduces updates by sum, max or min, the result is partial.
     """
@@ -103,8 +108,9 @@ def scatter_elements(node: gs.Node) -> Rule:
 
 @rule("TensorScatter")
 def tensor_scatter(node: gs.Node) -> Rule:
-    """`b h s d, b h u d, b -> b h s d`: writes updates into a cache from an index on; u must stay
-    whole. If s is split, each rank writes the updates that fall into its shard."""
+    """Sharding rule of TensorScatter: `b h s d, b h u d, b -> b h s d`: writes u updates into a
+    cache from an index on; u must stay whole. If s is split, each rank writes the updates that fall
+    into its shard."""
     shape, updates = (tensor_shape(t) or () for t in node.inputs[:2])
     axis = node.attrs.get("axis", -2) % len(shape)
     cache, update = names("d", len(shape)), names("d", len(shape))
@@ -138,9 +144,9 @@ class _Writes:
     count        the number of updates
     is_circular  True if updates continue from the end of the cache to its start
 
-    Each update becomes one write: to its own place or, if that is on another rank, to the nearest
-    place of this rank. A write stores the update that belongs to its place or, if there is none,
-    the old value. So several writes to one place store the same value.
+    Each rank makes one write for each update: to the update's place or, if that is on another rank,
+    to the nearest place in the rank's shard. A write stores the update that belongs to its place
+    or, if there is none, the old value. So several writes to one place store the same value.
     """
 
     factor: str
@@ -151,7 +157,7 @@ class _Writes:
     is_circular: bool
 
     def lower(self, build: Lowering) -> None:
-        """Replaces the node."""
+        """Adds the rank's nodes, and makes the cache with the updates the result."""
         first, last, rows = map(build.per_rank, (self._first, self._last, self._rows))
         place = self._beside(build, build.add("Range", [_ZERO, rows, _ONE]), self.axis)
         begin = None
@@ -173,8 +179,8 @@ class _Writes:
         build.finish("ScatterElements", [build.input(0), place, written], axis=self.axis)
 
     def _begin(self, build: Lowering) -> gs.Tensor:
-        """The places of the first updates. Like onnxruntime's kernel, a Gather fails if an update
-        would be outside the cache."""
+        """Returns the place of the first update of each sample. Like onnxruntime's kernel, the run
+        fails (by a Gather out of range) if an update would be outside the cache."""
         begin = build.input(2)
         if self.is_circular:
             return begin
@@ -187,21 +193,23 @@ class _Writes:
         return build.add("Add", [begin, build.add("Gather", [_ZERO.reshape(1), at])])
 
     def _beside(self, build: Lowering, vector: gs.Tensor, axis: int) -> gs.Tensor:
-        """A vector as dimension `axis` of a tensor; all other dimensions have size 1."""
+        """Turns a vector into dimension `axis` of a tensor; all other dimensions have size 1."""
         others = [i for i in range(self.rank) if i != axis]
         return build.add("Unsqueeze", [vector], axes=others)
 
     def _around(self, build: Lowering, at: gs.Tensor) -> gs.Tensor:
-        """Returns places within a circular cache, which continues from its end to its start; else
-        `at` itself."""
+        """Wraps places beyond the end of a circular cache around to its start; unchanged if the
+        cache is not circular."""
         if not self.is_circular:
             return at
         return build.add("Mod", [at, np.array(self.length, np.int64)])
 
     def _first(self, local: Local) -> Any:
+        """The first place in the rank's shard."""
         return np.array(local.interval(self.factor)[0], np.int64)
 
     def _last(self, local: Local) -> Any:
+        """The last place in the rank's shard."""
         return np.array(local.interval(self.factor)[1] - 1, np.int64)
 
     def _rows(self, local: Local) -> Any:
@@ -209,7 +217,8 @@ class _Writes:
         return np.array(self.count, np.int64)
 
     def _written(self, local: Local) -> Any:
-        """The shape of the writes."""
+        """The shape of the rank's shard, with the number of writes in place of its number of
+        places."""
         shape = output_shape(local)
         shape[self.axis] = self._rows(local)
         return shape
@@ -217,7 +226,7 @@ class _Writes:
 
 @rule("ReverseSequence")
 def reverse_sequence(node: gs.Node) -> Rule:
-    """`t b d, b -> t b d`; t must stay whole."""
+    """Sharding rule of ReverseSequence: `t b d, b -> t b d`; the steps t must stay whole."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     axes = node.attrs.get("time_axis", 0), node.attrs.get("batch_axis", 1)
     if sorted(axes) != [0, 1]:

@@ -1,4 +1,5 @@
-"""Ops that join segments to a dimension, or divide one into segments: Concat, Split, Slice."""
+"""Rules of ops that join segments to a dimension, or divide one into segments: Concat, Split,
+Slice."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from onnxpar.rules.rule import Local, Lowering, Rule, rule, whole_rule
 
 @rule("Concat")
 def concat(node: gs.Node) -> Rule:
-    """`a d, b d -> (a + b) d`: linear in all operands together."""
+    """Sharding rule of Concat: `a d, b d -> (a + b) d`: linear in all operands together."""
     out = tensor_shape(node.outputs[0]) or ()
     axis = node.attrs["axis"] % len(out)
     if _are_single(node.inputs, axis):
@@ -44,16 +45,17 @@ def concat(node: gs.Node) -> Rule:
 
 
 def _are_single(parts: Sequence[gs.Tensor], axis: int) -> bool:
-    """True for several tensors of one element along an axis."""
+    """True if these are several tensors, each of which has one element along `axis`."""
     return len(parts) > 1 and all((tensor_shape(t) or ())[axis] == 1 for t in parts)
 
 
 def _stack(
     stacked: gs.Tensor, parts: Sequence[gs.Tensor], axis: int
 ) -> tuple[tuple[Spec, ...], Spec, dict[str, Size], dict[str, str]]:
-    """Returns the specs of the parts and of the stack, as in `1 d, 1 d -> e d`, the sizes of
-    factors, and those that stay whole: e does in this node. Unlike `(a + b)`, e is one factor, so
-    nodes that read the stack can split it."""
+    """For a Concat or Split of tensors with one element along `axis`: returns (specs of these
+    parts, spec of the whole, sizes of factors, reasons why factors stay whole), as in
+    `1 d, 1 d -> e d`. e stays whole in this node; but unlike `(a + b)`, e is one factor, so nodes
+    that read the result can split it."""
     shape = tensor_shape(stacked) or ()
     sizes: dict[str, Size] = {f"d{i}": s for i, s in enumerate(shape)}
     sizes |= {f"s{i}": 1 for i in range(len(parts))}
@@ -64,8 +66,8 @@ def _stack(
 
 @rule("Split")
 def split(node: gs.Node) -> Rule:
-    """`(a + b) d -> a d ; b d`: the inverse of Concat. A rank's Split gets the sizes of the rank's
-    shards."""
+    """Sharding rule of Split: `(a + b) d -> a d ; b d`: the inverse of Concat. A rank's node gets
+    the sizes of the rank's shards."""
     shape = tensor_shape(node.inputs[0]) or ()
     axis = node.attrs.get("axis", 0) % len(shape)
     dims: list[Expr] = [Var(f"d{i}") for i in range(len(shape))]
@@ -93,13 +95,13 @@ def split(node: gs.Node) -> Rule:
 
 
 def _drop(local: Local) -> None:
-    """Returns None as the value of an attribute: a rank's node has explicit sizes instead, which it
-    would contradict."""
+    """Returns None as the rank's value of an attribute, which removes it: the rank's node has
+    explicit sizes instead."""
 
 
 def slice_bounds(node: gs.Node) -> dict[int, tuple[int, int, int]] | None:
-    """(start, stop, step) of a Slice by axis, clamped to the global sizes as in ONNX; None if the
-    bounds are not constant, or if the size of an axis is data-dependent."""
+    """Returns (start, stop, step) of a Slice by dimension, clamped to the global sizes as in ONNX;
+    None if the bounds are not constant, or the size of a sliced dimension is data-dependent."""
     shape = tensor_shape(node.inputs[0]) or ()
     operands = [*node.inputs[1:], *[None] * (5 - len(node.inputs))]
     parts: list[Any] = [constant(t) if t is not None and t.name else None for t in operands]
@@ -120,8 +122,8 @@ def slice_bounds(node: gs.Node) -> dict[int, tuple[int, int, int]] | None:
 
 @rule("Slice")
 def slice_(node: gs.Node) -> Rule:
-    """`(before + kept + after) d -> kept d`; or `x -> d` for a dimension with a step other than 1,
-    where x and d are co-sharded."""
+    """Sharding rule of Slice: `(before + kept + after) d -> kept d`; or `x -> d` for a dimension
+    with a step other than 1, where x and d are split over the same axes."""
     bounds = slice_bounds(node)
     if bounds is None:
         return whole_rule(node, "data-dependent bounds")
@@ -144,11 +146,15 @@ def slice_(node: gs.Node) -> Rule:
 
 @dataclass(eq=False)
 class _Kept:
-    """The rule of a Slice: the dimensions of its operand (`left`) and result (`right`), and the
-    bounds for a rank's shard.
+    """Collects the rule of a Slice, dimension by dimension, and computes the bounds for a rank's
+    shard.
 
-    `bounds` are (start, stop, step) by axis; `strided` has the kept elements along each axis with a
-    step other than 1.
+    bounds   (start, stop, step) by dimension
+    left     the dimensions of the operand
+    right    the dimensions of the result
+    sizes    the sizes of factors
+    whole    factors that must not be split, with the reason
+    strided  the kept elements of each dimension with a step other than 1
     """
 
     bounds: dict[int, tuple[int, int, int]]
@@ -159,7 +165,8 @@ class _Kept:
     strided: dict[int, IndexMap] = field(default_factory=dict)
 
     def add_dimension(self, i: int, size: Size, count: Size) -> None:
-        """Adds dimension i; the Slice keeps `count` of its `size` elements."""
+        """Adds dimension i of operand and result to the rule; the Slice keeps `count` of its `size`
+        elements."""
         start, _, step = self.bounds.get(i, (0, 0, 1))
         if count == 1 and step != 1:
             self.bounds[i], step = (start, start + 1, 1), 1
@@ -179,7 +186,8 @@ class _Kept:
             self.left.append(Cat((Var(f"p{i}"), Var(f"d{i}"), Var(f"q{i}"))))
 
     def local_operands(self) -> dict[str | int, Callable[[Local], Any]]:
-        """The operands of a rank's Slice."""
+        """Returns the operands of a rank's Slice (starts, ends, axes, steps) as functions of its
+        view."""
         return {
             1: lambda local: int64(self._starts(local)),
             2: lambda local: int64(self._ends(local)),
@@ -188,8 +196,8 @@ class _Kept:
         }
 
     def lower(self, builder: Lowering) -> None:
-        """Adds the rank's nodes, which fetch the elements along split strided dimensions, and slice
-        all other dimensions."""
+        """Adds the rank's nodes: fetches the kept elements of strided dimensions that are split,
+        and slices all other dimensions."""
         x = builder.input(0)
         at = {i for i, m in self.strided.items() if m.is_split(builder.local)}
         for i in sorted(at):
@@ -215,8 +223,8 @@ class _Kept:
         ]
 
     def _strided_end(self, axis: int) -> int:
-        """The node's own end. An end before the first element is a large negative number, because
-        ONNX would count -1 from the last element."""
+        """Returns the node's own end; a large negative number for an end before the first element,
+        because ONNX would count -1 from the last element."""
         stop = self.bounds[axis][1]
         return stop if stop >= 0 else -(2**31)
 

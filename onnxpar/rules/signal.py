@@ -1,4 +1,4 @@
-"""Fourier transforms, and counts of n-grams."""
+"""Rules of Fourier transforms, and of counts of n-grams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNKNOWN_AXIS = "a data-dependent axis"
 
 @rule("DFT")
 def dft(node: gs.Node) -> Rule:
-    """`b t _ -> b f _`; t, the transformed axis, must stay whole."""
+    """Sharding rule of DFT: `b t _ -> b f _`; t, the transformed axis, must stay whole."""
     shape = tensor_shape(node.inputs[0]) or ()
     operand = given(node, 2)
     value = None if operand is None else constant(operand)
@@ -39,8 +39,9 @@ def dft(node: gs.Node) -> Rule:
 
 @rule("STFT")
 def stft(node: gs.Node) -> Rule:
-    """`b t _, _ -> b s f _`: signal t and frames s are co-sharded, and a rank fetches the elements
-    of its frames. onnxruntime also takes a signal without the last dimension."""
+    """Sharding rule of STFT: `b t _, _ -> b s f _`: the signal t and the frames s are split over
+    the same axes, and a rank fetches the elements of its frames. onnxruntime also takes a signal
+    without the last dimension."""
     parts = " k" if len(tensor_shape(node.inputs[0]) or ()) > 2 else ""
     rest = parts + ", _" * (len(node.inputs) - 1)
     whole = {"f": _FREQUENCY, **dict.fromkeys("ko" if parts else "o", _COMPLEX)}
@@ -73,7 +74,7 @@ def stft(node: gs.Node) -> Rule:
 
 
 def _frames(node: gs.Node) -> tuple[int, int] | None:
-    """The step from one frame to the next, and the length of a frame; None if one of them is
+    """Returns (step from one frame to the next, length of a frame); None if one of them is
     unknown."""
     window, length = given(node, 2), given(node, 3)
     step = constant(node.inputs[1])
@@ -90,7 +91,8 @@ def _frames(node: gs.Node) -> tuple[int, int] | None:
 
 @rule("TfIdfVectorizer")
 def tfidf_vectorizer(node: gs.Node) -> Rule:
-    """`b t -> b _`; t must stay whole, because n-grams may cross the boundary of shards."""
+    """Sharding rule of TfIdfVectorizer: `b t -> b _`; t must stay whole, because n-grams may cross
+    the boundary of shards."""
     batch = names("b", len(tensor_shape(node.inputs[0]) or ()) - 1)
     return einsum(
         node,

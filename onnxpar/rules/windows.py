@@ -1,5 +1,5 @@
-"""Windows of convolutions and pools over space: the spatial dimensions that may be split, and the
-elements that a rank reads for its shard of the result."""
+"""Windows of convolutions and pools over space: which spatial dimensions may be split, and which
+elements a rank reads for its shard of the result."""
 
 from __future__ import annotations
 
@@ -26,12 +26,19 @@ SINGLE = "a single window covers it"
 
 @dataclass(frozen=True)
 class Windows:
-    """The spatial dimensions of an op with windows, before and after it, as rule text.
+    """The spatial dimensions of an op with windows, as texts of a rule.
 
-    A dimension with windows of one element has the same factor before and after. A dimension that a
-    single window covers is `h` before and `1` after, and is listed in `covered`: the op is a
-    contraction there. Any other dimension is `h` before and `y` after; h and y are co-sharded
-    (`tied`): a rank fetches the elements that the windows of its results read. Nothing is fetched
+    before   the dimensions of the operand, e.g. ["h0", "h1"]
+    after    the dimensions of the result, e.g. ["y0", "h1"]
+    whole    factors that must not be split, with the reason
+    tied     the windows of each dimension whose `h` and `y` are split over the same axes: a rank
+             fetches the elements that the windows of its results read
+    pads     the padding of each dimension
+    growth   for ConvTranspose: the results of each dimension that get no contribution
+    covered  dimensions that a single window covers whole, `h` before and `1` after: the op sums
+             over them, or takes their maximum
+
+    A dimension with windows of one element has the same factor before and after. Nothing is fetched
     if windows lie side by side and the shards of both dimensions match.
     """
 
@@ -44,7 +51,7 @@ class Windows:
     covered: list[int] = field(default_factory=list)
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a rule that allow co-sharded dimensions to be split."""
+        """Returns the fields of a rule with which the dimensions of `tied` may be split."""
         pairs = tuple((f"h{i}", f"y{i}") for i in self.tied)
         both = frozenset(f for pair in pairs for f in pair)
         return {
@@ -56,31 +63,35 @@ class Windows:
 
     @property
     def inner(self) -> list[str]:
-        """The names of the co-sharded dimensions before the op."""
+        """The factors of the operand's dimensions in `tied`."""
         return [f"h{i}" for i in self.tied]
 
     def give_up(self, reason: str) -> None:
-        """Makes all co-sharded dimensions stay whole, for this reason."""
+        """Makes all dimensions of `tied` stay whole, for this reason."""
         self.whole.update((f, reason) for i in self.tied for f in (f"h{i}", f"y{i}"))
         self.tied.clear()
 
     def keep_covered(self) -> None:
-        """Makes the dimensions that a single window covers stay whole."""
+        """Makes the dimensions that a single window covers whole unsplit, for ops that cannot
+        reduce over ranks."""
         for i in self.covered:
             self.after[i] = f"y{i}"
             self.whole.update(dict.fromkeys((f"h{i}", f"y{i}"), SINGLE))
         self.covered.clear()
 
     def split(self, local: Local) -> list[int]:
-        """The spatial dimensions, counted from 0, that are co-sharded and split."""
+        """Returns the dimensions of `tied` that are split; the first spatial dimension is 0."""
         return [i for i in self.tied if local.is_split(f"h{i}")]
 
     def fetch(
         self, builder: Lowering, x: gs.Tensor, first: int = 2, but: Collection[int] = ()
     ) -> gs.Tensor:
         """Returns the elements of `x` that the windows of the rank's results read, from the ranks
-        that hold them. `first` is the first spatial dimension of `x`; nothing is fetched along the
-        spatial dimensions in `but`, counted from 0."""
+        that hold them.
+
+        first  the first spatial dimension of `x`
+        but    spatial dimensions, counted from 0, along which nothing is fetched
+        """
         for i in self.split(builder.local):
             if i not in but:
                 x = builder.fetch(x, f"h{i}", first + i, self._held(i))
@@ -89,10 +100,13 @@ class Windows:
     def read(
         self, builder: Lowering, x: gs.Tensor, blank: Any, first: int = 2
     ) -> tuple[gs.Tensor, list[int]]:
-        """The elements of `x` that the windows of the rank's results read, and the spatial
-        dimensions along which these elements include padding: dimensions of open size. The padding
-        has the value `blank`: an array, the index of an operand, or None if no value can stand for
-        padding."""
+        """Like `fetch`, also for dimensions of open size, where the range to fetch is computed in
+        each run. Returns (the elements, the spatial dimensions along which the elements include
+        padding).
+
+        blank  the value that can stand in `x` in place of padding: an array, the index of an
+               operand, or None if there is no such value
+        """
         value = builder.input(blank) if isinstance(blank, int) else blank
         padded = self._computed_in_a_run(builder, value)
         x = self.fetch(builder, x, first, padded)
@@ -101,8 +115,9 @@ class Windows:
         return x, padded
 
     def _computed_in_a_run(self, builder: Lowering, blank: Any) -> list[int]:
-        """The split dimensions of open size for which nodes can compute, in each run, the elements
-        that a rank reads: dimensions without padding, or all if `blank` can stand for padding."""
+        """Returns the split dimensions of open size for which nodes can compute, in each run, the
+        elements that a rank reads: dimensions without padding, or all if `blank` can stand for
+        padding."""
         split = [i for i in self.split(builder.local) if builder.is_open(f"h{i}")]
         can_pad = blank is not None
         return [i for i in split if self.tied[i].follows_size(can_pad)]
@@ -110,8 +125,8 @@ class Windows:
     def _fetch_padded(
         self, builder: Lowering, x: gs.Tensor, i: int, first: int, blank: Any
     ) -> gs.Tensor:
-        """The elements of `x` that the windows of the rank's results read along spatial dimension
-        `i` of open size, including padding."""
+        """Returns the elements of `x` that the windows of the rank's results read along spatial
+        dimension `i`, of open size, including padding."""
         window, before, after = self.tied[i], f"h{i}", f"y{i}"
         axis = first + i
         start = builder.per_rank(lambda local: _number(local.interval(after)[0]))
@@ -137,11 +152,13 @@ class Windows:
         return builder.make("Pad", [x, pads, blank], (x.dtype, shape))
 
     def _held(self, i: int) -> Callable[[Local], Interval]:
+        """Returns a function from a rank's view to the interval that the rank reads in dimension
+        `i`."""
         return lambda local: self.tied[i].held(local.interval(f"y{i}"))
 
     def attributes(self, node: gs.Node, padded: Collection[int] = ()) -> dict[str, Any]:
-        """The attributes of a rank's node that reads the result of `fetch` or `read`. If a
-        dimension is tied, pads are explicit, and 0 along dimensions that are `padded` already."""
+        """Returns the attributes of a rank's node that reads the result of `fetch` or `read`: pads
+        are explicit, and 0 along the dimensions `padded`, which include them already."""
         gone = {"auto_pad", "output_shape", "output_padding", "pads"} if self.tied else ()
         attrs: dict[str, Any] = {k: v for k, v in node.attrs.items() if k not in gone}
         if self.covered:
@@ -158,12 +175,13 @@ class Windows:
         return attrs
 
     def kernel(self, kernel: Sequence[int], local: Local) -> list[int]:
-        """The sizes of a rank's window; `kernel` are the sizes of the unsplit op's window. A
-        covered dimension has at least size 1, for a stand-in."""
+        """Returns the sizes of a window on a rank: a dimension that a single window covers has the
+        size of the rank's shard, at least 1. `kernel` are the sizes for the unsplit op."""
         covered = {i: max(local.size(f"h{i}"), 1) for i in self.covered}
         return [covered.get(i, width) for i, width in enumerate(kernel)]
 
     def _pads(self, padded: Collection[int], local: Local) -> list[int]:
+        """The attribute `pads` of a rank's node."""
         pads = list(self.pads)
         for i in self.split(local):
             is_done = i in padded
@@ -171,8 +189,8 @@ class Windows:
         return [p[0] for p in pads] + [p[1] for p in pads]
 
     def _rounds_up(self, padded: Collection[int], local: Local) -> int:
-        """The attribute `ceil_mode`: 1 if a rank's windows reach beyond the padding. Else 0:
-        rounding up could add a window in ONNX's shape inference."""
+        """Returns the attribute `ceil_mode` of a rank's node: 1 if its windows reach beyond the
+        padding; else 0, because rounding up could add a window in ONNX's shape inference."""
         rounds_up = False
         for i in self.tied:
             window = self.tied[i]
@@ -184,6 +202,7 @@ class Windows:
         return int(rounds_up)
 
     def _growths(self, local: Local) -> list[int]:
+        """The attribute `output_padding` of a rank's ConvTranspose."""
         growth = list(self.growth)
         for i in self.split(local):
             window = self.tied[i]
@@ -195,10 +214,12 @@ class Windows:
 def lower_windows(
     windows: Windows, image: int = 0, first: int = 2, blank: Any = None, **attrs: Any
 ) -> Callable[[Lowering], None]:
-    """A lowering to the same op on the elements that the windows of the rank's results read.
+    """Returns a lowering to the same op on the elements that the windows of the rank's results
+    read.
 
-    The spatial dimensions of operand `image` begin at dimension `first`. `blank` is a value that
-    can stand for padding (`Windows.read`).
+    image  the index of the operand with the spatial dimensions, which begin at dimension `first`
+    blank  the value that can stand in the image in place of padding, as in `Windows.read`
+    attrs  attributes in place of the node's
     """
 
     def lower(builder: Lowering) -> None:
@@ -212,19 +233,20 @@ def lower_windows(
 
 
 def _number(value: Any) -> Any:
+    """`value` as an int64 array with one element."""
     return np.asarray(value, np.int64).reshape(1)
 
 
 def _within(builder: Lowering, at: gs.Tensor, size: gs.Tensor) -> gs.Tensor:
-    """The position `at`, clamped to [0, size]."""
+    """Returns the position `at`, clamped to [0, size]."""
     zero = np.zeros(1, np.int64)
     at = builder.add("Where", [builder.add("Less", [at, zero]), zero, at])
     return builder.add("Where", [builder.add("Less", [size, at]), size, at])
 
 
 def windows(node: gs.Node, kernel: Sequence[Size], first: int = 2, image: int = 0) -> Windows:
-    """The windows of a convolution or pool over the dimensions of operand `image` from `first` on;
-    `kernel` has the size of a window in each dimension."""
+    """Returns the windows of a convolution or pool over the dimensions of operand `image` from
+    `first` on; `kernel` has the width of a window in each dimension."""
     result = Windows([], [], {}, {})
     shapes = [tensor_shape(t) or () for t in (node.inputs[image], node.outputs[0])]
     for i, width in enumerate(kernel):
@@ -238,15 +260,16 @@ def windows(node: gs.Node, kernel: Sequence[Size], first: int = 2, image: int = 
 
 
 def one_window(size: Size, out: Size, width: int, stride: int) -> Windows:
-    """The windows of an op with `out` results over one dimension of `size` elements, without
-    padding."""
+    """Returns the windows of an op over one dimension of `size` elements, without padding, e.g. the
+    frames of an STFT: `out` windows of `width` elements, `stride` apart."""
     result = Windows([], [], {}, {})
     _place(result, 0, Window(size or 0, width, stride, 1, (0, 0)), out)
     return result
 
 
 class _Geometry:
-    """The attributes of a window along one dimension."""
+    """The attributes of a node's windows along spatial dimension `i` of `rank`: strides, dilations,
+    pads."""
 
     def __init__(self, node: gs.Node, i: int, rank: int) -> None:
         attrs: Mapping[str, Any] = node.attrs
@@ -261,8 +284,8 @@ class _Geometry:
         self.exceeds = bool(attrs.get("ceil_mode"))
 
     def padding(self, op: str, width: int, size: int, out: int) -> tuple[int, int]:
-        """The number of padding elements before and after a dimension of `size` elements with `out`
-        results."""
+        """Returns the numbers of padding elements before and after a dimension with `size` elements
+        and `out` results, also if `auto_pad` implies them."""
         span = (width - 1) * self.dilation + 1
         if op == "ConvTranspose":
             total = max((size - 1) * self.stride + span + self.grown - out, 0)
@@ -282,7 +305,13 @@ class _Geometry:
 def _add_dimension(
     result: Windows, op: str, i: int, width: Size, size: Size, out: Size, geometry: _Geometry
 ) -> None:
-    """Adds spatial dimension `i`, with its padding, to `result`."""
+    """Adds spatial dimension `i` to `result`.
+
+    width     the elements of a window
+    size      the elements of the dimension
+    out       the results
+    geometry  strides, dilations and pads of the node in this dimension
+    """
     stride, pads, growth = geometry.stride, geometry.pads, geometry.grown
     window = None
     if size and out and width is not None:
@@ -300,9 +329,11 @@ def _add_dimension(
 def _place(
     result: Windows, i: int, window: Window | None, out: Size, is_summed: bool = False
 ) -> None:
-    """Adds spatial dimension `i` to `result`, with these windows (None if its size is unknown) and
-    `out` results. `is_summed` is True if the op's rule reduces a dimension that one window
-    covers."""
+    """Adds spatial dimension `i`, with `out` results, to `result`.
+
+    window     its windows; None if its size is unknown
+    is_summed  True if the op's rule reduces a dimension that one window covers
+    """
     before, after = f"h{i}", f"y{i}"
     if window is None or not window.size or not out:
         result.whole.update(dict.fromkeys((before, after), WINDOW))
@@ -320,7 +351,7 @@ def _place(
 
 
 def _refusal(window: Window, out: int) -> str | None:
-    """The reason why a dimension with `out` results cannot be split; None if it can."""
+    """Returns the reason why a dimension with `out` results cannot be split; None if it can."""
     if 1 in (window.size, out):
         return SINGLE
     if isinstance(window, Spread):

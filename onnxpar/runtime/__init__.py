@@ -1,1 +1,2 @@
-"""Ranks and their sessions, what they keep and tell, and one command on several hosts."""
+"""Runs a sharded model: ranks and their sessions of onnxruntime, their states and profiles, and the
+launch of one command on several hosts."""

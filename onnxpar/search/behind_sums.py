@@ -4,7 +4,7 @@ A preset splits products over mesh axes, whose ranks then add up a result. It le
 follows: a residual, a normalization, casts, up to the next product. If each rank computes these for
 tokens of its own, a reduce-scatter before them and an all-gather behind them replace the all-reduce
 (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022;
-TokenWeave, 2025). The tables of the search say where that pays.
+TokenWeave, 2025). The cost model says where that pays.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from onnxpar.sharding.state import ShardingState
 
 @dataclass(frozen=True)
 class SplitBehindSums:
-    """Splits undecided nodes around sums over ranks, where the cost model says that it pays.
+    """Splits nodes that are not decided yet and lie behind or before sums over ranks, where the
+    cost model says that it pays.
 
-    states  the state pairs of the model
-    goal    the goal of the objective
+    states  the state pairs of the model, (input, output)
+    goal    the objective of the search, e.g. "latency"
     """
 
     states: tuple[tuple[str, str], ...] = ()
     goal: str = LATENCY
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides how these nodes split the leaves of the sums' results: tokens, and features. True
-        if a node is split. Activations are whole where no node between the sums reads them."""
+        """Decides by which axes these nodes split the indices of the sums' results: tokens and
+        features. Returns True if a node is split. Activations stay whole where no such node reads
+        them."""
         sketch = _settled(sharding)
         atoms = _summed_atoms(sketch)
         free = _undecided(sketch, atoms) if atoms else []
@@ -52,8 +54,10 @@ class SplitBehindSums:
     def _solved(
         self, sketch: ShardingState, atoms: Collection[int], free: Sequence[OpFactors]
     ) -> dict[str, OpStrategy]:
-        """The fastest strategies of the nodes `free`, if all other nodes keep theirs; empty if no
-        solution exists."""
+        """Returns the fastest strategies of the nodes, by name. The nodes in `free` may be split
+        along the `atoms` (indices such as tokens, which many tensors share); all other nodes keep
+        their strategies. Empty if there is no solution. `sketch` is a copy of the sharding state,
+        which this changes."""
         names = {op.node.name for op in free}
         others = [op for op in sketch.factors.ops if op.node.name not in names]
         decided = {op.node.name: OpStrategy(tuple(sketch.op_axes(op))) for op in others}
@@ -73,7 +77,7 @@ class SplitBehindSums:
 
 
 def _settled(sharding: ShardingState) -> ShardingState:
-    """A copy in which decided nodes have the axes that ranks can have."""
+    """Returns a copy of the sharding state in which decided nodes have axes that ranks can have."""
     copy = replace(
         sharding,
         tensors={name: list(axes) for name, axes in sharding.tensors.items()},
@@ -85,7 +89,8 @@ def _settled(sharding: ShardingState) -> ShardingState:
 
 
 def _summed_atoms(sharding: ShardingState) -> set[int]:
-    """The atoms of all results that ranks add up."""
+    """Returns the atoms (indices such as tokens, which many tensors share) of all results that
+    ranks add up."""
     known = sharding.factors.tensors
     return {
         leaf.atom
@@ -98,8 +103,9 @@ def _summed_atoms(sharding: ShardingState) -> set[int]:
 
 
 def _undecided(sharding: ShardingState, atoms: Collection[int]) -> list[OpFactors]:
-    """The nodes of the main graph that no axis splits, that have some of the atoms, and that
-    activations between such nodes connect with a sum over ranks."""
+    """Returns the nodes of the main graph that no axis splits, that have one of the `atoms`
+    (indices such as tokens), and that a chain of activations through such nodes connects with a sum
+    over ranks."""
     graph = _main_graph(sharding)
     readers: dict[str, list[OpFactors]] = defaultdict(list)
     todo: list[str] = []
@@ -120,11 +126,12 @@ def _undecided(sharding: ShardingState, atoms: Collection[int]) -> list[OpFactor
 
 
 def _activations(op: OpFactors) -> list[str]:
+    """The names of a node's operands and results that other nodes compute."""
     tensors = (*op.node.inputs, *op.node.outputs)
     return [t.name for t in tensors if isinstance(t, gs.Variable) and t.name]
 
 
 def _main_graph(sharding: ShardingState) -> gs.Graph:
-    """The graph that has all nodes but those of bodies."""
+    """The graph of the model, not the graph of a body of an If, Loop or Scan."""
     bodies = {id(body.graph) for op in sharding.factors.ops for body in op.bodies}
     return next(op.graph for op in sharding.factors.ops if id(op.graph) not in bodies)

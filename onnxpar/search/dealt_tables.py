@@ -1,7 +1,7 @@
-"""The search with embedding tables dealt out, each whole on one rank.
+"""The search, with and without embedding tables dealt out: each table whole on one rank.
 
-The strategies of a node that the search compares divide tensors evenly. To deal tables is a
-decision about all tables together, so the search compares two solutions: without it, and with it.
+The strategies of a node divide tensors evenly. To deal tables is a decision about all tables
+together, so the search compares two solutions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from onnxpar.strategy.table_parallel import HoldTable, table_annotations, tables
 
 SHARE = 0.5
 """The search tries to deal tables if they have at least this share of the bytes of all weights: the
-tables of a recommender, not those of a language model."""
+tables of a recommender, not the table of a language model."""
 
 
 def fastest_with_tables(
@@ -37,10 +37,15 @@ def fastest_with_tables(
     step: Step | None,
     solve: Callable[[Sequence[Annotation], float], Solution],
 ) -> Solution:
-    """The faster of two solutions: `solve` without more annotations and, if the model has several
-    large tables, with annotations that deal them out. The second argument of `solve` is the bytes
-    that a rank may need beyond those that the search counts. Errors: StrategyError of the first, if
-    both fail."""
+    """Returns the faster of two solutions: the result of `solve` without further annotations and,
+    if the model has several large tables, its result with annotations that deal them out.
+
+    step   the roles of the model's inputs and outputs, if it is a training step
+    solve  a function from (annotations, bytes that a rank may need beyond the bytes that the search
+           counts) to a solution
+
+    Errors: the StrategyError of the first solution, if both fail.
+    """
     dealt = _dealt(graph, sharding, step)
     other = None
     if dealt:
@@ -63,8 +68,8 @@ def fastest_with_tables(
 def _beyond_mean(
     dealt: Sequence[Annotation], graph: gs.Graph, sharding: ShardingState, step: Step | None
 ) -> float:
-    """The bytes by which the tables of the fullest rank, with their optimizer state, exceed the
-    mean over the ranks."""
+    """Returns by how many bytes the dealt tables on the fullest rank, with their optimizer states,
+    exceed the mean over the ranks."""
     known = {t.name: shape_bytes(t, t.shape) for t in (*graph.inputs, *constants(graph)) if t.shape}
     loads: dict[Axes, float] = defaultdict(float)
     for one in dealt:
@@ -77,7 +82,7 @@ def _beyond_mean(
 def _dealt(
     graph: gs.Graph, sharding: ShardingState, step: Step | None
 ) -> Sequence[HoldTable | Annotation]:
-    """The annotations that deal out the tables; none if dealing is not worth trying."""
+    """Returns the annotations that deal out the tables; empty if that is not worth trying."""
     mesh = sharding.mesh
     axes = tuple(mesh.axis(name) for name, size in mesh.shape if size > 1)
     batch = batch_atoms(graph, sharding, step)
@@ -92,12 +97,13 @@ def _dealt(
 
 
 def _joined(solution: Solution, dealt: Sequence[Annotation], sharding: ShardingState) -> Solution:
-    """The solution with the latency of one all-to-all for the lookups of all tables, and of one for
-    their gradients, instead of one all-to-all for each table."""
+    """Returns the solution with the latency of one all-to-all for the lookups of all tables, and of
+    one for their gradients, instead of one all-to-all for each table, as the search counts them."""
     ports = Ports(sharding.factors.ops)
 
     def is_exchanged(name: str) -> bool:
-        """True if nodes on one side of a border divide the tensor."""
+        """True if the nodes before or behind this tensor divide it evenly over ranks, so that it is
+        exchanged with a rank that has a table whole."""
         read = [port.required(solution.chosen[port.op.node.name]) for port in ports.readers[name]]
         producer = ports.producers[name]
         sides = [*read, producer.produced(solution.chosen[producer.op.node.name])]

@@ -1,5 +1,5 @@
-"""The factor shardings that each tensor can have, depending on the strategies of the nodes that
-produce and read it."""
+"""Which shardings each tensor can have where a node produces it, and where nodes read it, as
+functions of the strategies of these nodes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from onnxpar.sharding.state import FactorSharding, ShardingState
 
 
 class States:
-    """The state pairs whose two tensors are known: `results` maps inputs to results, and `inputs`
-    maps results to inputs."""
+    """The state pairs both of whose tensors are known. `results` maps the input of a pair to its
+    result, `inputs` maps results to inputs."""
 
     def __init__(self, pairs: Sequence[tuple[str, str]], known: Collection[str]) -> None:
         self.results = {a: b for a, b in pairs if a in known and b in known}
@@ -23,12 +23,14 @@ class States:
 
 
 class Tensors:
-    """The tensors of a graph: the places where they are produced and read, and which of them share
-    a table.
+    """The tensors of a graph: which nodes produce and read them, and which tensors are so equal
+    that the search has one table for all of them.
 
-    variable  the variable of each node, by its name
-    outputs   names of the results of the graph
+    sharding  the axes that are decided already
+    states    the state pairs
+    outputs   names of the outputs of the graph
     fused     names of tensors whose sums over ranks are fused into buckets
+    variable  the variable of each node in the search, by the node's name
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class Tensors:
         self.ports = Ports(sharding.factors.ops)
 
     def signature(self, name: str) -> Hashable:
-        """A key that is equal for tensors that share one table: they have the same factors, and are
-        produced and read at the same places."""
+        """Returns a key that is equal for tensors that can share one table: they have equal
+        factors, and are produced and read at the same operands and results of nodes with the same
+        variables."""
         factors = self.sharding.factors.tensors[name]
         sizes = tuple(leaf.size for leaf in factors.leaves)
         producer = self.ports.producers.get(name)
@@ -64,16 +67,20 @@ class Tensors:
         )
 
     def place(self, port: Port) -> Hashable:
-        """A key that is equal for the same port of nodes with the same variable."""
+        """Returns a key for an operand or result of a node; equal for the operands (or results) of
+        one index if their nodes share a variable."""
         if port.is_whole:
             return None
         return self.variable[port.op.node.name], port.index, port.links
 
 
 class Domains:
-    """The ShardingDomain of each tensor where it is produced, and where it is read. `strategies`
-    has the strategies of each node, by name. Inputs and states get variables of their own in
-    `sums`."""
+    """The domain of each tensor (its sharding for each value of a variable), where it is produced
+    and where it is read.
+
+    strategies  the strategies of each node, by name
+    sums        gets a variable for each input and state, which no node's strategy decides
+    """
 
     def __init__(
         self, tensors: Tensors, strategies: Mapping[str, Sequence[OpStrategy]], sums: Sums
@@ -86,23 +93,23 @@ class Domains:
         self._of_ports: dict[int, PortShardings] = {}
 
     def produced(self, name: str) -> ShardingDomain:
-        """The domain of the tensor as a node produces it, or as an input of the graph if no node
-        does."""
+        """Returns the domain of a tensor as a node produces it; of an input of the graph,
+        `input`."""
         producer = self.tensors.ports.producers.get(name)
         return self.input(name) if producer is None else self._at(producer, name, reads=False)
 
     def required(self, name: str) -> list[ShardingDomain]:
-        """The domains of the tensor as nodes read it, each once."""
+        """Returns the domains of a tensor as nodes read it, without repetitions."""
         readers = self.tensors.ports.readers[name]
         return list(dict.fromkeys(self.read(port, name) for port in readers))
 
     def read(self, port: Port, name: str) -> ShardingDomain:
-        """The domain of the tensor as one node reads it."""
+        """Returns the domain of a tensor as one node reads it."""
         return self._at(port, name, reads=True)
 
     def input(self, name: str) -> ShardingDomain:
-        """The domain of an input or state: a variable of its own chooses among the shardings that
-        readers require, unless a layout was requested."""
+        """Returns the domain of an input or state: its own variable chooses among the shardings
+        that nodes require, unless a layout was requested."""
         if name in self.sharding.pinned:
             return ShardingDomain(None, (self.sharding.tensor_sharding(name),))
         key = self.tensors.signature(name)
@@ -116,9 +123,9 @@ class Domains:
         return self._inputs[key]
 
     def requested(self, name: str, produced: ShardingDomain) -> ShardingDomain:
-        """The domain of a tensor before nodes read it: the requested layout if there is one; the
-        sharding of the state if the tensor becomes one; the reduced sharding if the tensor is a
-        result of the graph; else the domain in which it is produced."""
+        """Returns the domain of a tensor before nodes read it: the requested layout if there is
+        one; if the tensor becomes a state, the sharding of that state; if it is an output of the
+        graph, its sharding after the reduction of partial sums; else `produced`."""
         if name in self.sharding.pinned:
             return ShardingDomain(None, (self.sharding.tensor_sharding(name),))
         if name in self.states.inputs:
@@ -130,6 +137,7 @@ class Domains:
         return produced
 
     def _at(self, port: Port, tensor: str, reads: bool) -> ShardingDomain:
+        """The domain of a tensor at an operand (`reads`) or result of a node."""
         if port.is_whole:
             return ShardingDomain(None, (self._whole(tensor),))
         key = self.tensors.place(port), reads
@@ -145,8 +153,9 @@ class Domains:
         return self._at_ports[key]
 
     def _each(self, port: Port, reads: bool) -> tuple[FactorSharding, ...]:
-        """The sharding of the tensor at a port, for each strategy of its node. Nodes that share a
-        list of strategies have the same signature, so their ports have the same shardings."""
+        """Returns the sharding of the tensor at an operand (`reads`) or result, for each strategy
+        of its node. Nodes that share a list of strategies have equal signatures, and so equal
+        shardings."""
         strategies = self.strategies[port.op.node.name]
         key = id(strategies), port.index, port.links, reads
         if key not in self._shardings:
@@ -156,11 +165,12 @@ class Domains:
         return self._shardings[key]
 
     def _whole(self, name: str) -> FactorSharding:
+        """The sharding that splits nothing."""
         return FactorSharding(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
 
     def _as_state(self, factor_sharding: FactorSharding, source: str, name: str) -> FactorSharding:
-        """The sharding of `name`, the input or the result of a state pair, if the input `source` of
-        that pair has the given sharding."""
+        """Returns the sharding of `name`, the input or the result of a state pair, that corresponds
+        to a sharding of the input `source` of that pair."""
         result = self.states.results[source]
         return FactorSharding(
             self.sharding.state_leaves(factor_sharding.leaves, source, result, name)

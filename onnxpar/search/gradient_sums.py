@@ -1,4 +1,5 @@
-"""Costs of summing gradients over ranks, where several sums are fused into buckets."""
+"""The costs of summing gradients over ranks, where several sums are fused into one all-reduce
+(a bucket)."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ from onnxpar.sharding.state import ShardingState
 @dataclass(frozen=True)
 class BucketCosts(Costs):
     """A cost model in which an all-reduce of less than `bucket` bytes costs its share of an
-    all-reduce of `bucket` bytes, because it is fused into one."""
+    all-reduce of `bucket` bytes, because it will be fused with others."""
 
     bucket: float = 0.0
 
     def step(self, kind: str, axes: Axes, size: float) -> float:
-        """Seconds of one step of a reshard."""
+        """Returns the seconds of one step of a reshard, e.g. an AllReduce of `size` bytes over
+        these axes."""
         if kind == "AllReduce" and size < self.bucket:
             return self.collective(kind, axes, self.bucket) * size / self.bucket
         return super().step(kind, axes, size)
@@ -33,8 +35,11 @@ class BucketCosts(Costs):
 
 @dataclass(frozen=True)
 class GradientSums:
-    """The names of the tensors whose sums over ranks are fused, and the cost model for their
-    reshards."""
+    """Which tensors are gradients whose sums over ranks are fused, and what these sums cost.
+
+    tensors  the names of these tensors
+    costs    the cost model for their reshards; None without a training step
+    """
 
     tensors: frozenset[str] = frozenset()
     costs: Costs | None = None
@@ -43,9 +48,9 @@ class GradientSums:
     def of(
         cls, graph: gs.Graph, step: Step | None, costs: Costs, are_hidden: bool = False
     ) -> GradientSums:
-        """The gradient sums of a training step (none without a step); the costs are those of full
-        buckets, or of one smaller bucket for all gradients. If they `are_hidden`, compute hides the
-        extra time of sums between hosts over sums within a host."""
+        """Returns the gradient sums of a training step; none if `step` is None. The costs are the
+        costs of full buckets, or of one smaller bucket for all gradients. If `are_hidden`, sums
+        between hosts cost as little as sums within a host, because compute hides the difference."""
         if step is None:
             return cls()
         ends = set(step.gradients.values())
@@ -60,7 +65,8 @@ class GradientSums:
         return cls(names, BucketCosts(topology, costs.mesh, bucket=bucket))
 
     def within(self, sharding: ShardingState, tensor: str) -> ShardingState:
-        """The sharding state with the cost model for the reshards of this tensor."""
+        """Returns the sharding state with the cost model that applies to reshards of this
+        tensor."""
         if tensor not in self.tensors or self.costs is None:
             return sharding
         return replace(sharding, costs=self.costs)

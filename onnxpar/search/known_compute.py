@@ -1,5 +1,5 @@
-"""The costs of a node's strategies. Those that do not depend on the mesh are computed once for all
-strategies and meshes that split the node's leaves into as many shards."""
+"""The costs of a node under its strategies, each computed once. A cost that does not depend on the
+mesh serves all strategies and meshes that split the node's leaves into as many shards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from onnxpar.sharding.state import ShardingState
 
 
 class KnownCompute:
-    """Computes the costs of nodes like `op`, whose signature has the number `sign`; `known` has
-    costs from other meshes."""
+    """Computes the costs of one node, and of all with the same signature.
+
+    op        the node
+    sharding  the mesh and its cost model
+    sign      the number of the node's signature
+    known     costs from other meshes, to which this adds
+    """
 
     def __init__(
         self,
@@ -31,7 +36,8 @@ class KnownCompute:
         self._between = [i for i, leaf in enumerate(op.leaves) if leaf.factor in between]
 
     def cost(self, strategy: OpStrategy) -> tuple[float, float]:
-        """Seconds of compute, and of communication inside the node, as in `op_cost`."""
+        """Returns (seconds of compute, seconds of communication inside the node) under a strategy,
+        as `op_cost`."""
         sizes = self._sizes(strategy)
         if sizes is None:
             return op_cost(self.op, strategy, self.sharding)
@@ -41,8 +47,9 @@ class KnownCompute:
         return self.known[key]
 
     def _sizes(self, strategy: OpStrategy) -> Hashable | None:
-        """The sizes of the axes that split each leaf, if the cost depends on these alone: ranks are
-        alike, and do not communicate inside the node."""
+        """Returns, for each splittable part of the node's dimensions (leaf), the sizes of the axes
+        that split it, if the node's cost depends on nothing else; None if it does, because ranks
+        differ, or communicate inside the node."""
         axes = strategy.axes
         if self._depends or any(axes[i] for i in self._between):
             return None

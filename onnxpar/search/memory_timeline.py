@@ -1,7 +1,8 @@
-"""Bytes that a rank holds at each step of a run, depending on the shardings of tensors.
+"""The bytes that a rank has in memory at each step of a run, as functions of the shardings of
+tensors.
 
-A rank holds weights, states and inputs all the time, the result of a node until its last reader,
-and copies for readers that require another sharding.
+A rank has weights, states and inputs all the time, the result of a node until the last node that
+reads it, and copies for nodes that require another sharding.
 """
 
 from __future__ import annotations
@@ -21,23 +22,30 @@ from onnxpar.search.reshard_costs import MOST_TOGETHER, ReshardCosts, ShardingDo
 from onnxpar.search.solver.limits import Demand
 
 Span = tuple[int, int]
-"""A first and a last step."""
+"""(first step, last step)."""
 
 
 @dataclass(frozen=True)
 class LiveRange:
-    """The steps during which a tensor exists, and the steps that read it, in order, each with the
-    domain of the tensor there."""
+    """When a tensor exists.
+
+    span   its first and last step
+    reads  (step, domain of the tensor there) for each node that reads it, in order of steps
+    """
 
     span: Span
     reads: Sequence[tuple[int, ShardingDomain]]
 
 
 class MemoryTimeline:
-    """Collects demands on memory, by step. Each node is a step; the nodes of a body count once, not
-    once per iteration. With several `profiles`, the steps of a profile follow those of the profile
-    before: a plan must fit in memory in each, and no tensor lives from one profile to the next. A
-    profile is one of the typical sizes, on one rank of those that hold different amounts."""
+    """Collects demands on memory, step by step. Each node is a step; the nodes of a body count
+    once, not once per iteration.
+
+    demands   the collected demands
+    profiles  how many cases are counted: each of the typical sizes, on each rank that may hold
+              another amount. The steps of a profile follow the steps of the profile before: a plan
+              must fit in memory in each, and no tensor lives from one profile to the next
+    """
 
     def __init__(self, graph: gs.Graph, profiles: int) -> None:
         self.demands: list[Demand] = []
@@ -53,7 +61,7 @@ class MemoryTimeline:
         return self.profiles * (self.end + 1)
 
     def _number(self, graph: gs.Graph) -> None:
-        """Numbers the nodes of a graph; a node comes before the nodes of its bodies."""
+        """Numbers the nodes of a graph as steps; a node comes before the nodes of its bodies."""
         for node in graph.nodes:
             self.first[node.name] = len(self.first)
             for body in subgraphs(node):
@@ -63,7 +71,8 @@ class MemoryTimeline:
     def add_weight(
         self, reshard_costs: ReshardCosts, required: Sequence[ShardingDomain], count: int
     ) -> None:
-        """Adds `count` weights."""
+        """Adds the demand of `count` equal weights, which are in memory all the time. `required`
+        are their domains where nodes read them."""
         for scope in weight_scopes(required):
             self._add(scope, weight_bytes(reshard_costs, scope), [(0, self.end)] * count)
 
@@ -74,8 +83,9 @@ class MemoryTimeline:
         requested: ShardingDomain,
         live_ranges: Iterable[LiveRange],
     ) -> None:
-        """Adds tensors in the requested sharding for as long as they exist, and in the produced
-        sharding, if that differs, for the step that produces them."""
+        """Adds the demand of equal tensors: in the sharding `requested` for as long as they exist
+        and, where `produced` differs from it, also in the sharding `produced` during the step that
+        produces them."""
         ranges = list(live_ranges)
         self._add([requested], reshard_costs.sizes(requested), [one.span for one in ranges])
         if requested is not produced:
@@ -92,10 +102,10 @@ class MemoryTimeline:
         common: ShardingDomain | None,
         live_ranges: Iterable[LiveRange],
     ) -> None:
-        """Adds the copies of tensors for readers that require another sharding. A copy exists while
-        its reader runs, and until the next reader if that requires the same sharding; two readers
-        at one step share a copy. A `common` copy for all readers exists from the first reader to
-        the last."""
+        """Adds the demand of copies of equal tensors, for nodes (readers) that require another
+        sharding than `requested`. A copy exists while its reader runs, and until the next reader if
+        that requires the same sharding; two readers at one step share a copy. A copy `common` to
+        all readers exists from the first to the last reader."""
         at: dict[ShardingDomain, list[Span]] = defaultdict(list)
         between: dict[tuple[ShardingDomain, ShardingDomain, int], list[Span]] = defaultdict(list)
         through: list[Span] = []
@@ -130,9 +140,9 @@ class MemoryTimeline:
             self._add([requested, reader, other], copies[..., None] * same, spans)
 
     def _add(self, scope: Sequence[ShardingDomain], values: Array, spans: Sequence[Span]) -> None:
-        """Adds a demand of `values` bytes during the spans, in every profile. The first axis of
-        `values` is the profile (or has length 1, for all), the others are the shardings of the
-        domains."""
+        """Adds a demand of `values` bytes during the spans, in every profile. Axis 0 of `values` is
+        the profile (or has length 1, for all), the other axes are the shardings of the domains in
+        `scope`."""
         if not spans:
             return
         kinds, of = values, np.zeros(self.profiles, int)
@@ -146,9 +156,9 @@ class MemoryTimeline:
 
 
 def weight_scopes(required: Sequence[ShardingDomain]) -> Iterator[Sequence[ShardingDomain]]:
-    """Yields, for each reader of a weight, the domains over which `weight_bytes` is a table. A
-    weight is stored once for each different sharding that its readers require. If a table over all
-    readers would have more than MOST_TOGETHER entries, each reader is only compared with the one
+    """Yields, for each node that reads a weight, the domains over which `weight_bytes` is a table.
+    A weight is stored once for each different sharding that nodes require. If a table over all
+    these nodes would have more than MOST_TOGETHER entries, each is only compared with the one
     before, so that a sharding may count twice."""
     for i, reader in enumerate(required):
         together = math.prod(len(d.factor_shardings) for d in required[: i + 1])
@@ -156,14 +166,14 @@ def weight_scopes(required: Sequence[ShardingDomain]) -> Iterator[Sequence[Shard
 
 
 def weight_bytes(reshard_costs: ReshardCosts, scope: Sequence[ShardingDomain]) -> Array:
-    """Returns the bytes of a weight for the last domain of a scope, where no other domain has its
-    sharding; by profile and by the shardings of the domains."""
+    """Returns the bytes of a weight in the sharding of the last domain of a scope; 0 where another
+    domain of the scope has that sharding, too. Axes: profile, then the shardings of each domain."""
     sizes = reshard_costs.sizes(scope[-1])
     return sizes if len(scope) == 1 else _where(sizes, reshard_costs.differ(*scope))
 
 
 def _where(sizes: Array, differ: Array) -> Array:
-    """Sizes by profile and by the shardings of several domains: the size in the last domain where
-    `differ` is True, else 0."""
+    """Returns the bytes in the sharding of the last of several domains where `differ` is True, else
+    0. Axes: profile, then the shardings of each domain."""
     bytes_: Array = sizes.reshape(len(sizes), *[1] * (differ.ndim - 1), -1) * differ
     return bytes_

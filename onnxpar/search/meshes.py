@@ -1,4 +1,5 @@
-"""The search for the mesh: tries meshes, and names the axes of the best one by what they split."""
+"""The search for the mesh: tries meshes of the given number of ranks, and names the axes of the
+best one by what they split."""
 
 from __future__ import annotations
 
@@ -29,38 +30,39 @@ from onnxpar.strategy.strategy import Annotation, NodeAnnotation, Strategy, Tens
 from onnxpar.strategy.training_presets import sequence_atom
 
 BATCH, EXPERTS, SEQUENCE, WIDTH = "dp", "ep", "sp", "tp"
-"""Names of axes by what they split most: batch, experts, sequence, or anything else."""
+"""Names of axes, by the index that they split most: batch, experts, sequence, or anything else."""
 ORDER = (BATCH, EXPERTS, SEQUENCE, WIDTH)
-"""The order of a mesh's axes, major first, where all ranks are equally far from each other."""
+"""The order of a mesh's axes, major first, if all ranks are equally far from each other."""
 TOGETHER = 2
-"""Most axes of a mesh over which one search decides everything at once."""
+"""The most axes of a mesh for which one search decides the splits over all axes at once."""
 MOST_AXES = 3
-"""Most axes of a mesh that the search finds; axes beyond TOGETHER come from splitting an axis
-further."""
+"""The most axes of a mesh that the search finds; axes beyond TOGETHER come from splitting an axis
+in two."""
 SAME = 1e-6
-"""A solution that is slower by at most this share counts as equally fast; of such solutions, the
-one on the mesh with the fewest axes is taken."""
+"""Solutions whose times differ by at most this share count as equally fast; of these, the one on
+the mesh with the fewest axes is taken."""
 DIVIDED = 8
-"""The fewest ranks of an axis that is split further; splitting 4 ranks seldom saves time."""
+"""The fewest ranks of an axis that is split in two; splitting 4 ranks seldom saves time."""
 WORTH = 0.01
-"""The share of a run's time that each axis beyond TOGETHER must save."""
+"""The share of a run's time that each axis beyond TOGETHER must save to be kept."""
 _NAMING = 0.1
-"""An axis may get a name only if the nodes that it splits in this way have at least this share of
-the seconds of all nodes that it splits."""
+"""An axis gets a name for an index only if the nodes that it splits along that index have at least
+this share of the seconds of all nodes that it splits."""
 
 BETTER = 1e-3
-"""The share of a run's time that a further mesh must save; the search on a mesh ends when it is
-proved to save less."""
+"""The share of a run's time that a further mesh must save. The search on a mesh ends when it is
+proved that the mesh saves less."""
 REFINING = 0.1
-"""The largest share of a run's time that dividing an axis is expected to save: a solution that is
-slower than another by a larger share is not divided."""
+"""The largest share of a run's time that splitting an axis in two is expected to save: a solution
+slower than the best by a larger share is not tried with a split axis."""
 
 Solve = Callable[
     [ShardingState, Sequence[Sequence[Annotation]], Kept | None, float],
     Solution,
 ]
-"""Finds the fastest strategy on a mesh, given a sharding state, batches of annotations, decisions
-to keep, and the seconds that the strategy must stay below."""
+"""A function that finds the fastest strategy on a mesh, from a sharding state, batches of
+annotations (the user's requests), decisions of another search to keep, and the seconds that the
+strategy must stay below."""
 
 
 def best_mesh(
@@ -72,8 +74,17 @@ def best_mesh(
     strategy: Strategy | None = None,
     objective: Objective | None = None,
 ) -> Solution:
-    """The fastest strategy on any mesh of `devices` ranks that meets all requests in `strategy`;
-    the mesh has the axes that the requests name. Errors: StrategyError if there is none."""
+    """Returns the fastest strategy on any mesh of `devices` ranks that meets all requests in
+    `strategy`; the mesh has the axes that the requests name.
+
+    factors    how the dimensions of the whole graph share factors
+    topology   the hosts and links that ranks run on; None: the default topology
+    solve      finds the fastest strategy on one mesh
+    strategy   the user's requests
+    objective  what to minimize, within which limits
+
+    Errors: StrategyError if there is none.
+    """
     search = Meshes(factors, devices, topology or Topology.default(), solve, strategy, objective)
     best = search.best()
     sharding = ShardingState.open(best.mesh, factors, search.topology)
@@ -85,7 +96,8 @@ def best_mesh(
 
 
 class Meshes:
-    """Tries meshes for one model."""
+    """Tries meshes of `devices` ranks for one model, and remembers why meshes were refused and what
+    was proved. For the arguments, see `best_mesh`."""
 
     def __init__(
         self,
@@ -117,8 +129,8 @@ class Meshes:
         self.is_complete = True
 
     def best(self) -> Solution:
-        """The fastest solution on a mesh of up to TOGETHER axes, or on one that splits its axes
-        further, if that saves enough. Errors: StrategyError if there is none."""
+        """Returns the fastest solution on a mesh of up to TOGETHER axes, or on one that splits its
+        axes further, if that saves enough. Errors: StrategyError if there is none."""
         if self.objective.any_fit:
             return self._first()
         coarse, by_place = list(self._coarse()), dict[int, Solution]()
@@ -142,11 +154,13 @@ class Meshes:
         return replace(self.proved(chosen), axes=max(TOGETHER, len(self.requested)))
 
     def proved(self, solution: Solution) -> Solution:
-        """The solution with the bound for all meshes on which everything was decided at once."""
+        """Returns the solution with the lower bound that holds for all tried meshes on which
+        everything was decided at once."""
         return replace(solution, bound=self.bound, is_complete=self.is_complete)
 
     def _first(self) -> Solution:
-        """The first solution found, on one axis or on two of nearly equal sizes."""
+        """Returns the first solution within the limits, on one axis or on two of nearly equal
+        sizes. Errors: StrategyError if there is none."""
         one, *more = self._coarse()  # `one` has more than one axis if a strategy names more
         for mesh in [one, *sorted(more, key=_largest)[:2]]:
             solution = self.attempt(mesh)
@@ -157,9 +171,9 @@ class Meshes:
         raise self.why()
 
     def _refined(self, best: Solution, seconds: float) -> Solution:
-        """The solution after axes were split in two, one after the other, while each split saves
-        enough time compared with the solution before, and with the `seconds` of another one.
-        Strategies over the other axes are kept."""
+        """Splits axes of a solution in two, one after the other, while each split saves enough time
+        compared with the solution before, and with `seconds`, the time of the best one. Strategies
+        over the other axes stay. Returns the last solution."""
         if best.seconds > seconds * (1 + REFINING):
             return best
         while TOGETHER <= len(best.mesh.shape) < MOST_AXES:
@@ -171,8 +185,8 @@ class Meshes:
         return best
 
     def _coarse(self) -> Iterator[Mesh]:
-        """Meshes with one axis, then with two axes of all possible sizes, in one order if
-        ranks are alike; with more axes if the strategy names more."""
+        """Yields meshes with one axis, then with two axes of all possible sizes (in one order only,
+        if ranks are equal); with more axes if the strategy names more."""
         devices = self.one_axis.size
         for count in range(max(1, len(self.requested)), max(TOGETHER, len(self.requested)) + 1):
             names = (*self.requested, *free_names(count - len(self.requested), self.requested))
@@ -183,9 +197,10 @@ class Meshes:
                     yield Mesh(tuple(zip(order, sizes, strict=True)))
 
     def _finer(self, best: Solution, below: float) -> Iterator[Solution]:
-        """Solutions after one axis was split into two, each faster than `below` seconds and than
-        those before. Tries each axis of DIVIDED or more ranks that is not requested by name: first
-        with parts of similar size, then with more and more different ones, while that is faster."""
+        """Yields solutions after one axis of `best` was split in two, each faster than `below`
+        seconds and than the solutions before. Tries each axis of DIVIDED or more ranks that is not
+        requested by name: first with parts of similar size, then with more and more different ones,
+        while that is faster."""
         for at, (name, size) in enumerate(best.mesh.shape):
             if size < DIVIDED or name in self.requested:
                 continue
@@ -204,8 +219,8 @@ class Meshes:
     def split(
         self, best: Solution, at: int, sizes: Sequence[int], below: float = math.inf
     ) -> Solution | None:
-        """The solution after the axis at this position was split into two of these sizes; the
-        strategies over the other axes are kept. None if no solution takes less than `below`
+        """Returns the solution after axis number `at` of `best` was split in two of these sizes;
+        the strategies over the other axes stay. None if no solution takes less than `below`
         seconds."""
         shape = best.mesh.shape
         others = [n for i, (n, _) in enumerate(shape) if i != at]
@@ -216,9 +231,9 @@ class Meshes:
     def attempt(
         self, mesh: Mesh, kept: Kept | None = None, below: float = math.inf
     ) -> Solution | None:
-        """The fastest solution on a mesh; None if no solution takes less than `below` seconds. If
-        there is no solution at all, `why` has the reason. Also lowers `bound` to the bound that is
-        proved for the mesh, unless decisions are kept."""
+        """Returns the fastest solution on a mesh; None if no solution takes less than `below`
+        seconds, or there is none at all (`why` then has the reason). Also lowers `bound` to the
+        bound that is proved for the mesh, unless decisions of another search are `kept`."""
         self.objective.patience.tell(f"mesh {mesh}")
         sharding = ShardingState.open(mesh, self.factors, self.topology)
         try:
@@ -236,13 +251,14 @@ class Meshes:
         return solution
 
     def _note(self, bound: float, is_complete: bool, kept: Kept | None) -> None:
+        """Includes what was proved for a mesh in what is proved for all."""
         if kept is None:
             self.bound = min(self.bound, bound)
             self.is_complete &= is_complete
 
     def why(self) -> StrategyError:
-        """The error for the user if no mesh has a solution. If the limit on memory excludes
-        solutions, it is an OverLimit with the least memory found."""
+        """Returns the error for the user if no mesh has a solution. If the limit on memory excludes
+        solutions, it is an OverLimit with the least memory that a strategy needs."""
         devices = self.one_axis.size
         if not self.refused:
             return StrategyError(
@@ -271,7 +287,7 @@ def _seconds(solution: Solution) -> float:
 
 
 def requested_axes(strategy: Strategy) -> tuple[str, ...]:
-    """The axes that the entries of a strategy name, once each."""
+    """Returns the mesh axes that the entries of a strategy name, without repetitions."""
     entries: list[object] = list(strategy.tensors.values())
     for entry in strategy.shard.values():
         entries += axes_in(entry) if isinstance(entry, Mapping) else [entry]
@@ -279,7 +295,8 @@ def requested_axes(strategy: Strategy) -> tuple[str, ...]:
 
 
 def _products(size: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All sequences of `count` factors, each 2 or more, whose product is `size`."""
+    """Yields all sequences of `count` factors, each 2 or more, whose product is `size`: (2, 6),
+    (3, 4), (4, 3), (6, 2) for 12."""
     if count == 1:
         yield (size,)
         return
@@ -290,15 +307,15 @@ def _products(size: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def free_names(count: int, taken: Iterable[str]) -> tuple[str, ...]:
-    """`count` preliminary names of axes, which are not in `taken`; used until the search has
-    decided what they split."""
+    """Returns `count` preliminary names of axes that are not in `taken`; used until the search has
+    decided what the axes split."""
     names = chain((WIDTH,) if count == 1 else (BATCH, WIDTH), (f"axis{i}" for i in numbers()))
     return tuple(islice((name for name in names if name not in set(taken)), count))
 
 
 def _uses(best: Solution, model: Model, sharding: ShardingState) -> dict[str, dict[str, float]]:
-    """For each axis, and each name in ORDER for something that it splits: the seconds that the
-    nodes with such a split would take on one rank."""
+    """Returns, for each axis of the best mesh, the seconds that the nodes which it splits along the
+    batch, experts, sequence or anything else would take on one rank, by these names of ORDER."""
     roles: dict[int | None, str] = {sequence_atom(model.graph, sharding, model.step): SEQUENCE}
     roles |= dict.fromkeys(expert_atoms(model.graph, sharding), EXPERTS)
     roles |= dict.fromkeys(batch_atoms(model.graph, sharding, model.step), BATCH)
@@ -315,9 +332,9 @@ def _uses(best: Solution, model: Model, sharding: ShardingState) -> dict[str, di
 def _names(
     mesh: Mesh, uses: Mapping[str, Mapping[str, float]], requested: Sequence[str]
 ) -> dict[str, str]:
-    """A name for each axis by what it splits (`uses`), the axis with the most seconds first.
-    Requested axes keep their names; of several axes with one name, all but the first get
-    numbers."""
+    """Returns the final name of each axis, by what it splits (`uses`), the axis with the most
+    seconds first. Requested axes keep their names; of several axes with one name, all but the first
+    get numbers: "tp", "tp2"."""
     names = {name: name for name in requested}
     ranked = sorted(
         (-seconds, axis, role)
@@ -337,7 +354,8 @@ def _names(
 
 
 def renamed(best: Solution, names: Mapping[str, str], mesh: Mesh) -> Solution:
-    """The solution with its axes renamed by `names`, on `mesh`, which has the new names."""
+    """Returns the solution with its axes renamed by `names` (old to new), on `mesh`, which has the
+    new names."""
 
     def named(axes: Axes) -> Axes:
         return tuple(replace(axis, name=names[axis.name]) for axis in axes)
@@ -357,5 +375,6 @@ def renamed(best: Solution, names: Mapping[str, str], mesh: Mesh) -> Solution:
 
 
 def _place(name: str) -> int:
+    """The place of an axis in ORDER, by its name without numbers."""
     kind = name.rstrip("0123456789")
     return ORDER.index(kind) if kind in ORDER else len(ORDER)

@@ -1,4 +1,5 @@
-"""Lists all strategies of a node with their costs: compute, communication and memory of a rank."""
+"""Lists all strategies of a node with their costs: compute, communication and memory of a rank, for
+a report to the user."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from onnxpar.sharding.state import FactorSharding, ShardingState
 
 @dataclass(frozen=True)
 class Communication:
-    """Seconds of communication in a run, and the bytes that a rank sends; None where the cost model
-    gives only seconds."""
+    """Communication in a run: its seconds, and the bytes that a rank sends; None where the cost
+    model gives only seconds."""
 
     seconds: float = 0.0
     bytes: int | None = 0
@@ -38,7 +39,8 @@ class Communication:
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """A strategy of a node, with its times on the slowest rank, and bytes of the largest shards.
+    """A strategy of a node, with its times on the slowest rank, and the bytes of the largest
+    shards.
 
     compute      seconds of compute in a run
     inside       communication inside the node: across a softmax, between neighbours of a window
@@ -58,18 +60,18 @@ class StrategyCost:
 
     @property
     def communication(self) -> float:
-        """Seconds of all communication."""
+        """Seconds of all communication in a run."""
         return self.inside.seconds + self.result.seconds + self.gradients.seconds
 
     @property
     def seconds(self) -> float:
-        """Seconds of compute and communication."""
+        """Seconds of compute and communication in a run."""
         return self.compute + self.communication
 
 
 class NodeCosts:
-    """Computes the costs of a graph's nodes, where no layout is decided yet. `most` is the largest
-    number of combinations of splits that are tried for a node."""
+    """Computes the costs of a graph's nodes, as if no layout were decided yet. `most` is the
+    largest number of combinations of splits that are tried for a node."""
 
     def __init__(self, graph: gs.Graph, sharding: ShardingState, step: Step | None, most: int):
         nodes = list(all_nodes(graph))
@@ -87,8 +89,8 @@ class NodeCosts:
         )
 
     def of(self, op: OpFactors) -> list[StrategyCost]:
-        """The strategies of a node with their costs, the fastest first; of equally fast ones, first
-        the one that needs the fewest bytes."""
+        """Returns the strategies of a node with their costs, the fastest first; of equally fast
+        ones, the one that needs fewest bytes."""
         strategies = strategies_of(op, self.sharding, self.kinds, most=self.most, size=self._bytes)
         costs = (self._cost(op, strategy) for strategy in strategies)
         return sorted(costs, key=lambda cost: (cost.seconds, cost.weights + cost.activations))
@@ -98,6 +100,7 @@ class NodeCosts:
         return combinations_of(op, self.sharding, self.kinds) <= self.most
 
     def _cost(self, op: OpFactors, strategy: OpStrategy) -> StrategyCost:
+        """Returns the cost of a node under one strategy."""
         times = self.times[op.node.name]
         compute, inside = op_cost(op, strategy, self.sharding)
         held = {t.name: self._held(t, at) for t, at in _placed(op, strategy)}
@@ -113,16 +116,16 @@ class NodeCosts:
         )
 
     def _result(self, op: OpFactors, strategy: OpStrategy, times: int) -> Communication:
-        """The all-reduces of results that are partial because the node itself reduces. A partial
-        sum that the node passes on counts for the node that has made it."""
+        """Returns the all-reduces of results that are partial because the node itself reduces. A
+        partial sum that the node only passes on counts for the node that produced it."""
         axes, _ = strategy.own_partial(op)
         results = enumerate(op.node.outputs)
         sizes = [self._mean(t, strategy.result(op, i)) for i, t in results] if axes else []
         return _all_reduces(axes, sizes, times, self.sharding.costs)
 
     def _gradients(self, op: OpFactors, strategy: OpStrategy, times: int) -> Communication:
-        """The all-reduces of the gradients of the weights that the node reads in the forward pass:
-        over the axes that split the node, but not the weight."""
+        """Returns the all-reduces of the gradients of the weights that the node reads in the
+        forward pass: over the axes that split the node, but not the weight."""
         seconds, sent = 0.0, 0
         for index, tensor in enumerate(op.node.inputs):
             if tensor.name not in self.trained or op.node.name not in self.forward:
@@ -136,8 +139,8 @@ class NodeCosts:
         return Communication(seconds, sent)
 
     def _held(self, tensor: gs.Tensor, at: FactorSharding) -> int:
-        """Bytes of the largest shard of a tensor, at the largest of the sizes for which costs are
-        computed."""
+        """Returns the bytes of the largest shard of a tensor, at the largest of the typical sizes
+        for which costs are computed."""
         if tensor.name not in self.sharding.factors.tensors:
             return 0
         return max(
@@ -145,22 +148,24 @@ class NodeCosts:
         )
 
     def _mean(self, tensor: gs.Tensor, at: FactorSharding) -> float:
+        """The mean bytes of a shard of a tensor, over the typical sizes."""
         known = tensor.name in self.sharding.factors.tensors
         return mean_bytes(tensor, at, self.sharding) if known else 0.0
 
     def _bytes(self, op: OpFactors, strategy: OpStrategy) -> float:
+        """The mean bytes of a rank's shards of all operands and results."""
         return sum(self._mean(tensor, at) for tensor, at in _placed(op, strategy))
 
 
 def _placed(op: OpFactors, strategy: OpStrategy) -> Iterator[tuple[gs.Tensor, FactorSharding]]:
-    """Each operand and result of a node with its sharding."""
+    """Yields (tensor, its sharding) for each operand and result of a node under a strategy."""
     yield from ((t, strategy.operand(op, i)) for i, t in enumerate(op.node.inputs))
     yield from ((t, strategy.result(op, i)) for i, t in enumerate(op.node.outputs))
 
 
 def _all_reduces(axes: Axes, sizes: Iterable[float], times: int, costs: Costs) -> Communication:
-    """The communication of all-reduces of tensors with these sizes in bytes, over the same axes,
-    `times` times."""
+    """Returns the communication of all-reduces, over these axes, of tensors with these sizes in
+    bytes, each `times` times."""
     sizes = [size for size in sizes if axes and size]
     ranks = parts_over(axes)
     return Communication(
@@ -170,7 +175,7 @@ def _all_reduces(axes: Axes, sizes: Iterable[float], times: int, costs: Costs) -
 
 
 def _derived(nodes: Sequence[gs.Node], sources: Collection[str]) -> set[str]:
-    """Names of the `sources`, and of tensors that nodes compute only from them."""
+    """Returns the names of the `sources`, and of tensors that nodes compute from these alone."""
     names = set(sources)
     for node in nodes:
         read = [t.name for t in node.inputs if t.name]
@@ -180,7 +185,7 @@ def _derived(nodes: Sequence[gs.Node], sources: Collection[str]) -> set[str]:
 
 
 def _reached(nodes: Sequence[gs.Node], sources: Mapping[str, str]) -> set[str]:
-    """Names of the `sources`, and of tensors that nodes compute from any of them."""
+    """Returns the names of the `sources`, and of tensors that nodes compute from any of these."""
     names = set(sources)
     for node in nodes:
         if any(t.name in names for t in node.inputs):

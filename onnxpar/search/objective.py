@@ -1,4 +1,4 @@
-"""The objective of the search, and the limits that a strategy must keep."""
+"""What the search minimizes, and the limits that a strategy must keep."""
 
 from __future__ import annotations
 
@@ -14,19 +14,29 @@ from onnxpar.search.patience import Patience
 
 LATENCY, THROUGHPUT = "latency", "throughput"
 OBJECTIVES = (LATENCY, THROUGHPUT)
-"""Latency is the time of one run: compute plus communication. Throughput is about the time from one
-run to the next if runs overlap: only the larger of compute and communication counts."""
+"""What to minimize. Latency is the time of one run: compute plus communication. Throughput is about
+the time from one run to the next if runs overlap: only the larger of compute and communication
+counts."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective of the search (`goal`), and its limits. `memory` is the bytes that a rank may
-    hold at any time; if `memories` has the bytes of each rank, that is the limit of the largest,
-    and other ranks may hold less in proportion; weights and states `on_host` do not count. Repeated
-    blocks get the same strategy unless `untied`. With `any_fit`, the search ends at the first
-    strategy within the limit. Holding weights and states costs `holding` times the time to read
-    them once from memory. With `hides_sums`, a training step hides gradient sums between hosts
-    behind compute, as far as the link allows. Copies share the results `known`."""
+    """The goal of the search, and its limits.
+
+    goal        LATENCY or THROUGHPUT
+    memory      the bytes that a rank may have at any time; None: any
+    untied      True if repeated blocks, such as the layers of a model, may get different strategies
+    any_fit     True to end the search at the first strategy within the limit
+    holding     the cost of having weights and states in memory, as a multiple of the time to read
+                them once
+    hides_sums  True if a training step hides gradient sums between hosts behind compute, as far as
+                the link allows
+    memories    if ranks differ, the bytes of each rank; `memory` is then the limit of the largest,
+                and other ranks may have less in proportion
+    on_host     names of weights and states that do not count, because they stay on the host
+    patience    the time limit of the search
+    known       results that copies of this objective share
+    """
 
     goal: str = LATENCY
     memory: float | None = None
@@ -47,8 +57,8 @@ class Objective:
         untied: bool = False,
         patience: Patience | None = None,
     ) -> Objective:
-        """The objective as users write it; memory is bytes, or text with a unit, as 16GB. Errors:
-        StrategyError."""
+        """Returns the objective as users write it; `memory_limit` is bytes, or text with a unit,
+        such as 16GB. Errors: StrategyError if the limit is not positive."""
         memory = (
             None
             if memory_limit is None
@@ -59,15 +69,14 @@ class Objective:
         return cls(objective or LATENCY, memory, untied, patience=patience or Patience())
 
     def weight_of(self, rank: int) -> float:
-        """The factor from bytes that a rank holds to bytes that count towards `memory`: more than 1
-        for a rank that has less than others, 0 for one whose memory is unknown."""
+        """Returns the factor by which the bytes of a rank count towards `memory`: more than 1 for a
+        rank that has less memory than others, 0 for one whose memory is unknown."""
         if not self.memories:
             return 1.0
         return max(m for m in self.memories if math.isfinite(m)) / self.memories[rank]
 
     def check(self, step: Step | None) -> None:
-        """Raises StrategyError if the objective is unknown, or does not apply to a training
-        step."""
+        """Raises a StrategyError if the goal is unknown, or does not apply to a training step."""
         if self.goal not in OBJECTIVES:
             known = ", ".join(OBJECTIVES)
             raise StrategyError(f"--objective {self.goal!r} is unknown; use one of {known}")
@@ -78,17 +87,21 @@ class Objective:
             )
 
     def seconds(self, compute: float, communication: float, hidden: float = 0.0) -> float:
-        """The seconds to minimize, from the seconds of compute and of communication in a run, and
-        of further communication that compute hides."""
+        """Returns the seconds to minimize, from the seconds of compute, of communication, and of
+        further communication that compute hides."""
         if self.goal == THROUGHPUT:
             return max(compute, communication + hidden)
         return compute + communication
 
 
 class OverLimit(StrategyError):
-    """No strategy within the limit on memory was found. Every strategy needs at least `least` bytes
-    (None: unknown), including `states` bytes of states; the best strategy found needs `found`
-    bytes. `is_proved` is True if no strategy is within the limit."""
+    """No strategy within the limit on memory was found.
+
+    least      bytes that every strategy needs at least; None: unknown
+    found      bytes that the best strategy found needs
+    is_proved  True if it is proved that no strategy is within the limit
+    states     the part of `least` that states need
+    """
 
     def __init__(
         self,

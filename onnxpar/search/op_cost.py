@@ -1,4 +1,4 @@
-"""The cost of a node under a strategy, on the slowest rank."""
+"""The cost model of a node: its seconds under a strategy, on the slowest rank."""
 
 from __future__ import annotations
 
@@ -38,33 +38,34 @@ _ROW_AXIS = {
 }
 """The default axis of ops that process contiguous rows, which extend from that axis to the last."""
 _MATRICES = 3
-"""The dimensions of the tensors of a mixture: expert, row, column."""
+"""The number of dimensions of the tensors of a mixture of experts: expert, row, column."""
 _NODE = 64
-"""Bytes of a node of a tree in the attributes of a forest."""
+"""Bytes in attributes that a node of a tree of a forest takes."""
 _VISIT = 40
-"""Operations that take as long as a visit to a node of a tree, which is a jump in memory."""
+"""A visit to a node of a tree, which is a jump in memory, takes as long as this many operations."""
 _CACHE = 8.0
 """How many times as fast the first-level cache is as memory."""
 _EDGE_COPIES = 3
-"""Copies of rows for the edge of a shard: of the edge, to send it; of the edge and of the shard, to
-join them."""
+"""How often rows are copied for the edge of a shard: once to send it; twice to join it with the
+shard."""
 _ROUNDS = 2
-"""Small all-reduces among the ops that replace an op whose communicating factors are split."""
+"""The number of small all-reduces in place of an op whose communicating factors are split."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The largest shard of a tensor, or a rank's shard; empty if its shape is unknown."""
+    """A rank's shard of a tensor, or the largest shard: its shape and bytes; empty if the shape is
+    unknown."""
 
     shape: tuple[int, ...] = ()
     bytes: float = 0.0
 
 
 def op_cost(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> tuple[float, float]:
-    """Seconds of compute, and of communication inside the node, on the slowest rank: the one with
-    the largest shards, if all have the same device. Compute is a roofline of operations and bytes
-    read and written, plus the cost of rows. Both are averages over the sizes for which costs are
-    computed."""
+    """Returns (seconds of compute, seconds of communication inside the node) on the slowest rank:
+    the one with the largest shards, if all have the same device. Compute is a roofline of
+    operations and bytes read and written, plus a cost per row. Both are means over the typical
+    sizes."""
     ranks = _candidates(op, strategy, sharding) if sharding.costs.topology.devices else [None]
     each = [op_cost_on(rank, op, strategy, sharding) for rank in ranks]
     return max(own for own, _ in each), max(between for _, between in each)
@@ -73,8 +74,8 @@ def op_cost(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> tup
 def _candidates(
     op: OpFactors, strategy: OpStrategy, sharding: ShardingState
 ) -> Sequence[int | None]:
-    """Ranks that include the slowest: for each device, the ranks whose shards no other rank with
-    this device exceeds."""
+    """Returns ranks among which the slowest one is: for each device, the ranks whose shards no
+    other rank with this device exceeds."""
     columns = [
         sharding.sizes_by_rank(leaf.atom, over, op.extent(i))
         for i, (leaf, over) in enumerate(zip(op.leaves, strategy.axes, strict=True))
@@ -94,8 +95,8 @@ def _candidates(
 def op_cost_on(
     rank: int | None, op: OpFactors, strategy: OpStrategy, sharding: ShardingState
 ) -> tuple[float, float]:
-    """The seconds of `op_cost` on a rank; without one, on the slowest device with the largest
-    shards."""
+    """Returns what `op_cost` does, for one rank; if `rank` is None, for the slowest device with the
+    largest shards."""
     if op.bodies:
         return 0.0, 0.0
     dealt = {axis for over in strategy.axes for axis in over if axis.at is not None}
@@ -111,8 +112,8 @@ def op_cost_on(
 def _mean_cost(
     rank: int | None, op: OpFactors, strategy: OpStrategy, sharding: ShardingState, ranks: int
 ) -> tuple[float, float]:
-    """The mean cost, over `ranks` ranks, of a node that one of them computes as a whole: the others
-    compute as much of other nodes. Each rank launches the node."""
+    """Returns the mean cost, over `ranks` ranks, of a node that one of them computes as a whole:
+    the others compute as much of other nodes. Each rank launches the node."""
     undealt = tuple(tuple(a for a in over if a.at is None) for over in strategy.axes)
     seconds, communication = op_cost_on(rank, op, replace(strategy, axes=undealt), sharding)
     in_loop = sharding.factors.in_loops.get(op.node.name)
@@ -124,8 +125,7 @@ def _mean_cost(
 def _op_cost(
     op: OpFactors, strategy: OpStrategy, sharding: ShardingState, at: int, rank: int | None
 ) -> tuple[float, float]:
-    """The seconds of `op_cost_on` at one of the sizes for which costs are computed, given by its
-    index `at`."""
+    """Returns what `op_cost_on` does, at one of the typical sizes, given by its index `at`."""
     node, costs = op.node, sharding.costs
     device = None if rank is None else costs.topology.device_of(rank)
     part = partial(_part, sharding=sharding, at=at, rank=rank)
@@ -196,15 +196,14 @@ def _op_cost(
 def _far(
     op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part], sharding: ShardingState
 ) -> float:
-    """The bytes of operands and results that the cache does not hold: of inputs, of weights, and of
-    tensors that live while the ranks write more than the cache holds."""
+    """Returns the bytes of operands and results that come from memory, not from a cache: of inputs,
+    of weights, and of tensors that live while the ranks write more than the caches take."""
     each = zip((*op.node.inputs, *op.node.outputs), (*held, *produced), strict=True)
     return sum(part.bytes for tensor, part in each if is_far(tensor, sharding))
 
 
 def is_far(tensor: gs.Tensor, sharding: ShardingState) -> bool:
-    """True if the caches of the ranks do not hold a tensor from when it is written until it is
-    read."""
+    """True if a tensor is no longer in the ranks' caches when it is read."""
     cache = sharding.costs.cache * sharding.mesh.size
     return sharding.factors.lifetimes.get(tensor.name, math.inf) > cache
 
@@ -218,8 +217,9 @@ def _ring(
     held: Sequence[_Part],
     produced: Sequence[_Part],
 ) -> float:
-    """Seconds in which the shards of leaf `j` travel in the ring of leaves `i` and `j`; with the
-    exchanges that give all ranks the same work."""
+    """Returns the seconds of a ring in which queries stay on their ranks, and the shards of keys
+    travel; with the exchanges that give all ranks the same work. `i` and `j` are the node's factors
+    (leaves) of queries and of keys. 0 if the strategy has no ring."""
     over, costs = strategy.axes[j], sharding.costs
     if not over or strategy.axes[i] != over:
         return 0.0
@@ -241,8 +241,9 @@ def _of_chosen(
     op: OpFactors, share: float, held: Sequence[_Part], produced: Sequence[_Part],
     sharding: ShardingState,
 ) -> tuple[list[_Part], list[_Part]]:  # fmt: skip
-    """The operands and results of a node of a mixture, with the bytes of the chosen rows, and of
-    the weights of experts with rows."""
+    """Returns the operands and results of a node in a mixture of experts, with the bytes of rows
+    that the router chooses, and of the weights of experts that get rows. `share` is the share of
+    all pairs (expert, row) that is chosen."""
     assert op.chosen is not None
     of_experts = partial(sharding.factors.is_of_experts, chosen=op.chosen)
     rows = [part.shape[1] for part in (*produced, *held) if len(part.shape) == _MATRICES]
@@ -263,8 +264,8 @@ def _of_chosen(
 def _of_pages(
     node: gs.Node, held: Sequence[_Part], produced: Sequence[_Part]
 ) -> tuple[list[_Part], list[_Part]]:
-    """The operands and results of attention over caches in pages, with the bytes of the pages that
-    its table names, and of the positions of new tokens."""
+    """Returns the operands and results of attention over caches in pages, with the bytes of the
+    pages that its table names, and of the positions of new tokens."""
     pages = max(held[KEYS].shape[0], 1)
     named = min(math.prod(held[TABLE].shape) / pages, 1.0)
     new = min(math.prod(held[POSITIONS].shape) / (pages * node.inputs[KEYS].shape[2]), 1.0)
@@ -276,8 +277,8 @@ def _of_pages(
 
 
 def _attribute_flops(node: gs.Node, held: Sequence[_Part]) -> int:
-    """Operations of a forest, which walks down each tree for each row, or of an SVM, which compares
-    each row with each vector."""
+    """Returns the number of operations of a forest, which walks down each tree for each row, or of
+    an SVM, which compares each row with each vector."""
     rows = held[0].shape[0] if held[0].shape else 1
     count, row = held[AT].shape
     if node.op.startswith("SVM"):
@@ -286,8 +287,8 @@ def _attribute_flops(node: gs.Node, held: Sequence[_Part]) -> int:
 
 
 def _in_blocks(node: gs.Node, result: _Part, device: Device) -> float:
-    """The output channels that a convolution computes per channel that it returns: onnxruntime's
-    kernels compute blocks of channels, and pad the last block."""
+    """Returns how many output channels a convolution computes for each one that it returns:
+    onnxruntime's kernels compute blocks of channels, and pad the last block."""
     channels = result.shape[1] if len(result.shape) > 1 else 0
     if not device.channels or not channels or node.attrs.get("group", 1) != 1:
         return 1.0
@@ -301,6 +302,8 @@ def _part(
     at: int,
     rank: int | None,
 ) -> _Part:
+    """Returns the shape and bytes of a shard of a tensor at one of the typical sizes, given by its
+    index `at`: the shard of `rank` or, if that is None, the largest shard."""
     if tensor.name not in sharding.factors.tensors:
         return _Part()
     _, shape = sharding.costed_shapes(tensor.name, factor_sharding, rank)[at]
@@ -308,13 +311,13 @@ def _part(
 
 
 def _iterations(op: OpFactors) -> int:
-    """The number of steps of a recurrence; 1 for other ops."""
+    """Returns the number of steps of a recurrence; 1 for other ops."""
     return op.rule.sizes["s"] or 1 if is_recurrence(op.node) else 1
 
 
 def _rows(op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part]) -> int:
-    """The number of rows (stretches of contiguous elements) that a node processes one by one; 0 for
-    ops without extra cost per row."""
+    """Returns the number of rows (stretches of contiguous elements) that a node processes one by
+    one; 0 for ops that take no longer for many rows."""
     node, shape = op.node, produced[0].shape if produced else ()
     if not shape:
         return 0
@@ -334,9 +337,9 @@ def _rows(op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part]) -> in
 def _edge_rows(
     op: OpFactors, leaves: set[int], held: Sequence[_Part], factors: GraphFactors
 ) -> int:
-    """The number of rows that a rank copies when it sends and joins the edges of shards along the
-    split `leaves`: for each copy, one row for each element of the dimensions before the last split
-    one."""
+    """Returns how many rows a rank copies when it sends and joins the edges of shards along the
+    split factors `leaves` (indices into `op.leaves`): for each copy, one row for each element of
+    the dimensions before the last split one."""
     dims = factors.tensors[op.node.inputs[0].name].dim_of_leaf
     split = [dim for dim, leaf in zip(dims, op.inputs[0], strict=True) if leaf in leaves]
     return _EDGE_COPIES * math.prod(held[0].shape[: max(split, default=0)])
@@ -345,8 +348,9 @@ def _edge_rows(
 def _halo(
     op: OpFactors, strategy: OpStrategy, sharding: ShardingState, leaves: set[int], size: float
 ) -> float:
-    """Seconds to fetch the edges of the neighbours' shards, of about one position each, along the
-    split `leaves`; `size` is the bytes that the node reads."""
+    """Returns the seconds to fetch the edges of the neighbours' shards, about one position of each,
+    along the split factors `leaves` (indices into `op.leaves`). `size` is the bytes that the node
+    reads."""
     axes = tuple(dict.fromkeys(a for i in sorted(leaves) for a in strategy.axes[i]))
     extent = max(max(op.extent(i) for i in leaves), 1)
     edge = size * parts_over(axes) / extent
@@ -357,9 +361,9 @@ def _halo(
 def _communication(
     op: OpFactors, strategy: OpStrategy, sharding: ShardingState, produced: Sequence[_Part]
 ) -> float:
-    """Seconds of communication inside a node whose communicating factors are split: all-reduces of
-    partial results, which lack these factors; in a recurrence, an all-gather of the state in each
-    step."""
+    """Returns the seconds of communication inside a node whose communicating factors are split:
+    all-reduces of partial results, which do not have these factors; in a recurrence, an all-gather
+    of the state in each step."""
     kept = without_rings(op, strategy.axes)
     split = {
         i

@@ -1,5 +1,6 @@
-"""Strategies of a node. A strategy says for each mesh axis which leaves the axis splits, or that
-the node passes on operands that are partial over the axis."""
+"""The strategies of a node. A strategy says, for each mesh axis, which leaves (splittable parts of
+dimensions) of the node the axis splits, or that the node passes on operands that are partial over
+the axis."""
 
 from __future__ import annotations
 
@@ -18,18 +19,22 @@ from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
 _MOST_SEGMENTS = 6
-"""With at most this number of segments, any subset of them may be split; with more, only all or a
-single one."""
+"""Of a dimension with at most this number of segments, any subset of the segments may be split;
+with more, only all or a single one."""
 
 
 @dataclass(frozen=True)
 class OpStrategy:
-    """A strategy of one node.
+    """A strategy of one node. Leaves are the node's factors, cut so that all tensors agree on them;
+    mesh axes split leaves.
 
     axes    the mesh axes that split each leaf of the node
     passed  mesh axes over which the operands in `group`, and therefore the result, are partial
     reduce  the reduction of these partial operands
     group   indices of the operands that are partial over `passed`
+
+    A MatMul `m k, k n -> m n` whose leaves m, k, n have the axes (), (tp,), () has partial sums
+    over tp as its result.
     """
 
     axes: tuple[Axes, ...]
@@ -38,7 +43,7 @@ class OpStrategy:
     group: frozenset[int] = frozenset()
 
     def operand(self, op: OpFactors, index: int) -> FactorSharding:
-        """The sharding in which the node requires an operand."""
+        """Returns the sharding in which the node requires operand `index`."""
         own, reduce = self.own_partial(op)
         if own and index in op.rule.additive:
             return FactorSharding(self.leaves(op.inputs[index]), own, reduce)
@@ -47,25 +52,26 @@ class OpStrategy:
         return FactorSharding(self.leaves(op.inputs[index]))
 
     def result(self, op: OpFactors, index: int) -> FactorSharding:
-        """The sharding in which the node produces a result."""
+        """Returns the sharding in which the node produces result `index`."""
         own, reduce = self.own_partial(op)
         if not own:
             own, reduce = self.passed, self.reduce
         return FactorSharding(self.leaves(op.outputs[index]), own, reduce)
 
     def leaves(self, links: tuple[int | None, ...]) -> tuple[Axes, ...]:
-        """The axes of a tensor's leaves, given their links to leaves of the node."""
+        """Returns the axes of each leaf (splittable part) of a tensor. `links` has for each the
+        index of the node's leaf with the same axes, or None for one that stays whole."""
         return tuple(() if link is None else self.axes[link] for link in links)
 
     def beside(self, axis: str) -> Hashable:
-        """A key that is equal for strategies of one node that differ in nothing but this mesh
-        axis."""
+        """Returns a key that is equal for strategies of one node that differ in nothing but this
+        mesh axis."""
         each = tuple(tuple(a for a in over if a.name != axis) for over in (*self.axes, self.passed))
         return each, (self.reduce, self.group) if each[-1] else None
 
     def own_partial(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
-        """The axes over which the result is partial because the node reduces leaves that they
-        split, and the reduction."""
+        """Returns (axes, reduction) of the partial sums that the node itself produces: the axes
+        that split leaves which the node reduces, as k in a MatMul."""
         axes: list[Axis] = []
         reduce: ReduceOp = "sum"
         for i, over in enumerate(self.axes):
@@ -77,16 +83,16 @@ class OpStrategy:
 
 @dataclass(frozen=True)
 class _Split:
-    """The leaves that one mesh axis splits, each with the axis or the sub-axis; empty if the axis
-    splits none."""
+    """An option for one mesh axis: the leaves (node's factors) that the axis, or a sub-axis of it,
+    splits; empty if it splits none."""
 
     leaves: tuple[tuple[int, Axis], ...] = ()
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """The operands that are partial over one mesh axis, and their reduction; the node passes this
-    on."""
+    """An option for one mesh axis: the operands in `group` are partial over the axis, by this
+    reduction, and the node passes that on to its result."""
 
     group: frozenset[int]
     reduce: ReduceOp
@@ -96,12 +102,12 @@ _Option = _Split | _Pass
 
 
 Kinds = dict[str, set[ReduceOp]]
-"""The reductions by which each tensor may be partial, by tensor name."""
+"""The reductions ("sum", "max", ...) by which each tensor may be partial, by tensor name."""
 
 
 def partial_kinds(ops: Iterable[OpFactors]) -> Kinds:
-    """The reductions by which tensors may be partial: as results of ops that reduce, and of linear
-    or monotone ops that pass a partial operand on."""
+    """Returns by which reductions each tensor may be partial: as the result of an op that reduces,
+    or of a linear or monotone op that passes a partial operand on."""
     kinds: Kinds = defaultdict(set)
     for op in ops:
         own = {op.reduction(i) for i in range(len(op.leaves))} - {None}
@@ -113,15 +119,16 @@ def partial_kinds(ops: Iterable[OpFactors]) -> Kinds:
 
 @dataclass(frozen=True)
 class Kept:
-    """Mesh axes (by name) over which another search has decided, and its `strategies` of nodes (by
-    node name)."""
+    """The decisions of another search that this one keeps: its mesh axes (by name), and its
+    strategies of nodes (by node name), where only these axes count."""
 
     axes: frozenset[str]
     strategies: Mapping[str, OpStrategy]
 
 
 Size = Callable[[OpFactors, OpStrategy], float]
-"""Returns the bytes of a rank's shards of all operands and results of a node under a strategy."""
+"""A function from a node and a strategy to the bytes of a rank's shards of all operands and
+results."""
 
 
 def strategies_of(
@@ -132,9 +139,15 @@ def strategies_of(
     most: int = 1 << 12,
     size: Size | None = None,
 ) -> list[OpStrategy]:
-    """All strategies of a node that agree with its decided leaves. If there are more than `most`
-    combinations of options for the axes, only the best options of each axis (by `_ranked`, which
-    needs `size`) are combined."""
+    """Returns all strategies of a node that agree with the axes that are decided for its leaves
+    (factors) already.
+
+    kinds  by which reductions tensors may be partial
+    kept   decisions of another search
+    most   if there are more combinations of options for the axes, only the best options of each
+           axis (by `_ranked`) are combined
+    size   for `_ranked`: the bytes of a rank's shards under a strategy
+    """
     axes = _split_axes(sharding)
     per_axis = _per_axis(op, sharding, kinds, kept)
     if prod(map(len, per_axis)) > most:
@@ -153,20 +166,21 @@ def strategies_of(
 def combinations_of(
     op: OpFactors, sharding: ShardingState, kinds: Kinds, kept: Kept | None = None
 ) -> int:
-    """The number of combinations of options for the axes; the strategies of a node are the possible
-    ones among these."""
+    """Returns the number of combinations of options for the axes; the strategies of a node are the
+    possible ones among these."""
     return prod(map(len, _per_axis(op, sharding, kinds, kept)))
 
 
 def _split_axes(sharding: ShardingState) -> list[Axis]:
+    """The mesh axes with several ranks."""
     return [sharding.mesh.axis(name) for name, size in sharding.mesh.shape if size > 1]
 
 
 def _per_axis(
     op: OpFactors, sharding: ShardingState, kinds: Kinds, kept: Kept | None
 ) -> list[list[_Option]]:
-    """The options of a node for each axis; only the option of the other search for an axis that is
-    `kept`."""
+    """Returns the options of a node for each mesh axis; for an axis in `kept`, only the option that
+    the other search chose."""
     slots = _slots(op)
     return [
         [_kept(kept.strategies[op.node.name], axis)]
@@ -177,8 +191,8 @@ def _per_axis(
 
 
 def _held(op: OpFactors, axis: Axis, sharding: ShardingState) -> list[_Option]:
-    """The decided option of a node with a leaf that only ranks at one coordinate of an axis hold;
-    none for other nodes."""
+    """Returns the option for an axis of a node with a dealt table, which only ranks at one
+    coordinate of the axis have; empty for other nodes."""
     decided = enumerate(sharding.ops[op.node.name])
     own = [(i, a) for i, over in decided for a in over or () if a.name == axis.name]
     return [_Split(tuple(own))] if any(a.at is not None for _, a in own) else []
@@ -191,10 +205,10 @@ def _ranked(
     sharding: ShardingState,
     size: Size | None,
 ) -> list[_Option]:
-    """The options of a node for an axis that agree with the decided leaves and are possible by
-    themselves, the best first: no split, and partial operands that pass; then alternately splits of
-    one leaf, of two, and of more, of each kind the smallest shards first. Neighbouring nodes with
-    the same factors get the same ranking."""
+    """Returns the options of a node for one axis, the best first, without options that contradict a
+    decision or with which ranks cannot compute. The order: no split, and partial operands that
+    pass; then alternately splits of one leaf, of two, and of more, of each kind the smallest shards
+    first. Neighbouring nodes with the same factors get the same order."""
     by_leaves: dict[int, list[tuple[float, int, _Option]]] = defaultdict(list)
     for option in options:
         strategy = _combined(op, {axis: option})
@@ -211,7 +225,8 @@ def _ranked(
 
 
 def _agrees_on(axis: Axis, strategy: OpStrategy, decided: Sequence[Axes | None]) -> bool:
-    """True if a strategy uses this axis as decided, for each leaf whose axes are decided."""
+    """True if a strategy uses this axis as decided. `decided` has the axes of each leaf of the
+    node, None for one that is not decided."""
     return all(
         have is None or tuple(a for a in have if a.name == axis.name) == over
         for have, over in zip(decided, strategy.axes, strict=True)
@@ -219,7 +234,7 @@ def _agrees_on(axis: Axis, strategy: OpStrategy, decided: Sequence[Axes | None])
 
 
 def _kept(strategy: OpStrategy, axis: Axis) -> _Option:
-    """The option that a strategy chooses for an axis."""
+    """Returns the option for an axis that a strategy has."""
     if any(a.name == axis.name for a in strategy.passed):
         return _Pass(strategy.group, strategy.reduce)
     parts = [(i, a) for i, axes in enumerate(strategy.axes) for a in axes if a.name == axis.name]
@@ -227,8 +242,10 @@ def _kept(strategy: OpStrategy, axis: Axis) -> _Option:
 
 
 def _slots(op: OpFactors) -> list[frozenset[int]]:
-    """Sets of leaves that one axis can split together: the leaves of an atom in all segments that
-    have it, and co-sharded leaves; then combinations of such sets in different segments."""
+    """Returns slots: sets of the node's leaves (indices) that one axis can split together. These
+    are a leaf with the same index in other segments of a dimension, and leaves that the same axes
+    must split, such as rows before and after a window; then combinations of such sets in different
+    segments."""
     slots: dict[frozenset[int], None] = {}
     for i, leaf in enumerate(op.leaves):
         same = {j for j, o in enumerate(op.leaves) if o.atom == leaf.atom and (i, j) in op.apart}
@@ -247,24 +264,26 @@ def _slots(op: OpFactors) -> list[frozenset[int]]:
 
 
 def _are_apart(op: OpFactors, a: frozenset[int], b: frozenset[int]) -> bool:
+    """True if each leaf of `a` and each of `b` are in different segments of a dimension, so that
+    one axis can split both."""
     return all((i, j) in op.apart for i in a for j in b)
 
 
 def _splits(
     op: OpFactors, slots: list[frozenset[int]], axis: Axis, sharding: ShardingState
 ) -> Iterator[_Split]:
-    """The ways to split by an axis: no leaf; each slot (a set of leaves) with enough elements; and
-    several neighbouring slots, where each but the last has too few elements and leaves a sub-axis
-    to the next. If the mesh has only this axis, a sub-axis may also split nothing; otherwise
-    another mesh covers that case."""
+    """Yields the ways to split a node by one axis: no leaf; each slot (a set of leaves that are
+    split together) with enough elements; and several neighbouring slots, where each but the last
+    has too few elements and leaves a sub-axis to the next. If the mesh has only this axis, a
+    sub-axis may also split nothing; otherwise another mesh covers that case."""
     yield _Split()
     may_idle = sum(n > 1 for _, n in sharding.mesh.shape) == 1
     beside = _neighbours(op, sharding)
     size = {slot: min(op.leaves[i].size for i in slot) for slot in slots}
 
     def shares(slot: frozenset[int], axis: Axis) -> Iterator[frozenset[tuple[int, Axis]]]:
-        """The ways to split a slot by the axis, or by a sub-axis while the slots right after it
-        take the rest."""
+        """Yields the ways to split a slot by the axis, or by a sub-axis if the slots right behind
+        it take the rest."""
         share = axis.size if size[slot] >= axis.size else gcd(size[slot], axis.size)
         own = frozenset((i, Axis(axis.name, share, axis.pre)) for i in slot)
         if share == axis.size or (may_idle and share > 1):
@@ -284,8 +303,8 @@ def _splits(
 
 
 def _neighbours(op: OpFactors, sharding: ShardingState) -> set[tuple[int, int]]:
-    """Pairs of leaves of a node that are in one dimension of some tensor, the second directly after
-    the first."""
+    """Returns the pairs of a node's leaves (indices) that are in one dimension of some tensor, the
+    second directly behind the first: (h, d) of `b (h d)`."""
     pairs = set()
     for tensor, links in op.operands():
         factors = sharding.factors.tensors.get(tensor.name)
@@ -297,8 +316,8 @@ def _neighbours(op: OpFactors, sharding: ShardingState) -> set[tuple[int, int]]:
 
 
 def _passes(op: OpFactors, kinds: Kinds) -> Iterator[_Pass]:
-    """The groups of partial operands that a node may pass on as a partial result; none unless it
-    has one result."""
+    """Yields the groups of operands that may be partial, with a partial result; none unless the
+    node has exactly one result."""
     if op.bodies or len([t for t in op.node.outputs if t.name]) != 1:
         return
     names = [t.name for t in op.node.inputs]
@@ -311,7 +330,8 @@ def _passes(op: OpFactors, kinds: Kinds) -> Iterator[_Pass]:
 
 
 def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> OpStrategy | None:
-    """The strategy with these options for the axes; None if two of them exclude each other."""
+    """Returns the strategy with these options for the axes; None if two of the options exclude each
+    other."""
     axes: list[Axes] = [()] * len(op.leaves)
     passed: Axes = ()
     how: _Pass | None = None
@@ -336,7 +356,8 @@ def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> OpStrategy | No
 
 
 def _is_legal(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> bool:
-    """True if the strategy agrees with the decided leaves and is possible."""
+    """True if ranks can compute with the strategy, and it has the axes that are decided for the
+    node."""
     decided = sharding.ops[op.node.name]
     if any(have is not None and have != a for have, a in zip(decided, strategy.axes, strict=True)):
         return False
@@ -344,8 +365,8 @@ def _is_legal(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> b
 
 
 def _is_possible(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> bool:
-    """True if ranks can compute with the shards of this strategy. Ignores what is decided for the
-    leaves."""
+    """True if ranks can compute with the shards of this strategy, whatever is decided for the
+    node."""
     if _cuts_open_weight(op, strategy, sharding):
         return False
     name = op.node.name
@@ -359,7 +380,8 @@ def _is_possible(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -
 
 
 def _cuts_open_weight(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> bool:
-    """True if the shards of a stored operand would have data-dependent sizes."""
+    """True if the strategy splits a stored operand along an index whose size is known only in a
+    run, so that the sizes of its shards would be, too."""
     factors = sharding.factors
     return bool(factors.open_atoms) and any(
         strategy.axes[link] and op.leaves[link].atom in factors.open_atoms

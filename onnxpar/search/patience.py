@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 SECONDS = 20.0
-"""Default time limit for finding a better strategy, or one that fits in memory; work that is always
-done does not count."""
+"""The default time limit for finding a better strategy, or one that fits in memory; work that is
+always done does not count."""
 
 
 def _nobody(text: str) -> None:
@@ -22,9 +22,13 @@ def _nobody(text: str) -> None:
 
 @dataclass
 class Patience:
-    """The seconds of CPU time that a search may spend, and the seconds `spent`, during which
-    `passed` seconds of wall time passed. The search calls `tell` with a few words on each
-    attempt."""
+    """A search's time limit.
+
+    seconds  the CPU time that the search may spend
+    tell     called with a few words on each attempt
+    spent    the CPU time spent
+    passed   the wall time that passed meanwhile
+    """
 
     seconds: float = SECONDS
     tell: Callable[[str], None] = _nobody
@@ -43,17 +47,17 @@ class Patience:
         return self.left <= 0.0
 
     def on_the_clock(self, seconds: float) -> float:
-        """The wall time in which this process spends these seconds of CPU time, if the machine
-        stays as busy as during the search so far."""
+        """Returns the wall time in which this process will spend these seconds of CPU time, if the
+        machine stays as busy as during the search so far."""
         spent, passed = self._until_now()
         return seconds * max(passed / spent, 1.0) if spent > 0 else seconds
 
     def renewed(self, seconds: float = SECONDS) -> Patience:
-        """A copy with this time limit, and nothing spent."""
+        """Returns a copy with this time limit, and nothing spent."""
         return replace(self, seconds=seconds, spent=0.0, passed=0.0, _since=None)
 
     def telling(self, prefix: str) -> Patience:
-        """A copy with nothing spent, which puts a prefix before each text that it tells."""
+        """Returns a copy with nothing spent, which puts a prefix before each text that it tells."""
 
         def tell(text: str) -> None:
             self.tell(f"{prefix}: {text}" if text else "")
@@ -62,7 +66,7 @@ class Patience:
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Counts the time inside the block as spent; a nested block does not count twice."""
+        """Context whose time counts as spent; a context inside another does not count twice."""
         if self._since is not None:
             yield
             return
@@ -74,7 +78,8 @@ class Patience:
             self._since = None
 
     def _until_now(self) -> tuple[float, float]:
-        """The CPU time spent, and the wall time passed, including a block that has not ended."""
+        """Returns (CPU time spent, wall time passed), including the time of a context that has not
+        ended."""
         if self._since is None:
             return self.spent, self.passed
         spent, passed = (

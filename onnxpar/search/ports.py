@@ -1,4 +1,4 @@
-"""The producer and the readers of every tensor of a graph."""
+"""Which node produces each tensor of a graph, and which nodes read it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from onnxpar.sharding.state import FactorSharding
 
 @dataclass(frozen=True)
 class Port:
-    """A place where a node produces or reads a tensor: the result or operand `index`; or, if that
-    is None, an input or output of one of the node's bodies, with `links` from the tensor's leaves
-    to the node's. With `is_whole`, a body inside of which nothing is split reads the tensor."""
+    """A place where a node produces or reads a tensor.
+
+    op        the node
+    index     the number of the result or operand; None for an input or output of one of the node's
+              bodies (of an If, Loop or Scan)
+    links     in a body: for each leaf of the tensor, the node's leaf with the same axes
+    is_whole  True if the tensor is read by a body inside of which nothing is split
+    """
 
     op: OpFactors
     index: int | None
@@ -24,27 +29,29 @@ class Port:
     is_whole: bool = False
 
     def leaves(self, reads: bool) -> Links:
-        """The links of the tensor's leaves, as the node reads or produces it."""
+        """Returns for each leaf (splittable part) of the tensor the index of the node's leaf with
+        the same axes, None for one that stays whole: where the node reads the tensor or, if not
+        `reads`, where it produces the tensor."""
         if self.index is None:
             return self.links
         return (self.op.inputs if reads else self.op.outputs)[self.index]
 
     def produced(self, strategy: OpStrategy) -> FactorSharding:
-        """The sharding in which the node produces the tensor, under a strategy."""
+        """Returns the sharding in which the node produces the tensor, under a strategy."""
         if self.index is None:
             return FactorSharding(strategy.leaves(self.links))
         return strategy.result(self.op, self.index)
 
     def required(self, strategy: OpStrategy) -> FactorSharding:
-        """The sharding in which the node reads the tensor, under a strategy."""
+        """Returns the sharding in which the node reads the tensor, under a strategy."""
         if self.index is None:
             return FactorSharding(strategy.leaves(self.links))
         return strategy.operand(self.op, self.index)
 
 
 class PortShardings:
-    """Finds the shardings at the ports of a node under all its strategies. Strategies that split
-    the leaves of a tensor alike share one sharding."""
+    """The sharding (axes for each leaf) of each operand and result of a node, under each of its
+    strategies. Strategies that split the leaves of a tensor equally share one sharding object."""
 
     def __init__(self, strategies: Sequence[OpStrategy], op: OpFactors) -> None:
         numbers: dict[Hashable, int] = {}
@@ -57,7 +64,7 @@ class PortShardings:
         self._sums = [number((s.own_partial(op), s.passed, s.reduce, s.group)) for s in strategies]
 
     def at(self, port: Port, reads: bool) -> tuple[FactorSharding, ...]:
-        """The sharding of the tensor at a port, for each strategy."""
+        """Returns the sharding of the tensor at a port, for each strategy."""
         sharding_of = port.required if reads else port.produced
         links = [link for link in port.leaves(reads) if link is not None]
         known: dict[tuple[int, ...], FactorSharding] = {}
@@ -73,7 +80,8 @@ class PortShardings:
 
 
 class Ports:
-    """The ports of each tensor, by name: its producer, and its readers."""
+    """For each tensor, by name: the port that produces it (`producers`), and the ports that read it
+    (`readers`)."""
 
     def __init__(self, ops: Iterable[OpFactors]) -> None:
         self.producers: dict[str, Port] = {}
@@ -82,6 +90,7 @@ class Ports:
             self._add(op)
 
     def _add(self, op: OpFactors) -> None:
+        """Adds the ports of a node."""
         for i, tensor in enumerate(op.node.inputs):
             self.readers[tensor.name].append(Port(op, i))
         for i, tensor in enumerate(op.node.outputs):

@@ -24,26 +24,26 @@ from onnxpar.sharding.state import ShardingState
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a run, each node on the rank that is slowest in it."""
+    """Predicted seconds of a run: the sum over nodes, each on the rank that is slowest in it."""
 
     compute: float
     communication: float
 
     @property
     def total(self) -> float:
-        """The seconds of compute plus those of communication."""
+        """The seconds of compute plus the seconds of communication."""
         return self.compute + self.communication
 
 
 def predict(graph: gs.Graph, sharding: ShardingState) -> Prediction:
-    """Predicts the seconds of all nodes and reshards of a graph, in total."""
+    """Predicts the seconds of a graph: the sum over all its nodes and reshards."""
     each = predict_nodes(all_nodes(graph), sharding).values()
     return Prediction(sum(p.compute for p in each), sum(p.communication for p in each))
 
 
 def predict_on_one(nodes: Iterable[gs.Node], sharding: ShardingState, alone: bool = True) -> float:
-    """Seconds of the nodes if one rank computes everything: the one with the fastest device or, if
-    it is `alone`, one that has all cores of a host."""
+    """Returns the seconds of the nodes if one rank computed everything: the rank with the fastest
+    device or, if `alone`, a rank that has all cores of a host."""
     times = repetitions(list(nodes))
     costs = sharding.costs
     if alone and costs.topology.alone is not None:
@@ -62,11 +62,13 @@ def predict_on_one(nodes: Iterable[gs.Node], sharding: ShardingState, alone: boo
 
 
 def _whole(op: OpFactors) -> OpStrategy:
+    """The strategy that splits nothing."""
     return OpStrategy(tuple(() for _ in op.leaves))
 
 
 def compute_by_rank(nodes: Iterable[gs.Node], sharding: ShardingState) -> list[float]:
-    """Seconds in which each rank computes the nodes; slices between layouts are left out."""
+    """Returns, for each rank, the seconds in which it computes these nodes; slices between layouts
+    are left out."""
     times = repetitions(list(nodes))
     ops = [(op, OpStrategy(tuple(sharding.op_axes(op)))) for op in sharding.factors.ops]
     return [
@@ -105,7 +107,7 @@ def predict_nodes(nodes: Iterable[gs.Node], sharding: ShardingState) -> dict[str
 
 
 def reshard_seconds(node: gs.Node, sharding: ShardingState) -> float:
-    """Seconds of a node that reshards: a collective, or a slice on each rank."""
+    """Returns the seconds of a node that reshards: a collective, or a slice on each rank."""
     costs = sharding.costs
     sends_chosen = reshard_of(node).share < 1.0
     each = [] if KINDS[node.op].by_message or sends_chosen else operands_of(node)

@@ -1,7 +1,7 @@
-"""The search for a strategy as a minimum of a sum of tables.
+"""The search for a strategy on one mesh, as the minimum of a sum of tables.
 
 A variable is the strategy of a node. Each node has a table with its cost, and each tensor has one
-with the cost of the reshards between its producer and its readers.
+with the cost of the reshards between the node that produces it and the nodes that read it.
 """
 
 from __future__ import annotations
@@ -54,24 +54,30 @@ from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
 MOST_STRATEGIES, FEWEST_STRATEGIES = 1 << 12, 1 << 3
-"""Most strategies of a node that the search compares. Where tables would have more than
-MOST_ENTRIES entries, it compares fewer, but not fewer than the second number."""
+"""Most strategies of a node that the search compares. If tables would have more than MOST_ENTRIES
+entries, it compares fewer, but at least FEWEST_STRATEGIES."""
 MOST_ENTRIES = 20 << 20
 """Most entries of all tables of a sum: 160 MB. Elimination and message passing need several times
 as much memory."""
 LESS = 0.75
-"""Largest share of the strategies that remains each time their number is reduced."""
+"""The largest share of the strategies that remains when their number is reduced once."""
 SURE = 1e-3
-"""The share by which a floor must exceed `below`, so that the search gives up a mesh."""
+"""The share by which the lower bound `floor` must exceed `below`, so that the search gives up a
+mesh."""
 PASSING = 1e-12
-"""Seconds added to the cost of a node that passes a partial sum on, so that the search chooses this
-only if it gains time."""
+"""Seconds added to the cost of a node that passes a partial sum on, so that the search chooses to
+do so only if that saves time."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A solution of the search on one mesh: the seconds of a run, a lower bound on those of every
-    strategy, the strategy of each node by name, and the sharding of each state by its input."""
+    """A solution of the search on one mesh.
+
+    seconds  of a run
+    bound    a lower bound on the seconds of every strategy
+    chosen   the strategy of each node, by name
+    inputs   the sharding of each state, by the name of its input
+    """
 
     seconds: float
     bound: float
@@ -81,15 +87,24 @@ class Found:
 
 class Problem:
     """The decisions of a strategy for a graph, as variables, and its cost, as sums of tables over
-    them. Nodes in the same place of repeated blocks share a variable; the tensors between them
-    share a table, multiplied by their number. `kept` are decisions of another search, and
-    `decided` the strategies of nodes that have no choice, by name. In a training `step`, sums of
-    gradients over ranks have the cost of fused sums. If the nodes' own costs say that no strategy
-    takes less than `below` seconds, the tables of tensors are not computed.
+    these. Nodes in the same place of repeated blocks share a variable; the tensors between them
+    share a table, multiplied by their number.
+
+    The arguments:
+
+    states   the state pairs, (input, output)
+    kept     decisions of another search
+    step     the roles of inputs and outputs of a training step, in which sums of gradients over
+             ranks have the cost of fused sums
+    decided  the strategies of nodes that have no choice, by name
+    below    if the nodes' own costs say that no strategy takes less than so many seconds, the
+             tables of tensors are not computed
+
+    Attributes that `solve` reads:
 
     sums        a list of tables for the seconds of a run; or, for the objective throughput, one for
-                the seconds of compute, and one for those of communication
-    timeline    memory that a rank holds at each step, if it is limited
+                the seconds of compute, and one for the seconds of communication
+    timeline    memory that a rank has in use at each step, if it is limited
     strategies  the strategies that each node can have, by name
     variable    the variable of each node, by name
     in_place    results that overwrite their state, and so take no memory of their own
@@ -140,35 +155,39 @@ class Problem:
         return all(self._combinations(alike[0]) <= self.most for alike in self.classes)
 
     def _combinations(self, op: OpFactors) -> int:
-        """The number of combinations of splits of a node."""
+        """Returns the number of combinations of splits of a node."""
         key, known = self._key(op), self.known.combinations
         if key not in known:
             known[key] = combinations_of(op, self.sharding, self.kinds, self.kept)
         return known[key]
 
     def _key(self, op: OpFactors) -> Hashable:
-        """A key that is equal for nodes with the same strategies, which have the same costs."""
+        """Returns a key that is equal for nodes with the same strategies and costs."""
         return self.sign[op.node.name], self.kept and self.kept.strategies[op.node.name]
 
     @property
     def sizes(self) -> list[int]:
-        """The number of values of each variable."""
+        """The number of values of each variable: of strategies of its nodes."""
         return self.tables.sizes
 
     @property
     def sums(self) -> list[list[Table]]:
-        """The tables of each sum."""
+        """The list of tables of each sum."""
         return self.tables.tables
 
     @property
     def _is_apart(self) -> bool:
+        """True if seconds of compute and of communication are summed separately."""
         return self.objective.goal == THROUGHPUT
 
     def solve(self, exhaustively: bool = False) -> Found:
-        """The least seconds of a run, with their decisions. If nodes depend on each other too much,
-        the seconds are low but maybe not the least; if no strategy takes less than `below`, they
-        may also be infinite. Errors: TooLarge if there are too many strategies to try exhaustively;
-        TooMuch or Undecided if no strategy was found within the limit on memory."""
+        """Returns the decisions with the least seconds of a run. If nodes depend on each other too
+        much, the seconds are low but maybe not the least; if no strategy takes less than `below`,
+        they may also be infinite. `exhaustively` tries every strategy.
+
+        Errors: TooLarge if there are too many strategies to try exhaustively; TooMuch or Undecided
+        if no strategy was found within the limit on memory.
+        """
         most, below = self.objective.memory, self.below
         if self.is_given_up:
             return Found(math.inf, self.floor, {}, {})
@@ -195,7 +214,7 @@ class Problem:
         return Found(seconds, bound, chosen, inputs)
 
     def least_states(self) -> float:
-        """Bytes of the states on a rank, each in the sharding with the fewest bytes."""
+        """Returns the bytes of all states on a rank, each in the sharding with the fewest bytes."""
         states = self.tensors.states.results.keys() - {*self.objective.on_host}
         read = {t.name: t for op in self.sharding.factors.ops for t, _ in op.operands()}
         return sum(
@@ -207,8 +226,8 @@ class Problem:
     def _minimum(
         self, tables: Sequence[Table], below: float = math.inf
     ) -> tuple[float, list[int], float]:
-        """A low sum of tables, the values of the variables that give it, and a lower bound on every
-        sum; the search ends when none can be lower than `below`."""
+        """Returns (a low sum of tables, the values of the variables that give it, a lower bound on
+        every sum). The search ends when no sum can be lower than `below`."""
         try:
             seconds, values = minimize(self.sizes, tables)
             return seconds, values, seconds
@@ -217,13 +236,13 @@ class Problem:
 
     @cached_property
     def _start(self) -> AlongAxes:
-        """Finds good values of the nodes' variables to start with."""
+        """A function that finds good values of the nodes' variables to start with."""
         kept = self.kept.axes if self.kept else ()
         axes = [n for n, size in self.sharding.mesh.shape if size > 1 and n not in kept]
         return AlongAxes({v: self.strategies[n] for n, v in self.variable.items()}, axes)
 
     def _classes(self) -> list[list[OpFactors]]:
-        """The nodes of each variable."""
+        """Returns, for each variable, the nodes that share it."""
         ops = self.sharding.factors.ops
         classes: dict[int, list[OpFactors]] = defaultdict(list)
         numbers = range(len(ops)) if self.objective.untied else numbered(self.signs)
@@ -232,7 +251,7 @@ class Problem:
         return list(classes.values())
 
     def _build_small_enough(self, graph: gs.Graph) -> None:
-        """Builds the tables, with fewer strategies per node if they would be too large."""
+        """Builds the tables, with fewer strategies per node if the tables would be too large."""
         profiles = max((len(t.costed) for t in self.sharding.factors.tensors.values()), default=1)
         self.holders = Holders(self._holders(), profiles)
         names = (op.node.name for op in self.sharding.factors.ops)
@@ -258,14 +277,14 @@ class Problem:
 
     @property
     def is_given_up(self) -> bool:
-        """True if the floor excludes this mesh. `below` may be a little less than the seconds of
-        another mesh, to save a proof that this one is hardly better. The floor is no such proof, so
-        it must exceed `below` clearly."""
+        """True if no strategy on this mesh can be fast enough: `floor`, the lower bound, exceeds
+        `below`, the seconds to be undercut, by a clear margin. The margin is needed because `below`
+        may be a little less than the seconds of the best mesh so far."""
         return self.floor * (1 - SURE) >= self.below
 
     def _least_of_nodes(self) -> float:
-        """The seconds of all nodes if each had the strategy that is best for it alone, without
-        reshards."""
+        """Returns the seconds of all nodes if each had the strategy that is best for it alone,
+        without reshards."""
         total: Array = np.zeros(len(self.sums))
         for alike in self.classes:
             times = sum(self.times[op.node.name] for op in alike)
@@ -274,7 +293,7 @@ class Problem:
         return float(total.max())
 
     def _holders(self) -> tuple[tuple[int | None, float], ...]:
-        """Ranks that may hold different amounts, with the weights of their bytes; one of several
+        """Returns (rank, weight of its bytes) for the ranks whose memory may differ: one of several
         ranks with the same weight and the same shares along every axis."""
         objective, costs = self.objective, self.sharding.costs
         if objective.memory is None or not (objective.memories or costs.topology.shares):
@@ -294,8 +313,8 @@ class Problem:
         return tuple(kinds.values())
 
     def _add_all(self, most: int) -> None:
-        """Adds all variables and tables, but does not compute the tables yet; a node has at most
-        `most` strategies."""
+        """Adds all variables and tables, which are not computed yet; a node has at most `most`
+        strategies."""
         self.tables = Sums(2 if self._is_apart else 1)
         self.strategies: dict[str, list[OpStrategy]] = {}
         self.domains = Domains(self.tensors, self.strategies, self.tables)
@@ -314,8 +333,8 @@ class Problem:
                 self._add_weight(held)
 
     def _add_nodes(self, alike: Sequence[OpFactors], most: int) -> None:
-        """Adds the variable of nodes that share one, and the table of their cost. Errors:
-        StrategyError if the nodes have no strategy."""
+        """Adds the variable of the nodes `alike`, which share it, and the table of their cost.
+        Errors: StrategyError if they have no strategy."""
         op = alike[0]
         strategies = self._strategies(op, most)
         if not strategies:
@@ -332,7 +351,7 @@ class Problem:
         self.strategies.update((one.node.name, strategies) for one in alike)
 
     def _strategies(self, op: OpFactors, most: int) -> list[OpStrategy]:
-        """The strategies of a node: all, or at most about `most`."""
+        """Returns the strategies of a node: all, or at most about `most`."""
         key = self._key(op)
         known = self.reduced if key in self.reduced else self.known.strategies
         if key not in known or len(known[key]) > most:
@@ -343,19 +362,21 @@ class Problem:
         return known[key]
 
     def _rank_bytes(self, op: OpFactors, strategy: OpStrategy) -> float:
-        """Bytes of a rank's shards of a node's operands and results."""
+        """Returns the bytes of a rank's shards of a node's operands and results."""
         each = [(t, strategy.operand(op, i)) for i, t in enumerate(op.node.inputs)]
         each += [(t, strategy.result(op, i)) for i, t in enumerate(op.node.outputs)]
         known = self.sharding.factors.tensors
         return sum(mean_bytes(t, p, self.sharding) for t, p in each if t.name in known)
 
     def _op_cost(self, op: OpFactors, strategies: Sequence[OpStrategy]) -> Array:
-        """Seconds of a node under each strategy (columns), with a row for each sum."""
+        """Returns the seconds of a node under each strategy (columns), with a row for each sum."""
         seconds = self.known.op_costs(strategies, lambda: self._op_costs(op, strategies))
         rows: Array = seconds if self._is_apart else seconds.sum(0, keepdims=True)
         return rows
 
     def _op_costs(self, op: OpFactors, strategies: Sequence[OpStrategy]) -> Array:
+        """Returns two rows, seconds of compute and of communication, with a column for each
+        strategy."""
         known = KnownCompute(op, self.sharding, self.sign[op.node.name], self.known.compute)
         seconds: Array = np.array([known.cost(strategy) for strategy in strategies]).T
         seconds[0] += [PASSING * bool(strategy.passed) for strategy in strategies]
@@ -363,7 +384,7 @@ class Problem:
 
     def _add_tensor(self, alike: Sequence[gs.Tensor]) -> None:
         """Adds the tables for the reshards of tensors with one signature, over the variables of the
-        nodes that produce and read them; also adds further variables that these tables need."""
+        nodes that produce and read them; also further variables that these tables need."""
         name, times = alike[0].name, sum(self._iterations(tensor.name) for tensor in alike)
         required = self.domains.required(name)
         produced = self.domains.produced(name)
@@ -404,7 +425,7 @@ class Problem:
             self.tables.later(lambda: add.add_copies(costs, at[requested], common, ranges))
 
     def _iterations(self, name: str) -> int:
-        """The number of times that a tensor is produced; an input of a body counts once for each
+        """Returns how often a tensor is produced in a run; an input of a body counts once for each
         iteration."""
         producer = self.tensors.ports.producers.get(name)
         if producer is None:
@@ -413,7 +434,7 @@ class Problem:
         return around if producer.index is not None else around * iterations(producer.op.node)
 
     def _add_weight(self, alike: Sequence[gs.Tensor]) -> None:
-        """Adds the memory of weights with one signature, and the cost of holding them."""
+        """Adds the memory of weights with one signature, and the cost of having them in memory."""
         price = self._holding_price
         if self.objective.memory is None and not price:
             return
@@ -428,18 +449,19 @@ class Problem:
 
     @property
     def _holding_price(self) -> float:
-        """The cost of holding a byte of a weight or a state, in seconds."""
+        """The cost of having a byte of a weight or a state in memory, in seconds."""
         read = self.sharding.costs.memory(1 << 30, far=1 << 30) / (1 << 30)
         return self.objective.holding * read
 
     def _holding(self, costs: ReshardCosts, scope: Sequence[ShardingDomain], price: float) -> Array:
-        """The table of the cost of holding a weight or a state, for each sum."""
+        """Returns the table of the cost of having a weight or a state in memory, for each sum.
+        `price` is the cost of a byte."""
         most = price * weight_bytes(costs, scope).max(0)
         return np.broadcast_to(most, (2 if self._is_apart else 1, *most.shape))
 
     def _live_range(self, name: str, at: Mapping[ShardingDomain, ShardingDomain]) -> LiveRange:
-        """The steps at which a tensor exists and is read; `at` maps the domains of readers to the
-        domains that tables use for them."""
+        """Returns the steps at which a tensor exists and is read. `at` maps the domains of readers
+        to the domains that tables use for them."""
         first, last = self.timeline.first, self.timeline.last
         reads = [
             (

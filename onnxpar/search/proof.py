@@ -1,4 +1,4 @@
-"""Bounds that the search has proved on strategies that it did not choose."""
+"""What the search has proved about strategies that it did not choose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Proof:
-    """How far the strategy that the search found may be from the best.
+    """How far the strategy that the search found may be from the best one.
 
     seconds      of a run with this strategy, as the search counts them
     bound        every compared strategy takes at least this many seconds; 0 if nothing is proved
@@ -16,8 +16,9 @@ class Proof:
                  mesh
     memory       the bound holds for strategies that need at most this many bytes of a rank, as the
                  search counts them; None: for all
-    is_complete  false if nodes had too many strategies to compare all
-    hides_sums   the sums of gradients between hosts count as hidden, in `seconds` and in `bound`
+    is_complete  False if nodes had too many strategies to compare all
+    hides_sums   True if the sums of gradients between hosts count as hidden, in `seconds` and in
+                 `bound`
     """
 
     seconds: float
@@ -28,7 +29,7 @@ class Proof:
     hides_sums: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the proof in the form that plan.json has."""
+        """Returns the proof as plan.json has it."""
         data = asdict(self)
         is_complete = data.pop("is_complete")
         return {**data, "complete": is_complete}

@@ -1,5 +1,5 @@
-"""The kinds of ops that have rates of their own (`cost/device.py`), and the work of a node in these
-units."""
+"""Which ops have a measured speed of their own (`cost/device.py`), and how much work a node is in
+the units of that speed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SLOW = frozenset(
 """Ops that take longer for each element than to read and write it."""
 _NORMS = frozenset(("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"))
 _MASKS = frozenset(("Add", "Where"))
-"""Ops that mask the operand of a softmax."""
+"""Ops that may mask the operand of a softmax."""
 
 
 def rated_as(node: gs.Node) -> str | None:
-    """The kind of a node, one of RATED; None for other nodes.
+    """Returns the kind of a node whose speed is measured, one of RATED; None for other nodes.
 
     A softmax is of the kind Softmax where a mask may come before it: the exponentials of masked
     values are denormal numbers, which processors multiply many times slower.
@@ -37,10 +37,11 @@ def rated_as(node: gs.Node) -> str | None:
 def work_of(
     kind: str, node: gs.Node, operands: list[tuple[int, ...]], result: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Rows and elements of a node of a kind of RATED, whose operands and result have these shapes:
+    """Returns (rows, elements) of a node of a kind of RATED, from the shapes of its operands and
+    result:
 
-    MatMul     the products of a batch, and the elements of their second operands, which
-               onnxruntime packs in each run; 0 for a product by one matrix
+    MatMul     the products of a batch, and the elements of their second operands, which onnxruntime
+               packs in each run; 0 for a product by one matrix
     Transpose  the stretches that it copies, and their elements; 0 if all are single elements,
                because onnxruntime transposes these as a matrix
     Erf        no rows, and all elements
@@ -56,8 +57,9 @@ def work_of(
 
 
 def copied_rows(node: gs.Node, shape: tuple[int, ...]) -> int:
-    """The stretches of contiguous elements that a Transpose copies; 0 if these are single elements,
-    or all at once."""
+    """Returns the number of stretches of contiguous elements that a Transpose copies; 0 if these
+    are single elements, or all at once. With perm (1, 0, 2), a result (4, 6, 8) has 24 stretches of
+    8."""
     perm = node.attrs.get("perm", range(len(shape))[::-1])
     last = max((i for i, source in enumerate(perm) if i != source), default=-1)
     return math.prod(shape[: last + 1]) if -1 < last < len(shape) - 1 else 0

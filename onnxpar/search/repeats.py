@@ -1,4 +1,4 @@
-"""Finds repeated blocks of a graph, which get the same strategy."""
+"""Finds repeated blocks of a graph, such as the layers of a model, which get the same strategy."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ LEAST_TIMES = 3
 
 
 def tied(sharding: ShardingState, kinds: Kinds) -> list[int]:
-    """A number for each node, in the order of the graph; nodes in the same place of repeated blocks
-    have the same number."""
+    """Returns a number for each node, in the order of the graph; nodes in the same place of
+    repeated blocks have the same number."""
     return numbered(signs(sharding, kinds))
 
 
 def signs(
     sharding: ShardingState, kinds: Kinds, known: dict[Hashable, int] | None = None
 ) -> list[int]:
-    """A number for each node, in the order of the graph, that is equal for equal signatures;
-    `known` has the numbers of signatures in other searches."""
+    """Returns a number for each node, in the order of the graph; nodes with equal signatures have
+    equal numbers. `known` has the numbers of signatures in other searches."""
     numbers = {} if known is None else known
     ops = sharding.factors.ops
     return [numbers.setdefault(signature(op, sharding, kinds), len(numbers)) for op in ops]
 
 
 def numbered(signs: Sequence[int]) -> list[int]:
-    """The numbers of `tied`, from the numbers of `signs`."""
+    """Returns the numbers of `tied`, from the numbers of `signs`: [0, 1, 2, 3, 0, 1, 2, 3, ...] for
+    blocks of four nodes."""
     numbers = list(range(len(signs)))
     for start, end, period in runs(np.array(signs), 0):
         for i in range(start + period, end):
@@ -46,7 +47,7 @@ def numbered(signs: Sequence[int]) -> list[int]:
 
 
 def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
-    """A key with all that determines the strategies of a node and their costs."""
+    """Returns a key of everything that determines the strategies of a node and their costs."""
     if op.bodies:
         return (op.node.name, op)
     atoms: dict[int, int] = {}
@@ -76,14 +77,17 @@ def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
 
 
 def _sizes(op: OpFactors, leaf: int, sharding: ShardingState) -> tuple[Hashable, ...]:
-    """All that determines the sizes of a leaf's shards, beside its size: its sizes where costs are
-    computed, whether it is open, and sizes by hand."""
+    """Returns everything that determines the sizes of the shards of leaf number `leaf` of a node,
+    besides its global size: its sizes where costs are computed, whether it is open, and shard sizes
+    that the user gave."""
     atom = op.leaves[leaf].atom
     each = tuple((weight, at.extent(leaf)) for weight, at in op.costed)
     return each, atom in sharding.factors.open_atoms, atom if sharding.parts else None
 
 
 def _operand(tensor: gs.Tensor, op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
+    """Returns everything about an operand or result that a node's strategies and costs depend
+    on."""
     name = tensor.name
     factors = sharding.factors.tensors.get(name)
     dims = factors and (factors.dims, factors.priced, factors.dim_of_leaf)
@@ -96,8 +100,9 @@ def _operand(tensor: gs.Tensor, op: OpFactors, sharding: ShardingState, kinds: K
 
 
 def runs(signs: Array, offset: int) -> Iterator[tuple[int, int, int]]:
-    """(start, end, period) of each stretch of `signs` that repeats with that period: the longest
-    first, then the stretches before and after it. `offset` is added to start and end."""
+    """Yields (start, end, period) for each stretch of `signs` that repeats with that period: the
+    longest stretch first, then the stretches before and after it. `offset` is added to start and
+    end."""
     best = (0, 0, 0)
     for period in range(LEAST_NODES, len(signs) // LEAST_TIMES + 1):
         same = np.flatnonzero(signs[period:] != signs[:-period])

@@ -1,5 +1,5 @@
-"""Seconds of the reshards of a tensor from one factor sharding to another, or to the shardings of
-several readers together."""
+"""The seconds of the reshards of one tensor: from one factor sharding (axes for each leaf) to
+another, or to the shardings of several readers together."""
 
 from __future__ import annotations
 
@@ -26,9 +26,14 @@ MOST_TOGETHER = 1 << 16
 
 @dataclass(frozen=True)
 class ShardingDomain:
-    """The sharding of a tensor at one place of the graph, for each value of a variable; without a
-    variable, there is only one sharding. `copied` says for each value if the reader takes a copy of
-    its own; it is None if the value does not decide that."""
+    """The sharding of a tensor at one place of the graph, as a function of a variable, such as the
+    strategy of the node there.
+
+    variable          the variable's number; None: there is only one sharding
+    factor_shardings  the sharding for each value of the variable
+    copied            for each value, True if the reader takes a copy of its own; None if the value
+                      does not decide that
+    """
 
     variable: int | None
     factor_shardings: tuple[FactorSharding, ...]
@@ -39,49 +44,61 @@ class ShardingDomain:
 
     @cached_property
     def _hash(self) -> int:
+        """The hash, computed once: domains are keys of many dicts."""
         return hash((self.variable, self.factor_shardings, self.copied))
 
     @cached_property
     def distinct(self) -> tuple[FactorSharding, ...]:
-        """The shardings, each once, in the order of the first values that have them."""
+        """The shardings without repetitions, in the order of the first values that have them."""
         return tuple(dict.fromkeys(self.factor_shardings))
 
     @cached_property
     def which(self) -> Array:
-        """For each value, the place of its sharding in `distinct`."""
+        """For each value, the index of its sharding in `distinct`."""
         at = {p: i for i, p in enumerate(self.distinct)}
         return np.array([at[p] for p in self.factor_shardings], int)
 
     def mapped(self, each: Sequence[FactorSharding]) -> ShardingDomain:
-        """The domain with the same variable and these shardings instead of the `distinct` ones."""
+        """Returns the domain with the same variable, and the sharding `each[i]` in place of
+        `distinct[i]`."""
         return ShardingDomain(self.variable, tuple(each[i] for i in self.which.tolist()))
 
     def reduced(self) -> ShardingDomain:
-        """The domain with the same variable, after the reduction of partial shardings."""
+        """Returns the domain with the same variable, and its shardings after the reduction of
+        partial sums."""
         return self.mapped([p.reduced() for p in self.distinct])
 
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks whose memory counts, each with the weight of its bytes: all ranks that may differ,
-    or None for the one with the largest shards. `profiles` is the number of typical sizes."""
+    """The ranks whose memory counts.
+
+    ranks     (rank, weight of its bytes): all ranks that may differ, or None for the one with the
+              largest shards
+    profiles  the number of typical sizes for which bytes are counted
+    """
 
     ranks: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
     profiles: int = 1
 
 
 def table_of(domains: Sequence[ShardingDomain], values: Array) -> Table:
-    """The table over the variables of these domains. `values` has an axis for each domain, of
-    length 1 for a domain without a variable."""
+    """Returns the table over the variables of these domains. `values` has an axis for each domain,
+    of length 1 for a domain without a variable."""
     fixed = tuple(i for i, domain in enumerate(domains) if domain.variable is None)
     scope = tuple(domain.variable for domain in domains if domain.variable is not None)
     return Table(scope, np.squeeze(values, axis=fixed))
 
 
 class ReshardCosts:
-    """Seconds of reshards of one tensor between all these factor shardings, by the cheapest path.
-    The first axis of a result is the sum: one row with all seconds, or, if `apart`, one with those
-    of compute and one with those of communication."""
+    """The seconds of reshards of one tensor between the given factor shardings, by the cheapest
+    path of steps. Axis 0 of all results is the sum: one row with all seconds or, if `apart`, a row
+    for compute and a row for communication.
+
+    shardings  all shardings that the tensor may have at any node
+    known      tables that tensors share; None if the caller needs only sizes
+    holders    the ranks whose bytes count
+    """
 
     def __init__(
         self,
@@ -107,8 +124,8 @@ class ReshardCosts:
 
     @cached_property
     def seconds(self) -> Array:
-        """Seconds from each sharding to each other; infinite for a tensor between nodes that
-        onnxruntime fuses, which must not be resharded, unless its layout was requested."""
+        """Seconds from each sharding to each other. For a tensor between nodes that onnxruntime
+        fuses, which must not be resharded, they are infinite, unless its layout was requested."""
         sharding, name = self.sharding, self.tensor.name
         if name not in sharding.factors.fused or name in sharding.pinned:
             return self._seconds
@@ -116,30 +133,33 @@ class ReshardCosts:
 
     @cached_property
     def _seconds(self) -> Array:
+        """Seconds from each sharding to each other."""
         about = self._about
         assert self.known is not None, "made for sizes alone"
         return self.known.of(self.key, list(self.index), about, self._size, self.apart)
 
     @cached_property
     def again(self) -> Array:
-        """Seconds from each sharding to each other for a further reshard of a copy. It may not
-        reduce a partial sharding (infinite seconds), because a sum is reduced only once."""
+        """Like `seconds`, for a further reshard of a copy. That may not reduce a partial sum
+        (infinite seconds), because a sum is reduced only once."""
         partial = np.array([bool(p.partial) for p in self.index])
         return np.where(partial[:, None] & ~partial[None, :], np.inf, self.seconds)
 
     def paths(self, start: ShardingDomain, goal: ShardingDomain) -> Array:
-        """Seconds from each sharding of the tensor (`start`) to each goal."""
+        """Returns the seconds from each sharding of the tensor (`start`) to each of `goal`."""
         seconds: Array = self.seconds[self._pairs(start, goal)]
         return seconds
 
     def onward(self, start: ShardingDomain, goal: ShardingDomain) -> Array:
-        """Seconds from each sharding of a copy that a reshard has made (`start`) to each goal."""
+        """Returns the seconds from each sharding of a copy that a reshard has produced (`start`) to
+        each of `goal`."""
         seconds: Array = self.again[self._pairs(start, goal)]
         return seconds
 
     def tree(self, domains: Sequence[ShardingDomain]) -> Array:
-        """Seconds of the reshards from the first domain to all others, in the best order: each copy
-        is made from the first, or from a copy made before."""
+        """Returns the seconds of the reshards from the first domain to all others, in the best
+        order: each copy is made from the first, or from a copy made before. An axis for each domain
+        follows axis 0."""
         count = len(domains)
         steps = {
             (source, goal): _spread(
@@ -164,8 +184,8 @@ class ReshardCosts:
         return best
 
     def sizes(self, domain: ShardingDomain) -> Array:
-        """Bytes of the shard of each holder, by profile of typical sizes and within it by holder
-        (rows), and by the shardings of a domain (columns); one row if all are alike."""
+        """Returns the bytes of a shard, [cases, shardings of the domain]: a case is a typical size
+        and a rank of `holders`, in this order; one case if all are equal."""
         held: list[Array] = []
         factors, name = self.sharding.factors, self.tensor.name
         parts = [factors.share_over(name, at.leaves) for at in domain.distinct]
@@ -185,21 +205,22 @@ class ReshardCosts:
         return np.broadcast_to(by_profile, shape).reshape(-1, shape[-1])
 
     def _size(self, factor_sharding: FactorSharding) -> float:
+        """The mean bytes of a shard, over the typical sizes."""
         return mean_bytes(self.tensor, factor_sharding, self.sharding)
 
     def differ(self, *domains: ShardingDomain) -> Array:
-        """An array with an axis for each domain: True where the sharding of the last domain differs
-        from those of all others."""
+        """Returns an array with an axis for each domain: True where the sharding of the last domain
+        differs from the shardings of all others."""
         *others, last = np.ix_(*map(self._at, domains))
         all_differ: Array = np.logical_and.reduce(np.broadcast_arrays(*(o != last for o in others)))
         return all_differ
 
     def _pairs(self, start: ShardingDomain, goal: ShardingDomain) -> Any:
-        """The index of the seconds from the shardings of one domain to those of another."""
+        """The index into `seconds` for the shardings of two domains."""
         return slice(None), self._at(start)[:, None], self._at(goal)[None, :]
 
     def _at(self, domain: ShardingDomain) -> Array:
-        """The indices of a domain's shardings."""
+        """The indices of a domain's shardings in `seconds`, by value."""
         places = self._places.get(domain)
         if places is None:
             places = np.array([self.index[p] for p in domain.distinct])[domain.which]
@@ -208,7 +229,8 @@ class ReshardCosts:
 
 
 def faster(one: Array, other: Array) -> Array:
-    """For each entry, the rows of seconds of the array whose sum over rows is smaller there."""
+    """Returns, for each entry, the seconds of the array (`one` or `other`) whose sum over axis 0 is
+    smaller there."""
     if len(one) == 1:
         return np.minimum(one, other)
     return np.where(one.sum(0) <= other.sum(0), one, other)

@@ -1,4 +1,4 @@
-"""Seconds of reshards between all shardings that tensors of the same shape can have, computed
+"""The seconds of reshards between all shardings that tensors of one shape can have, computed
 together."""
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from onnxpar.sharding.sub_axes import Unordered
 
 
 class ReshardTables:
-    """Seconds of reshards between shardings, by all else that they depend on (`key`). Tensors with
-    one key `add` their shardings. The first call of `of` computes the seconds between all of these
-    in one graph, if they agree on the order of sub-axes, and the graph is small."""
+    """The seconds of reshards between shardings, for each `key`: everything else that they depend
+    on, such as the dimensions and the element size. Tensors `add` their shardings first. The first
+    call of `of` for a key computes the seconds between all of these in one graph, if they agree on
+    the order of sub-axes, and the graph is small."""
 
     def __init__(self) -> None:
         self._wanted: dict[Hashable, dict[FactorSharding, int]] = {}
@@ -28,12 +29,12 @@ class ReshardTables:
 
     @property
     def entries(self) -> int:
-        """The entries of the tables computed so far."""
+        """The number of entries of the tables computed so far."""
         tables = (*self._together.values(), *self._alone.values())
         return sum(table.size for table in tables if table is not None)
 
     def add(self, key: Hashable, shardings: Iterable[FactorSharding]) -> None:
-        """Notes that a tensor with this key may have these shardings."""
+        """Announces that a tensor with this key may have these shardings."""
         wanted = self._wanted.setdefault(key, {})
         before = len(wanted)
         for sharding in shardings:
@@ -49,8 +50,12 @@ class ReshardTables:
         size: Bytes,
         apart: bool,
     ) -> Array:
-        """Seconds from each sharding to each other, one table for the sum or, if `apart`, one for
-        local cuts and one for collectives. `size` returns the bytes of shards."""
+        """Returns the seconds from each sharding to each other: one table for the sum or, if
+        `apart`, one for local cuts and one for collectives.
+
+        about  the tensor and the cost model
+        size   a function from a sharding to the bytes of a shard
+        """
         wanted = self._wanted[key]
         if key not in self._together:
             self._together[key] = _of_all(list(wanted), about, apart)
@@ -67,18 +72,20 @@ class ReshardTables:
 
 
 def _graph(shardings: Sequence[FactorSharding], about: ReshardedTensor) -> ReshardGraph:
+    """The graph whose nodes are shardings, and whose edges are steps between them."""
     return ReshardGraph(shardings, about.factors, about.costs, about.itemsize, about.parts)
 
 
 def _seconds(graph: ReshardGraph, apart: bool) -> Array:
+    """The seconds of the cheapest paths in a graph."""
     return graph.seconds_apart() if apart else graph.seconds()[None]
 
 
 def _of_all(
     shardings: Sequence[FactorSharding], about: ReshardedTensor, apart: bool
 ) -> Array | None:
-    """The seconds between all shardings in one graph; None if it has too many states for detours,
-    or no order of sub-axes."""
+    """Returns the seconds between all shardings, from one graph; None if the graph is too large to
+    have detours, or if there is no common order of sub-axes."""
     try:
         graph = _graph(shardings, about)
     except Unordered:
@@ -89,6 +96,8 @@ def _of_all(
 def _of_some(
     shardings: Sequence[FactorSharding], about: ReshardedTensor, size: Bytes, apart: bool
 ) -> Array:
+    """The seconds between these shardings, from one graph or, without a common order of sub-axes,
+    planned pair by pair."""
     try:
         return _seconds(_graph(shardings, about), apart)
     except Unordered:
@@ -98,8 +107,8 @@ def _of_some(
 def _one_by_one(
     shardings: Sequence[FactorSharding], about: ReshardedTensor, size: Bytes, apart: bool
 ) -> Array:
-    """The seconds from each sharding to each other, planned pair by pair; for shardings without
-    common sub-axes."""
+    """Returns the seconds from each sharding to each other, planned pair by pair, for shardings
+    that have no common order of sub-axes."""
     seconds = np.zeros((2, len(shardings), len(shardings)))
     for (i, start), (j, goal) in permutations(enumerate(shardings), 2):
         for step in plan_steps(start, goal, about):

@@ -1,4 +1,4 @@
-"""Finds the fastest strategy on a mesh by the cost model."""
+"""Finds the fastest strategy on one mesh by the cost model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotati
 
 AUTO, EXHAUSTIVE, PROPAGATION = "auto", "exhaustive", "propagation"
 SEARCHES = (AUTO, "data-parallel", "tensor-parallel", EXHAUSTIVE, PROPAGATION)
-"""Values of `--search`: the search, two presets, trying every strategy, and only propagating
+"""Values of `--search`: the search; two presets; trying every strategy; and only propagating
 annotations."""
 
 
 class NotBelow(StrategyError):
     """No strategy on a mesh takes less than the requested seconds: every compared one takes at
-    least `bound`; `is_complete` as in Proof."""
+    least `bound`. `is_complete` is False if nodes had too many strategies to compare all."""
 
     def __init__(self, mesh: Mesh, bound: float, is_complete: bool = True) -> None:
         super().__init__(f"every strategy over {mesh} takes at least {bound * 1e3:.3f} ms")
@@ -38,9 +38,15 @@ class NotBelow(StrategyError):
 
 @dataclass(frozen=True)
 class Solution:
-    """A strategy for one mesh: the seconds of a run by the cost model, a lower bound on those of
-    every strategy that was searched, and its decisions, both as annotations and as the strategy of
-    each node by name. `axes` and `is_complete` say what the bound holds for, as in Proof."""
+    """A strategy for one mesh.
+
+    mesh               the mesh
+    seconds            of a run, by the cost model
+    bound              a lower bound on the seconds of every strategy that was searched
+    annotations        the decisions, as annotations of inputs and nodes
+    chosen             the decisions, as the strategy of each node by name
+    axes, is_complete  what the bound holds for, as in `Proof`
+    """
 
     mesh: Mesh
     seconds: float
@@ -51,7 +57,7 @@ class Solution:
     is_complete: bool = True
 
     def proof(self, objective: Objective) -> Proof:
-        """The proof of the search, for an objective."""
+        """Returns what the search has proved about this solution, for an objective."""
         memory = objective.memory
         seconds, bound = float(self.seconds), max(float(self.bound), 0.0)
         hides = objective.hides_sums
@@ -69,11 +75,20 @@ def solve(
     step: Step | None = None,
     below: float = math.inf,
 ) -> Solution:
-    """The fastest strategy on the sharding's mesh that agrees with the `given` annotations, and
-    with the decisions `kept` of another search; `step` is given for a training step. Errors:
-    NotBelow if no strategy takes less than `below` seconds (a slower one may be returned, too);
-    StrategyError if no strategy agrees, or if there are too many to try them all; OverLimit if no
-    strategy was found that fits in memory."""
+    """Returns the fastest strategy on the sharding's mesh.
+
+    states     the state pairs, (input, output)
+    given      batches of annotations (the user's requests) with which the strategy must agree
+    how        AUTO or EXHAUSTIVE
+    kept       decisions of another search to keep
+    objective  what to minimize, within which limits
+    step       the roles of inputs and outputs of a training step
+    below      the seconds that a strategy must stay below to be of use
+
+    Errors: NotBelow if no strategy takes less than `below` seconds (a slower one may be returned,
+    too); StrategyError if no strategy agrees with `given`, or if there are too many to try them
+    all; OverLimit if no strategy was found that fits in memory.
+    """
     sketch = ShardingState.open(sharding.mesh, sharding.factors, sharding.costs.topology)
     for batch in given:
         for annotation in batch:

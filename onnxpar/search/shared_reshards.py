@@ -20,14 +20,19 @@ MOST_DENSE = 1 << 20
 elimination builds no larger ones."""
 
 Paths = Callable[[ShardingDomain, ShardingDomain], Array]
-"""Returns the seconds from the shardings of one domain to those of another, with a row for each
-sum."""
+"""A function from two domains to the seconds from each sharding of the first to each of the second,
+with a row for each sum."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Adds the tables of one tensor, or of `times` equal ones. If memory is limited (`is_limited`),
-    variables also decide which readers take a copy."""
+    """Adds the tables of one tensor that several nodes read, to a search.
+
+    sums           the variables and tables of the search
+    reshard_costs  the seconds of the tensor's reshards
+    times          how many equal tensors there are
+    is_limited     True if memory is limited; variables then also decide which readers take a copy
+    """
 
     sums: Sums
     reshard_costs: ReshardCosts
@@ -37,12 +42,14 @@ class Serving:
     def serve(
         self, produced: ShardingDomain, required: Sequence[ShardingDomain]
     ) -> tuple[dict[ShardingDomain, ShardingDomain], ShardingDomain | None]:
-        """Adds the tables. Returns the domain that tables use for each given domain, which may have
-        a variable of its own, and the domain of the common copy (None without one).
+        """Adds the tables for a tensor with the domain `produced` whose readers have the domains
+        `required`. Returns ({each of these domains: the domain that tables use for it, which may
+        have a variable of its own}, the domain of a copy common to all readers, or None).
 
-        One table over all readers has the exact cost. If it would be too large, each reader is
-        served by itself, from the tensor or from one common copy of it: exact for up to two
-        readers, and nearly so for more."""
+        One table over all readers has the exact cost. If it would be too large, each reader gets a
+        table of its own, for a reshard from the tensor or from one common copy of the tensor. That
+        is exact for up to two readers, and nearly so for more.
+        """
         domains = [produced, *required]
         counts = [len(domain.distinct) for domain in domains]
         if len(domains) <= 5 and math.prod(counts) <= MOST_TOGETHER:
@@ -63,9 +70,11 @@ class Serving:
         return at, common
 
     def _together(self, ends: Sequence[ShardingDomain]) -> Array:
+        """The seconds of the reshards from the first domain to all others."""
         return self.times * self.reshard_costs.tree(ends)
 
     def _path(self, start: ShardingDomain, goal: ShardingDomain) -> Array:
+        """The seconds of one reshard."""
         return self.times * self.reshard_costs.paths(start, goal)
 
     def _from_either(
@@ -80,6 +89,7 @@ class Serving:
     def _nearer(
         self, produced: ShardingDomain, common: ShardingDomain, own: ShardingDomain
     ) -> Array:
+        """The seconds to a reader from the tensor or from the common copy, whichever is faster."""
         one = self.reshard_costs.paths(produced, own)[:, :, None, :]
         other = self.reshard_costs.onward(common, own)[:, None, :, :]
         return self.times * faster(one, other)
@@ -87,10 +97,10 @@ class Serving:
     def _from_one(
         self, produced: ShardingDomain, common: ShardingDomain, reader: ShardingDomain
     ) -> ShardingDomain:
-        """Does what `_from_either` does, by two tables over pairs with the same least sum: the
-        reader's own variable also decides which source it takes and, if memory is limited, whether
-        it makes a copy or reads the source itself. With two sums, it takes the source that makes
-        the larger sum smaller."""
+        """Has the purpose of `_from_either`, but adds two smaller tables, with an equal least sum:
+        the reader's own variable also decides from which of the two it reshards and, if memory is
+        limited, whether it takes a copy or reads in place. With two sums, it chooses so that the
+        larger sum is smaller."""
         factor_shardings = reader.distinct
         copied = tuple(is_copy for _, is_copy in self._kinds for _ in factor_shardings)
         values = factor_shardings * len(self._kinds)
@@ -106,15 +116,15 @@ class Serving:
 
     @property
     def _kinds(self) -> list[tuple[int, bool]]:
-        """The combinations of a source (0 the tensor, 1 the common copy) and True if the reader
-        makes a copy of it; without a limit on memory, always True."""
+        """(source: 0 the tensor, 1 the common copy; True if the reader takes a copy of it) for each
+        choice of a reader; without a limit on memory, a reader always takes a copy."""
         return [(n, is_copy) for is_copy in (False, True)[not self.is_limited :] for n in (0, 1)]
 
     def _from(
         self, number: int, paths: Paths, source: ShardingDomain, goal: ShardingDomain
     ) -> Array:
-        """Seconds from a source to the shardings of a goal, for each of `_kinds` in turn; 0 where
-        the kind has the other source."""
+        """Returns the seconds from a source to the shardings of a goal, for each of `_kinds` in
+        turn; 0 for the kinds with the other source. `number` is the number of the source."""
         seconds, is_same = (
             self.times * paths(source, goal),
             ~self.reshard_costs.differ(source, goal),
@@ -129,8 +139,8 @@ class Serving:
 
 
 def distinct(sums: Sums, domain: ShardingDomain) -> ShardingDomain:
-    """The domain with a new variable that has one value for each different sharding; the domain
-    itself if its shardings all differ."""
+    """Returns the domain with a new variable that has one value for each different sharding; the
+    domain itself if its shardings all differ."""
     factor_shardings = domain.distinct
     if domain.variable is None or len(factor_shardings) == len(domain.factor_shardings):
         return domain
@@ -140,8 +150,8 @@ def distinct(sums: Sums, domain: ShardingDomain) -> ShardingDomain:
 def _restated(
     sums: Sums, domain: ShardingDomain, factor_shardings: tuple[FactorSharding, ...]
 ) -> ShardingDomain:
-    """The domain with a new variable for these shardings, some of which may be equal; adds a table
-    that allows only equal shardings of both."""
+    """Returns the domain with a new variable for these shardings, some of which may be equal; adds
+    a table that allows only equal shardings of both variables."""
     restated = ShardingDomain(sums.add_variable(len(factor_shardings)), factor_shardings)
 
     def allowed() -> Array:

@@ -1,4 +1,4 @@
-"""Good values of the variables to start a search with, found along one mesh axis at a time."""
+"""Good values of the variables for the start of a search, found along one mesh axis at a time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from onnxpar.search.solver.elimination import Table
 from onnxpar.search.solver.pruning import NEAR, among, minimize_in_parts
 
 Values = dict[int, int]
-"""The number of the strategy of each variable of nodes."""
+"""{variable of nodes: the number of their strategy}."""
 
 
 class AlongAxes:
-    """Finds values of the nodes' variables, from the strategies of each. All nodes start whole;
-    then the strategies are optimized along one mesh axis at a time, unchanged along the others, as
-    long as that saves time. Each axis is the first one once; the best result counts. With one axis,
-    the result is whole nodes."""
+    """A function that finds good values of the nodes' variables. All nodes start whole; then their
+    strategies are optimized along one mesh axis at a time, unchanged along the others, as long as
+    that saves time. Each axis is the first one once; the best result counts. With one axis, the
+    result is whole nodes.
+
+    strategies  the strategies of each variable's nodes
+    axes        the mesh axes, by name
+    """
 
     def __init__(self, strategies: Mapping[int, Sequence[OpStrategy]], axes: Sequence[str]) -> None:
         self._whole = {v: _first_whole(each) for v, each in strategies.items()}
@@ -30,7 +34,7 @@ class AlongAxes:
         self._beside = {axis: _numbers(strategies, axis) for axis in axes}
 
     def __call__(self, sizes: Sequence[int], tables: Sequence[Table]) -> Values:
-        """Values of the nodes' variables that are in these tables."""
+        """Returns values of the nodes' variables that occur in these tables."""
         left = {v for table in tables for v in table.scope}
         whole = {v: value for v, value in self._whole.items() if v in left}
         if len(self._turns) < 2:
@@ -41,7 +45,8 @@ class AlongAxes:
     def _descended(
         self, sizes: Sequence[int], tables: Sequence[Table], whole: Values, axes: Sequence[str]
     ) -> tuple[float, Values]:
-        """The sum and the values after descents from whole nodes, along the axes in this order."""
+        """Returns (the sum, the values) after the optimizations from whole nodes, along the axes in
+        this order."""
         total, best, tried = math.inf, whole, 0
         for axis in cycle(axes):
             beside = self._beside[axis]
@@ -56,13 +61,13 @@ class AlongAxes:
 
 
 def _first_whole(strategies: Sequence[OpStrategy]) -> int:
-    """The number of the first strategy that splits nothing; 0 if each splits something."""
+    """Returns the number of the first strategy that splits nothing; 0 if each splits something."""
     return next((i for i, one in enumerate(strategies) if not any((*one.axes, one.passed))), 0)
 
 
 def _numbers(strategies: Mapping[int, Sequence[OpStrategy]], axis: str) -> dict[int, Array]:
-    """For each strategy of each variable, a number that is equal for strategies that differ only in
-    this axis."""
+    """Returns, for each variable, a number for each strategy; the numbers are equal for strategies
+    that differ only in this axis."""
     known: dict[int, Array] = {}
     for each in strategies.values():
         if id(each) not in known:
@@ -75,8 +80,8 @@ def _numbers(strategies: Mapping[int, Sequence[OpStrategy]], axis: str) -> dict[
 def _least(
     sizes: Sequence[int], tables: Sequence[Table], kept: Mapping[int, Array], first: Values
 ) -> tuple[float, Values]:
-    """A low sum over the values `kept` of some variables, no higher than the sum of the values
-    `first`; and the values of these variables that give it."""
+    """Returns (a low sum, the values that give it), where the variables in `kept` have only these
+    values. The sum is no higher than the sum for the values `first`."""
     every = {v: kept.get(v, np.arange(size)) for v, size in enumerate(sizes)}
     few = [len(every[v]) for v in range(len(sizes))]
     at = {v: int(np.searchsorted(kept[v], value)) for v, value in first.items()}

@@ -1,1 +1,2 @@
-"""Ranks on several hosts: one command that starts them, and what each host does."""
+"""One command as ranks on several hosts: starts them, supervises them, and leads them from rank
+0."""

@@ -37,7 +37,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Runs the ranks that the first line of the input asks for; returns 0 when all have ended."""
+    """Runs the ranks that the first line of the input asks for. Returns 0 when all have ended, or 2
+    if the host cannot start them."""
     lines = b""
     while b"\n" not in lines:
         data = os.read(0, 65536)
@@ -57,8 +58,14 @@ def main() -> int:
 
 
 class Agent:
-    """Runs the ranks of this host. `asked` is the first line of the input, and `rest` the bytes
-    read after it."""
+    """Runs the ranks of this host for a launcher, which it talks to over its standard input and
+    output.
+
+    asked   the first line of the input: command, environment, folder, ranks, size, grace
+    rest    the bytes that were read after that line
+    folder  where the ranks of this host find the address of rank 0's hub, to which all ranks
+            connect
+    """
 
     def __init__(self, asked: Mapping[str, Any], rest: bytes, folder: Path) -> None:
         self._hub = folder / HUB
@@ -76,7 +83,7 @@ class Agent:
         _say({"started": sorted(self._ranks)})
 
     def run(self) -> None:
-        """Returns when all ranks have ended."""
+        """Passes on output, messages and ends of ranks until all ranks have ended."""
         while self._ranks:
             for key, _ in self._selector.select(TICK):
                 if key.data is None:
@@ -87,6 +94,8 @@ class Agent:
             self._look_at_ranks()
 
     def _start(self, rank: int, asked: Mapping[str, Any], folder: Path) -> subprocess.Popen[bytes]:
+        """Starts the command as one rank, with the environment by which onnxpar knows its number.
+        Errors: FileNotFoundError if the launch's folder is not on this host."""
         path = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
         environment = {
             **os.environ,
@@ -116,7 +125,7 @@ class Agent:
         return process
 
     def _listen(self) -> None:
-        """Reads messages of the launcher; at the end of the input, ends the ranks."""
+        """Reads messages of the launcher; when the input ends, ends the ranks."""
         data = os.read(0, 65536)
         if not data:
             self._selector.unregister(0)
@@ -124,6 +133,8 @@ class Agent:
         self._take(data)
 
     def _take(self, data: bytes) -> None:
+        """Obeys each whole line of the input: a new address of the hub, signals to ranks, the order
+        to end."""
         *lines, self._lines = (self._lines + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
@@ -146,8 +157,8 @@ class Agent:
             self._hub.unlink()
 
     def _tell_hub(self) -> None:
-        """Sends the address of rank 0's hub to the launcher when it changes: each world of rank 0
-        has its own address, which stays in the file until all ranks have joined."""
+        """Sends the address of rank 0's hub to the launcher when it changes: each start of rank 0's
+        world has its own address, which stays in the file until all ranks have joined."""
         if not self._has_first:
             return
         text = ""
@@ -170,11 +181,13 @@ class Agent:
         self._tell(key.data, text[:end])
 
     def _close(self, key: selectors.SelectorKey) -> None:
-        """Passes on the rest of a stream, and reads no more of it."""
+        """Passes on the unfinished last line of a stream, and reads no more of it."""
         self._selector.unregister(key.fileobj)
         self._tell(key.data, self._unfinished.pop(key.data, b""))
 
     def _tell(self, stream: tuple[int, int], text: bytes) -> None:
+        """Sends output of a rank to the launcher; `stream` is (rank, 1 for stdout or 2 for
+        stderr)."""
         if text:
             rank, number = stream
             _say({"rank": rank, "stream": number, "text": base64.b64encode(text).decode()})
@@ -200,6 +213,8 @@ class Agent:
             _say({"ended": rank, "status": process.returncode})
 
     def _end(self) -> None:
+        """Asks all ranks to end (SIGTERM); after the grace period, `_look_at_ranks` kills the ranks
+        that still run."""
         if self._ending is not None:
             return
         self._ending = time.monotonic() + self._grace
@@ -208,13 +223,13 @@ class Agent:
 
 
 def _kill(process: subprocess.Popen[bytes], number: int) -> None:
-    """Sends a signal to a rank and all that it has started."""
+    """Sends signal `number` to a rank and to all processes that it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
 
 def _end_with_parent() -> None:
-    """Makes Linux end this process when the agent ends for any reason."""
+    """Runs in a rank's process: makes Linux send it SIGTERM when the agent ends for any reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
@@ -228,6 +243,7 @@ def _say(message: Mapping[str, Any]) -> None:
 
 
 def _write(data: bytes) -> None:
+    """Writes all of `data` to standard output."""
     view = memoryview(data)
     while view:
         view = view[os.write(1, view) :]

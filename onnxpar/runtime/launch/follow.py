@@ -1,4 +1,5 @@
-"""A rank of a launch that does what rank 0 does, in the same order."""
+"""A rank of a launch that repeats what rank 0 does, in the same order, so that collectives
+match."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from onnxpar.runtime.session.options import SessionSpec
 
 
 def follow(orders: Orders) -> int:
-    """Executes the orders of rank 0 until the order to end, and returns that order's exit status. A
-    run that fails on all ranks ends nothing. Errors: RankError, which soon reaches all ranks."""
+    """Executes the orders of rank 0 until the order to end; returns the exit status that this order
+    brings. A run that fails on all ranks ends nothing. Errors: RankError, which soon reaches all
+    ranks."""
     follower = _Follower(orders)
     try:
         while (status := follower.obey(orders.hear())) is None:
@@ -34,7 +36,9 @@ def follow(orders: Orders) -> int:
 
 
 class _Follower:
-    """The sessions of this rank, by their numbers, and the folders for their recordings."""
+    """Executes orders of rank 0 on a rank that has this rank's shards of rank 0's sessions.
+    Sessions have numbers; a session that records a profile has a folder of this rank's own for
+    it."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
@@ -42,7 +46,8 @@ class _Follower:
         self._folders: dict[int, OwnFolder] = {}
 
     def obey(self, order: Order) -> int | None:
-        """Executes an order; returns the exit status of an order to end. Errors: RankError."""
+        """Executes one order. Returns the exit status if it is the order to end, else None. Errors:
+        RankError if a call failed for good."""
         if order.do == END:
             (status,) = order.given
             return int(status)
@@ -53,12 +58,13 @@ class _Follower:
         return None
 
     def close(self) -> None:
-        """Ends all sessions."""
+        """Ends this rank's part of all sessions."""
         for number in list(self._sessions):
             self._close(number)
 
     def _call(self, order: Order) -> None:
-        """Makes a call of a session, or ends the session."""
+        """Calls the method of a session that the order names, or ends the session. Errors:
+        RankError for an order that does not exist."""
         call, session = _CALLS.get(order.do), self._sessions.get(order.session)
         if session is None or (call is None and order.do != CLOSE):
             what = f"{order.do!r} of session {order.session}"
@@ -69,6 +75,7 @@ class _Follower:
             call(session, *order.given)
 
     def _start(self, number: int, path: str, spec: Mapping[str, Any], timeout: float) -> None:
+        """Opens session `number` on the sharded model at `path`."""
         own = SessionSpec.from_json(spec)
         if own.profile:  # a folder of rank 0
             self._folders[number] = OwnFolder()

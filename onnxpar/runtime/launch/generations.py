@@ -1,4 +1,5 @@
-"""Starts a command as ranks on several hosts again and again, while hosts are lost and return."""
+"""Starts a command as ranks on several hosts again and again, while hosts are lost and return. A
+generation is one such start, with the hosts that are there at that time."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from onnxpar.runtime.launch.slots import Slots
 from onnxpar.runtime.launch.supervision import Supervisor
 
 FIRST_PROBE = 5.0
-"""Seconds until a lost host is probed; they double each time that the host is lost."""
+"""Seconds until a lost host is probed for the first time; they double each time that the host is
+lost."""
 LONGEST_PROBE = 30.0
+"""The most seconds until a lost host is probed."""
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """A rank of a launch, with the interface that `Supervisor` needs."""
+    """A rank of a launch, with the part of Popen's interface that `Supervisor` calls."""
 
     launch: Launcher
     number: int
@@ -41,8 +44,12 @@ class _Rank:
 
 @dataclass
 class _LostHost:
-    """A host that may return: how often it was lost, the time of the next probe, and the running
-    probe."""
+    """A host that was lost and may return.
+
+    times  how often it was lost
+    at     when to probe it next (time.monotonic)
+    probe  the probe that runs now; None: none does
+    """
 
     times: int = 0
     at: float = 0.0
@@ -50,8 +57,15 @@ class _LostHost:
 
 
 class Generations:
-    """Runs generations of ranks, of at least `min_ranks`, on the hosts of `slots`. Restarts ranks
-    that die, `max_restarts` times. Errors: InputError for limits out of range."""
+    """Runs a command as ranks on hosts; when ranks die, starts it again in the remaining slots.
+
+    slots         how many ranks each host has room for
+    command       what to run
+    min_ranks     the least number of ranks to go on with
+    max_restarts  how often to restart ranks that die
+
+    Errors: InputError for limits out of range.
+    """
 
     def __init__(
         self, slots: Sequence[Slots], command: Command, min_ranks: int, max_restarts: int
@@ -62,8 +76,9 @@ class Generations:
         self._lost: dict[str, _LostHost] = {}
 
     def run(self) -> int:
-        """Returns 0 when all ranks of a generation are done, or the status of a rank that failed.
-        Errors: RankError if too few ranks are left, or a host cannot start its ranks."""
+        """Runs generations until one is done. Returns 0 if all ranks of that generation are done,
+        or the status of a rank that failed. Errors: RankError if too few ranks are left, or a host
+        cannot start its ranks."""
         supervisor = Supervisor(
             self._members,
             self._launched,
@@ -79,7 +94,8 @@ class Generations:
 
     @contextmanager
     def _launched(self, generation: Generation) -> Iterator[Sequence[_Rank]]:
-        """Starts the ranks of a generation, which find each other through their hosts' agents."""
+        """Context with the running ranks of a generation, which find each other through their
+        hosts' agents."""
         ranks: dict[str, list[int]] = {}
         for rank, slot in enumerate(generation.slots):
             ranks.setdefault(slot.host, []).append(rank)
@@ -89,13 +105,14 @@ class Generations:
             yield [_Rank(launch, rank) for rank in range(len(generation.slots))]
 
     def _note_loss(self, host: str, why: str) -> None:
+        """Tells the user that a host is lost, and sets the time of its next probe."""
         _tell(f"{why}; the other ranks have {self._command.grace:g} s (--grace) to end")
         lost = self._lost.setdefault(host, _LostHost())
         lost.at = time.monotonic() + min(FIRST_PROBE * 2**lost.times, LONGEST_PROBE)
         lost.times += 1
 
     def _look(self, members: Membership) -> None:
-        """Probes lost hosts; a host that has returned joins again."""
+        """Probes lost hosts; a host that answers joins the next generation."""
         there = {slot.host for slot in members.slots}
         for name, host in self._lost.items():
             if name in there:
@@ -111,7 +128,8 @@ class Generations:
                     members.join(slots_of({name: self._counts[name]}))
 
     def _probe(self, host: str) -> subprocess.Popen[bytes]:
-        """Starts an agent without ranks, which ends as soon as it has started."""
+        """Starts an agent without ranks on a host; its exit status 0 says that the host is
+        there."""
         probe = start_agent(host, self._command.python)
         assert probe.stdin is not None
         with suppress(BrokenPipeError):

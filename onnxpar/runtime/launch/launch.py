@@ -14,10 +14,10 @@ from onnxpar.base.errors import RankError
 
 LOOPBACK = "127.0.0.1"
 GENERATION = "ONNXPAR_GENERATION"
-"""The environment variable with the number of a generation: how often a launcher has started the
-ranks of a run again."""
+"""The environment variable that says how often a launcher has started the ranks of this run again:
+0 at first."""
 _TORCH_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""torchrun's variable for the same number."""
+"""torchrun's variable with the same number as ONNXPAR_GENERATION."""
 
 HELP = """under a launcher, each process is one rank and makes the same calls. The rank and the
 number of ranks are read from the first pair that is set:
@@ -45,8 +45,13 @@ seconds."""
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The names of the variables that a launcher sets. `step`, of srun, must be set for
-    `SLURM_NTASKS` to count."""
+    """The names of the environment variables that one launcher sets.
+
+    rank        the rank of a process
+    sizes       the number of ranks, in order of precedence
+    local_size  the number of ranks on the host
+    step        of srun: must be set for `SLURM_NTASKS` to count
+    """
 
     rank: str
     sizes: tuple[str, ...]
@@ -71,7 +76,7 @@ class Launched:
     rank, size    its rank, and the number of all ranks
     local_size    the number of ranks on this host
     store         where the ranks meet
-    bind_address  the address on which this rank listens; "": that of its route to rank 0
+    bind_address  the address on which this rank listens; "": the address of its route to rank 0
     """
 
     rank: int
@@ -88,9 +93,11 @@ class Launched:
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """Returns the rank that a launcher gave this process; None if no launcher started it.
+    """Returns the rank that a launcher gave this process in its environment; None if no launcher
+    started the process.
 
-    Errors: RankError if variables are missing, or if those of two launchers contradict each other.
+    Errors: RankError if variables are missing, or if the variables of two launchers contradict each
+    other.
     """
     present = [one for one in _LAUNCHERS if _is_present(one, environment)]
     if not present:
@@ -138,8 +145,8 @@ def generation_number(environment: Mapping[str, str] = os.environ) -> int:
 
 def _is_present(one: _Launcher, environment: Mapping[str, str]) -> bool:
     """True if this launcher started this process. A Slurm batch script has a rank but no step, and
-    a shell under srun is a step of one task: neither counts. RANK is so common a name that
-    WORLD_SIZE must be set, too."""
+    a shell under srun is a step of one task: neither counts. RANK is a common name, so torchrun
+    counts only if WORLD_SIZE is set, too."""
     if not environment.get(one.rank):
         return False
     size = environment.get(one.sizes[0], "")
@@ -151,16 +158,19 @@ def _is_present(one: _Launcher, environment: Mapping[str, str]) -> bool:
 
 
 def _place(one: _Launcher, environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Returns (rank, number of ranks) from a launcher's variables; None for an unset one."""
     return _number(environment, one.rank), _number(environment, *one.sizes)
 
 
 def _assigned(one: _Launcher, environment: Mapping[str, str]) -> str:
+    """A launcher's rank and size as an error shows them: "RANK=0, WORLD_SIZE=2"."""
     size = next((name for name in one.sizes if environment.get(name)), one.sizes[0])
     return f"{one.rank}={environment[one.rank]}, {size}={environment.get(size, '')}"
 
 
 def _store(environment: Mapping[str, str], size: int, local: int) -> str:
-    """Returns the store where the ranks meet; empty if no variable names one."""
+    """Returns where the ranks meet, as ONNXPAR_STORE says it, e.g. "tcp://host:port"; empty if no
+    variable tells. `local` is the number of ranks on this host."""
     if store := environment.get("ONNXPAR_STORE"):
         return store
     folder = environment.get("PMIX_SERVER_TMPDIR")
@@ -185,6 +195,8 @@ def bind_address(environment: Mapping[str, str] = os.environ, default: str = LOO
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int | None:
+    """Returns the first of these variables that is set, as a number; None if none is. Errors:
+    RankError if it is not a number."""
     for name in names:
         if name and (text := environment.get(name)):
             if not text.isdigit():

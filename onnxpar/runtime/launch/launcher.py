@@ -27,24 +27,29 @@ GRACE = HEAD_START / 2
 """Seconds that other ranks get to end by themselves after one has failed. Fewer than HEAD_START: a
 rank that fails for the same reason as rank 0 is ended before it repeats the report."""
 END = 5.0
-"""Seconds that agents get to end, in addition to the grace period of their ranks."""
+"""Seconds that agents get to end, after the grace period of their ranks."""
 TICK = 0.1
 SILENCE = 2.0
-"""Seconds after which `close` says which ranks it waits for."""
+"""Seconds after which `Launcher.close` says which ranks it waits for."""
 SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
-"""Asks for no password, and notices within 15 seconds that a host is gone."""
+"""The ssh command: asks for no password, and notices within 15 seconds that a host is gone."""
 PASSED_ON = ("ONNXPAR_", "OMP_")
-"""Environment variables of these names go to all ranks."""
+"""Environment variables whose names begin like this go to all ranks."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """The command of each rank: `words`, in the folder `folder` of each host, with the variables
-    `environment` added to those of the ssh login. `python` is the Python with onnxpar on the hosts.
-    Ranks that must end get SIGTERM, and are killed after `grace` seconds."""
+    """The command that each rank runs.
+
+    words        the command and its arguments
+    folder       where it runs; the same path on each host
+    environment  variables added to the variables of the ssh login
+    python       the Python on the hosts that has onnxpar
+    grace        seconds from SIGTERM to SIGKILL for ranks that must end
+    """
 
     words: Sequence[str]
     folder: str
@@ -55,13 +60,14 @@ class Command:
 
 @dataclass
 class _Agent:
-    """The agent that runs the ranks of a host.
+    """The agent, a process on a host that runs the host's ranks for the launcher.
 
-    ranks    its ranks
-    lines    the beginning of an unfinished line of its output
-    said     the end of its standard error
-    running  the ranks that still run
-    lost     the reason if the host is lost, else empty
+    ranks        their numbers
+    lines        the beginning of an unfinished line of the agent's output
+    said         the end of its standard error
+    has_started  True once it has sent a message
+    running      the ranks that still run
+    lost         the reason if the host is lost, else empty
     """
 
     host: str
@@ -74,6 +80,7 @@ class _Agent:
     lost: str = ""
 
     def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message to the agent; does nothing if the agent has ended."""
         assert self.process.stdin is not None
         if self.process.stdin.closed:
             return
@@ -83,7 +90,7 @@ class _Agent:
 
 
 class Launcher(Closing):
-    """Runs a command as ranks on several hosts.
+    """Runs a command as ranks on several hosts, each by an agent, over ssh.
 
     ranks    the numbers of the ranks on each host
     on_loss  called with each host that is lost, and the reason
@@ -122,7 +129,7 @@ class Launcher(Closing):
 
     @property
     def lost(self) -> dict[str, str]:
-        """The reason for the loss of each lost host, by name."""
+        """For each lost host, by name, the reason for its loss."""
         return {agent.host: agent.lost for agent in self._agents if agent.lost}
 
     def look(self, seconds: float = 0.0) -> None:
@@ -132,15 +139,15 @@ class Launcher(Closing):
             self._read(key)
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Sends a signal to a rank that still runs."""
+        """Makes the rank's agent send it signal `number`, if the rank still runs."""
         agent = next(agent for agent in self._agents if rank in agent.ranks)
         if rank in agent.running:
             agent.send({"signals": [[rank, number]]})
 
     def wait(self) -> int:
-        """Returns 0 after all ranks have ended with 0; else the status of the first rank that
-        failed, after the others have ended. Errors: RankError if a host cannot be reached or is
-        lost."""
+        """Waits for all ranks. Returns 0 if all end with 0; else the exit status of the first rank
+        that failed, after the others have ended. Errors: RankError if a host cannot be reached or
+        is lost."""
         until = None
         while any(agent.running for agent in self._agents):
             self.look(TICK)
@@ -163,6 +170,7 @@ class Launcher(Closing):
         return status if status > 0 else 128 - status
 
     def _read(self, key: selectors.SelectorKey) -> None:
+        """Reads output of an agent, and handles each whole line; notices its end."""
         agent: _Agent = key.data
         data = os.read(key.fd, 65536)
         if key.fileobj is agent.process.stderr:
@@ -178,7 +186,8 @@ class Launcher(Closing):
                 self._handle(agent, line)
 
     def _lose(self, agent: _Agent) -> None:
-        """Records that a host is lost, and why."""
+        """Records that an agent's host is lost, with the last line of its standard error as the
+        reason."""
         try:
             agent.process.wait(END)
         except subprocess.TimeoutExpired:
@@ -200,6 +209,8 @@ class Launcher(Closing):
         self._on_loss(host, agent.lost)
 
     def _handle(self, agent: _Agent, line: bytes) -> None:
+        """Handles a message of an agent: passes on the address of the hub and output of ranks,
+        notes the ends of ranks. Errors: RankError if the agent cannot start its ranks."""
         try:
             message = json.loads(line)
         except ValueError:
@@ -244,7 +255,7 @@ class Launcher(Closing):
                 agent.process.wait()
 
     def _tell_who_runs(self) -> None:
-        """Says which ranks `close` waits for."""
+        """Prints which ranks `close` waits for."""
         each = [
             f"{ranks_text(sorted(agent.running))} on host {agent.host}"
             for agent in self._agents
@@ -260,17 +271,18 @@ class Launcher(Closing):
 
 
 def is_here(host: str) -> bool:
-    """True if a host name means this host."""
+    """True if a host name stands for this host."""
     return host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
 
 
 def passed_on() -> dict[str, str]:
-    """Returns the variables of this process that go to all ranks."""
+    """Returns the environment variables of this process that go to all ranks."""
     return {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
 
 
 def start_agent(host: str, python: str) -> subprocess.Popen[bytes]:
-    """Starts an agent on a host. Errors: RankError if there is no ssh here."""
+    """Starts an agent on a host, through ssh unless that is this host; returns its process. Errors:
+    RankError if it cannot be started."""
     words = [python, "-m", "onnxpar.runtime.launch.agent"]
     if path := os.environ.get("PYTHONPATH"):
         words = ["env", f"PYTHONPATH={path}", *words]

@@ -1,8 +1,8 @@
-"""The slots for ranks, as hosts leave and join between generations of ranks.
+"""The places for ranks, called slots, as hosts leave and join between generations of ranks.
 
-A slot is a place where a rank may run. All ranks of a generation start together and end together;
-the next generation has the slots that exist then. The process that starts ranks keeps a
-`Membership`: the parent of ranks on one host, or a launcher, which outlives its ranks.
+All ranks of a generation start together and end together; the next generation has the slots that
+exist then. The process that starts ranks keeps a `Membership`: the parent of ranks on one host, or
+a launcher, which outlives its ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from onnxpar.base.errors import InputError, RankError
 
 MAX_RESTARTS = 3
-"""How often ranks that died start again, unless a user says otherwise."""
+"""How often ranks that died start again, by default."""
 
 
 @dataclass(frozen=True, order=True)
@@ -28,20 +28,20 @@ class Slot:
 
 
 def slots_of(hosts: Mapping[str, int]) -> list[Slot]:
-    """Returns the slots of hosts, given how many each has."""
+    """Returns the slots of hosts: {"a": 2} has a:0 and a:1."""
     return [Slot(host, index) for host, count in hosts.items() for index in range(count)]
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Ranks that run together, by their slots in the order of ranks; `number` counts from 0."""
+    """Ranks that run together: rank i runs in `slots[i]`. `number` counts generations from 0."""
 
     number: int
     slots: tuple[Slot, ...]
 
 
 class Membership:
-    """The slots that the next generation has.
+    """The slots for the next generation of ranks.
 
     slots         the slots at the start
     min_ranks     fewest ranks with which a run goes on
@@ -67,12 +67,12 @@ class Membership:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The slots of the next generation."""
+        """The slots that the next generation of ranks will have."""
         return tuple(self._slots)
 
     def begin(self, ranks: int | None = None) -> Generation:
-        """Returns the next generation, on as many slots as `ranks` says, or on all. Errors:
-        RankError if fewer than `min_ranks` are left."""
+        """Returns the next generation, on the first `ranks` slots, or on all if `ranks` is None.
+        Errors: RankError if fewer than `min_ranks` are left."""
         if len(self._slots) < self.min_ranks:
             raise RankError(
                 f"ranks left: {len(self._slots)}, fewer than --min-ranks {self.min_ranks}"
@@ -82,7 +82,7 @@ class Membership:
 
     def lose(self, died: Collection[Slot]) -> bool:
         """Called when the ranks of these slots died, which ended a generation. Returns True if new
-        ranks may start there, False if the slots are given up."""
+        ranks may start in them, False if the slots are given up."""
         self.restarts += 1
         if self.restarts <= self.max_restarts:
             return True
@@ -90,7 +90,8 @@ class Membership:
         return False
 
     def leave(self, gone: Collection[Slot]) -> None:
-        """Removes slots, such as all slots of a lost host; this is no restart."""
+        """Removes slots, such as all slots of a lost host. Unlike `lose`, this uses up no
+        restart."""
         self._slots = [slot for slot in self._slots if slot not in gone]
 
     def join(self, come: Iterable[Slot]) -> None:

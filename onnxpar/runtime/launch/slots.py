@@ -1,4 +1,4 @@
-"""The number of ranks on each host: `a:2,b:2`, or a host file of mpirun."""
+"""Reads how many ranks run on each host: from `a:2,b:2`, or from a host file of mpirun."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LINE = re.compile(r"(?P<name>\S+)(\s+slots\s*=\s*(?P<slots>[0-9]+))?(\s+max[-_]
 
 @dataclass(frozen=True)
 class Slots:
-    """A host, by the name that ssh knows, and how many ranks run on it."""
+    """A host, by the name that ssh knows, and the number of ranks on it."""
 
     host: str
     count: int
 
 
 def parse_hosts(text: str) -> list[Slots]:
-    """Reads hosts and their numbers of ranks (default: 1), such as `a:2,b:2`. Errors:
-    InputError."""
+    """Reads a list such as `a:2,b:2` or `a,b` (one rank each). Errors: InputError if it has another
+    form, or names a host twice."""
     slots = []
     for part in text.split(","):
         match = _HOST.fullmatch(part.strip())
@@ -35,7 +35,7 @@ def parse_hosts(text: str) -> list[Slots]:
 
 def read_hostfile(path: str | Path) -> list[Slots]:
     """Reads a host file of mpirun: a line `HOST slots=N` for each host, and comments after #.
-    Errors: InputError."""
+    Errors: InputError if it cannot be read, or names a host twice."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -55,7 +55,7 @@ def read_hostfile(path: str | Path) -> list[Slots]:
 
 
 def ranks_of(slots: Sequence[Slots]) -> list[list[int]]:
-    """Returns the ranks of each host, in the order of hosts."""
+    """Returns the ranks of each host, in the order of hosts: [[0, 1], [2, 3]] for `a:2,b:2`."""
     ranks, first = [], 0
     for each in slots:
         ranks.append(list(range(first, first + each.count)))
@@ -64,6 +64,8 @@ def ranks_of(slots: Sequence[Slots]) -> list[list[int]]:
 
 
 def _slots(match: re.Match[str], where: str) -> Slots:
+    """Returns a host and its number of ranks from a match of the patterns. `where` begins the
+    errors: InputError for no ranks, or a name that ssh would read as an option."""
     count = int(match["slots"] or 1)
     if count == 0:
         raise InputError(f"{where}: host {match['name']} has no ranks")
@@ -73,6 +75,7 @@ def _slots(match: re.Match[str], where: str) -> Slots:
 
 
 def _each_once(slots: list[Slots], where: str) -> list[Slots]:
+    """Returns `slots`. Errors: InputError if a host occurs twice."""
     names = [each.host for each in slots]
     for name in names:
         if names.count(name) > 1:

@@ -26,16 +26,16 @@ from onnxpar.runtime.launch.membership import Generation, Membership, Slot
 AGAIN = 75
 """The exit status of a rank that asks for the next generation: EX_TEMPFAIL of sysexits.h."""
 HOST_GONE = 256
-"""Stands for the exit status of a rank whose host is lost: no process ends with this number."""
+"""Stands for the exit status of a rank whose host is lost. No process ends with this number."""
 _BY_SIGNAL = 128
-"""The exit status of a shell is this number plus the signal that killed its command."""
+"""A shell exits with this number plus the signal that killed its command."""
 _SIGNALS = range(_BY_SIGNAL + 1, _BY_SIGNAL + signal.NSIG)
 _LOOK = 0.05
 """Seconds between two looks at the processes."""
 
 
 class Process(Protocol):
-    """A rank that was started, such as a `subprocess.Popen`."""
+    """A process that runs a rank, such as a `subprocess.Popen`."""
 
     def poll(self) -> int | None: ...
     def terminate(self) -> None: ...
@@ -43,17 +43,19 @@ class Process(Protocol):
 
 
 Launch = Callable[[Generation], AbstractContextManager[Sequence[Process]]]
-"""Starts the ranks of a generation, which find each other and no rank of an earlier generation. The
-`with` block ends after the ranks."""
+"""A function that starts the ranks of a generation, which find each other and no rank of an earlier
+generation. Its context ends after the ranks."""
 
 
 class Supervisor:
-    """Starts generations of ranks until one is done.
+    """Starts generations of ranks, one after the other, until one has done the run.
 
-    look    called again and again; it may let slots of the membership join or leave
-    tell    called with a line when a generation ends before its run
-    grace   seconds that ranks get to end after the loss of other ranks, or after SIGTERM; then they
-            are killed, and count as lost
+    members  the slots for ranks, and the limits of restarts
+    launch   starts a generation
+    look     called again and again; it may let slots of the membership join or leave
+    tell     called with a line of text when a generation ends before the run is done
+    grace    seconds that ranks get to end after the loss of other ranks, or after SIGTERM; then
+             they are killed, and count as lost
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class Supervisor:
         self._look, self._tell, self._grace = look, tell, grace
 
     def run(self) -> int:
-        """Returns 0 when all ranks of a generation are done, or the status of a rank that failed.
-        Errors: RankError if too few slots are left, or generations end for no known reason."""
+        """Returns 0 when all ranks of a generation have ended with 0, or the exit status of a rank
+        that failed. Errors: RankError if too few slots are left, or generations end for no known
+        reason."""
         while True:
             generation = self._members.begin()
             with self._launch(generation) as processes:
@@ -81,7 +84,7 @@ class Supervisor:
             self._prepare_next(generation, ends)
 
     def _run(self, generation: Generation, processes: Sequence[Process]) -> Sequence[_End]:
-        """Waits for the end of a generation; returns the ends of its ranks."""
+        """Waits for the end of a generation; returns how each of its ranks ended."""
         try:
             while _run_on(processes) and not self._has_changed(generation, processes):
                 time.sleep(_LOOK)
@@ -93,14 +96,16 @@ class Supervisor:
         ]
 
     def _has_changed(self, generation: Generation, processes: Sequence[Process]) -> bool:
-        """True if a rank has ended with a status other than 0, or if slots have joined or left."""
+        """True if a rank has ended with a status other than 0, or if slots have joined or left: the
+        generation must then end."""
         self._look(self._members)
         slots = self._members.slots
         return any(process.poll() for process in processes) or set(slots) != set(generation.slots)
 
     def _stop(self, processes: Sequence[Process]) -> tuple[Sequence[Process], Sequence[Process]]:
-        """Sends SIGTERM to the ranks that still run, and kills the ranks that outlive the grace
-        period. Returns both groups. Errors: RankError if a rank cannot be killed."""
+        """Sends SIGTERM to the ranks that still run, and SIGKILL to each rank that outlives the
+        grace period. Returns (the ranks that got SIGTERM, the ranks that got SIGKILL). Errors:
+        RankError if a rank cannot be killed."""
         asked = _run_on(processes)
         for process in asked:
             process.terminate()
@@ -114,9 +119,9 @@ class Supervisor:
         return asked, stuck
 
     def _prepare_next(self, generation: Generation, ends: Sequence[_End]) -> None:
-        """Called after a generation that is not done: gives up lost slots. A rank that had to be
-        killed counts as lost only if nothing else explains the end of the generation. Errors:
-        RankError without an explanation or a restart left."""
+        """Called after a generation that has not done the run: gives up lost slots, and tells the
+        user. A rank that had to be killed counts as lost only if nothing else explains the end of
+        the generation. Errors: RankError without an explanation or a restart left."""
         members = self._members
         gone = {end.slot.host for end in ends if end.status == HOST_GONE and not end.was_stuck}
         members.leave([slot for slot in members.slots if slot.host in gone])
@@ -143,8 +148,13 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class _End:
-    """How a rank ended: its exit status, whether it got SIGTERM, and whether it outlived the grace
-    period and was killed (`was_stuck`)."""
+    """How a rank ended.
+
+    slot       where it ran
+    status     its exit status
+    was_asked  True if it got SIGTERM from the supervisor
+    was_stuck  True if it outlived the grace period, and was killed
+    """
 
     slot: Slot
     status: int
@@ -153,29 +163,31 @@ class _End:
 
     @property
     def was_killed(self) -> bool:
-        """True if a signal that the supervisor did not send killed the rank, on any host."""
+        """True if a signal that the supervisor did not send killed the rank, on whatever host."""
         is_signal = self.status < 0 or self.status in _SIGNALS
         return is_signal and not self.was_stuck and not self._has_obeyed
 
     @property
     def has_failed(self) -> bool:
-        """True if the rank failed by itself, and would fail again."""
+        """True if the rank failed for a reason of its own, so that a restart would fail again."""
         is_known = self.status in (0, AGAIN, HOST_GONE) or self._has_obeyed
         return not (is_known or self.was_killed or self.was_stuck)
 
     @property
     def _has_obeyed(self) -> bool:
-        """True if SIGTERM from the supervisor killed the rank, as before the rank handles it."""
+        """True if SIGTERM from the supervisor killed the rank, which happens before the rank
+        handles that signal."""
         by_signal = (-signal.SIGTERM, _BY_SIGNAL + signal.SIGTERM)
         return self.was_asked and self.status in by_signal
 
 
 def _run_on(processes: Sequence[Process]) -> list[Process]:
+    """The processes that still run."""
     return [process for process in processes if process.poll() is None]
 
 
 def _wait_for(processes: Sequence[Process], seconds: float) -> None:
-    """Waits until processes have ended, at most `seconds`."""
+    """Waits until all processes have ended, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while _run_on(processes) and time.monotonic() < deadline:
         time.sleep(_LOOK)

@@ -1,1 +1,1 @@
-"""Profiles and traces of runs."""
+"""Profiles of runs: records of each rank, merged into one trace."""

@@ -1,4 +1,5 @@
-"""How many rows each expert of a mixture computed, from the events of all ranks."""
+"""How many rows each expert of a mixture of experts computed, from the recorded events of all
+ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ from onnxpar.runtime.profile.trace import Event, ExpertLoad
 
 @dataclass(frozen=True)
 class _Place:
-    """The numbers of a rank's experts, and whether its rows count: ranks that compute the same rows
-    of the same experts are counted once."""
+    """A rank's part of a mixture.
+
+    experts  the numbers of its experts
+    counts   False if another rank computes the same rows of the same experts, and is counted
+    """
 
     experts: Array
     counts: bool
@@ -26,8 +30,11 @@ class _Place:
 def expert_loads(
     mixtures: Sequence[Mapping[str, Any]], mesh: Mesh, events: Sequence[Sequence[Event]]
 ) -> Iterator[ExpertLoad]:
-    """Yields the load of each mixture of a plan that ran; `mixtures` are those of the plan,
-    `events` those of each rank."""
+    """Yields the load of each mixture that ran: the rows that each of its experts computed.
+
+    mixtures  the entries of mixtures in plan.json
+    events    the recorded events of each rank
+    """
     for entry in mixtures:
         places = _places(Layout.from_json(entry["layout"]), mesh)
         tokens: Array = np.zeros(entry["experts"], np.int64)
@@ -42,7 +49,8 @@ def expert_loads(
 
 
 def _places(layout: Layout, mesh: Mesh) -> list[_Place]:
-    """The place of each rank; `layout` is the layout of the tensor [expert, row, column]."""
+    """Returns the part of each rank. `layout` is the layout of the tensor [expert, row, column] on
+    which the experts compute."""
     seen: set[tuple[object, ...]] = set()
     places = []
     split = [leaf for dim in layout.dims[:2] for leaf in leaves(dim)]

@@ -1,5 +1,4 @@
-"""Maps each node of onnxruntime's optimized graph to the nodes of the rank's graph that it
-computes.
+"""Finds the nodes of a rank's graph that each node of onnxruntime's optimized graph computes.
 
 onnxruntime keeps the names of results when it fuses nodes. So a fused node computes all nodes
 between its results and the nearest tensors that the optimized graph still has.
@@ -13,8 +12,8 @@ from functools import cached_property
 from onnx import GraphProto, NodeProto
 
 _BLOCKED = "_nchwc"
-"""Suffix of the name of a node that computes in onnxruntime's blocked memory format; before it
-comes the name of the result."""
+"""onnxruntime names a node that computes in its blocked memory format by its result and this
+suffix."""
 
 
 def nodes_in(graph: GraphProto) -> Iterator[NodeProto]:
@@ -27,7 +26,7 @@ def nodes_in(graph: GraphProto) -> Iterator[NodeProto]:
 
 
 class Fused:
-    """A rank's graph before and after onnxruntime's optimization."""
+    """A rank's graph, and the same graph after onnxruntime's optimization."""
 
     def __init__(self, graph: GraphProto, optimized: GraphProto) -> None:
         self._makers = {t: node for node in nodes_in(graph) for t in node.output if t}
@@ -37,10 +36,13 @@ class Fused:
 
     def members(self) -> dict[str, list[NodeProto]]:
         """Returns, for each optimized node by name, the nodes of the rank's graph that it computes,
-        the node of its result first. Nodes that onnxruntime folded to constants are left out."""
+        beginning with the node of its result. Nodes that onnxruntime folded to constants belong to
+        none."""
         return {node.name: self._members(node) for node in self._left}
 
     def _members(self, node: NodeProto) -> list[NodeProto]:
+        """Returns the nodes that one optimized node computes: from its results (or the results of
+        the next node that has any) back to tensors that still exist."""
         results = self._results(node)
         reader = self._reader(node)
         while not results and reader is not None:
@@ -60,22 +62,23 @@ class Fused:
         return list(members.values())
 
     def _results(self, node: NodeProto) -> list[str]:
-        """Returns the tensors of the rank's graph that an optimized node computes, perhaps in a
-        blocked memory format."""
+        """Returns the names of the tensors of the rank's graph that an optimized node computes,
+        perhaps in a blocked memory format."""
         kept = self._by_name.get(node.name)
         names = [*node.output, node.name.removesuffix(_BLOCKED)]
         results = [name for name in names if name in self._makers]
         return results or [name for name in (kept.output if kept else ()) if name]
 
     def _reader(self, node: NodeProto) -> NodeProto | None:
-        """Returns a node that reads a result of this one, if any."""
+        """Returns an optimized node that reads a result of this node; None if no node does."""
         return next((self._readers[t] for t in node.output if t in self._readers), None)
 
     @cached_property
     def _readers(self) -> Mapping[str, NodeProto]:
+        """A reader of each tensor, among the optimized nodes."""
         return {t: node for node in self._left for t in node.input}
 
     @cached_property
     def _frontier(self) -> set[str]:
-        """Tensors of the rank's graph that still exist after optimization."""
+        """Names of the tensors of the rank's graph that still exist after optimization."""
         return self._constants.union(*map(self._results, self._left))

@@ -1,4 +1,5 @@
-"""Merges the profiles of all ranks into one trace, on one clock and with waiting times."""
+"""Merges the profiles of all ranks into one trace, with times on one clock, and the time that each
+collective waited."""
 
 from __future__ import annotations
 
@@ -18,20 +19,21 @@ from onnxpar.runtime.profile.trace import Collective, Event, Span, Trace
 from onnxpar.runtime.session.bundle import Bundle, Sizes
 
 _Run = tuple[str, int]
-"""A program, and the number of a run among the runs of that program."""
+"""The name of a program (an ONNX file), and the number of a run among that program's runs."""
 _Call = tuple[str, int, int]
-"""A collective's name, the number of a run in the trace, and the number of the call within that
-run."""
+"""A call of a collective: the collective's name, the number of the run in the trace, and the number
+of the call within that run."""
 
 
 @dataclass
 class _Rank:
-    """The recordings of one rank, in seconds of its host's clock.
+    """The recordings of one rank, with times in seconds of its host's clock.
 
+    host     an id of the host: ranks of one host share a clock
     spans    runs
     events   calls of nodes
-    roots    the root of each collective, by name
-    sources  the sources of each collective, by name
+    roots    the root of each collective that has one, by the collective's name
+    sources  for each collective in which a rank reads from one other, the source of each rank
     """
 
     host: str
@@ -41,7 +43,7 @@ class _Rank:
     sources: Mapping[str, Sequence[int]]
 
     def shift(self, seconds: float) -> None:
-        """Adds seconds to the start of every run and event."""
+        """Adds `seconds` to the start of every run and event."""
         self.spans = [replace(s, start=s.start + seconds) for s in self.spans]
         self.events = [e.shifted(seconds) for e in self.events]
 
@@ -53,12 +55,12 @@ def merge(
     sizes: Sequence[Sizes] = (),
     seconds: Sequence[float] = (),
 ) -> Trace:
-    """Returns the trace of all ranks without the first `left_out` runs, but always with the last
-    run.
+    """Returns the trace of all ranks.
 
-    records  the profile of each rank
-    sizes    the open sizes of each run
-    seconds  the time of each run in the session
+    records   the profile of each rank
+    left_out  the number of first runs to leave out; the last run always stays
+    sizes     the open sizes of each run
+    seconds   the time of each run as the session measured it
 
     A run that onnxruntime dropped on any rank is left out on all ranks.
     """
@@ -96,8 +98,8 @@ def merge(
 
 
 def _shares(bundle: Bundle, sizes: Sequence[Sizes]) -> list[tuple[dict[str, int], float]]:
-    """Returns each distinct combination of open sizes, by symbol, with the fraction of runs that
-    used it."""
+    """Returns (open sizes by symbol, fraction of runs with these sizes) for each combination that
+    ran."""
     counts = Counter(sizes)
     return [
         (dict(zip(bundle.symbols, of, strict=True)), count / len(sizes))
@@ -106,7 +108,7 @@ def _shares(bundle: Bundle, sizes: Sequence[Sizes]) -> list[tuple[dict[str, int]
 
 
 def _common_runs(records: Sequence[Record]) -> list[_Run]:
-    """Returns the runs that all ranks have recorded, in order of time."""
+    """Returns the runs that the profiles of all ranks contain, in order of time."""
     counts = {
         program: min(len(record["programs"][program]["runs"]) for record in records)
         for program in records[0]["programs"]
@@ -116,6 +118,7 @@ def _common_runs(records: Sequence[Record]) -> list[_Run]:
 
 
 def _begin(record: Record, run: _Run) -> int:
+    """The start of a run, in microseconds of the host's clock."""
     program, k = run
     begin: int = record["programs"][program]["runs"][k][0]
     return begin
@@ -124,9 +127,12 @@ def _begin(record: Record, run: _Run) -> int:
 def _rank(
     rank: int, record: Record, numbers: Mapping[_Run, int], zero: int, finders: Collection[str]
 ) -> _Rank:
-    """Returns a rank's runs and events. `numbers` has the runs to take, with their numbers in the
-    trace. Times are relative to `zero`, in microseconds of rank 0's clock. Nodes named in `finders`
-    split rows by expert."""
+    """Returns a rank's recordings as runs and events.
+
+    numbers  the runs to take, with their numbers in the trace
+    zero     the time that becomes 0, in microseconds of rank 0's clock
+    finders  names of nodes that split rows by expert: their events get the numbers of rows
+    """
     spans, events = [], []
     for program, recorded in record["programs"].items():
         runs = recorded["runs"]
@@ -163,10 +169,13 @@ def _rank(
 
 
 def _collective(node: Mapping[str, Any], end: int, told: Any) -> tuple[str, Collective | None]:
-    """Returns the name of a recorded node, and its collective, if it is one. The completion of a
-    collective has the name of the collective. `told` has what the recorder read from shapes: when a
-    thread ran the collective, in microseconds before `end`, and the bytes sent if these depend on
-    data."""
+    """Returns (name, collective) of the event of a recorded node; (name, None) for a node that is
+    no collective. The node that completes a collective has the name of the collective.
+
+    end   when the event ended, in microseconds
+    told  what the recorder read from shapes: when a thread ran the collective, in microseconds
+          before `end`, and the bytes sent if these depend on data
+    """
     if "group" not in node:
         return node["name"], None
     name, kind = node.get("started", (node["name"], node["op"]))
@@ -179,9 +188,9 @@ def _collective(node: Mapping[str, Any], end: int, told: Any) -> tuple[str, Coll
 
 
 def _with_own(events: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
-    """Extends each event [node, thread, begin, duration, told] by its own time: its duration minus
-    the durations of events nested in it. A nested event is cut at the end of the outer event,
-    because onnxruntime rounds both."""
+    """Yields each event [node, thread, begin, duration, told] with one more element, its own time:
+    its duration minus the durations of events nested in it. A nested event is cut at the end of the
+    outer event, because onnxruntime rounds both."""
     by_thread = defaultdict(list)
     for i, event in enumerate(events):
         by_thread[event[1]].append((event[2], -event[3], -i, event))
@@ -199,9 +208,9 @@ def _with_own(events: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
 
 
 def _set_clocks(ranks: Sequence[_Rank]) -> None:
-    """Converts the times of all ranks to the clock of rank 0's host, assuming that a collective
-    ends on all ranks at the same time. A host without a collective in common with the others keeps
-    its clock."""
+    """Converts the times of all ranks to the clock of rank 0's host, by the assumption that a
+    collective ends on all ranks at the same time. A host that has no collective in common with the
+    others keeps its clock."""
     done = {ranks[0].host}
     while True:
         known = _ends([r for r in ranks if r.host in done])
@@ -219,8 +228,8 @@ def _set_clocks(ranks: Sequence[_Rank]) -> None:
 
 
 def _ends(ranks: Sequence[_Rank]) -> dict[_Call, float]:
-    """Returns when each call of a collective ended: the latest end on these ranks. Includes only
-    kinds that end on all members at once."""
+    """Returns when each call of a collective ended: the latest end on these ranks. Only for kinds
+    of collectives that end on all members at once."""
     ends: dict[_Call, float] = {}
     for rank in ranks:
         for call, event in _calls(rank.events):
@@ -230,7 +239,7 @@ def _ends(ranks: Sequence[_Rank]) -> dict[_Call, float]:
 
 
 def _calls(events: Sequence[Event]) -> Iterator[tuple[_Call, Event]]:
-    """Yields the calls of collectives among the events of a rank."""
+    """Yields (call, event) for each call of a collective among a rank's events."""
     counts: Counter[tuple[str, int]] = Counter()
     for event in events:
         if event.collective is not None:
@@ -242,8 +251,13 @@ def _calls(events: Sequence[Event]) -> Iterator[tuple[_Call, Event]]:
 def _with_plan(
     events: Sequence[Event], planned: Mapping[str, Mapping[str, Any]], ranks: int
 ) -> Iterator[Event]:
-    """Yields the events; collectives get the plan's tensor and group, and its bytes, unless the
-    bytes depend on data. The plan has the bytes per run, which are divided among the calls."""
+    """Yields the events; events of collectives get the tensor, group and bytes that the plan has
+    for them, unless the bytes depend on data. The plan has the bytes of a run, which are divided
+    among its calls.
+
+    planned  the plan's entries of collectives, by name
+    ranks    the number of ranks
+    """
     calls = Counter((e.name, e.run) for e in events if e.collective)
     for event in events:
         collective = event.collective
@@ -266,8 +280,8 @@ def _with_plan(
 
 
 def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Iterator[Event]:
-    """Yields a rank's events; collectives get the time that they waited for the last member, if the
-    kind of collective waits."""
+    """Yields a rank's events; events of collectives get the time that they waited for the last
+    member, if their kind waits for others. `begins` has the start of each call on each rank."""
     calls = {id(event): call for call, event in _calls(rank.events)}
     for event in rank.events:
         collective = event.collective
@@ -281,7 +295,8 @@ def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Ite
 
 
 def _awaited(event: Event, collective: Collective, rank: _Rank) -> Sequence[int]:
-    """Returns the ranks that the event's rank waits for in this collective."""
+    """Returns the ranks that must have started this collective before it can end on the event's
+    rank."""
     group, me = collective.group, collective.group.index(event.rank)
     awaits = KINDS[collective.kind].awaits
     if awaits == "neighbors":

@@ -1,5 +1,5 @@
-"""Records a rank's sessions by onnxruntime's profiler, and converts its files to plain data that
-ranks can send.
+"""Records the sessions of a rank with onnxruntime's profiler, and converts the profiler's files to
+plain data that ranks can send.
 
 Sessions without profiling do not use this module.
 """
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from onnx import NodeProto
 
 Record = dict[str, Any]
-"""The profile of a rank: `host`, `nodes` and `programs`, as `ProfiledSessions.end` describes."""
+"""The profile of a rank, JSON with `host`, `nodes` and `programs`, as `ProfiledSessions.end`
+describes them."""
 
 WEIGHTS = "session.optimized_model_external_initializers_file_name"
 LEAST = "session.optimized_model_external_initializers_min_size_in_bytes"
 _COMPILED = "it contains compiled nodes"
-"""Why onnxruntime does not write an optimized graph of which a provider has compiled parts."""
+"""Part of onnxruntime's error where it cannot write an optimized graph, because a provider has
+compiled parts of it."""
 _ERRORS = 3
 _SUFFIX = "_kernel_time"
 _START, _COMPLETE = "Start", "Complete"
@@ -36,13 +38,15 @@ _TELL = ("Split", "AllToAllV", _COMPLETE)
 
 @dataclass(frozen=True)
 class _Recorded:
+    """A session that records, the name of its program, and the entries of its nodes."""
+
     program: str
     session: ort.InferenceSession
     nodes: list[dict[str, Any]]
 
 
 class ProfiledSessions:
-    """The profiled sessions of a rank, one per program."""
+    """The sessions of a rank that record profiles, one for each program (ONNX file)."""
 
     def __init__(self) -> None:
         self._recorded: list[_Recorded] = []
@@ -55,8 +59,12 @@ class ProfiledSessions:
         options: ort.SessionOptions,
         make: Callable[[], ort.InferenceSession],
     ) -> ort.InferenceSession:
-        """Opens and returns a session that records to `folder`, which must not exist. Changes
-        `options`, then calls `make`, which must open `file` with these options."""
+        """Opens and returns a session that records to `folder`, which must not exist.
+
+        file     the program's ONNX file
+        options  get the options of recording
+        make     called then: must open `file` with these options
+        """
         folder.mkdir()
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
@@ -81,11 +89,11 @@ class ProfiledSessions:
         return session
 
     def end(self) -> Record:
-        """Ends the recording and returns it, with times in whole microseconds of this host's clock.
+        """Ends the recording; returns it, with times in whole microseconds of this host's clock.
 
         nodes     of each node: `name`, `op`, names of the global `nodes` that it computes; for a
-                  collective, `group`, `root` and `sources`; for the completion of a collective, its
-                  name and kind as `started`
+                  collective, `group`, `root` and `sources`; for the completion of a collective, the
+                  collective's (name, kind) as `started`
         programs  by name, `runs` [begin, duration], `events` [node, thread, begin, duration, told],
                   and the number of `dropped` events; `told` is data from the shapes of results
         """
@@ -108,8 +116,12 @@ class ProfiledSessions:
 def _program(
     file: Path, start: int, numbers: dict[tuple[str, str], int], nodes: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the runs and events in onnxruntime's profile of a program. Adds nodes that are in
-    neither `numbers` nor `nodes` to both."""
+    """Returns the runs and events of one program, from onnxruntime's profile of it.
+
+    start    the start of the profile, in microseconds
+    numbers  the index in `nodes` of each (name, op); nodes that occur only in the profile are added
+             to both
+    """
     runs, events, dropped = [], [], 0
     for event in _lines(file):
         name, times = event["name"], [start + event["ts"], event["dur"]]
@@ -127,10 +139,10 @@ def _program(
 
 
 def _told(args: dict[str, Any]) -> int | list[int] | None:
-    """Returns what the shapes of a node's results tell: the sizes of a Split's results; the bytes
-    that an AllToAllV sent to others; for a Complete, how many microseconds before its end the
-    collective began and ended, and then what the collective itself told. None for any other node:
-    profiles have no values."""
+    """Returns what the shapes of a node's results tell, because profiles have no values: the sizes
+    of a Split's results; the bytes that an AllToAllV sent to others; for a Complete, how many
+    microseconds before its end the collective began and ended, and then what the collective itself
+    tells. None for any other node."""
     if args["op_name"] not in _TELL or not args.get("output_type_shape"):
         return None
     if args["op_name"] == "Split":
@@ -141,7 +153,7 @@ def _told(args: dict[str, Any]) -> int | list[int] | None:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the events of a profile, which has one event per line. Parsing line by line lets the
+    """Yields the events of a profile, one for each line of the file. Parsing line by line lets the
     rank's watch thread run in between."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -151,7 +163,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
-    """Returns the entries for a record's `nodes`: the nodes of onnxruntime's optimized graph."""
+    """Returns the entries of a record's `nodes` for the nodes of onnxruntime's optimized graph."""
     import onnx  # ranks need it only here
 
     from onnxpar.graph.origin import origins_of
@@ -173,8 +185,9 @@ def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
 
 
 def _meeting(node: NodeProto, makers: Mapping[str, NodeProto]) -> dict[str, Any]:
-    """Returns group, root and sources of a node that has a tag, as collectives do, or that
-    completes a collective; an empty group stands for all ranks. Nothing for any other node."""
+    """Returns the fields of a node's entry that say which ranks meet in it: `group`, `root` and
+    `sources` of a collective, `started` for a node that completes one. An empty group stands for
+    all ranks. Empty for any other node."""
     if node.domain == "onnxpar" and node.op_type == _COMPLETE:
         start = makers[node.input[0]]
         kind = start.op_type.removeprefix(_START)
@@ -183,7 +196,7 @@ def _meeting(node: NodeProto, makers: Mapping[str, NodeProto]) -> dict[str, Any]
 
 
 def _of_collective(node: NodeProto) -> dict[str, Any]:
-    """Returns group, root and sources of a collective; nothing for another node."""
+    """Returns `group`, `root` and `sources` of a collective; empty for another node."""
     attributes = {a.name: a for a in node.attribute}
     if node.domain != "onnxpar" or "tag" not in attributes:
         return {}
@@ -195,7 +208,8 @@ def _of_collective(node: NodeProto) -> dict[str, Any]:
 
 
 def host_id() -> str:
-    """Returns an id of this host; ranks on the same host share a clock."""
+    """Returns an id of this host, the same for all processes on it; ranks on one host share a
+    clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

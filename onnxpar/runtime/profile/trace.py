@@ -24,24 +24,25 @@ NODE, RUN = "Node", "Run"
 """The categories of events in the file."""
 _RUNS, _COMPUTE, _COMMUNICATION = range(3)
 _LANES = ("runs", "compute", "communication")
-"""The lanes of a rank in the viewer; each further thread of onnxruntime adds a compute and a
-communication lane."""
+"""The threads of a rank in the viewer; each further thread of onnxruntime adds a compute and a
+communication thread."""
 TRANSFER, _TRANSFERS = "Transfer", 1 << 16
-"""The category and the first lane of transfers by threads of the plugin. Each group of ranks has a
-lane, because it may have a thread."""
+"""The category, and the number of the first thread in the viewer, of collectives that threads of
+the plugin ran while the rank computed. Each group of ranks has a thread there, because it may have
+one in the plugin."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective.
+    """A call of a collective. None stands for unknown.
 
+    kind      the op, e.g. AllReduce
     group     its ranks
-    bytes     the bytes that a rank sends per call
+    bytes     the bytes that a rank sends in the call
+    tensor    the name of the tensor in the plan
     wait      seconds for which this rank waited for the last rank
-    transfer  start and duration, in seconds, if a thread of the plugin ran it while the rank
-              computed; the event is then its completion, and `wait` is unknown
-
-    None: unknown.
+    transfer  start and duration, in seconds, if a thread of the plugin ran the collective while the
+              rank computed; the event is then its completion, and `wait` is unknown
     """
 
     kind: str
@@ -54,13 +55,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class Event:
-    """One call of a node on one rank. Times are seconds since the start of the first run.
+    """One call of a node on one rank. Times are in seconds, from the start of the first run.
 
-    name   name of the node that ran, onnxruntime's for a fused node
+    rank   the rank
+    run    the number of the run
+    name   the name of the node that ran, onnxruntime's for a fused node
     op     its op type
     nodes  the nodes of the unsplit model that it computes, in whole or in part
-    own    seconds without the nodes of its body
-    lane   number of the onnxruntime thread that ran it, from 0
+    own    its seconds without the seconds of the nodes of its body (of an If, Loop or Scan)
+    lane   the number of the onnxruntime thread that ran it, from 0
     rows   if the node splits rows by expert, the numbers of rows
     """
 
@@ -83,18 +86,19 @@ class Event:
 
     @property
     def busy(self) -> tuple[float, float]:
-        """Start and seconds of the transfer, if a thread ran the collective, else of the event."""
+        """(start, seconds) in which ranks communicated or computed: of the transfer, if a thread of
+        the plugin ran the collective, else of the event."""
         transfer = self.collective and self.collective.transfer
         return transfer or (self.start, self.seconds)
 
     @property
     def hidden(self) -> float:
-        """Seconds of a transfer in which the rank did not wait for it."""
+        """Seconds of the transfer during which the rank computed something else."""
         start, seconds = self.busy
         return min(max(self.start - start, 0.0), seconds)
 
     def shifted(self, seconds: float) -> Event:
-        """Returns the event, `seconds` later."""
+        """Returns the event with all times `seconds` later."""
         collective = self.collective
         if collective is not None and collective.transfer is not None:
             start, length = collective.transfer
@@ -104,8 +108,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Span:
-    """A run of a program on one rank: of the main program "", or of the evaluation of a training
-    step."""
+    """A run of a program on one rank. `program` is "" for the main program, or the name of another,
+    such as the evaluation of a training step."""
 
     rank: int
     run: int
@@ -116,8 +120,8 @@ class Span:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The rows that each expert of a mixture computed in all recorded `runs`. `mixture` is the name
-    of its result in the unsplit model."""
+    """The rows that each expert of a mixture of experts computed in all recorded `runs`. `mixture`
+    is the name of the mixture's result in the unsplit model."""
 
     mixture: str
     tokens: tuple[int, ...]
@@ -126,8 +130,13 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class NodeTimes:
-    """The times of all calls of a node on one rank or on all ranks; `seconds` is the sum of the
-    `own` seconds of the calls."""
+    """The calls of a node on one rank or on all ranks.
+
+    nodes    the nodes of the unsplit model that the node computes
+    calls    the number of calls
+    seconds  the sum of the calls' own seconds, without the seconds of nodes in bodies
+    wait     the sum of the seconds spent waiting for other ranks
+    """
 
     name: str
     op: str
@@ -147,13 +156,16 @@ class NodeTimes:
 class Trace:
     """The recorded runs of all ranks.
 
-    spans     the runs
+    model     the name of the model
+    mesh      the (name, size) of each mesh axis
+    ranks     the number of ranks
+    spans     the runs on each rank
     events    the calls of nodes
-    left_out  number of earlier runs that are not part of the trace
-    dropped   number of later events that onnxruntime could not record
+    left_out  the number of earlier runs that are not part of the trace
+    dropped   the number of later events that onnxruntime could not record
     sizes     each combination of open sizes, with the fraction of runs that used it
     experts   the load of the experts of each mixture
-    seconds   the time of each run in the session
+    seconds   the time of each run as the session measured it
     """
 
     model: str
@@ -168,8 +180,8 @@ class Trace:
     seconds: Mapping[int, float] = field(default_factory=dict)
 
     def lengths(self, program: str = "") -> dict[int, float]:
-        """Returns the seconds of each run of a program by its number, from the start on the first
-        rank to the end on the last."""
+        """Returns {number of a run: its seconds} for a program, from the start on the first rank
+        that starts to the end on the last."""
         begin: dict[int, float] = {}
         end: dict[int, float] = {}
         for span in self.spans:
@@ -179,9 +191,10 @@ class Trace:
         return {run: end[run] - begin[run] for run in sorted(begin)}
 
     def parts(self, rank: int, program: str = "") -> dict[str, float]:
-        """Returns a rank's mean seconds per run of a program, by activity. `total` is the time from
-        the start of the run on the first rank to its end on the last rank; `idle` is the rest of
-        `total`."""
+        """Returns a rank's mean seconds per run of a program, by activity: "compute",
+        "communication", "waiting" (for other ranks), "idle" (nothing of these) and their sum,
+        "total", which is the time from the start of the run on the first rank to its end on the
+        last."""
         lengths = self.lengths(program)
         events = [event for event in self.of(rank) if event.run in lengths]
         compute, inside = (
@@ -199,14 +212,14 @@ class Trace:
         return {kind: seconds / len(lengths) for kind, seconds in sums.items()}
 
     def session(self, runs: Collection[int]) -> float | None:
-        """Returns the mean seconds that these runs spent in the session, outside the ranks; None if
-        that is not recorded."""
+        """Returns the mean seconds by which the session's time of these runs exceeds the time of
+        the ranks: for checks, messages and copies. None if the session's times are not recorded."""
         lengths = self.lengths()
         apart = [self.seconds[run] - lengths[run] for run in runs if run in self.seconds]
         return max(mean(apart), 0.0) if apart else None
 
     def runs(self, program: str = "") -> list[int]:
-        """Returns the numbers of a program's runs."""
+        """Returns the numbers of a program's runs, ascending."""
         return sorted({span.run for span in self.spans if span.program == program})
 
     def of(self, rank: int) -> list[Event]:
@@ -214,8 +227,8 @@ class Trace:
         return [event for event in self.events if event.rank == rank]
 
     def nodes(self, rank: int | None = None) -> list[NodeTimes]:
-        """Returns the times of each node on a rank, by default summed over all ranks; the longest
-        total first."""
+        """Returns the times of each node on a rank, or summed over all ranks if `rank` is None; the
+        node with the longest total comes first."""
         calls: dict[tuple[str, str], list[Event]] = defaultdict(list)
         for event in self.events:
             if rank in (None, event.rank):
@@ -236,7 +249,8 @@ class Trace:
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Writes a trace; an error leaves no half-written file. Errors: InputError."""
+    """Writes a trace to a file that `read_trace`, chrome://tracing and Perfetto can read; an error
+    leaves no half-written file. Errors: InputError if the file cannot be written."""
     file = Path(path)
     check_place(file)
     head = {
@@ -261,7 +275,7 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Errors: InputError if no file can be written at `path`."""
+    """Raises an InputError if no file can be written at `path`."""
     file = Path(path)
     if not file.parent.is_dir():
         raise InputError(f"{file}: there is no folder {file.parent}; make it first")
@@ -338,10 +352,12 @@ def _chrome(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _thread(event: Event) -> int:
+    """The thread in the viewer to which an event belongs."""
     return 2 * event.lane + (_COMPUTE if event.collective is None else _COMMUNICATION)
 
 
 def _args(event: Event) -> dict[str, Any]:
+    """The `args` of an event in the file, from which `_event` restores the event."""
     args: dict[str, Any] = {
         "op": event.op,
         "nodes": event.nodes,
@@ -364,11 +380,13 @@ def _args(event: Event) -> dict[str, Any]:
 def _complete(
     category: str, name: str, rank: int, thread: int, start: float, seconds: float, args: Any
 ) -> dict[str, Any]:
+    """An event with a duration, in Chrome's trace format."""
     what = {"ph": "X", "cat": category, "name": name, "pid": rank, "tid": thread}
     return {**what, "ts": _us(start), "dur": _us(seconds), "args": args}
 
 
 def _named(what: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
+    """Metadata of a process or thread, in Chrome's trace format."""
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
 
 
@@ -377,11 +395,13 @@ def _us(seconds: float) -> float:
 
 
 def _span(e: dict[str, Any]) -> Span:
+    """A run, from its event in the file."""
     args = e["args"]
     return Span(e["pid"], args["run"], args["program"], e["ts"] / 1e6, e["dur"] / 1e6)
 
 
 def _event(e: dict[str, Any]) -> Event:
+    """A call of a node, from its event in the file."""
     args = e["args"]
     collective = None
     if "kind" in args:
@@ -410,4 +430,5 @@ def _event(e: dict[str, Any]) -> Event:
 
 
 def _transfer(us: Sequence[float] | None) -> tuple[float, float] | None:
+    """(start, duration) in seconds, from microseconds."""
     return None if us is None else (us[0] / 1e6, us[1] / 1e6)

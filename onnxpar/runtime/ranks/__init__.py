@@ -1,1 +1,2 @@
-"""Ranks: their processes and threads, the messages between them and their session, and runs."""
+"""Ranks: their processes and threads, the messages between ranks and their session, and how a rank
+runs its graph."""

@@ -1,4 +1,5 @@
-"""The memory to which the inputs and outputs of an onnxruntime session are bound."""
+"""Binds the inputs and outputs of an onnxruntime session to memory, and keeps bindings from run to
+run where possible."""
 
 from __future__ import annotations
 
@@ -11,19 +12,20 @@ from onnxpar.runtime.session.device import HOST
 from onnxpar.runtime.session.tensors import bind_input, bind_output, is_packed, memory_of
 
 Place = tuple[int, tuple[int, ...]]
-"""Address and shape of a bound array. An array at the same place is not bound again, because
-binding takes as long as a small run."""
+"""(address, shape) of a bound array. An array at the same place is not bound again, because binding
+takes as long as a small run."""
 
 
 class Binding:
-    """The bound inputs and outputs of a session."""
+    """The memory to which the inputs and outputs of a session are bound (onnxruntime's
+    IOBinding)."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
         self._session = session
         self.forget()
 
     def forget(self) -> None:
-        """Starts a new binding."""
+        """Starts a new, empty binding."""
         self.native = self._session.io_binding()
         self._held: dict[str, Array] = {}
         self._fed: dict[str, Place] = {}
@@ -31,8 +33,9 @@ class Binding:
         self._order: Sequence[str] = ()
 
     def start(self, outputs: Sequence[str], unfed: Collection[str]) -> None:
-        """Begins a run with these outputs, in order. Starts a new binding if the outputs differ
-        from the last run's, or if an input that was bound is now `unfed`."""
+        """Prepares a run with these outputs, in order. Starts a new binding if the outputs differ
+        from the last run's, or if the last run bound an input that is now in `unfed`: the inputs
+        that take their default values."""
         if list(outputs) != self._order or not self._fed.keys().isdisjoint(unfed):
             self.forget()
             self._order = list(outputs)
@@ -50,12 +53,13 @@ class Binding:
             self._fed[name] = at
 
     def use(self, name: str, value: ort.OrtValue) -> None:
-        """Binds an input to a value."""
+        """Binds an input to a value of onnxruntime, such as a kept state."""
         self._fed.pop(name, None)
         self.native.bind_ortvalue_input(name, value)
 
     def put(self, name: str, array: Array | None) -> None:
-        """Binds an output to a contiguous array; without one, to new memory of onnxruntime."""
+        """Binds an output to a contiguous array; if `array` is None, to new memory of
+        onnxruntime."""
         if array is None:
             self._placed.pop(name, None)
             HOST.bind_new_output(self.native, name)
@@ -64,13 +68,13 @@ class Binding:
             self._placed[name] = at
 
     def put_value(self, name: str, value: ort.OrtValue) -> None:
-        """Binds an output to the memory of a value."""
+        """Binds an output to the memory of a value of onnxruntime, which the run overwrites."""
         self._placed.pop(name, None)
         self.native.bind_ortvalue_output(name, value)
 
     @property
     def results(self) -> dict[str, ort.OrtValue]:
-        """The outputs of the last run."""
+        """The outputs of the last run, by name."""
         return dict(zip(self._order, self.native.get_outputs(), strict=True))
 
 

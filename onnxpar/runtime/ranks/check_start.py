@@ -19,7 +19,8 @@ from onnxpar.runtime.session.bundle_files import WRITE_AGAIN
 
 E = TypeVar("E", bound=OnnxparError)
 ROUND = 256
-"""Blocks that a rank checks between two exchanges with the other ranks, which wait that long."""
+"""The number of blocks that a rank checks between two exchanges, so that ranks that wait do not
+time out."""
 
 
 def check_start(bundle: Bundle, world: World, whole: bool) -> None:
@@ -27,8 +28,8 @@ def check_start(bundle: Bundle, world: World, whole: bool) -> None:
     ranks call this; ranks that read the same folder divide the work on files that several of them
     read.
 
-    Errors: ModelError; after a `whole` check, and if ranks have different models, the same on all
-    ranks.
+    Errors: ModelError; with the same text on all ranks after a `whole` check, and if ranks have
+    different models.
     """
     if not whole:
         bundle.files.check_samples(world.rank)
@@ -45,7 +46,7 @@ def check_start(bundle: Bundle, world: World, whole: bool) -> None:
 
 
 def check_same(path: Path, each: Sequence[Mapping[str, Any]]) -> None:
-    """Errors: ModelError, on all ranks with the same text, if the ranks have different plans.
+    """Raises a ModelError, on all ranks with the same text, if the ranks have different plans.
     `each` has the digest of each rank's plan, and its host."""
     odd = next((r for r, own in enumerate(each) if own["digest"] != each[0]["digest"]), None)
     if odd is not None:
@@ -61,7 +62,8 @@ def check_same(path: Path, each: Sequence[Mapping[str, Any]]) -> None:
 
 
 def common(error: E) -> E:
-    """Marks an error that all ranks raise."""
+    """Marks an error as one that all ranks raise, so that no rank says that another has failed;
+    returns the error."""
     error.is_common = True
     return error
 
@@ -73,9 +75,14 @@ def check_together(
     each: Sequence[Mapping[str, Any]],
     fault: str = "",
 ) -> None:
-    """Compares blocks of a folder with their digests, each rank its own; `each` has the ranks'
-    hosts. A rank that knows of a `fault` tells the others. Errors: ModelError, on all ranks with
-    the same text."""
+    """Compares blocks of the folder's files with their digests; each rank compares its own
+    `blocks`.
+
+    each   for each rank, a mapping with its `host`, for the error
+    fault  an error that this rank already knows of, and tells the others; empty: none
+
+    Errors: ModelError, on all ranks with the same text, if a block of any rank differs.
+    """
     at = 0
     while True:
         fault = fault or _changed(path, blocks[at : at + ROUND])
@@ -91,7 +98,8 @@ def check_together(
 
 
 def place_of(folder: Path) -> dict[str, Any]:
-    """The name of this host, and an identifier of the folder on this host."""
+    """Returns {"host": the name of this host, "folder": an identifier of the folder}; ranks that
+    see the same folder on one host have equal identifiers."""
     try:
         status = os.stat(folder)
         identity = [host_id(), status.st_dev, status.st_ino]
@@ -101,12 +109,14 @@ def place_of(folder: Path) -> dict[str, Any]:
 
 
 def exchange(world: World, own: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Returns the `own` of each rank, sent as JSON. Errors: RankError."""
+    """Returns the `own` of each rank, by rank, sent as JSON. Errors: RankError if the collective
+    fails."""
     return [json.loads(text) for text in gather_bytes(world, json.dumps(own).encode(), name)]
 
 
 def _fault_of(bundle: Bundle, rank: int) -> str:
-    """The fault of the folder's files by name or size; empty without a fault."""
+    """Returns the text of an error if files of the folder have wrong names or sizes; empty if all
+    are right."""
     try:
         bundle.files.check_listed()
         bundle.files.check_sizes(bundle.files.of(rank))
@@ -116,7 +126,7 @@ def _fault_of(bundle: Bundle, rank: int) -> str:
 
 
 def _changed(path: Path, blocks: Sequence[Block]) -> str:
-    """Returns a text about a changed block; empty if no block has changed."""
+    """Returns the text of an error if one of these blocks has changed; empty if none has."""
     try:
         check_blocks(path, blocks, WRITE_AGAIN)
     except ModelError as error:

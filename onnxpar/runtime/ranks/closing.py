@@ -9,7 +9,7 @@ T = TypeVar("T", bound="Closing")
 
 
 class Closing(ABC):
-    """A context manager that calls its own `close`."""
+    """A context manager whose end calls `close`."""
 
     @abstractmethod
     def close(self) -> None: ...

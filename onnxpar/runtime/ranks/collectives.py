@@ -38,7 +38,7 @@ _TYPES = {
 
 
 class _Array(ctypes.Structure):
-    """The library's `onnxpar_array`."""
+    """The library's struct `onnxpar_array`: an array, and the collective that takes it."""
 
     _fields_ = (
         ("world", ctypes.c_char_p),
@@ -56,8 +56,8 @@ _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, _Rows)
 
 
 def as_exchangeable(x: Any, what: str) -> Array:
-    """Returns `x` as an array in C order and this machine's byte order, copied only if necessary.
-    `what` names `x` in the error.
+    """Returns `x` as an array that collectives take: in C order and this machine's byte order,
+    copied only if necessary. `what` names `x` in the error.
 
     Errors: InputError if ranks cannot exchange its dtype.
     """
@@ -77,12 +77,15 @@ def all_reduce(
     details: str = "",
     out: Array | None = None,
 ) -> Array:
-    """Returns the elementwise reduction over the ranks, written to `out` if given. `op` is sum,
-    max, min, prod or, for floats, mean.
+    """Returns the elementwise reduction of `x` over the ranks.
 
-    `x` and `out` must be results of `as_exchangeable` and may be the same array. Values are reduced
-    in the order of ranks, and 16-bit floats in float32 with one rounding, so all ranks get the same
-    bits. `details` is a text that must be equal on all ranks.
+    op       sum, max, min, prod or, for floats, mean
+    name     a name for errors, equal on all ranks
+    details  a text that must be equal on all ranks
+    out      where the result is written; None: a new array; may be `x`
+
+    `x` and `out` must be results of `as_exchangeable`. Values are reduced in the order of ranks,
+    and 16-bit floats in float32 with one rounding, so all ranks get the same bits.
     """
     result = np.empty_like(x) if out is None else out
     call = _call(world, x, name, details)
@@ -93,8 +96,8 @@ def all_reduce(
 def reduce_scatter(
     world: World | Group, x: Array, op: str = "sum", name: str = "", details: str = ""
 ) -> Array:
-    """Reduces over the ranks, divides the result along dimension 0, and returns this rank's shard.
-    Shards are as equal as possible, larger ones first."""
+    """Reduces `x` over the ranks, divides the result along dimension 0, and returns this rank's
+    shard. Shards are as equal as possible, larger ones first: 5 rows over 2 ranks are 3 and 2."""
     each, more = divmod(len(x), world.size)
     rows = each + (world.rank < more)
     result = np.empty((rows, *x.shape[1:]), x.dtype)
@@ -106,8 +109,8 @@ def reduce_scatter(
 def all_gather(
     world: World | Group, x: Array, name: str = "", details: str = ""
 ) -> tuple[Array, list[int]]:
-    """Returns the arrays of all ranks joined along dimension 0, and each rank's size of that
-    dimension."""
+    """Returns (the arrays of all ranks joined along dimension 0, each rank's size of that
+    dimension)."""
     call = _call(world, x, name, details)
     return _joined(world, x, lambda allocate: _library().onnxpar_all_gather(call, allocate))
 
@@ -116,8 +119,8 @@ def all_to_all(
     world: World | Group, x: Array, splits: Sequence[int], name: str = ""
 ) -> tuple[Array, list[int]]:
     """Sends consecutive slices of `x` along dimension 0 to the ranks, `splits[i]` rows to rank i.
-    Returns the slices that this rank received, joined in the order of ranks, and the number of rows
-    from each rank."""
+    Returns (the slices that this rank received, joined in the order of ranks; the number of rows
+    from each rank)."""
     call = _call(world, x, name)
     counts = (ctypes.c_int64 * world.size)(*splits)
     return _joined(world, x, lambda allocate: _library().onnxpar_all_to_all(call, counts, allocate))
@@ -126,7 +129,7 @@ def all_to_all(
 def broadcast(
     world: World | Group, x: Array, root: int, name: str = "", out: Array | None = None
 ) -> Array:
-    """Returns the `x` of rank `root`, written to `out` if given; `out` may be `x`."""
+    """Returns the `x` of rank `root`, in `out` if that is not None; `out` may be `x`."""
     result = np.empty_like(x) if out is None else out
     check(_library().onnxpar_broadcast(_call(world, x, name), root, result.ctypes.data))
     return result
@@ -138,16 +141,16 @@ def barrier(world: World | Group, name: str = "") -> None:
 
 
 def gather_bytes(world: World | Group, payload: bytes, name: str = "") -> list[bytes]:
-    """Returns the payloads of all ranks, by rank."""
+    """Returns the `payload` of each rank, by rank; payloads may differ in length."""
     rows, counts = all_gather(world, np.frombuffer(payload, np.uint8), name)
     ends = np.cumsum(counts)
     return [rows[end - count : end].tobytes() for end, count in zip(ends, counts, strict=True)]
 
 
 def _joined(world: World | Group, x: Array, run: Callable[[Any], int]) -> tuple[Array, list[int]]:
-    """Calls `run`, which fills an array of rows like those of `x`. Returns the array, and the
-    number of rows of each rank. When the library knows these numbers, it calls `allocate` for the
-    memory."""
+    """Calls `run`, a collective that fills an array with rows of the shape and dtype of `x`'s rows.
+    Returns (the array, the number of rows from each rank). When the library knows these numbers, it
+    calls `allocate` for the memory."""
     results: list[tuple[Array, list[int]]] = []
 
     def allocate(rows: Any) -> int | None:
@@ -165,11 +168,13 @@ def _joined(world: World | Group, x: Array, run: Callable[[Any], int]) -> tuple[
 
 
 def _row_bytes(x: Array) -> int:
+    """The bytes of a row, along dimension 0."""
     return int(np.prod(x.shape[1:], dtype=np.int64)) * x.itemsize
 
 
 def _call(world: World | Group, x: Array, name: str, details: str = "") -> Any:
-    """Returns the library's description of `x`. The caller must keep `x` alive during the call."""
+    """Returns the library's description of `x` and of the collective. The caller must keep `x`
+    alive during the call."""
     assert x.flags.c_contiguous and x.dtype.isnative, "see as_exchangeable"
     shape = (ctypes.c_int64 * x.ndim)(*x.shape)
     return ctypes.byref(
@@ -187,6 +192,7 @@ def _call(world: World | Group, x: Array, name: str, details: str = "") -> Any:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
+    """The plugin's library, with the signatures of the functions that this module calls."""
     loaded, call = library(), ctypes.POINTER(_Array)
     text, number, memory = ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p
     signatures: dict[str, list[Any]] = {

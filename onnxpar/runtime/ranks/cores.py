@@ -1,4 +1,4 @@
-"""Division of a host's cores among its ranks."""
+"""Divides the cores of a host among its ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from onnxpar.base.errors import InputError
 
 BINDINGS = ("cores", "numa", "none")
-"""The bindings of a rank: to its cores, to the NUMA nodes of its cores, or none."""
+"""What a rank may be bound to: its cores, the NUMA nodes of its cores, or nothing."""
 SYSTEM = Path("/sys/devices/system")
 """Where Linux describes the machine."""
 
 
 @dataclass(frozen=True, order=True)
 class Core:
-    """A core of the machine: its NUMA node, and its hardware threads, by the numbers that Linux
-    gives them."""
+    """A core of the machine: the number of its NUMA node, and the numbers of its hardware threads,
+    as Linux has them."""
 
     node: int
     threads: tuple[int, ...]
@@ -28,8 +28,12 @@ class Core:
 
 @dataclass(frozen=True)
 class Share:
-    """The hardware threads that a rank is bound to (empty: not bound), its number of threads, and
-    whether these threads may spin."""
+    """The part of a host's cores that a rank uses.
+
+    cores    the numbers of the hardware threads to which the rank is bound; empty: it is not bound
+    threads  the number of threads that compute
+    spin     True if these threads may spin while they wait
+    """
 
     cores: tuple[int, ...]
     threads: int
@@ -39,9 +43,13 @@ class Share:
 def shares(
     ranks: int, bind: str = "cores", per_node: int = 0, cores: Sequence[Core] | None = None
 ) -> list[Share]:
-    """Returns each rank's share of `cores`, by default of those that this process may use. `bind`
-    is one of BINDINGS; `per_node` is the number of ranks on each NUMA node (0: any). Errors:
-    InputError if the NUMA nodes with `per_node` ranks each hold too few ranks.
+    """Returns the share of each of `ranks` ranks in `cores` (None: the cores that this process may
+    use).
+
+    bind      one of BINDINGS
+    per_node  the number of ranks on each NUMA node; 0: any
+
+    Errors: InputError if `per_node` ranks on each NUMA node are fewer than `ranks`.
 
     A rank runs on one NUMA node, or on several whole ones if there are fewer ranks than nodes;
     Linux then takes its memory from there. By default, each rank goes where it gets most cores: on
@@ -65,17 +73,19 @@ def shares(
 def shares_of_replica(
     ranks: int, bind: str, per_node: int, replica: int, replicas: int
 ) -> list[Share]:
-    """Returns the shares of the ranks of session number `replica`: `replicas` sessions with `ranks`
-    ranks each divide the cores that this process may use. Errors: those of `shares`."""
+    """Returns the shares of the ranks of one of `replicas` equal sessions, number `replica` from 0.
+    The sessions, with `ranks` ranks each, divide the cores that this process may use. Errors: as
+    `shares`."""
     return shares(ranks * replicas, bind, per_node)[replica * ranks : (replica + 1) * ranks]
 
 
 Deal = Iterable[tuple[Sequence[Core], int]]
-"""Cores, and how many ranks share them; in the order of ranks."""
+"""(cores, number of ranks that share them) for each group of ranks, in the order of ranks."""
 
 
 def _dealt(ranks: int, nodes: Sequence[Sequence[Core]], per_node: int) -> Deal:
-    """Deals ranks to NUMA nodes."""
+    """Returns which NUMA nodes, by their cores, get how many ranks. Errors: InputError if
+    `per_node` ranks on each node are too few."""
     if per_node:
         if ranks > per_node * len(nodes):
             raise InputError(
@@ -100,8 +110,8 @@ def _dealt(ranks: int, nodes: Sequence[Sequence[Core]], per_node: int) -> Deal:
 
 
 def _divided(own: Sequence[Core], ranks: int, bind: str, beside: Sequence[Core]) -> Iterator[Share]:
-    """Divides the cores `own` among ranks. A rank without several cores of its own is bound to the
-    cores `beside`; if there are none, it is not bound."""
+    """Yields the share of each of `ranks` ranks in the cores `own`. A rank that does not get
+    several cores of its own is bound to the cores `beside`; if there are none, it is not bound."""
     single = [Core(core.node, (thread,)) for core in own for thread in core.threads]
     units = own if ranks <= len(own) else single
     around = _threads(beside if bind != "none" else [])
@@ -117,24 +127,26 @@ def _divided(own: Sequence[Core], ranks: int, bind: str, beside: Sequence[Core])
 
 
 def _equal_parts(size: int, parts: int) -> list[int]:
-    """Returns the sizes of nearly equal parts, larger ones first."""
+    """Returns the sizes of nearly equal parts, larger ones first: 7 in 3 parts is [3, 2, 2]."""
     return [size // parts + (part < size % parts) for part in range(parts)]
 
 
 def share_beside(alike: int, cores: Sequence[Core]) -> Share:
-    """Returns the share of a rank that a launcher started. `alike` is the number of ranks of the
-    host, including this one, that may use exactly these cores."""
+    """Returns the share of a rank that a launcher started, with these cores. `alike` is the number
+    of ranks of the host, including this one, that may use exactly the same cores."""
     hardware_threads = sum(len(core.threads) for core in cores)
     return Share((), max(1, len(cores) // alike), alike <= hardware_threads)
 
 
 def _threads(cores: Iterable[Core]) -> tuple[int, ...]:
+    """The hardware threads of these cores, ascending."""
     return tuple(sorted(thread for core in cores for thread in core.threads))
 
 
 def own_cores(system: Path = SYSTEM, own: Iterable[int] | None = None) -> list[Core]:
-    """Returns the cores of the hardware threads `own`, by default of the threads that Linux allows
-    this process. A thread that Linux does not describe counts as a core of its own, in node 0."""
+    """Returns the cores of the hardware threads `own` (None: the threads that Linux allows this
+    process). A thread that Linux does not describe counts as a core of its own, in node 0. `system`
+    is the folder in which Linux describes the machine."""
     left = set(_allowed() if own is None else own)
     nodes = {
         thread: int(match[1])
@@ -153,13 +165,15 @@ def own_cores(system: Path = SYSTEM, own: Iterable[int] | None = None) -> list[C
 
 
 def _allowed() -> Iterable[int]:
+    """The hardware threads that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return range(os.cpu_count() or 1)
 
 
 def _numbers(file: Path) -> set[int]:
-    """Reads a list of Linux such as `0-3,8`; empty if there is none."""
+    """Returns the numbers in a file with a list of Linux, such as `0-3,8`; empty if there is no
+    file."""
     try:
         text = file.read_text().strip()
     except OSError:

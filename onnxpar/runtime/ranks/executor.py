@@ -1,4 +1,5 @@
-"""Runs one rank's graph in onnxruntime: binds inputs and outputs, and keeps states between runs."""
+"""Runs one rank's graph in onnxruntime: binds its inputs and outputs, and keeps its states between
+runs. A state is an output that becomes an input of the next run, such as a cache or a parameter."""
 
 from __future__ import annotations
 
@@ -39,15 +40,25 @@ from onnxpar.runtime.states.kept_states import KeptStates
 from onnxpar.runtime.states.state_files import Origin, StateFiles
 
 SIZES = "onnxpar.sizes"
-"""The hidden input of a rank's graph that carries the values of the open sizes."""
+"""The name of an input that the compiler adds to a rank's graph, for the values of the open
+sizes."""
 
 Facts = Mapping[str, Any]
-"""Facts about a rank's session: `providers`, `provider_options` and `profiling_start_ns`."""
+"""Facts about a rank's onnxruntime session: `providers`, `provider_options` and
+`profiling_start_ns`."""
 
 
 class Executor:
-    """Runs one rank's graph, again and again, and keeps its states. If all ranks hold the same
-    whole tensor, only rank 0 returns it; with `everywhere`, every rank does."""
+    """Runs one rank's graph, again and again, and keeps the rank's states.
+
+    bundle      the sharded model
+    world       the ranks, and which of them this one is
+    spec        the options of the session
+    threads     the number of threads that compute; 0: onnxruntime's default
+    spin        True if these threads may spin while they wait
+    everywhere  True: every rank returns a tensor that all ranks have whole; False: rank 0 alone
+                does
+    """
 
     def __init__(
         self,
@@ -91,7 +102,8 @@ class Executor:
         """The global shapes of the states that the last run kept, by input."""
 
     def _take(self, program: str) -> None:
-        """Selects the program that runs. Errors: ModelError if it does not load."""
+        """Selects the program (ONNX file) that runs, and opens its session. Errors: ModelError if
+        it does not load."""
         self._program = program
         self.session = self._sessions.open(program)
         inputs = self.session.get_inputs()
@@ -100,12 +112,16 @@ class Executor:
         self._inferred = {a.name: a.shape for a in self.session.get_outputs()}
 
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
-        """Runs once, or as often as the request says. `feeds` are this rank's shards of the inputs,
-        which must be contiguous; returns this rank's shards of the outputs, in memory of `room`;
-        several runs are stacked along a new first dimension.
+        """Runs the graph once, or as often as the request says. Returns this rank's shards of the
+        outputs, by name; the shards of several runs are stacked along a new first dimension.
 
-        Leaves out shards that other ranks return too. With `keep`, state outputs stay in the
-        executor as inputs of the next run.
+        feeds  this rank's shards of the inputs, which must be contiguous
+        room   the memory in which the outputs are placed: an Arena, which the session shares, or a
+               Heap
+
+        Leaves out shards that another rank returns. If `request.keep`, state outputs stay in the
+        executor as inputs of the next run. Errors: RunError if the ranks can continue, else
+        RankError.
         """
         several = self._several.continued(request, feeds) if self._several else None
         if several is None:
@@ -119,11 +135,13 @@ class Executor:
         return self._run(room, is_again)
 
     def run_again(self, room: Room) -> dict[str, Slot]:
-        """Runs the last request again, with the inputs that now are in the same memory; may write
-        to the memory of the last results instead of `room`."""
+        """Runs the last request again, on whatever the memory of its inputs now contains. Returns
+        like `run`; may write to the memory of the last results instead of `room`."""
         return self._run(room, is_again=True)
 
     def _run(self, room: Room, is_again: bool) -> dict[str, Slot]:
+        """Runs the prepared request. `is_again` says that the same request ran before, so that
+        preparing repetitions pays. Errors: RunError for failures of onnxruntime."""
         self.kept_shapes = {}
         self.running = self._options  # `stop` ends the run by these; `undo` follows
         try:
@@ -140,8 +158,8 @@ class Executor:
             self.running = None
 
     def _run_several(self, several: SeveralRuns, room: Room, is_again: bool) -> dict[str, Slot]:
-        """Runs as often as the request says, with the carried outputs of each run as inputs of the
-        next."""
+        """Runs as often as the request says. After each run, the outputs in `request.carried`
+        become inputs of the next."""
         several.begin()
         for number in range(several.request.times):
             slots = self._run_once(Heap(), is_again or number > 0)
@@ -150,6 +168,8 @@ class Executor:
         return several.slots
 
     def _run_once(self, room: Room, is_again: bool) -> dict[str, Slot]:
+        """Runs the request once: by the prepared repetition if there is one, else by binding inputs
+        and outputs."""
         if self._repeated is not None:
             return self._run_repeated(self._repeated)
         assert self._last is not None, "a run was planned"
@@ -201,9 +221,9 @@ class Executor:
         order: Sequence[str],
         slots: dict[str, Slot],
     ) -> RepeatedRun | None:
-        """Prepares repetitions of the last run. Returns None if each run needs other memory: if a
-        size depends on data, if a kept state is also fetched, is an input or a table on the host,
-        or if an input must be packed.
+        """Prepares repetitions of the last run, with everything bound. Returns None if repetitions
+        would need other memory each time: a size depends on data; a kept state is also fetched, is
+        passed through from an input, or is a table on the host; or an input must be packed.
 
         order  the outputs of the rank's graph that were computed
         slots  the memory of the results
@@ -230,6 +250,7 @@ class Executor:
         return RepeatedRun(turns, inputs, slots, self.kept_shapes)
 
     def _run_repeated(self, repeated: RepeatedRun) -> dict[str, Slot]:
+        """Runs a prepared repetition."""
         states = repeated.run(self.session, self._options)
         if states:
             self._kept.keep(states, {})
@@ -237,28 +258,31 @@ class Executor:
         return repeated.slots
 
     def stop(self, run: ort.RunOptions) -> None:
-        """Ends a run at its next node, after another rank failed; any thread may call it."""
+        """Makes a run end at its next node, because another rank has failed; any thread may call
+        this."""
         self.stopped = True
         run.terminate = True
 
     def settle(self) -> None:
-        """Makes the changes of the last call permanent, after it succeeded on all ranks."""
+        """Makes the changes of states by the last call permanent, after the call succeeded on all
+        ranks."""
         self._kept.settle()
         self.stopped = False
 
     def undo(self) -> None:
-        """Reverts the changes of the last call, after it failed on a rank."""
+        """Reverts the changes of states by the last call, after it failed on a rank."""
         self._kept.undo()
         self._binding.forget()
         self._forget_run()
 
     def _forget_run(self) -> None:
-        """Makes the next run a new one: a binding of the last one reads the states that it kept."""
+        """Makes the next run bind anew: the bindings of the last one read the states that it
+        kept."""
         self._last = self._several = self._repeated = None
 
     def read_state(self, name: str, room: Room, sizes: Sizes, rows: Rows = None) -> dict[str, Slot]:
-        """Returns this rank's shard of a state, or some rows of the shard, in memory of `room`;
-        nothing if another rank returns the same shard."""
+        """Returns {name: this rank's shard of a state}, in memory of `room`; empty if another rank
+        returns the same shard. With `rows` (start, end), only these rows of the shard."""
         self._own.at(sizes)
         if not self._own.are_given(name):
             return {}
@@ -267,19 +291,19 @@ class Executor:
         return {name: self._put(name, kept, room, rows)}
 
     def write_state(self, name: str, part: Array) -> None:
-        """Keeps a copy of `part`, this rank's shard of a state."""
+        """Makes a copy of `part`, this rank's shard, the value of a state."""
         self._forget_run()
         self._kept.put(name, part)
 
     def clear_state(self, name: str, sizes: Sizes) -> None:
-        """Keeps zeros as this rank's shard of a state."""
+        """Fills this rank's shard of a state with zeros."""
         self._forget_run()
         self._own.at(sizes)
         self._kept.clear(name, self._own[name])
 
     def save_states(self, folder: Path, sizes: Sizes) -> dict[str, Digests]:
-        """Writes this rank's shards of states to a folder, except shards that a lower rank writes;
-        returns the digests of the files."""
+        """Writes this rank's shards of all states to a folder, except shards that a lower rank also
+        has and writes; returns the digests of the files, by file name."""
         self._own.at(sizes)
         return self._kept.save(folder, {name: self._own[name] for name in self._states})
 
@@ -292,8 +316,8 @@ class Executor:
     def load_states(
         self, folder: Path, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
     ) -> None:
-        """Reads this rank's shards of states from a folder that `save_states` wrote, and keeps
-        them: on the same mesh or, given the `origin` of the files, on another one."""
+        """Reads this rank's shards of these states from a folder that `save_states` wrote. If the
+        states there are split over another mesh, `origin` says how."""
         self._forget_run()
         self._own.at(sizes)
         parts = {name: self._own[name] for name in names}
@@ -303,12 +327,13 @@ class Executor:
             self._kept.gather(StateFiles.of(folder, origin), parts)
 
     def end_profile(self) -> Record:
-        """Ends the recording and returns it; its `file` is onnxruntime's own profile of this rank,
-        if any."""
+        """Ends the recording; returns it. Its `file` is onnxruntime's own profile of this rank, if
+        there is one."""
         return self._sessions.end_profile()
 
     def facts(self) -> Facts:
-        """Returns facts about this rank's session."""
+        """Returns facts about this rank's onnxruntime session: its providers, their options, and
+        when it began to record."""
         session = self.session
         return {
             "providers": session.get_providers(),
@@ -317,7 +342,7 @@ class Executor:
         }
 
     def reset_states(self) -> None:
-        """Forgets all kept states."""
+        """Forgets all states, so that the next run starts from initial values."""
         self._forget_run()
         self._kept.reset()
 
@@ -328,8 +353,8 @@ class Executor:
         room: Room,
         options: ort.RunOptions,
     ) -> dict[str, Slot]:
-        """Runs the evaluation program on the current states, and returns this rank's shards of its
-        outputs."""
+        """Runs the evaluation program of a training step on the current states; returns this rank's
+        shards of its outputs."""
         session = self._sessions.open(self._program, EVALUATION)
         names = [port.name for port in session.get_inputs()]
         names += [p.name for p in session.get_overridable_initializers() if p.name in feeds]
@@ -340,7 +365,8 @@ class Executor:
         return {n: self._ship(n, outputs[n], room) for n in request.fetch if self._own.are_given(n)}
 
     def _state(self, name: str) -> Any:
-        """Returns the kept value of a state or, if none is kept, the initial one."""
+        """Returns the value of a state: the value that the last run kept or, without one, the
+        initial value."""
         return self._kept.value(name, self._own[name])
 
     def _run_values(
@@ -350,8 +376,8 @@ class Executor:
         room: Room,
         options: ort.RunOptions,
     ) -> dict[str, Slot]:
-        """Runs without a binding, because only tensors of numbers can be bound; returns like
-        `run`."""
+        """Runs a graph with inputs or outputs that are not tensors of numbers, which cannot be
+        bound; returns like `run`."""
         kept = list(self._states.values()) if request.keep else []
         order = list(dict.fromkeys([*request.fetch, *kept]))
         held = {n: self._state(n) for n in self._states if n in self._kept}
@@ -370,7 +396,8 @@ class Executor:
         return {n: self._put(n, results[n], room) for n in request.fetch if self._own.are_given(n)}
 
     def _bind_inputs(self, feeds: Mapping[str, Array], sizes: Sizes) -> None:
-        """Binds all inputs that are fed or kept; inputs with a default only if they are fed."""
+        """Binds all inputs, to their feeds or, for states without a feed, to their kept values;
+        inputs with a default only if they are fed."""
         for name in [*self._inputs, *(name for name in self._defaults if name in feeds)]:
             if name in feeds:
                 self._binding.feed(name, feeds[name])
@@ -381,25 +408,25 @@ class Executor:
             bind_input(self._binding.native, SIZES, self._sizes)
 
     def _order(self, request: Request) -> list[str]:
-        """Returns the outputs of the rank's graph that a run computes, in order: to return them or
-        to keep them."""
+        """Returns the names of the outputs of the rank's graph that a run of this request computes,
+        in order: to return them, to keep them as states, or to carry them to the next run."""
         kept = self._states.values() if request.keep else ()
         every = (*request.fetch, *kept, *request.carried.values())
         asked = [name for each in every for name in self._computed(each)]
         return list(dict.fromkeys(asked))
 
     def _computed(self, name: str) -> Sequence[str]:
-        """Returns the names of the rank's outputs from which output `name` is made: for a table on
-        the host, the indices and the values of changed rows; else `name` itself."""
+        """Returns the names of the graph's outputs from which output `name` is made: for a table on
+        the host, the indices and the new values of changed rows; for any other, `name` itself."""
         return self._row_outputs[name][1:] if name in self._row_outputs else (name,)
 
     def _bind_outputs(
         self, order: Sequence[str], request: Request, feeds: Mapping[str, Array], room: Room
     ) -> dict[str, Slot]:
-        """Binds each output to memory of `room` if possible, to the memory of a kept state that the
-        run changes in place, or else to new memory of onnxruntime. The latter includes outputs of
-        which onnxruntime expects another shape than its kernels compute. Returns the slots of the
-        room."""
+        """Binds each output: to memory of `room` if its shape is known, to the memory of a kept
+        state that the run changes in place, or else to new memory of onnxruntime. (Also the latter
+        if onnxruntime expects another shape than its kernels compute.) Returns the outputs placed
+        in the room."""
         kept = set(self._states.values()) if request.keep else set()
         names = [name for name in order if name not in kept | self._carried.keys()]
         direct = {n: s for n in names if (s := self._own.direct(n)) is not None}
@@ -416,17 +443,19 @@ class Executor:
         return slots
 
     def _changed_in_place(self, feeds: Mapping[str, Array]) -> frozenset[str]:
-        """Returns the kept states that a run with these feeds changes in their own memory."""
+        """Returns the names of kept states that a run with these feeds changes in their own
+        memory."""
         return self._in_place - feeds.keys()
 
     def _ship(self, name: str, value: ort.OrtValue, room: Room) -> Slot:
-        """Copies a tensor from onnxruntime's memory to a room."""
+        """Copies an output from onnxruntime's memory to `room`, the memory for results."""
         return self._put(name, view_of(value, self._ports[name].dtype), room)
 
     def _shipped(
         self, name: str, value: ort.OrtValue | RowUpdate, feeds: Mapping[str, Array], room: Room
     ) -> Slot:
-        """Copies an output of a run to a room; of a table on the host, the whole table."""
+        """Copies an output of a run to `room`, the memory for results. For a table on the host, of
+        which the run computes only changed rows, copies the whole table with these changes."""
         if not isinstance(value, RowUpdate):
             return self._ship(name, value, room)
         state = self._row_outputs[name][0]
@@ -436,7 +465,8 @@ class Executor:
         return slot
 
     def _put(self, name: str, array: Array, room: Room, rows: Rows = None) -> Slot:
-        """Copies a tensor, or some rows, to a room; returns a value of another type as it is."""
+        """Copies a tensor, or only the rows (start, end), to `room`, the memory for results; a
+        value that is no tensor of numbers is returned as it is."""
         if self._ports[name].is_value:
             return Slot(NOWHERE, array)
         self._own.check(name, array.shape)
@@ -446,8 +476,8 @@ class Executor:
         return slot
 
     def _lasting(self, name: str, value: ort.OrtValue | RowUpdate) -> ort.OrtValue | RowUpdate:
-        """Returns a value of an output that can be kept: a copy if the output is an input passed
-        through, because the caller owns that memory."""
+        """Returns a value of output `name` that can be kept as a state: a copy if the output is an
+        input passed through, because the caller owns that memory."""
         passed = name in self._own.passed
         return copy_of(view_of(value, self._ports[name].dtype)) if passed else value
 
@@ -461,13 +491,13 @@ class Executor:
         return self._own.check(name, value.shape())
 
     def _copied(self, name: str, part: Array) -> Any:
-        """Returns a copy of a shard that can be kept."""
+        """Returns a copy of this rank's shard that can be kept as a state."""
         return part if self._ports[name].is_value else copy_of(part)
 
 
 def _may_be(inferred: Sequence[int | str | None], shape: Sequence[int]) -> bool:
-    """True if `shape` is possible by `inferred`, the shape that onnxruntime inferred, which is
-    empty if it does not know the rank."""
+    """True if `shape` agrees with `inferred`, the shape that onnxruntime inferred: equal in all
+    known sizes, or `inferred` is empty, because the number of dimensions is unknown."""
     pairs = zip(inferred, shape, strict=False)
     return not inferred or (
         len(inferred) == len(shape) and all(a == b for a, b in pairs if isinstance(a, int))

@@ -35,14 +35,15 @@ from onnxpar.runtime.session.bundle_files import ranks_text
 PREFIX = ".onnxpar-fetch-"
 """Prefix of the names of folders in which files arrive."""
 Told = Sequence[Mapping[str, Any]]
-"""The message of each rank to the others."""
+"""A message of each rank to all others, by rank."""
 
 
 def complete(path: Path, world: World) -> Bundle:
-    """Returns the sharded model in a folder, after fetching the files that this rank lacks. All
-    ranks of the world call this. Rank 0 prints what is fetched.
+    """Returns the sharded model in the folder `path`, after fetching the files that this rank lacks
+    from other ranks. All ranks of the world call this. Rank 0 prints what is fetched.
 
-    Errors: ModelError, RankError. Even after an error, each file in the folder is complete.
+    Errors: ModelError if a file cannot be fetched; RankError if a rank is lost. Even after an
+    error, each file in the folder is complete.
     """
     text = _text(path)
     own = Bundle.of(path, text) if text else None
@@ -75,8 +76,8 @@ def complete(path: Path, world: World) -> Bundle:
 
 
 def _text(path: Path) -> bytes:
-    """The text of plan.json; empty if there is none. Errors: ModelError for a folder with other
-    content, which must not get files of a sharded model."""
+    """Returns the text of plan.json in a folder; empty if there is none. Errors: ModelError for a
+    folder with other content, which must not get files of a sharded model."""
     if path.is_file() or (path / PLAN).is_file():
         return read_plan(path)
     for each in path.iterdir() if path.is_dir() else ():
@@ -89,7 +90,7 @@ def _text(path: Path) -> bytes:
 
 
 def _sent_text(text: bytes, size: int, root: int, world: World) -> bytes:
-    """Sends the text of plan.json from rank `root` to all ranks, and returns it."""
+    """Sends the text of plan.json, of `size` bytes, from rank `root` to all ranks; returns it."""
     data = np.frombuffer(text, np.uint8) if world.rank == root else np.empty(size, np.uint8)
     return broadcast(world, data, root, PLAN).tobytes()
 
@@ -97,10 +98,12 @@ def _sent_text(text: bytes, size: int, root: int, world: World) -> bytes:
 class _Fetch:
     """Fetches the files of one sharded model; all ranks make the same calls.
 
-    each    the host of each rank, and whether it lacks files
-    told    for each rank: the listed files that it has and needs, and the name of its folder for
-            arriving files (empty: it lacks nothing)
-    places  for each rank that lacks files, the ranks that see the same folder, including itself
+    each   for each rank: its host, its path, and whether it lacks files
+    stack  closes the folder for arriving files
+
+    Two attributes describe all ranks: `_told` has the files that each rank has and needs, and the
+    name of its folder for arriving files (empty: it lacks nothing); `_places` has, for each rank
+    that lacks files, the ranks that see the same folder.
     """
 
     def __init__(self, bundle: Bundle, world: World, each: Told, stack: ExitStack) -> None:
@@ -122,8 +125,8 @@ class _Fetch:
         self._places = self._same_places()
 
     def run(self, text: bytes) -> None:
-        """Fetches the missing files; `text` is the text of plan.json. Errors: ModelError,
-        RankError."""
+        """Fetches the missing files, and gives them their names; `text` is the text of plan.json.
+        Errors: ModelError if a file cannot be fetched; RankError if a rank is lost."""
         transfers = self._transfers()
         mine = [one for one in transfers if self._rank in one.receivers]
         self._check_room(sum(one.bytes for one in mine))
@@ -150,11 +153,12 @@ class _Fetch:
 
     @property
     def _leads(self) -> bool:
-        """True if this rank is the first of the ranks that lack files in its folder."""
+        """True if this rank is the first of the ranks that share its folder and lack files
+        there."""
         return self._lacks and self._places[self._rank][0] == self._rank
 
     def _has(self, name: str) -> bool:
-        """True if this rank can send a file."""
+        """True if this rank has a complete file of this name, which it can send."""
         try:
             self._files.check_sizes([name])
         except ModelError:
@@ -162,8 +166,8 @@ class _Fetch:
         return True
 
     def _new_folder(self) -> Path:
-        """A folder for arriving files, in the file system of the sharded model. Errors:
-        ModelError."""
+        """Returns a new folder for arriving files, in the file system of the sharded model. Errors:
+        ModelError if it cannot be made."""
         parent = self._path if self._path.is_dir() else self._path.absolute().parent
         try:
             return self._stack.enter_context(OwnFolder(PREFIX, parent))
@@ -172,6 +176,8 @@ class _Fetch:
             raise ModelError(text) from error
 
     def _same_places(self) -> list[list[int]]:
+        """Returns for each rank the ranks that see the same folder: each looks which ranks' folders
+        for arriving files lie beside its own folder for arriving files."""
         seen = -1
         if self._folder is not None:
             parent = self._folder.parent
@@ -181,8 +187,8 @@ class _Fetch:
         return [[r for r, own in enumerate(firsts) if own == first] for first in firsts]
 
     def _transfers(self) -> list[Transfer]:
-        """Returns the transfers of all missing files. Errors: ModelError if no rank has one of
-        them."""
+        """Returns all transfers of missing files, equal on all ranks. Errors: ModelError if no rank
+        has one of the files."""
         needs: dict[str, dict[int, list[int]]] = {}
         for rank, told in enumerate(self._told):
             for name in filter(self._files.listed.__contains__, told["needs"]):
@@ -205,8 +211,8 @@ class _Fetch:
         return planned(sizes, holders, {name: [*places.values()] for name, places in needs.items()})
 
     def _kept(self) -> list[Block]:
-        """This rank's share of the blocks to check: all blocks of the files that are in its folder,
-        if the folder lacks other files."""
+        """Returns the blocks that this rank must check. If its folder lacks files, the files that
+        it has are checked in full; ranks that share the folder divide the blocks."""
         if not self._lacks:
             return []
         place = self._places[self._rank]
@@ -216,7 +222,8 @@ class _Fetch:
         return blocks[place.index(self._rank) :: len(place)]
 
     def _check_room(self, size: int) -> None:
-        """Errors: ModelError if the file system has no room for what this rank receives."""
+        """Raises a ModelError if the file system has no room for the `size` bytes that this rank
+        receives."""
         free = shutil.disk_usage(self._folder).free if self._folder else size
         if free < size:
             raise ModelError(
@@ -225,7 +232,7 @@ class _Fetch:
             )
 
     def _tell(self, transfers: Sequence[Transfer]) -> None:
-        """Says which files go to which ranks."""
+        """Prints which files go to which ranks."""
         for place in sorted({tuple(place) for place in self._places}):
             to = [one for one in transfers if not {*place}.isdisjoint(one.receivers)]
             if to:
@@ -252,9 +259,10 @@ class _Fetch:
         return str(self._each[rank]["host"])
 
     def _end(self, rank: int) -> str:
+        """A rank and its host, for texts."""
         return f"rank {rank} (host {self._host(rank)})"
 
     def _hosts(self, ranks: Sequence[int]) -> str:
-        """`host a`, `hosts a, b`."""
+        """The hosts of these ranks, for texts: "host a", "hosts a, b"."""
         names = list(dict.fromkeys(map(self._host, ranks)))
         return f"host{'s' if len(names) > 1 else ''} {', '.join(names)}"

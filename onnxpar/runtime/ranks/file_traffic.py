@@ -23,8 +23,12 @@ from onnxpar.runtime.session.bundle_files import BundleFiles
 
 
 class FileTraffic(Closing):
-    """Sends files of a folder, and writes arriving files to `folder` (None: no file arrives).
-    `ends` has a text that names each rank in errors."""
+    """Sends files of a sharded model to other ranks, and receives files.
+
+    files   the files of the model
+    folder  where arriving files are written; None: none arrives here
+    ends    a text that names each rank, for errors
+    """
 
     def __init__(
         self, files: BundleFiles, world: World, folder: Path | None, ends: Sequence[str]
@@ -41,14 +45,15 @@ class FileTraffic(Closing):
         self._writer = ThreadPoolExecutor(1, "onnxpar-fetch")
 
     def close(self) -> None:
-        """Closes the files that arrive. Errors: OSError."""
+        """Waits for what is still written, and closes the files that have arrived. Errors: OSError
+        if a write failed."""
         self._writer.shutdown()
         self._stack.close()
 
     def move(self, transfers: Sequence[Transfer]) -> None:
-        """Sends and receives files; all ranks call this with the same transfers. Errors:
-        ModelError, naming both ends, for bytes that contradict the digests, or if a file cannot be
-        read; RankError; OSError."""
+        """Sends and receives the files of these transfers; all ranks call this with the same list.
+        Errors: ModelError, naming both ends, for bytes that contradict the digests, or if a file
+        cannot be read; RankError; OSError."""
         for one in transfers:
             if self._rank in one.receivers:
                 self._arriving[one.name] = self._new_file(one.name)
@@ -62,6 +67,7 @@ class FileTraffic(Closing):
             writing.result()
 
     def _new_file(self, name: str) -> ReceivedFile:
+        """Creates the file to which file `name` arrives."""
         assert self._folder is not None, "a rank that lacks files has a folder for them"
         path = self._folder / name
         path.parent.mkdir(exist_ok=True)
@@ -70,9 +76,8 @@ class FileTraffic(Closing):
         return file
 
     def _move(self, one: Transfer, at: int, length: int, turn: int) -> None:
-        """Sends or receives `length` bytes of a file from byte `at` on, if this rank takes part.
-        `turn`, 0 or 1, is the buffer to receive in: the other one may still be on its way to the
-        disk."""
+        """Sends or receives bytes [at, at + length) of a file, if this rank takes part. `turn`, 0
+        or 1, is the buffer to receive in: the other one may still be on its way to the disk."""
         receives = self._rank in one.receivers
         if not receives and self._rank != one.source:
             return
@@ -90,11 +95,12 @@ class FileTraffic(Closing):
             self._writing[turn] = self._writer.submit(self._write, one.name, part, way)
 
     def _way(self, one: Transfer) -> str:
-        """A text that names a file, its source and its receivers."""
+        """Returns a text for errors: the file, its source and its receivers."""
         to = " and ".join(self._ends[rank] for rank in one.receivers)
         return f"{one.name} from {self._ends[one.source]} to {to}"
 
     def _write(self, name: str, part: Array, way: str) -> None:
+        """Writes a piece that has arrived. Errors: ModelError if a block contradicts its digest."""
         try:
             self._arriving[name].append(part.data)
         except ModelError as error:
@@ -104,13 +110,15 @@ class FileTraffic(Closing):
             ) from None
 
     def _group(self, ranks: tuple[int, ...]) -> Group:
+        """The group of these ranks, made once."""
         if ranks not in self._groups:
             self._groups[ranks] = self._stack.enter_context(Group(self._world, ranks))
         return self._groups[ranks]
 
 
 def _read(path: Path, at: int, part: Array, way: str) -> None:
-    """Reads bytes of a file to send. Errors: ModelError."""
+    """Fills `part` with the bytes of a file from `at` on. Errors: ModelError, in which `way` names
+    the file, its source and its receivers."""
     done = 0
     try:
         with path.open("rb", buffering=0) as file:

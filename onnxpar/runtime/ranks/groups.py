@@ -1,7 +1,7 @@
-"""Worlds of ranks.
+"""Worlds: sets of ranks that run collectives together, like communicators of MPI.
 
-A world is a set of ranks that run collectives together; a `World` object is one rank's membership
-in it. Ranks are processes or, in tests, threads of one process.
+A `World` object is one rank's membership in a world. Ranks are processes or, in tests, threads of
+one process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _names = itertools.count()
 
 
 class World(Closing):
-    """One rank's membership in a world; as a context manager, leaves the world at the end.
+    """One rank's membership in a world, a set of ranks that run collectives together. The end of a
+    `with` block leaves the world.
 
     `create` waits until all `size` ranks have joined, and raises RankError after `timeout` seconds.
     The same timeout applies to every collective.
@@ -54,6 +55,8 @@ class World(Closing):
         bind_address: str = "127.0.0.1",
         timeout: float = 60.0,
     ) -> World:
+        """Joins the world as rank `rank` of `size`; returns when all ranks have joined. See the
+        class for the arguments."""
         check(
             library().onnxpar_world_create(
                 id.encode(),
@@ -67,9 +70,9 @@ class World(Closing):
         return cls(id, rank, size)
 
     def open_streams(self, count: int) -> None:
-        """Connects the ranks in `count` streams; collectives of different streams run at once. All
-        ranks must call this. Does nothing if there are `count` streams. Errors: RankError if a rank
-        does not come within the timeout."""
+        """Connects the ranks by `count` streams, so that collectives of different streams can run
+        at the same time. All ranks must call this. Does nothing if there are `count` streams
+        already. Errors: RankError if a rank does not come within the timeout."""
         check(library().onnxpar_world_open_streams(self.id.encode(), count))
 
     def abort(self, message: str) -> None:
@@ -78,7 +81,8 @@ class World(Closing):
         check(library().onnxpar_world_abort(self.id.encode(), message.encode()))
 
     def explain(self, why: str) -> None:
-        """Says why this rank is going to leave the world before others expect it."""
+        """Tells the other ranks why this rank is about to leave the world, before the other ranks
+        expect that."""
         check(library().onnxpar_world_explain(self.id.encode(), why.encode()))
 
     def shares_memory_with(self, rank: int) -> bool:
@@ -89,48 +93,47 @@ class World(Closing):
         return bool(shared.value)
 
     def begin(self) -> None:
-        """Marks the start of a call on this rank, so that a faster rank that fails in its next call
-        does not interrupt this one."""
+        """Marks the start of a call on this rank. A faster rank that fails in its next call then
+        does not interrupt this call."""
         check(library().onnxpar_world_begin(self.id.encode()))
 
     def interrupt(self, message: str) -> None:
-        """Makes all collectives of the current call fail on all ranks with this message, until
-        every rank has called `renew`."""
+        """Makes all collectives of the current call fail, on all ranks, with this message. They
+        work again after every rank has called `renew`."""
         check(library().onnxpar_world_interrupt(self.id.encode(), message.encode()))
 
     def renew(self) -> str:
-        """Waits until all ranks have left the interrupted call, and connects them again.
-
-        Returns the reason of the interruption, the same on all ranks. Errors: RankError if a rank
-        does not come within the timeout, or if the world was aborted.
-        """
+        """Waits until all ranks have left the interrupted call, and connects them again. Returns
+        the reason of the interruption, the same text on all ranks. Errors: RankError if a rank does
+        not come within the timeout, or if the world was aborted."""
         check(library().onnxpar_world_renew(self.id.encode()))
         return _reason()
 
     def failure(self) -> str:
-        """Returns the reason why every collective of this world fails from now on, on all ranks;
-        empty if the world can still be used."""
+        """Returns the reason why every collective of this world now fails, on all ranks; empty if
+        the world can still be used."""
         check(library().onnxpar_world_failure(self.id.encode()))
         return _reason()
 
     def close(self) -> None:
-        """Leaves the world; collectives of its sessions fail from then on."""
+        """Leaves the world; collectives in this rank's sessions fail from then on."""
         if self._open:
             self._open = False
             check(library().onnxpar_world_destroy(self.id.encode()))
 
 
 def _reason() -> str:
-    """The text that the last native call in this thread left."""
+    """The text that the last call of the library in this thread left."""
     reason: bytes = library().onnxpar_reason()
     return reason.decode(errors="replace")
 
 
 class Group(Closing):
-    """Some ranks of a world, for the functions of `collectives`: this rank must be one of them.
+    """A part of a world's ranks, for the functions of `collectives`, which take it in place of a
+    world. This rank must be one of them.
 
-    `ranks` are ranks of the world, in the order of the group, and `rank` is this rank's position
-    among them. A rank that fails in a group fails in the whole world.
+    `ranks` are ranks of the world, in the order of the group; `rank` is this rank's position among
+    them. A rank that fails in a group fails in the whole world.
     """
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
@@ -143,14 +146,14 @@ class Group(Closing):
         self._open = True
 
     def close(self) -> None:
-        """Forgets the group; the world remains."""
+        """Forgets the group; the world is still usable."""
         if self._open:
             self._open = False
             check(library().onnxpar_group_destroy(self.id.encode()))
 
 
 class Hub(Closing):
-    """The meeting point of a world's ranks, in a process that need not be a rank.
+    """The meeting point of a world's ranks, run by a process that need not be a rank.
 
     Without a hub, rank 0 is the meeting point. With a hub in the launcher, the other ranks notice
     the end of rank 0 like that of any rank, and the end of the launcher is an error on all ranks.
@@ -168,17 +171,19 @@ class Hub(Closing):
 
     @property
     def store(self) -> str:
-        """The `store` of `World.create`, or value of ONNXPAR_STORE, with its key."""
+        """The value for `store` of `World.create`, or for ONNXPAR_STORE: address and key,
+        "tcp://host:port#key"."""
         return f"tcp://{self._host}:{self._port}#{self._key}"
 
     def close(self) -> None:
+        """Stops the hub."""
         if self._open:
             self._open = False
             check(library().onnxpar_hub_stop(self._host.encode(), self._port))
 
 
 def thread_worlds(n: int, timeout: float = 60.0) -> list[World]:
-    """Returns the `n` memberships in a new world, for `n` threads of this process."""
+    """Returns the memberships of ranks 0 to n-1 in a new world, for `n` threads of this process."""
     from concurrent.futures import ThreadPoolExecutor  # ranks that are processes need no pool
 
     name = f"threads-{os.getpid()}-{next(_names)}"
@@ -191,8 +196,8 @@ def thread_worlds(n: int, timeout: float = 60.0) -> list[World]:
 
 
 def session_options(world: World, base: ort.SessionOptions | None = None) -> ort.SessionOptions:
-    """Returns options for a session that runs collectives in `world`: `base`, changed in place, or
-    new options."""
+    """Returns options for an onnxruntime session whose graph has collectives, which run in `world`:
+    `base`, changed in place, or if None, new options."""
     options = ort.SessionOptions() if base is None else base
     options.add_session_config_entry("onnxpar.world", world.id)
     options.register_custom_ops_library(str(library_path()))

@@ -12,15 +12,16 @@ from pathlib import Path
 from onnxpar.base.errors import RankError
 
 OWN = Path(__file__).parents[2]
-"""The folder of this package."""
+"""The folder of the package onnxpar."""
 _LIBRARY = "libonnxpar_ops.so"
 _REINSTALL = "install onnxpar again"
 
 
 def library_path() -> Path:
-    """Returns the path of the custom-op library, for `SessionOptions.register_custom_ops_library`.
-    If this package was imported from a source folder, which has no library, returns that of the
-    installed package. Errors: RankError if there is none."""
+    """Returns the path of the plugin, the custom-op library for
+    `SessionOptions.register_custom_ops_library`. A source folder has no library; if this package
+    was imported from one, returns the installed package's library. Errors: RankError if there is
+    none."""
     for package in (OWN, *(Path(entry, "onnxpar") for entry in sys.path)):
         path = package / "native" / _LIBRARY
         if path.exists():
@@ -30,8 +31,8 @@ def library_path() -> Path:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Returns the loaded library, whose functions return 0 on success. Errors: RankError if it does
-    not load."""
+    """Returns the plugin as a ctypes library, whose functions return 0 on success. Errors:
+    RankError if it does not load."""
     try:
         return _bound(ctypes.CDLL(str(library_path())))
     except OSError as error:
@@ -50,8 +51,8 @@ def library() -> ctypes.CDLL:
 
 
 def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    """Returns the library after declaring the signatures of its functions. Errors: AttributeError
-    if one is missing."""
+    """Declares the signatures of the library's functions; returns the library. Errors:
+    AttributeError if one is missing."""
     text, number = ctypes.c_char_p, ctypes.c_int
     signatures: dict[str, list[type]] = {
         "onnxpar_world_create": [text, number, number, text, text, ctypes.c_int64],
@@ -79,6 +80,7 @@ def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def check(failed: int) -> None:
-    """Errors: RankError if a function of the library failed."""
+    """Raises a RankError, with the library's text, if a function of the library did not return
+    0."""
     if failed:
         raise RankError(library().onnxpar_last_error().decode(errors="replace"))

@@ -29,8 +29,8 @@ class Log:
 
     @staticmethod
     def open(log_dir: str | os.PathLike[str] | None, rank: int) -> Log:
-        """Returns new, empty logs. Without a `log_dir`, they are deleted when the last process
-        closes them."""
+        """Returns new, empty logs of a rank: files in `log_dir` or, if that is None, temporary
+        files, which are deleted when the last process closes them."""
         if log_dir is None:
             return Log(tempfile.TemporaryFile(), tempfile.TemporaryFile(), None)
         folder = Path(log_dir) / f"rank.{rank}"
@@ -41,18 +41,19 @@ class Log:
 
     @property
     def place(self) -> str:
-        """The folder of the log, for errors that quote its end; a hint to `log_dir` for temporary
-        files."""
+        """Where the log is, for errors that quote its end: its folder, or for temporary files a
+        hint to `log_dir`."""
         return "not kept; see log_dir" if self.folder is None else str(self.folder)
 
     def tail(self) -> str:
-        """Returns the last lines of both files, standard output first."""
+        """Returns the last lines of both files, the standard output's first."""
         lines = [line for file in (self.stdout, self.stderr) for line in _last_lines(file)]
         return "\n".join(lines)
 
     def write(self, text: str) -> None:
-        """Adds text to the standard output, unless the files are temporary. The rank shares the
-        file's position, so neither overwrites the other. Errors: OnnxparError."""
+        """Adds text to the standard output's file, unless the files are temporary. Rank and caller
+        share the file's position, so neither overwrites the other. Errors: OnnxparError if the file
+        cannot be written."""
         if self.folder is not None:
             write_all(self.stdout.fileno(), text, self.folder / "stdout.log")
 
@@ -63,7 +64,8 @@ class Log:
 
 
 def write_all(descriptor: int, text: str, path: Path) -> None:
-    """Writes text to the file `path`, which is open under the descriptor. Errors: OnnxparError."""
+    """Writes all of `text` to the file `path`, which is open as `descriptor`. Errors: OnnxparError
+    if the file cannot be written."""
     data = memoryview(text.encode(errors="backslashreplace"))
     with writing(path):
         while data:
@@ -71,10 +73,9 @@ def write_all(descriptor: int, text: str, path: Path) -> None:
 
 
 def describe(error: Exception) -> str:
-    """Returns the text of an error for users, with its type unless it is an OnnxparError.
-
-    onnxruntime's text about a failed node is reduced to the node's op and name, and the message.
-    """
+    """Returns the text of an error for users: its message, with the type in front unless it is an
+    OnnxparError. Of onnxruntime's text about a failed node, only the node's op and name, and the
+    message, remain."""
     if isinstance(error, OnnxparError):
         return str(error)
     node = NODE_FAILED.search(str(error))
@@ -85,8 +86,8 @@ def describe(error: Exception) -> str:
 
 
 def log(error: Exception) -> None:
-    """Writes an error to this process's standard error: one line, or a traceback if the user asked
-    for it."""
+    """Writes an error to this process's standard error: as one line, or with a traceback if the
+    user asked for tracebacks."""
     if wants_traceback():
         import traceback
 
@@ -97,6 +98,7 @@ def log(error: Exception) -> None:
 
 
 def _last_lines(file: IO[bytes]) -> list[str]:
+    """The last lines of a file that an error quotes."""
     size = os.fstat(file.fileno()).st_size
     start = max(0, size - QUOTED_BYTES)
     text = os.pread(file.fileno(), QUOTED_BYTES, start).decode(errors="replace")

@@ -1,4 +1,5 @@
-"""Orders of rank 0 of a launch to all ranks, sent over a world of their own."""
+"""Orders that rank 0 of a launch sends to all other ranks, through a world only for this
+purpose."""
 
 from __future__ import annotations
 
@@ -20,13 +21,18 @@ from onnxpar.runtime.ranks.log import describe
 from onnxpar.runtime.states.host_memory import HostMemory, memory_of_hosts, told_memory
 
 START, CLOSE, IDLE, END = "start", "close", "idle", "end"
-"""Orders besides the calls of a session: start or close a session; do nothing; end all."""
+"""Orders besides the calls of a session: start or close a session; do nothing; end the rank."""
 _worlds = itertools.count()
 
 
 @dataclass(frozen=True)
 class Order:
-    """An order to all ranks: the action, the number of the session, and the arguments."""
+    """An order of rank 0 to the other ranks.
+
+    do       START, CLOSE, IDLE, END, or the name of a session's method
+    session  the number of the session
+    given    the arguments
+    """
 
     do: str
     session: int = 0
@@ -38,7 +44,7 @@ class Order:
 
     @staticmethod
     def unpack(data: bytes) -> Order:
-        """Errors: RankError for bytes that are no order."""
+        """Returns the order in these bytes. Errors: RankError for bytes that are no order."""
         try:
             do, session, given = of_bytes(data)
         except (ValueError, TypeError) as error:
@@ -49,7 +55,8 @@ class Order:
 
 
 class Orders(Closing):
-    """Sends or receives orders on this rank. All ranks create theirs together.
+    """The connection over which rank 0 sends orders, and the other ranks receive them. All ranks
+    create theirs together.
 
     hosts  the memory of the hosts of all ranks
 
@@ -71,8 +78,8 @@ class Orders(Closing):
         self.hosts: Sequence[HostMemory] = memory_of_hosts(told)
 
     def fetch(self, path: Path) -> None:
-        """Fetches the files of a sharded model that ranks lack; all ranks call this. Errors: those
-        of `complete`."""
+        """Fetches the files of the sharded model at `path` to ranks that lack them; all ranks call
+        this. Errors: as `complete`."""
         try:
             complete(path, self._world)
         except Exception as error:  # the others wait for this rank
@@ -80,17 +87,19 @@ class Orders(Closing):
             raise
 
     def tell(self, order: bytes) -> None:
-        """On rank 0, sends an order to all other ranks; returns when they have received it."""
+        """Sends rank 0's order to all other ranks; returns when they have received it. `order` is a
+        result of `Order.pack`."""
         gather_bytes(self._world, order, "orders")
 
     def hear(self) -> Order:
-        """Returns the next order, on a rank other than 0."""
+        """Returns rank 0's next order; called on the other ranks."""
         return Order.unpack(gather_bytes(self._world, b"", "orders")[0])
 
     def abort(self, reason: str) -> None:
-        """Makes all ranks fail with this reason, now and later."""
+        """Makes all calls of these connections fail on all ranks, now and later, with this
+        reason."""
         self._world.abort(reason)
 
     def close(self) -> None:
-        """Leaves the world of the orders."""
+        """Leaves the world through which orders are sent."""
         self._world.close()

@@ -1,5 +1,4 @@
-"""The request of a run to the ranks, and whether a run is the same again as one that was
-planned."""
+"""The request of a run to the ranks, and whether a run repeats one that was already planned."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from onnxpar.runtime.ranks.arena import Spec
 from onnxpar.runtime.session.bundle import Sizes
 
 Places = Mapping[str, int]
-"""The places of inputs that are read where they are, by name: offsets or addresses."""
+"""Where inputs lie that are read in place, by name: offsets or addresses."""
 KeptShapes = Mapping[str, tuple[int, ...]]
-"""The global shapes of kept states, by input."""
+"""The global shapes of kept states, by the name of the state's input."""
 _NONE: Mapping[str, Any] = {}
 
 
@@ -24,12 +23,12 @@ _NONE: Mapping[str, Any] = {}
 class Request:
     """The request of a run.
 
-    fetch    the outputs to return
-    keep     True to keep states
-    options  run options, as data
+    fetch    the names of the outputs to return
+    keep     True to keep states for the next run
+    options  onnxruntime's run options, as data
     sizes    the values of the open sizes
     times    the number of runs
-    carried  by input, the output that is its value in the next run; such tensors are whole on all
+    carried  {input: the output that is its value in the next run}; such tensors are whole on all
              ranks
     """
 
@@ -43,11 +42,12 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run whose checks, messages or bindings also serve each run that is the same again.
+    """A run that is prepared (checked, bound or announced to ranks), and that serves each run for
+    which `is_again` is True.
 
     asked   the request; an equal object requests the same
     feeds   dtype and shape of each input; one that is not a tensor of numbers is left out, so that
-            no run is the same again
+            no run repeats this one
     places  where some of the inputs must be; the others may be anywhere
     kept    the shapes of the kept states before the run
     """
@@ -64,7 +64,7 @@ class PlannedRun:
         places: Places = _NONE,
         kept: KeptShapes = _NONE,
     ) -> PlannedRun:
-        """Returns the run with these inputs."""
+        """Returns the plan for a run with this request and these inputs."""
         specs = {n: (a.dtype, a.shape) for n, a in feeds.items() if _is_numeric(a)}
         return PlannedRun(asked, specs, places, dict(kept))
 
@@ -75,8 +75,9 @@ class PlannedRun:
         places: Places = _NONE,
         kept: KeptShapes = _NONE,
     ) -> bool:
-        """True if a run with this request and these inputs needs no other plan. The same object
-        `asked` must always come with inputs of the same dtypes and shapes."""
+        """True if a run with this request and these inputs can use this run's preparation: names,
+        dtypes, shapes and `places` are equal. The same object `asked` must always come with inputs
+        of the same dtypes and shapes."""
         if places != self.places or kept != self.kept or len(feeds) != len(self.feeds):
             return False
         if asked is self.asked:
@@ -91,4 +92,5 @@ class PlannedRun:
 
 
 def _is_numeric(value: Any) -> bool:
+    """True for a tensor of numbers."""
     return isinstance(value, np.ndarray) and value.dtype.kind != "O"

@@ -1,4 +1,4 @@
-"""Starts, calls, watches and ends the processes of a session's ranks together."""
+"""Starts, calls, watches and ends the processes of a session's ranks, all together."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from onnxpar.runtime.states.lasting_memory import LastingMemory
 GRACE = 2.0
 """Seconds that the other ranks get to report what they were doing, after one rank failed."""
 MOMENT = 0.01
-"""Seconds between two looks of a waiting session at whether a rank has ended."""
+"""Seconds after which a waiting session looks again whether a rank has ended."""
 AGAIN: Message = {"again": True}
-"""Stands for an answer that equals the rank's answer before."""
+"""Stands for an answer that equals the rank's last answer."""
 
 
 class Processes:
-    """The processes of all ranks, one for each.
+    """The processes of a session's ranks, one for each rank.
 
     If a call fails on one rank, all ranks abandon it and return to their state before the call. If
     a rank dies, does not respond or disagrees with others, all processes are ended, and every later
@@ -57,8 +57,8 @@ class Processes:
 
     def call(self, messages: Sequence[Message | Packed] | None, what: str) -> list[Message]:
         """Sends each rank its message and returns the answers, both in the order of ranks; `what`
-        names the call in errors. Without messages, the ranks run again what they ran last, and a
-        rank's answer is AGAIN if it is the same as before.
+        names the call in errors. If `messages` is None, the ranks run again what they ran last, and
+        the answer of a rank whose answer is as before is AGAIN.
 
         Errors: RunError if the call failed but the ranks can continue; else RankError, which names
         the rank that failed, the call, and what the other ranks were doing.
@@ -80,7 +80,7 @@ class Processes:
         return answers
 
     def check_usable(self) -> None:
-        """Errors: RankError if the session is closed, or belongs to another process."""
+        """Raises a RankError if the session is closed, or was opened by another process."""
         if os.getpid() != self._owner:
             raise RankError(
                 f"this session is process {self._owner}'s; make one in process {os.getpid()} too"
@@ -89,7 +89,7 @@ class Processes:
             raise RankError(f"this session is closed: {self._closed}; make a new one")
 
     def check_alive(self) -> None:
-        """Errors: RankError if a process has ended or is stopped; then all processes are ended."""
+        """Raises a RankError if a process has ended or is stopped; then all processes are ended."""
         self.check_usable()
         ended = next((rank for rank in self.ranks if rank.fate() is not None), None)
         if ended is not None:
@@ -111,6 +111,8 @@ class Processes:
         self.end("close() was called")
 
     def _call(self, messages: Sequence[Message | Packed] | None, what: str) -> list[Message]:
+        """Sends messages (None: run again), and waits for the answers of all ranks. Errors:
+        RankError if a rank fails or is silent for the timeout."""
         self._calls += 1
         self._bell.call(again=messages is None)  # the ranks then read while messages are sent
         if messages is None and self._bell.wait_for_answers(MOMENT) and self._bell.all_again():
@@ -136,7 +138,8 @@ class Processes:
         return [rank.reply or {} for rank in self.ranks]
 
     def _read(self, what: str) -> None:
-        """Waits for answers, at most a moment, and reads the messages that have arrived."""
+        """Waits for answers, at most a moment, and reads the messages that have arrived. Errors:
+        RankError if a rank has ended."""
         self._bell.wait_for_answers(MOMENT)
         for number, rank in enumerate(self.ranks):
             if self._bell.is_again(number):
@@ -164,6 +167,8 @@ class Processes:
                 rank.send_control({"do": "stop", "call": self._calls})
 
     def _count_silence(self, waiting: Sequence[RankProcess], seconds: float, what: str) -> None:
+        """Adds `seconds` to the silence of ranks that have not answered. Errors: RankError if one
+        has been silent for the timeout."""
         for rank in waiting:
             rank.silence += seconds
             if rank.silence >= self._timeout / 2 and (
@@ -172,18 +177,18 @@ class Processes:
                 self._fail(rank, what)
 
     def _lose(self, rank: RankProcess, what: str) -> NoReturn:
-        """Called when a rank has closed its connection, perhaps after its answer: fails the call.
-        Waits for the process's exit code, which follows a moment later, or much later on a busy
-        host. Errors: RankError."""
+        """Called when a rank has closed its connection, perhaps after its answer: makes the call
+        fail. Waits for the process's exit code, which follows a moment later, or much later on a
+        busy host. Always raises a RankError."""
         if rank.fate() is None and not rank.wait(CLOSING):
             rank.reply = {"error": "it closed its connection, but its process still runs"}
         self._fail(rank, what)
 
     def _fail(self, first: RankProcess, what: str) -> NoReturn:
-        """Aborts the other ranks, collects their reports, ends all processes, and raises an error
-        with the reports.
+        """Aborts the other ranks, collects their reports, ends all processes, and raises a
+        RankError with the reports.
 
-        The error blames a rank that died or was stopped, else `first`. Errors: RankError.
+        The error blames a rank that died or was stopped; if none was, `first`.
         """
         culprit = next((rank for rank in self.ranks if rank.fate() is not None), first)
         headline = f"{what} of {self._path}: rank {self._story(culprit)}"
@@ -208,13 +213,15 @@ class Processes:
         raise error
 
     def _story(self, rank: RankProcess) -> str:
+        """Returns a rank's number and fate as text: its error, its end or its silence."""
         number = self.ranks.index(rank)
         if rank.reply is not None and "error" in rank.reply:
             return f"{number} failed: {rank.reply['error']}"
         return f"{number} {rank.fate() or f'has not answered for {rank.silence:.1f} s'}"
 
     def _hear_out(self, culprit: RankProcess) -> None:
-        """Waits until all other running ranks have answered, for at most GRACE seconds."""
+        """Waits until all running ranks other than `culprit` have answered, for at most GRACE
+        seconds."""
         deadline = time.monotonic() + GRACE
         while (left := deadline - time.monotonic()) > 0 and any(
             rank is not culprit and rank.reply is None and rank.fate() is None
@@ -231,7 +238,8 @@ class Processes:
                     rank.reply = message
 
     def end(self, reason: str) -> None:
-        """Kills all processes and frees their resources; keeps the first reason given."""
+        """Kills all processes and frees their resources. The first reason is the one that later
+        calls name."""
         if self._closed is not None:
             return
         self._closed = reason

@@ -1,5 +1,5 @@
-"""Rewrites onnxruntime's errors on a rank: with names of the unsplit model's nodes, and a note if
-numbers refer to a shard."""
+"""Rewrites onnxruntime's errors on a rank for users: with the names that nodes have in the unsplit
+model, and a note if numbers refer to a shard."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _NODE_REFUSED = re.compile(r".*Node ?\((.*?)\) Op \((\w+)\) (.*)", re.DOTALL)
 
 
 def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
-    """Returns the text of an error: for a failed node, the op, the node's name in the unsplit
-    model, and onnxruntime's message. `file` is the graph of the rank."""
+    """Returns the text for an error of a run: for a failed node, the op, the node's name in the
+    unsplit model, and onnxruntime's message. `file` is the ONNX file of the rank."""
     text = describe(error)
     match = NODE_FAILED.search(str(error))
     if match is None or ranks == 1:
@@ -41,9 +41,9 @@ def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
 
 
 def load_text(error: Exception, file: Path) -> str:
-    """Returns why onnxruntime does not load the graph of a rank: the innermost node that its
-    message names, by its name in the unsplit model, and the message; if files are damaged, the
-    message and the remedy."""
+    """Returns the text for an error of opening a rank's graph: the innermost node that
+    onnxruntime's message names, by its name in the unsplit model, and the message; if files are
+    damaged, the message and the remedy."""
     match = _NODE_REFUSED.search(str(error))
     if match is not None and not is_damaged(file):
         name, op, message = match.groups()
@@ -55,7 +55,7 @@ def load_text(error: Exception, file: Path) -> str:
 
 
 def is_damaged(file: Path) -> bool:
-    """True if a graph file or one of its weight files is missing, cut off or unreadable."""
+    """True if an ONNX file or one of its files of weights is missing, cut off or unreadable."""
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -73,7 +73,8 @@ def is_damaged(file: Path) -> bool:
 
 
 def _origins(file: Path) -> dict[str, str]:
-    """Returns the name of the unsplit model's node for each node of a rank's graph, by name."""
+    """Returns {name of a node in a rank's graph: name of the node of the unsplit model from which
+    it comes}; empty if the file cannot be read."""
     import onnx
 
     try:
@@ -84,6 +85,7 @@ def _origins(file: Path) -> dict[str, str]:
 
 
 def _named(graph: onnx.GraphProto) -> list[tuple[str, str]]:
+    """The pairs for `_origins`, also of nodes in bodies."""
     from onnxpar.graph.origin import origin_of
 
     names = [(node.name, origin_of(node)) for node in graph.node]

@@ -1,4 +1,4 @@
-"""The main loop of a rank's process: joins the world and answers the session's messages."""
+"""The main loop of a rank's process: joins the world, and answers the session's messages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ from onnxpar.runtime.session.values import BYTES, of_bytes, to_bytes
 
 
 def serve(line: Line, watch: Watch, files: Sequence[int]) -> None:
-    """Answers messages until "close". `files` are the file descriptors of the arenas, in the order
-    in which Server takes them. The first message describes the rank; if it has no path of a bundle,
-    serves the messages of a calibration."""
+    """Answers the session's messages until "close".
+
+    line   the connection to the session
+    watch  the thread that listens while the rank computes
+    files  the file descriptors of the shared memory, in the order in which `Server` takes it
+
+    The first message describes the rank. If it has no path of a sharded model, the rank serves the
+    messages of a calibration instead.
+    """
     start = line.receive()
     assert start is not None, "the first call has a message"
     share = start["share"]
@@ -49,8 +55,8 @@ def serve(line: Line, watch: Watch, files: Sequence[int]) -> None:
 
 
 class Server:
-    """Answers the session's messages to one rank. Arrays are not in the messages but in the
-    arenas."""
+    """Answers the session's messages to one rank. Arrays are not in the messages but in shared
+    memory: `inputs` (copied for each run), `lasting` (read in place) and `outputs`."""
 
     def __init__(
         self,
@@ -85,7 +91,7 @@ class Server:
         }
 
     def answer(self, message: Message | None) -> Message | None:
-        """Executes a message (None: the last run again), and returns the answer; None if the run
+        """Executes a message (None: the last run again); returns the answer, None if a repeated run
         has the same answer as before. An error ends the call on all ranks; the rank is usable again
         after the message "renew"."""
         self._calls += 1
@@ -109,8 +115,7 @@ class Server:
             return {"error": text, "goes_on": True}
 
     def stop(self, call: int) -> None:
-        """Ends the run of call number `call` if it is still active; any thread may call this
-        method."""
+        """Makes the run of call number `call` end, if it still runs; any thread may call this."""
         running = self._executor.running
         if running is not None and self._calls == call:
             self._executor.stop(running)
@@ -123,6 +128,7 @@ class Server:
         return self._ran
 
     def _run_again(self) -> Message | None:
+        """Runs the last request again; returns the answer, None if it is the same as before."""
         slots = self._executor.run_again(self._outputs)
         told = self._told
         if told is not None and slots is told[0] and self._executor.kept_shapes is told[1]:
@@ -132,7 +138,7 @@ class Server:
         return None if self._ran == before else self._ran
 
     def _tell(self, slots: Mapping[str, Slot]) -> None:
-        """Records these results as the answer to a run."""
+        """Sets the answer to a run: the places of these results, and the shapes of kept states."""
         self._told = slots, self._executor.kept_shapes
         self._ran = {**self._sent(slots), "kept": self._executor.kept_shapes}
 
@@ -168,7 +174,7 @@ class Server:
         return {}
 
     def _feeds(self, message: Message) -> dict[str, Array]:
-        """Returns this rank's shards of inputs by name. The message has the place of each in shared
+        """Returns this rank's shards of inputs, by name. The message has their places in shared
         memory: one [offset, shape, whether the memory is lasting] for all ranks, or a list with one
         for each rank."""
         self._inputs.map(message["size"])
@@ -185,6 +191,8 @@ class Server:
         return feeds
 
     def _sent(self, slots: Mapping[str, Slot]) -> Message:
+        """Returns the part of an answer that says where outputs lie in shared memory; a value that
+        is no tensor of numbers is copied there as bytes."""
         sent = {}
         for name, slot in slots.items():
             if slot.offset == NOWHERE:

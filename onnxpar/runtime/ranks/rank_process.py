@@ -28,23 +28,24 @@ from importlib.util import find_spec, module_from_spec
 sys.modules["onnxpar"] = module_from_spec(find_spec("onnxpar"))
 import_module("onnxpar.MODULE").main()
 """
-"""The script that starts a module of this package in a process of its own. It does not run
+"""The script with which a process runs a module of this package. It does not run
 `onnxpar/__init__.py`, which saves 0.4 s and the compiler's memory on each rank. It imports nothing
 from the working folder, as if PYTHONSAFEPATH of Python 3.11 were set."""
 
 
 def command(module: str) -> list[str]:
-    """Returns the command that runs the `main` of a module of this package."""
+    """Returns the command that runs the `main` of a module of this package in a new process."""
     return [sys.executable, "-c", BOOT.replace("MODULE", module)]
 
 
 @dataclass
 class RankProcess:
-    """A rank's process, and the connections to it.
+    """A rank's process, and the session's connections to it.
 
-    work     for calls
-    control  for its watch thread
-    outputs  the descriptor of the file for its outputs
+    work     the connection for calls
+    control  the connection to its watch thread
+    outputs  the file descriptor of the shared memory for its outputs
+    log      the files of its output
     silence  seconds since its last message
     reply    its answer to the current call, once it has arrived
     """
@@ -60,7 +61,7 @@ class RankProcess:
     @staticmethod
     def start(rank: int, log: Log, bell: Doorbell, inputs: int, lasting: int) -> RankProcess:
         """Starts a process, which then waits for its first message. `inputs` and `lasting` are the
-        descriptors of the files for the inputs of all ranks."""
+        file descriptors of the shared memory for inputs."""
         outputs = make_file("onnxpar-outputs")
         work, its_work = pair()
         control, its_control = pair()
@@ -79,7 +80,7 @@ class RankProcess:
         return RankProcess(process, work, control, outputs, log)
 
     def limit(self, seconds: float) -> None:
-        """Makes messages that cannot be sent within `seconds` an error."""
+        """Makes it an error if a message cannot be sent within `seconds`."""
         self.work.limit(seconds)
         self.control.limit(seconds)
 
@@ -92,8 +93,8 @@ class RankProcess:
             return
 
     def fate(self) -> str | None:
-        """Returns a text that says how the process ended or that it is stopped; None while it
-        runs."""
+        """Returns a text that says how the process ended, or that a signal has stopped it; None
+        while it runs."""
         code = self.process.poll()
         if code is None:
             return "is stopped by a signal" if self._is_stopped() else None
@@ -103,7 +104,7 @@ class RankProcess:
         return f"was killed by {name} (signal {-code})"
 
     def wait(self, seconds: float) -> bool:
-        """Waits for the end of the process, at most so many seconds; True if it has ended."""
+        """Waits for the end of the process, at most `seconds`. Returns True if it has ended."""
         try:
             self.process.wait(max(seconds, 0))
         except subprocess.TimeoutExpired:
@@ -111,13 +112,14 @@ class RankProcess:
         return True
 
     def release(self) -> None:
-        """Closes the connections, memory and log of an ended rank."""
+        """Closes the connections, the shared memory and the log of a rank that has ended."""
         self.work.close()
         self.control.close()
         os.close(self.outputs)
         self.log.close()
 
     def _is_stopped(self) -> bool:
+        """True if a signal such as SIGSTOP has stopped the process."""
         try:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8")
         except OSError:
@@ -128,9 +130,9 @@ class RankProcess:
 def call_in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T:
     """Calls the function in a new thread, which lives until `end` is set; returns its result.
 
-    Linux sends children their parent-death signal when the thread that started them ends, even if
-    the process continues. So a thread of the user must not start them. Errors: RankError for an
-    OSError.
+    Processes that a thread starts must not be started by a thread of the user: Linux sends them
+    their parent-death signal when that thread ends, even if this process continues. Errors:
+    RankError for an OSError.
     """
     results: list[T] = []
     errors: list[OSError] = []
@@ -154,7 +156,7 @@ def call_in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment for a rank's process: the environment of this process, with its
-    import path as PYTHONPATH."""
+    """Returns the environment for a rank's process: this process's environment, with its import
+    path as PYTHONPATH."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

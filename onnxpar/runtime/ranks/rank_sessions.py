@@ -1,4 +1,5 @@
-"""The onnxruntime sessions of one rank, one for each of its programs."""
+"""The onnxruntime sessions of one rank, one for each of its programs. A program is an ONNX file of
+the rank, such as the training step and its evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from onnxpar.runtime.session.ort_session import load_ort_session
 
 
 class RankSessions:
-    """The sessions of a rank; each program is opened on first use."""
+    """The sessions of a rank; each program is opened when it first runs.
+
+    bundle   the sharded model
+    world    the ranks, and which of them this one is
+    spec     the options that the user gave
+    threads  the number of threads that compute; 0: onnxruntime's default
+    spin     True if these threads may spin while they wait
+    """
 
     def __init__(
         self, bundle: Bundle, world: groups.World, spec: SessionSpec, threads: int, spin: bool
@@ -34,14 +42,16 @@ class RankSessions:
         self._has_own_profile = bool(spec.fields.get("enable_profiling")) and not spec.profile
 
     def open(self, *programs: str) -> ort.InferenceSession:
-        """Returns the session of a program, named as in `Bundle.rank_file`; by default, of the main
-        program. Errors: ModelError if it does not load."""
+        """Returns the session of a program, whose name is `programs` joined by "-" (see
+        `Bundle.rank_file`); without any, the session of the main program. Errors: ModelError if it
+        does not load."""
         program = "-".join(filter(None, programs))
         if program not in self._opened:
             self._opened[program] = self._open(program)
         return self._opened[program]
 
     def _open(self, program: str) -> ort.InferenceSession:
+        """Opens the session of a program, which records a profile if the user asked for that."""
         rank = self._world.rank
         file, options = self._bundle.rank_file(rank, program), self._options()
 
@@ -54,6 +64,7 @@ class RankSessions:
         return self._profiled.open(program, file, folder, options, make)
 
     def _options(self) -> ort.SessionOptions:
+        """Returns the options of this rank's sessions."""
         bundle = self._bundle
         options = groups.session_options(self._world)
         self._spec.apply(options, self._world.rank, self._threads, self._spin)
@@ -70,6 +81,7 @@ class RankSessions:
         return options
 
     def _load(self, file: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+        """Opens a session. Errors: ModelError, with the node at fault if onnxruntime names it."""
         spec = self._spec
         providers = spec.providers or ()
         try:
@@ -88,15 +100,16 @@ class RankSessions:
             raise ModelError(load_text(error, file) + remedy) from error
 
     def end_profile(self) -> Record:
-        """Ends the recording and returns it. Its `file` is the profile that onnxruntime wrote
-        because the user enabled its profiling, else empty."""
+        """Ends the recording; returns it. Its `file` is the profile that onnxruntime wrote because
+        the user enabled onnxruntime's profiling, else empty."""
         file = self._opened[""].end_profiling() if self._has_own_profile else ""
         self._has_own_profile = False
         return {**self._profiled.end(), "file": file}
 
 
 def _is_split(bundle: Bundle) -> bool:
-    """True if ranks communicate, or have parts of an input or an output."""
+    """True if ranks communicate, or if an input or an output is split; False if every rank computes
+    the whole model."""
     ones = dict.fromkeys(bundle.symbols, 1)
     ports = (*bundle.inputs.values(), *bundle.outputs.values())
     layouts = (port.layout_at(ones) for port in ports)

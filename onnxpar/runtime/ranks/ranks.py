@@ -29,11 +29,11 @@ from onnxpar.runtime.session.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.states.state_files import Origin
 
 PartsOf = dict[str, dict[int, Array]]
-"""Shards, by tensor name and rank; valid until the next call of the ranks."""
+"""Shards, by tensor name and rank. They are valid until the next call of the ranks."""
 
 
 def common_shapes(reported: Sequence[KeptShapes]) -> KeptShapes:
-    """Returns the shapes of kept states, which all ranks must report alike. Errors: RankError if
+    """Returns the shapes of kept states, which all ranks must report equally. Errors: RankError if
     they differ."""
     for rank, shapes in enumerate(reported):
         for name, shape in shapes.items():
@@ -47,10 +47,12 @@ def common_shapes(reported: Sequence[KeptShapes]) -> KeptShapes:
 
 
 class Ranks(Protocol):
-    """All ranks of a bundle. The caller passes global arrays that are already checked; the same
-    Request object always comes with feeds of the same dtypes and shapes.
+    """All ranks of a sharded model, as a session calls them. The caller passes global arrays that
+    are already checked; the same Request object always comes with feeds of the same dtypes and
+    shapes.
 
-    facts        facts about the sessions of ranks
+    bundle       the sharded model
+    facts        facts about the onnxruntime session of a rank
     kept_shapes  the global shapes of the states that the last run kept, by input
     """
 
@@ -79,15 +81,20 @@ class Ranks(Protocol):
 
 
 class StartRanks(Protocol):
-    """Starts all ranks of a bundle, for a session. A wait for a rank takes at most `timeout`
-    seconds. Errors: RankError if a rank does not start."""
+    """A function that starts all ranks of a sharded model, for a session. A wait for a rank takes
+    at most `timeout` seconds. Errors: RankError if a rank does not start."""
 
     def __call__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> Ranks: ...
 
 
 class _Piece(NamedTuple):
-    """A shard of the input `name`, that of `rank`, and the array in shared memory to which it is
-    copied."""
+    """A shard of an input, and where in shared memory it is copied to.
+
+    name   the input
+    parts  how the input is split
+    rank   the rank whose shard it is
+    array  the array in shared memory
+    """
 
     name: str
     parts: Shards
@@ -95,17 +102,17 @@ class _Piece(NamedTuple):
     array: Array
 
     def write(self, feeds: Mapping[str, Array]) -> None:
-        """Copies the shard of a feed to its place."""
+        """Copies the shard out of the input's global array to its place."""
         self.parts.write(feeds[self.name], self.rank, self.array)
 
 
 @dataclass
 class _Run:
-    """A run that can be repeated.
+    """A run that can be repeated without a message to the ranks.
 
-    planned  what it depends on, with the offsets of feeds in lasting memory
-    pieces   the places of shards that are copied
-    answers  the answers of the ranks
+    planned  the record that decides whether a later run repeats this one
+    pieces   where shards of inputs are copied to
+    answers  the last answers of the ranks
     outputs  the shards of the outputs
     """
 
@@ -115,20 +122,22 @@ class _Run:
     outputs: PartsOf = field(default_factory=dict)
 
     def write(self, feeds: Mapping[str, Array]) -> None:
-        """Copies the shards of the feeds to their places."""
+        """Copies the shards of the feeds to their places in shared memory."""
         for piece in self.pieces:
             piece.write(feeds)
 
 
 Place = tuple[int, Sequence[int], bool]
-"""Offset and shape of an input in shared memory, and whether the memory is lasting."""
+"""(offset, shape, True if in lasting memory) of an input in shared memory."""
 Places = dict[str, Place | list[Place]]
-"""The places of inputs: one if all ranks use the same shard, or else one for each rank."""
+"""The places of inputs: one place if all ranks use the same shard, or else a list with one for each
+rank."""
 
 
 class ProcessRanks:
-    """One process per rank. Arrays pass through shared memory; each distinct shard of an input is
-    copied once, also if several ranks read it."""
+    """All ranks of a sharded model as processes on this host, one for each rank. Arrays pass
+    through shared memory; each distinct shard of an input is copied once, also if several ranks
+    read it."""
 
     def __init__(
         self,
@@ -169,15 +178,17 @@ class ProcessRanks:
         self.facts: Facts = ready[0]
 
     def memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """Returns an array with any contents, whose shards ranks read without a copy if they are
-        contiguous. Errors: RankError if the session is closed."""
+        """Returns an array whose contents are arbitrary, for a feed: if a rank's shard of it is
+        contiguous, the rank reads it in place, without a copy. Errors: RankError if the session is
+        closed."""
         self.check_usable()
         return self._processes.lasting.array(dtype, shape)
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
-        """Runs all ranks once, and returns their output shards. A run with the same request and the
-        same shapes as the one before sends no message. Errors: RunError if the ranks can continue;
-        else RankError, which names the rank and ends the session."""
+        """Runs all ranks on their shards of `feeds`, which are global arrays; returns their output
+        shards, by name and rank. A run with the same request and the same shapes as the one before
+        sends no message. Errors: RunError if the ranks can continue; else RankError, which names
+        the rank and ends the session."""
         self._runs += 1
         last, self._last = self._last, None
         lasting = self._processes.lasting.places(feeds)
@@ -201,69 +212,72 @@ class ProcessRanks:
         return last.outputs
 
     def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf:
-        """Returns all ranks' shards of a state, or these rows of each."""
+        """Returns all ranks' shards of a state, by name and rank; with `rows` (start, end), only
+        these rows of each shard. `sizes` are the values of open sizes."""
         message = {"do": "read", "name": name, "sizes": sizes, "rows": rows}
         return self._ask(message, f"reading state {name!r}")
 
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
-        """Sends each rank its shard of a global array, to keep as a state."""
+        """Makes each rank's shard of a global array its value of a state."""
         places, _ = self._hand_over({name: array}, sizes)
         message = {"do": "write", "feeds": places, **self._file_sizes()}
         self._ask(message, f"writing state {name!r}")
 
     def clear_state(self, name: str, sizes: Sizes) -> None:
-        """Makes each rank keep zeros as its shard of a state."""
+        """Fills each rank's shard of a state with zeros."""
         self._ask({"do": "clear", "name": name, "sizes": sizes}, f"clearing state {name!r}")
 
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
-        """Makes each rank write its shards of all states to a folder; returns the files'
-        digests."""
+        """Makes each rank write its shards of all states to a folder; returns the digests of the
+        files, by file name."""
         ask = pack({"do": "save", "folder": folder, "sizes": sizes})
         messages = [ask] * self.bundle.mesh.size
         answers = self._processes.call(messages, f"saving states to {folder}")
         return {name: digests for a in answers for name, digests in a["files"].items()}
 
     def save_states_later(self, folder: str, sizes: Sizes) -> None:
-        """Makes each rank copy its shards of all states, and write the copies in the background."""
+        """Makes each rank copy its shards of all states, and write the copies in the background.
+        Returns after the copies."""
         ask = pack({"do": "save later", "folder": folder, "sizes": sizes})
         self._processes.call([ask] * self.bundle.mesh.size, f"copying states for {folder}")
 
     def load_states(
         self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
     ) -> None:
-        """Makes each rank read its shards of these states from a folder, and keep them."""
+        """Makes each rank read its shards of these states from a folder. `origin` says how the
+        states in the folder are split, if not as in this session."""
         message = {"do": "load", "folder": folder, "names": list(names), "sizes": sizes}
         self._ask({**message, "origin": origin}, f"loading states from {folder}")
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns a list with only the own payload, because no other process makes calls: the ranks
-        are children of this one."""
+        """Returns [payload]: the ranks are children of this process, so no other process has a
+        payload."""
         return [payload]
 
     def write_log(self, text: str) -> None:
-        """Adds text to the standard output of each rank, if that is a file in `log_dir`."""
+        """Adds text to the file of each rank's standard output, if there is one in `log_dir`."""
         for rank in self._processes.ranks:
             rank.log.write(text)
 
     def reset_states(self) -> None:
-        """Forgets all states."""
+        """Forgets all states, so that the next run starts from initial values."""
         self._ask({"do": "reset"}, "the reset of states")
 
     def undo_states(self) -> None:
-        """Returns to the states before the last run."""
+        """Returns all states to their values before the last run."""
         self._ask({"do": "undo"}, "undoing a run")
 
     def end_profile(self) -> Sequence[Record]:
-        """Ends the recording, and returns the record of each rank."""
+        """Ends the recording; returns the record of each rank."""
         ask = [pack({"do": "profile"})] * self.bundle.mesh.size
         return self._processes.call(ask, "the profile")
 
     def check_usable(self) -> None:
-        """Errors: RankError if the ranks have ended."""
+        """Raises a RankError if the ranks have ended."""
         self._processes.check_usable()
 
     def check_alive(self) -> None:
-        """Errors: RankError if a process has ended or is stopped."""
+        """Raises a RankError if a process has ended or is stopped."""
         self._processes.check_alive()
 
     def close(self) -> None:
@@ -271,8 +285,9 @@ class ProcessRanks:
         self._processes.close()
 
     def _hand_over(self, feeds: Mapping[str, Array], sizes: Sizes) -> tuple[Places, list[_Piece]]:
-        """Splits each array into shards and copies each distinct shard once into shared memory,
-        where ranks use it in place; shards that lie in lasting memory stay there."""
+        """Splits each global array into shards, and copies each distinct shard once into shared
+        memory; shards that lie in lasting memory stay where they are. Returns (the places of all
+        shards, the copied shards)."""
         self.check_usable()
         ports, parts = self.bundle.inputs, self._parts.at(sizes)
         feeds = {n: to_bytes(v) if ports[n].is_value else v for n, v in feeds.items()}
@@ -296,7 +311,8 @@ class ProcessRanks:
         return places, placed
 
     def _lasting_places(self, array: Array, parts: Shards) -> dict[int, Place]:
-        """Returns the places of the shards that need no copy, by rank."""
+        """Returns the places of the shards of an array that lie in lasting memory and need no copy,
+        by rank."""
         memory = self._processes.lasting
         places: dict[int, Place] = {}
         for rank in parts.sources if memory.place(array) is not None else ():
@@ -307,14 +323,17 @@ class ProcessRanks:
         return places
 
     def _file_sizes(self) -> Message:
+        """The sizes of the shared files for inputs, to which ranks must map them."""
         return {"size": self._processes.inputs.size, "lasting": self._processes.lasting.size}
 
     def _ask(self, message: Message, what: str) -> PartsOf:
+        """Sends the same message to all ranks; returns the shards that they answer."""
         self._last = None
         return self._parts_in(self._processes.call([pack(message)] * self.bundle.mesh.size, what))
 
     def _parts_in(self, answers: Sequence[Message]) -> PartsOf:
-        """Returns the shards whose places are in the answers."""
+        """Returns the shards whose places in shared memory are in the answers, by name and rank;
+        notes the shapes of kept states."""
         parts: PartsOf = {}
         kept = [{n: tuple(s) for n, s in a.get("kept", {}).items()} for a in answers]
         self.kept_shapes = common_shapes(kept)

@@ -10,13 +10,13 @@ from onnxpar.base.digests import BLOCK, Digests
 from onnxpar.base.errors import ModelError
 
 _SYNCED = 32 << 20
-"""The arrived bytes after which a file is synced to the disk: one sync at the end could take longer
-than other ranks wait."""
+"""Bytes after whose arrival a file is synced to the disk: a single sync at the end could take
+longer than other ranks wait."""
 
 
 class ReceivedFile:
-    """Writes a new file, and compares it with its digests while it arrives. Errors: OSError if the
-    file exists, or cannot be written."""
+    """Writes a new file that arrives piece by piece, and compares it with its digests meanwhile.
+    Errors: OSError if the file exists, or cannot be written."""
 
     def __init__(self, path: Path, digests: Digests) -> None:
         self._digests = digests
@@ -24,8 +24,9 @@ class ReceivedFile:
         self._size = self._synced = 0
 
     def append(self, data: memoryview) -> None:
-        """Writes whole blocks; the last one may be shorter. Errors: ModelError for bytes that
-        contradict the digests; OSError."""
+        """Writes data at the end of the file: whole blocks of BLOCK bytes; only the last block of
+        the file may be shorter. Errors: ModelError for bytes that contradict the digests;
+        OSError."""
         assert self._size % BLOCK == 0, "blocks begin at multiples of their size"
         for start in range(0, len(data), BLOCK):
             block = data[start : start + BLOCK]
@@ -41,7 +42,8 @@ class ReceivedFile:
             self._synced = self._size
 
     def close(self) -> None:
-        """Closes the file; one that is complete is on the disk then. Errors: OSError."""
+        """Closes the file; if it is complete, it is on the disk then. Errors: OSError if a write
+        failed."""
         try:
             if self._size == self._digests["bytes"]:
                 os.fsync(self._sink)

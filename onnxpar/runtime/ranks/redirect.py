@@ -1,4 +1,4 @@
-"""Redirects a rank's output to files, but still reports failures on the launcher's terminal."""
+"""Redirects a rank's output to log files, but still reports failures on the launcher's terminal."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from onnxpar.runtime.launch.launch import Launched
 from onnxpar.runtime.ranks.log import Log, write_all
 
 _terminal: list[tuple[Launched, int]] = []
-"""The rank of this process, and a copy of the descriptor of its original standard error; empty if
-standard error is not redirected."""
+"""(the rank of this process, a copy of the file descriptor of its original standard error); empty
+if standard error is not redirected."""
 
 
 _log: list[tuple[int, Path]] = []
-"""A descriptor of this rank's stdout.log, and the path of the file; empty if no output is
+"""(a file descriptor of this rank's stdout.log, the path of the file); empty if no output is
 redirected."""
 
 
@@ -25,8 +25,8 @@ def redirect_output(
     log_dir: str | os.PathLike[str], launched: Launched, stdout: bool = True
 ) -> None:
     """Redirects the output of this process to `rank.N/stdout.log` and `rank.N/stderr.log` in
-    `log_dir`; with `stdout=False`, redirects only standard error, and only `write_log` writes
-    stdout.log."""
+    `log_dir`. With `stdout=False`, redirects only standard error; then stdout.log gets only the
+    texts of `write_log`."""
     log = Log.open(log_dir, launched.rank)
     assert log.folder is not None
     for descriptor, _ in _log:
@@ -44,21 +44,21 @@ def redirect_output(
 
 def write_log(text: str) -> None:
     """Adds text to this rank's stdout.log, after what it has printed; does nothing if no output is
-    redirected. Errors: OnnxparError."""
+    redirected. Errors: OnnxparError if the log cannot be written."""
     for descriptor, path in _log:
         sys.stdout.flush()
         write_all(descriptor, text, path)
 
 
 HEAD_START = 2.0
-"""Seconds that a failed rank waits so that rank 0 reports first: a launcher ends all ranks after
-the first one ends."""
+"""Seconds that a failed rank other than 0 waits before it reports: a launcher ends all ranks after
+the first one ends, and rank 0 is to report first."""
 
 
 def report_failure(text: str) -> None:
     """Writes an error to the original standard error; does nothing if standard error is not
-    redirected. Ranks other than 0 wait first: most failures are the same on all ranks, and the
-    launcher ends the waiting ranks after rank 0 has reported."""
+    redirected. Ranks other than 0 wait first: most failures are the same on all ranks, and after
+    rank 0 has reported, the launcher ends the ranks that wait."""
     for launched, descriptor in _terminal:
         if launched.rank:
             time.sleep(HEAD_START)
@@ -67,7 +67,7 @@ def report_failure(text: str) -> None:
 
 
 def tell_terminal(text: str) -> None:
-    """Writes a text to standard error, the original one if it is redirected."""
+    """Writes a line to the original standard error, also if standard error is redirected."""
     if not _terminal:
         print(f"onnxpar: {text}", file=sys.stderr, flush=True)
     for _, descriptor in _terminal:
@@ -75,8 +75,8 @@ def tell_terminal(text: str) -> None:
 
 
 def report_for_all_ranks(text: str) -> None:
-    """Writes a text about all ranks, such as a warning, to the original standard error of rank 0;
-    does nothing if that is not redirected."""
+    """Writes a text about all ranks, such as a warning, to the original standard error, on rank 0
+    alone; does nothing if standard error is not redirected."""
     for launched, descriptor in _terminal:
         if not launched.rank:
             _write(descriptor, f"onnxpar: {text}")

@@ -1,4 +1,4 @@
-"""A run of a rank that is repeated without binding anything anew."""
+"""A run of a rank's graph that is repeated without binding anything anew."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ Values = Mapping[str, ort.OrtValue]
 
 
 class Turn(NamedTuple):
-    """A binding of inputs and outputs for every second run, and the states in the bound outputs, by
-    input; empty if the run keeps none."""
+    """A prepared binding of inputs and outputs.
+
+    binding  the binding
+    states   the states that its run writes, in bound outputs, by input; empty if the run keeps none
+    """
 
     binding: Binding
     states: Values
@@ -26,6 +29,11 @@ class Turn(NamedTuple):
 @dataclass
 class RepeatedRun:
     """A run that reads its inputs and writes its outputs in the same memory each time.
+
+    turns        the bindings, which runs use in turn
+    inputs       the inputs, whose memory must stay alive
+    slots        the outputs
+    kept_shapes  the global shapes of the kept states
 
     Runs that keep states alternate between two turns: each turn reads the states that the other
     wrote. So the states before a run exist until the next run starts.
@@ -37,7 +45,7 @@ class RepeatedRun:
     kept_shapes: dict[str, tuple[int, ...]]
 
     def run(self, session: ort.InferenceSession, options: ort.RunOptions) -> Values:
-        """Runs once, and returns the states to keep."""
+        """Runs once; returns the states to keep, by input."""
         turn, *others = self.turns
         session.run_with_iobinding(turn.binding.native, options)
         self.turns = (*others, turn)
@@ -50,8 +58,8 @@ def bound(
     states: Values,
     outputs: Mapping[str, Array | ort.OrtValue | None],
 ) -> Binding:
-    """Returns a binding to these inputs and states, and to the memory of outputs (None: new memory
-    of onnxruntime)."""
+    """Returns a new binding to these inputs, states and outputs: an array or value is the memory of
+    an output; None stands for new memory of onnxruntime."""
     binding = Binding(session)
     for name, array in inputs.items():
         binding.feed(name, array)

@@ -1,4 +1,4 @@
-"""Several runs of a rank in one call: outputs of each are inputs of the next."""
+"""Several runs of a rank in one call, where outputs of each run are inputs of the next."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from onnxpar.runtime.ranks.planned_run import Places, PlannedRun, Request
 
 @dataclass
 class SeveralRuns:
-    """The runs of a request.
+    """The runs of one request.
 
     request, given  the request, and the feeds of its first run
-    once, feeds     the request and the feeds of each run; carried inputs are copies, because others
-                    may read the caller's memory
-    planned         each run, which needs the inputs that are not carried where they are
-    slots           the results of all runs, along a first dimension
+    once, feeds     the request and the feeds of each single run; inputs that outputs are carried to
+                    are copies, because others may read the caller's memory
+    planned         the record that decides whether `continued` accepts a request
+    slots           the results of all runs, stacked along a first dimension
     """
 
     request: Request
@@ -32,27 +32,28 @@ class SeveralRuns:
 
     @staticmethod
     def of(request: Request, feeds: Mapping[str, Array]) -> SeveralRuns:
-        """Returns the runs of a request with these feeds."""
+        """Returns the runs of a request, with these feeds for the first run."""
         once = replace(request, times=1)
         own = {name: feeds[name].copy() for name in request.carried}
         planned = PlannedRun.of(once, feeds, _places(request, feeds))
         return SeveralRuns(request, feeds, once, {**feeds, **own}, planned)
 
     def continued(self, request: Request, feeds: Mapping[str, Array]) -> SeveralRuns | None:
-        """Returns the runs of another request in the same memory; None unless each run is the same
-        again."""
+        """Returns the runs of another request, in the same memory; None if its single runs differ
+        from these."""
         once = replace(request, times=1)
         if not self.planned.is_again(once, feeds, _places(request, feeds)):
             return None
         return replace(self, request=request, given=feeds, slots={})
 
     def begin(self) -> None:
-        """Sets the inputs of the first run."""
+        """Copies the carried inputs of the first run to where runs read them."""
         for name in self.request.carried:
             self.feeds[name][...] = self.given[name]
 
     def take(self, number: int, slots: Mapping[str, Slot], room: Room) -> None:
-        """Keeps the results of a run, in memory of `room` taken at the first run."""
+        """Copies the results of run `number` to their places among the results, in memory of `room`
+        that is taken at the first run."""
         if not self.slots:
             names = [name for name in self.request.fetch if name in slots]
             arrays = [slots[name].array for name in names]
@@ -62,12 +63,13 @@ class SeveralRuns:
             slot.array[number] = slots[name].array
 
     def carry(self, outputs: Mapping[str, Array]) -> None:
-        """Sets the inputs of the next run; `outputs` are the carried outputs of the last one."""
+        """Copies the carried outputs of a run to where the next run reads them as inputs."""
         for name, output in self.request.carried.items():
             self.feeds[name][...] = outputs[output]
 
 
 def _places(request: Request, feeds: Mapping[str, Array]) -> Places:
-    """Returns the addresses of the inputs that are not carried."""
+    """Returns the addresses of the inputs that are not carried, by name: their memory is read in
+    place in each run."""
     fixed = {name: a for name, a in feeds.items() if name not in request.carried}
     return {name: a.ctypes.data for name, a in fixed.items() if isinstance(a, np.ndarray)}

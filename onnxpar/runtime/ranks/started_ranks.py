@@ -21,8 +21,14 @@ CLOSING = 5.0
 
 @dataclass
 class StartedRanks:
-    """Processes of ranks that wait for their first message, their doorbell, and the descriptors of
-    the files for their inputs: inputs copied for each run, and lasting inputs."""
+    """Processes of ranks that wait for their first message.
+
+    ranks    the processes
+    bell     their doorbell, which signals calls
+    inputs   the file descriptor of the shared memory for inputs that are copied for each run
+    lasting  the file descriptor of the memory for inputs that are read in place
+    ended    set when all have ended
+    """
 
     ranks: list[RankProcess]
     bell: Doorbell
@@ -32,8 +38,8 @@ class StartedRanks:
 
     @staticmethod
     def start(size: int, log_dir: str | os.PathLike[str] | None) -> StartedRanks:
-        """Starts processes; returns before they are ready. Errors: RankError; OnnxparError if
-        `log_dir` cannot be written."""
+        """Starts `size` processes; returns before they are ready. Errors: RankError; OnnxparError
+        if `log_dir` cannot be written."""
         bell = Doorbell.create(size, spins=len(own_cores()) > size)
         inputs, lasting = make_file("onnxpar-inputs"), make_file("onnxpar-lasting")
         ended = threading.Event()
@@ -67,8 +73,9 @@ _early: list[StartedRanks] = []
 
 @contextmanager
 def started_early(size: int) -> Iterator[None]:
-    """Starts `size` ranks for the next session in the block that has this size and no `log_dir`.
-    Ends the ranks after the block if no session took them. Errors: RankError."""
+    """Context in which `size` ranks are already started, for the next session that has this size
+    and no `log_dir`. Ends the ranks after the block if no session took them. Errors: RankError if a
+    process cannot be started."""
     _early[:] = [StartedRanks.start(size, None)]
     try:
         yield
@@ -78,8 +85,8 @@ def started_early(size: int) -> Iterator[None]:
 
 
 def started(size: int, log_dir: str | os.PathLike[str] | None) -> StartedRanks:
-    """Returns ranks that were started early, or starts them. Errors: RankError; OnnxparError if
-    `log_dir` cannot be written."""
+    """Returns processes of `size` ranks: processes that were started early if there are any,
+    otherwise new ones. Errors: RankError; OnnxparError if `log_dir` cannot be written."""
     if log_dir is None and _early and len(_early[0].ranks) == size:
         return _early.pop()
     return StartedRanks.start(size, log_dir)

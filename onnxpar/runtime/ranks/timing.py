@@ -23,7 +23,8 @@ OTHER = 32 << 20
 
 
 def serve_timing(line: Line, watch: Watch, start: Mapping[str, Any]) -> None:
-    """Times the models that messages name, until a message "close".
+    """Times models, as messages ask, until a message "close". Used by a calibration, which measures
+    a machine.
 
     A message has the file of a model, or None for a rank that does not take part, the number of
     runs, and flags: whether onnxruntime optimizes the model, caches are cold, and ranks
@@ -45,8 +46,8 @@ def serve_timing(line: Line, watch: Watch, start: Mapping[str, Any]) -> None:
 def _open(
     world: World, path: str, share: Mapping[str, Any], optimized: bool
 ) -> ort.InferenceSession:
-    """Opens a model with a rank's number of threads; with `optimized`, onnxruntime optimizes the
-    graph, otherwise it runs as written."""
+    """Opens a model with as many threads as a rank of the session has (`share`). If `optimized` is
+    False, onnxruntime runs the graph as written."""
     options = session_options(world)
     as_written = {"graph_optimization_level": int(ort.GraphOptimizationLevel.ORT_DISABLE_ALL)}
     SessionSpec({} if optimized else as_written).apply(
@@ -58,9 +59,9 @@ def _open(
 def _seconds(
     session: ort.InferenceSession, runs: int, cold: bool, communicates: bool
 ) -> list[float]:
-    """Returns the seconds of each run: elapsed time if ranks communicate, else the CPU time of this
-    thread. The thread takes part in all work, and its CPU time does not include the load of other
-    processes. With `cold`, caches are emptied before each run."""
+    """Returns the seconds of each run: elapsed time if `communicates`, else the CPU time of this
+    thread, which takes part in all work, and does not count the load of other processes. If `cold`,
+    caches are emptied before each run."""
     clock = time.perf_counter if communicates else time.thread_time
     other = np.zeros(OTHER if cold else 0, np.int8)
     types = {"tensor(float)": np.float32, "tensor(bool)": np.bool_}

@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 PIECE = 4 << 20
-"""Most bytes of a file that travel at a time: what a rank needs in memory."""
+"""The most bytes of a file that travel at a time, so what a rank needs in memory."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A file that `source` sends to `receivers`, each of which writes it to another folder."""
+    """A file that rank `source` sends to the ranks `receivers`, each of which writes it to a folder
+    of its own."""
 
     name: str
     bytes: int
@@ -21,7 +22,7 @@ class Transfer:
 
 
 Part = tuple[Transfer, int, int]
-"""A transfer, and the offset and length of a piece of its file."""
+"""A piece of a file: (transfer, offset, length)."""
 
 
 def planned(
@@ -29,12 +30,12 @@ def planned(
     holders: Mapping[str, Collection[int]],
     needs: Mapping[str, Sequence[Collection[int]]],
 ) -> list[Transfer]:
-    """Returns the transfers of all files that are needed. Ranks send and write about equally many
-    bytes.
+    """Returns the transfers of all files that are needed, chosen so that ranks send and write about
+    equally many bytes.
 
     sizes    the bytes of each file
     holders  the ranks that have each file
-    needs    the folders that lack each file, a folder being the ranks that can write there
+    needs    for each file, the folders that lack it, each as the ranks that can write to it
     """
     sent, written = Counter[int](), Counter[int]()
     transfers = []
@@ -48,8 +49,8 @@ def planned(
 
 
 def waves(transfers: Sequence[Transfer]) -> Iterator[list[Part]]:
-    """Yields the pieces that travel at the same time; no rank receives two of these pieces, so that
-    no rank waits long for another."""
+    """Yields lists of pieces that travel at the same time. No rank receives two pieces of a list,
+    so that no rank waits long for another."""
     done = dict.fromkeys(transfers, 0)
     waiting = [one for one in transfers if one.bytes]
     while waiting:

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Reacts to the session while the rank computes: answers pings, aborts collectives, stops a
-    run, and ends with the parent."""
+    """A thread of a rank that listens to the session while the rank computes: answers pings, aborts
+    collectives, stops a run, and ends the process when the session has ended.
+
+    stop  ends the run of a call, by its number; None: no run can be ended
+    """
 
     def __init__(self, control: Wire, rank: int) -> None:
         self.rank = rank
@@ -27,7 +30,8 @@ class Watch:
         self._lock = threading.Lock()
 
     def join(self, world: World) -> None:
-        """Sets the world that `abort` acts on; applies an abort that came earlier."""
+        """Tells this thread the rank's world, in which `abort` makes collectives fail; an abort
+        that came earlier is applied now."""
         with self._lock:
             self._world = world
             if self._aborted is not None:
@@ -41,7 +45,8 @@ class Watch:
                 self._world.abort(message)
 
     def run(self) -> None:
-        """Answers the session's messages; ends the process when the session closes its end."""
+        """The function of the thread: answers the session's messages; ends the process when the
+        session closes its end of the connection."""
         try:
             while True:
                 message = self._control.receive()

@@ -1,4 +1,5 @@
-"""Messages between the session and its ranks, over a local socket; each is a length and JSON."""
+"""Messages between the session and its ranks, over a local socket; each is a length and then
+JSON."""
 
 from __future__ import annotations
 
@@ -17,34 +18,35 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Packed:
-    """An encoded message, which can be sent to several ranks."""
+    """An encoded message, so that one encoding serves several ranks."""
 
     data: bytes
 
 
 def pack(message: Message) -> Packed:
-    """Encodes a message."""
+    """Encodes a message: 8 bytes with its length, then JSON."""
     body = json.dumps(message).encode()
     return Packed(_LENGTH.pack(len(body)) + body)
 
 
 class Closed(Exception):
-    """The other end has closed the connection."""
+    """The other end has closed the connection, or does not take a message in time."""
 
 
 class Wire:
-    """One end of a connection that carries messages."""
+    """One end of a connection that carries messages in both directions."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._read = bytearray()
 
     def fileno(self) -> int:
-        """Returns the descriptor for `poll`."""
+        """Returns the file descriptor, for `poll`."""
         return self._socket.fileno()
 
     def send(self, message: Message | Packed) -> None:
-        """Sends a message, and returns before the other end reads it. Errors: Closed."""
+        """Sends a message; returns before the other end has read it. Errors: Closed if the
+        connection is closed."""
         data = message.data if isinstance(message, Packed) else pack(message).data
         try:
             self._socket.sendall(data)
@@ -52,7 +54,7 @@ class Wire:
             raise Closed(str(error)) from error
 
     def receive(self) -> Message:
-        """Waits for the next message and returns it. Errors: Closed.
+        """Waits for the next message; returns it. Errors: Closed if the connection is closed.
 
         Further messages may end up in a buffer that `poll` does not see. So each end must wait for
         an answer before it sends another message.
@@ -65,7 +67,7 @@ class Wire:
         return message
 
     def limit(self, seconds: float) -> None:
-        """Makes a call that blocks for so many seconds raise Closed."""
+        """Makes any call that blocks for `seconds` raise Closed."""
         self._socket.settimeout(seconds)
 
     def close(self) -> None:
@@ -73,6 +75,7 @@ class Wire:
         self._socket.close()
 
     def _fill(self, length: int) -> None:
+        """Reads until the buffer has `length` bytes. Errors: Closed if the connection is closed."""
         while len(self._read) < length:
             try:
                 more = self._socket.recv(max(CHUNK, length - len(self._read)))
@@ -84,6 +87,6 @@ class Wire:
 
 
 def pair() -> tuple[Wire, socket.socket]:
-    """Returns a wire, and its other end for another process."""
+    """Returns (a wire, the socket of its other end), the latter to be handed to another process."""
     own, other = socket.socketpair()
     return Wire(own), other

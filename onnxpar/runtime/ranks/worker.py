@@ -26,8 +26,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serves the session at the other end of the inherited sockets until the session closes the
-    sockets."""
+    """Serves the session at the other end of the inherited sockets, until the session closes
+    them."""
     parent, work, control, bell, *files, rank, ranks, spins = map(int, sys.argv[1:])
     _die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # which may go to all processes of a job

@@ -1,1 +1,1 @@
-"""Sessions: a sharded model's folder, its inputs and outputs, and runs."""
+"""Sessions: open the folder of a sharded model, and run it like onnxruntime's InferenceSession."""

@@ -1,4 +1,5 @@
-"""A `model.par` folder as the runtime reads it: mesh, ports and state pairs."""
+"""A sharded model, the folder `model.par`, as the runtime reads it: mesh, inputs and outputs, and
+states."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ FORMAT = 4
 """The only format of plan.json that this runtime reads."""
 
 Shape = tuple[int | Polynomial | None, ...]
-"""The global sizes of a tensor. An open size is a polynomial of the model's symbols; a
-data-dependent size is None."""
+"""The global sizes of a tensor. An open size, known only in a run, is a polynomial of the model's
+symbols (`2*batch + 1`); a data-dependent size is None."""
 Sizes = tuple[int, ...]
-"""The values of a bundle's symbols in a run, in the order of `Bundle.symbols`."""
+"""The values of the model's symbols in a run, in the order of `Bundle.symbols`."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,15 @@ class NodeArg:
 class Port:
     """A graph input or output.
 
-    shape        global sizes; None if the number of dimensions is data-dependent
-    layout       the layout, with -1 for data-dependent sizes; None if the number of dimensions is
-                 data-dependent, or if sizes are open
-    type         the type as onnxruntime writes it, such as `tensor(float)`
+    name         its name
     dtype        the dtype of a tensor; object for strings
+    shape        global sizes; None if the number of dimensions is data-dependent
+    layout       how it is split, with -1 for data-dependent sizes; None if the number of dimensions
+                 is data-dependent, or if sizes are open
+    type         the type as onnxruntime writes it, such as `tensor(float)`
     has_default  True for an input that need not be fed
     open_layout  if sizes are open, the JSON of the layout with polynomials; -1 for an open size
-                 that may differ from those of other inputs
+                 that may differ from the sizes of other inputs
     """
 
     name: str
@@ -68,7 +70,7 @@ class Port:
 
     @property
     def is_value(self) -> bool:
-        """True for anything but a tensor of numbers."""
+        """True for anything but a tensor of numbers: strings, sequences, maps, optionals."""
         return bool(self.type) and is_value(self.type)
 
     def is_free(self, axis: int) -> bool:
@@ -80,30 +82,33 @@ class Port:
 
     @property
     def arg(self) -> NodeArg:
-        """The port as onnxruntime describes it."""
+        """The port as `onnxruntime.NodeArg` describes it."""
         shape = [str(s) if isinstance(s, Polynomial) else s for s in self.shape or ()]
         return NodeArg(self.name, self.type or tensor_type(self.dtype), shape)
 
     @property
     def symbols(self) -> frozenset[str]:
-        """The symbols in the shape."""
+        """The names of the open sizes that occur in the shape."""
         return frozenset(
             v for s in self.shape or () if isinstance(s, Polynomial) for v in s.variables
         )
 
     def layout_at(self, sizes: Mapping[str, int]) -> Layout | None:
-        """Returns the layout for these values of the symbols."""
+        """Returns the layout for these values of the symbols (open sizes); None if the number of
+        dimensions is data-dependent."""
         if self.open_layout is None:
             return self.layout
         return Layout.from_json(_resolved(self.open_layout, sizes))
 
     def shape_at(self, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
-        """Returns the shape for these values of the symbols."""
+        """Returns the global shape for these values of the symbols (open sizes); a data-dependent
+        size is None."""
         shape = self.shape or ()
         return tuple(s.at(sizes) if isinstance(s, Polynomial) else s for s in shape)
 
     def expects(self) -> str:
-        """Dtype and shape as text: `float32 [8, 16]`, with `?` for data-dependent sizes."""
+        """Returns dtype and shape as text for errors: `float32 [8, 16]`, with `?` for
+        data-dependent sizes."""
         if self.is_value:
             return self.type
         if self.shape is None:
@@ -111,7 +116,7 @@ class Port:
         return f"{self.dtype.name} [{', '.join('?' if s is None else str(s) for s in self.shape)}]"
 
     def admits(self, shape: tuple[int, ...]) -> bool:
-        """True if an array of that shape can be fed."""
+        """True if an array of this shape can be fed: open and data-dependent sizes may be any."""
         if self.shape is None:
             return True
         return len(shape) == len(self.shape) and all(
@@ -122,20 +127,23 @@ class Port:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A `model.par` folder: its mesh, its ports by name, and its state pairs (`states`: output by
-    input).
+    """A sharded model: the contents of a folder `model.par`.
 
-    fixed    inputs of the unsplit model whose default values are now constants
-    symbols  names of the open sizes
-    limits   pairs of sizes; in a run, the first must not be greater than the second
-    initial  the kind of initial value of each state, by input: "stored" or "zero"
-    in_place  the states that runs change in their own memory, by input
-    row_outputs  for each state that is a table on the host, by input: the outputs of a rank's graph
-             with the indices and the values of changed rows
-    step     the roles of ports, if the model is a training step
-    lookups  inputs that are indices
-    programs  of a step for samples of several lengths: the program of each combination of open
-             sizes, the shortest first; else empty, and one program takes all sizes
+    mesh             the mesh of ranks
+    inputs, outputs  the ports, by name
+    states           the state pairs: {input: the output that is its value in the next run}
+    fixed            inputs of the unsplit model whose default values are now constants
+    symbols          names of the open sizes
+    limits           pairs of sizes; in a run, the first must not be greater than the second
+    initial          {input of a state: kind of its initial value, "stored" or "zero"}
+    in_place         the states that runs change in their own memory, by input
+    row_outputs      for each state that is a table on the host, by input: the outputs of a rank's
+                     graph with the indices and the values of changed rows
+    step             the roles of ports, if the model is a training step
+    lookups          inputs that are indices
+    programs         of a step for samples of several lengths: {values of the open sizes: the
+                     program for them}, the shortest first; else empty, and one program takes all
+                     sizes
     """
 
     path: Path
@@ -157,12 +165,13 @@ class Bundle:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Bundle:
-        """Reads `plan.json`. Errors: ModelError, naming the file and the fault."""
+        """Reads the `plan.json` in the folder. Errors: ModelError, naming the file and the
+        fault."""
         return Bundle.of(Path(path), read_plan(Path(path)))
 
     @staticmethod
     def of(folder: Path, text: bytes) -> Bundle:
-        """Returns the sharded model of a folder whose plan.json has this text. Errors: ModelError,
+        """Returns the sharded model in a folder whose plan.json has this text. Errors: ModelError,
         naming the file and the fault."""
         plan = _parsed(folder / PLAN, text)
         try:
@@ -210,9 +219,9 @@ class Bundle:
         return Bundle(folder, mesh, inputs, outputs, states, *fields)
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]], kept: Collection[str] = ()) -> Sizes:
-        """Returns the values of the symbols that follow from these shapes, given by input name; 0
-        for a symbol that occurs in none of them. `kept` names the inputs whose values are kept from
-        an earlier run.
+        """Returns the values of the symbols that follow from the shapes of inputs, by name; 0 for a
+        symbol that occurs in none of them. `kept` names the inputs whose values are states of an
+        earlier run.
 
         Errors: InputError if two shapes contradict each other, naming both.
         """
@@ -264,7 +273,7 @@ class Bundle:
         return tuple(values.get(s, 0) for s in self.symbols)
 
     def check_program(self, sizes: Sizes) -> None:
-        """Errors: InputError if there is no program for these sizes of a run."""
+        """Raises an InputError if the model has no program for these sizes of a run."""
         if self.programs and sizes not in self.programs:
             have = ", ".join(" and ".join(map(str, each)) for each in self.programs)
             text = " and ".join(map(str, sizes))
@@ -275,17 +284,17 @@ class Bundle:
 
     @property
     def digest(self) -> str:
-        """A digest of plan.json and all files that plan.json lists."""
+        """A digest of plan.json and of all files that plan.json lists: equal for equal models."""
         return str(self.data.get("sha256", ""))
 
     @property
     def files(self) -> BundleFiles:
-        """The files of the folder."""
+        """The files of the folder, with the ranks that read them and their digests."""
         return BundleFiles(self.path, self.data.get("files", {}), self.mesh.size)
 
     @property
     def input_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, type and shape of each input that must be fed."""
+        """(name, type, shape) of each input that must be fed, as plan.json has them."""
         return [
             (p["name"], p["dtype"] or p["type"], tuple(p["shape"] or ()))
             for p in self.data["inputs"]
@@ -294,33 +303,34 @@ class Bundle:
 
     @property
     def apart(self) -> frozenset[str]:
-        """The outputs that only the evaluation program computes."""
+        """The outputs that only the evaluation program of a training step computes."""
         return frozenset(self.step.evaluation if self.step else ())
 
     @property
     def streams(self) -> int:
-        """The number of streams of collectives that run at once."""
+        """How many collectives may run at the same time, each in a stream of its own."""
         return int(self.data.get("streams", 1))
 
     @property
     def not_evaluated(self) -> frozenset[str]:
-        """Inputs that the evaluation program does not read."""
+        """The inputs of a training step that its evaluation program does not read."""
         return frozenset(self.inputs.keys() - set(self.step.data) if self.step else ())
 
     def rank_file(self, rank: int, *programs: str) -> Path:
-        """Returns the file with the graph of a rank; `programs` name another program of the rank:
-        for some length of samples, or its evaluation. Errors: ModelError if the file is missing."""
+        """Returns the ONNX file of a rank: its main program or, named by `programs`, the program
+        for some length of samples, its evaluation, or both. Errors: ModelError if the file is
+        missing."""
         return self.files.path(rank_name(rank, suffix_of(*programs)))
 
     def states_file(self, rank: int) -> Path:
-        """Returns the file with the initial values of a rank's states. Errors: ModelError if it is
-        missing."""
+        """Returns the file with the initial values of a rank's states. Errors: ModelError if the
+        file is missing."""
         return self.files.path(rank_name(rank, "states.onnx"))
 
 
 def with_encoder(bundle: Bundle) -> list[Bundle]:
-    """Returns a sharded model and, for an encoder-decoder, the encoder's sharded model in its
-    folder. Errors: ModelError."""
+    """Returns [a sharded model]; for an encoder-decoder, also the sharded model of the encoder,
+    which lies in the folder of the first. Errors: ModelError if that folder is damaged."""
     encoder = bundle.path / ENCODER_PART
     return [bundle, *([Bundle.load(encoder)] if (encoder / PLAN).is_file() else [])]
 
@@ -329,7 +339,7 @@ _KEPT = ", the state kept from an earlier run,"
 
 
 def read_plan(folder: Path) -> bytes:
-    """Returns the text of a sharded model's plan. Errors: ModelError if there is none."""
+    """Returns the text of a sharded model's plan.json. Errors: ModelError if there is none."""
     if folder.is_file():
         raise ModelError(
             f"{folder} is one file, not a sharded model; `onnxpar shard {folder} --devices N` "
@@ -352,8 +362,8 @@ def read_plan(folder: Path) -> bytes:
 
 
 def _parsed(file: Path, text: bytes) -> dict[str, Any]:
-    """The object of a plan. Errors: ModelError if it has changed since it was written, or has
-    another format."""
+    """Returns the object in the text of plan.json. Errors: ModelError if it has changed since it
+    was written, or has another format."""
     try:
         plan = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -368,8 +378,8 @@ def _parsed(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> None:
-    """Errors: ModelError if a model has both ports that are not tensors of numbers and an output
-    whose dtype NumPy lacks. The former need a run without a binding, in which onnxruntime's Python
+    """Raises a ModelError if a model has both a port that is no tensor of numbers and an output
+    whose dtype NumPy lacks. The former needs a run without a binding, in which onnxruntime's Python
     API cannot return such a dtype."""
     if any(port.is_value for port in (*inputs.values(), *outputs.values())):
         for port in outputs.values():
@@ -381,6 +391,8 @@ def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> 
 
 
 def _port(data: Mapping[str, Any]) -> Port:
+    """Returns a port from its entry in plan.json. Errors: ModelError; also KeyError, TypeError or
+    ValueError for a damaged entry."""
     name, shape = data["name"], data.get("shape")
     type_ = data.get("type", "")
     if not isinstance(name, str) or not isinstance(type_, str):
@@ -422,7 +434,8 @@ def _opened(tree: Any) -> Any:
 
 
 def _resolved(tree: Any, sizes: Mapping[str, int]) -> Any:
-    """Returns `tree`, the JSON of a layout, with its polynomials replaced by numbers."""
+    """Returns the JSON of a layout with numbers in place of its polynomials, for these values of
+    symbols."""
     if isinstance(tree, Polynomial):
         return tree.at(sizes)
     if isinstance(tree, list):

@@ -1,5 +1,5 @@
-"""The files of a sharded model as its plan lists them: the ranks that read each file, and checks
-that files are unchanged."""
+"""The files of a sharded model as its plan lists them: which ranks read which file, and whether
+files are unchanged."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ WRITE_AGAIN = "write the folder again with `onnxpar shard`, or copy it again"
 
 @dataclass(frozen=True)
 class BundleFiles:
-    """The files in the folder of a sharded model over `size` ranks.
+    """The files in the folder of a sharded model.
 
-    listed  the digests of each file but plan.json, by name, with the `ranks` that read it, unless
-            all do
+    listed  for each file except plan.json, by name: its digests and, unless all ranks read it, the
+            `ranks` that do
+    size    the number of ranks
     """
 
     folder: Path
@@ -31,21 +32,22 @@ class BundleFiles:
     size: int
 
     def of(self, rank: int) -> dict[str, Digests]:
-        """Returns the files that a rank reads."""
+        """Returns the files that a rank reads, with their digests."""
         return {name: each for name, each in self.listed.items() if rank in self._readers(name)}
 
     @cached_property
     def absent(self) -> list[int]:
-        """The ranks without files in the folder, because the folder was written for other ranks."""
+        """The ranks of whose own files the folder has none, because it was written for other
+        ranks."""
         return [rank for rank in range(self.size) if not any(map(self._names, self._alone(rank)))]
 
     def has(self, name: str) -> bool:
-        """True if a file is in the folder."""
+        """True if the folder has a file of this name."""
         return (self.folder / name).is_file()
 
     def path(self, name: str) -> Path:
-        """Returns the path of a file. Errors: ModelError if it is missing, naming the ranks without
-        files in the folder."""
+        """Returns the path of a file. Errors: ModelError if it is missing, naming the ranks that
+        have no files in the folder."""
         path = self.folder / name
         if path.is_file():
             return path
@@ -60,32 +62,33 @@ class BundleFiles:
         )
 
     def check_complete(self) -> None:
-        """Errors: ModelError if the graph of a rank is missing, or if the size of a file has
-        changed."""
+        """Raises a ModelError if the ONNX file of a rank is missing, or if a file has another size
+        than listed."""
         for rank in range(self.size):
             self.path(rank_name(rank, "onnx"))
         self.check_sizes(self.listed)
 
     def check_sizes(self, names: Iterable[str]) -> None:
-        """Errors: ModelError if a file is missing, is a link out of the folder, or has another
-        size."""
+        """Raises a ModelError if a file is missing, is a link out of the folder, or has another
+        size than listed."""
         for name in names:
             self.path(name)
             check_size(inner_path(self.folder, name), self.listed[name], WRITE_AGAIN)
 
     def check_samples(self, rank: int) -> None:
-        """Errors: ModelError if files of a rank have changed, by samples of large ones."""
+        """Raises a ModelError if files that a rank reads have changed; of large files, compares
+        only samples."""
         self._check(self.of(rank), whole=False)
 
     def check_whole(self) -> None:
-        """Checks every byte of the files in the folder, which may be files of some ranks only.
-        Errors: ModelError."""
+        """Compares every byte of the files in the folder, which may be files of some ranks only,
+        with the digests. Errors: ModelError if a file is damaged, missing, or not listed."""
         self.check_listed()
         here = [rank for rank in range(self.size) if rank not in self.absent]
         self._check({n: each for rank in here for n, each in self.of(rank).items()}, whole=True)
 
     def check_listed(self) -> None:
-        """Errors: ModelError if there are no digests, or if the folder has a file that the plan
+        """Raises a ModelError if the plan has no digests, or if the folder has a file that the plan
         does not list, under a name that ranks read."""
         if not self.listed:
             raise ModelError(
@@ -105,9 +108,9 @@ class BundleFiles:
                 )
 
     def share(self, rank: int, beside: Iterable[int]) -> list[Block]:
-        """Returns the blocks that a rank checks if the ranks `beside`, itself included, read the
-        same folder: all blocks that only this rank reads, and its share of those that several of
-        them read."""
+        """Returns the blocks that a rank has to check if the ranks `beside`, itself included, read
+        the same folder: all blocks that only this rank reads, and its share of the blocks that
+        several of them read."""
         ranks, blocks = [*beside], list[Block]()
         for name, digests in self.of(rank).items():
             readers = [r for r in ranks if r in self._readers(name)]
@@ -115,6 +118,8 @@ class BundleFiles:
         return blocks
 
     def _check(self, wanted: Mapping[str, Digests], whole: bool) -> None:
+        """Compares these files with their digests, whole or by samples. Errors: ModelError if a
+        file differs."""
         self.check_sizes(wanted)
         check_files(self.folder, wanted, whole, WRITE_AGAIN)
 
@@ -123,11 +128,12 @@ class BundleFiles:
         return os.path.lexists(self.folder / name)
 
     def _alone(self, rank: int) -> list[str]:
-        """The files that only this rank reads."""
+        """The names of the files that only this rank reads."""
         return [name for name in self.listed if [*self._readers(name)] == [rank]]
 
     def _readers(self, name: str) -> Iterable[int]:
-        """The ranks that read a file. Older plans do not list the readers of weights: all ranks."""
+        """Returns the ranks that read a file. Older plans do not list the ranks of weights: there,
+        all ranks read them."""
         owner = owner_of(name)
         ranks: Iterable[int] | None = self.listed[name].get("ranks")
         if ranks is not None:
@@ -136,6 +142,6 @@ class BundleFiles:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 2 and 3`, `ranks 1, 2 and 3`."""
+    """Returns ranks as text: "rank 3", "ranks 2 and 3", "ranks 1, 2 and 3"."""
     *others, last = map(str, ranks)
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

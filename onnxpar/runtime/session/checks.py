@@ -1,4 +1,4 @@
-"""Checks of the ranks' models, and of a user's request before it is sent to the ranks."""
+"""Checks of what users give to a session, before it is sent to the ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from onnxpar.runtime.session.values import checked_value, is_optional
 def check_feeds(
     bundle: Bundle, feeds: Mapping[str, Any], kept: Collection[str]
 ) -> dict[str, Array]:
-    """Returns the feeds as arrays, in the order of the inputs. `kept` names inputs that need no
-    feed because their states are kept. Errors: InputError, which names the input, and the given and
-    the expected value."""
+    """Returns the feeds as arrays, in the order of the model's inputs. `kept` names inputs that
+    need no feed, because they are states that an earlier run left. Errors: InputError, which names
+    the input, what was given and what is expected."""
     unknown = [name for name in feeds if name not in bundle.inputs]
     if unknown and unknown[0] in bundle.fixed:
         raise InputError(
@@ -54,7 +54,8 @@ def check_feeds(
 
 
 def check_kept(bundle: Bundle, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Errors: InputError if the shape of a kept state does not fit its input."""
+    """Raises an InputError if a kept state, with the shape that the last run gave it, does not fit
+    its input."""
     for name, shape in shapes.items():
         port = bundle.inputs[name]
         if shape != port.shape and not port.is_value and not port.admits(shape):
@@ -65,8 +66,8 @@ def check_kept(bundle: Bundle, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def check_array(port: Port, value: Any) -> Any:
-    """Returns the value as an array of the port's dtype and shape; if the port is no tensor of
-    numbers, as a value of its type. Errors: InputError."""
+    """Returns `value` as an array that fits the port; if the port is no tensor of numbers, as a
+    value of its type. Errors: InputError for another dtype or shape."""
     if port.is_value:
         return _check_value(port, value)
     if is_ort_value(value):
@@ -91,8 +92,8 @@ def check_array(port: Port, value: Any) -> Any:
 
 
 def _array_of_list(port: Port, value: list[Any]) -> Array:
-    """Returns a list as an array of the port's dtype. Like onnxruntime, onnxpar converts lists, but
-    not arrays of another dtype."""
+    """Converts a list to an array of the port's dtype. Like onnxruntime, onnxpar converts lists,
+    but not arrays of another dtype. Errors: InputError if the list cannot be converted."""
     try:
         return np.asarray(value, port.dtype)
     except (TypeError, ValueError, OverflowError) as error:
@@ -103,6 +104,8 @@ def _array_of_list(port: Port, value: list[Any]) -> Array:
 
 
 def _check_value(port: Port, value: Any) -> Any:
+    """Returns `value` as a value of the port's type, such as a sequence. Errors: InputError if it
+    is of another type or shape."""
     try:
         if is_ort_value(value):
             value = array_of(value)
@@ -118,7 +121,7 @@ def _check_value(port: Port, value: Any) -> Any:
 
 
 def check_names(bundle: Bundle, names: Sequence[str] | None, default: Sequence[str]) -> list[str]:
-    """Returns the names of the requested outputs; `default` if none are requested. Errors:
+    """Returns the names of the requested outputs, or `default` if `names` is None or empty. Errors:
     InputError for an unknown name."""
     for name in names or ():
         if name not in bundle.outputs:
@@ -129,26 +132,30 @@ def check_names(bundle: Bundle, names: Sequence[str] | None, default: Sequence[s
 
 
 def state_port(bundle: Bundle, name: str) -> Port:
-    """Returns the input of that name. Errors: InputError unless it is the input of a state pair."""
+    """Returns the port of a state, by the name of its input. Errors: InputError if it is no
+    state."""
     if name not in bundle.states:
         raise InputError(f"no state is named {name!r}; the states are {_list(bundle.states)}")
     return bundle.inputs[name]
 
 
 def _list(names: Collection[str]) -> str:
+    """The names as text for an error."""
     return ", ".join(names) or "(none)"
 
 
 def check_bind(bind: str) -> str:
-    """Returns `bind`. Errors: InputError unless it is one of BINDINGS."""
+    """Returns `bind`, how threads are bound to cores. Errors: InputError unless it is one of
+    BINDINGS."""
     if bind not in BINDINGS:
         raise InputError(f"bind {bind!r}: give {', '.join(BINDINGS)}")
     return bind
 
 
 def check_elsewhere(of_host: Mapping[str, object], bind: str) -> None:
-    """Checks the options of ranks that do not run on this host. Errors: InputError for an option
-    about processes of this host."""
+    """Checks the options of a session whose ranks do not run on this host. Errors: InputError for
+    an option that is about processes of this host. `of_host` has the values of such options by
+    name; None: not given."""
     names = [name for name, value in of_host.items() if value is not None]
     if bind != BINDINGS[0]:
         names.append("bind")
@@ -157,14 +164,14 @@ def check_elsewhere(of_host: Mapping[str, object], bind: str) -> None:
 
 
 def check_replica(replica: int, replicas: int) -> None:
-    """Errors: InputError unless a session is one of several."""
+    """Raises an InputError unless `replica` is from 0 to `replicas` - 1."""
     if not 0 <= replica < replicas:
         raise InputError(f"replica {replica} of {replicas}: give a number from 0 to replicas - 1")
 
 
 def check_ranks_per_numa(count: int | None, bind: str, is_launched: bool) -> int:
     """Returns the number of ranks on each NUMA node, 0 for None. Errors: InputError unless it is at
-    least 1, and ranks are bound by onnxpar."""
+    least 1, and onnxpar, not a launcher, binds the ranks."""
     if count is None:
         return 0
     if not isinstance(count, int) or count < 1:
@@ -182,7 +189,8 @@ def check_ranks_per_numa(count: int | None, bind: str, is_launched: bool) -> int
 
 
 def check_threads(threads: int, most: float = math.inf) -> int:
-    """Returns the number of threads of a rank. Errors: InputError unless it is from 1 to `most`."""
+    """Returns `threads`, the number of threads of a rank. Errors: InputError unless it is a whole
+    number from 1 to `most`."""
     if not isinstance(threads, int) or threads < 1:
         raise InputError(f"threads {threads}: give a whole number of at least 1")
     if threads > most:
@@ -194,14 +202,14 @@ def check_threads(threads: int, most: float = math.inf) -> int:
 
 
 CROWD = 16
-"""Most threads of a rank for each hardware thread of its host: more threads take too long to start,
-because they spin."""
+"""Most threads of a rank for each hardware thread of its host: more take too long to start, because
+they spin."""
 LONGEST = 1e8
 """The longest timeout in seconds: three years, which sockets still accept."""
 
 
 def check_timeout(seconds: float) -> None:
-    """Errors: InputError unless the timeout is positive and at most LONGEST."""
+    """Raises an InputError unless the timeout is positive and at most LONGEST."""
     if not 0 < seconds <= LONGEST:
         raise InputError(
             f"timeout {seconds:g}: give a number of seconds above 0 and at most {LONGEST:,.0f}"
@@ -209,8 +217,9 @@ def check_timeout(seconds: float) -> None:
 
 
 def check_table_dir(bundle: Bundle, folder: str | os.PathLike[str] | None) -> str:
-    """Returns the folder for the files of tables on the host; empty for the folder of the sharded
-    model. Errors: InputError if there are such tables, and no file can be made in the folder."""
+    """Returns the folder for the files of tables on the host, by default the folder of the sharded
+    model; empty if the model has no such tables. Errors: InputError if no file can be made in the
+    folder."""
     if not bundle.row_outputs:
         return ""
     place = Path(folder or bundle.path)
@@ -224,8 +233,9 @@ def check_table_dir(bundle: Bundle, folder: str | os.PathLike[str] | None) -> st
 
 
 def check_table_cache(size: float | str | None) -> int:
-    """Returns the bytes of rows that a rank may keep in memory, given as bytes or as text with a
-    unit. Errors: InputError."""
+    """Returns the number of bytes of table rows that a rank may keep in memory, from a number, or
+    from text with a unit ("2 GB"); None: the default. Errors: InputError for a negative number, or
+    an unknown unit."""
     if size is None:
         return CACHE
     try:

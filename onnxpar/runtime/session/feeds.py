@@ -1,4 +1,4 @@
-"""Feeds for a model: random, or from an .npz file."""
+"""Feeds for a model's inputs: random arrays, or the arrays of an .npz file."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from onnxpar.base.write_file import new_file
 from onnxpar.runtime.session.npz import read_npz
 
 InputSpec = tuple[str, str, Sequence[int]]
-"""Name, dtype and shape of an input. The dtype is NumPy's or ml_dtypes' name, or for other types
-the text of onnxruntime."""
+"""(name, dtype, shape) of an input. The dtype is NumPy's or ml_dtypes' name, or for other types
+onnxruntime's text, such as seq(tensor(float))."""
 WORDS = ("", "a", "b", "ab", "ba", "onnx")
-"""The strings that random feeds consist of."""
+"""The strings in random feeds."""
 
 DEFAULT_RANGE = (0, 1)
-"""The range [low, high) of random integers if none is given: 0 is a valid index of any table."""
+"""The range [low, high) of random integers by default: 0 is a valid index of any table."""
 
 
 def make_feeds(
     inputs: Sequence[InputSpec], ranges: Mapping[str, tuple[int, int]], seed: int = 0
 ) -> dict[str, Array]:
-    """Returns random feeds. The feed of an input depends only on its description and the seed, not
-    on other inputs.
+    """Returns random feeds by name. The feed of an input depends only on its name, dtype and shape,
+    and on the seed, not on other inputs.
 
     Floats are standard normal, bools equally likely, integers uniform in [low, high) of `ranges`,
     by input name, and strings from WORDS. Errors: InputError for a range that is empty or of an
@@ -52,8 +52,8 @@ def make_feeds(
 
 
 def read_feeds(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dict[str, Any]:
-    """Returns the arrays of an .npz file by input name. The file names the arrays of a sequence `s`
-    `s.0`, `s.1` ...
+    """Returns the arrays of an .npz file, by input name. The file names the arrays of an input `s`
+    that is a sequence `s.0`, `s.1` ...
 
     A dtype that NumPy lacks (bfloat16, float8) is taken from the input if the item size agrees.
     Errors: InputError for a file that is missing or not an .npz file, and for a missing or unknown
@@ -65,8 +65,9 @@ def read_feeds(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dic
 def _fed(
     file: Path, arrays: dict[str, Array], inputs: Sequence[InputSpec], known: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns the values of `inputs`. Errors: InputError unless each input has an array and each
-    array belongs to an input. `known` lists all inputs for the message."""
+    """Returns the value of each input, from the arrays of `file`. Errors: InputError unless each
+    input has an array and each array belongs to an input. `known` lists all inputs of the model,
+    for the message."""
     lists = {name: _take_list(name, arrays, dtype) for name, dtype, _ in inputs if "(" in dtype}
     dtypes = {name: np.dtype(dtype) for name, dtype, _ in inputs if name not in lists}
     for name in dtypes:
@@ -82,8 +83,8 @@ def _fed(
 
 
 def read_given(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dict[str, Any]:
-    """Like `read_feeds`, but returns only the inputs that the file has. Errors: InputError, also
-    for an unknown array."""
+    """Like `read_feeds`, for a file that may have only some of the inputs: returns these. Errors:
+    InputError, also for an unknown array."""
     arrays = read_npz(Path(path))
     selected = [i for i in inputs if i[0] in arrays or ("(" in i[1] and f"{i[0]}.0" in arrays)]
     return _fed(Path(path), arrays, selected, [name for name, _, _ in inputs])
@@ -101,8 +102,8 @@ def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> N
 
 
 def _take_list(name: str, arrays: dict[str, Array], type_: str) -> list[Array] | None:
-    """Removes the arrays of a sequence from `arrays` and returns them; None for an optional input
-    without arrays."""
+    """Takes the arrays of a sequence out of `arrays`; returns them as a list, or None for an
+    optional input without arrays. Errors: InputError for another type."""
     if not type_.removeprefix("optional(").startswith("seq(tensor("):
         raise InputError(f"input {name!r} is a {type_}; {_remedy(type_)}")
     items: list[Array] = []
@@ -112,6 +113,7 @@ def _take_list(name: str, arrays: dict[str, Array], type_: str) -> list[Array] |
 
 
 def _remedy(type_: str) -> str:
+    """Returns what users can do about an input that is no tensor, for an error."""
     if type_.removeprefix("optional(").startswith("seq(tensor("):
         return "give its arrays as NAME.0, NAME.1 ... in --inputs FILE.npz"
     return "run the model from Python: onnxpar.InferenceSession takes it as onnxruntime does"
@@ -124,6 +126,7 @@ def _random(
     range_: tuple[int, int] | None,
     source: np.random.Generator,
 ) -> Array:
+    """A random feed: as `make_feeds` says."""
     if dtype.kind == "O":
         return source.choice(np.array(WORDS, object), shape)
     if dtype == np.bool_:
@@ -137,8 +140,8 @@ def _random(
 
 
 def _typed(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Returns the array in the input's dtype, because NumPy stores ml_dtypes as void bytes, and
-    strings at a fixed length."""
+    """Returns an array from a file in the input's dtype: NumPy stores dtypes of ml_dtypes as void
+    bytes, and strings at a fixed length."""
     if dtype.kind == "O":
         return array.astype(object)
     nameless = array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize
@@ -146,4 +149,5 @@ def _typed(array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _list(names: Mapping[str, object]) -> str:
+    """The names as text for an error."""
     return ", ".join(names) or "nothing"

@@ -1,4 +1,4 @@
-"""Gathers bytes of all ranks on every rank, through an AllGather of the custom-op library."""
+"""Gathers bytes of all ranks on every rank, with one AllGather in an onnxruntime session."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TAG = (1 << 62) - 1
 
 
 class Gather:
-    """A session with one AllGather of bytes. Call it only between runs of other sessions of the
-    world."""
+    """A session with a single AllGather of bytes. Call it only between runs of the other sessions
+    in the world."""
 
     def __init__(self, world: groups.World) -> None:
         options = groups.session_options(world)
@@ -25,8 +25,8 @@ class Gather:
         )
 
     def __call__(self, payload: Array, size: int) -> Array:
-        """Returns an array with the payload of each rank in a row, padded with zeros to `size`
-        bytes; all ranks must give the same `size`."""
+        """Returns an array with the payload of rank i in row i, padded with zeros to `size` bytes;
+        all ranks must give the same `size`."""
         row = np.zeros((1, size), np.uint8)
         row[0, : payload.size] = payload
         (rows,) = self._session.run(["rows"], {"row": row, "token": np.zeros(0, np.bool_)})
@@ -34,6 +34,7 @@ class Gather:
 
 
 def _model(ranks: int) -> bytes:
+    """The ONNX model with the AllGather."""
     from onnx import TensorProto, helper  # sessions that start processes do not need these
 
     node = helper.make_node(

@@ -1,5 +1,5 @@
-"""The methods of onnxruntime's InferenceSession besides `run`; methods that make no sense for a
-sharded model raise an error."""
+"""The methods of onnxruntime's InferenceSession other than `run`, for a sharded model; methods that
+make no sense for one raise an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ answer_for_sharded_sessions()
 
 
 class _NoSession:
-    """A placeholder for the native session, which a sharded model does not have."""
+    """Stands in place of the native session, which a sharded model does not have: any attribute
+    raises an InputError."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -39,9 +40,9 @@ class _NoSession:
 
 
 class Interface(ort.InferenceSession):  # type: ignore[misc]
-    """A subclass of onnxruntime's session, because libraries check for that class or read `_sess`.
-    The base class is not initialized: a method that a later onnxruntime adds raises the error of
-    `_NoSession`."""
+    """Base of sessions of a sharded model. It is a subclass of onnxruntime's session, because
+    libraries check for that class or read `_sess`; but onnxruntime's `__init__` is not called. A
+    method that a later onnxruntime adds raises the error of `_NoSession`."""
 
     _bundle: Bundle
     _ranks: Ranks
@@ -63,12 +64,13 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         *,
         keep_states: bool = False,
     ) -> list[Array]:
-        """Runs all ranks and returns outputs as global arrays."""
+        """Runs all ranks; returns the named outputs (None: all) as global arrays. See
+        `Session.run`."""
         raise NotImplementedError
 
     def _names(self, output_names: Sequence[str] | None) -> list[str]:
-        """Returns the names of the requested outputs; by default all, without those of the
-        evaluation program."""
+        """Returns the names of the requested outputs; if there are none, all outputs except the
+        outputs of the evaluation program."""
         apart = self._bundle.apart
         return list(output_names or (n for n in self._bundle.outputs if n not in apart))
 
@@ -100,6 +102,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         user_data: Any,
         run_options: ort.RunOptions | None,
     ) -> None:
+        """Runs, and passes the results or the error's text to the callback."""
         results: Sequence[Any] = []
         problem = ""
         try:
@@ -121,7 +124,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         input_dict_ort_values: Mapping[str, ort.OrtValue],
         run_options: ort.RunOptions | None = None,
     ) -> list[ort.OrtValue]:
-        """Runs with OrtValues in CPU memory as inputs and outputs."""
+        """Runs with OrtValues in CPU memory as inputs; returns the outputs as OrtValues."""
         names = self._names(output_names)
         results = self.run(names, input_dict_ort_values, run_options)
         return [ort_value_of(name, result) for name, result in zip(names, results, strict=True)]
@@ -135,8 +138,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         fetches: Any,
         fetch_devices: Sequence[Any],
     ) -> None:
-        """Runs with onnxruntime's vectors, and appends the outputs to `fetches`, which must be
-        empty."""
+        """Runs with onnxruntime's vectors of values; appends the outputs to `fetches`, which must
+        be empty."""
         if len(fetches):
             raise InputError("fetches has values already; give an empty OrtValueVector")
         results = self.run(fetch_names, dict(zip(feed_names, feeds, strict=True)), run_options)
@@ -144,7 +147,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
             fetches.push_back(ort_value_of(name, result, own=True)._ortvalue)
 
     def io_binding(self) -> IOBinding:
-        """Returns a binding of inputs and outputs, which lasts from run to run."""
+        """Returns a new binding of inputs and outputs to memory, which lasts from run to run."""
         return IOBinding(self)
 
     def run_with_iobinding(
@@ -189,31 +192,31 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         providers: Sequence[Any] | None = None,
         provider_options: Sequence[dict[Any, Any]] | None = None,
     ) -> None:
-        """Changes the execution providers; a session that can restart its ranks overrides this.
-        Errors: InputError."""
+        """Changes the execution providers of all ranks. This class always raises an InputError; a
+        session that can restart its ranks overrides this."""
         raise InputError("this session cannot change its providers; make another")
 
     def disable_fallback(self) -> None:
         """Does nothing: ranks never fall back to other providers."""
 
     def enable_fallback(self) -> None:
-        """Errors: InputError, always."""
+        """Always raises an InputError: ranks cannot fall back to other providers."""
         raise InputError(
             "a rank cannot fall back to other providers while the others wait for it; choose "
             "providers with set_providers or providers="
         )
 
     def get_input_memory_infos(self) -> list[Any]:
-        """Returns a description of CPU memory for each input."""
+        """Returns onnxruntime's description of CPU memory, once for each input."""
         return [HOST.memory_info() for _ in self.get_inputs()]
 
     def get_output_memory_infos(self) -> list[Any]:
-        """Returns a description of CPU memory for each output."""
+        """Returns onnxruntime's description of CPU memory, once for each output."""
         return [HOST.memory_info() for _ in self.get_outputs()]
 
     def get_input_epdevices(self) -> list[Any]:
-        """Returns onnxruntime's description of the CPU for each input. Errors: InputError if this
-        version of onnxruntime has none."""
+        """Returns onnxruntime's description of the CPU, once for each input. Errors: InputError if
+        this version of onnxruntime has none."""
         if not hasattr(ort, "get_ep_devices"):
             raise InputError(
                 "this version of onnxruntime does not list devices; install a newer one"
@@ -249,12 +252,12 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         return []
 
     def set_tuning_results(self, results: Sequence[Any], *, error_on_invalid: bool = False) -> None:
-        """Errors: InputError for any result."""
+        """Raises an InputError for any result: the ranks' providers accept none."""
         if results:
             raise InputError("the providers of the ranks accept no tuning results; leave them out")
 
     def set_ep_dynamic_options(self, options: Mapping[str, str]) -> None:
-        """Errors: InputError for any option."""
+        """Raises an InputError for any option: the ranks' providers accept none."""
         if options:
             raise InputError(
                 f"the ranks' providers accept no dynamic options ({', '.join(options)}); give "
@@ -262,7 +265,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
             )
 
     def get_provider_graph_assignment_info(self) -> list[Any]:
-        """Errors: InputError, always."""
+        """Always raises an InputError: each rank has a graph of its own."""
         raise InputError(
             "each rank has a graph of its own; make the session with profile=True, and "
             "end_profile(FILE) shows which node ran where"

@@ -1,4 +1,4 @@
-"""onnxruntime's IOBinding for a sharded model; bound tensors are global."""
+"""onnxruntime's IOBinding for a sharded model: bound tensors are global, not shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class IOBinding(ort.IOBinding):  # type: ignore[misc]
-    """The memory of a session's inputs and outputs, which lasts from run to run.
+    """The memory to which the inputs and outputs of a session are bound, from run to run.
 
     Inputs are read when a run begins, so their values may change between runs. An output can be
     bound to memory of its dtype and shape. Errors: InputError, naming the input or output.
@@ -51,7 +51,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         self._fed[name] = memory
 
     def bind_ortvalue_input(self, name: str, ortvalue: ort.OrtValue) -> None:
-        """Binds an OrtValue as an input."""
+        """Binds an OrtValue as an input; its values are read when a run begins."""
         check_array(self._input(name), ortvalue)
         self._fed[name] = ortvalue
 
@@ -67,7 +67,8 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         shape: Any = None,
         buffer_ptr: int | None = None,
     ) -> None:
-        """Requests an output, optionally written to the given CPU memory."""
+        """Requests an output. With `buffer_ptr`, it is written to the CPU memory at that address,
+        of `shape` and `element_type`; without, to new memory."""
         self._check_output(name)
         _check_device(name, device_type)
         target = None
@@ -80,7 +81,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         self._results = None
 
     def bind_ortvalue_output(self, name: str, ortvalue: ort.OrtValue) -> None:
-        """Binds an output to an OrtValue."""
+        """Requests an output, written to the memory of an OrtValue."""
         self._check_output(name)
         self._check_dtype(name, array_of(ortvalue).dtype)
         self._targets[name] = ortvalue
@@ -101,7 +102,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         return vector
 
     def copy_outputs_to_cpu(self) -> list[Any]:
-        """Returns copies of the outputs of the last run."""
+        """Returns copies of the outputs of the last run, in the order in which they were bound."""
         return [r.copy() if isinstance(r, np.ndarray) else r for r in self._last().values()]
 
     def clear_binding_inputs(self) -> None:
@@ -121,12 +122,12 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         return list(self._targets)
 
     def feeds(self) -> dict[str, Any]:
-        """Returns the current values of bound inputs."""
+        """Returns the current values of bound inputs, by name."""
         return {n: v.read() if isinstance(v, Memory) else v for n, v in self._fed.items()}
 
     def take(self, results: list[Any]) -> None:
-        """Writes the results of a run to their bound memory. Errors: InputError, before anything is
-        written, if one does not fit."""
+        """Called with the results of a run: writes them to the memory bound for them. Errors:
+        InputError, before anything is written, if one does not fit."""
         named = dict(zip(self._targets, results, strict=True))
         for name, result in named.items():
             self._check_fits(name, result)
@@ -139,11 +140,15 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         self._results = named
 
     def _last(self) -> dict[str, Any]:
+        """The results of the last run, by name. Errors: InputError if there was none with these
+        outputs."""
         if self._results is None:
             raise InputError("nothing was run with these outputs; call run_with_iobinding first")
         return self._results
 
     def _value(self, name: str, result: Any) -> ort.OrtValue:
+        """Returns an output as an OrtValue: the bound OrtValue, or a new one over the bound memory
+        or over the result."""
         target = self._targets[name]
         if target is not None and not isinstance(target, Memory):
             return target
@@ -152,6 +157,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         return ort_value_of(name, result)
 
     def _input(self, name: str) -> Any:
+        """The port of an input. Errors: InputError for an unknown name."""
         inputs = self._session._bundle.inputs
         if name not in inputs:
             raise InputError(f"no input is named {name!r}; the inputs are {', '.join(inputs)}")
@@ -180,7 +186,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
 
 
 def _memory_of(value: ort.OrtValue) -> Memory:
-    """Returns the memory of an OrtValue, which must be a tensor of numbers."""
+    """Returns the memory of an OrtValue that is a tensor of numbers."""
     shape = tuple(value.shape())
     return Memory.of(value.element_type(), shape, value.data_ptr() if 0 not in shape else 0)
 
@@ -191,8 +197,9 @@ def _check_device(name: str, device_type: str) -> None:
 
 
 def answer_for_sharded_sessions() -> None:
-    """Makes `onnxruntime.IOBinding(session)` return an IOBinding of this module for a sharded
-    model. Optimum and others create bindings this way, and onnxruntime has no other hook for it."""
+    """Makes `onnxruntime.IOBinding(session)` return an IOBinding of this module if the session has
+    a sharded model. Optimum and others create bindings this way, and onnxruntime has no other hook
+    for it."""
 
     def new(cls: type, session: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = isinstance(session, ort.InferenceSession) and hasattr(session, "_bundle")

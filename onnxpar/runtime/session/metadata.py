@@ -1,4 +1,4 @@
-"""The metadata of the unsplit model."""
+"""The metadata of the unsplit model: producer, version, descriptions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KEY = "metadata"
-"""The key of the metadata in plan.json."""
+"""The key in plan.json of the metadata."""
 _NO_VERSION = (1 << 63) - 1
-"""The version that onnxruntime reports for a model without a version."""
+"""The version that onnxruntime reports for a model that states none."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,6 @@ class ModelMetadata:
 
     @staticmethod
     def of(plan: Mapping[str, Any]) -> ModelMetadata:
-        """Returns the metadata in plan.json; the defaults for a plan of an earlier version, which
-        has none."""
+        """Returns the metadata in plan.json, given as its object; the defaults if an earlier
+        onnxpar wrote it without any."""
         return ModelMetadata(**plan.get(KEY, {}))

@@ -21,7 +21,7 @@ from onnxpar.base.unreadable import cannot_read
 
 def read_npz(file: Path, names: Collection[str] | None = None) -> dict[str, Array]:
     """Returns the arrays of an .npz file by name: all, or only the arrays in `names`. Errors:
-    InputError."""
+    InputError if the file, or an array, cannot be read."""
     arrays: dict[str, Array] = {}
     with _opened(file) as (archive, reading):
         for name in archive.files:
@@ -33,8 +33,8 @@ def read_npz(file: Path, names: Collection[str] | None = None) -> dict[str, Arra
 
 
 def npz_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the arrays of an .npz file, by name, without reading the arrays.
-    Errors: InputError."""
+    """Returns the shapes of the arrays in an .npz file, by name, without reading the arrays.
+    Errors: InputError if the file cannot be read."""
     shapes: dict[str, tuple[int, ...]] = {}
     with _opened(file) as (archive, reading):
         for name in archive.files:
@@ -45,8 +45,9 @@ def npz_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[Any, list[str]]]:
-    """Yields an .npz file, and a list to which the block appends the name of each array that it
-    reads. An error names the last one. Errors: InputError."""
+    """Context with (the archive of an .npz file, a list). The block appends to the list the name of
+    each array that it reads, so that an error names the last one. Errors: InputError if the file,
+    or an array, cannot be read."""
     reading: list[str] = []
     try:
         loaded = np.load(file, allow_pickle=False)
@@ -65,9 +66,9 @@ def _opened(file: Path) -> Iterator[tuple[Any, list[str]]]:
 
 
 def _shape(archive: Any, name: str) -> tuple[int, ...]:
-    """Returns the shape of an array; () for one of another kind, which NumPy reads as bytes.
-    Errors: ValueError if its header does not fit its size in the file, which is checked before
-    NumPy allocates memory for the array."""
+    """Returns the shape of an array in the archive; () for an entry that is no array, which NumPy
+    reads as bytes. Errors: ValueError if its header contradicts its size in the file, which is
+    checked before NumPy allocates memory for the array."""
     files: zipfile.ZipFile = archive.zip
     entry = f"{name}.npy" if f"{name}.npy" in files.namelist() else name
     with files.open(entry) as member:
@@ -100,7 +101,7 @@ PARSING = (SyntaxError, TypeError, NotImplementedError, tokenize.TokenError, Run
 
 
 def why(error: Exception) -> str:
-    """Returns the reason why NumPy cannot read an array."""
+    """Returns the reason why NumPy cannot read an array, from NumPy's error."""
     text = str(error).rstrip(".")
     if "allow_pickle" in text or "Python objects" in text:
         return "it holds Python objects; convert it to a dtype of numbers, bools or strings"
@@ -108,6 +109,6 @@ def why(error: Exception) -> str:
 
 
 def _whole(error: Exception) -> str:
-    """Returns the reason why a file cannot be read at all, after a colon; empty for NumPy's error
-    about pickled objects, which NumPy reports for any unknown file."""
+    """Returns ": " and the reason why a file cannot be read at all; empty for NumPy's error about
+    pickled objects, which NumPy reports for any unknown file."""
     return "" if "allow_pickle" in str(error) else f": {why(error)}"

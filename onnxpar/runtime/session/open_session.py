@@ -17,16 +17,15 @@ T = TypeVar("T")
 def open_session(
     make: Callable[..., S], par: str | os.PathLike[str], read: Callable[[Bundle], T], **options: Any
 ) -> tuple[S, T]:
-    """Makes a session of a sharded model; returns the session, and the result of `read` for the
-    model.
+    """Returns (a session of a sharded model, what `read` returns for the model).
 
     make     the class of the session, such as `InferenceSession`
     par      the folder of the sharded model
-    read     reads facts about the model, or refuses it
-    options  those of `make`
+    read     a function that reads facts about the model, or refuses it
+    options  further arguments of `make`
 
     Calls `read` before ranks start, because it may refuse the model; under a launcher, after the
-    start, because ranks may have to fetch the folder. Errors: those of `make` and `read`.
+    start, because ranks may have to fetch the folder. Errors: as `make` and `read`.
     """
     if launched_rank() is None or options.get("start_ranks") is not None:
         result = read(Bundle.load(par))

@@ -14,7 +14,7 @@ from onnxpar.base.custom_ops import libraries
 from onnxpar.runtime.ranks.cores import BINDINGS
 
 CACHE = 256 << 20
-"""Most bytes of rows of tables on the host that a rank keeps in memory, by default."""
+"""Default of the most bytes of table rows (of tables on the host) that a rank keeps in memory."""
 _ENUMS: Mapping[str, Any] = {
     "execution_mode": ort.ExecutionMode,
     "execution_order": getattr(ort, "ExecutionOrder", int),
@@ -118,13 +118,19 @@ _RUN_KEYS = (
 _SPINNING = "session.intra_op.allow_spinning"
 _DISABLED = "optimization.disable_specified_optimizers"
 SLOW_FUSIONS = ("SkipLayerNormFusion",)
-"""onnxruntime's optimizers that make float32 models slower on CPUs: SkipLayerNormalization takes up
-to 6 times as long as the Add and the LayerNormalization that it replaces."""
+"""Optimizers of onnxruntime that make float32 models slower on CPUs: SkipLayerNormalization takes
+up to 6 times as long as the Add and the LayerNormalization that it replaces."""
 
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """The options of a rank's onnxruntime session, without its model and its world."""
+    """The options of a rank's onnxruntime session, as data that can be sent to the rank: all but
+    its model and its world.
+
+    fields        attributes of `SessionOptions`, by name
+    config        session config entries
+    libraries, providers, provider_options, disabled_optimizers  as onnxruntime takes them
+    """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
@@ -137,20 +143,20 @@ class SessionSpec:
     table_dir: str = ""
     """The folder for the files of tables on the host; empty: the folder of the sharded model."""
     table_cache: int = CACHE
-    """Most bytes of rows of tables on the host that a rank keeps in memory."""
+    """Most bytes of table rows (of tables on the host) that a rank keeps in memory."""
     verify: bool = False
-    """True if ranks compare every byte that they read of the folder with its digests first."""
+    """True if ranks first compare every byte that they read of the folder with its digests."""
     bind: str = BINDINGS[0]
-    """What a rank is bound to."""
+    """What a rank is bound to: one of BINDINGS."""
     ranks_per_numa: int = 0
     """Ranks on each NUMA node; 0: each rank is on the node where it gets most cores."""
     replica: int = 0
     replicas: int = 1
-    """The number of this session, and of all sessions that divide the cores of the host."""
+    """How many sessions divide the cores of the host; this one is number `replica`, from 0."""
 
     @staticmethod
     def of(options: ort.SessionOptions | None, **others: Any) -> SessionSpec:
-        """Returns a spec with the settable fields and the config entries of `options`; `others` are
+        """Returns a spec with the fields and config entries that are set in `options`; `others` are
         more fields of this class.
 
         Initializers, dimension overrides and custom-op libraries that were added to `options` are
@@ -167,23 +173,22 @@ class SessionSpec:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> SessionSpec:
-        """Returns the spec that `dataclasses.asdict` and JSON turned into `data`."""
+        """Returns the spec from `data`, the result of `dataclasses.asdict` after a way through
+        JSON."""
         providers = data["providers"]
         if providers is not None:
             providers = [tuple(p) if isinstance(p, list) else p for p in providers]
         return SessionSpec(**{**data, "providers": providers})
 
     def all_disabled(self) -> Sequence[str]:
-        """The optimizers to switch off; those of the config entry if no others are given, as in
-        onnxruntime."""
+        """Returns the optimizers to switch off: `disabled_optimizers` or, if it is empty, the
+        optimizers that the config entry names, as in onnxruntime."""
         entry = self.config.get(_DISABLED, "")
         return self.disabled_optimizers or [name for name in entry.split(";") if name]
 
     def apply(self, options: ort.SessionOptions, rank: int, threads: int, spin: bool) -> None:
-        """Sets these options on `options`, and the number of threads unless the user set it.
-
-        The rank is added to the names of files that onnxruntime writes.
-        """
+        """Sets these options on `options`; also the number of threads and whether they spin, unless
+        the user has set that. The rank is added to the names of files that onnxruntime writes."""
         for name, value in self.fields.items():
             if name in _FILE_FIELDS and value:
                 value = _ranked(value, rank)
@@ -203,10 +208,11 @@ def keep_double(
     inputs: Iterable[np.dtype[Any] | None],
     outputs: Iterable[np.dtype[Any] | None],
 ) -> bool:
-    """Disables onnxruntime's fusions for a model that computes in float64: if all its
-    floating-point inputs (or outputs, if no input is floating-point) are float64. On float64, fused
-    norms use a different epsilon, and fused products a float32 scale. Keeps a lower optimization
-    level. Returns True if it changed `options`."""
+    """Lowers the optimization level for a model that computes in float64, because onnxruntime's
+    fusions are inexact there: fused norms use a different epsilon, and fused products a float32
+    scale. A model computes in float64 if all its floating-point inputs (or outputs, if no input is
+    floating-point) are float64. A level that is already lower stays. Returns True if it changed
+    `options`."""
     floats, others = ({t for t in types if t and t.kind == "f"} for types in (inputs, outputs))
     if (floats or others) != {np.dtype(np.float64)}:
         return False
@@ -218,7 +224,8 @@ def keep_double(
 
 
 def run_spec(options: ort.RunOptions | None) -> dict[str, Any] | None:
-    """Returns the fields and config entries of run options as JSON data; None without options."""
+    """Returns the fields and config entries of run options as data for JSON; None if `options` is
+    None."""
     if options is None:
         return None
     fields = {name: getattr(options, name) for name in _RUN_FIELDS}
@@ -226,7 +233,7 @@ def run_spec(options: ort.RunOptions | None) -> dict[str, Any] | None:
 
 
 def run_options(spec: Mapping[str, Any] | None) -> ort.RunOptions:
-    """Returns the run options that `run_spec` described."""
+    """Returns onnxruntime's run options from a result of `run_spec`."""
     options = ort.RunOptions()
     # onnxruntime asks for this entry in each run with a binding; without one, it throws and catches
     # an exception, which takes longer than a small run.
@@ -241,15 +248,17 @@ def run_options(spec: Mapping[str, Any] | None) -> ort.RunOptions:
 
 
 def _present(options: ort.SessionOptions) -> list[str]:
-    """Returns the session fields that this version of onnxruntime has."""
+    """Returns the names of session fields that this version of onnxruntime has."""
     return [name for name in _SESSION_FIELDS if hasattr(options, name)]
 
 
 def _plain(value: Any) -> Any:
+    """The value of a field as JSON takes it: enums become ints."""
     return value if isinstance(value, str | bool | int) else int(value)
 
 
 def _entries(get: Any, keys: Sequence[str]) -> dict[str, str]:
+    """The config entries that are set, by key."""
     entries = {}
     for key in keys:
         try:
@@ -260,7 +269,8 @@ def _entries(get: Any, keys: Sequence[str]) -> dict[str, str]:
 
 
 def _ranked(path: str, rank: int) -> str:
-    """Adds the rank to a path: `a/model.onnx` becomes `a/model.rank3.onnx`."""
+    """Returns a path with the rank in the file's name: `a/model.onnx` becomes
+    `a/model.rank3.onnx`."""
     folder, slash, name = path.rpartition("/")
     stem, dot, suffix = name.rpartition(".")
     return folder + slash + (f"{stem}.rank{rank}{dot}{suffix}" if dot else f"{name}rank{rank}_")

@@ -10,8 +10,8 @@ import onnxruntime as ort
 
 _PROPAGATION = "QDQPropagationTransformer"
 _MISTYPED = "does not match y_zero_point type"
-"""The error of onnxruntime 1.32 if this optimizer, at opset 21 or later, moves the quantization of
-int8 past a Transpose or Reshape, and gives it a zero point of uint8."""
+"""Part of the error of onnxruntime 1.32 if this optimizer, at opset 21 or later, moves the
+quantization of int8 past a Transpose or Reshape, and gives it a zero point of uint8."""
 
 
 def load_ort_session(
@@ -20,9 +20,8 @@ def load_ort_session(
     disabled: Sequence[str] = (),
     **how: Any,
 ) -> ort.InferenceSession:
-    """Returns onnxruntime's session of a model. Also switches off the optimizer
-    QDQPropagationTransformer if the model does not load because of it. Errors: those of
-    onnxruntime.
+    """Returns onnxruntime's session of a model. If the model does not load because of the optimizer
+    QDQPropagationTransformer, switches that off, too. Errors: onnxruntime's.
 
     disabled  optimizers to switch off
     how       further arguments of `onnxruntime.InferenceSession`

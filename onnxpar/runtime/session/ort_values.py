@@ -1,4 +1,4 @@
-"""Conversion between arrays and onnxruntime's OrtValues or bound memory."""
+"""Converts between arrays and onnxruntime's OrtValues or bound memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from onnxpar.runtime.session.tensors import ELEMENTS, copy_of, dtype_of, memory_
 
 _NAMES = {number: name for name, (number, _) in ELEMENTS.items()}
 _RAW = ort.capi._pybind_state.OrtValue
-"""The native class that an OrtValue wraps and that onnxruntime's vectors hold."""
+"""The native class that onnxruntime's Python class OrtValue wraps; onnxruntime's vectors contain
+it."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Contiguous CPU memory of a tensor, at an address; its owner must keep it alive."""
+    """The CPU memory of a contiguous tensor, at an address; its owner must keep it alive."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -32,12 +33,13 @@ class Memory:
 
     @staticmethod
     def of(element_type: Any, shape: Sequence[int], address: int) -> Memory:
-        """Returns the memory that the arguments of `bind_input` describe. Errors: InputError."""
+        """Returns the memory that the arguments of `bind_input` describe. Errors: InputError for an
+        unknown element type."""
         return Memory(element_dtype(element_type), tuple(map(int, shape)), int(address))
 
     def read(self) -> Array:
-        """Returns the current values: an array over the memory, or a copy if the dtype is packed,
-        such as int4."""
+        """Returns the current values: an array that shares the memory, or a copy if the dtype is
+        packed (int4, two in a byte)."""
         bits = PACKED.get(self.dtype.name)
         bytes_ = self._bytes()
         if bits:
@@ -50,6 +52,7 @@ class Memory:
         self._bytes()[...] = memory_of(np.asarray(array, order="C")).reshape(-1).view(np.uint8)
 
     def _bytes(self) -> Array:
+        """The memory as an array of bytes."""
         count, bits = math.prod(self.shape), PACKED.get(self.dtype.name)
         size = -(-count * bits // 8) if bits else count * self.dtype.itemsize
         if not size:
@@ -60,8 +63,9 @@ class Memory:
 
 
 def element_dtype(element_type: Any) -> np.dtype[Any]:
-    """Returns the dtype of an element type as onnxruntime's calls take it: a NumPy type or ONNX's
-    number. Errors: InputError for a number that is not numeric."""
+    """Returns the dtype for an element type as onnxruntime's calls take it: a NumPy type, or a
+    number of ONNX's TensorProto. Errors: InputError for the number of a type that is not
+    numeric."""
     if isinstance(element_type, int):
         if element_type not in _NAMES:
             raise InputError(f"element type {element_type} is not numeric")
@@ -71,13 +75,13 @@ def element_dtype(element_type: Any) -> np.dtype[Any]:
 
 
 def is_ort_value(value: Any) -> bool:
-    """True for an OrtValue of onnxruntime's Python class or of its native class."""
+    """True for an OrtValue, of onnxruntime's Python class or of its native class."""
     return isinstance(value, (ort.OrtValue, _RAW))
 
 
 def array_of(value: Any) -> Array:
-    """Returns the tensor of an OrtValue as an array: over its memory or, for strings and packed
-    dtypes, a copy. Errors: InputError if the value is not a tensor in CPU memory."""
+    """Returns the tensor of an OrtValue as an array, which shares its memory; a copy for strings
+    and packed dtypes. Errors: InputError if the value is not a tensor in CPU memory."""
     wrapped = value if isinstance(value, ort.OrtValue) else ort.OrtValue(value)
     if not wrapped.is_tensor():
         raise InputError(f"an OrtValue of {wrapped.data_type()} cannot be fed; give a list or dict")
@@ -91,9 +95,9 @@ def array_of(value: Any) -> Array:
 
 
 def ort_value_of(name: str, value: Any, own: bool = False) -> ort.OrtValue:
-    """Returns an OrtValue of the output `name`: over the memory of its array or, with `own` or for
-    dtypes that NumPy lacks, over a copy. Errors: InputError for strings, lists and dicts, which
-    onnxruntime's Python API cannot put into an OrtValue."""
+    """Returns an output as an OrtValue, which shares the memory of its array; a copy if `own`, or
+    for dtypes that NumPy lacks. Errors: InputError, with the output's `name`, for strings, lists
+    and dicts, which onnxruntime's Python API cannot put into an OrtValue."""
     if not isinstance(value, np.ndarray) or value.dtype.kind == "O":
         raise InputError(
             f"output {name!r} is not a tensor of numbers, and cannot be an OrtValue; fetch "

@@ -1,4 +1,4 @@
-"""The shards that one rank holds, at the open sizes of a run."""
+"""The shards of one rank, at the open sizes of a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from onnxpar.runtime.session.tensors import is_packed
 
 
 class OwnShards:
-    """A rank's shards of inputs and outputs, by name. With `everywhere`, every rank returns the
-    tensors that all ranks hold whole; otherwise, only the first does."""
+    """How inputs and outputs are split, by name, as one rank needs it: the shapes of its shards,
+    and which of them it returns. If `everywhere`, every rank returns tensors that all ranks have
+    whole; otherwise, only rank 0 does."""
 
     def __init__(self, bundle: Bundle, rank: int, *, everywhere: bool) -> None:
         self.ports: Mapping[str, Port] = {**bundle.inputs, **bundle.outputs}
@@ -28,12 +29,12 @@ class OwnShards:
         self._parts: Mapping[str, Shards] = {}
 
     def at(self, sizes: Sizes) -> None:
-        """Sets the open sizes."""
+        """Sets the open sizes, on which the shapes of shards depend."""
         self.sizes = tuple(sizes)
         self._parts = self._parts_at(self.sizes)
 
     def __getitem__(self, name: str) -> Shards:
-        """The shards of a tensor on all ranks."""
+        """How a tensor is split over all ranks."""
         return self._parts[name]
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -47,21 +48,22 @@ class OwnShards:
         return self._parts[name].check_shape(name, self._rank, tuple(shape), binding)
 
     def are_given(self, name: str) -> bool:
-        """True if this rank returns its shard of the tensor: if no lower rank holds the same shard,
+        """True if this rank returns its shard of the tensor: if no lower rank has the same shard,
         or if all ranks return whole tensors."""
         parts = self._parts[name]
         return self._rank in parts.sources or (self._everywhere and parts.is_whole)
 
     def empty(self, name: str) -> Array:
-        """Returns memory for this rank's shard of a tensor whose size does not depend on data."""
+        """Returns a new array for this rank's shard of a tensor whose size does not depend on data;
+        its contents are arbitrary."""
         shape = self.shape(name)
         assert shape is not None, f"{name} has a known size"
         return np.empty(shape, self.ports[name].dtype)
 
     def direct(self, name: str) -> Spec | None:
-        """Returns dtype and shape of an output that onnxruntime can write directly to memory of a
-        room; None for others. One of these is an input that is also an output: onnxruntime does not
-        write it to bound memory."""
+        """Returns (dtype, shape) of an output that onnxruntime can write directly to bound memory;
+        None for any other, such as an input that is also an output, which onnxruntime does not
+        write there."""
         if name not in self.ports:
             return None
         shape = self.shape(name)

@@ -50,8 +50,12 @@ if TYPE_CHECKING:
 
 
 class _Checked(NamedTuple):
-    """A run that passed the checks: the names of the results, in order, and the request to the
-    ranks."""
+    """A run that passed the checks, so that a run that repeats it needs none.
+
+    run      the record that decides whether a later run repeats this one
+    names    the names of the results, in order
+    request  the request to the ranks
+    """
 
     run: PlannedRun
     names: Sequence[str]
@@ -59,7 +63,7 @@ class _Checked(NamedTuple):
 
 
 class Session(Interface, Closing):
-    """Runs a sharded model on its ranks; inputs and outputs are global arrays, like those of the
+    """Runs a sharded model on its ranks. Inputs and outputs are global arrays, like those of the
     unsplit model."""
 
     def __init__(
@@ -103,7 +107,7 @@ class Session(Interface, Closing):
         return self._bundle.mesh.size
 
     def check_feeds(self, feeds: Mapping[str, Any]) -> None:
-        """Errors: InputError if a run would refuse these feeds."""
+        """Raises an InputError if a run would refuse these feeds."""
         check_feeds(self._bundle, feeds, self._kept)
 
     def output_shapes(self, feeds: Mapping[str, Any]) -> dict[str, tuple[int | None, ...]]:
@@ -118,8 +122,9 @@ class Session(Interface, Closing):
         return self._bundle.apart
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns the payloads of all ranks' processes, by rank, under a launcher; otherwise only
-        the own payload. Errors: RankError."""
+        """Under a launcher, returns the payloads of all ranks' processes, by rank; all of them must
+        call this. Otherwise, returns [payload]. Errors: RankError if ranks have ended or do not
+        answer."""
         with self._lock:
             self._ranks.check_usable()
             return self._ranks.exchange(payload)
@@ -135,7 +140,7 @@ class Session(Interface, Closing):
 
     @property
     def states(self) -> States:
-        """The states that the ranks keep between runs."""
+        """The states that the ranks keep between runs, to read and write them."""
         return States(self)
 
     def run(
@@ -199,8 +204,8 @@ class Session(Interface, Closing):
         times: int = 1,
         carried: Mapping[str, str] | None = None,
     ) -> tuple[Sequence[str], Request, PartsOf]:
-        """Runs all ranks; returns the names of the results, in order, the request, and the shards
-        of the outputs. The lock is held."""
+        """Runs all ranks; returns (names of the results in order, the request, the shards of the
+        outputs). The caller holds the lock."""
         start = time.perf_counter()
         self._ranks.check_usable()
         last, asked = self._last, (output_names, keep_states, times, carried or {})
@@ -230,7 +235,8 @@ class Session(Interface, Closing):
     def _several(
         self, request: Request, feeds: Mapping[str, Array], carried: Mapping[str, str], times: int
     ) -> Request:
-        """Returns the request to run several times. Errors: InputError."""
+        """Returns the request to run `times` times with these carried outputs. Errors: InputError
+        if a state is not changed in place, or if an output cannot be carried."""
         bundle = self._bundle
         others = bundle.states.keys() - bundle.in_place
         if others:
@@ -259,7 +265,7 @@ class Session(Interface, Closing):
         return replace(request, times=times, carried=dict(carried))
 
     def is_whole(self, name: str) -> bool:
-        """True if all ranks hold the whole of an input or output, at any open sizes."""
+        """True if all ranks have the whole of an input or output, whatever the open sizes are."""
         bundle = self._bundle
         port = bundle.inputs.get(name) or bundle.outputs[name]
         layout = port.layout_at(dict.fromkeys(bundle.symbols, 8))
@@ -272,8 +278,9 @@ class Session(Interface, Closing):
         input_feed: Mapping[str, Any],
         run_options: ort.RunOptions | None,
     ) -> tuple[Sequence[str], Request, Mapping[str, Array]]:
-        """Returns the names of the results, in order, the request to the ranks, and the feeds as
-        arrays. Errors: InputError."""
+        """Checks the arguments of a run; returns (names of the results in order, the request to the
+        ranks, the feeds as arrays). Errors: InputError if names, dtypes or shapes are not of the
+        model."""
         bundle = self._bundle
         state_outputs = set(bundle.states.values()) if keep_states else set()
         default = [name for name in self._names(None) if name not in state_outputs]
@@ -321,6 +328,7 @@ class Session(Interface, Closing):
         return name
 
     def _end_records(self) -> Sequence[Record]:
+        """Ends the recording; returns the records of all ranks."""
         with self._lock:
             self._ranks.check_usable()
             return self._ranks.end_profile()
@@ -328,6 +336,8 @@ class Session(Interface, Closing):
     def _write_trace(
         self, records: Sequence[Record], path: str | os.PathLike[str], warm_up: int = 0
     ) -> Trace | None:
+        """Writes the trace of these records to a file; returns it, or None on a rank that has only
+        its own record. Errors: InputError if nothing is recorded."""
         if not records[0]["programs"]:
             raise InputError("nothing is recorded; make the session with profile=True")
         if len(records) < self._bundle.mesh.size:
@@ -341,7 +351,7 @@ class Session(Interface, Closing):
         return trace
 
     def _sizes(self, feeds: Mapping[str, Array]) -> Sizes:
-        """Returns the values of the open sizes in a run, from the shapes of its feeds and kept
+        """Returns the values of the open sizes in a run, from the shapes of its feeds and of kept
         states."""
         if not self._bundle.symbols:
             return ()
@@ -350,14 +360,14 @@ class Session(Interface, Closing):
         return self._bundle.sizes({**self._kept, **fed}, self._kept.keys() - fed.keys())
 
     def check_alive(self) -> None:
-        """Checks that the ranks of this host still run, between calls. Errors: RankError, which
-        names a rank that has ended, and ends the session."""
+        """Raises a RankError if a rank of this host has ended, between calls, too; the error names
+        the rank, and the session ends."""
         with self._lock:
             self._ranks.check_alive()
 
     def blame(self, error: OnnxparError, feeds: Mapping[str, Any]) -> OnnxparError:
-        """Returns the error of a failed run or, if an index in a feed is out of range, an
-        InputError that names this index."""
+        """Returns the error to raise for a failed run: `error` itself or, if an index in a feed is
+        out of range, an InputError that names this index."""
         for lookup in self._bundle.lookups:
             fed = feeds.get(lookup.input)
             fault = lookup.fault(fed) if isinstance(fed, np.ndarray) else None
@@ -374,6 +384,7 @@ class Session(Interface, Closing):
                 self._pool = None
 
     def _assemble(self, name: str, parts: PartsOf, sizes: Sizes) -> Array:
+        """The global array of an output, from its shards."""
         return self._parts.at(sizes)[name].assemble(parts[name])
 
 
@@ -509,7 +520,8 @@ class InferenceSession(Session):
             self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self._ranks, scratch)
 
     def _started(self) -> tuple[Ranks, OwnFolder | None]:
-        """Starts new ranks; returns them, and the folder for their recordings, if any."""
+        """Starts new ranks; returns (the ranks, the folder for their recordings), None for the
+        latter if nothing is recorded."""
         if not self._profile:
             return self._start(replace(self._spec, profile="")), None
         scratch = OwnFolder()
@@ -521,8 +533,8 @@ class InferenceSession(Session):
 
 
 def _close_in(owner: int, ranks: Ranks, scratch: OwnFolder | None) -> None:
-    """Closes the ranks and removes the folder of their recordings, if any. Does nothing in a fork
-    of the process that made the session."""
+    """Closes the ranks and removes the folder of their recordings, if there is one. Does nothing in
+    a process forked from `owner`, the process that made the session."""
     if os.getpid() == owner:
         ranks.close()
         if scratch is not None:

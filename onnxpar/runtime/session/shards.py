@@ -1,4 +1,5 @@
-"""Copies shards out of global arrays and back; the indices of each shard are computed once."""
+"""Cuts shards out of global arrays, and assembles global arrays from shards; where each shard lies
+is computed once."""
 
 from __future__ import annotations
 
@@ -17,17 +18,21 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.runtime.session.bundle import Bundle, Sizes
 
 Index = tuple[Any, ...]
+"""A NumPy index."""
 Rows = tuple[int, int] | None
-"""First row of a shard, and last plus one; None for all rows."""
+"""(first row, last row + 1) of a shard; None for all rows."""
 MANY_BLOCKS = 64
-"""The number of contiguous blocks in a shard above which one copy by indices is faster than a copy
-of each slice."""
+"""If a shard has more contiguous blocks than this, one copy by indices is faster than a copy of
+each slice."""
 
 
 class Shards:
-    """The shards of one tensor. If the number of dimensions is data-dependent, the layout is None
-    and every rank holds the whole tensor. A dimension of data-dependent size has size -1 in the
-    layout and is not split."""
+    """How one tensor is split over the ranks, and the copies between the global array and the
+    shards.
+
+    layout  None if the number of dimensions is data-dependent: every rank then has the whole
+            tensor. A dimension of data-dependent size has size -1 there, and is not split.
+    """
 
     def __init__(self, layout: Layout | None, mesh: Mesh) -> None:
         self._layout = None if layout is None or layout.is_whole else layout
@@ -40,18 +45,17 @@ class Shards:
 
     @property
     def is_whole(self) -> bool:
-        """True if every rank holds the whole tensor."""
+        """True if every rank has the whole tensor."""
         return self._layout is None
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """The ranks whose shards make up the tensor; of ranks that hold the same shard, the
-        first."""
+        """The ranks whose shards make up the tensor: of ranks with the same shard, the first."""
         return tuple(sorted(set(self.origins)))
 
     @cached_property
     def origins(self) -> tuple[int, ...]:
-        """The first rank that holds the same shard, for each rank."""
+        """For each rank, the first rank that has the same shard."""
         if self._layout is None:
             return (0,) * self._mesh.size
         axes = tuple(a for d in self._layout.dims for a in dim_axes(d)) + self._layout.partial
@@ -70,7 +74,7 @@ class Shards:
     def check_shape(
         self, name: str, rank: int, shape: tuple[int, ...], binding: Mapping[str, int]
     ) -> tuple[int, ...]:
-        """Returns the global shape of a tensor whose shard on `rank` has the shape `shape`.
+        """Returns the global shape of tensor `name`, whose shard on `rank` has the shape `shape`.
         `binding` has the open sizes of the run, for the error. Errors: RankError if the shape
         contradicts the layout."""
         if self._all is None:
@@ -95,10 +99,11 @@ class Shards:
         )
 
     def of_shape(self, shape: Mapping[int, int]) -> Shards:
-        """Returns the shards for given data-dependent sizes; `shape` maps dimensions to sizes."""
+        """Returns the shards at given data-dependent sizes, {dimension: size}."""
         return self._of(tuple(sorted(shape.items())))
 
     def _with_sizes(self, sizes: tuple[tuple[int, int], ...]) -> Shards:
+        """`of_shape` for sizes as a tuple, which can be cached."""
         assert self._all is not None
         dims = list(self._all.dims)
         for i, size in sizes:
@@ -106,13 +111,13 @@ class Shards:
         return Shards(Layout(tuple(dims), self._all.partial, self._all.reduce), self._mesh)
 
     def _for_array(self, array: Array) -> Shards:
-        """Returns the shards for the data-dependent sizes of `array`, which may be the global array
-        or a shard."""
+        """Returns the shards at the data-dependent sizes that `array` has: the global array or a
+        shard, which are equal in these dimensions."""
         return self.of_shape({i: array.shape[i] for i in self._by_data})
 
     def take(self, whole: Array, rank: int) -> Array:
-        """Returns a rank's shard of a global array: contiguous, and a view if possible. Returns a
-        value that is not an array as it is."""
+        """Returns a rank's shard of a global array: contiguous, and a view if possible. A value
+        that is not an array is returned as it is."""
         if not isinstance(whole, np.ndarray):
             return whole
         if self._layout is None:
@@ -143,7 +148,7 @@ class Shards:
                 part[here] = whole[there]
 
     def assemble(self, parts: Mapping[int, Array]) -> Array:
-        """Returns a new global array, assembled from the shards of the `sources`."""
+        """Returns a new global array, assembled from the shards of the ranks in `sources`."""
         if self._layout is None:
             return np.array(parts[0]) if isinstance(parts[0], np.ndarray) else parts[0]
         if self._by_data:
@@ -157,8 +162,9 @@ class Shards:
         return whole
 
     def rows(self, rank: int) -> int | None:
-        """The number of rows of a rank's shard, of which `place` copies some; None if the tensor is
-        assembled from whole shards only: a scalar, a partial sum, or of data-dependent shape."""
+        """Returns the number of rows of a rank's shard, for copies of some rows by `place`; None if
+        the tensor can only be assembled from whole shards: a scalar, a partial sum, or of
+        data-dependent shape."""
         shape = self.local_shape(rank)
         is_partial = self._layout is not None and bool(self._layout.partial)
         return shape[0] if shape and not is_partial else None
@@ -181,7 +187,7 @@ class Shards:
                 whole[(slice(first + shift, last + shift), *there[1:])] = part[of_part]
 
     def _for_parts(self, parts: Mapping[int, Array]) -> Shards:
-        """Returns the shards for the data-dependent sizes of the arrays in `parts`. Errors:
+        """Returns the shards at the data-dependent sizes of these arrays, by rank. Errors:
         RankError if the sizes differ between ranks."""
         first, *others = self.sources
         for i in self._by_data:
@@ -195,8 +201,8 @@ class Shards:
         return self._for_array(parts[first])
 
     def _find_blocks(self, rank: int) -> list[tuple[Index, Index]]:
-        """Returns the place of each contiguous block of a rank's shard: (index into the global
-        array, index into the shard)."""
+        """Returns (index into the global array, index into the shard) for each contiguous block of
+        a rank's shard; for many blocks, one pair with arrays of indices."""
         assert self._layout is not None
         spans = [_spans(d, self._mesh, rank) for d in self._layout.dims]
         if math.prod(map(len, spans)) > MANY_BLOCKS:
@@ -208,14 +214,15 @@ class Shards:
         ]
 
     def _for_all_ranks(self, parts: Mapping[int, Array]) -> list[Array]:
-        """Returns an array for each rank; a filler for ranks that are not sources, which `assemble`
-        does not read."""
+        """Returns a list with an array for each rank, as `Layout.assemble` takes it: `parts`, and
+        for ranks that are not in `sources` any array, which is not read."""
         filler = parts[self.sources[0]]
         return [parts.get(rank, filler) for rank in range(self._mesh.size)]
 
 
 class PortParts:
-    """The shards of all inputs and outputs of a bundle, at the open sizes of a run."""
+    """How all inputs and outputs of a sharded model are split, at the open sizes of a run.
+    `at(sizes)` returns the `Shards` by name."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
@@ -228,7 +235,7 @@ class PortParts:
         self.at = lru_cache(maxsize=32)(self._at)
 
     def _at(self, sizes: Sizes) -> Mapping[str, Shards]:
-        """Returns the shards by input or output, for these values of the bundle's symbols."""
+        """Returns the shards by input or output, for these values of the model's symbols."""
         binding = dict(zip(self._bundle.symbols, sizes, strict=True))
         opened = {}
         for name, port in self._ports.items():
@@ -239,8 +246,8 @@ class PortParts:
 
 
 def _spans(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[slice, slice]]:
-    """Returns the contiguous ranges of a rank's shard in a dimension: (slice of the global array,
-    slice of the shard)."""
+    """Returns (slice of the global array, slice of the shard) for each contiguous range of a rank's
+    shard in one dimension."""
     out, at = [], 0
     for start, length in runs(dim, mesh, rank) or [(0, 0)]:
         out.append((slice(start, start + length), slice(at, at + length)))

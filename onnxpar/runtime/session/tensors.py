@@ -40,7 +40,8 @@ ELEMENTS: Mapping[str, tuple[int, str]] = {
     "uint2": (25, "uint2"),
     "int2": (26, "int2"),
 }
-"""ONNX's TensorProto number and onnxruntime's word of each element type, by dtype name."""
+"""For each element type, by dtype name: its number in ONNX's TensorProto, and onnxruntime's word
+for it."""
 
 _DTYPES = {f"tensor({word})": np.dtype(name) for name, (_, word) in ELEMENTS.items()}
 
@@ -62,25 +63,25 @@ def is_packed(dtype: np.dtype[Any]) -> bool:
 
 
 def memory_of(array: Array) -> Array:
-    """Returns the array in onnxruntime's memory format: packed bytes for a packed dtype, else the
-    contiguous array itself."""
+    """Returns the array as onnxruntime has it in memory: as packed bytes for a dtype such as int4,
+    else the contiguous array itself."""
     return pack(array, PACKED[array.dtype.name]) if is_packed(array.dtype) else array
 
 
 def bind_input(
     binding: ort.IOBinding, name: str, array: Array, memory: Array | None = None
 ) -> None:
-    """Binds an input to the memory of a contiguous array without a copy; the caller must keep the
+    """Binds an input to the memory of a contiguous array, without a copy; the caller must keep the
     array alive during the run.
 
-    `memory` is `memory_of(array)`, required for a packed dtype.
+    memory  `memory_of(array)`, required for a packed dtype
     """
     element, at = _element(array.dtype), (array if memory is None else memory).ctypes.data
     HOST.bind_input(binding, name, element, array.shape, at)
 
 
 def as_fed(array: Array) -> Array | ort.OrtValue:
-    """Returns the array in a form that onnxruntime's `run` accepts: an OrtValue if NumPy lacks the
+    """Returns the array as onnxruntime's `run` accepts it: as an OrtValue if NumPy lacks the
     dtype."""
     return array if array.dtype.isbuiltin == 1 else copy_of(array)
 
@@ -92,8 +93,8 @@ def bind_output(binding: ort.IOBinding, name: str, array: Array) -> None:
 
 
 def view_of(value: ort.OrtValue, dtype: np.dtype[Any]) -> Array:
-    """Returns an array over the memory of a tensor, which must not outlive the tensor; a copy if
-    the dtype is packed."""
+    """Returns an array that shares the memory of a tensor, and must not outlive it; a copy if the
+    dtype is packed."""
     shape = tuple(value.shape())
     count = math.prod(shape)
     if not count:
@@ -107,7 +108,7 @@ def view_of(value: ort.OrtValue, dtype: np.dtype[Any]) -> Array:
 
 
 def copy_of(array: Array) -> ort.OrtValue:
-    """Returns a new OrtValue with a copy of the array."""
+    """Returns a new OrtValue with a copy of the array, also if NumPy lacks its dtype."""
     value = HOST.allocate(array.shape, _element(array.dtype))
     memory = memory_of(np.asarray(array, order="C"))
     if memory.nbytes:
@@ -116,13 +117,14 @@ def copy_of(array: Array) -> ort.OrtValue:
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ort.OrtValue:
-    """Returns a new OrtValue of zeros. Its memory is taken page by page, when it is written."""
+    """Returns a new OrtValue of zeros. The system gives it memory page by page, when the pages are
+    written."""
     if dtype.isbuiltin != 1:
         return copy_of(np.zeros(shape, dtype))
     return HOST.wrap(np.zeros(shape, dtype))
 
 
 def _element(dtype: np.dtype[Any]) -> Any:
-    """Returns the element type for onnxruntime's calls: NumPy's type, or ONNX's number if NumPy
-    lacks the dtype."""
+    """Returns a dtype as onnxruntime's calls take it: NumPy's type, or ONNX's number if NumPy lacks
+    the dtype."""
     return dtype.type if dtype.isbuiltin == 1 else ELEMENTS[dtype.name][0]

@@ -1,4 +1,4 @@
-"""Sessions whose ranks are threads of this process instead of processes."""
+"""Sessions whose ranks are threads of this process instead of processes, for tests."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 class ThreadSession(Session):
     """A session whose ranks are threads of this process; it starts quickly and is meant for tests.
+    A crash in native code ends this process.
 
-    A crash in native code ends this process. `worlds`, one per rank, are worlds to run in. The
-    session leaves them open, so that other sessions can use them later, unless a call fails. By
-    default, the session creates worlds of its own.
+    worlds  worlds to run in, one for each rank, which the session leaves open for other sessions,
+            unless a call fails; None: the session creates its own
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class ThreadSession(Session):
 
 
 class ThreadRanks:
-    """One thread per rank. If a call fails on one rank, all ranks abandon it and can continue; if a
-    rank does not start, or if ranks disagree, every later call fails with the same reason."""
+    """All ranks of a sharded model as threads of this process. If a call fails on one rank, all
+    ranks abandon it and can continue; if a rank does not start, or if ranks disagree, every later
+    call fails with the same reason."""
 
     def __init__(
         self,
@@ -85,12 +86,12 @@ class ThreadRanks:
         self.facts = self._executors[0].facts()
 
     def memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """Returns an array with any contents."""
+        """Returns an array whose contents are arbitrary."""
         return np.empty(shape, dtype)
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
-        """Runs all ranks once, and returns their output shards. Errors: RunError if the ranks can
-        continue; else RankError."""
+        """Runs all ranks on their shards of `feeds`, which are global arrays; returns their output
+        shards, by name and rank. Errors: RunError if the ranks can continue; else RankError."""
         ports = self._parts.at(request.sizes)
 
         def run(rank: int) -> Mapping[str, Slot]:
@@ -102,74 +103,77 @@ class ThreadRanks:
         return shards
 
     def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf:
-        """Returns all ranks' shards of a state, or these rows of each."""
+        """Returns all ranks' shards of a state, by name and rank; with `rows` (start, end), only
+        these rows of each shard."""
         slots = self._all(
             lambda r: self._executors[r].read_state(name, Heap(), sizes, rows), "reading a state"
         )
         return _by_name(slots)
 
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
-        """Gives each rank its shard of a global array, to keep as a state."""
+        """Makes each rank's shard of a global array its value of a state."""
         parts = self._parts.at(sizes)[name]
         self._all(
             lambda r: self._executors[r].write_state(name, parts.take(array, r)), "writing a state"
         )
 
     def clear_state(self, name: str, sizes: Sizes) -> None:
-        """Makes each rank keep zeros as its shard of a state."""
+        """Fills each rank's shard of a state with zeros."""
         self._all(lambda r: self._executors[r].clear_state(name, sizes), "clearing a state")
 
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
-        """Makes each rank write its shards of all states to a folder; returns the files'
-        digests."""
+        """Makes each rank write its shards of all states to a folder; returns the digests of the
+        files, by file name."""
         target = Path(folder)
         each = self._all(lambda r: self._executors[r].save_states(target, sizes), "saving states")
         return {name: digests for files in each for name, digests in files.items()}
 
     def save_states_later(self, folder: str, sizes: Sizes) -> None:
-        """Makes each rank copy its shards of all states, and write the copies in the background."""
+        """Makes each rank copy its shards of all states, and write the copies in the background.
+        Returns after the copies."""
         target = Path(folder)
         self._all(lambda r: self._executors[r].save_states_later(target, sizes), "copying states")
 
     def load_states(
         self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
     ) -> None:
-        """Makes each rank read its shards of these states from a folder, and keep them."""
+        """Makes each rank read its shards of these states from a folder. `origin` says how the
+        states in the folder are split, if not as in this session."""
         arguments = (Path(folder), names, sizes, origin)
         self._all(lambda r: self._executors[r].load_states(*arguments), "loading states")
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns a list with only the own payload, because there is no other process."""
+        """Returns [payload]: there is no other process."""
         return [payload]
 
     def write_log(self, text: str) -> None:
         """Does nothing: threads have no output of their own."""
 
     def reset_states(self) -> None:
-        """Forgets all states."""
+        """Forgets all states, so that the next run starts from initial values."""
         self._all(lambda r: self._executors[r].reset_states(), "the reset of states")
 
     def undo_states(self) -> None:
-        """Returns to the states before the last run."""
+        """Returns all states to their values before the last run."""
         for executor in self._executors:
             executor.undo()
 
     def end_profile(self) -> Sequence[Record]:
-        """Ends the recording, and returns the record of each rank."""
+        """Ends the recording; returns the record of each rank."""
         return self._all(lambda r: self._executors[r].end_profile(), "the profile")
 
     def check_usable(self) -> None:
-        """Errors: RankError if the session is closed, by a failure or by `close`."""
+        """Raises a RankError if the session is closed, by a failure or by `close`."""
         if self._closed:
             cause = self._failure or "close() was called"
             raise RankError(f"this session is closed: {cause}; make a new one")
 
     def check_alive(self) -> None:
-        """Errors: RankError if the session is closed: threads end with it alone."""
+        """Raises a RankError if the session is closed: threads cannot end before it."""
         self.check_usable()
 
     def close(self) -> None:
-        """Leaves the worlds, unless the caller owns them."""
+        """Ends the threads, and leaves the worlds, unless these are the caller's."""
         if self._closed:
             return
         self._closed = True
@@ -179,8 +183,8 @@ class ThreadRanks:
         self._pool.shutdown()
 
     def _all(self, work: Callable[[int], T], what: str) -> list[T]:
-        """Calls `work(rank)` for all ranks in parallel and returns the results, by rank. `what`
-        names the work in errors. Errors: RankError."""
+        """Calls `work(rank)` for all ranks in parallel; returns the results, by rank. `what` names
+        the work in errors. Errors: RunError if the ranks can continue, else RankError."""
         self.check_usable()
         failed: list[Exception] = []
 
@@ -205,8 +209,8 @@ class ThreadRanks:
         return [result for result in results]  # type: ignore[misc]
 
     def _recovered(self, what: str) -> RankError:
-        """Returns the error of a failed call: RunError if the ranks are ready for the next call,
-        RankError if the session is now closed."""
+        """Undoes a failed call. Returns the error to raise: RunError if the ranks are ready for the
+        next call, RankError if the session is now closed."""
 
         def renew(rank: int) -> str:
             if self._executors:
@@ -226,6 +230,7 @@ class ThreadRanks:
 
 
 def _by_name(slots: Sequence[Mapping[str, Slot]]) -> PartsOf:
+    """The shards of all ranks, by name and rank."""
     parts: PartsOf = {}
     for rank, named in enumerate(slots):
         for name, slot in named.items():

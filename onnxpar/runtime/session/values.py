@@ -1,6 +1,6 @@
 """Values other than tensors of numbers: strings, sequences, maps and optionals.
 
-Every rank holds the whole value. As in onnxruntime's Python API, values are object arrays of str,
+Every rank has the whole value. As in onnxruntime's Python API, values are object arrays of str,
 lists, dicts and None; between processes, they are sent as byte arrays.
 """
 
@@ -18,28 +18,29 @@ from onnxpar.base.errors import RankError
 from onnxpar.runtime.session.tensors import dtype_of
 
 BYTES = np.dtype(np.uint8)
-"""The dtype of an encoded value."""
+"""The dtype of an array with an encoded value."""
 _STRING = "tensor(string)"
 
 
 def is_value(type_: str) -> bool:
-    """True for every type but tensors of numbers."""
+    """True for every type of onnxruntime, such as `seq(tensor(float))`, except tensors of
+    numbers."""
     return not type_.startswith("tensor(") or type_ == _STRING
 
 
 def is_optional(type_: str) -> bool:
-    """True if an input of that type need not be fed."""
+    """True if an input of this type need not be fed."""
     return type_.startswith("optional(")
 
 
 def to_bytes(value: Any) -> Array:
-    """Returns a value encoded for another process."""
+    """Returns a value as an array of bytes, for another process."""
     return np.frombuffer(typed_bytes.to_bytes(value), np.uint8)
 
 
 def of_bytes(data: Array) -> Any:
-    """Returns the value that `to_bytes` encoded. Errors: RankError if the bytes do not encode
-    one."""
+    """Returns the value in an array of bytes from `to_bytes`. Errors: RankError if the bytes do not
+    encode one."""
     try:
         return typed_bytes.of_bytes(data.tobytes())
     except ValueError as error:
@@ -47,8 +48,8 @@ def of_bytes(data: Array) -> Any:
 
 
 def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:
-    """Returns the arrays that a value consists of, by name: `s.0`, `s.1` ... for a list, `m.keys`
-    and `m.values` for a map.
+    """Returns the arrays that make up the value `name`, by name: `s.0`, `s.1` ... for a list,
+    `m.keys` and `m.values` for a map.
 
     A list of maps with equal keys gives the same two arrays, with a row of values per map. `type_`,
     onnxruntime's type of the value, gives the values of a map their dtype.
@@ -71,15 +72,15 @@ def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:
 
 
 def _is_table(items: list[Any]) -> bool:
-    """True for maps with the same keys in the same order, as ZipMap makes them."""
+    """True for a list of maps that have the same keys in the same order, as ZipMap makes it."""
     return bool(items) and all(
         isinstance(item, dict) and list(item) == list(items[0]) for item in items
     )
 
 
 def checked_value(type_: str, value: Any) -> Any:
-    """Returns the value in the form that onnxruntime accepts. Errors: TypeError, whose message
-    describes the expected value."""
+    """Returns the value in the form that onnxruntime accepts for this type. Errors: TypeError,
+    whose message describes the expected value."""
     if type_ == _STRING:
         return _checked_strings(value)
     kind, inner = re.fullmatch(r"(\w+)\((.*)\)", type_).groups()  # type: ignore[union-attr]
@@ -100,6 +101,7 @@ def checked_value(type_: str, value: Any) -> Any:
 
 
 def _checked_strings(value: Any) -> Array:
+    """Returns the value as an object array of str. Errors: TypeError if an element is not a str."""
     array = np.asarray(value)
     if array.dtype.kind not in "UO" or not all(isinstance(s, str) for s in array.flat):
         raise TypeError(f"str, not {array.dtype}")
@@ -107,6 +109,8 @@ def _checked_strings(value: Any) -> Array:
 
 
 def _checked_map(key: str, element: str, value: Any) -> dict[Any, Any]:
+    """Returns the value as a dict with keys and values of these types. Errors: TypeError if it has
+    others, or is no mapping."""
     kind = str if key == "string" else int
     if not isinstance(value, Mapping) or not all(isinstance(k, kind) for k in value):
         raise TypeError(f"a dict with keys of {kind.__name__}, not {value!r:.60}")

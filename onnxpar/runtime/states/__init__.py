@@ -1,1 +1,2 @@
-"""States that ranks keep from run to run, and tables that stay in files."""
+"""States that ranks keep from run to run (an output that is an input of the next run), and tables
+that stay in files."""

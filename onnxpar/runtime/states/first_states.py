@@ -16,12 +16,12 @@ if TYPE_CHECKING:  # ranks without stored states need no onnx
     from onnx import TensorProto
 
 STORED, ZERO = "stored", "zero"
-"""Kinds of initial values: in the states file of the rank, or zeros."""
+"""Kinds of initial values: in the rank's states file, or zeros."""
 
 
 class FirstStates:
-    """The initial values of one rank's states; reads each value on demand and keeps none in
-    memory."""
+    """The initial values of one rank's states. Reads each value when it is asked for, and keeps
+    none in memory."""
 
     def __init__(self, bundle: Bundle, rank: int) -> None:
         self._bundle = bundle
@@ -31,8 +31,8 @@ class FirstStates:
         return name in self._bundle.initial
 
     def value(self, name: str, shape: tuple[int, ...] | None) -> Array:
-        """Returns this rank's shard of a state; `shape` is the shape of the shard, None if unknown.
-        Errors: ModelError if the state has no initial value."""
+        """Returns this rank's shard of a state's initial value; `shape` is the shard's shape, None
+        if unknown. Errors: ModelError if the state has no initial value."""
         kind = self._bundle.initial.get(name)
         if kind is None or (kind != STORED and shape is None):
             raise ModelError(f"state {name!r} has no initial value; feed it")
@@ -50,8 +50,8 @@ class FirstStates:
         return self._bundle.initial.get(name) == ZERO
 
     def place(self, name: str) -> tuple[Path, int] | None:
-        """Returns the file with a state's initial value, and where in it the value starts; None if
-        the value is zeros, or in the states file itself."""
+        """Returns (file, offset) of a state's initial value in a file of weights; None if the value
+        is zeros, or in the states file itself."""
         if self._bundle.initial.get(name) != STORED:
             return None
         from onnxpar.graph.stored import external_location
@@ -64,7 +64,8 @@ class FirstStates:
 
     @cached_property
     def _stored(self) -> dict[str, TensorProto]:
-        """The stored shards by state; large data stay in their file until `value` reads them."""
+        """The stored initial values of this rank's shards, by state; large data stay in their file
+        until `value` reads them."""
         import onnx
 
         file = self._bundle.states_file(self._rank)

@@ -13,7 +13,7 @@ from onnxpar.runtime.profile.profile import host_id
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The memory of a host with `ranks` ranks: free and total bytes."""
+    """The memory of a host on which `ranks` ranks run: free and total bytes."""
 
     host: str
     ranks: int
@@ -22,7 +22,7 @@ class HostMemory:
 
     @staticmethod
     def here(ranks: int) -> HostMemory:
-        """Returns the memory of this host."""
+        """Returns the memory of this host, for `ranks` ranks on it."""
         free, total = (
             os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
             for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
@@ -31,12 +31,12 @@ class HostMemory:
 
 
 def told_memory() -> dict[str, Any]:
-    """Returns a rank's message about the memory of its host, as JSON."""
+    """Returns a rank's message to others about the memory of its host, as data for JSON."""
     return {"id": host_id(), **asdict(HostMemory.here(1))}
 
 
 def memory_of_hosts(told: Sequence[Mapping[str, Any]]) -> list[HostMemory]:
-    """Returns the memory of each host, from the messages of its ranks."""
+    """Returns the memory of each host, from the messages of all ranks."""
     of_hosts: dict[str, list[Mapping[str, Any]]] = {}
     for each in told:
         of_hosts.setdefault(each["id"], []).append(each)

@@ -1,4 +1,5 @@
-"""A state that stays in a file instead of in memory: a table in which each run changes some rows.
+"""A table on the host: a state that stays in a file instead of in memory, and whose rows runs
+change a few at a time, such as a large embedding.
 
 The file has no name, so it vanishes with its process, and a kill leaves nothing behind. The
 operating system keeps the rows that are used in memory, up to a limit, and writes the others to the
@@ -31,24 +32,24 @@ from onnxpar.runtime.session.tensors import ELEMENTS, view_of
 BLOCK = 8 << 20
 """Bytes that are copied at a time."""
 _PAUSE = 0.002
-"""Seconds between two looks at the memory that rows take."""
+"""Seconds between two looks at how much memory rows take."""
 _STATM = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True)
 class RowUpdate:
-    """New values of some rows of a table. The index after a rank's last row stands for rows that
-    the rank does not hold. Rows with equal indices are equal.
+    """New values of some rows of a rank's shard of a table.
 
-    indices  int64 of shape [count, 1]
-    rows     of shape [count, ...] and the table's dtype
+    indices  int64 of shape [count, 1]; the number of rows of the shard stands for a row of another
+             rank
+    rows     of shape [count, ...] and the table's dtype; rows with equal indices are equal
     """
 
     indices: ort.OrtValue
     rows: ort.OrtValue
 
     def write(self, table: Array) -> None:
-        """Replaces the rows of a table."""
+        """Replaces these rows of `table`, the rank's shard."""
         index = view_of(self.indices, np.dtype(np.int64)).reshape(-1)
         rows = view_of(self.rows, table.dtype)
         index = np.where(index < 0, index + len(table), index)
@@ -57,8 +58,8 @@ class RowUpdate:
 
 
 class HostTable:
-    """The memory-mapped file of the state `name`, in `folder`. Starts as zeros. Errors: InputError
-    if the folder has no room for it, or cannot be written."""
+    """The state `name` in a memory-mapped file, which is made in `folder` and begins as zeros.
+    Errors: InputError if the folder has no room for it, or cannot be written."""
 
     def __init__(
         self, folder: Path, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]
@@ -84,7 +85,7 @@ class HostTable:
 
     @cached_property
     def value(self) -> ort.OrtValue:
-        """The table as an OrtValue over its mapped memory."""
+        """The table as an OrtValue that shares its mapped memory."""
         if self.array.dtype.isbuiltin == 1:
             return ort.OrtValue.ortvalue_from_numpy(self.array)
         bits = self.array.view(np.dtype(f"uint{8 * self.array.itemsize}"))
@@ -92,8 +93,8 @@ class HostTable:
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, number)
 
     def duplicate(self) -> HostTable:
-        """Returns a table in a new file in the same folder, with the same rows. Errors: InputError
-        if the folder has no room for it."""
+        """Returns a copy of the table, in a new file in the same folder. Errors: InputError if the
+        folder has no room for it."""
         table = HostTable(self._folder, self._name, self.array.dtype, self.array.shape)
         try:
             table._fill(self._file.fileno(), 0)
@@ -104,8 +105,8 @@ class HostTable:
         return table
 
     def copy_from(self, path: Path, offset: int) -> None:
-        """Copies the table from a file, where it starts at `offset`; file systems that can share
-        blocks between files do. Errors: ModelError."""
+        """Fills the table from a file, in which it starts at `offset`; file systems that can share
+        blocks between files do. Errors: ModelError if the file cannot be read."""
         try:
             with path.open("rb") as source:
                 self._fill(source.fileno(), offset)
@@ -113,7 +114,8 @@ class HostTable:
             raise ModelError(f"cannot read {self._name!r} from {path}: {unread(error)}") from None
 
     def _fill(self, source: int, offset: int) -> None:
-        """Copies the table from an open file. Errors: OSError."""
+        """Fills the table from an open file, in which it starts at `offset`. Errors: OSError if the
+        file cannot be read or is too short."""
         done, size = 0, self.array.nbytes
         while done < size:
             count = copy_part(source, self._file.fileno(), size - done, offset + done, done)
@@ -122,15 +124,17 @@ class HostTable:
             done += count
 
     def copy(self, part: Array) -> None:
-        """Copies an array of this shape, in blocks."""
+        """Fills the table from an array of its shape, block by block, so that little of it is in
+        memory."""
         for rows in self._blocks():
             self.array[rows] = part[rows]
             self.release()
             unmap(part)
 
     def copy_rows(self, at: Sequence[Array], of: Sequence[Array], part: Array) -> None:
-        """Copies elements of `part`, a mapped array, to the table, in blocks: those at the
-        positions `of` in each dimension, to the positions `at`."""
+        """Copies elements of a mapped array into the table, block by block: the elements at the
+        positions `of` (indices in each dimension of `part`) go to the positions `at` of the
+        table."""
         count = max(BLOCK * len(self.array) // max(self.array.nbytes, 1), 1)
         for start in range(0, len(at[0]), count):
             rows = slice(start, start + count)
@@ -140,31 +144,33 @@ class HostTable:
             unmap(part)
 
     def blocks(self) -> Iterator[Array]:
-        """Yields the table in blocks of rows; after each, its memory is released."""
+        """Yields the table in blocks of rows; after each block, its memory is released."""
         for rows in self._blocks():
             yield self.array[rows]
             self.release()
 
     def _blocks(self) -> Iterator[slice]:
+        """The blocks as slices of rows."""
         return row_blocks(self.array.shape, self.array.dtype)
 
     def release(self) -> None:
-        """Takes the rows out of the process's memory; the operating system still has them, and
-        writes those that changed to the file."""
+        """Takes the rows out of this process's memory; the operating system still caches the rows,
+        and writes changed rows to the file."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class RowCache:
-    """Keeps the rows that tables have in memory below a limit, in bytes; only on Linux."""
+    """Keeps the rows that tables have in this process's memory below `limit` bytes; only on
+    Linux."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._least = mapped_bytes()
 
     def trim(self, tables: Sequence[HostTable]) -> None:
-        """Releases the tables if this process has more of its files in memory than the limit
-        says."""
+        """Releases the tables if this process has more of mapped files in memory than the limit
+        allows."""
         if tables and mapped_bytes() - self._least > self._limit:
             for table in tables:
                 table.release()
@@ -172,8 +178,8 @@ class RowCache:
 
     @contextmanager
     def watching(self, tables: Sequence[HostTable]) -> Iterator[None]:
-        """Trims the tables again and again while the block runs: with the page of a row, the system
-        also maps cached pages around it."""
+        """Context in which a thread trims the tables again and again: where a row is read, the
+        system also maps cached pages around it."""
         if not tables:
             yield
             return
@@ -187,6 +193,8 @@ class RowCache:
             thread.join()
 
     def _watch(self, tables: Sequence[HostTable], over: threading.Event) -> None:
+        """Trims the tables at regular intervals until `over` is set; a thread does this during a
+        run."""
         while not over.wait(_PAUSE):
             self.trim(tables)
 
@@ -199,7 +207,8 @@ def row_blocks(shape: Sequence[int], dtype: np.dtype[Any]) -> Iterator[slice]:
 
 
 def unmap(array: Array) -> None:
-    """Takes the file of an array from `numpy.memmap` out of the process's memory."""
+    """Releases the memory of an array from `numpy.memmap`: its pages remain in the file and in the
+    system's cache."""
     owner: Any = array
     while isinstance(owner, np.ndarray) and not isinstance(owner.base, mmap.mmap):
         owner = owner.base
@@ -208,14 +217,14 @@ def unmap(array: Array) -> None:
 
 
 def unmap_written(array: Array) -> None:
-    """Takes the file of an array from `numpy.memmap` out of the process's memory if writes to the
-    array go to the file; does nothing for any other array."""
+    """Like `unmap`, if `array` is from `numpy.memmap` and writes to it go to the file; does nothing
+    for any other array."""
     if isinstance(array, np.memmap) and array.mode in ("r+", "w+"):
         unmap(array)
 
 
 def mapped_bytes() -> int:
-    """The bytes of mapped files in this process's memory; 0 where that is unknown."""
+    """The bytes of mapped files that are in this process's memory; 0 where that is unknown."""
     try:
         return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
     except OSError:

@@ -1,5 +1,5 @@
-"""The states that a rank keeps between runs: values in memory, or tables in files, in which each
-run changes some rows.
+"""The states that a rank keeps between runs: values in memory, or tables in files, where each run
+changes some rows.
 
 The changes of a call become permanent with `settle`, after the call succeeded on all ranks; `undo`
 reverts them. So rows are written to a table's file only when the run is over on all ranks.
@@ -26,7 +26,7 @@ from onnxpar.runtime.states.state_files import PartFiles, StateFiles, write_part
 
 
 class KeptStates:
-    """The states of one rank, by input name."""
+    """The values of one rank's states, by the name of the state's input."""
 
     def __init__(self, bundle: Bundle, rank: int, spec: SessionSpec) -> None:
         self._ports = bundle.inputs
@@ -47,24 +47,29 @@ class KeptStates:
         return name in self._kept or name in self._first
 
     def value(self, name: str, parts: Shards) -> Any:
-        """Returns the kept value of a state or, if none is kept, the initial one, in the form that
-        onnxruntime takes; `parts` are the state's shards."""
+        """Returns the value of a state, kept or initial, as onnxruntime takes it. `parts` is how
+        the state is split."""
         held = self._held(name, parts)
         return held.value if isinstance(held, HostTable) else held
 
     def array(self, name: str, parts: Shards) -> Array:
-        """Returns the value of a state as an array over its memory."""
+        """Returns the value of a state as an array that shares its memory. `parts` is how the state
+        is split."""
         held = self._held(name, parts)
         is_table = isinstance(held, HostTable)
         return held.array if is_table else view_of(held, self._ports[name].dtype)
 
     def _held(self, name: str, parts: Shards) -> Any:
+        """The value of a state as it is kept: an OrtValue or a HostTable, made from the initial
+        value if none is kept."""
         if name not in self._kept:
             shape = parts.local_shape(self._rank)
             self._kept = {**self._kept, name: self._initial(name, shape)}
         return self._kept[name]
 
     def _initial(self, name: str, shape: tuple[int, ...] | None) -> Any:
+        """The initial value of a state, in memory or in a new table. `shape` is the shape of this
+        rank's shard."""
         if name not in self._on_host:
             return copy_of(self._first.value(name, shape))
         assert shape is not None, "the layout of a table is fixed"
@@ -77,33 +82,35 @@ class KeptStates:
         return table
 
     def _table(self, name: str, shape: tuple[int, ...]) -> HostTable:
+        """A new table on the host, of zeros."""
         return HostTable(self._folder, name, self._ports[name].dtype, shape)
 
     def keep(self, states: Mapping[str, Any], fed: Mapping[str, Array]) -> None:
-        """Replaces all states by the states after a run: values, or changed rows; `fed` are the
-        inputs of the run."""
+        """Replaces all states by the states after a run. `states` has their values or, for tables,
+        the rows that the run changed; `fed` has the inputs of the run, which may include a table's
+        values before it."""
         updates = {n: each for n, each in states.items() if isinstance(each, RowUpdate)}
         tables = {n: self._of(n, fed[n]) if n in fed else self._kept[n] for n in updates}
         self._change({**states, **tables})
         self._updates = updates
 
     def put(self, name: str, part: Array) -> None:
-        """Keeps a copy of `part`, this rank's shard of a state."""
+        """Makes a copy of `part`, this rank's shard, the value of a state."""
         self._unsaved.discard(name)
         self._change({**self._kept, name: self._of(name, part)})
 
     def clear(self, name: str, parts: Shards) -> None:
-        """Keeps zeros as this rank's shard of a state; `parts` are its shards."""
+        """Makes zeros this rank's value of a state. `parts` is how the state is split."""
         shape = parts.local_shape(self._rank)
         assert shape is not None, "sizes of states are known"
         self._change({**self._kept, name: zeros(shape, self._ports[name].dtype)})
 
     def reset(self) -> None:
-        """Forgets all states."""
+        """Forgets all values, so that states have their initial values again."""
         self._change({})
 
     def _of(self, name: str, part: Array) -> Any:
-        """Returns a copy of the shard `part` that can be kept."""
+        """Returns a copy of the shard `part` in the form in which values are kept."""
         if self._ports[name].is_value:
             return part
         if name not in self._on_host:
@@ -113,11 +120,11 @@ class KeptStates:
         return table
 
     def _change(self, states: Mapping[str, Any]) -> None:
-        """Replaces the kept states; the previous ones stay until `settle`, for `undo`."""
+        """Replaces all values; the values before stay until `settle`, for `undo`."""
         self._before, self._kept = self._kept, states
 
     def settle(self) -> None:
-        """Makes the changes of the last call permanent."""
+        """Makes the changes by the last call permanent."""
         for name, update in self._updates.items():
             update.write(self._kept[name].array)
         self._before, self._updates = None, {}
@@ -125,35 +132,37 @@ class KeptStates:
             self._cache.trim(self._tables())
 
     def undo(self) -> None:
-        """Reverts the changes of the last call."""
+        """Reverts the changes by the last call."""
         self._updates = {}
         if self._before is not None:
             self._kept, self._before = self._before, None
 
     @property
     def memories(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """The kept states, and those before the last call, until `settle`."""
+        """(the values now, the values before the last call); the latter are empty after
+        `settle`."""
         return self._kept, self._before or {}
 
     def trimming(self) -> AbstractContextManager[None]:
-        """Keeps the rows in memory below the limit while a block runs."""
+        """Context of a run, which keeps the rows of tables that are in memory below their limit."""
         return self._cache.watching(self._tables())
 
     def _tables(self) -> list[HostTable]:
         return [each for each in self._kept.values() if isinstance(each, HostTable)]
 
     def save(self, folder: Path, parts: Mapping[str, Shards]) -> dict[str, Digests]:
-        """Writes this rank's shards of states to a folder, except shards that a lower rank writes;
-        returns the digests of the files."""
+        """Writes this rank's shards of states to a folder, except shards that a lower rank also has
+        and writes; returns the digests of the files, by file name."""
         return write_parts(folder, self._rank, self._parts(parts))
 
     def save_later(self, folder: Path, parts: Mapping[str, Shards]) -> None:
-        """Copies what `save` would write, and returns; a thread then writes the copies."""
+        """Copies what `save` would write, and returns; a thread then writes the copies to the
+        folder."""
         Snapshot(self._parts(parts)).write_later(folder, self._rank)
 
     def _parts(self, parts: Mapping[str, Shards]) -> Iterator[Part]:
-        """Yields this rank's shards of states, except shards that a lower rank holds, and unchanged
-        frozen weights."""
+        """Yields (name, this rank's shard) of the states to save: no shard that a lower rank also
+        has, and no frozen weight that is as in the model."""
         saved = [n for n in parts if n not in self._unsaved and self._rank in parts[n].sources]
         for name in saved:
             held = self._held(name, parts[name])
@@ -162,7 +171,7 @@ class KeptStates:
 
     def load(self, folder: Path, parts: Mapping[str, Shards]) -> None:
         """Reads this rank's shards of states from a folder that ranks of the same mesh wrote, in
-        the same layouts, and keeps them."""
+        the same layouts."""
         self._unsaved -= parts.keys()
         files = PartFiles(folder)
         origins = {name: each.origins[self._rank] for name, each in parts.items()}
@@ -171,8 +180,8 @@ class KeptStates:
         )
 
     def gather(self, files: StateFiles, parts: Mapping[str, Shards]) -> None:
-        """Reads this rank's shards of tables from the files of ranks of any mesh, block by block,
-        and keeps them. `parts` are the shards of the states."""
+        """Reads this rank's shards of tables from files that ranks of any mesh wrote, block by
+        block. `parts` is how this session splits each table."""
         tables = {}
         for name, each in parts.items():
             shape = each.local_shape(self._rank)

@@ -1,4 +1,5 @@
-"""Memory for inputs that a session shares with its ranks, and that lasts from run to run."""
+"""Memory for inputs that a session shares with its ranks, so that ranks read arrays in it without a
+copy, in run after run."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from onnxpar.runtime.ranks.arena import ALIGNMENT, PAGE
 
 
 class LastingMemory:
-    """Arrays in a file without a name. The memory of an array is reused when nobody uses the array
-    any more; the file never shrinks, so that no mapping can fault."""
+    """Arrays in a file without a name, which ranks map, too. The memory of an array is reused when
+    nobody uses the array any more; the file never shrinks, so that no access can fault."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -28,7 +29,7 @@ class LastingMemory:
         self._free: dict[int, list[int]] = defaultdict(list)
 
     def array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """Returns an array with any contents."""
+        """Returns a new array in the file, whose contents are arbitrary."""
         count = -(-max(dtype.itemsize * math.prod(shape), 1) // PAGE) * PAGE
         if self._free[count]:
             offset = self._free[count].pop()
@@ -44,8 +45,8 @@ class LastingMemory:
         return array
 
     def place(self, array: Array) -> int | None:
-        """Returns the offset of an array in the file; None if it is elsewhere, or not contiguous
-        and aligned like arrays that are copied for the ranks."""
+        """Returns the offset of an array in the file; None if the array is elsewhere, not
+        contiguous, or not aligned as ranks need it."""
         if not self._blocks or not array.flags.c_contiguous:
             return None
         at = array.ctypes.data
@@ -56,12 +57,13 @@ class LastingMemory:
         return None
 
     def places(self, arrays: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the offsets of the arrays that are in this memory, by name."""
+        """Returns the offsets of the arrays that are in the file, by name."""
         if not self._blocks:
             return {}
         offsets = {n: self.place(a) for n, a in arrays.items() if isinstance(a, np.ndarray)}
         return {name: at for name, at in offsets.items() if at is not None}
 
     def _release(self, address: int) -> None:
+        """Makes the memory at an address free for other arrays of its size."""
         offset, count = self._blocks.pop(address)
         self._free[count].append(offset)

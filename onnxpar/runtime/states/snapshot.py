@@ -1,4 +1,4 @@
-"""Copies of a rank's states, which a thread writes to a folder while the rank runs on.
+"""Copies of a rank's states, which a thread writes to a folder while the rank goes on to run.
 
 When the files of a rank are on disk, a file `rank_0000.written` appears beside them, with their
 digests or with the reason why there are none. So any process that sees the folder can tell when all
@@ -26,18 +26,18 @@ from onnxpar.runtime.states.host_table import HostTable
 from onnxpar.runtime.states.state_files import remove_parts, write_parts
 
 Part = tuple[str, Array | HostTable]
-"""The name of a state, and a rank's shard of it."""
+"""(name of a state, a rank's shard of it)."""
 
 
 class Snapshot:
-    """A rank's shards of states as they were when this was made: arrays are copied in memory,
+    """A copy of a rank's shards of states, made when this object is: arrays are copied in memory,
     tables to new files beside theirs. Errors: InputError if there is no room for a table."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
         self._parts = deque((name, _copied(part)) for name, part in parts)
 
     def write_later(self, folder: Path, rank: int) -> threading.Thread:
-        """Starts a thread that writes the shards to the folder, and frees the memory of each as
+        """Starts a thread that writes the copies to the folder, and frees the memory of each as
         soon as it is written. Returns the thread."""
         thread = threading.Thread(
             target=self._write, args=(folder, rank), daemon=True, name="onnxpar-checkpoint"
@@ -46,6 +46,8 @@ class Snapshot:
         return thread
 
     def _write(self, folder: Path, rank: int) -> None:
+        """The function of the thread: writes the copies, then the file `marker`, which tells that
+        all are written, or why not."""
         try:
             told: dict[str, Any] = {"files": write_parts(folder, rank, self._taken())}
         except Exception as error:  # the outermost boundary of the thread: who waits is told
@@ -57,6 +59,8 @@ class Snapshot:
             unnamed.replace(folder / marker(rank))
 
     def _taken(self) -> Iterator[Part]:
+        """Yields the copies one by one, and drops each, so that its memory is free once it is
+        written."""
         while self._parts:
             yield self._parts.popleft()
 
@@ -66,13 +70,13 @@ def _copied(part: Array | HostTable) -> Array | HostTable:
 
 
 def marker(rank: int) -> str:
-    """The name of the file that appears when a rank has written."""
+    """The name of the file that says that a rank has written: "rank_0003.written"."""
     return f"rank_{rank:04d}.written"
 
 
 def written_by(folder: Path, rank: int) -> dict[str, Digests]:
-    """Returns the digests of the files of a rank that has written. Errors: OnnxparError if it could
-    not write them."""
+    """Returns the digests of the files that a rank has written, by file name. Errors: OnnxparError
+    if the rank could not write them."""
     try:
         told = json.loads((folder / marker(rank)).read_text(encoding="utf-8"))
     except OSError as error:
@@ -84,7 +88,7 @@ def written_by(folder: Path, rank: int) -> dict[str, Digests]:
 
 
 def forget_written(folder: Path, ranks: int) -> None:
-    """Removes the markers of all ranks, each of which must have written. Errors: OSError if one is
-    missing."""
+    """Removes the files `marker` of all ranks, each of which must have written. Errors: OSError if
+    one is missing."""
     for rank in range(ranks):
         (folder / marker(rank)).unlink()

@@ -1,4 +1,4 @@
-"""Reads and writes states on disk. Of ranks that hold the same shard, the first writes it."""
+"""Reads and writes the files of states. Of ranks that have the same shard, the first writes it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from onnxpar.runtime.session.tensors import is_packed
 from onnxpar.runtime.states.host_table import HostTable, row_blocks, unmap, unmap_written
 
 Origin = Mapping[str, Any]
-"""The mesh of the ranks that wrote files, and the layouts of the states in these files, as JSON."""
+"""How states in files are split: the mesh of the ranks that wrote them, and the layout of each
+state, as JSON."""
 
 ALIGN = 64
-"""The alignment of tensors in a states file, in bytes."""
+"""The alignment of tensors in a file of states, in bytes."""
 
 
 def write_parts(
     folder: Path, rank: int, parts: Iterable[tuple[str, Array | HostTable]]
 ) -> dict[str, Digests]:
-    """Writes a rank's shards of states to two files in a folder, tensors and index; returns the
-    files' digests by name when the data are on disk. Errors: OnnxparError."""
+    """Writes a rank's shards of states, (name, shard), to two files in a folder: the tensors, and
+    an index. Returns the files' digests, by file name, when the data are on disk. Errors:
+    OnnxparError if a file cannot be written."""
     with writing(folder):
         index: dict[str, Any] = {}
         states, list_ = _names(rank)
@@ -48,19 +50,19 @@ def write_parts(
 
 
 def remove_parts(folder: Path, rank: int) -> None:
-    """Removes what `write_parts` has written, and ignores errors."""
+    """Removes the files that `write_parts` writes for a rank; ignores errors."""
     for name in _names(rank):
         with suppress(OSError):
             (folder / name).unlink()
 
 
 def _names(rank: int) -> tuple[str, str]:
-    """The names of a rank's files: tensors and index."""
+    """Returns the names of a rank's two files: (tensors, index)."""
     return f"rank_{rank:04d}.bin", f"rank_{rank:04d}.json"
 
 
 def _write_part(sink: DigestWriter, part: Array | HostTable) -> dict[str, Any]:
-    """Appends a shard to the file, and returns the shard's entry for the index."""
+    """Appends a shard to the file of tensors; returns its entry for the index."""
     blocks: Iterable[Array] = [part] if isinstance(part, np.ndarray) else part.blocks()
     whole = part if isinstance(part, np.ndarray) else part.array
     assert not is_packed(whole.dtype), "states are computed"
@@ -72,15 +74,15 @@ def _write_part(sink: DigestWriter, part: Array | HostTable) -> dict[str, Any]:
 
 
 class PartFiles:
-    """Reads the shards of states that ranks wrote to a folder by `write_parts`."""
+    """Reads shards of states from the files that ranks wrote to a folder by `write_parts`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._opened: dict[int, tuple[dict[str, Any], Array]] = {}
 
     def read(self, name: str, rank: int) -> Array:
-        """Returns a rank's shard of a state, mapped from the file but not yet read. Errors:
-        ModelError if it is missing."""
+        """Returns a rank's shard of a state, an array mapped from the file, but not read yet.
+        Errors: ModelError if it is missing."""
         try:
             index, data = self._open(rank)
             entry = index[name]
@@ -100,12 +102,13 @@ class PartFiles:
             ) from None
 
     def open(self, ranks: Iterable[int]) -> None:
-        """Opens the files of ranks, which can then be read even if they are removed. Errors:
+        """Opens the files of these ranks, which can then be read even if they are removed. Errors:
         OSError; ValueError for an index that is not JSON."""
         for rank in ranks:
             self._open(rank)
 
     def _open(self, rank: int) -> tuple[dict[str, Any], Array]:
+        """Returns (the index, the bytes of the tensors) of a rank."""
         if rank not in self._opened:
             file = self._folder / f"rank_{rank:04d}.json"
             index = json.loads(file.read_text(encoding="utf-8"))
@@ -117,7 +120,8 @@ class PartFiles:
 
 
 class StateFiles:
-    """Reads global states that ranks of a mesh wrote to a folder, in these layouts."""
+    """Reads global states from the files of all ranks of a mesh. `layouts` says how each state is
+    split over that mesh."""
 
     def __init__(self, folder: Path, mesh: Mesh, layouts: dict[str, Layout]) -> None:
         self._folder = folder
@@ -127,13 +131,13 @@ class StateFiles:
 
     @staticmethod
     def of(folder: Path, origin: Origin) -> StateFiles:
-        """Returns the files in a folder, given their `origin`."""
+        """Returns the files in a folder, whose states are split as `origin` says."""
         mesh = Mesh.of((name, size) for name, size in origin["mesh"])
         layouts = {name: Layout.from_json(tree) for name, tree in origin["layouts"].items()}
         return StateFiles(folder, mesh, layouts)
 
     def origin(self, names: Iterable[str]) -> Origin:
-        """Returns the mesh of the files, and the layouts of these states."""
+        """Returns how these states are split in the files."""
         layouts = {name: self._layouts[name].to_json() for name in names}
         return {"mesh": [list(axis) for axis in self._mesh.shape], "layouts": layouts}
 
@@ -151,7 +155,7 @@ class StateFiles:
 
     def _part(self, name: str, rank: int) -> Array:
         """Returns a rank's shard of a state. Errors: ModelError if it is missing, or not of the
-        size that the layout says."""
+        shape that the layout says."""
         part = self._parts.read(name, rank)
         wanted = self._layouts[name].local_shape(self._mesh, rank)
         if part.shape != wanted:
@@ -162,8 +166,9 @@ class StateFiles:
         return part
 
     def fill(self, name: str, whole: Array) -> None:
-        """Copies a state to the global array `whole`, in blocks; never has more than a block of it
-        in memory if `whole` is mapped from a file. Errors: ModelError if the state is missing."""
+        """Copies a state into the global array `whole`, block by block: if `whole` is mapped from a
+        file, no more than a block is in memory at a time. Errors: ModelError if the state is
+        missing."""
         parts = Shards(self._layouts[name], self._mesh)
         if any(parts.rows(rank) is None for rank in parts.sources):
             whole[...] = self.read(name)
@@ -178,8 +183,10 @@ class StateFiles:
     def copy_shard(
         self, name: str, layout: Layout, mesh: Mesh, rank: int, table: HostTable
     ) -> None:
-        """Copies a rank's shard of a state, in this layout over this mesh, to a table; never has
-        more than a block of it in memory. Errors: ModelError if the state is missing."""
+        """Copies rank `rank`'s shard of a state into a table, where `layout` splits the state over
+        `mesh`, which may differ from layout and mesh of the files. It is copied block by block, so
+        that no more than a block is in memory at a time. Errors: ModelError if the state is
+        missing."""
         own = [indices(dim, mesh, rank) for dim in layout.dims]
         for source in Shards(self._layouts[name], self._mesh).sources:
             part = self._part(name, source)
@@ -207,9 +214,9 @@ class StateFiles:
             ) from None
 
     def has_same_shards(self, name: str, mesh: Mesh, port: Port) -> bool:
-        """True if each rank of `mesh` can read its shard of a state, an input `port`, from its own
-        file: the mesh, layout and dtype are those of the files. Errors: ModelError if a shard is
-        missing."""
+        """True if each rank of `mesh` can read its shard of a state from its own file, because
+        mesh, layout and dtype are the same in the files. `port` is the state's input in the model.
+        Errors: ModelError if a shard is missing."""
         layout = self._layouts.get(name)
         if layout is None or port.layout is None or mesh != self._mesh:
             return False

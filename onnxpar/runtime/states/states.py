@@ -1,4 +1,4 @@
-"""The states that a session's ranks keep between runs."""
+"""The states that a session's ranks keep between runs, as users read and write them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _check_out(name: str, out: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Errors: InputError if a state of this shape and dtype cannot be written to `out`."""
+    """Raises an InputError if a state of this shape and dtype cannot be written to `out`."""
     if out.shape != shape or out.dtype != dtype or not out.flags.writeable:
         kind = "" if out.flags.writeable else "read-only "
         raise InputError(
@@ -32,12 +32,14 @@ def _check_out(name: str, out: Array, shape: tuple[int, ...], dtype: np.dtype[An
 
 
 def _shape(port: Port) -> tuple[int, ...]:
-    """Returns the shape of a state with an initial value; such a shape has no open sizes."""
+    """Returns the global shape of a state that has an initial value; such a shape has no open
+    sizes."""
     return tuple(s for s in port.shape or () if isinstance(s, int))
 
 
 class States:
-    """Reads and writes the states that a session's ranks keep between runs, by input name."""
+    """Reads and writes the states that a session's ranks keep between runs, by the name of the
+    state's input."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -49,12 +51,12 @@ class States:
 
     @property
     def names(self) -> list[str]:
-        """The names of the inputs of all state pairs."""
+        """The names of all states, which are the names of their inputs."""
         return list(self._session._bundle.states)
 
     def read(self, name: str, out: Array | None = None) -> Array:
-        """Returns the value of a state as a global array: the kept or the initial one. Ranks send
-        it in blocks of 8 MiB; with `out`, an array of the state's shape and dtype, such as one from
+        """Returns the value of a state, kept or initial, as a global array. Ranks send it in blocks
+        of 8 MiB. With `out`, an array of the state's shape and dtype, such as one from
         `numpy.memmap`, the value is written there. Errors: InputError if the state has no value, or
         if `out` does not fit."""
         session = self._session
@@ -82,7 +84,8 @@ class States:
             return out
 
     def _copy(self, name: str, sizes: Sizes, parts: Shards, whole: Array) -> None:
-        """Copies a state to a global array, in blocks."""
+        """Copies a state from the ranks into the global array `whole`, block by block. `parts` is
+        how it is split."""
         heights = [parts.rows(rank) or 0 for rank in parts.sources]
         widths = [(parts.local_shape(rank) or ())[1:] for rank in parts.sources]
         widest = max(widths, key=lambda shape: int(np.prod(shape, dtype=np.int64)))
@@ -93,7 +96,8 @@ class States:
             unmap_written(whole)
 
     def write(self, name: str, value: Any) -> None:
-        """Sets the value of a state to a global array. Errors: InputError."""
+        """Sets the value of a state to a global array. Errors: InputError if no state has this
+        name, or if its dtype or shape is another."""
         session = self._session
         port = state_port(session._bundle, name)
         array = check_array(port, value)
@@ -103,8 +107,8 @@ class States:
             session._kept[name] = shape
 
     def clear(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Sets states to zeros of these global shapes, by input name; each rank makes its own
-        shards. Errors: InputError for a shape that the model does not take."""
+        """Sets states to zeros of these global shapes, by name; each rank makes its own shards.
+        Errors: InputError for a shape that the model does not take."""
         session = self._session
         ports = {name: state_port(session._bundle, name) for name in shapes}
         wanted = {name: tuple(shape) for name, shape in shapes.items()}
@@ -126,7 +130,7 @@ class States:
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Digests]:
         """Writes all states, kept or initial, to a folder; each rank writes its own shards. Returns
-        the digests of each file. Errors: InputError if a state has no value."""
+        the digests of the files, by file name. Errors: InputError if a state has no value."""
         session = self._session
         with session._lock:
             return session._ranks.save_states(os.path.abspath(folder), self._sizes())
@@ -140,8 +144,8 @@ class States:
             session._ranks.save_states_later(os.path.abspath(folder), self._sizes())
 
     def _sizes(self) -> Sizes:
-        """Returns the values of the open sizes of all states. Errors: InputError if a state has no
-        value."""
+        """Returns the values of the open sizes that follow from all states. Errors: InputError if a
+        state has no value."""
         session, bundle = self._session, self._session._bundle
         missing = [n for n in bundle.states if n not in session._kept and n not in bundle.initial]
         if missing:
@@ -168,7 +172,7 @@ class States:
             session._kept.update(shapes)
 
     def undo(self) -> None:
-        """Returns to the values before the last run, if it was the last call."""
+        """Returns to the values before the last run; no other call may have followed that run."""
         session = self._session
         with session._lock:
             session._ranks.undo_states()

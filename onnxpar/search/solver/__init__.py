@@ -1,1 +1,2 @@
-"""Solvers of the search: elimination, message passing, pruning, column generation."""
+"""Solvers of the search: exact elimination, lower bounds by message passing, pruning, and column
+generation for limits on memory."""

@@ -1,10 +1,10 @@
 """Minimizes the largest of several sums of tables within a limit on memory.
 
 Column generation (Dantzig and Wolfe, 1960): a linear program over the assignments found so far sets
-prices on the sums, and on bytes at some steps. Elimination finds the best assignment at these
-prices, which is added to the program, and with it a lower bound for all assignments. Mixtures of
-assignments reach that bound; if no single assignment does, integer programming looks for one,
-provided that the tables are small enough.
+prices on the sums, and on bytes at some steps. Elimination finds the best assignment (a value for
+each variable) at these prices, which is added to the program, and with it a lower bound for all
+assignments. Mixtures of assignments reach that bound; if no single assignment does, integer
+programming looks for one, provided that the tables are small enough.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from onnxpar.search.solver.limits import Limit, TooMuch, Undecided
 from onnxpar.search.solver.mixed_integer import integer_program
 
 CLOSE = 1e-9
-"""A sum that is above its bound by at most this share counts as the least."""
+"""A sum that is above its lower bound by at most this share counts as the least."""
 RAISES = 8
-"""Prices of memory that are tried to find an assignment that fits, each 4 times the one before."""
+"""How many prices of memory are tried to find an assignment that fits, each 4 times the one
+before."""
 ROUNDS_TO_FIT = 9
 """Most rounds to find an assignment that fits. A share of the prices, which shrinks from round to
 round, is the same for all steps; this damping keeps prices from jumping between steps."""
@@ -32,10 +33,11 @@ ROUNDS = 30
 """Most rounds to find the best assignment."""
 
 NEAR = 1e-3
-"""A sum that is above its bound by at most this share is good enough."""
+"""A sum that is above its lower bound by at most this share is good enough."""
 
 Minimum = Callable[[Sequence[Table]], tuple[float, list[int], float]]
-"""Finds a low sum of tables; returns the sum, the assignment, and a lower bound on every sum."""
+"""A function from tables to (a low sum of them, the assignment that gives it, a lower bound on
+every sum)."""
 
 
 def minimize_within(
@@ -47,12 +49,22 @@ def minimize_within(
     any_fit: bool = False,
     below: float = math.inf,
 ) -> tuple[float, list[int], float]:
-    """Finds an assignment within the limit for which the largest of the sums (each of several
-    tables) is as low as possible; returns that sum, the assignment, and a lower bound on the sum of
-    every assignment within the limit. The sum may be slightly more than the least if there are too
-    many variables to be sure, or if patience runs out; it is infinite if the tables forbid every
-    assignment, or if none within the limit can have a sum `below` a number. With `any_fit`, returns
-    the first assignment within the limit. Errors: TooMuch, Undecided."""
+    """Finds an assignment (a value for each variable) within the limit on memory, for which the
+    largest of several sums is as low as possible. Returns (that sum, the assignment, a lower bound
+    on the sum of every assignment within the limit).
+
+    sizes     the number of values of each variable
+    sums      the tables of each sum
+    minimum   finds the least sum of some tables
+    patience  the time limit
+    any_fit   True to return the first assignment within the limit
+    below     the number that a sum must stay below to be of use
+
+    The sum may be slightly more than the least if there are too many variables to be sure, or if
+    the time is up; it is infinite if the tables forbid every assignment, or if no sum within the
+    limit can be below `below`. Errors: TooMuch if no assignment is within the limit; Undecided if
+    none was found, but some may be.
+    """
     patience = patience or Patience()
     columns = _Columns(sums, limit, minimum, patience, any_fit)
     if not columns.start():
@@ -84,7 +96,8 @@ def minimize_within(
 
 @dataclass(frozen=True)
 class _Column:
-    """An assignment, its sums, and the bytes that it holds at each step."""
+    """An assignment (the value of each variable), its sums, and the bytes that a rank has in use at
+    each step."""
 
     values: list[int]
     sums: Array
@@ -93,12 +106,18 @@ class _Column:
 
 @dataclass
 class _Columns:
-    """The assignments found so far, and the search for better ones.
+    """The assignments (a value for each variable) found so far, and the search for better
+    assignments.
 
-    steps  the steps at which some assignment exceeds the limit
-    best   the best assignment within the limit
-    bound  a lower bound on the largest sum of every assignment within the limit
-    least  bytes that every assignment is known to need at some step
+    sums     the tables of each sum
+    limit    the limit on memory
+    minimum  finds the least sum of some tables
+    any_fit  True if the first assignment within the limit is enough
+    found    the assignments found
+    steps    the steps at which some assignment exceeds the limit
+    best     the best assignment within the limit
+    bound    a lower bound on the largest sum of every assignment within the limit
+    least    bytes that every assignment is known to need at some step
     """
 
     sums: Sequence[Sequence[Table]]
@@ -114,17 +133,18 @@ class _Columns:
 
     @property
     def value(self) -> float:
-        """The largest sum of the best assignment; infinite if there is none."""
+        """The largest of the sums of the best assignment; infinite if there is none within the
+        limit."""
         return math.inf if self.best is None else float(self.best.sums.max())
 
     @property
     def least_held(self) -> float:
-        """The lowest peak of bytes among the assignments found."""
+        """The lowest peak of bytes, over the steps of a run, among the assignments found."""
         return min(float(column.held.max()) for column in self.found)
 
     def start(self) -> bool:
-        """Adds the assignments with the least total of all sums, and the least of each sum; False
-        if the tables forbid every assignment."""
+        """Adds the assignments with the least total of all sums, and with the least of each sum.
+        Returns False if the tables forbid every assignment."""
         count = len(self.sums)
         total = self._add(np.ones(count), np.zeros(0))
         if total == math.inf:
@@ -135,7 +155,8 @@ class _Columns:
         return True
 
     def find_some(self) -> None:
-        """Looks for an assignment within the limit by raising the price of a byte at all steps."""
+        """Looks for an assignment within the limit by raising the price of a byte, equally at all
+        steps."""
         first = self.found[0]
         price = float(first.sums.max()) / float(first.held.sum())
         every = np.full(self.limit.steps, price)
@@ -146,9 +167,9 @@ class _Columns:
                 return
 
     def find_room(self) -> bool:
-        """Looks for an assignment within the limit by minimizing the peak of bytes; True if an
-        assignment, or at least a mixture of some, is within the limit. Errors: TooMuch if none can
-        be."""
+        """Looks for an assignment within the limit by minimizing the peak of bytes. Returns True if
+        an assignment, or at least a mixture of some, is within the limit. Errors: TooMuch if none
+        can be."""
         least = math.inf
         for number in range(ROUNDS_TO_FIT):
             mixture = self._mix(for_room=True)
@@ -168,8 +189,8 @@ class _Columns:
         return least <= self.limit.bytes or self.best is not None
 
     def find_least(self, below: float) -> None:
-        """Looks for the best assignment within the limit, and raises the bound, until none can have
-        a sum `below` a number."""
+        """Looks for the best assignment within the limit, and raises the lower bound, until no sum
+        can be below `below`, or none better."""
         for _ in range(ROUNDS):
             mixture = self._mix(for_room=False)
             price = mixture.second.sum() * self.limit.bytes
@@ -181,9 +202,9 @@ class _Columns:
                 break
 
     def _mix(self, for_room: bool) -> _Mixture:
-        """The best weighted mean of the assignments found. With `for_room`: the one with the lowest
-        peak of memory; else, of those within the memory limit, the one whose largest sum is
-        least."""
+        """Returns the best weighted mean of the assignments found: if `for_room`, the one with the
+        lowest peak of memory; else the one whose largest sum is least, of all within the memory
+        limit."""
         sums = np.stack([column.sums for column in self.found], axis=1)
         held = np.stack([column.held for column in self.found], axis=1)
         while True:
@@ -200,13 +221,13 @@ class _Columns:
 
     def _add(self, of_sums: Array, of_steps: Array) -> float:
         """Finds and adds the best assignment at these prices of the sums, and of a byte at each of
-        `steps`; returns a lower bound on the cost of all assignments at these prices."""
+        `steps`. Returns a lower bound on the cost of all assignments at these prices."""
         prices = np.zeros(self.limit.steps)
         prices[self.steps[: len(of_steps)]] = of_steps
         return self._find(of_sums, prices)
 
     def _find(self, of_sums: Array, prices: Array) -> float:
-        """Does what `_add` does, with a price of a byte at every step."""
+        """Does what `_add` does, with a price of a byte at every step of the run."""
         tables = [
             scaled
             for tables, price in zip(self.sums, of_sums, strict=True)
@@ -229,8 +250,12 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _Mixture:
-    """A mixture of columns as `_mixture` finds it: its largest row of the first matrix, the weight
-    of each column, and the prices of the rows of both matrices."""
+    """A weighted mean of columns, as `_mixture` finds it.
+
+    value          the largest row of the first matrix, in this mean
+    weights        the weight of each column
+    first, second  the prices of the rows of both matrices (the dual values)
+    """
 
     value: float
     weights: Array
@@ -239,8 +264,8 @@ class _Mixture:
 
 
 def _mixture(first: Array, second: Array, most: float) -> _Mixture:
-    """The weighted mean of columns for which the largest row of `first` is least, while every row
-    of `second` is at most `most`."""
+    """Returns the weighted mean of columns for which the largest row of `first` is least, while
+    every row of `second` is at most `most`."""
     from scipy.optimize import linprog  # takes half a second to import
 
     count = first.shape[1]
@@ -266,7 +291,7 @@ def _mixture(first: Array, second: Array, most: float) -> _Mixture:
 
 
 def _scaled(tables: Sequence[Table], price: float) -> list[Table]:
-    """The tables multiplied by a price; forbidden entries stay infinite."""
+    """Returns the tables multiplied by a price; forbidden entries stay infinite."""
     if price == 1.0:
         return list(tables)
     allowed = [np.where(np.isinf(t.values), 0.0, t.values) for t in tables]

@@ -29,17 +29,17 @@ class Table:
     values: Array
 
     def at(self, values: Sequence[int] | Mapping[int, int]) -> float:
-        """The entry for these values of all variables, by the variable's number."""
+        """Returns the entry for these values of all variables, by the variable's number."""
         return float(self.values[tuple(values[v] for v in self.scope)])
 
 
 class TooLarge(Exception):
-    """The variables depend on each other too much: tables would be too large."""
+    """The variables depend on each other too much: tables would be too large to build."""
 
 
 def minimize(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list[int]]:
-    """The least sum, and the value of each variable that gives it; `sizes` are the numbers of
-    values of the variables.
+    """Returns (the least sum of the tables, the value of each variable that gives it); `sizes` are
+    the numbers of values of the variables.
 
     If a variable is twice in a scope, only the diagonal counts. The sum is infinite if every
     assignment is forbidden. Errors: TooLarge if an intermediate table would have more than ENTRIES
@@ -55,8 +55,8 @@ def minimize(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list
 
 
 def every_sum(sizes: Sequence[int], tables: Iterable[Table]) -> Array:
-    """The sum for every combination of values, with an axis for each variable. Errors: TooLarge if
-    there are more than LIMIT combinations."""
+    """Returns the sum of the tables for every combination of values, with an axis for each
+    variable. Errors: TooLarge if there are more than LIMIT combinations."""
     count = math.prod(sizes)
     if count > LIMIT:
         raise TooLarge(f"{count} combinations of {len(sizes)} variables")
@@ -69,16 +69,16 @@ def every_sum(sizes: Sequence[int], tables: Iterable[Table]) -> Array:
 
 @dataclass(frozen=True)
 class Order:
-    """The variables to eliminate, in order, and the number of variables `left` then."""
+    """The variables to eliminate, in order, and how many variables are `left` then."""
 
     variables: list[int]
     left: int
 
 
 def order_within(limit: int, sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> Order:
-    """Eliminates variables of tables with these scopes, always the one that needs the smallest
-    table, as long as that has at most `limit` entries. It only counts entries, so a search soon
-    learns whether elimination can decide all variables."""
+    """Returns the order in which to eliminate variables of tables with these scopes: always the one
+    that needs the smallest table, as long as that has at most `limit` entries. This only counts
+    entries, so that a search soon learns whether elimination can decide all variables."""
     near: dict[int, set[int]] = {v: set() for v, size in enumerate(sizes) if size > 1}
     for scope in scopes:
         wide = near.keys() & set(scope)
@@ -86,6 +86,7 @@ def order_within(limit: int, sizes: Sequence[int], scopes: Iterable[Sequence[int
             near[variable] |= wide
 
     def entries(variable: int) -> int:
+        """Entries of the table that the elimination of a variable needs."""
         return math.prod(sizes[v] for v in near[variable] | {variable})
 
     queue = [(entries(v), v) for v in near]
@@ -113,7 +114,7 @@ def order_within(limit: int, sizes: Sequence[int], scopes: Iterable[Sequence[int
 
 class Elimination:
     """A sum of tables after some variables were eliminated: `constant`, plus `tables` over the
-    variables that are `left`.
+    variables in `left`.
 
     A table whose variables are all in another table is added to that one.
     """
@@ -130,7 +131,7 @@ class Elimination:
             self._add(_squeezed(diagonal(table)))
 
     def follow(self, order: Order) -> None:
-        """Eliminates variables in this order."""
+        """Eliminates the variables of this order."""
         for variable in order.variables:
             self._eliminate(variable)
 
@@ -153,7 +154,8 @@ class Elimination:
                     heapq.heappush(queue, (self._entries(v), v))
 
     def decide(self, values: Mapping[int, int]) -> list[int]:
-        """The best value of each variable, given the values of the variables that are left."""
+        """Returns the best value of each variable, given the `values` of the variables that are
+        left."""
         assignment = [values.get(v, 0) for v in range(len(self.sizes))]
         for variable, scope, best in reversed(self._rules):
             assignment[variable] = int(best[tuple(assignment[v] for v in scope)])
@@ -161,7 +163,7 @@ class Elimination:
 
     def _add(self, table: Table) -> None:
         """Adds a table to the sum. If another table has all its variables, the two are merged; so
-        are tables that have only variables of the new one."""
+        are tables all of whose variables the new one has."""
         scope = set(table.scope)
         if not scope:
             self.constant += float(table.values)
@@ -182,28 +184,30 @@ class Elimination:
             self._of[variable].add(key)
 
     def _take(self, key: int) -> Table:
+        """Removes a table from the sum; returns it."""
         table = self.tables.pop(key)
         for v in table.scope:
             self._of[v].discard(key)
         return table
 
     def _around(self, variable: int) -> set[int]:
+        """The other variables in the tables of a variable."""
         return {v for key in self._of[variable] for v in self.tables[key].scope} - {variable}
 
     def _entries(self, variable: int) -> int:
-        """Entries of the table that must be built to eliminate a variable."""
+        """Returns the entries of the table that must be built to eliminate a variable."""
         return self.sizes[variable] * math.prod(self.sizes[v] for v in self._around(variable))
 
     def _grows(self, variable: int, entries: int) -> float:
-        """Entries of the table that replaces a variable's tables; 0 if these have at least as
-        many."""
+        """Returns the entries of the table that would replace a variable's tables; 0 if these have
+        at least as many. `entries` is a result of `_entries`."""
         result = entries / self.sizes[variable]
         before = sum(self.tables[key].values.size for key in self._of[variable])
         return result if result > before else 0
 
     def _eliminate(self, variable: int) -> tuple[int, ...]:
         """Replaces the tables of a variable by the minimum of their sum over it; returns the other
-        variables in them."""
+        variables in these tables."""
         around = tuple(sorted(self._around(variable)))
         scope = (*around, variable)
         total: Array = np.zeros([self.sizes[v] for v in scope])
@@ -217,8 +221,8 @@ class Elimination:
 
 
 def diagonal(table: Table) -> Table:
-    """The table with each variable only once in its scope: only entries where equal variables have
-    equal values remain."""
+    """Returns the table with each variable only once in its scope: of a table over (3, 3), the
+    entries [i, i]."""
     scope = tuple(dict.fromkeys(table.scope))
     if len(scope) == len(table.scope):
         return table
@@ -227,14 +231,15 @@ def diagonal(table: Table) -> Table:
 
 
 def _squeezed(table: Table) -> Table:
-    """The table without variables that have one value."""
+    """Returns the table without the variables that have only one value."""
     sizes = table.values.shape
     scope = tuple(v for v, size in zip(table.scope, sizes, strict=True) if size > 1)
     return Table(scope, table.values.reshape([size for size in sizes if size > 1]))
 
 
 def _broadcast(table: Table, scope: Sequence[int]) -> Array:
-    """The values of a table, reshaped to broadcast over the axes of a larger scope."""
+    """Returns the values of a table, reshaped so that they broadcast over the axes of a larger
+    scope."""
     order = [scope.index(v) for v in table.scope]
     values = np.transpose(table.values, np.argsort(order))
     shape = iter(values.shape)

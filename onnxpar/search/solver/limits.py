@@ -1,4 +1,5 @@
-"""The limit on memory: the bytes that a rank holds at each step of a run are sums of tables."""
+"""The limit on memory: the bytes that a rank has in use at each step of a run are sums of
+tables."""
 
 from __future__ import annotations
 
@@ -13,28 +14,37 @@ from onnxpar.search.solver.elimination import Table, every_sum
 
 @dataclass(frozen=True)
 class Demand:
-    """Bytes, the entries of a table, that a rank holds during `spans`: rows of a first and a last
-    step. A step in several spans counts several times."""
+    """Bytes that a rank has in use during some steps of a run.
+
+    table  the bytes, as a function of variables
+    spans  rows of (first step, last step); a step in several spans counts several times
+    """
 
     table: Table
     spans: Array
 
     def weight(self, prices: Array) -> float:
-        """The sum of prices over all steps of all spans; `prices` has one for each step."""
+        """Returns the sum of prices over all steps of all spans; `prices` has one for each step."""
         before = np.concatenate(([0.0], np.cumsum(prices)))
         return float((before[self.spans[:, 1] + 1] - before[self.spans[:, 0]]).sum())
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The most bytes that a rank may hold at each step of a run."""
+    """The most bytes that a rank may have in use at each step of a run.
+
+    bytes    the limit
+    steps    the number of steps
+    demands  the bytes in use are the sum of these
+    """
 
     bytes: float
     steps: int
     demands: Sequence[Demand]
 
     def held(self, values: Sequence[int]) -> Array:
-        """Bytes that a rank holds at each step, given a value for each variable."""
+        """Returns the bytes that a rank has in use at each step, for these values of the
+        variables."""
         change = np.zeros(self.steps + 1)
         for demand in self.demands:
             size = demand.table.at(values)
@@ -43,14 +53,14 @@ class Limit:
         return np.cumsum(change[:-1])
 
     def priced(self, prices: Array) -> list[Table]:
-        """Tables of the cost of the held bytes, given the price of a byte at each step."""
+        """Returns tables of the cost of the bytes in use, for the price of a byte at each step."""
         priced = ((demand.table, demand.weight(prices)) for demand in self.demands)
         return [Table(t.scope, t.values * weight) for t, weight in priced if weight]
 
 
 class TooMuch(Exception):
-    """Every assignment needs at least `least` bytes at some step, more than the limit; the best one
-    that was found needs `found` bytes."""
+    """Every assignment (a value for each variable) needs at least `least` bytes at some step, more
+    than the limit; the best one that was found needs `found` bytes."""
 
     def __init__(self, least: float, found: float) -> None:
         super().__init__(f"at least {least:.0f} bytes, {found:.0f} found")
@@ -58,8 +68,9 @@ class TooMuch(Exception):
 
 
 class Undecided(Exception):
-    """No assignment within the limit was found, nor a proof that there is none. Every assignment
-    needs at least `least` bytes at some step; the best one that was found needs `found` bytes."""
+    """No assignment (a value for each variable) within the limit was found, nor a proof that there
+    is none. Every assignment needs at least `least` bytes at some step; the best one that was found
+    needs `found` bytes."""
 
     def __init__(self, least: float, found: float) -> None:
         super().__init__(f"at least {least:.0f} bytes, {found:.0f} found")
@@ -70,7 +81,8 @@ def exhaust_within(
     sizes: Sequence[int], sums: Sequence[Sequence[Table]], limit: Limit
 ) -> tuple[float, list[int]]:
     """Minimizes the largest of the sums within the limit, by trying every assignment (a value for
-    each variable); returns that sum and the assignment. Errors: TooLarge, TooMuch."""
+    each variable); returns (that sum, the assignment). Errors: TooLarge if there are too many
+    assignments; TooMuch if none is within the limit."""
     largest = every_sum(sizes, sums[0])
     for tables in sums[1:]:
         np.maximum(largest, every_sum(sizes, tables), out=largest)

@@ -1,9 +1,9 @@
 """Lower bounds on a sum of tables, by message passing.
 
 The sum of the minima of all tables is a lower bound, which rises if costs are moved between tables
-that share a variable. This is the sequential method of V. Kolmogorov, "A new look at reweighted
-message passing" (2015), which goes over the variables forwards and backwards. For most problems of
-our search, the bound reaches the least sum.
+that share a variable. This is the sequential method of V. Kolmogorov,
+"A new look at reweighted message passing" (2015), which goes over the variables forwards and
+backwards. For most problems of the search, the bound reaches the least sum.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from onnxpar.search.solver.elimination import Table
 
 @dataclass(frozen=True)
 class _Share:
-    """A table seen from one of its variables.
+    """A table, seen from one of its variables.
 
-    values       the values of the table, which change in place, with four axes: the first variable
-                 and others before this one, this one, and those after it
+    values       the values of the table, which change in place, with four axes: the table's first
+                 variable; all others before this variable; this variable; all variables after it
     has_earlier  True if another variable of the table is earlier in the order of variables
     has_later    True if another variable of the table is later in that order
     """
@@ -36,7 +36,7 @@ class _Share:
     has_later: bool
 
     def least(self) -> Array:
-        """The minimum of the table for each value of the variable."""
+        """Returns the minimum of the table for each value of the variable."""
         first, before, _, after = self.values.shape
         minima: Array = np.minimum.reduce(self.values) if first > 1 else self.values[0]
         minima = np.minimum.reduce(minima) if before > 1 else minima[0]
@@ -48,8 +48,9 @@ class _Share:
 
 
 class Messages:
-    """A sum of tables as `bound` plus other `tables`, which have no negative entries after `sweep`.
-    So `bound` is a lower bound on the sum; it is infinite if every assignment is forbidden."""
+    """A sum of tables, written as `bound` plus other `tables`, which have no negative entries after
+    `sweep`. So `bound` is a lower bound on the sum; it is infinite if every assignment is
+    forbidden."""
 
     def __init__(self, tables: Iterable[Table], constant: float) -> None:
         self.bound = constant
@@ -72,7 +73,8 @@ class Messages:
         return sum(table.values.size for table in self.tables)
 
     def sweep(self, rounds: int) -> None:
-        """Moves costs along the order and back, `rounds` times, which raises the bound."""
+        """Moves costs between tables along the order of variables and back, `rounds` times, which
+        raises `bound`."""
         kept: dict[int, Array] = {v: np.zeros(1) for v in self._order}
         for order in [self._order, self._order[::-1]] * rounds:
             ahead = order is self._order
@@ -87,15 +89,15 @@ class Messages:
                 table.values[...] -= least
 
     def slack(self) -> dict[int, Array]:
-        """For each value of each variable, a lower bound on the sum minus `bound` if the variable
-        has that value."""
+        """Returns, for each variable, an array with an entry for each of its values: a lower bound
+        on the sum if the variable has that value, minus `bound`."""
         zero: Array = np.zeros(1)
         return {v: sum((s.least() for s in self._shares[v]), zero) for v in self._order}
 
     def _pass_on(self, variable: int, kept: Array, ahead: bool) -> Array:
-        """Takes the minima of a variable's tables for each of its values, plus the costs `kept`,
-        out of the tables, and distributes them to the tables that have later variables (earlier
-        ones unless `ahead`); returns the costs that are not distributed."""
+        """Takes the minima of a variable's tables for each of its values out of the tables, adds
+        the costs `kept`, and distributes all to the tables that have later variables (earlier ones
+        if not `ahead`). Returns the costs that are not distributed."""
         shares = self._shares[variable]
         minima = [share.least() for share in shares]
         total = sum(minima, start=kept)
@@ -120,8 +122,8 @@ class Messages:
 
 
 def _along(scopes: Sequence[Sequence[int]]) -> list[int]:
-    """The variables of these scopes, in an order that keeps variables of one table close to each
-    other."""
+    """Returns the variables of these scopes, in an order that keeps variables of one table close to
+    each other."""
     if not scopes:
         return []
     variables = sorted({v for scope in scopes for v in scope})

@@ -1,5 +1,5 @@
-"""Minimizes the largest of several sums within a limit on memory, by mixed-integer programming
-(HiGHS); for small tables."""
+"""Minimizes the largest of several sums of tables within a limit on memory, by mixed-integer
+programming (HiGHS); for small tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onnxpar.search.solver.limits import Limit, TooMuch
 MOST_ENTRIES = 60_000
 """Most entries of all tables together for which the program is tried."""
 MOST_SECONDS = 60.0
-"""Upper bound of the time limit, in seconds, after which the best assignment found counts."""
+"""The longest time limit, in seconds; the best assignment found by then counts."""
 INFEASIBLE = 2
 """SciPy's status of an infeasible program."""
 UNIT = 1e4
@@ -34,10 +34,16 @@ def integer_program(
     steps: Iterable[int],
     seconds: float = MOST_SECONDS,
 ) -> tuple[float, list[int]] | None:
-    """Finds the assignment within the limit whose largest sum is least; returns that sum and the
-    assignment, or None if none was found within `seconds`, or if tables are too large. `steps` are
-    the steps at which memory is likely to exceed the limit. Errors: TooMuch if no assignment is
-    within it."""
+    """Finds the assignment (a value for each variable) within the limit whose largest sum is least.
+    Returns (that sum, the assignment); None if none was found within `seconds`, or if the tables
+    are too large.
+
+    sizes  the number of values of each variable
+    sums   the tables of each sum
+    steps  the steps at which memory is likely to exceed the limit
+
+    Errors: TooMuch if no assignment is within the limit.
+    """
     sums = [[diagonal(table) for table in tables] for tables in sums]
     demands = [diagonal(demand.table) for demand in limit.demands]
     entries = {t.scope: t.values.size for t in (*itertools.chain(*sums), *demands)}
@@ -89,8 +95,8 @@ class _Program:
             self.most[self.columns[table.scope][np.isinf(table.values)]] = 0
 
     def solve(self, steps: Iterable[int], seconds: float) -> list[int] | None:
-        """The best assignment that keeps the limit at these steps; None if none was found in time.
-        Errors: TooMuch if there is none."""
+        """Returns the best assignment that keeps the limit at these steps; None if none was found
+        within `seconds`. Errors: TooMuch if there is none."""
         from scipy.optimize import Bounds, milp  # takes half a second to import
 
         largest = np.zeros(self.count + 1)
@@ -113,12 +119,13 @@ class _Program:
         return [int(np.argmax(solved.x[start:end])) for start, end in ends]
 
     def value(self, values: Sequence[int]) -> float:
-        """The largest of the sums for one assignment, which the program minimizes."""
+        """Returns the largest of the sums for one assignment, which is what the program
+        minimizes."""
         return max(sum(table.at(values) for table in tables) for tables in self.sums)
 
     def _one_value_each(self) -> Iterator[_Row]:
-        """Constraints: each variable has one value, which determines the entries of the scopes with
-        it."""
+        """Yields constraints: each variable has exactly one value, which determines the entries of
+        the scopes that have the variable."""
         for start, end in itertools.pairwise(self.first):
             yield _Row.of([(np.arange(start, end), np.ones(end - start))], 1, 1)
         for scope, columns in self.columns.items():
@@ -131,7 +138,7 @@ class _Program:
                     yield _Row.of([(entries, np.ones(len(entries))), (own, -np.ones(1))], 0, 0)
 
     def _sums(self) -> Iterator[_Row]:
-        """Constraints: the last column is at least each sum, scaled by the largest entry."""
+        """Yields constraints: the last column is at least each sum, scaled by the largest entry."""
         scale = UNIT / max(self._typical(), 1e-300)
         for tables in self.sums:
             terms = [
@@ -142,12 +149,13 @@ class _Program:
             yield _Row.of([*terms, result], -np.inf, 0)
 
     def _typical(self) -> float:
-        """The largest finite entry in the tables of all sums."""
+        """Returns the largest finite entry in the tables of all sums."""
         finite = [t.values[np.isfinite(t.values)] for tables in self.sums for t in tables]
         return max((float(values.max()) for values in finite if values.size), default=1.0)
 
     def _held(self, steps: Iterable[int]) -> Iterator[_Row]:
-        """Constraints: at each of these steps, a rank holds no more than the limit."""
+        """Yields constraints: at each of these steps, a rank has no more bytes in use than the
+        limit."""
         scale = UNIT / self.limit.bytes
         for step in steps:
             at = np.zeros(self.limit.steps)
@@ -160,6 +168,7 @@ class _Program:
             yield _Row.of(terms, -np.inf, UNIT)
 
     def _stacked(self, rows: Sequence[_Row]) -> tuple[Any, list[float], list[float]]:
+        """Returns the constraints as SciPy takes them: (matrix, lower bounds, upper bounds)."""
         shape = (len(rows), self.count + 1)
         numbers = np.repeat(np.arange(len(rows)), [len(row.columns) for row in rows])
         columns = np.concatenate([row.columns for row in rows])
@@ -170,8 +179,8 @@ class _Program:
 
 @dataclass(frozen=True)
 class _Row:
-    """A constraint: bounds of a weighted sum of columns; a column that is listed twice counts
-    twice."""
+    """A constraint: bounds of a weighted sum of columns of the program; a column that is listed
+    twice counts twice."""
 
     columns: Array
     weights: Array
@@ -180,6 +189,7 @@ class _Row:
 
     @classmethod
     def of(cls, terms: Iterable[tuple[Array, Array]], least: float, most: float) -> _Row:
-        """The constraint on terms (columns, weights), two arrays of the same shape each."""
+        """Returns the constraint on terms (columns, weights), each a pair of arrays of one
+        shape."""
         columns, weights = zip(*((c.reshape(-1), w.reshape(-1)) for c, w in terms), strict=True)
         return cls(np.concatenate(columns), np.concatenate(weights), least, most)

@@ -1,4 +1,4 @@
-"""Minimizes a sum of tables with too many shared variables for elimination alone: prunes values of
+"""Minimizes a sum of tables that share too many variables for elimination alone: prunes values of
 variables until elimination can do the rest.
 
 `message_passing.py` gives a lower bound on the sum for each value. Elimination among the values
@@ -18,14 +18,14 @@ from onnxpar.search.solver.elimination import ENTRIES, Elimination, Table, diago
 from onnxpar.search.solver.message_passing import Messages
 
 CLOSE = 1e-12
-"""A sum that is above its bound by at most this share counts as the least."""
+"""A sum that is above its lower bound by at most this share counts as the least."""
 FEW = 1 << 12
-"""Most entries of a table that replaces the tables of an eliminated variable, at first; the number
+"""Most entries, at first, of a table that replaces the tables of an eliminated variable; the number
 grows where the bound rises slowly."""
 FIRST = 0.02
 """The share of all values among which elimination looks for a low sum at first."""
 AGAIN = 2
-"""The multiple of the last share that elimination could handle with which an attempt starts."""
+"""An attempt starts with this multiple of the last share that elimination could handle."""
 SMALL = 1 << 18
 """Most entries of a table in the search for a low sum."""
 LARGE = 1 << 22
@@ -38,17 +38,18 @@ SLOW = 0.1
 """A share of the gap between bound and lowest sum: if the bound rises by less in an attempt,
 elimination may build larger tables."""
 ROOM = 1 << 21
-"""Number of entries of all tables together above which the tables do not get larger."""
+"""If all tables together have more entries than this, they do not get larger."""
 NEAR = 1e-3
-"""A sum that is above its bound by at most this share is good enough once progress is slow."""
+"""A sum that is above its lower bound by at most this share is good enough once progress is
+slow."""
 WORK = 1 << 27
-"""Number of entries that message passing may read, in all attempts together, before the search
+"""The number of entries that message passing may read, in all attempts together, before the search
 ends."""
 
 
 Start = Callable[[Sequence[int], Sequence[Table]], Mapping[int, int]]
-"""Returns values of some variables to start with, given the sizes and tables that are left after
-the first eliminations."""
+"""A function from the sizes and tables that are left after the first eliminations, to values of
+some variables to start with."""
 
 
 def minimize_in_parts(
@@ -57,10 +58,10 @@ def minimize_in_parts(
     start: Start,
     below: float = math.inf,
 ) -> tuple[float, list[int], float]:
-    """A low sum (infinite if none was found), the values of the variables that give it, and a lower
-    bound on every sum. The sum is no higher than the best sum with the values of `start`, unless
-    the other variables depend on each other too much. The search ends when no sum can be lower than
-    `below`."""
+    """Returns (a low sum, infinite if none was found; the values of the variables that give it; a
+    lower bound on every sum). The sum is no higher than the best sum with the values of `start`,
+    unless the other variables depend on each other too much. The search ends when no sum can be
+    lower than `below`."""
     search = _Search(sizes, tables, below)
     search.complete(start(sizes, search.messages.tables))
     is_least = search.run()
@@ -70,23 +71,30 @@ def minimize_in_parts(
 
 @dataclass(frozen=True)
 class _Level:
-    """A stage of the search, after further pruning and elimination. `kept` are the values of each
-    variable that remain, numbered as in the level before."""
+    """A stage of the search, after further pruning and elimination.
+
+    elimination  the sum, after some variables were eliminated
+    kept         the values of each variable that remain, numbered as in the level before
+    """
 
     elimination: Elimination
     kept: list[Array]
 
     def decide(self, values: Mapping[int, int]) -> dict[int, int]:
-        """The best values of all variables, numbered as in the level before, given the values of
-        the variables that are left."""
+        """Returns the best values of all variables, numbered as in the level before, given the
+        values of the variables that are left."""
         assignment = self.elimination.decide(values)
         return {v: int(kept[assignment[v]]) for v, kept in enumerate(self.kept)}
 
 
 class _Search:
-    """The search for the least sum `below` a number. `total` is the lowest sum found, and `values`
-    the values of the variables for it; `here` has the same values, numbered as in the last of
-    `levels`, for the variables that are left there."""
+    """The search for the least sum `below` a number.
+
+    total   the lowest sum found
+    values  the values of the variables that give it
+    levels  the stages so far
+    here    `values`, numbered as in the last level, for the variables that are left there
+    """
 
     def __init__(self, sizes: Sequence[int], tables: Iterable[Table], below: float) -> None:
         self.given = [diagonal(table) for table in tables]
@@ -101,11 +109,11 @@ class _Search:
 
     @property
     def least(self) -> float:
-        """The number that a sum must be below to be of use."""
+        """The number that a sum must be below to be of use: the lowest sum found, or `below`."""
         return min(self.total, self.below)
 
     def run(self) -> bool:
-        """Looks for lower sums; True if it proves that none is lower than `least`."""
+        """Looks for lower sums. Returns True if it proves that none is lower than `least`."""
         work = 0
         for attempt in range(ATTEMPTS):
             if not self.messages.tables:
@@ -134,18 +142,21 @@ class _Search:
             self._take(_Level(elimination, kept).decide({}))
 
     def _gap(self) -> float:
-        """The lowest sum found, or `below`, minus the bound, plus a tolerance."""
+        """Returns how far the bound is below the lowest sum found (or `below`), plus a
+        tolerance."""
         if math.isinf(self.least):
             return math.inf
         return self.least - self.messages.bound + CLOSE * abs(self.least)
 
     def _is_closed(self) -> bool:
+        """True if the bound has reached the lowest sum found, or `below`."""
         if math.isinf(self.least):
             return math.isinf(self.messages.bound)
         return self.messages.bound >= self.least - CLOSE * abs(self.least)
 
     def _enter(self, tables: Iterable[Table], kept: list[Array], constant: float) -> None:
-        """Starts a level: eliminates the variables whose tables do not grow much."""
+        """Starts a level on these tables and the values `kept` of each variable: eliminates the
+        variables whose tables do not grow much."""
         elimination = Elimination([len(values) for values in kept], tables)
         elimination.run(LARGE, growth=self.growth)
         self.levels.append(_Level(elimination, kept))
@@ -154,8 +165,8 @@ class _Search:
 
     def _attempt(self, slack: Mapping[int, Array], keeps_found: int) -> bool:
         """Finds the least sum among the values with the least slack, for as large a share of all
-        values as elimination can handle; with `keeps_found`, the values found so far are among
-        them. True if no sum with other values is lower."""
+        values as elimination can handle; if `keeps_found`, the values found so far are among these.
+        Returns True if no sum with other values is lower."""
         excess = np.sort(np.concatenate([s - s.min() for s in slack.values()]))
         excess = excess[excess > 0]
         here = self.here if keeps_found else {}
@@ -172,9 +183,9 @@ class _Search:
     def _eliminate(
         self, slack: Mapping[int, Array], most: float, limit: int, here: Mapping[int, int]
     ) -> bool:
-        """Finds the least sum among the values in `here` and those with a slack of at most `most`
-        above the least slack of their variable; False if that needs tables of more than `limit`
-        entries."""
+        """Finds the least sum among the values in `here`, and all values with a slack of at most
+        `most` above the least slack of their variable. Returns False if that needs tables of more
+        than `limit` entries."""
         kept = {
             v: np.flatnonzero((s <= s.min() + most) | (np.arange(len(s)) == here.get(v, -1)))
             for v, s in slack.items()
@@ -188,8 +199,8 @@ class _Search:
         return True
 
     def _take(self, values: Mapping[int, int]) -> None:
-        """Completes values of the variables that are left in the last level to those of all
-        variables, and stores them if their sum is the lowest so far."""
+        """Completes values of the variables that are left in the last level to values of all
+        variables, and stores these if their sum is the lowest so far."""
         assignment = values
         for level in reversed(self.levels):
             assignment = level.decide(assignment)
@@ -199,8 +210,8 @@ class _Search:
             self.here = {v: values[v] for v in self.levels[-1].elimination.left}
 
     def _prune(self, slack: Mapping[int, Array]) -> bool:
-        """Prunes the values that cannot be part of a lower sum; False if none is left for some
-        variable, so that there is no lower sum."""
+        """Prunes the values that cannot be part of a lower sum. Returns False if none is left for
+        some variable, so that there is no lower sum."""
         kept = {v: np.flatnonzero((s <= self._gap()) & np.isfinite(s)) for v, s in slack.items()}
         if not all(map(len, kept.values())):
             return False
@@ -212,8 +223,8 @@ class _Search:
 
 
 def _eliminated(tables: Sequence[Table], kept: Sequence[Array], limit: int) -> Elimination | None:
-    """The tables, among these values of each variable, after all variables were eliminated; None if
-    that needs a table of more than `limit` entries."""
+    """Returns the sum of the tables, among the values `kept` of each variable, after all variables
+    were eliminated; None if that needs a table of more than `limit` entries."""
     sizes = [len(values) for values in kept]
     order = order_within(limit, sizes, [table.scope for table in tables])
     if order.left:
@@ -224,5 +235,5 @@ def _eliminated(tables: Sequence[Table], kept: Sequence[Array], limit: int) -> E
 
 
 def among(tables: Iterable[Table], kept: Mapping[int, Array]) -> list[Table]:
-    """The tables restricted to these values of their variables."""
+    """Returns the tables restricted to the values `kept` of their variables."""
     return [Table(t.scope, t.values[np.ix_(*(kept[v] for v in t.scope))]) for t in tables]
