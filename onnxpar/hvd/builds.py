@@ -1,4 +1,4 @@
-"""Horovod's queries about a build: onnxpar has Gloo, and nothing else."""
+"""Horovod's queries about what a build supports: onnxpar has Gloo, and nothing else."""
 
 from __future__ import annotations
 
