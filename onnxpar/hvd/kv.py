@@ -1,5 +1,5 @@
-"""MXNet's key-value store over the ranks of hvd, without server processes: the value of each key is on
-one rank, the owner.
+"""MXNet's key-value store over the ranks of hvd, without server processes: the value of each key is
+on one rank, the owner.
 
     store = kv.create("dist_sync")
     store.init("w", np.zeros(3))

@@ -54,6 +54,7 @@ class ProcessSet:
 
 class _AllRanks(ProcessSet):
     """The process set 0 of all ranks, however many `init` connects."""
+
     process_set_id = 0
 
     @property

@@ -108,9 +108,9 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True
     ) -> Iterator[None]:
-        """Returns a context for loops in which ranks have different numbers of steps. At the end
-        of the block, a rank that has finished contributes zeros to the steps of the others, until
-        all have finished. Then all ranks get the parameters and buffers of a rank with the last step.
+        """Returns a context for loops in which ranks have different numbers of steps. At the end of
+        the block, a rank that has finished contributes zeros to the steps of the others, until all
+        have finished. Then all ranks get the parameters and buffers of a rank with the last step.
 
         divide_by_initial_world_size  averages divide by the number of all ranks; otherwise by the
                                       number of ranks that have a step

@@ -67,6 +67,7 @@ class Passes(ABC):
 
 def _hook(passes: weakref.ref[Passes], name: str) -> Callable[[Any], None]:
     """Returns a hook that calls `has_gradient(name)` on the object, if it still exists."""
+
     def ready(_: Any) -> None:
         owner = passes()
         if owner is not None:

@@ -81,6 +81,7 @@ def _packed(value: Any) -> Any:
 
 def _unpacked(value: Any) -> Any:
     """Returns `value` with the tensors that `_packed` replaced."""
+
     def is_tensor(leaf: Any) -> bool:
         return isinstance(leaf, tuple) and len(leaf) == 3 and leaf[0] == _MARK
 
