@@ -219,8 +219,8 @@ class _Search:
         return attentions
 
     def _inner(self, scores: str, by_product: dict[str, Cache]) -> list[NodeProto]:
-        """Returns the nodes from `scores` to the product with values, in order. Returns none if a
-        node reads another tensor that does not depend on sizes alone, or if a node follows the
+        """Returns the nodes from `scores` to the product with values, in order. Empty if a node
+        reads another tensor that does not depend on sizes alone, or if a node follows the
         product."""
         results, inner = {scores}, dict[str, NodeProto]()
         todo = list(self.readers[scores])

@@ -50,8 +50,8 @@ class _Scope:
 
     def _before(self, node: gs.Node) -> set[str]:
         """Returns the names of the tensors from the node that onnxruntime fuses with the
-        QuantizeLinear `node` to the latter. None if it fuses no node: one whose operands are all
-        dequantized or stored."""
+        QuantizeLinear `node` to the latter. Empty if it fuses no node; it fuses a node whose
+        operands are all dequantized or stored."""
         names: set[str] = set()
         while node.inputs[0].inputs and self._reader(node.inputs[0]):
             names.add(node.inputs[0].name)

@@ -1,8 +1,8 @@
 """Expresses a rank's constants that depend on open sizes as polynomials of symbols.
 
-The lowered graphs of several bindings are compared. A constant that differs between bindings must
-be a polynomial of the symbols and of the starts and sizes of the rank's shards; otherwise the user
-has to fix sizes.
+The model is lowered at several bindings, that is, with several values of all symbols, and the
+lowered graphs are compared. A constant that differs between bindings must be a polynomial of the
+symbols and of the starts and sizes of the rank's shards; otherwise the user has to fix sizes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ _PROBES = 32
 
 @dataclass
 class Lowered:
-    """The lowered graph of all ranks for one binding, with its side tables."""
+    """The lowered graph of all ranks for one binding (values of all symbols).
+
+    graph     the graph
+    per_rank  its constants and attributes that differ by rank
+    layouts   the layouts of tensors, by name
+    """
 
     graph: gs.Graph
     per_rank: PerRank
@@ -55,7 +60,7 @@ class Lowered:
         return {n.name: n for n in self.graph.nodes}
 
     def value(self, name: str, rank: int, mesh: Mesh) -> Array:
-        """The value of a constant on a rank."""
+        """Returns the value of the constant `name` on a rank."""
         by_rank = self.per_rank.constants.get(name)
         if by_rank is not None:
             return np.asarray(by_rank(rank))
@@ -64,13 +69,23 @@ class Lowered:
         return whole if layout is None else np.asarray(layout.take(whole, mesh, rank))
 
     def attribute(self, node: str, key: str, rank: int) -> Any:
-        """The value of an attribute on a rank."""
+        """Returns the value of attribute `key` of the node called `node` on a rank; None if it has
+        none."""
         by_rank = self.per_rank.attributes.get((node, key))
         return self.nodes[node].attrs.get(key) if by_rank is None else by_rank(rank)
 
 
 class OpenConstants:
-    """Compares the lowered graphs of all bindings; `base` is the graph of the first binding."""
+    """Finds the constants that differ between the lowered graphs of all bindings, and their
+    polynomials.
+
+    base    the graph of the first binding
+    others  the graphs of the others
+    sizes   the open sizes of the model, with the bindings
+    mesh    the ranks
+
+    Errors: OpenSizesError if the graphs have different nodes.
+    """
 
     def __init__(
         self, base: Lowered, others: Sequence[Lowered], sizes: OpenSizes, mesh: Mesh
@@ -92,7 +107,8 @@ class OpenConstants:
         self._shard_forms = cache(self._sizes_of_shards)
 
     def needs_sizes(self, what: str) -> OpenSizesError:
-        """The error for a constant or attribute without a closed form."""
+        """Returns the error for `what`, the name of a node, tensor or constant that has no formula
+        in the open sizes."""
         # "::" also occurs in names of TorchScript's exporter (onnx::Slice_48), not only after a
         # node's name, where passes put it
         node = what if what in self.base.layouts else what.split("::")[0]
@@ -103,8 +119,8 @@ class OpenConstants:
         )
 
     def check(self) -> None:
-        """Checks the constants and attributes of all nodes. Errors: OpenSizesError, with all nodes
-        whose values on some rank are no function of the symbols."""
+        """Checks that the constants and attributes of all nodes have formulas. Errors:
+        OpenSizesError, with all nodes that have none on some rank."""
         errors: dict[str, OpenSizesError] = {}
         for rank in _ranks_to_check(self.mesh.size):
             for name in self.varying:
@@ -118,6 +134,7 @@ class OpenConstants:
             raise OpenSizesError(str(first), dict.fromkeys(errors, frozenset()))
 
     def _find_varying(self) -> Iterator[str]:
+        """Yields the names of the constants that differ between bindings or ranks."""
         for name, tensor in self.base.constants.items():
             by_rank = self._is_per_rank(name)
             is_lazy = isinstance(tensor._values, gs.ir.tensor.LazyValues) and not by_rank
@@ -131,18 +148,18 @@ class OpenConstants:
                 yield name
 
     def _is_per_rank(self, name: str) -> bool:
-        """True if ranks have different constants of this name at some binding."""
+        """True if ranks have different constants of this name, at any binding."""
         return any(name in lowered.per_rank.constants for lowered in self.all)
 
     def _check_stored(self, name: str) -> None:
-        """Checks a weight, which is split once for all runs. Errors: OpenSizesError if its shards
-        depend on open sizes."""
+        """Checks the weight `name`, which is split once, for all runs. Errors: OpenSizesError if
+        its shards depend on open sizes."""
         if self._cut_varies(name):
             raise self.needs_sizes(name)
 
     def _cut_varies(self, name: str) -> bool:
-        """True if the split of a stored tensor depends on open sizes: `table[:N]` divides the table
-        into a segment of N rows and a segment of the other rows."""
+        """True if the shards of the stored tensor `name` depend on open sizes: `table[:N]` divides
+        a table into N rows and the others, and each of the two segments is split by itself."""
         has_layout = [name in lowered.layouts for lowered in self.all]
         if not all(has_layout):
             return any(has_layout)
@@ -153,21 +170,21 @@ class OpenConstants:
         return False
 
     def arrays(self, rank: int) -> dict[str, OpenArray]:
-        """The constants of a rank that depend on open sizes, by name."""
+        """Returns the constants of a rank that depend on open sizes, as polynomials, by name."""
         all_arrays = {name: self._array(rank, name) for name in self.varying}
         return {name: array for name, array in all_arrays.items() if array is not None}
 
     def _array(self, rank: int, name: str) -> OpenArray | None:
-        """A constant of a rank as polynomials; None if the constant is the same on all ranks and
-        does not depend on open sizes."""
+        """Returns a constant of a rank as polynomials; None if it is equal on all ranks and at all
+        bindings."""
         values = [lowered.value(name, rank, self.mesh) for lowered in self.all]
         if all(_equal(values[0], v) for v in values[1:]) and name not in self.base.layouts:
             return None
         return self._fitted(name, values, rank, self._filled(name))
 
     def _filled(self, name: str) -> frozenset[int]:
-        """Returns the indices, in `_split_sizes`, of the sizes whose empty shards count as one
-        element in a constant."""
+        """Returns the indices, in `_split_sizes`, of the sizes for which the constant `name` counts
+        an empty shard as one element, a stand-in."""
         stand_ins = self.base.per_rank.stand_ins.get(name, frozenset())
         keys = [(split.sizes[0], split.axes) for split in self._split_sizes]
         return frozenset(i for i, key in enumerate(keys) if key in stand_ins)
@@ -175,9 +192,9 @@ class OpenConstants:
     def _variable_values(
         self, rank: int, filled: frozenset[int]
     ) -> tuple[dict[Variable, Sequence[int]], list[dict[str, int]]]:
-        """Returns the values of all variables of a constant on a rank: at the bindings, by
-        variable; and at random sizes, one mapping per probe. `filled` is as `_filled` returns
-        it."""
+        """Returns the values that the variables of a rank's polynomials (symbols and extents of
+        shards) have: by variable at all bindings, and one mapping for each probe (random sizes).
+        `filled` is as `_filled` returns it."""
         extents = self._parts(rank, filled)
         variables: dict[Variable, Sequence[int]] = {}
         variables.update(self.sizes.variables())
@@ -192,8 +209,9 @@ class OpenConstants:
     def _sizes_of_shards(
         self, rank: int, filled: frozenset[int]
     ) -> dict[tuple[int, ...], list[Polynomial]]:
-        """Returns, by the values of a size at the bindings, the polynomials for sizes of a rank's
-        shards that have these values."""
+        """Returns polynomials for the sizes of a rank's shards, by the values that a size has at
+        all bindings. Several polynomials may have equal values there. `filled` is as `_filled`
+        returns it."""
         names = {
             (split.sizes, split.axes, split.parts): self._extent_name("part", i, filled)
             for i, split in enumerate(self._split_sizes)
@@ -232,7 +250,8 @@ class OpenConstants:
 
     @cached_property
     def _split_dims(self) -> list[tuple[Dim, ...]]:
-        """The distinct split dimensions of open sizes, each with its layout at all bindings."""
+        """The distinct dimensions of open size that are split, each as its layouts at all
+        bindings."""
         split_dims: dict[tuple[Dim, ...], None] = {}
         for name in self.base.layouts:
             for dims in zip(*(lowered.layouts[name].dims for lowered in self.all), strict=True):
@@ -247,8 +266,9 @@ class OpenConstants:
         rank: int,
         filled: frozenset[int],
     ) -> OpenArray:
-        """Returns the constant as polynomials that have its `values` at the bindings. Errors:
-        OpenSizesError if no polynomial fits, or if two fitting polynomials differ at a probe."""
+        """Returns the constant `name` of a rank as polynomials, from its `values` at all bindings.
+        Errors: OpenSizesError if no polynomial has these values, or if two of them have, but differ
+        at a probe (random sizes)."""
         variables, probes = self._variables(rank, filled)
         shards = self._shard_forms(rank, filled)
         first = values[0]
@@ -271,22 +291,26 @@ class OpenConstants:
         return OpenArray(tuple(elements), first.shape, first.dtype)
 
     def _has(self, forms: Forms, columns: Sequence[Sequence[int]]) -> bool:
-        """True if closed forms have these values at all bindings: a column of values for each
-        element."""
+        """True if the polynomials `forms` have these values at all bindings; `columns` has the
+        values of each element."""
         pairs = zip(forms.reshape(-1), columns, strict=True)
         return all([form.at(b) for b in self.sizes.bindings] == column for form, column in pairs)
 
     def parts(self, rank: int) -> dict[str, Extent]:
-        """The extents of a rank's shards of open sizes, with and without stand-ins, by variable."""
+        """Returns the extents of a rank's shards of open sizes, with and without stand-ins, by the
+        names of variables."""
         every = frozenset(range(len(self._split_sizes)))
         return {**self._parts(rank, every), **self._parts(rank, frozenset())}
 
     @cached_property
     def _prefix(self) -> str:
-        """The prefix of extents' names: more colons than any symbol of the model begins with."""
+        """The prefix of the names of extents: more colons than any symbol of the model begins
+        with."""
         return ":" * (1 + max((len(s) - len(s.lstrip(":")) for s in self.sizes.symbols), default=0))
 
     def _parts(self, rank: int, filled: frozenset[int]) -> dict[str, Extent]:
+        """Returns the extents of a rank's shards of open sizes, by the names of variables. `filled`
+        has the indices of the sizes whose empty shards count as one element."""
         extents = {}
         for i, split in enumerate(self._split_sizes):
             at = tuple(self.mesh.coordinate((a,), rank) for a in split.axes)
@@ -320,7 +344,7 @@ class OpenConstants:
 
     @cached_property
     def _split_sizes(self) -> list[SplitSize]:
-        """The distinct open sizes that are split over mesh axes."""
+        """The distinct open sizes that mesh axes split."""
         split_sizes: dict[tuple[tuple[int, ...], Axes, object], SplitSize] = {}
         for name in self.base.layouts:
             trees = zip(*(lowered.layouts[name].dims for lowered in self.all), strict=True)
@@ -335,6 +359,8 @@ class OpenConstants:
         return list(split_sizes.values())
 
     def _split_size(self, name: str, column: Sequence[Factor]) -> SplitSize:
+        """Returns the split size of a factor, from its sharding at all bindings (`column`). Errors:
+        OpenSizesError if it has no formula."""
         sizes = tuple(f.size for f in column)
         size, parts = self.sizes.formula(sizes), column[0].parts
         if size is None or isinstance(parts, tuple) or any(f.parts != parts for f in column):
@@ -342,19 +368,20 @@ class OpenConstants:
         return SplitSize(sizes, size, column[0].axes, parts)
 
     def is_open(self, name: str, axis: int) -> bool:
-        """True if a dimension of an input or output differs between the bindings."""
+        """True if dimension `axis` of an input or output differs between bindings."""
         layouts = [lowered.layouts.get(name) for lowered in self.all]
         return len({layout.shape[axis] for layout in layouts if layout is not None}) > 1
 
     def attributes(self, rank: int) -> Iterator[tuple[str, str]]:
-        """Yields (node, attribute) for each attribute that the rank's nodes must not have because
-        its value depends on sizes that differ between runs: the collective gets such sizes as an
-        operand, or finds them when it runs. Errors: OpenSizesError for any other attribute that
-        depends on open sizes."""
+        """Yields (node, attribute) for each attribute that the rank's nodes must not have, because
+        it has sizes that differ between runs. The collective gets such sizes as an operand, or
+        finds them when it runs. Errors: OpenSizesError for any other attribute that depends on open
+        sizes."""
         for node in self.base.graph.nodes:
             yield from self._attributes(rank, node)
 
     def _attributes(self, rank: int, node: gs.Node) -> list[tuple[str, str]]:
+        """Returns, for one node, what `attributes` yields."""
         if self._reaches_over(node):
             raise self.needs_sizes(node.name)
         removed = []
@@ -369,9 +396,9 @@ class OpenConstants:
         return removed
 
     def operands(self, rank: int) -> dict[str, tuple[OpenArray, dict[str, Extent]]]:
-        """Returns the sizes that a rank's collective takes as an operand, by node: the sizes of the
-        shards into which it cuts, and the extents on which they depend, by variable. Errors:
-        OpenSizesError."""
+        """Returns the sizes that a rank's collectives take as an operand, by node: the sizes of the
+        shards into which a collective cuts its tensor, and the extents on which they depend, by
+        variable. Errors: OpenSizesError if they have no formula."""
         operands = {}
         for node in self.base.graph.nodes:
             for name, key in self._attributes(rank, node):
@@ -383,9 +410,10 @@ class OpenConstants:
     def _member_sizes(
         self, rank: int, node: gs.Node, key: str, values: Sequence[Any]
     ) -> tuple[OpenArray, dict[str, Extent]]:
-        """Returns the sizes of the shards into which a collective cuts its operand, one for each
-        member of the group, and the extents on which they depend. `values` has the attribute `key`
-        at each binding. Errors: OpenSizesError for any other attribute."""
+        """Returns the sizes of the shards into which a collective cuts its tensor, one for each
+        member of the rank's group, and the extents on which they depend, by variable. `values` has
+        the attribute `key`, these sizes, at all bindings. Errors: OpenSizesError for any other
+        attribute."""
         kind = KINDS.get(node.op) if node.domain == DOMAIN else None
         if kind is None or not kind.cuts or key != kind.cuts.sizes or _moved_axis(node) is not None:
             raise self.needs_sizes(node.name)
@@ -418,8 +446,9 @@ class OpenConstants:
 
 
 def _ends(column: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> list[Polynomial]:
-    """Returns the polynomials start + size of a shard that have these values at the bindings: the
-    ends of shards. They are taken before others, which may fit by chance at few bindings."""
+    """Returns the polynomials start + size of a shard, its end, that have the values `column` at
+    all bindings. They are preferred: at few bindings, other polynomials may have the same values by
+    chance. `variables` has the values of variables at all bindings."""
     texts = [v for v in variables if isinstance(v, str) and "start" in v]
     pairs = [
         (start, part) for start in texts if (part := start.replace("start", "part")) in variables
@@ -432,14 +461,15 @@ def _ends(column: Sequence[int], variables: Mapping[Variable, Sequence[int]]) ->
 
 
 def _result(node: gs.Node) -> gs.Tensor:
-    """The result of a collective; if another node completes the collective, that node's result."""
+    """Returns the result of a collective; for one that is only started, that of the node that
+    completes it."""
     (y, *_) = node.outputs
     return y.outputs[0].outputs[0] if node.op.startswith(START) else y
 
 
 def _moved_axis(node: gs.Node) -> int | None:
-    """The axis along which a collective moves elements between neighbouring shards; None for any
-    other node."""
+    """Returns the axis along which a collective moves elements between neighbouring shards; None
+    for any other node."""
     if node.domain != DOMAIN:
         return None
     kind = kind_of(node.op)
@@ -450,8 +480,8 @@ def _moved_axis(node: gs.Node) -> int | None:
 
 
 def _ranks_to_check(count: int) -> list[int]:
-    """All ranks of a small mesh; a sample of a large mesh (both ends, the middle, a third). The
-    other ranks are checked when ranks are written."""
+    """Returns the ranks of a small mesh, or a sample of those of a large one: both ends, the
+    middle, a third. All ranks are checked when they are written."""
     some = {0, 1, 2, count // 3, count // 2, count - 3, count - 2, count - 1}
     return list(range(count)) if count <= _FEW else sorted(some)
 
@@ -470,8 +500,9 @@ def _collect_error(errors: dict[str, OpenSizesError]) -> Iterator[None]:
 
 
 def _is_found_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
-    """True if a collective finds these sizes itself when it runs: the sizes of its members'
-    tensors, or of shards that are as equal as possible."""
+    """True if a collective finds the sizes in its attribute `key` by itself when it runs: those of
+    its members' tensors, or of shards that are as equal as possible. `values` has the attribute at
+    all bindings."""
     if _moved_axis(node) is not None:
         return False
     kind = KINDS.get(kind_of(node.op))
@@ -485,6 +516,8 @@ def _is_found_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """True if two values of an attribute or constant are equal; NaN equals NaN, and subgraphs are
+    not compared."""
     if isinstance(a, gs.Graph) or isinstance(b, gs.Graph):
         return True
     a, b = (np.asarray(x.values if isinstance(x, gs.Constant) else x) for x in (a, b))
