@@ -125,7 +125,7 @@ class Batching:
 
     def _choose(self, texts: Sequence[Text], candidates: Sequence[Candidates]) -> Iterator[Choice]:
         """Yields a pair of each text and its next token, but for cancelled texts. The token is None
-        if only the logits of the whole vocabulary can tell it. `candidates` are those of each
+        if only the logits of the whole vocabulary can tell it. `candidates` has those of each
         text."""
         for text, each in zip(texts, candidates, strict=True):
             if not text.is_cancelled:

@@ -74,8 +74,8 @@ class PagedDecoder:
 
     def most_steps(self, tokens: int) -> int:
         """Returns how many steps of so many tokens may follow each other in one call of the ranks,
-        so that the call takes at most `MOMENT` seconds. 1 if the ranks cannot go on by themselves:
-        if they were started by several processes, or logits are split over ranks."""
+        so that the call takes at most `MOMENT` seconds. 1 if ranks cannot feed their next step
+        themselves: if several processes drive them, or no rank holds all new tokens."""
         return max(int(MOMENT / self._seconds.get(tokens, math.inf)), 1) if self._carried else 1
 
     def run(

@@ -77,7 +77,7 @@ class Limits:
 
     @property
     def needs_all(self) -> bool:
-        """True if a choice usually needs the logits of all tokens, not only those of the
+        """True if choosing a token usually needs the logits of all tokens, not only those of the
         likeliest."""
         is_long = self.top_logprobs > BEST
         return is_long or self.constraint is not None or self.sampling.needs_all

@@ -75,7 +75,7 @@ class Sampling:
 
     @property
     def needs_all(self) -> bool:
-        """True if a choice usually needs the logits of all tokens, not only those of the
+        """True if choosing a token usually needs the logits of all tokens, not only those of the
         likeliest."""
         if self.is_greedy or 0 < self.top_k < BEST:
             return False

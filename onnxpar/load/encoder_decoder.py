@@ -184,7 +184,7 @@ def _zeros(name: str, of: str, counts: Iterable[int | None], kind: int) -> list[
 def _branch(model: ModelProto, is_later: bool, path: Path) -> ModelProto:
     """Returns the model with only one of its decoders, that of later steps (`is_later`) or that of
     the first step, in place of the If; a model without such an If as it is. Errors: ModelError if
-    the branches cannot be taken apart."""
+    the branches cannot be separated."""
     graph = model.graph
     choices = [n for n in graph.node if n.op_type == "If" and list(n.input) == [_CHOICE]]
     if not choices:

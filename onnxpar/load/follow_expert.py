@@ -25,9 +25,10 @@ _IN_ORDER = frozenset(["Flatten", "Unsqueeze", "Squeeze", "Reshape", "Identity"]
 
 @dataclass(frozen=True)
 class Weight:
-    """The weights of the expert's pairs, [pair, 1] or [pair], as elements of a table: the weight of
-    the pair at (row, column) of the expert's mask is element a * row + b * column of the flat
-    `table`, where `form` is (a, b)."""
+    """The weights with which an expert's results are multiplied, as elements of a table. A pair is
+    an entry of the expert's mask, a token and a slot (place among the token's top k); the weight of
+    the pair at (row, column) of the mask is element a * row + b * column of the flat `table`, where
+    `form` is (a, b)."""
 
     table: gs.Tensor
     form: tuple[int, int]
@@ -35,7 +36,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """The rows of the expert's pairs, multiplied by a weight for each pair."""
+    """The rows of an expert's tokens, each multiplied by its weight."""
 
     rows: Rows
     weight: Weight
@@ -43,8 +44,7 @@ class _Scaled:
 
 @dataclass(frozen=True)
 class _Placed:
-    """The result of a scatter of the pairs' rows into zeros: the row of each pair is where its
-    token is."""
+    """The result of a scatter of an expert's rows into zeros: each row is where its token is."""
 
     rows: Rows
     weight: Weight | None
@@ -52,8 +52,8 @@ class _Placed:
 
 @dataclass(eq=False)
 class ScatteredExpert(RowProgram):
-    """One expert, as far as it is followed, from the NonZero `seed` that selects its pairs of a
-    token and a slot.
+    """One expert, as far as its nodes are followed, from the NonZero `seed` that selects its pairs:
+    a token and a slot (place among the token's top k).
 
     which       the number of the expert in the mask, if it is constant; else None
     number      the tensor with that number, if there is one
@@ -128,8 +128,8 @@ def _move_index(expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any]) ->
 
 
 def _gather(expert: ScatteredExpert, node: gs.Node, index: Index) -> bool:
-    """Records the result of a Gather or GatherND by `index`, the indices of the expert's pairs: the
-    rows of its tokens, or a weight for each pair."""
+    """Records the result of a Gather or GatherND by `index`, which numbers an expert's tokens: the
+    rows of these tokens, or their weights."""
     data = node.inputs[0]
     shape = tensor_shape(data)
     is_nd = node.op == "GatherND"
@@ -183,8 +183,9 @@ def _read_tokens(
 def _scale(
     expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any], rows: Sequence[Rows | None]
 ) -> bool:
-    """Records the result of a node that reads weights of pairs: moves or casts them, or multiplies
-    rows by them. For each operand, `reads` and `rows` have its known meaning, or None."""
+    """Records the result of a node that reads the weights of an expert's rows: it moves or casts
+    them, or multiplies the rows by them. For each operand, `reads` and `rows` have its known
+    meaning, or None."""
     weight = next(r for r in reads if r is not None)
     out = node.outputs[0]
     if node.op in MOVES and reads[0] is weight:
@@ -219,7 +220,7 @@ def _pass_scaled(expert: ScatteredExpert, node: gs.Node, scaled: Any) -> bool:
 
 
 def _scatter(expert: ScatteredExpert, node: gs.Node, index: Any) -> bool:
-    """Records a ScatterND or ScatterElements that puts the rows of pairs where their tokens are:
+    """Records a ScatterND or ScatterElements that puts an expert's rows where their tokens are:
     adds them to a total, or overwrites zeros. `index` is the meaning of its indices."""
     total, updates = node.inputs[0], node.inputs[2]
     value = expert.others.get(id(updates)) or expert.rows(updates)

@@ -50,7 +50,8 @@ class _Group:
 
 @dataclass(eq=False)
 class _Rows(RowProgram):
-    """The row-wise steps of a mixture, as one program for all rows.
+    """The steps of a mixture of experts that compute each row by itself, as one program for all
+    rows.
 
     picked  the tensors with a matrix or a vector for each row, by id: slices of the stack from
             which they are gathered
@@ -226,8 +227,8 @@ def _rewrite(
     graph: gs.Graph, folder: Path, source: gs.Tensor, picks: dict[int, Stacked],
     groups: list[_Group],
 ) -> None:  # fmt: skip
-    """Replaces a mixture by one with the expert as first dimension, in place: the nodes from the
-    first to the last one that reads an expert's matrix or vector.
+    """Replaces a mixture of experts by one in which the expert is the first dimension of tensors,
+    in place: the nodes from the first to the last one that reads an expert's matrix or vector.
 
     source  the number of each row's expert, or (with `groups`) the end of each expert's range
     picks   the tensors gathered by `source`, as `_picks` yields them
@@ -289,9 +290,9 @@ def _rewrite(
 def _start(
     graph: gs.Graph, picks: Mapping[int, Stacked], groups: list[_Group], order: Mapping[int, int]
 ) -> tuple[gs.Tensor, str] | None:
-    """Returns the rows that enter the mixture, and the labels of their dimensions (see `Rows`);
-    None if the dimensions are not known. The first product is the first of `groups` or, without
-    groups, the first MatMul with weights in `picks`.
+    """Returns the tensor of rows that enters a mixture of experts, and the labels of its dimensions
+    (see `Rows`); None if the dimensions are not known. The first product is the first of `groups`
+    or, without groups, the first MatMul with weights in `picks`.
 
     order  the places of nodes, by id()
     """

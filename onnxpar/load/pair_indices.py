@@ -22,7 +22,8 @@ _ALL = 2**31 - 1
 
 @dataclass(frozen=True)
 class Index:
-    """Integers computed from the row and the column of each pair in the expert's mask.
+    """Integers computed from the entries of an expert's mask that NonZero lists, the pairs of a
+    token and a slot: from the row and the column of each.
 
     forms   pairs (a, b): the integer is a * row + b * column; several integers for each pair have
             several forms

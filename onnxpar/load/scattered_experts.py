@@ -55,8 +55,9 @@ def _places(graph: gs.Graph) -> tuple[dict[int, int], dict[int, gs.Node]]:
 
 
 def _seeds(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, int, list[gs.Node]]]:
-    """Yields the mask of each mixture (tokens and slots of all experts, three dimensions), its
-    dimension of experts, and the NonZeros that each list the pairs of one expert."""
+    """Yields, for each mixture of experts: the mask of tokens and slots (places among the top k) of
+    all experts, its dimension of experts, and the NonZeros that each list the tokens of one
+    expert."""
     readers: dict[tuple[int, int], list[gs.Node]] = defaultdict(list)
     masks: dict[int, gs.Tensor] = {}
     for node in graph.nodes:
@@ -121,8 +122,8 @@ def _rewrite(
     graph: gs.Graph, mask: gs.Tensor, axis: int, experts: list[ScatteredExpert], folder: Path,
     order: Mapping[int, int],
 ) -> None:  # fmt: skip
-    """Replaces a mixture by one with the expert as first dimension, in place, if all of its experts
-    compute the same steps.
+    """Replaces a mixture of experts by one in which the expert is the first dimension, in place, if
+    all of its experts compute the same steps.
 
     mask   the tokens and slots of each expert
     axis   the mask's dimension of experts
@@ -267,7 +268,7 @@ def _is_of(weight: Weight | None, first: Weight | None, token_at: int, slots: in
     each pair; also if neither has weights.
 
     token_at  the dimension of an expert's mask, 0 or 1, that is that of tokens
-    slots     the number of slots of a token
+    slots     the number of slots of a token: the k of its top k experts
     """
     if weight is None or first is None:
         return weight is first

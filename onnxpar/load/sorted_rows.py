@@ -60,7 +60,8 @@ class SortedRows:
 def find_sorted_rows(
     graph: gs.Graph, entry: gs.Tensor, result: gs.Tensor, readers: Collection[int]
 ) -> SortedRows | None:
-    """Returns the sort of the rows that enter a mixture as `entry` and leave it as `result`. None
+    """Returns the sort (by expert) of the rows that enter a mixture of experts as `entry` and leave
+    it as `result`. None
     if they are not sorted, or if sorted rows are read by a node that does not compute each row by
     itself. `readers` are the ids of the mixture's nodes, which may read the entry."""
     gather = entry.inputs[0] if entry.inputs else None

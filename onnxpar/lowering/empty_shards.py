@@ -36,8 +36,8 @@ Step = Callable[[gs.Tensor], tuple[str, list[Any], dict[str, Any]]]
 
 
 def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
-    """Returns the factors of a node whose shards may be empty although the node's kernel rejects
-    empty tensors. These get stand-ins.
+    """Returns the factors (index variables of the node's rule) whose shards may be empty although
+    the node's kernel rejects empty tensors. Their empty shards get an element, a stand-in.
 
     They include the dimensions of a window op's result: each rank computes at least one element of
     the result, and fetches the operands for that element.
@@ -48,8 +48,8 @@ def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
 
 
 class StandIns:
-    """Adds the nodes that put stand-ins into a node's operands, and those that drop the results of
-    stand-ins.
+    """Adds nodes before a node that put an element of zeros, a stand-in, into empty shards of its
+    operands, and nodes after it that drop the results of stand-ins.
 
     op       the node
     names    the factors whose empty shards get stand-ins
@@ -85,15 +85,17 @@ class StandIns:
     def _changed(
         self, tensor: gs.Tensor, true: Sequence[Any], filled: Sequence[Any], i: int
     ) -> list[int]:
-        """Returns the dimensions of operand or result i that may have stand-ins. `true` and
-        `filled` are the layouts of all operands or results, without and with stand-ins."""
+        """Returns the dimensions of operand or result i in which an empty shard gets an element, a
+        stand-in. `true` and `filled` are the layouts of all operands or results, without and with
+        stand-ins."""
         if not tensor.name or i >= len(true):
             return []
         pairs = zip(true[i].dims, filled[i].dims, strict=True)
         return [axis for axis, (a, b) in enumerate(pairs) if a != b]
 
     def _fill(self, i: int, axis: int) -> None:
-        """Puts stand-ins into dimension `axis` of operand i."""
+        """Adds nodes that put an element of zeros, a stand-in, into operand i if its dimension
+        `axis` is empty."""
         x = self._op.node.inputs[i]
         if _has_segments(self._filled.view.inputs[i].dims[axis]):
             self._fill_segments(i, axis)
@@ -120,9 +122,9 @@ class StandIns:
         return build.make("Reshape", [y, build.per_rank(shape)], (y.dtype, list(y.shape)))
 
     def _fill_stored(self, i: int) -> bool:
-        """Puts stand-ins into the stored operands of a DequantizeLinear that makes operand i, so
-        that onnxruntime still fuses it with this node; returns False, and does nothing, for any
-        other operand."""
+        """If a DequantizeLinear of stored tensors makes operand i, puts stand-ins (elements in
+        empty shards) into these tensors, so that onnxruntime still fuses it with this node; returns
+        False, and does nothing, for any other operand."""
         x = self._op.node.inputs[i]
         source = x.inputs[0] if x.inputs else None
         if source is None or source.op != "DequantizeLinear":
@@ -145,7 +147,7 @@ class StandIns:
     def _stored_part(
         self, i: int, tensor: gs.Constant, layout: Layout, of: list[tuple[int, int]], rank: int
     ) -> Array:
-        """Returns a rank's shard of the stored `tensor`, with stand-ins.
+        """Returns a rank's shard of the stored `tensor`, with an element of zeros if it is empty.
 
         of  for each dimension of the tensor, the dimension of operand i that it belongs to, and how
             many elements of the operand share one element of the tensor (a scale of a block, say)
@@ -157,13 +159,14 @@ class StandIns:
         return part if part.size or not shape else np.zeros(shape, part.dtype)
 
     def _fill_segments(self, i: int, axis: int) -> None:
-        """Puts stand-ins into the empty segments of dimension `axis` of operand i. The dimension is
+        """Adds nodes that put an element of zeros, a stand-in, into each empty segment of dimension
+        `axis` of operand i. The dimension is
         a concatenation of segments that are split separately, so others may have elements."""
         build, x = self._filled, self._op.node.inputs[i]
 
         def places(rank: int) -> Any:
-            """The index of each element in the rank's shard; the index of a stand-in is the index
-            of the zero appended to the shard."""
+            """Returns, for each element with stand-ins, its index in the rank's shard; for a
+            stand-in, the index of the zero that is appended to the shard."""
             true, filled = self._positions("inputs", i, axis, rank)
             place = {p: k for k, p in enumerate(true)}
             return np.array([place.get(p, len(true)) for p in filled], np.int64)
@@ -179,9 +182,12 @@ class StandIns:
         )
 
     def _drop(self, i: int, axes: Sequence[int], reductions: Collection[str | None]) -> None:
-        """Adds the nodes that drop stand-ins from result i: cuts along `axes`, and the neutral
-        element of the reduction, in `reductions`, in place of a partial result of stand-ins
-        alone."""
+        """Adds the nodes that drop the results of stand-ins from result i.
+
+        axes        the dimensions of the result that have them, which are cut
+        reductions  the reduction of the op, if it has one: its neutral element replaces a result of
+                    stand-ins alone
+        """
         result, build = self._op.node.outputs[i], self._true
         full = gs.Variable(f"{result.name}::filled", result.dtype, result.shape)
         self._op.node.outputs[i] = full
@@ -232,7 +238,8 @@ class StandIns:
 
     def _positions(self, side: str, i: int, axis: int, rank: int) -> tuple[list[int], list[int]]:
         """Returns the global positions that a rank holds along dimension `axis` of operand or
-        result i: without and with stand-ins. `side` is "inputs" or "outputs"."""
+        result i: without and with the element that an empty shard gets. `side` is "inputs" or
+        "outputs"."""
         views = (self._true.view, self._filled.view)
         dims = [getattr(view, side)[i].dims[axis] for view in views]
         true, filled = (indices(dim, views[0].mesh, rank).tolist() for dim in dims)

@@ -67,8 +67,8 @@ class SplitSize:
 
 @dataclass(frozen=True)
 class OpenArray:
-    """An integer tensor whose elements are polynomials of symbols and of extents of shards, so that
-    a rank computes it in each run."""
+    """An integer tensor that a rank computes in each run: its elements are polynomials of symbols,
+    and of starts and sizes of the rank's shards."""
 
     elements: tuple[Polynomial, ...]
     shape: tuple[int, ...]
@@ -76,7 +76,8 @@ class OpenArray:
 
 
 def part_values(parts: Mapping[str, Extent], bindings: Sequence[Binding]) -> dict[str, list[int]]:
-    """Returns the values of each extent at all bindings (sizes of all symbols), by name."""
+    """Returns the values of each extent (start or size of a shard) at all bindings (values of all
+    symbols), by name."""
     return {
         name: [part.value(part.size.at(binding)) for binding in bindings]
         for name, part in parts.items()

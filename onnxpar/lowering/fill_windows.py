@@ -29,7 +29,7 @@ a short one must not take the only product that could hide a long one."""
 
 @dataclass(frozen=True)
 class Filling:
-    """Nodes that move into the window of a collective.
+    """Nodes that move beside a collective, to compute while it is under way.
 
     collective  the name of the collective
     nodes       the names of the nodes
@@ -112,7 +112,8 @@ def _move(graph: gs.Graph, windows: Windows, filling: Filling) -> None:
 
 
 class _Window:
-    """The window of the collective `name`, and the search for nodes that could move into it.
+    """The window of the collective `name` (the nodes from its start to the first one that reads its
+    result), and the search for nodes that could move there.
 
     seconds  the compute time of each node, by name
     taken    names of nodes that have moved already
@@ -126,9 +127,10 @@ class _Window:
         self.at, self.end = windows.index[id(self.node)], windows.reader(self.node)
 
     def filling(self, wanted: float, least: float, earlier: bool) -> Filling | None:
-        """Returns the nodes to move so that the window has `wanted` seconds of compute, or as much
-        as possible: from before the collective if `earlier`, else from behind its first reader.
-        None if no node is to move, or if the window would still have `least` seconds or less."""
+        """Returns the nodes to move so that `wanted` seconds of compute run beside the collective,
+        or as much as possible: from before the collective if `earlier`, else from behind the first
+        node that reads its result. None if no node is to move, or if `least` seconds or less would
+        still run there."""
         nodes = self.windows.nodes
         if self.end == len(nodes):
             return None
@@ -150,9 +152,9 @@ class _Window:
         return node.domain != DOMAIN and not bodies(node) and node.name not in self.taken
 
     def _earlier(self, lacking: float) -> list[gs.Node]:
-        """Returns the nodes to move from before the collective to behind it: no node up to the
-        collective depends on them. The last ones come first, until they have `lacking` seconds of
-        compute; in graph order."""
+        """Returns the nodes to move from before the collective to behind it, in graph order. No
+        node up to the collective depends on them. The last such nodes are chosen first, until they
+        have `lacking` seconds of compute."""
         windows = self.windows
         chosen: list[gs.Node] = []
         moved: set[int] = set()
@@ -183,9 +185,9 @@ class _Window:
         return needed
 
     def _later(self, lacking: float) -> list[gs.Node]:
-        """Returns the nodes to move from behind the collective's first reader to before it: they
-        depend neither on this reader nor on a collective under way. The first ones come first,
-        until they have `lacking` seconds of compute; in graph order."""
+        """Returns the nodes to move from behind the collective's first reader to before it, in
+        graph order. They depend neither on this reader nor on a collective under way. The first
+        such nodes are chosen first, until they have `lacking` seconds of compute."""
         windows = self.windows
         pending = self._pending()
         possible: dict[int, gs.Node] = {}

@@ -27,11 +27,12 @@ def fetch(
     axis: int,
     wanted: Callable[[Any], Interval],
 ) -> gs.Tensor:
-    """Returns the elements of `x` in the interval `wanted` of each rank (see `Lowering.fetch`).
+    """Returns the elements of `x` that each rank wants along dimension `axis` (see
+    `Lowering.fetch`).
 
     view    the node's shards
-    factor  the factor that dimension `axis` of `x` is; its shards are contiguous
-    wanted  returns (start, end) for a rank's view
+    factor  the index variable of the op's rule that runs along the dimension; shards are contiguous
+    wanted  returns (start, end), the global positions that a rank wants, from its view
 
     If every rank needs elements of its direct neighbours only, neighbours exchange halos. Otherwise
     an all-to-all sends each element to all ranks that need it.

@@ -83,9 +83,9 @@ def _surround(
     layouts: Mapping[str, Layout],
     per_rank: PerRank,
 ) -> NodeView:
-    """Adds nodes before a node that put stand-ins into empty shards of the factors `names`, and
-    nodes after it that drop the results of stand-ins. Returns the node's view that counts stand-ins
-    as elements."""
+    """Adds nodes before a node that put an element, a stand-in, into empty shards of the factors
+    `names`, and nodes after it that drop the results of stand-ins. Returns the node's view that
+    counts stand-ins as elements."""
     filled = view.filled(op.rule, names)
     before, after = (
         LoweringBuilder(graph, seen, per_rank, prefix)

@@ -95,7 +95,8 @@ class BucketBuilder(ReshardBuilder):
         members = [self.reshard.members[i] for i in order]
 
         def together(rank: int) -> list[int]:
-            """Each member's number of elements of the held dimension, summed over all tensors."""
+            """Returns, for each member of the group, its number of elements of the gathered
+            dimension in all tensors."""
             sizes = [self._sizes(layouts[0 if is_before else 1].dims[held]) for layouts in members]
             return [sum(column) for column in zip(*(of(rank) for of in sizes), strict=True)]
 

@@ -345,8 +345,9 @@ def shard_sources(before: Layout, after: Layout, mesh: Mesh, axes: Axes) -> list
 
 
 def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
-    """Returns both layouts, with each merged dimension in which inner factors change replaced by
-    one dimension for each factor: there, shards are contiguous."""
+    """Returns both layouts with merged dimensions taken apart where needed: a dimension that merges
+    several factors ([batch * heads]), and in which an inner factor's split changes, becomes a
+    dimension for each factor. There, shards are contiguous."""
     dims: list[tuple[Dim, Dim]] = []
     for b, a in zip(before.dims, after.dims, strict=True):
         changes = b != a and not (is_run(b) and is_run(a))

@@ -93,17 +93,18 @@ class LoweringBuilder:
         return results
 
     def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
-        """Adds an all-reduce of `x` by `op` over the ranks with different shards of these factors,
-        and returns its result; returns `x` itself if none of the factors is split."""
+        """Adds an all-reduce of `x` by `op` over the ranks with different shards of these factors
+        (index variables of the op's rule), and returns its result; returns `x` itself if none of
+        the factors is split."""
         axes = in_mesh_order(tuple(dict.fromkeys(a for f in factors for a in self._axes(f))))
         return self.collective("AllReduce", x, axes, self.shape(x), op=op) if axes else x
 
     def all_gather(
         self, x: gs.Tensor, factor: str, axis: int, extent: Callable[[Any], int]
     ) -> gs.Tensor:
-        """Returns the `x` of all ranks that hold shards of the factor, concatenated along `axis` in
-        the order of the shards. `extent` returns the size of a rank's `x` along that axis, from its
-        view."""
+        """Returns the `x` of all ranks that hold shards of a factor (index variable of the op's
+        rule), concatenated along `axis` in the order of the shards. `extent` returns the size of a
+        rank's `x` along that axis, from its view."""
         axes = self._axes(factor)
         if not axes:
             return x
@@ -115,18 +116,19 @@ class LoweringBuilder:
         return self.collective("AllGather", x, axes, shape, axis=axis, **attrs)
 
     def shares_axes(self, factor: str, other: str) -> bool:
-        """True if `factor` and `other` are split over the same axes."""
+        """True if two factors (index variables of the op's rule) are split over the same mesh
+        axes."""
         return bool(self._axes(factor)) and self._axes(factor) == self._axes(other)
 
     def of_members(self, factor: str, value: Callable[[Any], Any]) -> list[Any]:
-        """Returns `value(view)` for the view of each rank that holds a shard of the factor, in the
-        order of shards."""
+        """Returns `value(view)` for the view of each rank that holds a shard of a factor (index
+        variable of the op's rule), in the order of shards."""
         return [value(self.view.on(m)) for m in self.view.mesh.group(self._axes(factor), 0)]
 
     def shift(self, x: gs.Tensor, factor: str, axis: int, sizes: Sequence[int]) -> gs.Tensor:
-        """Sends `x` to the rank with the next shard of the factor, in a ring; returns the `x` of
-        the rank with the previous shard. `sizes` are those of the ranks' `x` along `axis`, in the
-        order of shards."""
+        """Sends `x` to the rank with the next shard of a factor (index variable of the op's rule),
+        in a ring; returns the `x` of the rank with the previous shard. `sizes` are those of the
+        ranks' `x` along `axis`, in the order of shards."""
         return shift(self, x, self._axes(factor), axis, sizes)
 
     def exchange(
@@ -137,13 +139,17 @@ class LoweringBuilder:
         held: Sequence[npt.NDArray[Any]],
         wanted: Sequence[npt.NDArray[Any]],
     ) -> gs.Tensor:
-        """Returns the elements of `x` at the positions `wanted` along `axis`, from the ranks that
-        have them (`held`); both have an array for each rank with a shard of the factor."""
+        """Returns the elements of `x` at the positions that a rank wants along `axis`, from the
+        ranks that hold them.
+
+        held    the positions that each rank holds, in the order of the shards of `factor`
+        wanted  the positions that each rank wants
+        """
         return exchange(self, self.view.mesh, x, self._axes(factor), axis, held, wanted)
 
     def gathered(self, factor: str) -> npt.NDArray[Any]:
-        """Returns the global indices of a factor, in the order in which `all_gather` joins its
-        shards."""
+        """Returns the global indices of a factor (index variable of the op's rule), in the order in
+        which `all_gather` joins its shards."""
         members = self.view.mesh.group(self._axes(factor), 0)
         return np.concatenate([self.view.on(m).positions(factor) for m in members])
 
@@ -177,8 +183,9 @@ class LoweringBuilder:
     def filled(
         self, x: gs.Tensor, factor: str, axis: int, value: Any = 0, count: int = 1
     ) -> gs.Tensor:
-        """Returns `x`, or, where the rank's shard is empty, `count` elements of `value` along
-        `axis`. Dimension `axis` of `x` has `count` elements for each element of the factor."""
+        """Returns `x`, or, where the rank's shard of the factor is empty, `count` elements of
+        `value` along `axis`. Dimension `axis` of `x` has `count` elements for each element of the
+        factor, an index variable of the op's rule."""
         if not self.view.may_be_empty(factor):
             return x
         y = fill(self, x, axis, np.array([count], np.int64), value)
@@ -195,7 +202,7 @@ class LoweringBuilder:
         return fetch(self, self.view, x, factor, axis, wanted)
 
     def is_open(self, factor: str) -> bool:
-        """True if the size of the factor differs between runs."""
+        """True if the size of a factor (index variable of the op's rule) differs between runs."""
         return factor in self.view.open
 
     def fetch_between(
@@ -346,7 +353,8 @@ class LoweringBuilder:
 
 
 def note_stand_ins(name: str, view: NodeView, per_rank: PerRank) -> None:
-    """Records in `per_rank` that a constant counts the stand-ins of a view as elements."""
+    """Records in `per_rank` that the constant `name` counts an empty shard as one element, if the
+    view does so."""
     if view.stand_ins:
         per_rank.stand_ins[name] = view.stand_ins
 

@@ -134,7 +134,8 @@ class OpenConstants:
             raise OpenSizesError(str(first), dict.fromkeys(errors, frozenset()))
 
     def _find_varying(self) -> Iterator[str]:
-        """Yields the names of the constants that differ between bindings or ranks."""
+        """Yields the names of the constants that differ between bindings (values of the open sizes)
+        or ranks."""
         for name, tensor in self.base.constants.items():
             by_rank = self._is_per_rank(name)
             is_lazy = isinstance(tensor._values, gs.ir.tensor.LazyValues) and not by_rank
@@ -148,7 +149,8 @@ class OpenConstants:
                 yield name
 
     def _is_per_rank(self, name: str) -> bool:
-        """True if ranks have different constants of this name, at any binding."""
+        """True if ranks have different constants of this name, at any binding (values of the open
+        sizes)."""
         return any(name in lowered.per_rank.constants for lowered in self.all)
 
     def _check_stored(self, name: str) -> None:
@@ -175,8 +177,8 @@ class OpenConstants:
         return {name: array for name, array in all_arrays.items() if array is not None}
 
     def _array(self, rank: int, name: str) -> OpenArray | None:
-        """Returns a constant of a rank as polynomials; None if it is equal on all ranks and at all
-        bindings."""
+        """Returns a constant of a rank as polynomials of the open sizes; None if it is equal on all
+        ranks, and for all values of the open sizes."""
         values = [lowered.value(name, rank, self.mesh) for lowered in self.all]
         if all(_equal(values[0], v) for v in values[1:]) and name not in self.base.layouts:
             return None
@@ -192,9 +194,10 @@ class OpenConstants:
     def _variable_values(
         self, rank: int, filled: frozenset[int]
     ) -> tuple[dict[Variable, Sequence[int]], list[dict[str, int]]]:
-        """Returns the values that the variables of a rank's polynomials (symbols and extents of
-        shards) have: by variable at all bindings, and one mapping for each probe (random sizes).
-        `filled` is as `_filled` returns it."""
+        """Returns the values of the variables of a rank's polynomials: symbols, and starts and
+        sizes of shards. First, by variable, those at all bindings (values of the symbols at which
+        the model was lowered); then one mapping for each probe (random sizes). `filled` is as
+        `_filled` returns it."""
         extents = self._parts(rank, filled)
         variables: dict[Variable, Sequence[int]] = {}
         variables.update(self.sizes.variables())
@@ -209,9 +212,9 @@ class OpenConstants:
     def _sizes_of_shards(
         self, rank: int, filled: frozenset[int]
     ) -> dict[tuple[int, ...], list[Polynomial]]:
-        """Returns polynomials for the sizes of a rank's shards, by the values that a size has at
-        all bindings. Several polynomials may have equal values there. `filled` is as `_filled`
-        returns it."""
+        """Returns polynomials for the sizes of a rank's shards, by the values that such a size has
+        at all bindings (values of the symbols at which the model was lowered). Several polynomials
+        may agree there. `filled` is as `_filled` returns it."""
         names = {
             (split.sizes, split.axes, split.parts): self._extent_name("part", i, filled)
             for i, split in enumerate(self._split_sizes)
@@ -250,8 +253,8 @@ class OpenConstants:
 
     @cached_property
     def _split_dims(self) -> list[tuple[Dim, ...]]:
-        """The distinct dimensions of open size that are split, each as its layouts at all
-        bindings."""
+        """The distinct dimensions of open size that mesh axes split, each as its layouts at all
+        bindings (values of the open sizes)."""
         split_dims: dict[tuple[Dim, ...], None] = {}
         for name in self.base.layouts:
             for dims in zip(*(lowered.layouts[name].dims for lowered in self.all), strict=True):
@@ -266,9 +269,9 @@ class OpenConstants:
         rank: int,
         filled: frozenset[int],
     ) -> OpenArray:
-        """Returns the constant `name` of a rank as polynomials, from its `values` at all bindings.
-        Errors: OpenSizesError if no polynomial has these values, or if two of them have, but differ
-        at a probe (random sizes)."""
+        """Returns the constant `name` of a rank as polynomials, from its `values` at all bindings
+        (values of the open sizes). Errors: OpenSizesError if no polynomial has these values, or if
+        two have them, but differ at other, random sizes. `filled` is as `_filled` returns it."""
         variables, probes = self._variables(rank, filled)
         shards = self._shard_forms(rank, filled)
         first = values[0]
@@ -291,26 +294,26 @@ class OpenConstants:
         return OpenArray(tuple(elements), first.shape, first.dtype)
 
     def _has(self, forms: Forms, columns: Sequence[Sequence[int]]) -> bool:
-        """True if the polynomials `forms` have these values at all bindings; `columns` has the
-        values of each element."""
+        """True if the polynomials `forms` have the values `columns`: for each element, its values
+        at all bindings (values of the open sizes)."""
         pairs = zip(forms.reshape(-1), columns, strict=True)
         return all([form.at(b) for b in self.sizes.bindings] == column for form, column in pairs)
 
     def parts(self, rank: int) -> dict[str, Extent]:
-        """Returns the extents of a rank's shards of open sizes, with and without stand-ins, by the
-        names of variables."""
+        """Returns the extents (starts and sizes) of a rank's shards of open sizes, by the names of
+        variables: each twice, with an empty shard counted as no element, and as one."""
         every = frozenset(range(len(self._split_sizes)))
         return {**self._parts(rank, every), **self._parts(rank, frozenset())}
 
     @cached_property
     def _prefix(self) -> str:
-        """The prefix of the names of extents: more colons than any symbol of the model begins
-        with."""
+        """The prefix of the names of variables for starts and sizes of shards: more colons than any
+        symbol of the model begins with."""
         return ":" * (1 + max((len(s) - len(s.lstrip(":")) for s in self.sizes.symbols), default=0))
 
     def _parts(self, rank: int, filled: frozenset[int]) -> dict[str, Extent]:
-        """Returns the extents of a rank's shards of open sizes, by the names of variables. `filled`
-        has the indices of the sizes whose empty shards count as one element."""
+        """Returns the extents (starts and sizes) of a rank's shards of open sizes, by the names of
+        variables. `filled` has the indices of the sizes whose empty shards count as one element."""
         extents = {}
         for i, split in enumerate(self._split_sizes):
             at = tuple(self.mesh.coordinate((a,), rank) for a in split.axes)
@@ -325,8 +328,9 @@ class OpenConstants:
 
     @cached_property
     def _probes(self) -> list[Binding]:
-        """Random sizes within the limits of runs, which distinguish polynomials that agree at the
-        bindings: small sizes, at which ranks have empty shards, and larger sizes."""
+        """Random values of the open sizes within the limits of runs, at which polynomials are
+        compared that agree at the bindings: small sizes, at which ranks have empty shards, and
+        larger sizes."""
         source = random.Random(0)
         bindings = self.sizes.bindings
         least = {symbol: min(b[symbol] for b in bindings) for symbol in self.sizes.symbols}
@@ -359,8 +363,8 @@ class OpenConstants:
         return list(split_sizes.values())
 
     def _split_size(self, name: str, column: Sequence[Factor]) -> SplitSize:
-        """Returns the split size of a factor, from its sharding at all bindings (`column`). Errors:
-        OpenSizesError if it has no formula."""
+        """Returns the split size of a factor from `column`, its sharding at each binding (values of
+        the open sizes). Errors: OpenSizesError if the size has no formula."""
         sizes = tuple(f.size for f in column)
         size, parts = self.sizes.formula(sizes), column[0].parts
         if size is None or isinstance(parts, tuple) or any(f.parts != parts for f in column):
@@ -368,7 +372,7 @@ class OpenConstants:
         return SplitSize(sizes, size, column[0].axes, parts)
 
     def is_open(self, name: str, axis: int) -> bool:
-        """True if dimension `axis` of an input or output differs between bindings."""
+        """True if the size of dimension `axis` of an input or output depends on the open sizes."""
         layouts = [lowered.layouts.get(name) for lowered in self.all]
         return len({layout.shape[axis] for layout in layouts if layout is not None}) > 1
 
@@ -396,9 +400,10 @@ class OpenConstants:
         return removed
 
     def operands(self, rank: int) -> dict[str, tuple[OpenArray, dict[str, Extent]]]:
-        """Returns the sizes that a rank's collectives take as an operand, by node: the sizes of the
-        shards into which a collective cuts its tensor, and the extents on which they depend, by
-        variable. Errors: OpenSizesError if they have no formula."""
+        """Returns the sizes that a rank's collectives take as an operand, by node: those of the
+        shards into which a collective cuts its tensor, as polynomials, with the starts and sizes of
+        shards on which these depend, by variable. Errors: OpenSizesError if a size has no
+        formula."""
         operands = {}
         for node in self.base.graph.nodes:
             for name, key in self._attributes(rank, node):
@@ -411,9 +416,14 @@ class OpenConstants:
         self, rank: int, node: gs.Node, key: str, values: Sequence[Any]
     ) -> tuple[OpenArray, dict[str, Extent]]:
         """Returns the sizes of the shards into which a collective cuts its tensor, one for each
-        member of the rank's group, and the extents on which they depend, by variable. `values` has
-        the attribute `key`, these sizes, at all bindings. Errors: OpenSizesError for any other
-        attribute."""
+        member of the rank's group, as polynomials; and the starts and sizes of shards on which
+        these depend, by variable.
+
+        key     the attribute that has the sizes
+        values  the attribute at each binding (values of the open sizes)
+
+        Errors: OpenSizesError for any other attribute.
+        """
         kind = KINDS.get(node.op) if node.domain == DOMAIN else None
         if kind is None or not kind.cuts or key != kind.cuts.sizes or _moved_axis(node) is not None:
             raise self.needs_sizes(node.name)
@@ -446,9 +456,12 @@ class OpenConstants:
 
 
 def _ends(column: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> list[Polynomial]:
-    """Returns the polynomials start + size of a shard, its end, that have the values `column` at
-    all bindings. They are preferred: at few bindings, other polynomials may have the same values by
-    chance. `variables` has the values of variables at all bindings."""
+    """Returns the polynomials "start + size" of a shard (its end) that have the values `column` at
+    all bindings (values of the open sizes). They are preferred, as other polynomials may agree
+    there by chance.
+
+    variables  the values of each variable at all bindings
+    """
     texts = [v for v in variables if isinstance(v, str) and "start" in v]
     pairs = [
         (start, part) for start in texts if (part := start.replace("start", "part")) in variables
@@ -500,9 +513,9 @@ def _collect_error(errors: dict[str, OpenSizesError]) -> Iterator[None]:
 
 
 def _is_found_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
-    """True if a collective finds the sizes in its attribute `key` by itself when it runs: those of
+    """True if a collective finds the sizes in its attribute `key` by itself when it runs: sizes of
     its members' tensors, or of shards that are as equal as possible. `values` has the attribute at
-    all bindings."""
+    each binding (values of the open sizes)."""
     if _moved_axis(node) is not None:
         return False
     kind = KINDS.get(kind_of(node.op))

@@ -49,7 +49,8 @@ def is_collective(node: gs.Node) -> bool:
 
 
 class Windows:
-    """Finds the windows of collectives in a topologically sorted graph.
+    """Finds the windows of collectives (the parts of the graph in which each is under way) in a
+    topologically sorted graph.
 
     heavy    names of the nodes that compute; other nodes may move together with a collective
     groups   returns the groups of ranks of a collective: one that is not split into start and
@@ -121,9 +122,10 @@ class Windows:
         return sorted(windows, key=lambda w: self.index[id(w.collective)])
 
     def _early(self, at: int, fetched: int, cuts: Sequence[int]) -> Window:
-        """Returns the window of the gather at index `at`. It ends at its place; it starts after
-        index `fetched`, after the nodes on which it depends, and after any collective (indices
-        `cuts`) that would wait for it."""
+        """Returns the window of the gather at index `at`: the part of the graph in which it is
+        under way. It ends at the gather's place; it starts after index `fetched`, after the nodes
+        on which the gather depends, and after any collective (indices `cuts`) that would wait for
+        it."""
         before, first = self._before(at)
         start = max(first, fetched, *(c for c in cuts if c < at))
         between = self._between(start, at, cuts)
@@ -139,8 +141,8 @@ class Windows:
         behind: Sequence[gs.Node],
         between: Sequence[int],
     ) -> Window:
-        """Returns the window of the collective at index `at`, with these fields of a Window;
-        `between` are the indices of the nodes that compute meanwhile."""
+        """Returns the window of the collective at index `at`, with these fields of a Window.
+        `between` are the indices of the nodes that compute while it is under way."""
         nodes = [self.nodes[i] for i in between]
         computed = {id(n) for n in nodes if not is_collective(n)}  # tokens order collectives
         after = self._after(at, [*behind], computed)
@@ -198,9 +200,14 @@ class Windows:
         return [i for i in range(start + 1, stop) if self.heavy[i]]
 
     def _after(self, at: int, behind: list[gs.Node], between: Collection[int]) -> gs.Tensor | None:
-        """Returns an operand of the first node that reads the result of the collective at index
-        `at`, or of nodes `behind` it: of those that nodes in the window compute, the last. None if
-        there is none. `between` has the ids of the nodes in the window."""
+        """Returns the tensor for which the first reader of a collective's result must wait, too:
+        the last operand of the reader that nodes compute while the collective is under way. None if
+        there is none.
+
+        at       the index of the collective
+        behind   the nodes that only reshape its result
+        between  the ids of the nodes that compute meanwhile
+        """
         readers = [
             reader
             for node in [self.nodes[at], *behind]

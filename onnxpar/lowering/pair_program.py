@@ -41,8 +41,8 @@ rows of an expert, but each expert then has nodes of its own."""
 
 
 class PairProgram:
-    """Replaces the nodes of a mixture in a rank's graph, each in its place, by nodes that compute
-    only the chosen pairs of an expert and a row.
+    """Replaces the nodes of a mixture of experts in a rank's graph, each in its place, by nodes
+    that compute only the chosen pairs: an expert, and a row that the router has chosen for it.
 
     graph    the graph of a rank
     mixture  the nodes of the mixture, each with its role
@@ -70,7 +70,7 @@ class PairProgram:
 
     @property
     def finder(self) -> str:
-        """The name of the node that splits the row numbers of all pairs by expert."""
+        """The name of the node that divides the numbers of the chosen rows among experts."""
         return f"{self.name}/rows"
 
     def replace(self) -> None:
@@ -111,8 +111,9 @@ class PairProgram:
         self._drop_unread([t for inputs, _ in operands for t in inputs])
 
     def _begin(self) -> None:
-        """Adds nodes that find the pairs. If ranks exchange rows, these are the pairs of the rank's
-        rows (`sent`), and those of its experts (`computed`)."""
+        """Adds nodes that find the pairs of an expert and a row chosen for it. If ranks exchange
+        rows, these are two lists: the pairs of the rank's own rows (`sent`), and those of its own
+        experts (`computed`)."""
         chosen, exchanges = self.mixture.chosen, self.mixture.of(Role.CROSSING)
         if exchanges:
             all_experts = [self.shapes[chosen.name][0]] * len(self.experts)
@@ -132,11 +133,13 @@ class PairProgram:
         return self.pairs is not self.computed or self.pairs.most > MOST_APART
 
     def _has(self, tensor: gs.Tensor) -> bool:
-        """True for a tensor of the mixture that is replaced by rows of pairs."""
+        """True for a tensor [expert, row, column] that is replaced by the rows of the chosen pairs
+        of expert and row."""
         return id(tensor) in self.joined or id(tensor) in self.apart
 
     def _pairs_of(self, tensor: gs.Tensor) -> gs.Tensor:
-        """Returns the rows of pairs in place of `tensor`, as one tensor [1, pair, column]."""
+        """Returns the rows of `tensor` for the chosen pairs of expert and row, as one tensor [1,
+        pair, column]."""
         if id(tensor) not in self.joined:
             parts = self.apart[id(tensor)]
             joined = gs.Variable(f"{self.name}/{tensor.name}", tensor.dtype)
@@ -144,16 +147,16 @@ class PairProgram:
         return self.joined[id(tensor)]
 
     def _parts(self, tensor: gs.Tensor) -> Tensors:
-        """Returns the rows of pairs in place of `tensor`, as a tensor [1, row, column] for each
-        expert; without rows for an expert that a rank lacks."""
+        """Returns the rows of `tensor` for the chosen pairs of expert and row, as a tensor [1, row,
+        column] for each expert; without rows for an expert that a rank lacks."""
         if id(tensor) not in self.apart:
             x = self.joined[id(tensor)]
             self.apart[id(tensor)] = self.pairs.split(x, 1, f"{x.name}/parts")
         return self.apart[id(tensor)]
 
     def _mask(self, _: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
-        """Replaces a Where that keeps the rows of each expert: rows of pairs stay as they are, and
-        any other operand is gathered."""
+        """Replaces the Where that zeros the rows that are not chosen: only the rows of chosen pairs
+        of expert and row are left, gathered here unless its operand has only these already."""
         x, (result,) = inputs[1], outputs
         for form in (self.joined, self.apart):
             if id(x) in form:
@@ -185,8 +188,8 @@ class PairProgram:
             self._pick_parts(moved, result)
 
     def _rows_of(self, tensor: gs.Tensor) -> gs.Tensor:
-        """Returns the rows of pairs, [1, pair, column], of a tensor [row, column] or [expert, row,
-        column]."""
+        """Returns the rows of a tensor [row, column] or [expert, row, column] for the chosen pairs
+        of expert and row, as [1, pair, column]."""
         rows = self.pairs.beside(tensor)
         is_flat = len(self.shapes[tensor.name]) == RANK - 1
         return self.pairs.as_rows(rows) if is_flat else rows
@@ -196,8 +199,8 @@ class PairProgram:
         themselves."""
 
     def _rows(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
-        """Replaces a node that computes each row by itself by a copy for the rows of pairs: one for
-        all experts, or one for each."""
+        """Replaces a node that computes each row by itself by copies that compute the rows of
+        chosen pairs of expert and row: a single copy for all experts, or one for each."""
         if node.op in ("Expand", "Reshape"):
             inputs = [inputs[0], self.pairs.target_shape(node.op, outputs[0], self.columns)]
         if self._is_joined or not any(id(t) in self.apart for t in inputs):
@@ -252,8 +255,8 @@ class PairProgram:
         return self.shared[key]
 
     def _reduced(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
-        """Replaces a reduction over ranks by that of the rows of pairs: ranks that hold partial
-        sums have the same pairs."""
+        """Replaces a reduction over ranks by that of the rows of chosen pairs of expert and row:
+        ranks that hold partial sums of one tensor have the same pairs."""
         (self.joined[id(outputs[0])],) = self._copy(node, [self._pairs_of(inputs[0])], outputs, "")
 
     def _product(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
@@ -297,7 +300,7 @@ class PairProgram:
         self.add("Slice", [joined, [0], end, [0]], result.dtype, result)
 
     def _total(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
-        """Replaces the sum over experts: adds up the pairs of each row."""
+        """Replaces the sum over experts: adds up, for each row, the rows of its chosen experts."""
         x = inputs[0]
 
         def row(rank: int) -> Any:

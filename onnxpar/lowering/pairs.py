@@ -41,7 +41,8 @@ class Pairs:
 
     @cached_property
     def counts(self) -> gs.Tensor:
-        """The number of pairs of each expert, [expert], with 0 for experts that a rank lacks."""
+        """The number of rows that are chosen for each expert, [expert], with 0 for experts that a
+        rank lacks."""
         counts = self.add("ReduceSum", [self.picks], np.int64, axes=[1], keepdims=0)
         if self.is_even:
             return counts
@@ -61,8 +62,9 @@ class Pairs:
         return [number(expert) for expert in range(self.most)]
 
     def split(self, x: gs.Tensor, axis: int, name: str) -> Sequence[gs.Tensor]:
-        """Returns `x` split by expert along `axis`, the dimension of pairs, by a node called
-        `name`. The parts of experts that a rank lacks are empty."""
+        """Returns the parts of `x` for each expert: splits dimension `axis`, that of the pairs of
+        expert and row, which are sorted by expert, by a node called `name`. The parts of experts
+        that a rank lacks are empty."""
         parts = [gs.Variable(f"{name}.{i}", x.dtype) for i in range(self.most)]
         self.nodes.note(gs.Node("Split", name, {"axis": axis}, [x, self.counts], parts))
         return parts
@@ -81,9 +83,9 @@ class Pairs:
         return self.shapes.get(tensor.name, ())[-2:-1] == (self.rows,)
 
     def beside(self, tensor: gs.Tensor) -> gs.Tensor:
-        """Returns an operand of an elementwise node for the pairs: [expert, row, column] and
-        [expert, 1, column] become [1, pair, column]; [row, column] becomes [pair, column]; other
-        operands stay as they are."""
+        """Returns an operand of an elementwise node for the chosen pairs of expert and row:
+        [expert, row, column] and [expert, 1, column] become [1, pair, column]; [row, column]
+        becomes [pair, column]; other operands stay as they are."""
         shape = self.shapes.get(tensor.name, ())
         if self.is_of_experts(tensor):
             parts = self.add("Gather", [tensor, self.expert], tensor.dtype, axis=0)
@@ -97,9 +99,9 @@ class Pairs:
     def target_shape(
         self, op: str, result: gs.Tensor, columns: Callable[[gs.Tensor, int], Sequence[int]]
     ) -> gs.Constant:
-        """Returns the shape, for an Expand or a Reshape (`op`), with which `result` becomes [1,
-        pair, column]. `columns` has the sizes of a tensor on a rank, behind the dimensions of
-        experts and rows."""
+        """Returns the shape operand of an Expand or a Reshape (`op`) whose result is [1, pair,
+        column], with a place for each chosen pair of expert and row. `columns` has the sizes of
+        `result` on a rank, behind the dimensions of experts and rows."""
         pairs = 1 if op == "Expand" else 0  # 0: Reshape copies the size
         return self.nodes.constant(
             f"{result.name}/shape", lambda rank: [1, pairs, *columns(result, rank)]
@@ -108,11 +110,11 @@ class Pairs:
     def sum(
         self, parts: Sequence[gs.Tensor], total: gs.Tensor, zeros: gs.Tensor, keeps: bool = False
     ) -> None:
-        """Makes `total`, [row, column], or with `keeps` [1, row, column]: the sum over the pairs of
-        each row.
+        """Makes `total`, [row, column], or with `keeps` [1, row, column]: for each row, the sum of
+        what its chosen experts have computed.
 
-        parts  the rows of pairs, [1, pair, column] together
-        zeros  [1, 1, column], added for rows with fewer pairs than others
+        parts  the results of the pairs of expert and row, [1, pair, column] when concatenated
+        zeros  [1, 1, column], added for rows with fewer experts than others
         """
         padded = self.add("Concat", [zeros, *parts], total.dtype, axis=1)
         if self.table is None:

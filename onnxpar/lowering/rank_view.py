@@ -81,8 +81,8 @@ class NodeView:
         return NodeView(op.node, inputs, outputs, {**factors, **whole}, mesh, opened)
 
     def filled(self, rule: Rule, names: Collection[str]) -> NodeView:
-        """Returns the view that counts an empty shard of the factors `names` as one element, a
-        stand-in."""
+        """Returns the view that counts an empty shard of the factors `names` (index variables of
+        the rule) as one element, a stand-in."""
 
         def fill(layout: Layout, spec: Spec | None) -> Layout:
             dims = zip(spec or (), layout.dims, strict=False)
@@ -103,13 +103,13 @@ class NodeView:
         return frozenset((leaf.size, leaf.axes) for leaf in all_leaves if leaf.filled and leaf.axes)
 
     def may_be_empty(self, factor: str) -> bool:
-        """True if a shard of the factor may be empty: the factor is split, and its size is open or
-        a shard has size 0."""
+        """True if a shard of a factor (index variable of the rule) may be empty: mesh axes split
+        the factor, and its size is open or a shard has size 0."""
         split = [f for f in leaves(self.factors[factor]) if f.axes and not f.filled]
         return bool(split) and (factor in self.open or any(0 in f.part_sizes() for f in split))
 
     def is_split(self, factor: str) -> bool:
-        """True if mesh axes split the factor."""
+        """True if mesh axes split a factor (index variable of the rule)."""
         return bool(dim_axes(self.factors[factor]))
 
     def breach(self, rule: Rule) -> str | None:
@@ -165,23 +165,24 @@ class RankView:
         return tuple(map(self._size, self._view.outputs[index].dims))
 
     def size(self, factor: str) -> int:
-        """Returns the size of the rank's shard of a factor."""
+        """Returns the size of the rank's shard of a factor, an index variable of the op's rule."""
         return self._size(self._view.factors[factor])
 
     def positions(self, factor: str) -> Array:
-        """Returns the global indices of the rank's shard of a factor, in the rank's order: [2, 3]
-        on the second of two ranks that share 4 elements."""
+        """Returns the global indices of the rank's shard of a factor (index variable of the op's
+        rule), in the rank's order: [2, 3] on the second of two ranks that share 4 elements."""
         tree = self._view.factors[factor]
         self.varies |= bool(dim_axes(tree))
         return indices(tree, self._view.mesh, self._rank)
 
     def is_run(self, factor: str) -> bool:
-        """True if the shards of a factor are contiguous on every rank."""
+        """True if the shards of a factor (index variable of the op's rule) are contiguous on every
+        rank."""
         return isinstance(normalize(self._view.factors[factor]), Factor)
 
     def interval(self, factor: str) -> tuple[int, int]:
-        """Returns the global start and end (exclusive) of the rank's shard of a factor, which must
-        be contiguous."""
+        """Returns (start, end) of the rank's shard of a factor (index variable of the op's rule):
+        global indices, end exclusive. The shard must be contiguous."""
         tree = self._view.factors[factor]
         self.varies |= bool(dim_axes(tree))
         assert self.is_run(factor), factor
@@ -189,17 +190,19 @@ class RankView:
         return start, start + self._size(tree)
 
     def member(self, factor: str) -> int:
-        """Returns the rank's index among the ranks that hold the shards of a factor."""
+        """Returns the rank's index among the ranks that hold the shards of a factor (index variable
+        of the op's rule)."""
         self.varies = True
         return self._view.mesh.coordinate(dim_axes(self._view.factors[factor]), self._rank)
 
     def is_split(self, factor: str) -> bool:
-        """True if mesh axes split the factor."""
+        """True if mesh axes split a factor (index variable of the op's rule)."""
         return self._view.is_split(factor)
 
     def may_be_empty(self, factor: str) -> bool:
-        """True if the factor is split and a shard may be empty: its size is open, or one of its
-        shards has no elements. A shard with a stand-in is not empty."""
+        """True if mesh axes split a factor (index variable of the op's rule), and a shard may be
+        empty: the size is open, or one of its shards has no elements. A shard with a stand-in, an
+        element in its place, is not empty."""
         return self._view.may_be_empty(factor)
 
     def _size(self, dim: Dim) -> int:

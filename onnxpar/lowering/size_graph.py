@@ -40,8 +40,8 @@ class SizeGraph:
     expressions are built once.
 
     graph    a rank's graph
-    symbols  the symbols, in the order of the hidden input
-    parts    the extents of the rank's shards, by the names of variables
+    symbols  the symbols (open sizes), in the order of the hidden input
+    parts    the starts and sizes of the rank's shards, by the names of variables
     nodes    the nodes so far, in topological order
     """
 
@@ -99,7 +99,7 @@ class SizeGraph:
         return self._add("Div", [self._add("Sub", [total, self._add("Mod", [total, by])]), by])
 
     def _variable(self, name: Variable) -> str:
-        """Returns the tensor of a variable: a symbol, an extent of a shard, a quotient or a
+        """Returns the tensor of a variable: a symbol, the start or size of a shard, a quotient or a
         minimum."""
         if isinstance(name, Quotient):
             return self._divided(self._polynomial(name.over), name.below)
@@ -111,7 +111,7 @@ class SizeGraph:
         return self._add("Gather", [SIZES, index], axis=0)
 
     def _part(self, part: Extent) -> str:
-        """Returns the tensor of an extent, as `Extent.value` computes it."""
+        """Returns the tensor of the start or size of a shard, as `Extent.value` computes it."""
         whole = self._polynomial(part.size)
         if part.parts is None:
             size, start = self._equal(part, whole)

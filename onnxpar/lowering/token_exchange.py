@@ -21,11 +21,12 @@ from onnxpar.sharding.expert_cut import crosses_to_experts
 
 
 class TokenExchange:
-    """Replaces the exchanges of a mixture, which move all rows, by exchanges of chosen rows.
+    """Replaces the exchanges between ranks in a mixture of experts, which move all rows, by
+    exchanges of chosen rows. A pair is an expert and a row that is chosen for it.
 
     nodes     gets the new nodes
     sent      the pairs of the rank's own rows, with all experts
-    like      an exchange of all rows to the ranks of experts
+    like      any of the exchanges of all rows, whose group and sizes count
     own       the number of experts of each rank
     tag       the tag of the collective that exchanges numbers of rows
     received  the pairs of the rank's own experts, with received rows

@@ -11,9 +11,9 @@ from onnxpar.sharding.factors import OpFactors
 
 
 def expanded_zeros(op: OpFactors, view: NodeView) -> frozenset[str]:
-    """Returns the factors of an Expand whose empty shards need stand-ins: onnxruntime (1.32) may
-    drop an Expand to a constant shape with a size of 0, as if it had no effect. Empty for any other
-    node."""
+    """Returns the factors (index variables) of an Expand whose empty shards need an element in
+    their place: onnxruntime (1.32) may drop an Expand to a constant shape with a size of 0, as if
+    it had no effect. Empty for any other node."""
     if op.node.op != "Expand" or op.node.domain:
         return frozenset()
     kept = {f for expr in op.rule.inputs[0] or () for f in expr_vars(expr)}
