@@ -305,6 +305,7 @@ def _scatters(
     reduction: Reduction,
     process_set: ProcessSet,
 ) -> Handle[list[Array]]:
+    """Starts the reducescatter of each array, and returns a handle of the list of results."""
     names = _names(name, "reducescatter", len(tensors))
     works = [
         _scatter(tensor, each, compression, reduction, process_set)

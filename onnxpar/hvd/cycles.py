@@ -174,8 +174,8 @@ class Cycles:
 
     def _exchange(self, abouts: list[str] | None) -> list[list[str] | None]:
         """Tells all ranks which collectives this rank has started (`Request.about`), or None if it
-        has joined. Returns the lists of all ranks, by rank. Every rank takes the knobs of rank
-        0."""
+        has joined. Returns the lists of all ranks, by rank. Every rank takes over the fusion
+        threshold and the cycle time of rank 0."""
         payload = to_bytes([abouts, *self._knobs])
         name = f"cycle {self.count}"
         self.count += 1
@@ -185,9 +185,9 @@ class Cycles:
         return [row[0] for row in every]
 
     def _agreed(self, told: Sequence[list[str] | None]) -> list[str]:
-        """Returns the collectives that all ranks have started, but for the ranks that have joined:
-        the common start of the lists. `told` is what `_exchange` returns. Errors: RankError, on
-        every rank, if the lists differ in their common length."""
+        """Returns the collectives that all ranks have started, except those that have joined: the
+        common start of the lists in `told`. It has the list of each rank, or None for a rank that
+        has joined. Errors: RankError, on every rank, if the lists differ in their common length."""
         active = [(rank, abouts) for rank, abouts in enumerate(told) if abouts is not None]
         count = min(len(abouts) for _, abouts in active)
         first_rank, first = active[0]

@@ -63,8 +63,8 @@ class Reduce:
 
     @staticmethod
     def parse(members: Members, text: str) -> Reduce | None:
-        """Returns the allreduce of zeros with the name, dtype, shape and reduction in `text`, which
-        `str` wrote. None if the text is that of another collective."""
+        """Returns an allreduce of zeros with the name, dtype, shape and reduction in `text`, which
+        `str(work)` returned for another Reduce. None if the text is that of another collective."""
         if not text.startswith(_PREFIX + "["):
             return None
         import ml_dtypes  # noqa: F401  (lets np.dtype know bfloat16)

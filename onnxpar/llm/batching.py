@@ -25,7 +25,7 @@ MOST_TOKENS = 8
 class Done:
     """Counts of the work so far.
 
-    prompt_tokens     tokens of prompts, with those in `cached_tokens`
+    prompt_tokens     tokens of prompts, cached ones included
     cached_tokens     tokens of prompts that were in the caches already, from earlier texts
     generated_tokens  new tokens
     steps             runs of the ranks

@@ -46,8 +46,9 @@ class Decoder:
             return self._batch, self._read(prompts, given or {})
 
     def _read(self, prompts: Sequence[Sequence[int]], given: Mapping[str, Array]) -> Array:
-        """Does what `start` says, without the lock; returns the logits of the token after each
-        prompt."""
+        """Begins a batch with these prompts, and returns the logits of the token after each,
+        (batch, vocabulary). The caller holds the lock. `given` has first values of caches, and
+        inputs that all runs read."""
         self._session.states.reset()
         self._lengths = np.array([len(p) for p in prompts])
         longest = int(self._lengths.max())

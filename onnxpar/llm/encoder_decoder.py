@@ -117,7 +117,11 @@ class EncoderDecoder(Closing):
     def source(
         self, inputs: Sequence[Input], begin: Beginning, rules: GenerationRules
     ) -> EncodedSource:
-        """Returns the source of the answers' tokens. `inputs` are the prompts for the encoder;
-        `begin` and `rules` are what `start` returns."""
+        """Returns the source of the answers' tokens.
+
+        inputs  the prompts for the encoder
+        begin   the first tokens of each answer
+        rules   which tokens may follow
+        """
         vocabulary = self._of.vocabulary
         return EncodedSource(self._decoder, self._encoder, inputs, begin, rules, vocabulary)

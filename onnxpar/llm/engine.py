@@ -28,7 +28,7 @@ class Counts:
 
     running, waiting   numbers of texts now
     pages, used_pages  numbers of pages of the caches now: all, and those that texts have
-    prompt_tokens      tokens of prompts, with those in `cached_tokens`
+    prompt_tokens      tokens of prompts, cached ones included
     cached_tokens      tokens of prompts that were in the caches already, from earlier texts
     generated_tokens   new tokens
     preemptions        how often a text had to wait again, because others needed its pages

@@ -76,7 +76,7 @@ class RuledText:
         self._tokens.append(token)
 
     def allowed(self) -> Array:
-        """Returns True for each token that may come next, (vocabulary,)."""
+        """Returns True for each token that may come next by the rules, (vocabulary,)."""
         rules, step = self._rules, len(self._tokens) - self._begin
         is_forced = rules.first is not None and self._begin == 1
         if is_forced and step == 0:

@@ -89,7 +89,8 @@ class Sampling:
 
     def changed(self, seen: Sequence[int], step: int) -> Array:
         """Returns the ids of the tokens whose logits biases and penalties change before the next
-        token is chosen, ascending. `seen` and `step` are as in `choose`."""
+        token is chosen, ascending. `seen` are the tokens of the text, the last `step` of which were
+        generated."""
         ids = list(self.logit_bias)
         if self.repetition_penalty != 1:
             ids += seen
@@ -136,7 +137,7 @@ class Sampling:
 
     def _change(self, scores: Array, tokens: Array, seen: Sequence[int], step: int) -> None:
         """Applies penalties and biases in place to `scores`, the logits of `tokens`, which are
-        ascending. `seen` and `step` are as in `choose`."""
+        ascending. `seen` are the tokens of the text, the last `step` of which were generated."""
         if self.repetition_penalty != 1 and len(seen):
             at = np.searchsorted(tokens, np.unique(np.asarray(seen, np.int64)))
             scores[at] *= np.where(

@@ -53,8 +53,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
     options  those of `InferenceSession`
     tell     called with a line when ranks die, and when new ones run or do not start
 
-    The types are those of a request, of the work of one run, and of the objects that the subclass
-    makes for each new session. If a rank dies, all requests are offered to other workers of the
+    Its type parameters are a request, the work of one run, and the objects that the subclass makes
+    for each new session. If a rank dies, all requests are offered to other workers of the
     same model, if there are any, and new ranks are started, which compute the rest. The thread
     holds the lock, `_changed`, whenever it calls a method of the subclass, except `_open` and
     `_run`.
@@ -227,7 +227,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
             self._restart(error)
 
     def _step(self, work: Work) -> None:
-        """Runs work on the ranks, and gives the requests their results or the error."""
+        """Runs work on the ranks, and gives the requests their results or the error. If ranks have
+        died, starts new ones."""
         try:
             finish = self._run(work)
         except RunError as error:  # the ranks can continue, but would fail again

@@ -117,8 +117,9 @@ class _Sums:
         return self.lifted[name]
 
     def _weighted(self, rows: str) -> str:
-        """Returns the rows without a Mul by ones. The dynamo exporter writes such a Mul for bags
-        without weights, and training would change the ones."""
+        """Returns the tensor that `rows` multiplies by ones; `rows` itself if it is no such
+        product. The dynamo exporter multiplies by ones where `nn.EmbeddingBag` has no weights, and
+        training would change them."""
         product = self.names.node(rows, "Mul")
         ones = [] if product is None else [n for n in product.input if self.names.is_ones(n)]
         if product is None or len(ones) != 1 or (self.names.shape(ones[0]) or [])[1:] != [1]:

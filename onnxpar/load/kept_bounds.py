@@ -59,7 +59,8 @@ def _stored(tensor: gs.Tensor) -> int:
 
 
 def _kept(node: gs.Node) -> list[gs.Node]:
-    """Returns the Max and Min in place of a Relu or a Clip."""
+    """Returns the Max and the Min in place of a Relu or a Clip, which loses its operands and
+    results."""
     x, *bounds = node.inputs
     if node.op == "Relu":
         bounds = [gs.Constant(f"{node.name}::bound", np.zeros((), dtype_of(x)))]

@@ -175,6 +175,7 @@ _LOADER = "the loader"
 
 
 def _model(loading: Loading) -> Model:
+    """Returns the loaded model, from what the rewrites have recorded in `loading`."""
     request, graph, step, sizes = loading.request, loading.graph, loading.step, loading.sizes
     assert graph is not None
     whole = dict(sizes.whole) if sizes is not None else {}

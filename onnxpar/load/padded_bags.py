@@ -23,9 +23,14 @@ from onnxpar.load.bag_names import (
 def padded_bags(
     choice: NodeProto, counter: str, count: int, nodes: list[NodeProto], names: Names
 ) -> Bags | None:
-    """Returns the bags of a Loop whose body lists the rows that are not padding by an inner Loop;
-    None if it is of another form. The If `choice` gives zeros for a bag without such rows, else
-    their reduction. `counter`, `count` and `nodes` are as in `bag_loops._bags_with`."""
+    """Returns the bags of a Loop whose body lists, by an inner Loop, the rows of a bag that are not
+    padding; None if it is of another form.
+
+    choice   the If of the body that gives zeros for a bag without such rows, else their reduction
+    counter  the body's input with the number of the iteration
+    count    the number of bags
+    nodes    the nodes outside of the body to replace
+    """
     branches = results_of(choice)
     zeros, last = names.value(branches["then_branch"]), names.made.get(branches["else_branch"])
     is_empty = names.node(choice.input[0], "Equal")

@@ -119,8 +119,9 @@ class _Proof:
             raise self._error("has scores of another shape than new tokens by keys")
 
     def terms(self, small: Sequence[Sample], large: Sequence[Sample]) -> Terms:
-        """Returns the parameters, after comparing results; `small` and `large` are as for `proved`.
-        Errors: ModelError if PagedAttention does not compute the same."""
+        """Returns the parameters with which PagedAttention computes the attention, after comparing
+        results at samples of short texts (`small`) and of longer ones (`large`). Errors: ModelError
+        if the results differ."""
         terms = self._layout(small)
         if self.found.scores:
             terms = replace(terms, window=self._window(small, large))
@@ -222,7 +223,8 @@ class _Proof:
         return np.asarray(masked > _HIDDEN)
 
     def _scaled(self, terms: Terms, samples: Sequence[Sample]) -> Terms:
-        """Returns `terms` with the measured scale and cap of scores."""
+        """Returns `terms` with the scale and the cap of scores, measured from scores before the
+        Softmax."""
         sample = samples[-1]
         feeds = self._feeds(terms, sample)
         at = next(i for i, n in enumerate(self.found.nodes) if n.op_type == "Softmax")

@@ -319,7 +319,8 @@ class RowProgram:
         return True
 
     def _cut(self, node: gs.Node, x: Rows) -> bool:
-        """Records a Slice, each result of a Split, or a Gather of constant columns."""
+        """Records a Slice, a Split, or a Gather of constant columns of `x` as steps that take some
+        of its columns. Returns False for any other."""
         width, rank = self.width_of(x), len(x.labels)
         at = x.labels.index("f")
         for output, bounds in enumerate(_cuts(node, width, rank, at) or ()):

@@ -84,7 +84,11 @@ def _traced(
     seed: gs.Node, order: Mapping[int, int], guards: Mapping[int, gs.Node]
 ) -> ScatteredExpert | None:
     """Follows an expert from its NonZero, `seed`, to the sum to which it adds; returns None if a
-    node on the way is of no known form. `order` and `guards` are as `_places` returns them."""
+    node on the way is of no known form.
+
+    order   the places of nodes, by id()
+    guards  Ifs that run an expert only if it has tokens, by the id of their branch's result
+    """
     pick = _pick(seed)
     assert pick is not None
     which = constant(pick.inputs[1])
@@ -185,7 +189,11 @@ def _is_like(
     expert: ScatteredExpert, first: ScatteredExpert, steps: int, token_at: int, slots: int
 ) -> bool:
     """True if an expert reads the same tokens as the first one, computes the same number of
-    `steps`, and adds its results in the same way. `token_at` and `slots` are as for `_is_of`."""
+    `steps`, and adds its results in the same way.
+
+    token_at  the dimension of an expert's mask, 0 or 1, that is that of tokens
+    slots     the number of slots of a token: the k of its top k experts
+    """
     if expert.tokens is None or first.tokens is None or expert.result is None:
         return False
     return (
@@ -228,7 +236,8 @@ def _count(mask: gs.Tensor, axis: int, experts: Sequence[ScatteredExpert]) -> in
 
 def _hit(number: gs.Tensor | None, mask: gs.Tensor, axis: int) -> tuple[gs.Node | None, int]:
     """Returns the NonZero and the place of the element, if `number` is an element of a NonZero over
-    the experts that have a token; else (None, -1). `mask` and `axis` are as for `_rewrite`."""
+    the experts that have a token; else (None, -1). Dimension `axis` of `mask`, the tokens and slots
+    of all experts, is that of experts."""
     part = -1
     while number is not None and number.inputs:
         node = number.inputs[0]

@@ -153,8 +153,9 @@ def _all_read(graph: gs.Graph, known: Collection[int], ends: list[tuple[gs.Node,
 
 
 def _backs(graph: gs.Graph, scatter: gs.Node, size: int) -> list[gs.Node] | None:
-    """Returns the nodes that gather rows by the inverse of the order, which the ScatterND `scatter`
-    computes. None if it computes something else, or if the inverse is read in another way."""
+    """Returns the nodes that bring sorted rows back: Gathers by the inverse of the sort's order of
+    `size` rows, which the ScatterND `scatter` computes. None if it computes something else, or if
+    the inverse is read in another way."""
     values = constant(scatter.inputs[2])
     is_inverse = values is not None and np.array_equal(values.reshape(-1), np.arange(size))
     if not is_inverse or scatter.attrs.get("reduction", "none") not in ("none", b"none"):

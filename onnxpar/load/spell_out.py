@@ -31,7 +31,7 @@ def spell_out(model: onnx.ModelProto) -> None:
     types = cache(lambda: _types(model))
 
     def swish(at: Match) -> None:
-        """x * Sigmoid(alpha * x), times the second operand of a SwiGLU."""
+        """Writes x * Sigmoid(alpha * x), times the second operand of a SwiGLU."""
         gate, alpha = at["x"], attributes(at.node).get("alpha", 1.0)
         scaled = gate
         if alpha != 1.0:

@@ -35,7 +35,8 @@ def stack_experts(graph: gs.Graph, folder: Path, in_nodes: bool = False) -> None
 
 
 def _stack_in_nodes(graph: gs.Graph) -> None:
-    """Replaces each constant that stacks weights by nodes that do so: Reshapes and a Concat."""
+    """Replaces each constant that stacks weights by nodes that stack them: Reshapes and a
+    Concat."""
     stacks: dict[int, tuple[gs.Constant, StackedValues]] = {}
     for node in all_nodes(graph):
         for tensor in node.inputs:

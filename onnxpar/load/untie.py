@@ -61,8 +61,9 @@ def shared_vectors(graph: GraphProto) -> dict[str, int]:
 
 
 def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
-    """Gives each reader of a shared vector its own copy, in place: the first keeps `NAME`, the
-    others read `NAME@1`, `NAME@2`, ... Readers of one parameter, if the file says so, share a copy.
+    """Gives each node that reads a vector shared as scale or bias its own copy, in place: the first
+    keeps `NAME`, the others read `NAME@1`, `NAME@2`, ... Readers of one parameter, if the file says
+    so, share a copy.
 
     names  the vectors to copy; None: all that are shared
     """

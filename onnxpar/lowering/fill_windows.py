@@ -55,7 +55,8 @@ def find_fillings(
 ) -> list[Filling]:
     """Moves nodes of a topologically sorted graph, which stays sorted; returns the moves.
 
-    heavy, groups  see `Windows`
+    heavy          names of the nodes that compute
+    groups         returns the groups of ranks of a collective
     seconds        the compute time of each node, by name
     wanted         seconds of compute that would hide each collective, by name
     least          seconds of compute below which starting a collective early does not pay
@@ -93,8 +94,11 @@ def find_fillings(
 def fill(
     graph: gs.Graph, heavy: Collection[str], groups: GroupsOf, fillings: Iterable[Filling]
 ) -> None:
-    """Repeats the moves of `fillings`, in order, in a graph with the same node names. `heavy` and
-    `groups` are those with which `find_fillings` found the moves."""
+    """Repeats the moves of `fillings`, in order, in a graph with the same node names.
+
+    heavy   names of the nodes that compute
+    groups  returns the groups of ranks of a collective
+    """
     for filling in fillings:
         _move(graph, Windows(graph, heavy, groups), filling)
 

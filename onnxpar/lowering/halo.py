@@ -27,8 +27,8 @@ def fetch(
     axis: int,
     wanted: Callable[[Any], Interval],
 ) -> gs.Tensor:
-    """Returns the elements of `x` that each rank wants along dimension `axis` (see
-    `Lowering.fetch`).
+    """Returns the elements of `x` that each rank wants along dimension `axis`: implements
+    `Lowering.fetch`.
 
     view    the node's shards
     factor  the index variable of the op's rule that runs along the dimension; shards are contiguous

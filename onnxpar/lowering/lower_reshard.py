@@ -291,6 +291,8 @@ class ReshardBuilder:
         return lambda rank: local_sizes(dim, mesh, np.array(mesh.group(axes, rank))).tolist()
 
     def _collective(self, kind: str, x: gs.Tensor, y: gs.Tensor, **attrs: Any) -> None:
+        """Adds a collective of this kind, with the group and tag of the reshard, and these
+        attributes."""
         self.built.append(
             collective_node(
                 kind,

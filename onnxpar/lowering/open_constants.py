@@ -221,6 +221,8 @@ class OpenConstants:
         }
 
         def size(dims: Sequence[Dim]) -> Polynomial | None:
+            """Returns the polynomial for the size of a rank's shard of a dimension, from its
+            layouts at all bindings; None if they divide the dimension differently."""
             first = dims[0]
             if isinstance(first, Factor):
                 key = (tuple(d.size for d in dims), first.axes, first.parts)
@@ -385,7 +387,9 @@ class OpenConstants:
             yield from self._attributes(rank, node)
 
     def _attributes(self, rank: int, node: gs.Node) -> list[tuple[str, str]]:
-        """Returns, for one node, what `attributes` yields."""
+        """Returns (node, attribute) for each attribute that this node must not have on the rank,
+        because it has sizes that differ between runs: a collective gets them otherwise. Errors:
+        OpenSizesError for any other attribute that depends on open sizes."""
         if self._reaches_over(node):
             raise self.needs_sizes(node.name)
         removed = []

@@ -74,7 +74,8 @@ class PairProgram:
         return f"{self.name}/rows"
 
     def replace(self) -> None:
-        """Replaces the nodes of the mixture, by the method for the role of each."""
+        """Replaces each node of the mixture of experts, by the method for its role; all other nodes
+        stay."""
         mixture = self.mixture
         write: dict[Role, Callable[[gs.Node, Tensors, Tensors], None]] = {
             Role.MASK: self._mask,

@@ -234,7 +234,8 @@ def _match(
 
 
 def _match_dim(expr: Expr, dim: Dim, sizes: Mapping[str, Size], factors: dict[str, Dim]) -> None:
-    """Does so for one dimension."""
+    """Records the sharding of each factor of one dimension in `factors`: `expr` is the dimension in
+    the rule, `dim` in the layout."""
     if isinstance(expr, Var):
         if expr.name not in factors or not dim_axes(factors[expr.name]):
             factors[expr.name] = dim

@@ -80,7 +80,8 @@ class SizeGraph:
         self.graph.node.extend([*self.nodes, *old])
 
     def _polynomial(self, polynomial: Polynomial) -> str:
-        """Returns the tensor of a polynomial."""
+        """Returns the name of a tensor with the value of a polynomial; adds the nodes that compute
+        it."""
         below = polynomial.denominator
         terms = []
         for monomial, coefficient in polynomial.terms:

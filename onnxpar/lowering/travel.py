@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def shift(
     builder: LoweringBuilder, x: gs.Tensor, axes: Axes, axis: int, sizes: Sequence[int]
 ) -> gs.Tensor:
-    """Returns the `x` of the previous rank in a ring along the mesh axes `axes`; `sizes` are those
-    of the ranks' `x` along dimension `axis` (see `Lowering.shift`)."""
+    """Returns the `x` of the previous rank in a ring along the mesh axes `axes`: implements
+    `Lowering.shift`. `sizes` are those of the ranks' `x` along dimension `axis`."""
     count, rank = len(sizes), len(builder.shape(x))
     shapes = [size if i == axis % rank else -1 for size in sizes for i in range(rank)]
     shape = builder.shape(x)
@@ -38,7 +38,8 @@ def exchange(
     held: Sequence[Array],
     wanted: Sequence[Array],
 ) -> gs.Tensor:
-    """Returns the elements of `x` that a rank needs, by one all-to-all (see `Lowering.exchange`).
+    """Returns the elements of `x` that a rank needs, by one all-to-all: implements
+    `Lowering.exchange`.
 
     axes    the mesh axes of the group
     axis    the dimension of `x` along which elements move

@@ -143,7 +143,8 @@ class WeightStore:
         self, rank: int, weight: TensorProto, layout: Layout, holder: list[int]
     ) -> tuple[Shard, DigestedFile | None]:
         """Reserves the place of the shard that this rank is the first to hold; returns the shard,
-        and its file, or None if it is in the graph. `holder` is as `_first_holders` returns it."""
+        and its file, or None if it is in the graph. `holder` has, for each rank, the first rank
+        that holds the same shard."""
         shape = layout.local_shape(self.mesh, rank)
         bits = element_bits(weight.data_type)
         length = -(-int(np.prod(shape, dtype=np.int64)) * bits // 8)
@@ -204,8 +205,8 @@ class _Writer:
         return True
 
     def write(self, lead: tuple[int, ...], start: int, block: Array) -> None:
-        """Writes the rank's elements of a block; `lead`, `start` and `block` are what `read_blocks`
-        yields."""
+        """Writes the rank's elements of a block; the block has rows of the weight from number
+        `start` on, within the element at the indices `lead`."""
         for at, held in zip(lead, self.held, strict=False):
             place = np.searchsorted(held, at)
             if place == len(held) or held[place] != at:

@@ -126,7 +126,8 @@ class Calls:
         seen: Callable[[Any, Sequence[Actor]], None],
         actors: Sequence[Actor],
     ) -> list[Any]:
-        """Does what `each` says, for these actors, without killing them after an error."""
+        """Returns the results of a task on each of these actors, in order; `each` says what the
+        arguments are. Errors: RankError if one fails."""
         for actor in actors:
             actor.silence, actor.ping = 0.0, None
         waiting = {send(actor): actor for actor in actors}

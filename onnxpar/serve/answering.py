@@ -42,7 +42,8 @@ class Answering(Visiting):
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
-        """Answers a request with this body: at once, or piece by piece if it asks for a stream."""
+        """Reads a request from `body`, generates the answers, and sends them: as a whole, or piece
+        by piece if the request asks for a stream."""
         request, prepared = await run_sync(self._prepared, body)
         form = self._form(
             self._service.settings.model_name,

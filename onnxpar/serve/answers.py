@@ -223,7 +223,8 @@ class Answers:
         return _Answer(stream, placed, stops, echo, parser)
 
     def _piece(self, index: int, answer: _Answer, event: Token | PromptTokens | End) -> Piece:
-        """Returns what an event adds to an answer that is not complete."""
+        """Returns what an event of the engine adds to answer number `index`, which is not complete:
+        text, tokens with probabilities, or its end."""
         if isinstance(event, PromptTokens):
             return Piece(index, "", self._of_prompt(index, event))
         if isinstance(event, End):

@@ -79,6 +79,7 @@ class DialogRequest(GenerationRequest):
     parallel_tool_calls: bool = True
 
     def check(self, service: Any) -> None:
+        """Refuses options of the chat template and choices of tools that contradict each other."""
         super().check(service)
         if self.continue_final_message and self.add_generation_prompt:
             refuse("continue_final_message", "begins no answer: leave add_generation_prompt out")
@@ -111,6 +112,8 @@ class DialogRequest(GenerationRequest):
         """The messages in the form that templates read."""
 
     def tokens(self, service: GeneratingService) -> Sequence[Sequence[int]]:
+        """Returns the tokens of the chat, in a list. Errors: ApiError if the model has no chat
+        template, or the template refuses the messages."""
         tokenizer, messages = service.engine.tokenizer, self.chat
         if not tokenizer.has_chat:
             text = "the model has no chat template; use /v1/completions"

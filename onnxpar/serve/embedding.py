@@ -32,7 +32,7 @@ class EmbeddingAnswering(Visiting):
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
-        """Answers a request with this body."""
+        """Reads a request from `body`, runs its texts on the model, and sends the answer."""
         request, texts = await run_sync(self._prepared, body)
         results = await self._results(texts)
         number = sum(len(text.ids) for text in texts)

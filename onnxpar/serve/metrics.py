@@ -77,6 +77,7 @@ class _OfEngine(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
+        """Yields the metrics of the engine, or of each of its replicas, as they are now."""
         engine, labels = self._engine, list[str]()
         by_labels: dict[tuple[str, ...], ServedCounts | EmbedderCounts] = {(): engine.counts}
         if isinstance(engine, EngineReplicas | EmbedderReplicas):

@@ -96,7 +96,8 @@ class ResponsesFormat(Format):
         return {"type": f"response.{kind}", "response": self._response(self._items, usage)}
 
     def _response(self, items: Sequence[_Item], usage: Usage | None) -> dict[str, Any]:
-        """Returns the response with these items as JSON."""
+        """Returns the whole response as JSON, with these items as its output; `usage` is None until
+        it is complete."""
         return {
             **self._head,
             "status": self._status,

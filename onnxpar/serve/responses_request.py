@@ -79,11 +79,15 @@ class FlatFormat(Part):
 
 
 class TextOptions(Part):
+    """The field `text`: the format of the answer."""
+
     format: FlatFormat = FlatFormat.model_validate({"type": "text"})
     verbosity: _Unsupported = None
 
 
 class Reasoning(Part):
+    """The field `reasoning`, whose members are not supported."""
+
     effort: _Unsupported = None
     summary: _Unsupported = None
 

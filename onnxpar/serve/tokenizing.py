@@ -58,7 +58,7 @@ class Tokenizing(Visiting):
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
-        """Answers a request with this body."""
+        """Reads a request from `body`, and sends the answer."""
         answer = await run_sync(lambda: self._of(object_of(body), self._service))
         await JsonResponse(answer)(scope, receive, stream.raw)
 

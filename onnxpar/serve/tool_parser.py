@@ -132,7 +132,8 @@ class ToolParser:
             self._may_be_bare = self._is_behind = False
 
     def _calls(self) -> Reading[None]:
-        """Reads a call, or a list of calls."""
+        """Reads what follows a marker: a call, or a list of calls, in the form of the model's
+        family."""
         text = self._text
         char = yield from text.visible()
         while (yield from text.one_of(self._family.begins)):

@@ -34,8 +34,8 @@ class Visiting(ABC):
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
-        """Answers a request with this body. Errors: ApiError for a request that cannot be
-        answered."""
+        """Reads a request from `body`, and sends the answer. Errors: ApiError for a request that
+        cannot be answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request. Errors: ApiError, if the response has not begun; later errors become

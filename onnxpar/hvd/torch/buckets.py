@@ -103,8 +103,8 @@ class Buckets:
             self.reset()
 
     def _finish(self) -> None:
-        """Does what `finish` says, without the reset. Asks first which parameters have a gradient
-        on any rank."""
+        """Sends the buckets that are not sent yet, and writes the reduced gradients to the
+        parameters that have a gradient on any rank."""
         while len(self._handles) < len(self._groups):
             self._start()
         flags = np.array(list(self._found.values()), np.uint8)
