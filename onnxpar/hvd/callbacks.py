@@ -29,8 +29,12 @@ Logs = MutableMapping[str, Any]
 
 
 class Loop:
-    """What callbacks know of a training loop: parameters by name, the optimizer, and the number of
-    steps of an epoch, or None."""
+    """The training loop that callbacks work on.
+
+    params           its parameters by name
+    optimizer        its optimizer
+    steps_per_epoch  the number of steps of an epoch; None if unknown
+    """
 
     def __init__(
         self, params: Mapping[str, Array], optimizer: Any, steps_per_epoch: int | None = None

@@ -332,7 +332,7 @@ def _remove_inputs(graph: GraphProto, names: Collection[str]) -> None:
 
 
 def _check_positions(name: str, graph: GraphProto) -> None:
-    """Errors: ModelError unless the input `name` is one of position ids."""
+    """Errors: ModelError unless the input `name` has the shape and the name of position ids."""
     port = next(i for i in graph.input if i.name == name)
     if "position" not in name or len(port.type.tensor_type.shape.dim) != 2:
         raise UnpagedError(f"its input {name!r} is neither token ids, position ids nor a cache")

@@ -32,7 +32,7 @@ _TOLERANCES = {"float32": 2e-5, "float64": 2e-5, "float16": 1e-2}
 
 
 class _CannotRunError(UnpagedError):
-    """An attention does not run at some sizes."""
+    """The nodes of an attention cannot run at some numbers of past and new tokens."""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class RowStep:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a tensor in an expert's nodes is: the result of step `number` (0: the expert's input).
+    """A tensor in an expert's nodes: the result of step `number`, where 0 is the expert's input.
     `labels` names its dimensions: "R1f" has rows, a single element, and columns (features)."""
 
     number: int

@@ -69,8 +69,8 @@ class WithoutPast:
         return rewritten
 
     def check(self, names: Collection[str], samples: Sequence[Sample]) -> None:
-        """Errors: ModelError if one of the tensors `names`, which new nodes compute, has another
-        value at a sample."""
+        """Errors: ModelError unless each of the tensors `names`, which new nodes compute, can be
+        computed from the tokens or positions at all `samples` too."""
         for name in names:
             if self._instead([name], samples) is None:
                 raise UnpagedError(f"{name!r} depends in another way on the length of long texts")

@@ -79,8 +79,9 @@ class BucketBuilder(ReshardBuilder):
                 self._order(whole, y, axis, held, after.dims[axis])
 
     def _exchange(self) -> None:
-        """Adds one all-to-all of the tensors, concatenated along the dimension of `held_dim`, in
-        the order of the ranks that hold it: so each rank sends and receives contiguous shards."""
+        """Adds one all-to-all of all tensors of the bucket. The tensors are concatenated along the
+        dimension that `held_dim` returns, in the order of the ranks that hold it, so each rank
+        sends and receives contiguous shards."""
         held_and_side = held_dim(*self.reshard.members[0])
         assert held_and_side is not None
         held, is_before = held_and_side

@@ -248,7 +248,7 @@ class PairProgram:
         return tensor
 
     def _of_expert(self, stack: gs.Tensor, expert: int) -> gs.Tensor:
-        """Returns the matrix or vector of an expert, from the stack of all experts' ones."""
+        """Returns the matrix or vector of one expert, from the stack of all experts' tensors."""
         key = id(stack), expert
         if key not in self.shared:
             number = self.pairs.numbers[expert]

@@ -124,8 +124,9 @@ class Pairs:
         self.add("ReduceSum", [picked], total.dtype, total, axes=axes, keepdims=0)
 
     def _table(self, name: str) -> gs.Tensor:
-        """Returns a table [slot, row] of the pairs of each row, counted from 1; rows with fewer
-        pairs are filled up with 0, the place of the zeros. `name` is that of a constant."""
+        """Returns a tensor [slot, row]: for each row, the numbers of the pairs that chose it, which
+        count from 1. A row with fewer pairs than others has 0 in its last slots: the place of the
+        zeros. `name` is that of the new constant."""
         add = self.add
         of_row = add("ReduceSum", [self.picks], np.int64, axes=[0], keepdims=0)
         one = add("Concat", [of_row, [1]], np.int64, axis=0)

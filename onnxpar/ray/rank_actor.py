@@ -50,14 +50,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Joining:
-    """What a rank needs to connect with the other ranks.
+    """The settings with which a rank connects with the other ranks.
 
     size          the number of ranks
     local_size    the number of ranks on its host
     store         the address at which ranks find each other, with the secret of this session
-    bind_address  the interface to listen on; empty: that of the route to rank 0
+    bind_address  the interface to listen on; if empty, that of the route to rank 0
     timeout       the longest wait in seconds
-    threads       the threads that it may use
+    threads       the number of threads that the rank may use
     """
 
     size: int

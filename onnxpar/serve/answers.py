@@ -27,7 +27,7 @@ from onnxpar.serve.tool_parser import ToolParser
 
 @dataclass(frozen=True)
 class Piece:
-    """What an event of the engine adds to an answer.
+    """The part of an answer that one event of the engine adds.
 
     index   the number of the answer
     text    new text, which may be empty

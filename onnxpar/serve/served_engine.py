@@ -13,7 +13,7 @@ from onnxpar.llm.tokenizer import Tokenizer
 
 
 class ServedModel(Protocol):
-    """What the server needs to know of a model; `LanguageModel` says what each property means."""
+    """The properties of a model that the server reads; `LanguageModel` says what each means."""
 
     @property
     def ends(self) -> frozenset[int]: ...

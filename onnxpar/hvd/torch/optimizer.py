@@ -216,8 +216,8 @@ class _Distributed:
         self._reductions.passes = passes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients. Errors: InputError if `step` or `synchronize` has not used them
-        yet."""
+        """Resets the gradients. Errors: InputError if neither `step` nor `synchronize` has used the
+        last pass's gradients yet."""
         if self._reductions.waits:
             raise InputError("zero_grad() before step() or synchronize() would lose gradients")
         self._reductions.reset()
