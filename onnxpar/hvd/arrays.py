@@ -228,8 +228,8 @@ def join(device: int = -1) -> int:
 
 
 def check_root(root_rank: int, ranks: Sequence[int], what: str) -> None:
-    """Errors: InputError if `root_rank` is not one of `ranks`, those of a process set. `what` names
-    the call in the error."""
+    """Errors: InputError if `root_rank` is not one of `ranks`, the ranks of a process set. `what`
+    names the call in the error."""
     if root_rank not in ranks:
         known = f"from 0 to {len(ranks) - 1}"
         if list(ranks) != list(range(len(ranks))):

@@ -142,8 +142,9 @@ class Cycles:
             self._joining.set_exception(error)
 
     def _cycle(self) -> None:
-        """Exchanges with the other ranks which collectives are started, and runs those that all
-        have started. If all ranks have joined, ends the `join` of this rank instead."""
+        """Exchanges with the other ranks which collectives are started, and runs the collectives
+        that all ranks have started. If all ranks have joined, ends the `join` of this rank
+        instead."""
         with self._changed:
             mine = None if self._is_joining() and not self._pending else self._pending[:]
         told = self._exchange(None if mine is None else [request.about for request in mine])
@@ -185,9 +186,10 @@ class Cycles:
         return [row[0] for row in every]
 
     def _agreed(self, told: Sequence[list[str] | None]) -> list[str]:
-        """Returns the collectives that all ranks have started, except those that have joined: the
-        common start of the lists in `told`. It has the list of each rank, or None for a rank that
-        has joined. Errors: RankError, on every rank, if the lists differ in their common length."""
+        """Returns the collectives that all ranks have started (ranks that have joined do not
+        count): the common start of the lists in `told`. It has the list of each rank, or None for a
+        rank that has joined. Errors: RankError, on every rank, if the lists differ in their common
+        length."""
         active = [(rank, abouts) for rank, abouts in enumerate(told) if abouts is not None]
         count = min(len(abouts) for _, abouts in active)
         first_rank, first = active[0]

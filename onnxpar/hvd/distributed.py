@@ -152,8 +152,8 @@ class DistributedOptimizer:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Lets `step`, within the `with` block, update with its gradients as they are: those that
-        `synchronize` has reduced already. Errors: InputError for Adasum."""
+        """Lets `step`, within the `with` block, update with its gradients as they are:
+        `synchronize` has reduced them already. Errors: InputError for Adasum."""
         if self.op is Adasum:
             raise InputError("Adasum combines updates inside step, which cannot skip it")
         self._synchronizes = False
@@ -214,8 +214,8 @@ class DistributedOptimizer:
             np.add(before[name], update, out=params[name])
 
     def _with_earlier(self, grads: Gradients) -> Gradients:
-        """Returns the gradients plus those that earlier passes of this update have added up, which
-        are then forgotten."""
+        """Returns the gradients plus the sum of the gradients of earlier passes of this update. The
+        sum is then forgotten."""
         if not self._passed:
             return grads
         self._accumulate(grads)

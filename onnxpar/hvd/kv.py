@@ -100,8 +100,8 @@ class KVStore:
         return self._members.size
 
     def init(self, key: Keys, value: Any) -> None:
-        """Adds keys with their first values: those that rank 0 passes. Errors: InputError if a key
-        exists."""
+        """Adds keys, whose first values are the values that rank 0 passes. Errors: InputError if a
+        key exists."""
         for each, array_like in _pairs(key, value, "init"):
             array = collectives.as_exchangeable(array_like, f"init {each!r}")
             if each in self._entries:
@@ -224,8 +224,8 @@ class KVStore:
             barrier()
 
     def _ordered(self, work: Callable[[], Any]) -> Any:
-        """Runs a collective after those that were started earlier; a store of one rank needs no
-        order."""
+        """Runs a collective after all collectives that were started earlier; a store of one rank
+        needs no order."""
         return work() if self.num_workers == 1 else self._members.communicator.ordered(work)
 
     def _first(self, key: Key, array: Array) -> Array:

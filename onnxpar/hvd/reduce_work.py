@@ -55,7 +55,7 @@ class Reduce:
 
     def __str__(self) -> str:
         """Returns the name, dtype, shape and reduction in words, equal on all ranks. From them,
-        `parse` makes an allreduce of zeros that fits those of the other ranks."""
+        `parse` makes an allreduce of zeros that fits the allreduces of the other ranks."""
         how = self.reduction
         factors = [how.prescale_factor, how.postscale_factor]
         about = [self.name, self.wire.dtype.name, list(self.wire.shape), how.op.name, *factors]

@@ -57,7 +57,7 @@ class Batching:
 
     @property
     def texts(self) -> list[Text]:
-        """All texts: those that run, and then those that wait."""
+        """All texts: first the running texts, then the waiting texts."""
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def add(self, text: Text) -> None:
@@ -124,9 +124,9 @@ class Batching:
         return [(text, token) for text, token in choices if token is not None]
 
     def _choose(self, texts: Sequence[Text], candidates: Sequence[Candidates]) -> Iterator[Choice]:
-        """Yields a pair of each text and its next token, but for cancelled texts. The token is None
-        if only the logits of the whole vocabulary can tell it. `candidates` has those of each
-        text."""
+        """Yields a pair (text, next token) for each text that is not cancelled. The token is None
+        if only the logits of the whole vocabulary can tell it. `candidates` has the candidate
+        tokens of each text."""
         for text, each in zip(texts, candidates, strict=True):
             if not text.is_cancelled:
                 try:

@@ -92,7 +92,7 @@ class Embedding:
 
 @dataclass
 class _Queue:
-    """The texts of an embedder: those that wait, and those that run now."""
+    """The texts of an embedder that wait, and the texts that run now."""
 
     waiting: list[Row] = field(default_factory=list)
     running: list[Row] = field(default_factory=list)

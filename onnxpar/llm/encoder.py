@@ -16,7 +16,7 @@ from onnxpar.runtime.session.session import Session
 @dataclass(frozen=True)
 class Tokens:
     """The token ids of a text, or of a pair of texts; for a pair, `types` has 0 for tokens of the
-    first text and 1 for those of the second."""
+    first text and 1 for tokens of the second."""
 
     ids: Sequence[int]
     types: Sequence[int] = ()

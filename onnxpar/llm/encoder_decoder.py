@@ -23,7 +23,7 @@ from onnxpar.runtime.session.session import InferenceSession, Session
 
 
 class EncoderDecoder(Closing):
-    """An encoder's ranks together with those of its decoder.
+    """An encoder's ranks together with its decoder's ranks.
 
     session  the session of the encoder
     encoder  runs the encoder

@@ -161,7 +161,7 @@ def _output(bundle: Bundle, config: Mapping[str, Any]) -> Port:
 
 
 def _check_reranker(bundle: Bundle, port: Port, config: Mapping[str, Any]) -> None:
-    """Errors: ModelError if the logits `port` are not those of a classifier with one label."""
+    """Errors: ModelError if the logits `port` are not the output of a classifier with one label."""
     kinds = config.get("architectures")
     is_classifier = any("ForSequenceClassification" in str(k) for k in kinds or ()) or not kinds
     if not is_classifier or (port.shape or ())[-1] != 1:

@@ -27,7 +27,7 @@ class Counts:
     """Counts of an engine: now, and since its start.
 
     running, waiting   numbers of texts now
-    pages, used_pages  numbers of pages of the caches now: all, and those that texts have
+    pages, used_pages  the number of pages of the caches, and how many of them texts have now
     prompt_tokens      tokens of prompts, cached ones included
     cached_tokens      tokens of prompts that were in the caches already, from earlier texts
     generated_tokens   new tokens
@@ -138,7 +138,7 @@ class Engine(Worker[Text, Step, Batching]):
     def burden(self, tokens: Sequence[int]) -> tuple[bool, bool, int, int]:
         """Returns how long the next token of a new text would take, to compare engines, less first:
         True if the ranks do not run now; True if as many texts run as may; the number of tokens to
-        compute before it; and the number of texts. `tokens` are those of the new text."""
+        compute before it; and the number of texts. `tokens` are the tokens of the new text."""
         with self._changed:
             scheduler = self._batching.scheduler
             texts = self._batching.texts

@@ -157,7 +157,7 @@ class PagedSource:
             self._batching.finish(step, self._batching.run(step))
 
     def _leave(self, texts: Sequence[Text]) -> None:
-        """Removes those of these texts that have not ended; the caller holds the lock."""
+        """Removes each of these texts that has not ended; the caller holds the lock."""
         for text in self._batching.texts:
             if text in texts:
                 self._batching.scheduler.remove(text)

@@ -133,7 +133,7 @@ class Generator(Closing):
         min_new_tokens  least tokens before one that ends the text; default 0
         stop_strings    texts that end an answer, which then has the text before them; or special
                         tokens, which are no text
-        eos_token_id    ids of tokens that end a text; default: those of the model
+        eos_token_id    ids of tokens that end a text; default: the model's
         language, task  of a speech model: the language that is spoken (default: the likeliest), and
                         "transcribe" or "translate"; `language` of a translator: the special token
                         of the language to translate to, such as "deu_Latn"
@@ -151,7 +151,7 @@ class Generator(Closing):
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """Yields the text of an answer piece by piece, as its tokens come. Options and errors are
-        those of `generate`. If the caches are not in pages, ranks keep only those of one call:
+        those of `generate`. If the caches are not in pages, ranks keep only the caches of one call:
         InputError if another call has begun meanwhile."""
         for piece, _ in self.follow(prompt, **options):
             if piece:
@@ -241,7 +241,7 @@ class Generator(Closing):
         self, prompts: Sequence[Sequence[int]], options: dict[str, Any]
     ) -> tuple[list[Limits], tuple[str, ...]]:
         """Returns the limits of each text, and the stop strings. Removes the options that it reads
-        from `options`. Errors: InputError for wrong options, or those that remain."""
+        from `options`. Errors: InputError for a wrong or an unknown option."""
         sampling = Sampling(**{n: options.pop(n) for n in _SAMPLING & options.keys()})
         sampling.check(self.model.vocabulary)
         most_new, most = options.pop("max_new_tokens", None), options.pop("max_length", None)

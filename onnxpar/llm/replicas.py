@@ -119,7 +119,7 @@ class Replicas(Closing, Generic[W]):
 
     def _hand_over(self, own: W, requests: Sequence[Any]) -> Sequence[Any]:
         """Called by the worker `own` when its ranks have died: offers its requests to the other
-        workers; returns those that no worker takes."""
+        workers; returns the requests that no worker takes."""
         return [
             request
             for request in requests

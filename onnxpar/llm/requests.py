@@ -77,8 +77,8 @@ class Limits:
 
     @property
     def needs_all(self) -> bool:
-        """True if choosing a token usually needs the logits of all tokens, not only those of the
-        likeliest."""
+        """True if choosing a token usually needs the logits of all tokens, not only the logits of
+        the likeliest tokens."""
         is_long = self.top_logprobs > BEST
         return is_long or self.constraint is not None or self.sampling.needs_all
 

@@ -75,8 +75,8 @@ class Sampling:
 
     @property
     def needs_all(self) -> bool:
-        """True if choosing a token usually needs the logits of all tokens, not only those of the
-        likeliest."""
+        """True if choosing a token usually needs the logits of all tokens, not only the logits of
+        the likeliest tokens."""
         if self.is_greedy or 0 < self.top_k < BEST:
             return False
         is_limited = self.top_p < 1 or self.min_p > 0
@@ -89,7 +89,7 @@ class Sampling:
 
     def changed(self, seen: Sequence[int], step: int) -> Array:
         """Returns the ids of the tokens whose logits biases and penalties change before the next
-        token is chosen, ascending. `seen` are the tokens of the text, the last `step` of which were
+        token is chosen, ascending. `seen` are the tokens of the text; its last `step` tokens were
         generated."""
         ids = list(self.logit_bias)
         if self.repetition_penalty != 1:
@@ -104,7 +104,7 @@ class Sampling:
         """Returns the next token of a text, and the natural logarithm of its probability by the
         model; None if only the logits of all tokens can tell it.
 
-        candidates  the tokens to choose from, among them those of `changed`
+        candidates  the tokens to choose from, among them the tokens that `changed` returns
         seen        the tokens of the text, prompt included
         row         a number of the text, which decides what is drawn, together with `step` and the
                     seed
@@ -137,7 +137,7 @@ class Sampling:
 
     def _change(self, scores: Array, tokens: Array, seen: Sequence[int], step: int) -> None:
         """Applies penalties and biases in place to `scores`, the logits of `tokens`, which are
-        ascending. `seen` are the tokens of the text, the last `step` of which were generated."""
+        ascending. `seen` are the tokens of the text; its last `step` tokens were generated."""
         if self.repetition_penalty != 1 and len(seen):
             at = np.searchsorted(tokens, np.unique(np.asarray(seen, np.int64)))
             scores[at] *= np.where(

@@ -71,8 +71,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a text that one step reads: `count` tokens, the first of which is number
-    `begin`."""
+    """The part of a text that one step reads: `count` tokens, from token number `begin` on."""
 
     text: Text
     begin: int
@@ -100,7 +99,7 @@ class Piece:
 
     def asked(self, place: int) -> Array:
         """Returns the tokens whose logits are needed behind the token at `place`, ascending: the
-        next token of the prompt, or those that biases and penalties change."""
+        next token of the prompt, or the tokens whose logits biases and penalties change."""
         following = self.text.tokens[place + 1 : place + 2]
         return np.array(following) if following else self.text.changed
 
@@ -118,7 +117,7 @@ class Step:
 
 
 class Scheduler:
-    """The texts that run, and those that wait, each the oldest first.
+    """The running texts and the waiting texts, each the oldest first.
 
     pool         the pages of the caches
     max_running  most texts that run together
@@ -181,9 +180,9 @@ class Scheduler:
         text.pages, text.done = [], 0
 
     def _reserve(self, text: Text, count: int) -> bool:
-        """Takes pages for the next `count` tokens of a running text. If none is free, takes those
-        of texts that began later, which wait again. Returns False if the text itself must wait
-        again."""
+        """Takes pages for the next `count` tokens of a running text. If no page is free, takes the
+        pages of texts that began later; these texts wait again. Returns False if the text itself
+        must wait again."""
         while not self._extend(text, count):
             last = self.running[-1]
             self._preempt(last)
@@ -193,7 +192,7 @@ class Scheduler:
 
     def _extend(self, text: Text, count: int) -> bool:
         """Takes free pages for the next `count` tokens of a text. Returns False if there are too
-        few; the text keeps those that it got."""
+        few; the text keeps the pages that it got."""
         while len(text.pages) * self.pool.page_size < text.done + count:
             page = self.pool.take()
             if page is None:

@@ -154,8 +154,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
         return True
 
     def _pending(self) -> Sequence[Request]:
-        """Returns the requests that have not ended, with those that are just being offered to other
-        workers."""
+        """Returns the requests that have not ended, including requests that are just being offered
+        to other workers."""
         return [*self._requests(), *self._moving]
 
     def _is_closed(self) -> bool:

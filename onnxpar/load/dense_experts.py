@@ -106,8 +106,8 @@ class DenseExperts:
         return self.add(op, operands, dtype, [self.experts, self.tokens, width], **attrs)
 
     def _step(self, step: RowStep, results: Sequence[gs.Tensor]) -> gs.Tensor:
-        """Makes the nodes of one step for all experts, and returns its result. `results` are those
-        of the steps before, the first the experts' input."""
+        """Makes the nodes of one step for all experts, and returns its result. `results` are the
+        results of the steps before; the first is the experts' input."""
         attrs = dict(step.attrs)
         if step.op == CUT:
             (x,) = (results[o.number] for o in step.operands if isinstance(o, Row))
@@ -157,7 +157,8 @@ class DenseExperts:
 
 
 def _stored(name: str, value: np.ndarray[Any, Any]) -> gs.Constant:
-    """Returns a constant whose value is read only when needed, like those of the model's file."""
+    """Returns a constant whose value is read only when needed, like the weights of the model's
+    file."""
     return gs.Constant(name, gs.ir.tensor.LazyValues(numpy_helper.from_array(value, name)))
 
 
@@ -168,8 +169,7 @@ def _onnx_dtype(tensor: gs.Tensor) -> int:
 
 def merged(programs: Sequence[RowProgram], folder: Path, name: str) -> list[RowStep] | None:
     """Returns the steps of all experts as one program; None if the experts do not compute the same
-    steps. Constants of which each expert has its own are stacked: 8 weights [64, 32] become one [8,
-    64, 32].
+    steps. Constants that differ by expert are stacked: 8 weights [64, 32] become one [8, 64, 32].
 
     programs  the steps of each expert
     folder    the folder of external data

@@ -103,7 +103,7 @@ def find_caches(graph: GraphProto) -> list[Cache]:
 
 
 def _copied(name: str, makers: dict[str, NodeProto], elem: int, nodes: list[NodeProto]) -> str:
-    """Returns the tensor of which `name` is a copy, through Identities and Casts to the ONNX data
+    """Returns the tensor that `name` is a copy of, through Identities and Casts to the ONNX data
     type `elem`; appends these nodes to `nodes`."""
     while name in makers and _is_copy(makers[name], elem):
         nodes.append(makers[name])

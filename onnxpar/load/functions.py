@@ -47,7 +47,7 @@ def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 
 
 def _take_opsets(proto: onnx.ModelProto, path: Path) -> None:
-    """Sets the opsets of each function to those of the model, by which onnxruntime runs functions.
+    """Sets the opsets of each function to the model's opsets, by which onnxruntime runs functions.
     Errors: ModelError for a node that does not exist in the model's opset, which onnxruntime
     refuses, too."""
     model = {o.domain.removeprefix("ai.onnx"): o.version for o in proto.opset_import}
@@ -128,7 +128,7 @@ def _key(entry: FunctionProto | NodeProto) -> _Key:
 
 
 def _nodes(nodes: Iterable[Any]) -> Iterable[NodeProto]:
-    """Yields the nodes, and those of their bodies, at any depth."""
+    """Yields the nodes, and the nodes of their bodies, at any depth."""
     for node in nodes:
         yield node
         for inner in subgraphs_of(node):

@@ -319,7 +319,7 @@ def _is_constant(name: str, makers: dict[str, NodeProto], stored: Collection[str
 
 
 def _remove_unread(graph: GraphProto) -> None:
-    """Removes nodes that nothing reads any more, such as those that reshaped the mask."""
+    """Removes nodes that nothing reads any more, such as nodes that reshaped the mask."""
     nodes = nodes_before(graph.node, (o.name for o in graph.output))
     del graph.node[:]
     graph.node.extend(nodes)

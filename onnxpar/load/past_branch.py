@@ -40,5 +40,5 @@ def take_past_branch(model: onnx.ModelProto) -> None:
 
 
 def _read(body: GraphProto, names: Collection[str]) -> set[str]:
-    """Returns those of `names` that nodes of a branch read."""
+    """Returns the names in `names` that nodes of a branch read."""
     return {name for node in body.node for name in node.input} & set(names)

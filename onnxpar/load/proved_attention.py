@@ -134,7 +134,7 @@ class _Proof:
 
     def _layout(self, samples: Sequence[Sample]) -> Terms:
         """Returns the parameters that follow from shapes: heads, and the forms of queries, keys,
-        values and results. Errors: ModelError if the shapes are not those of such an attention."""
+        values and results. Errors: ModelError if the shapes do not fit such an attention."""
         attention, last = self.found, samples[-1]
         past = [last.shape(c.past) for c in (attention.keys, attention.values)]
         if past[0] is None or len(past[0]) != 4 or past[0] != past[1]:

@@ -37,9 +37,9 @@ class Unrepeated:
 
 
 def find_unrepeated(tensor: gs.Tensor, is_turned: bool) -> Unrepeated | None:
-    """Returns the keys or values of which `tensor` has a copy for each query head; None if it has
-    no copies. `tensor` is (batch, heads, width, positions) if `is_turned`, as keys are, else
-    (batch, heads, positions, width)."""
+    """Returns the keys or values that `tensor` repeats for each query head; None if it has no
+    copies. `tensor` is (batch, heads, width, positions) if `is_turned`, as keys are, else (batch,
+    heads, positions, width)."""
     chain: list[gs.Node] = []
     at = tensor
     while at.inputs and (node := at.inputs[0]).op in (*_MOVES, *_SCALES) and not node.domain:
@@ -74,10 +74,10 @@ def _repeats(chain: list[gs.Node], shape: list[int], is_turned: bool) -> bool:
 
 
 def _moved(dims: _Dims, node: gs.Node, number: int) -> _Dims | None:
-    """Returns the dimensions of a node's result, each as a list of factors, from those of its
-    operand (`dims`). A factor (an "atom") has a name and a size: heads copied twice are [("k", 4),
-    ("copy0.2", 2)]. None if a dimension would end within a factor. `number` names the copies that
-    an Expand makes."""
+    """Returns the dimensions of a node's result, each as a list of factors, from the dimensions of
+    its operand (`dims`). A factor (an "atom") has a name and a size: heads copied twice are [("k",
+    4), ("copy0.2", 2)]. None if a dimension would end within a factor. `number` names the copies
+    that an Expand makes."""
     shape = tensor_shape(node.outputs[0])
     if shape is None or None in shape:
         return None

@@ -195,7 +195,7 @@ def _settled(proto: onnx.ModelProto, feedable: bool) -> tuple[dict[str, TensorPr
     constants though they could have been fed.
 
     Before IR 4, all initializers had to be inputs, and none of them can be fed. Since IR 4 they can
-    be, as in onnxruntime, if `feedable`; but those that may decide shapes become constants.
+    be, as in onnxruntime, if `feedable`; but initializers that may decide shapes become constants.
     """
     graph = proto.graph
     inputs = {i.name: i for i in graph.input}

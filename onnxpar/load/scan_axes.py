@@ -25,7 +25,7 @@ def scan_first_axes(graph: gs.Graph) -> None:
 
 
 def _with_transposes(node: gs.Node) -> list[gs.Node]:
-    """Returns a Scan along first axes, with the Transposes of its operands before it, and those of
+    """Returns a Scan along first axes, with Transposes of its operands before it, and Transposes of
     its results behind it."""
     states = len(node.inputs) - node.attrs["num_scan_inputs"]
     before = _transposes(node, "scan_input_axes", node.inputs, states)
@@ -39,7 +39,7 @@ def _transposes(node: gs.Node, key: str, tensors: list[gs.Tensor], states: int) 
     the old and the new tensors.
 
     key      the attribute that has the axes, which become 0
-    tensors  the Scan's operands or results; those with another axis are replaced
+    tensors  the Scan's operands or results; tensors with another axis are replaced
     states   how many of these are states, which have no axis
     """
     transposes = []

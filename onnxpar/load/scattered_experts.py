@@ -40,8 +40,8 @@ def scattered_mixtures(graph: gs.Graph, folder: Path) -> None:
 
 
 def _places(graph: gs.Graph) -> tuple[dict[int, int], dict[int, gs.Node]]:
-    """Returns the places of all nodes, by id(), with those in the first branch of each If of one
-    result; and these Ifs, by the id of the branch's result."""
+    """Returns the places of all nodes, by id(), including nodes in the first branch of each If of
+    one result; and these Ifs, by the id of the branch's result."""
     order: dict[int, int] = {}
     guards: dict[int, gs.Node] = {}
     for node in graph.nodes:
@@ -220,8 +220,8 @@ def _chain(experts: Sequence[ScatteredExpert]) -> tuple[gs.Tensor, gs.Tensor] | 
 
 def _count(mask: gs.Tensor, axis: int, experts: Sequence[ScatteredExpert]) -> int | None:
     """Returns the number of experts, if their numbers are the constants 0, 1, ... Returns -1 if
-    each run computes the numbers, as those of the experts that have a token. None for any other
-    numbers."""
+    each run computes the numbers, as the numbers of the experts that have a token. None for any
+    other numbers."""
     numbers = [e.which for e in experts]
     if all(n is not None for n in numbers):
         return len(numbers) if sorted(n or 0 for n in numbers) == [*range(len(numbers))] else None

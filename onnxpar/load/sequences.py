@@ -17,8 +17,8 @@ _MOST_PARTS = 1 << 12
 
 
 def split_sequences(graph: gs.Graph) -> None:
-    """Replaces each SplitToSequence of which all readers pick one element, at a constant position,
-    by a Split, in place. Requires static shapes."""
+    """Replaces a SplitToSequence by a Split, in place, if each of its readers picks one element at
+    a constant position. Requires static shapes."""
     for scope in scopes(graph):
         for node in list(scope.nodes):
             if node.op == "SplitToSequence":

@@ -201,8 +201,8 @@ def _starts(
 
 def _least(ends: Array, end: int, limit: float) -> int:
     """Returns the first index of the largest bucket of at most `limit` bytes that ends before index
-    `end`; a bucket has at least one tensor. `ends` are cumulative bytes: element i has those of the
-    tensors before tensor i."""
+    `end`; a bucket has at least one tensor. `ends` are cumulative bytes: element i is the bytes of
+    all tensors before tensor i."""
     return min(int(np.searchsorted(ends, ends[end] - limit)), end - 1)
 
 

@@ -89,7 +89,7 @@ def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[s
 
 
 def gradient_tensors(graph: gs.Graph, gradients: Mapping[str, str]) -> set[str]:
-    """Returns the names of the gradients, and of tensors of which only gradients are computed."""
+    """Returns the names of the gradients, and of tensors that serve only to compute gradients."""
     named = {tensor: parameter for parameter, tensor in gradients.items()}
     return {*named, *_parts(graph, named)}
 

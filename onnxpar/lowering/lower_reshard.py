@@ -112,8 +112,8 @@ class ReshardBuilder:
 
     def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor, same: int = 0) -> None:
         """Reshapes `x` to the rank's shard of a layout. The first `same` dimensions of the layout
-        are those of `x`, so that a Reshape may copy their sizes if they are unknown. Errors:
-        OpenSizesError if too many sizes are unknown."""
+        are also the first dimensions of `x`, so that a Reshape may copy their sizes if they are
+        unknown. Errors: OpenSizesError if too many sizes are unknown."""
         unknown = [i for i, dim in enumerate(layout.dims) if dim.size < 0]
         if len(unknown) < 2:
             self._resized(x, partial(local_shape, layout, self.mesh), y)

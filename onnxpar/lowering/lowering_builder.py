@@ -127,7 +127,7 @@ class LoweringBuilder:
 
     def shift(self, x: gs.Tensor, factor: str, axis: int, sizes: Sequence[int]) -> gs.Tensor:
         """Sends `x` to the rank with the next shard of a factor (index variable of the op's rule),
-        in a ring; returns the `x` of the rank with the previous shard. `sizes` are those of the
+        in a ring; returns the `x` of the rank with the previous shard. `sizes` are the sizes of the
         ranks' `x` along `axis`, in the order of shards."""
         return shift(self, x, self._axes(factor), axis, sizes)
 

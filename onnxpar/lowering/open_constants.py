@@ -404,7 +404,7 @@ class OpenConstants:
         return removed
 
     def operands(self, rank: int) -> dict[str, tuple[OpenArray, dict[str, Extent]]]:
-        """Returns the sizes that a rank's collectives take as an operand, by node: those of the
+        """Returns the sizes that a rank's collectives take as an operand, by node: the sizes of the
         shards into which a collective cuts its tensor, as polynomials, with the starts and sizes of
         shards on which these depend, by variable. Errors: OpenSizesError if a size has no
         formula."""
@@ -497,7 +497,7 @@ def _moved_axis(node: gs.Node) -> int | None:
 
 
 def _ranks_to_check(count: int) -> list[int]:
-    """Returns the ranks of a small mesh, or a sample of those of a large one: both ends, the
+    """Returns the ranks of a small mesh, or a sample of the ranks of a large mesh: both ends, the
     middle, a third. All ranks are checked when they are written."""
     some = {0, 1, 2, count // 3, count // 2, count - 3, count - 2, count - 1}
     return list(range(count)) if count <= _FEW else sorted(some)

@@ -226,7 +226,7 @@ class Windows:
         return self.makers.get(id(tensor))
 
     def _source(self, tensor: gs.Tensor) -> gs.Tensor:
-        """Returns the tensor of which this tensor is a view; the tensor itself if it is no view."""
+        """Returns the tensor that this tensor is a view of; the tensor itself if it is no view."""
         maker = self._maker(tensor)
         while maker is not None and maker.op in VIEWS:
             tensor = maker.inputs[0]

@@ -113,8 +113,8 @@ class PairProgram:
 
     def _begin(self) -> None:
         """Adds nodes that find the pairs of an expert and a row chosen for it. If ranks exchange
-        rows, these are two lists: the pairs of the rank's own rows (`sent`), and those of its own
-        experts (`computed`)."""
+        rows, these are two lists: the pairs of the rank's own rows (`sent`), and the pairs of its
+        own experts (`computed`)."""
         chosen, exchanges = self.mixture.chosen, self.mixture.of(Role.CROSSING)
         if exchanges:
             all_experts = [self.shapes[chosen.name][0]] * len(self.experts)
@@ -217,7 +217,7 @@ class PairProgram:
 
     def _copy(self, node: gs.Node, inputs: Tensors, outputs: Tensors, suffix: str) -> Tensors:
         """Adds a copy of a node with these operands, and returns its results, in place of
-        `outputs`. `suffix` tells its names from those of other copies."""
+        `outputs`. `suffix` makes its names differ from the names of other copies."""
         results = [gs.Variable(f"{self.name}{suffix}/{t.name}", t.dtype) for t in outputs]
         self.added.copy(node, inputs, results)
         copy = self.added.nodes[-1]
@@ -291,8 +291,7 @@ class PairProgram:
         self._stack(sums, outputs[0])
 
     def _stack(self, parts: Sequence[gs.Tensor], result: gs.Tensor) -> None:
-        """Makes `result` of the results of all experts, concatenated, without those that a rank
-        lacks."""
+        """Makes `result` by concatenating the results of all experts that a rank has."""
         if self.pairs.is_even:
             self.add("Concat", parts, result.dtype, result, axis=0)
             return

@@ -98,7 +98,7 @@ class NodeView:
 
     @property
     def stand_ins(self) -> frozenset[tuple[int, Axes]]:
-        """The size and the mesh axes of each factor of which empty shards count as one element."""
+        """The size and the mesh axes of each factor whose empty shards count as one element."""
         all_leaves = (leaf for dim in self.factors.values() for leaf in leaves(dim))
         return frozenset((leaf.size, leaf.axes) for leaf in all_leaves if leaf.filled and leaf.axes)
 

@@ -19,8 +19,8 @@ _Stored = Mapping[str, TensorProto]
 
 
 def store_parts(graph: GraphProto) -> None:
-    """Replaces stored stacks by their elements, in place, also in subgraphs: a stack of which all
-    nodes read single elements, with constant numbers. The nodes that took the elements are
+    """Replaces stored stacks by their elements, in place, also in subgraphs, if all readers of the
+    stack take single elements with constant numbers. The nodes that took the elements are
     removed."""
     stored = {tensor.name: tensor for each in graphs_of(graph) for tensor in each.initializer}
     ports = {port.name for each in graphs_of(graph) for port in (*each.input, *each.output)}

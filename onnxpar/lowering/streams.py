@@ -59,8 +59,8 @@ def _distinct(group: Callable[[int], Sequence[int]], ranks: int) -> Iterator[tup
 
 
 def collectives_in(node: gs.Node) -> list[gs.Node]:
-    """Returns the collectives that run with a node: the node itself, if it communicates, and those
-    in its bodies."""
+    """Returns the collectives that run with a node: the node itself, if it communicates, and the
+    collectives in its bodies."""
     inner = (nested for body in bodies(node) for nested in all_nodes(body))
     return [n for n in (node, *inner) if n.domain == DOMAIN and kind_of(n.op) in KINDS]
 

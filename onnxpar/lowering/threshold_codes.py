@@ -48,8 +48,8 @@ class Sum:
 
 
 def other_axes(layout: Layout, rest: Layout) -> Axes:
-    """Returns the mesh axes, beside those of the sum, along which ranks send different codes: those
-    that split the addend, and those over which the result, of the layout `rest`, is still
+    """Returns the mesh axes, beside the axes of the sum, along which ranks send different codes:
+    axes that split the addend, and axes over which the result, of the layout `rest`, is still
     partial."""
     axes = {a for d in layout.dims for a in dim_axes(d)} | set(rest.partial)
     return merge_axes(in_mesh_order(tuple(axes)))

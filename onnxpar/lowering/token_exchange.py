@@ -55,9 +55,9 @@ class TokenExchange:
         """Adds an exchange of chosen rows, with the name of the exchange of all rows, `node`;
         returns its result.
 
-        To the ranks of experts, `rows` are those of the pairs `sent`, and the result has a row for
-        each row that this rank receives. Back, `rows` are those of the pairs `received`, and the
-        result has a row for each pair that this rank sent. All are [row, column].
+        To the ranks of experts, `rows` are the rows of the pairs `sent`, and the result has a row
+        for each row that this rank receives. Back, `rows` are the rows of the pairs `received`, and
+        the result has a row for each pair that this rank sent. All are [row, column].
         """
         if crosses_to_experts(node):
             return self._exchange(node, rows, self.sends, self.receives)
@@ -73,9 +73,9 @@ class TokenExchange:
         return function
 
     def _amounts(self) -> tuple[gs.Tensor, gs.Tensor, gs.Tensor]:
-        """Returns three tensors of numbers of rows: those that this rank sends to each member of
-        the group; those that it receives from each member; and those that it receives from each
-        member for each of its experts."""
+        """Returns three tensors of numbers of rows: how many this rank sends to each member of the
+        group, how many it receives from each member, and how many it receives from each member for
+        each of its experts."""
 
         def members(rank: int) -> Any:
             sizes = self.sizes(rank)

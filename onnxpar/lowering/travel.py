@@ -20,7 +20,7 @@ def shift(
     builder: LoweringBuilder, x: gs.Tensor, axes: Axes, axis: int, sizes: Sequence[int]
 ) -> gs.Tensor:
     """Returns the `x` of the previous rank in a ring along the mesh axes `axes`: implements
-    `Lowering.shift`. `sizes` are those of the ranks' `x` along dimension `axis`."""
+    `Lowering.shift`. `sizes` are the sizes of the ranks' `x` along dimension `axis`."""
     count, rank = len(sizes), len(builder.shape(x))
     shapes = [size if i == axis % rank else -1 for size in sizes for i in range(rank)]
     shape = builder.shape(x)

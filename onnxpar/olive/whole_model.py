@@ -14,11 +14,11 @@ from onnxpar.runtime.session.session import InferenceSession
 
 
 class WholeModelHandler(ONNXModelHandler):  # type: ignore[misc]
-    """A handler of a sharded model whose sessions run all ranks on this host. Inputs and outputs
-    are those of the unsplit model, so Olive measures it like an unsplit model."""
+    """A handler of a sharded model whose sessions run all ranks on this host. It has the inputs and
+    outputs of the unsplit model, so Olive measures it like an unsplit model."""
 
     def __init__(self, sharded: DistributedOnnxModelHandler) -> None:
-        """Errors: ModelError if the files are not those of a sharded model."""
+        """Errors: ModelError if the files are not a sharded model's."""
         super().__init__(
             model_path=sharded.model_path,
             onnx_file_name=sharded.ranked_model_name(0),

@@ -48,9 +48,9 @@ class Actors:
     insecure   True to let ranks of several nodes connect without `tls_dir`, in a network that you
                trust
 
-    Ranks of one node have neighbouring numbers. Each rank reads its own files in the folder of
-    the sharded model on its node, after fetching those that are missing from ranks that have them.
-    Errors: InputError for a wrong value.
+    Ranks of one node have neighbouring numbers. Each rank reads its own files in the folder of the
+    sharded model on its node, after fetching missing files from ranks that have them. Errors:
+    InputError for a wrong value.
     """
 
     cpus: float = 1

@@ -21,7 +21,7 @@ class InferenceSession(session.InferenceSession):
                    plan.json, and on the nodes of the ranks, each of which reads its own files;
                    ranks fetch files that their nodes lack from ranks that have them
     actors         where ranks run, and with how many CPUs
-    options        those of `onnxpar.InferenceSession`, except those about processes of this host:
+    options        those of `onnxpar.InferenceSession`, except options about processes of this host:
                    log_dir, bind_address, bind and ranks_per_numa
 
     Connects to Ray by `ray.init()` unless this process is connected. Errors: ModelError for a

@@ -50,7 +50,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Usage:
-    """The numbers of tokens of a request: those of prompts, new ones, and those of prompts that
+    """The numbers of tokens of a request: tokens of prompts, new tokens, and tokens of prompts that
     were in the caches already."""
 
     prompt: int
@@ -113,9 +113,9 @@ class _Answer:
 
 
 class Answers:
-    """The answers of a request. Use it in a `with`: it submits them to the engine, and cancels
-    those that still run at the end. `prepared` has the tokens of each prompt, and other data for
-    the engine."""
+    """The answers of a request. Use it in a `with`: it submits them to the engine, and at the end
+    cancels answers that still run. `prepared` has the tokens of each prompt, and other data for the
+    engine."""
 
     def __init__(
         self, service: GeneratingService, request: GenerationRequest, prepared: Prepared

@@ -68,8 +68,8 @@ class JsonResponse(Response):
 
 
 def quote(value: object) -> str:
-    """Returns a value as text for a message: a number or a string, of which long ones are cut, or
-    "an array" or "an object"."""
+    """Returns a value as text for a message: a number, a string (cut if it is long), or "an array"
+    or "an object"."""
     if isinstance(value, (str, int, float)) or value is None:
         text = repr(value[: _LONGEST + 1] if isinstance(value, str) else value)
         return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."

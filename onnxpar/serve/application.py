@@ -99,7 +99,7 @@ def _answering(engine: Served, settings: Settings) -> tuple[Service, Mapping[str
 
 class _Pages:
     """The routes that do not run the model: pages, status, metrics and the list of models. `paths`
-    are those of the routes that run it."""
+    are the paths of the routes that do run the model."""
 
     def __init__(self, service: Service, paths: Sequence[str]) -> None:
         self._service, self._paths = service, paths

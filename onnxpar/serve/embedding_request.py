@@ -32,7 +32,7 @@ class EncoderRequest(Request):
 
     @abstractmethod
     def answer(self, results: Array) -> dict[str, Any]:
-        """Returns the JSON of the answer. `results` are those of the model for all texts, (texts,
+        """Returns the JSON of the answer. `results` are the model's results for all texts, (texts,
         width)."""
 
     def check(self, service: Any) -> None:

@@ -51,7 +51,7 @@ class PlacedText:
 
     @property
     def length(self) -> int:
-        """The number of characters so far, with those that still wait."""
+        """The number of characters so far, including characters that still wait."""
         return self._sent + len(self._stream.waiting)
 
     def add(self, token: int) -> tuple[str, int]:

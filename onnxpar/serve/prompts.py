@@ -127,9 +127,9 @@ def _room(service: GeneratingService, request: GenerationRequest, prompt: Sequen
 
 
 def _ends(service: GeneratingService, request: GenerationRequest) -> frozenset[int]:
-    """Returns the tokens that end an answer: those of the model and of the request, and stop
-    strings that are special tokens, which never occur in the text. Errors: ApiError for an unknown
-    token."""
+    """Returns the tokens that end an answer: the end tokens of the model and of the request, and
+    stop strings that are special tokens (these never occur in the text). Errors: ApiError for an
+    unknown token."""
     vocabulary = range(service.engine.vocabulary)
     for token in request.stop_token_ids:
         if token not in vocabulary:

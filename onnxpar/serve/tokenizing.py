@@ -45,7 +45,7 @@ class DetokenizeRequest(Request):
 
 class Tokenizing(Visiting):
     """The endpoint of a route that needs only the tokenizer. `answer` is a function from the
-    members of a request to those of its answer."""
+    members of a request to the members of its answer."""
 
     def __init__(
         self,

@@ -66,7 +66,8 @@ class Averaging(Passes):
         )
 
     def share_buffers(self) -> None:
-        """Overwrites the buffers of all ranks with those of the rank `root`, if they may differ."""
+        """Overwrites the buffers of all ranks with the buffers of the rank `root`, if they may
+        differ."""
         if self._differs:
             root = self._process_set.ranks[0] if self.root is None else self.root
             share(dict(self._module.named_buffers()), root, self._process_set)
@@ -135,7 +136,7 @@ def trained_of(module: Any) -> Named:
 
 
 def _sparse_of(module: Any) -> list[str]:
-    """Returns the names of the parameters that get sparse gradients: those of embeddings with
+    """Returns the names of the parameters that get sparse gradients: the weights of embeddings with
     `sparse=True`."""
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     ids = {

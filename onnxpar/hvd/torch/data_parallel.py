@@ -150,7 +150,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         self._average()
 
     def _share(self, root: int | None = None) -> None:
-        """Overwrites the parameters and buffers of all ranks with those of the rank `root`, by
+        """Overwrites the parameters and buffers of all ranks with the values of the rank `root`, by
         default the first rank of the process set."""
         root = self._process_set.ranks[0] if root is None else root
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}

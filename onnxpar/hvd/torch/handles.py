@@ -62,7 +62,7 @@ def arrays_of(tensors: Sequence[Any]) -> list[Any]:
 
 class _Collective(torch.autograd.Function):  # type: ignore[misc]
     """An autograd function: `run` is its forward pass, `back` maps the gradients of the results to
-    those of the tensors."""
+    the gradients of the tensors."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, back: Run, *tensors: Any) -> Any:

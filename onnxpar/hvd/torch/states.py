@@ -20,14 +20,15 @@ _MARK = "torch.Tensor"
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any] | Iterable[tuple[str, Any]], root_rank: int
 ) -> None:
-    """Overwrites the tensors of every rank with those of the rank `root_rank`. `params` is a
+    """Overwrites the tensors of every rank with the tensors of the rank `root_rank`. `params` is a
     `state_dict()`, `named_parameters()` or `parameters()`."""
     tensors = params if isinstance(params, Mapping) else list(params)
     share(named_arrays(tensors, "broadcast_parameters"), root_rank, global_process_set)
 
 
 def share(named: Mapping[str, Any], root: int, process_set: ProcessSet) -> None:
-    """Overwrites tensors, by name, with those of the rank `root`, on all ranks of a process set."""
+    """Overwrites tensors, by name, with the tensors of the rank `root`, on all ranks of a process
+    set."""
     for name in sorted(named):
         array = array_of(named[name], repr(name))
         if array.dtype.name.startswith("float8"):
@@ -63,7 +64,8 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Returns the objects of all ranks, by rank. The types are those of `broadcast_object`."""
+    """Returns the objects of all ranks, by rank. The same types are allowed as in
+    `broadcast_object`."""
     return [_unpacked(found) for found in arrays.allgather_object(_packed(obj), name)]
 
 

@@ -71,7 +71,8 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _track(self, mean: Any, variance: Any) -> None:
-        """Moves the running mean and variance towards those of this batch, as torch does."""
+        """Moves the running mean and variance towards the mean and variance of this batch, as torch
+        does."""
         self.num_batches_tracked.add_(1)
         momentum = self.momentum
         if momentum is None:
