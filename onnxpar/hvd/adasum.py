@@ -24,7 +24,8 @@ _LEAST = math.sqrt(sys.float_info.min)
 
 
 def check_ranks(size: int, what: str) -> None:
-    """Errors: InputError unless the number of ranks is a power of 2."""
+    """Errors: InputError unless `size`, the number of ranks, is a power of 2. `what` names the call
+    in the error."""
     if size & (size - 1):
         raise InputError(
             f"{what}: Adasum combines pairs of ranks, so their number must be a power of 2, but it "
@@ -35,10 +36,13 @@ def check_ranks(size: int, what: str) -> None:
 def adasum(
     members: Members, x: Array, sizes: Sequence[int], name: str = "", details: str = ""
 ) -> Array:
-    """Returns the Adasum of the arrays of one dimension `x` over the ranks. `x` holds gradients of
-    `sizes` elements one after the other, which are combined separately.
+    """Returns the Adasum over the ranks of the flat array `x`, with the shape of `x`.
 
-    The ranks exchange `x` whole in log2(ranks) rounds. Scalar products are added in float64.
+    sizes  the elements of each gradient in `x`: [3, 5] is a gradient of 3 elements and one of 5,
+           and each is combined by itself
+
+    In each of log2(ranks) rounds, pairs of ranks exchange all of `x`. Scalar products are added in
+    float64.
     """
     if members.size == 1:
         return x.copy()
@@ -54,7 +58,8 @@ def adasum(
 
 
 def _combined(a: Array, b: Array, sizes: Sequence[int]) -> Array:
-    """Returns the combination of two flat arrays, for each gradient in them."""
+    """Returns the Adasum of two flat arrays, gradient by gradient; `sizes` are the elements of each
+    gradient in `a` and in `b`."""
     result = np.empty_like(a)
     ends = np.cumsum([0, *sizes])
     for start, end in itertools.pairwise(ends):

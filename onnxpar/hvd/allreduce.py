@@ -1,5 +1,7 @@
-"""Reductions of arrays over ranks: separate or grouped, waiting or in the background, in new arrays
-or in place.
+"""Reductions of NumPy arrays over ranks, of one array or of many (`grouped_`).
+
+The calls return new arrays, or overwrite their arguments (names that end with `_`). They wait for
+the result, or return a handle at once (`_async`).
 
 All ranks of the process set must make the same calls in the same order. Each call raises InputError
 if an argument is wrong on this rank, and RankError, on every rank, if names, dtypes, shapes or
@@ -102,7 +104,8 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Array]:
-    """Starts to overwrite `tensor` with its reduction over the ranks."""
+    """Starts to overwrite `tensor` with its reduction over the ranks, and returns a handle; the
+    handle's result is `tensor`."""
     what = called("allreduce_", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
     work = _one(writable(tensor, what), name, what, Compression.none, reduction, process_set)
@@ -122,11 +125,9 @@ def grouped_allreduce(
     *,
     fusion_threshold: int = FUSION_THRESHOLD,
 ) -> list[Array]:
-    """Returns the reductions of many arrays, which are sent together in buffers of up to
-    `fusion_threshold` bytes.
-
-    Each result has the same bits as the result of `allreduce`.
-    """
+    """Returns the reduction of each array, as `allreduce` does, with the same bits. The arrays are
+    sent together in buffers of up to `fusion_threshold` bytes, which is faster for many small
+    arrays."""
     what = called("grouped_allreduce", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
     if current().cycles is not None:
@@ -144,7 +145,8 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[Array]]:
-    """Starts a grouped_allreduce. Do not change the arrays until `synchronize` returns."""
+    """Starts a grouped_allreduce, and returns a handle of the list of results. Do not change the
+    arrays until `synchronize` returns."""
     what = called("grouped_allreduce_async", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
     return Handle(_start(tensors, name, what, reduction, process_set))
@@ -176,7 +178,8 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[Array]]:
-    """Starts to overwrite each array with its reduction over the ranks."""
+    """Starts to overwrite each array with its reduction over the ranks, and returns a handle; the
+    handle's result is the list of the same arrays."""
     what = called("grouped_allreduce_", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
     for index, tensor in enumerate(tensors):
@@ -190,15 +193,16 @@ def sparse_allreduce_async(
     op: ReduceOp,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[IndexedSlices]:
-    """Starts the reduction of a sparse tensor: the rows of all ranks are gathered. Calling the
-    handle returns the result."""
+    """Starts the reduction of a sparse tensor, and returns a handle. The result has the rows of all
+    ranks, one after the other; rows with equal indices are not added."""
     what = called("sparse_allreduce_async", name)
     work = _one(tensor, name, what, Compression.none, Reduction(op), process_set)
     return Handle(current().begin(work, "ALLGATHER", [name]))
 
 
 def called(function: str, name: str | None) -> str:
-    """Returns a function and the name of its tensor, for errors."""
+    """Returns a function and the name of its tensor, for errors: "allreduce 'loss'", or "allreduce"
+    if the tensor has no name."""
     return function if name is None else f"{function} {name!r}"
 
 
@@ -210,7 +214,7 @@ def writable(tensor: Any, what: str) -> Array:
 
 
 def overwritten(tensor: Array, result: Array) -> Array:
-    """Returns `tensor`, with the values of `result`."""
+    """Copies the values of `result` into `tensor`, and returns `tensor`."""
     np.copyto(tensor, result)
     return tensor
 
@@ -223,7 +227,8 @@ def _one(
     reduction: Reduction,
     process_set: ProcessSet,
 ) -> Callable[[], Any]:
-    """Returns a function that reduces one tensor, after checking it."""
+    """Returns a function that reduces one dense or sparse tensor when it is called. The arguments
+    are checked at once."""
     members = members_of(process_set, what)
     if isinstance(tensor, IndexedSlices):
         slices = check_sparse(tensor, reduction, what)
@@ -234,7 +239,8 @@ def _one(
 
 
 def _then(work: Callable[[], Any], last: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Returns work that applies `last` to the result of `work`."""
+    """Returns work that runs `work` and applies `last` to its result. A `Reduce` stays a `Reduce`,
+    so that cycles can still fuse it with others."""
     if isinstance(work, Reduce):
         finish = work.finish
         return replace(work, finish=lambda received: last(finish(received)))
@@ -242,6 +248,7 @@ def _then(work: Callable[[], Any], last: Callable[[Any], Any]) -> Callable[[], A
 
 
 def _dense(tensor: Any, what: str) -> Array:
+    """Returns `tensor` as an array that can be sent. Errors: InputError if it is sparse."""
     if isinstance(tensor, IndexedSlices):
         raise InputError(f"{what}: give sparse tensors to allreduce, one at a time")
     return collectives.as_exchangeable(tensor, what)
@@ -255,7 +262,8 @@ def _start(
     process_set: ProcessSet,
     in_place: bool = False,
 ) -> Waiting[list[Array]]:
-    """Starts to reduce many tensors, to new arrays or `in_place`."""
+    """Starts to reduce many tensors, and returns a handle of the results: new arrays, or the
+    tensors themselves if `in_place`."""
     if current().cycles is not None:
         return _in_a_cycle(tensors, name, what, Compression.none, reduction, in_place)
     work, names = _many(tensors, name, what, Compression.none, reduction, process_set)
@@ -276,7 +284,8 @@ def _in_a_cycle(
     reduction: Reduction,
     in_place: bool = False,
 ) -> Together[list[Array]]:
-    """Starts to reduce many tensors, which cycles fuse with other waiting tensors."""
+    """Starts to reduce many tensors by way of `Cycles`, which fuse them with other tensors that
+    wait. Returns a handle of the results: new arrays, or the tensors themselves if `in_place`."""
     works = []
     for index, tensor in enumerate(tensors):
         dense = _dense(tensor, f"{what}[{index}]")
@@ -297,7 +306,8 @@ def _many(
     process_set: ProcessSet,
     threshold: int = FUSION_THRESHOLD,
 ) -> tuple[Callable[[], list[Array]], list[str]]:
-    """Returns a function that reduces many tensors, after checking them, and their names."""
+    """Returns a function that reduces many tensors when it is called, and the names of the tensors
+    ("group.0", "group.1", ...). The arguments are checked at once."""
     members = members_of(process_set, what)
     checked = []
     for index, tensor in enumerate(tensors):

@@ -1,4 +1,5 @@
-"""Collectives on NumPy arrays that gather, send and scatter. Results are new arrays.
+"""Collectives on NumPy arrays: allgather, broadcast, alltoall, reducescatter, barrier and join.
+Results are new arrays, but for `broadcast_`.
 
 All ranks of the process set must make the same calls in the same order. Each call raises InputError
 if an argument is wrong on this rank, and RankError, on every rank, if names, dtypes or shapes
@@ -30,28 +31,28 @@ def allgather(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Returns the arrays of all ranks, concatenated along the first dimension, whose size may
-    differ between ranks."""
+    differ between ranks: shapes [2, 5] and [3, 5] on two ranks give [5, 5] on both."""
     return current().ordered(_gather(tensor, name, process_set), "ALLGATHER", [name or ""])
 
 
 def allgather_async(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Array]:
-    """Starts an allgather."""
+    """Starts an allgather, and returns a handle of its result."""
     return Handle(current().begin(_gather(tensor, name, process_set), "ALLGATHER", [name or ""]))
 
 
 def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Array]:
-    """Returns the allgather of each array."""
+    """Returns the allgather of each array, in the order of `tensors`."""
     return synchronize(grouped_allgather_async(tensors, name, process_set))
 
 
 def grouped_allgather_async(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[list[Array]]:
-    """Starts the allgather of each array."""
+    """Starts the allgather of each array, and returns a handle of the list of results."""
     names = _names(name, "allgather", len(tensors))
     works = [_gather(t, n, process_set) for t, n in zip(tensors, names, strict=True)]
     here = members_of(process_set, "grouped_allgather").communicator
@@ -64,8 +65,8 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Returns the root's array; the other ranks pass an array with the same dtype and shape.
-    `root_rank` is a number among all ranks, also with a process set."""
+    """Returns the array of rank `root_rank` on every rank; the other ranks pass an array with the
+    same dtype and shape. `root_rank` is a number among all ranks, also with a process set."""
     work = _from_root(tensor, root_rank, name, process_set)
     return current().ordered(work, "BROADCAST", [name or ""])
 
@@ -76,7 +77,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Array]:
-    """Starts a broadcast."""
+    """Starts a broadcast, and returns a handle of its result."""
     work = _from_root(tensor, root_rank, name, process_set)
     return Handle(current().begin(work, "BROADCAST", [name or ""]))
 
@@ -87,7 +88,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Overwrites `tensor` with the root's tensor, and returns it."""
+    """Overwrites `tensor` with the tensor of rank `root_rank`, and returns it."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
@@ -97,7 +98,8 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Array]:
-    """Starts to overwrite `tensor` with the root's tensor."""
+    """Starts to overwrite `tensor` with the tensor of rank `root_rank`, and returns a handle; the
+    handle's result is `tensor`."""
     work = _from_root(writable(tensor, "broadcast_"), root_rank, name, process_set)
     return Handle(current().begin(lambda: overwritten(tensor, work()), "BROADCAST", [name or ""]))
 
@@ -126,8 +128,9 @@ def alltoall(
     this rank receives, concatenated in the order of ranks.
 
     Without `splits`, the slices are equal. With `splits`, the rank in position i of the process set
-    gets the next `splits[i]` rows, and a second result has the number of rows that came from each
-    rank, in the dtype of `splits`, or int32 if it is a list.
+    gets the next `splits[i]` rows: [1, 3] sends row 0 to the first rank, rows 1 to 3 to the second.
+    A second result then has the number of rows that came from each rank, in the dtype of `splits`,
+    or int32 if `splits` is a list.
     """
     work = _exchange(tensor, splits, name, process_set)
     result, counts = current().ordered(work, "ALLTOALL", [name or ""])
@@ -140,8 +143,8 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[tuple[Array, Array]]:
-    """Starts an alltoall, whose result has the number of rows from each rank also without
-    `splits`."""
+    """Starts an alltoall, and returns a handle. Its result is a pair also without `splits`: the
+    received rows, and the number of rows that came from each rank."""
     work = _exchange(tensor, splits, name, process_set)
     return Handle(current().begin(work, "ALLTOALL", [name or ""]))
 
@@ -155,8 +158,9 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Array:
-    """Returns this rank's rows of the reduction. If the number of rows is not a multiple of the
-    number of ranks, the first ranks get one more."""
+    """Returns this rank's rows of the reduction over the ranks: each rank gets an equal share of
+    the first dimension, in the order of ranks. If the rows do not divide evenly, the first ranks
+    get one row more: 5 rows over 2 ranks are 3 and 2."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
     work = _scatter(tensor, name, compression, reduction, process_set)
     return current().ordered(work, "REDUCESCATTER", [name or ""])
@@ -170,7 +174,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[Array]:
-    """Starts a reducescatter."""
+    """Starts a reducescatter, and returns a handle of its result."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
     work = _scatter(tensor, name, Compression.none, reduction, process_set)
     return Handle(current().begin(work, "REDUCESCATTER", [name or ""]))
@@ -185,7 +189,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Array]:
-    """Returns the reducescatter of each array."""
+    """Returns the reducescatter of each array, in the order of `tensors`."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
     return synchronize(_scatters(tensors, name, compression, reduction, process_set))
 
@@ -198,13 +202,13 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[list[Array]]:
-    """Starts the reducescatter of each array."""
+    """Starts the reducescatter of each array, and returns a handle of the list of results."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
     return _scatters(tensors, name, Compression.none, reduction, process_set)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when all ranks have called it."""
+    """Waits until all ranks of the process set have called `barrier`."""
     members = members_of(process_set, "barrier")
     members.communicator.ordered(lambda: collectives.barrier(members.world), "BARRIER", ["barrier"])
 
@@ -213,8 +217,9 @@ def join(device: int = -1) -> int:
     """Lets this rank, which has no more data, contribute zeros to the allreduces of the others
     until all ranks have called `join`; returns the last rank that called it. `device` is not used.
 
-    Averages still divide by the number of all ranks. Errors: InputError without cycles. A rank that
-    starts a collective other than an allreduce gets InputError from that call.
+    Averages still divide by the number of all ranks. Errors: InputError if ranks do not run
+    collectives in cycles (HOROVOD_CYCLE_TIME). A rank that starts a collective other than an
+    allreduce meanwhile gets InputError from that call.
     """
     here = current()
     if here.cycles is None:
@@ -223,7 +228,8 @@ def join(device: int = -1) -> int:
 
 
 def check_root(root_rank: int, ranks: Sequence[int], what: str) -> None:
-    """Errors: InputError if the root is not one of the ranks."""
+    """Errors: InputError if `root_rank` is not one of `ranks`, the ranks of a process set. `what`
+    names the call in the error."""
     if root_rank not in ranks:
         known = f"from 0 to {len(ranks) - 1}"
         if list(ranks) != list(range(len(ranks))):
@@ -232,6 +238,8 @@ def check_root(root_rank: int, ranks: Sequence[int], what: str) -> None:
 
 
 def _gather(tensor: Any, name: str | None, process_set: ProcessSet) -> Callable[[], Array]:
+    """Returns a function that runs the allgather when it is called. The arguments are checked at
+    once."""
     what = called("allgather", name)
     members, checked = members_of(process_set, what), _with_rows(tensor, what)
     return lambda: collectives.all_gather(members.world, checked, name or "")[0]
@@ -240,6 +248,8 @@ def _gather(tensor: Any, name: str | None, process_set: ProcessSet) -> Callable[
 def _from_root(
     tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> Callable[[], Array]:
+    """Returns a function that runs the broadcast when it is called. The arguments are checked at
+    once."""
     what = called("broadcast", name)
     members = members_of(process_set, what)
     checked = collectives.as_exchangeable(tensor, what)
@@ -251,6 +261,8 @@ def _from_root(
 def _exchange(
     tensor: Any, splits: Splits, name: str | None, process_set: ProcessSet
 ) -> Callable[[], tuple[Array, Array]]:
+    """Returns a function that runs the alltoall when it is called; its result is the received rows,
+    and the number of rows from each rank. The arguments are checked at once."""
     what = called("alltoall", name)
     members, checked = members_of(process_set, what), _with_rows(tensor, what)
     rows = _rows(checked, splits, members.size, what)
@@ -270,6 +282,8 @@ def _scatter(
     reduction: Reduction,
     process_set: ProcessSet,
 ) -> Callable[[], Array]:
+    """Returns a function that runs the reducescatter when it is called. The arguments are checked
+    at once."""
     what = called("reducescatter", name)
     members, checked = members_of(process_set, what), _with_rows(tensor, what)
     reduction.check(checked.dtype, members.size, what)
@@ -291,6 +305,7 @@ def _scatters(
     reduction: Reduction,
     process_set: ProcessSet,
 ) -> Handle[list[Array]]:
+    """Starts the reducescatter of each array, and returns a handle of the list of results."""
     names = _names(name, "reducescatter", len(tensors))
     works = [
         _scatter(tensor, each, compression, reduction, process_set)
@@ -312,7 +327,8 @@ def _with_rows(tensor: Any, what: str) -> Array:
 
 
 def _rows(array: Array, splits: Splits, size: int, what: str) -> list[int]:
-    """Returns the number of rows that each rank gets."""
+    """Returns the number of rows of `array` to send to each of `size` ranks: `splits`, or equal
+    shares. Errors: InputError if the rows do not divide evenly, or `splits` does not fit."""
     rows = len(array)
     if splits is None:
         if rows % size:

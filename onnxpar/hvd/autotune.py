@@ -1,7 +1,8 @@
-"""Finds the fusion threshold and the cycle time that reduce the most bytes per second.
+"""Chooses the fusion threshold and the cycle time with which ranks reduce the most bytes per
+second.
 
-As in Horovod, a Gaussian process models the measured speeds, and the next values to try have the
-largest expected improvement (Jones et al. 1998), within 0 to 64 MiB and 1 to 100 ms.
+As in Horovod, a Gaussian process models the measured speeds. The next pair of values to try is that
+of the largest expected improvement (Jones et al. 1998), from 0 to 64 MiB and from 1 to 100 ms.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ CANDIDATES = 2000
 
 @dataclass
 class Autotune:
-    """Measures, and chooses the next values. Only rank 0 has one.
+    """Measures the speed of cycles, and chooses the fusion threshold and cycle time of the next
+    ones. Only rank 0 has an Autotune; the other ranks take the values of rank 0.
 
-    log               a file that gets a row for each pair of values; the last row is the best
-    warmup_samples    medians that do not count
-    steps_per_sample  cycles of a measurement
-    max_samples       pairs of values to try
-    noise             noise of a measurement, relative to the spread of all
+    log                a file that gets a row for each pair of values; the last row is the best
+    warmup_samples     pairs of values, at the start, whose speed is not used
+    steps_per_sample   cycles of one measurement
+    max_samples        pairs of values to try
+    noise              standard deviation of a measurement, relative to that of all measurements
+    active             False when all pairs are tried, and the best is in use
+    tried, scores      the pairs so far, in MiB and ms, and the bytes per second of each
     """
 
     log: str | Path | None = None
@@ -69,8 +73,11 @@ class Autotune:
         )
 
     def record(self, sent: int, seconds: float, knobs: Knobs) -> Knobs:
-        """Counts a cycle that has reduced `sent` bytes, and returns the values for the next cycle:
-        bytes and milliseconds. `seconds` excludes the cycle time, which is added."""
+        """Counts a cycle that has reduced `sent` bytes, and returns the values for the next cycle.
+
+        seconds  time of the cycle's collectives, without the wait (the cycle time) before them
+        knobs    the values of this cycle: fusion threshold in bytes, cycle time in milliseconds
+        """
         if not self.active:
             return knobs
         self._bytes += sent
@@ -89,6 +96,8 @@ class Autotune:
         return self._next(score, (knobs[0] / MEBIBYTE, knobs[1]))
 
     def _next(self, score: float, tried: Knobs) -> Knobs:
+        """Records the score of a pair of values in MiB and ms, and returns the pair to use next, in
+        bytes and ms: the best pair if `max_samples` are tried."""
         self.tried.append(tried)
         self.scores.append(score)
         self._row(tried, score)
@@ -104,7 +113,8 @@ class Autotune:
         return chosen[0] * MEBIBYTE, chosen[1]
 
     def _most_promising(self) -> Knobs:
-        """Returns the values of the largest expected improvement over the best so far."""
+        """Returns the pair of values, in MiB and ms, with the largest expected improvement over the
+        best pair so far, among random candidates."""
         low, high = BOUNDS[:, 0], BOUNDS[:, 1]
         known = (np.array(self.tried) - low) / (high - low)
         scores = np.array(self.scores)
@@ -121,6 +131,8 @@ class Autotune:
         return float(values[0]), float(values[1])
 
     def _row(self, knobs: Knobs, score: float) -> None:
+        """Appends a pair of values (MiB, ms) and its bytes per second to the log, if there is a
+        log."""
         if self.log:
             self._write(f"{knobs[1]:g},{knobs[0]:g},{score:g}\n", "a")
 
@@ -136,8 +148,15 @@ class Autotune:
 def gaussian_process(
     known: Array, values: Array, wanted: Array, noise: float
 ) -> tuple[Array, Array]:
-    """Returns mean and standard deviation at the wanted points, given values at the known ones
-    (Rasmussen and Williams, algorithm 2.1), for a squared exponential of length 0.3."""
+    """Returns the mean and the standard deviation of a Gaussian process at each wanted point.
+
+    known   the measured points, one per row
+    values  the value at each measured point
+    wanted  the points to predict, one per row
+    noise   standard deviation of the values
+
+    The kernel is a squared exponential of length 0.3 (Rasmussen and Williams, algorithm 2.1).
+    """
 
     def kernel(a: Array, b: Array) -> Array:
         distance = ((a[:, None, :] - b[None, :, :]) ** 2).sum(-1)
@@ -154,7 +173,8 @@ def gaussian_process(
 
 
 def number(variable: str, default: float) -> float:
-    """Returns the number in an environment variable. Errors: InputError for other texts."""
+    """Returns the number in an environment variable, or `default` if the variable is not set.
+    Errors: InputError for a text that is not a finite number of at least 0."""
     text = os.environ.get(variable) or str(default)
     try:
         value = float(text)

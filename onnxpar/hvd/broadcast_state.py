@@ -30,7 +30,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the object of the rank `root_rank`; the objects of the other ranks are ignored.
+    """Returns the object of the rank `root_rank`; what the other ranks pass is ignored.
 
     `typed_bytes.ALLOWED` lists the types that can be sent. Errors: TypeError for other types;
     RankError if the bytes from the root do not encode an object.
@@ -55,6 +55,8 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 def _memory(length: int, root: int) -> Array:
+    """Returns an array of `length` bytes. Errors: RankError if there is not so much memory: a
+    damaged rank `root` could announce any length."""
     try:
         return np.empty(length, np.uint8)
     except (MemoryError, ValueError) as error:
@@ -65,6 +67,7 @@ def _memory(length: int, root: int) -> Array:
 
 
 def _object(data: bytes, rank: int) -> Any:
+    """Returns the object that bytes from a rank encode. Errors: RankError if they encode none."""
     try:
         return of_bytes(data)
     except ValueError as error:
@@ -90,8 +93,8 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
 
 
 def named_arrays(params: Parameters, what: str) -> dict[str, Array]:
-    """Returns arrays by name; an array without a name is named by its position. Errors: InputError
-    if two have the same name."""
+    """Returns the arrays of `params` by name; array i of a list without names is "parameter i".
+    `what` names the call in errors. Errors: InputError if two arrays have the same name."""
     if isinstance(params, Mapping):
         return dict(params)
     named: dict[str, Array] = {}

@@ -1,4 +1,4 @@
-"""Horovod's queries about a build: onnxpar has Gloo, and nothing else."""
+"""Horovod's queries about what a build supports: onnxpar has Gloo, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from onnxpar.base.errors import InputError
 
 
 def gloo_built() -> bool:
-    """Returns True."""
+    """Returns True: ranks communicate by Gloo."""
     return True
 
 
 def gloo_enabled() -> bool:
-    """Returns True."""
+    """Returns True: ranks communicate by Gloo."""
     return True
 
 
@@ -21,7 +21,7 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Returns False."""
+    """Returns False: ranks communicate by Gloo."""
     return False
 
 
@@ -31,25 +31,25 @@ def mpi_threads_supported() -> bool:
 
 
 def nccl_built() -> int:
-    """Returns 0, for no version of NCCL."""
+    """Returns 0, for no version of NCCL: ranks communicate by Gloo."""
     return 0
 
 
 def ddl_built() -> bool:
-    """Returns False."""
+    """Returns False: ranks do not communicate by IBM's DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """Returns False."""
+    """Returns False: ranks do not communicate by Intel's oneCCL."""
     return False
 
 
 def cuda_built() -> bool:
-    """Returns False."""
+    """Returns False: arrays are on the CPU."""
     return False
 
 
 def rocm_built() -> bool:
-    """Returns False."""
+    """Returns False: arrays are on the CPU."""
     return False

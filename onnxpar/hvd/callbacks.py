@@ -1,14 +1,15 @@
-"""Callbacks for loops of your own, with the meaning of Horovod's for Keras.
+"""Callbacks for training loops of your own; each does what Horovod's Keras callback of that name
+does.
 
-callbacks = CallbackList([MetricAverageCallback(), ...], params, optimizer, steps_per_epoch)
-callbacks.on_train_begin()
-for epoch in range(epochs):
-    callbacks.on_epoch_begin(epoch)
-    for batch in range(steps_per_epoch):
-        callbacks.on_batch_begin(batch)
-        ...
-        callbacks.on_batch_end(batch)
-    callbacks.on_epoch_end(epoch, logs)
+    callbacks = CallbackList([MetricAverageCallback(), ...], params, optimizer, steps_per_epoch)
+    callbacks.on_train_begin()
+    for epoch in range(epochs):
+        callbacks.on_epoch_begin(epoch)
+        for batch in range(steps_per_epoch):
+            callbacks.on_batch_begin(batch)
+            ...
+            callbacks.on_batch_end(batch)
+        callbacks.on_epoch_end(epoch, logs)
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ Logs = MutableMapping[str, Any]
 
 
 class Loop:
-    """The facts about a loop for callbacks: parameters by name, the optimizer, and the number of
-    steps of an epoch."""
+    """The training loop that callbacks work on.
+
+    params           its parameters by name
+    optimizer        its optimizer
+    steps_per_epoch  the number of steps of an epoch; None if unknown
+    """
 
     def __init__(
         self, params: Mapping[str, Array], optimizer: Any, steps_per_epoch: int | None = None
@@ -40,7 +45,7 @@ class Loop:
 
 
 class Callback:
-    """The base class of callbacks; its methods do nothing. `loop` is set before training begins."""
+    """The base class of callbacks; its methods do nothing. `CallbackList` sets `loop`."""
 
     loop: Loop
 
@@ -61,7 +66,12 @@ class Callback:
 
 
 class CallbackList(Callback):
-    """Calls several callbacks, in their order."""
+    """Calls each method of several callbacks, in their order.
+
+    params           parameters by name
+    optimizer        the optimizer, or a DistributedOptimizer
+    steps_per_epoch  batches of an epoch, for callbacks that need the number
+    """
 
     def __init__(
         self,
@@ -99,7 +109,7 @@ class CallbackList(Callback):
 class BroadcastGlobalVariablesCallback(Callback):
     """Gives all ranks the parameters and the optimizer state of `root_rank` after the first batch.
 
-    `local_variables` are names of parameters that each rank keeps; `device` is not used.
+    `local_variables` are names of parameters whose values each rank keeps; `device` is not used.
     """
 
     def __init__(
@@ -112,7 +122,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         self._local = set(names or ())
 
     def register_local_var(self, var: str) -> None:
-        """Adds a parameter that each rank keeps."""
+        """Adds a parameter whose value each rank keeps, by name."""
         self._local.add(var)
 
     def on_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -124,25 +134,26 @@ class BroadcastGlobalVariablesCallback(Callback):
 
 
 class BroadcastGlobalVariablesHook:
-    """Gives all ranks the parameters and the optimizer state of `root_rank` before the first step,
-    where `after_create_session` is called with a `Loop`. `device` is not used."""
+    """Gives all ranks the parameters and the optimizer state of `root_rank`: call
+    `after_create_session` with a `Loop` before the first step. `device` is not used."""
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         self.root_rank = root_rank
         self.device = device
 
     def begin(self) -> None:
-        """Does nothing."""
+        """Does nothing; Horovod's hook has this method."""
 
     def after_create_session(self, session: Loop, coord: Any = None) -> None:
-        """Broadcasts. `coord` is not used."""
+        """Broadcasts the parameters and the optimizer state of the loop `session`. `coord` is not
+        used."""
         broadcast_parameters(session.params, self.root_rank)
         broadcast_optimizer_state(session.optimizer, self.root_rank)
 
 
 class MetricAverageCallback(Callback):
     """Replaces the metrics in `logs` by their averages over the ranks at the end of each epoch. Put
-    it before callbacks that read metrics. `device` is not used."""
+    this callback before callbacks that read metrics. `device` is not used."""
 
     def __init__(self, device: str = "") -> None:
         self.device = device
@@ -220,6 +231,8 @@ class LearningRateScheduleCallback(Callback):
             logs["lr"] = _inner(self.loop.optimizer).lr
 
     def _adjust(self, epoch: float) -> None:
+        """Sets the learning rate for `epoch`, which may be a fraction, and scales the momentum for
+        one step."""
         optimizer = _inner(self.loop.optimizer)
         old, optimizer.lr = optimizer.lr, self.initial_lr * self.multiplier(epoch)
         momentum = getattr(optimizer, "momentum", 0.0)
@@ -265,5 +278,5 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 def _inner(optimizer: Any) -> Any:
-    """Returns the optimizer inside a DistributedOptimizer."""
+    """Returns the optimizer inside a DistributedOptimizer; any other optimizer as it is."""
     return getattr(optimizer, "optimizer", optimizer)

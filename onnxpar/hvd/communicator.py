@@ -1,4 +1,5 @@
-"""The communicator behind all calls, the numbers of ranks and hosts, and ranks as threads."""
+"""The connection of a rank with the others, on which all calls of the package run; the numbers of
+ranks and hosts; and ranks as threads of one process."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ _ids = itertools.count()
 
 
 class Communicator:
-    """One rank's connection to all ranks. `host` identifies the host: ranks with equal texts share
-    one."""
+    """One rank's connection to all ranks. `host` identifies the rank's host: ranks that pass equal
+    texts are on one host."""
 
     def __init__(self, world: World, host: str) -> None:
         self.world = world
@@ -59,21 +60,21 @@ class Communicator:
         self.is_homogeneous = len({hosts.count(host) for host in hosts}) == 1
 
     def group(self, ranks: tuple[int, ...]) -> World | Group:
-        """Returns the connection to these ranks, which include this rank."""
+        """Returns the connection to `ranks`, which include this rank; a group is created once."""
         if ranks not in self._groups:
             self._groups[ranks] = Group(self.world, ranks)
         return self._groups[ranks]
 
     def ordered(self, work: Callable[[], T], kind: str = "", names: Sequence[str] = ()) -> T:
-        """Runs `work` after all work that was started earlier, and returns its result. `kind` and
-        `names` of the tensors are for the timeline."""
+        """Runs `work` after all work that was started earlier, and returns its result. The timeline
+        shows `kind` and the `names` of the tensors."""
         if self.cycles is None and (self._last is None or self._last.done()):
             return self._timed(work, kind, names)()
         return self.begin(work, kind, names).result()
 
     def begin(self, work: Callable[[], T], kind: str = "", names: Sequence[str] = ()) -> Future[T]:
-        """Starts `work` in the queue thread, which runs one piece of work after another; returns a
-        handle for its result."""
+        """Starts `work` in a thread that runs one piece of work after another, and returns a future
+        of its result. The timeline shows `kind` and the `names` of the tensors."""
         if self.cycles is not None:
             return self.cycles.submit([work], kind, ", ".join(names))[0]
         if self._queue is None:
@@ -83,16 +84,19 @@ class Communicator:
         return future
 
     def activity(self, names: Sequence[str], activity: str) -> AbstractContextManager[None]:
-        """Records `activity` on the timeline, for tensors inside the `with` block."""
+        """Returns a context that records its block on the timeline as `activity` of the named
+        tensors."""
         return nullcontext() if self.timeline is None else self.timeline.span(names, activity)
 
     def _timed(self, work: Callable[[], T], kind: str, names: Sequence[str]) -> Callable[[], T]:
-        """Returns `work`, which also records its wait and its run on the timeline."""
+        """Returns `work`, extended to record its wait and its run on the timeline, if there is a
+        timeline."""
         timeline = self.timeline
         return work if timeline is None or not kind else timeline.recorded(work, kind, names)
 
     def close(self) -> None:
-        """Leaves the other ranks; work in progress fails."""
+        """Disconnects from the other ranks, and ends the threads and the timeline; work in progress
+        fails."""
         for group in self._groups.values():
             group.close()
         if self._queue is not None:
@@ -105,7 +109,7 @@ class Communicator:
 
 
 class _Ranks(threading.local):
-    """The communicator of each thread, if ranks are threads."""
+    """The communicator of each thread of `run_on_threads`; None in other threads."""
 
     own: Communicator | None = None
 
@@ -115,8 +119,9 @@ _process: Communicator | None = None
 
 
 def connect(launched: Launched, timeout: float) -> None:
-    """Connects this process with the others. Errors: RankError if another process does not connect
-    in time."""
+    """Connects this process with the other ranks. `launched` says this rank's number and how to
+    reach the others. Errors: RankError if another process does not connect within `timeout`
+    seconds."""
     global _process
     world = World.create(
         f"hvd-{next(_ids)}",
@@ -138,8 +143,8 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """True if this process, or this thread of `run_on_threads`, is a rank: after `init`, before
-    `shutdown`."""
+    """Returns True if this process, or this thread of `run_on_threads`, is a rank: after `init`,
+    before `shutdown`."""
     return _ranks.own is not None or _process is not None
 
 
@@ -172,13 +177,13 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Returns the number of this host among the hosts that have a rank with this local rank, from
-    0."""
+    """Returns the number of this host, from 0, among the hosts that have a rank with the local rank
+    of this rank: 1 on the second of two hosts."""
     return current().cross_rank
 
 
 def cross_size() -> int:
-    """Returns the number of hosts that have a rank with this local rank."""
+    """Returns the number of hosts that have a rank with the local rank of this rank."""
     return current().cross_size
 
 
@@ -196,8 +201,10 @@ def run_on_threads(
     """Runs `function` on `ranks` threads of this process, each of which is a rank, and returns the
     results by rank. Meant for notebooks and tests.
 
-    `hosts` pretends that each rank runs on the named host; by default, all share one host. If a
-    rank raises an exception, the others fail, and the call raises that exception.
+    timeout  seconds that a rank waits for the others in a collective
+    hosts    pretends that rank i runs on the host `hosts[i]`; by default, all share one host
+
+    If a rank raises an exception, the others fail, and the call raises that exception.
     """
     worlds = thread_worlds(ranks, timeout)
     failures: list[BaseException] = []
@@ -225,6 +232,5 @@ def run_on_threads(
 
 
 def _this_host() -> str:
-    """Returns a text that is the same for all processes on this host, and different on other
-    hosts."""
+    """Returns a text that is equal for all processes on this host, and different on other hosts."""
     return socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()

@@ -17,16 +17,18 @@ class Compressor(Protocol):
     methods."""
 
     def compress(self, tensor: Array) -> tuple[Array, Any]:
-        """Returns the array to send, and the context that `decompress` needs."""
+        """Returns the array to send, and a context: anything that `decompress` needs to restore
+        it."""
 
     def decompress(self, tensor: Array, ctx: Any) -> Array:
-        """Returns a received array in its original form."""
+        """Returns a received array in its original form. `ctx` is the context that `compress`
+        returned."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Converts float32 and float64 arrays to the dtype `wire` for sending; None sends arrays
-    unchanged."""
+    """A compression that sends float32 and float64 arrays in the dtype `wire`, such as "float16".
+    With None, arrays are sent unchanged."""
 
     wire: str | None
 
@@ -46,8 +48,8 @@ class Cast:
 
 
 class Compression:
-    """Choices for sending float32 and float64 arrays in 16 bits: float16 is more precise, bfloat16
-    has the range of float32.
+    """Compressions to choose from: `none`, or float32 and float64 arrays sent in 16 bits. float16
+    (`fp16`) is more precise, bfloat16 (`bf16`) has the range of float32.
 
     Values are added in float32, and the result is rounded to 16 bits again.
     """
@@ -63,8 +65,12 @@ Restore = Callable[[list[Array]], list[Array]]
 def prepared(
     compression: Compressor, arrays: Sequence[Array]
 ) -> tuple[Cast, Sequence[Array], Restore]:
-    """Returns the dtypes in which to send arrays, the arrays to send, and a function that restores
-    received ones: a `Cast` converts where arrays are copied into a buffer, others beforehand."""
+    """Returns what is needed to send `arrays` with a compression:
+
+    Cast     the conversion to do while arrays are copied into a buffer
+    arrays   the arrays to send: unchanged for a `Cast`, compressed already by any other compressor
+    Restore  a function from the received arrays to arrays in their original form
+    """
     if isinstance(compression, Cast):
         return compression, arrays, lambda received: received
     pairs = [compression.compress(array) for array in arrays]
@@ -78,6 +84,7 @@ def prepared(
 
 
 def _named(name: str) -> np.dtype[Any]:
+    """Returns the dtype of a name, such as "float16" or "bfloat16"."""
     import ml_dtypes  # noqa: F401  (lets np.dtype know bfloat16)
 
     return np.dtype(name)

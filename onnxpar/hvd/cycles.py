@@ -1,6 +1,6 @@
-"""Cycles: collectives run together as soon as all ranks have started them.
+"""Cycles: a rank's thread runs collectives together as soon as all ranks have started them.
 
-Once in a cycle, the ranks tell each other which collectives they have started. The collectives that
+In each cycle, the ranks tell each other which collectives they have started. The collectives that
 all ranks have started run, in their order; allreduces among them are fused in buffers. A rank that
 has called `join` contributes zeros to the allreduces of the others.
 """
@@ -28,7 +28,12 @@ Knobs = tuple[float, float]
 
 @dataclass
 class Request:
-    """A collective that this rank has started; all ranks must agree on `about`."""
+    """A collective that this rank has started, and whose result it waits for.
+
+    about    the collective in words (its kind, name, dtype and shape), equal on all ranks
+    work     runs the collective
+    future   gets the result of `work`
+    """
 
     about: str
     work: Callable[[], Any]
@@ -38,7 +43,12 @@ class Request:
 
 
 class Cycles:
-    """The thread of a rank that runs collectives in cycles."""
+    """The thread of a rank that runs collectives in cycles.
+
+    threshold     the fusion threshold in bytes, at first
+    milliseconds  the time from one cycle to the next, at first
+    tune          changes both values, on rank 0; None if they stay
+    """
 
     def __init__(
         self, members: Members, threshold: int, milliseconds: float, tune: Autotune | None
@@ -64,7 +74,9 @@ class Cycles:
         return self._knobs
 
     def submit(self, works: Sequence[Callable[[], Any]], kind: str, name: str) -> list[Future[Any]]:
-        """Starts collectives, and returns a handle for each."""
+        """Starts collectives of this kind, and returns a future for the result of each. `kind` and
+        `name` are what ranks compare, and what the timeline shows. Errors: RankError after `join`
+        or `stop`."""
         requests = [self._request(work, kind, name) for work in works]
         with self._changed:
             if self._stopped or self._joining:
@@ -75,6 +87,7 @@ class Cycles:
         return [request.future for request in requests]
 
     def _request(self, work: Callable[[], Any], kind: str, name: str) -> Request:
+        """Returns the request to run `work`, with the text by which ranks compare it."""
         reduces = isinstance(work, Reduce)
         about = str(work) if reduces else f"{kind or 'call'} {name!r}"
         timeline = self._members.communicator.timeline
@@ -84,8 +97,8 @@ class Cycles:
         return Request(about, work, timeline.queued("ALLREDUCE" if reduces else kind, [tensor]))
 
     def join(self) -> int:
-        """Lets this rank contribute zeros until all ranks have called join; returns the last such
-        rank."""
+        """Lets this rank contribute zeros to allreduces until all ranks have called `join`. Returns
+        the last rank that called it."""
         with self._changed:
             self._joining = Future()
             self._changed.notify()
@@ -94,13 +107,15 @@ class Cycles:
         return last
 
     def stop(self) -> None:
-        """Ends the thread; waiting collectives fail."""
+        """Ends the thread; collectives that still wait fail with RankError."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
         self._thread.join()
 
     def _run(self) -> None:
+        """The loop of the thread: waits for a request, sleeps for the cycle time, and runs a
+        cycle."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._stopped or self._is_joining())
@@ -114,9 +129,11 @@ class Cycles:
         self._fail(RankError("this rank has left the others"))
 
     def _is_joining(self) -> bool:
+        """True if this rank has called `join`, and some rank has not."""
         return self._joining is not None and not self._joining.done()
 
     def _fail(self, error: Exception) -> None:
+        """Lets all waiting requests, and a waiting `join`, raise `error`."""
         with self._changed:
             pending, self._pending = self._pending, []
         for request in pending:
@@ -125,7 +142,9 @@ class Cycles:
             self._joining.set_exception(error)
 
     def _cycle(self) -> None:
-        """Asks which collectives the ranks have started, and runs those that all have started."""
+        """Exchanges with the other ranks which collectives are started, and runs the collectives
+        that all ranks have started. If all ranks have joined, ends the `join` of this rank
+        instead."""
         with self._changed:
             mine = None if self._is_joining() and not self._pending else self._pending[:]
         told = self._exchange(None if mine is None else [request.about for request in mine])
@@ -155,8 +174,9 @@ class Cycles:
                     request.future.set_exception(error)
 
     def _exchange(self, abouts: list[str] | None) -> list[list[str] | None]:
-        """Returns the collectives that each rank has started; None for a rank that has joined. All
-        ranks take the knobs of rank 0."""
+        """Tells all ranks which collectives this rank has started (`Request.about`), or None if it
+        has joined. Returns the lists of all ranks, by rank. Every rank takes over the fusion
+        threshold and the cycle time of rank 0."""
         payload = to_bytes([abouts, *self._knobs])
         name = f"cycle {self.count}"
         self.count += 1
@@ -166,8 +186,10 @@ class Cycles:
         return [row[0] for row in every]
 
     def _agreed(self, told: Sequence[list[str] | None]) -> list[str]:
-        """Returns the collectives that all ranks but the joined ones have started. Errors:
-        RankError, on every rank, if they differ."""
+        """Returns the collectives that all ranks have started (ranks that have joined do not
+        count): the common start of the lists in `told`. It has the list of each rank, or None for a
+        rank that has joined. Errors: RankError, on every rank, if the lists differ in their common
+        length."""
         active = [(rank, abouts) for rank, abouts in enumerate(told) if abouts is not None]
         count = min(len(abouts) for _, abouts in active)
         first_rank, first = active[0]
@@ -183,12 +205,14 @@ class Cycles:
         return first[:count]
 
     def _zeros(self, about: str) -> Callable[[], Any]:
-        """Returns the work of a rank that has joined."""
+        """Returns the work with which a rank that has joined takes part in the collective `about`:
+        an allreduce of zeros; nothing for another collective."""
         zeros = Reduce.parse(self._members, about)
         return zeros if zeros is not None else lambda: None
 
     def _execute(self, requests: Sequence[Request]) -> None:
-        """Runs requests in their order; consecutive allreduces run together."""
+        """Runs requests in their order; consecutive allreduces run together. Reports the speed to
+        the tuner, if this rank has a tuner."""
         began, sent, start = time.perf_counter(), 0, 0
         while start < len(requests):
             end = start
@@ -205,6 +229,7 @@ class Cycles:
             self._knobs = self._tune.record(sent, time.perf_counter() - began, self._knobs)
 
     def _execute_alone(self, request: Request) -> None:
+        """Runs one collective that is not an allreduce. Fails its future if a rank has joined."""
         if self._joined:
             names = ", ".join(map(str, self._joined))
             request.future.set_exception(
@@ -219,7 +244,8 @@ class Cycles:
             request.future.set_exception(error)
 
     def _execute_together(self, works: Sequence[Any], requests: Sequence[Request]) -> int:
-        """Returns the number of bytes of the allreduces."""
+        """Runs allreduces in fused buffers, and sets the futures of the requests. `works` are the
+        `Reduce` of each request. Returns the number of bytes sent."""
         with ExitStack() as stack:
             for request in requests:
                 stack.enter_context(request.started())

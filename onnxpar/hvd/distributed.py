@@ -42,7 +42,8 @@ class DistributedOptimizer:
 
     optimizer                  updates the parameters on each rank
     named_parameters           the parameters, by name or as pairs of name and array; then `step`
-                               takes gradients alone, and a parameter without one counts as 0
+                                   takes gradients alone, and a parameter without a gradient has
+                                   gradient 0
     compression                dtype in which gradients are sent
     backward_passes_per_step   number of calls of `step` per update: all add up gradients on this
                                rank, and the last reduces them and updates the parameters
@@ -114,8 +115,9 @@ class DistributedOptimizer:
         self.optimizer.lr = value
 
     def step(self, params: Mapping[str, Any], grads: Gradients | None = None) -> bool:
-        """Reduces the gradients over all ranks and updates the parameters in place. Returns False
-        if it only added up gradients on this rank. With `named_parameters`, `step(grads)` suffices.
+        """Reduces the gradients over all ranks and updates the parameters in place. Returns True if
+        it has updated, False if it only added up gradients on this rank
+        (`backward_passes_per_step`). With `named_parameters`, `step(grads)` suffices.
 
         Errors: InputError if a gradient has no parameter or another shape; InputError, on every
         rank, if names, dtypes or shapes of the gradients differ between ranks; RankError as for
@@ -136,12 +138,13 @@ class DistributedOptimizer:
         return True
 
     def synchronize(self, grads: Gradients) -> dict[str, Any]:
-        """Returns the gradients, reduced over all ranks, without an update. Use it to clip
-        gradients; then pass them to `step` in a `skip_synchronize` block. The next call overwrites
-        the returned arrays.
+        """Returns the gradients by name, reduced over all ranks, without an update. Use it to clip
+        gradients; then pass the result to `step` in a `skip_synchronize` block. The next call
+        overwrites the returned arrays.
 
-        With `backward_passes_per_step`, it replaces `step` in the last pass of an update, and the
-        result includes the gradients that `step` has added up before."""
+        With `backward_passes_per_step`, call `synchronize` instead of `step` in the last pass of an
+        update: the result includes the gradients that earlier calls of `step` have added up.
+        """
         grads = self._with_earlier(grads)
         if not self.process_set.included():
             return dict(grads)
@@ -149,7 +152,8 @@ class DistributedOptimizer:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Lets `step` use the gradients that `synchronize` returned as they are."""
+        """Lets `step`, within the `with` block, update with its gradients as they are:
+        `synchronize` has reduced them already. Errors: InputError for Adasum."""
         if self.op is Adasum:
             raise InputError("Adasum combines updates inside step, which cannot skip it")
         self._synchronizes = False
@@ -159,21 +163,21 @@ class DistributedOptimizer:
             self._synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets the number of calls of `step` per update, and drops gradients that were added
-        up."""
+        """Sets the number of calls of `step` per update, and drops the gradients that earlier calls
+        have added up."""
         if passes < 1:
             raise InputError(f"backward_passes_per_step={passes} must be at least 1")
         self._passes, self._passed, self._sums = passes, 0, {}
 
     def zero_grad(self) -> None:
         """Does nothing, because gradients are arguments of `step`. Errors: InputError between the
-        passes of an update."""
+        passes of an update (`backward_passes_per_step`)."""
         if self._passed:
             raise InputError("zero_grad() between the passes of an update would lose gradients")
 
     def state_dict(self) -> Any:
         """Returns the state of the inner optimizer. Errors: InputError between the passes of an
-        update."""
+        update (`backward_passes_per_step`)."""
         if self._passed:
             raise InputError(
                 f"state_dict() between passes {self._passed} and {self._passed + 1} of "
@@ -183,15 +187,16 @@ class DistributedOptimizer:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Restores a state that `state_dict`, of this object or of the inner optimizer,
-        returned."""
+        """Restores a state that `state_dict` returned, of this object or of the inner optimizer.
+        Drops gradients that earlier calls of `step` have added up."""
         self._sums, self._passed = {}, 0
         self.optimizer.load_state_dict(state)
 
     def _arguments(
         self, params: Mapping[str, Any], grads: Gradients | None
     ) -> tuple[Mapping[str, Array], Gradients]:
-        """Returns the parameters and the gradients of a call of `step`."""
+        """Returns the parameters and the gradients of a call of `step`: its two arguments, or, for
+        `step(grads)`, the named parameters, and zeros for each parameter without a gradient."""
         if grads is not None:
             return params, grads
         if self._named is None:
@@ -200,8 +205,8 @@ class DistributedOptimizer:
         return self._named, {**params, **missing}
 
     def _combine_updates(self, params: Mapping[str, Array], grads: Gradients) -> None:
-        """Lets this rank update the parameters, and replaces the update by the combined update of
-        all ranks."""
+        """Updates the parameters on this rank, then replaces the update of each parameter by the
+        Adasum of all ranks' updates."""
         before = {name: params[name].copy() for name in grads}
         self.optimizer.step(params, grads)
         updates = {name: np.asarray(params[name] - old) for name, old in before.items()}
@@ -209,7 +214,8 @@ class DistributedOptimizer:
             np.add(before[name], update, out=params[name])
 
     def _with_earlier(self, grads: Gradients) -> Gradients:
-        """Ends the passes of an update: returns the sums of their gradients."""
+        """Returns the gradients plus the sum of the gradients of earlier passes of this update. The
+        sum is then forgotten."""
         if not self._passed:
             return grads
         self._accumulate(grads)
@@ -217,6 +223,7 @@ class DistributedOptimizer:
         return sums
 
     def _accumulate(self, grads: Gradients) -> None:
+        """Adds gradients to the sums of this update on this rank, and counts the pass."""
         for name, grad in grads.items():
             sums = self._sums
             if isinstance(grad, IndexedSlices):

@@ -47,7 +47,8 @@ REMOVED = 2
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Raised by `commit` on all ranks after `on_hosts_updated` on rank 0."""
+    """Raised by `commit` on all ranks after rank 0 was told of new hosts by `on_hosts_updated`.
+    `skip_sync` is True if hosts were only removed: the ranks that stay have equal states."""
 
     def __init__(self, skip_sync: bool) -> None:
         super().__init__("the hosts have changed")
@@ -55,7 +56,8 @@ class HostsUpdatedInterrupt(Exception):
 
 
 class State:
-    """The state that ranks keep between resets. A subclass defines `save`, `restore` and `sync`.
+    """The state that ranks keep when they reset: disconnect and connect again, with other ranks. A
+    subclass defines `save`, `restore` and `sync`.
 
     bcast_object  broadcasts an object from rank 0
     get_rank      returns the number of this rank
@@ -73,15 +75,20 @@ class State:
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Called after the ranks have connected again."""
+        """Called after the ranks have connected again: forgets changes of hosts, and calls `reset`
+        and the registered functions."""
         self._messages = queue.Queue()
         self.reset()
         for callback in self._callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Lets the next commits of all ranks raise HostsUpdatedInterrupt. Call it on rank 0, from
-        any thread, after the environment of all ranks describes the new hosts."""
+        """Lets the next commit of all ranks raise HostsUpdatedInterrupt. Call it on rank 0, from
+        any thread, after the environment variables of all ranks describe the new hosts.
+
+        timestamp   when the hosts changed; a change that is not later than the last is ignored
+        update_res  1: hosts were added, 2: removed, 3: both
+        """
         self._messages.put((timestamp, update_res))
 
     def commit(self) -> None:
@@ -101,7 +108,7 @@ class State:
             raise HostsUpdatedInterrupt(result == REMOVED)
 
     def save(self) -> None:
-        """Keeps the state for `restore`."""
+        """Keeps a copy of the state in memory, for `restore`."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -109,15 +116,16 @@ class State:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Takes the state of rank 0."""
+        """Takes the state of rank 0; called on all ranks."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Called after the ranks have connected again, before `sync`."""
+        """Called after the ranks have connected again, before `sync`; does nothing here."""
 
 
 class ObjectState(State):
-    """State of plain objects, which are attributes: `state.batch` for the argument `batch=0`."""
+    """State of plain objects, each an attribute: `state.batch` for the argument `batch=0`. Objects
+    are copied deeply."""
 
     def __init__(
         self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
@@ -143,7 +151,8 @@ class ObjectState(State):
 
 
 class _Kept(Protocol):
-    """One part of an ArrayState."""
+    """One part of an ArrayState: saves its value, goes back to the saved value, or takes that of
+    the rank `root`."""
 
     def save(self) -> None: ...
     def restore(self) -> None: ...
@@ -151,7 +160,8 @@ class _Kept(Protocol):
 
 
 class _Arrays:
-    """Parameters, which are restored in place."""
+    """Parameters of an ArrayState; the arrays stay the same objects, and `restore` overwrites
+    them."""
 
     def __init__(self, value: Any) -> None:
         self._named = named_arrays(value, "ArrayState")
@@ -170,7 +180,8 @@ class _Arrays:
 
 
 class _Stateful:
-    """An optimizer or a sampler."""
+    """An optimizer or a sampler of an ArrayState: an object with `state_dict` and
+    `load_state_dict`."""
 
     def __init__(self, value: Stateful, broadcast: Callable[..., Any]) -> None:
         self._value = value
@@ -230,8 +241,8 @@ class ArrayState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Takes the state of the (first) rank that has saved most often: a process that replaces a
-        lost one has saved nothing yet."""
+        """Takes the state of the rank that has saved most often, the first of several. A process
+        that replaces a lost one has saved nothing yet, so its state is never taken."""
         commits = allgather_object(self._commits, "elastic commits")
         self._commits = max(commits)
         root = commits.index(self._commits)
@@ -242,6 +253,7 @@ class ArrayState(ObjectState):
             self._set_attrs()
 
     def reset(self) -> None:
+        """Lets each ElasticSampler divide its samples among the ranks anew."""
         for name in self._handlers:
             value = getattr(self, name)
             if isinstance(value, ElasticSampler):
@@ -249,6 +261,8 @@ class ArrayState(ObjectState):
 
 
 def _is_arrays(value: Any) -> bool:
+    """True for a mapping or list of arrays, or a list of pairs of name and array, that is not
+    empty."""
     if isinstance(value, Mapping):
         value = list(value.values())
     elif isinstance(value, list):
@@ -259,17 +273,17 @@ def _is_arrays(value: Any) -> bool:
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Decorates a training function, whose first argument is a `State`: when a collective fails, or
-    hosts change, all ranks reset, take the same state, and call it again.
+    """Decorates a training function, whose first argument is a `State`. When a collective fails, or
+    hosts change, all ranks connect again, take one state, and call the function again.
 
-    The number of resets is not limited, but each waits for the other ranks no longer than the
+    The number of such resets is not limited, but each waits for the other ranks no longer than the
     timeout of `init`. Errors: RankError if the others do not connect in time.
     """
     return run_fn(func, _reset)
 
 
 def run_fn(func: Callable[..., R], reset: Callable[[], object]) -> Callable[..., R]:
-    """Like `run`, with a function that connects the ranks again."""
+    """Decorates a training function like `run`; `reset` connects the ranks again."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
@@ -296,11 +310,11 @@ def _reset() -> None:
 
 
 class ElasticSampler:
-    """The indices of this rank's samples that no rank has processed in this epoch.
+    """Iterates over the indices of this rank's samples that no rank has processed in this epoch.
 
     dataset  the number of samples, or an object with a length
     shuffle  gives the samples another order in each epoch
-    seed     the same on all ranks
+    seed     for the shuffle; must be equal on all ranks
 
     Call `record_batch` after each batch, and `set_epoch` at the end of each epoch. As part of an
     `ArrayState`, it divides the rest of an epoch among the ranks after a reset.
@@ -315,12 +329,13 @@ class ElasticSampler:
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch: no sample is processed."""
+        """Begins an epoch, in which no sample is processed yet."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Counts the samples of a batch as processed, on this and on all other ranks."""
+        """Counts `batch_size` samples of every rank as processed: all ranks process batches of one
+        size. `batch_idx` is not used."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
@@ -333,7 +348,7 @@ class ElasticSampler:
         self.reset()
 
     def reset(self) -> None:
-        """Divides the samples that are left among the ranks."""
+        """Divides the samples that are not processed yet among the ranks there are now."""
         self.num_replicas, self.rank = size(), own_rank()
         indices = list(range(self._count))
         if self.shuffle:

@@ -1,4 +1,5 @@
-"""Tensor fusion: sends many arrays in few flat buffers, with the same bits in the results."""
+"""Tensor fusion: sends many arrays in few flat buffers; each result has the bits that it would have
+if its array were sent alone."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ FUSION_THRESHOLD = 64 << 20
 
 
 def default_threshold() -> int:
-    """Returns the environment variable HOROVOD_FUSION_THRESHOLD, or FUSION_THRESHOLD. Errors:
-    InputError if it is not a number."""
+    """Returns the size in bytes that the environment variable HOROVOD_FUSION_THRESHOLD sets, or
+    FUSION_THRESHOLD. Errors: InputError if the variable is not a number."""
     text = os.environ.get("HOROVOD_FUSION_THRESHOLD", "")
     if text and not text.isdecimal():
         raise InputError(f"HOROVOD_FUSION_THRESHOLD={text!r} must be a number of bytes")
@@ -56,9 +57,14 @@ def layout_of(names: Sequence[str], arrays: Sequence[Array]) -> Layout:
 
 
 class Fusion:
-    """Buffers for the arrays that `layout` lists. Each buffer holds arrays of one dtype with up to
-    `threshold` bytes in total, as they are sent, or a single larger array. With `groups` of
-    indices, each group has a buffer of its own, of any size."""
+    """Buffers in which the arrays of `layout` are sent and reduced, again and again.
+
+    compression  converts arrays while they are copied into a buffer
+    threshold    bytes of a buffer, in the dtype that is sent; a larger array has its own buffer
+    groups       indices of arrays; each group and dtype then has a buffer of its own, of any size
+
+    All arrays of a buffer have one dtype.
+    """
 
     def __init__(
         self,
@@ -79,10 +85,9 @@ class Fusion:
     def reduce(
         self, members: Members, arrays: Sequence[Array], reduction: Reduction, name: str
     ) -> list[Array]:
-        """Returns the arrays, reduced over the members: views of the buffers, or new arrays.
-
-        Errors: InputError, on every rank, if names, dtypes or shapes differ between ranks.
-        """
+        """Returns the arrays, reduced over the members, in their order: views of the buffers, which
+        the next call overwrites, or new arrays. `name` is that of the call in errors. Errors:
+        InputError, on every rank, if names, dtypes or shapes differ between ranks."""
         digest = agree(members, self._text, name)
         results: dict[int, Array] = {}
         for number, bucket in enumerate(self.buckets):
@@ -98,7 +103,8 @@ class Fusion:
 
 
 class Bucket:
-    """A buffer, and the list of arrays that are sent in it."""
+    """A buffer, and the arrays that are sent in it: those at `indices` of the layout. `wire` is the
+    dtype of the buffer."""
 
     def __init__(self, layout: Layout, indices: Sequence[int], wire: np.dtype[Any]) -> None:
         self.indices = indices
@@ -118,7 +124,8 @@ class Bucket:
         name: str,
         details: str,
     ) -> None:
-        """Copies the arrays into the buffer, and reduces the buffer over the members in place."""
+        """Copies the arrays into the buffer, and reduces the buffer over the members in place.
+        Ranks compare `name` and `details`."""
         names = [tensor.name for tensor in self._tensors]
         with members.communicator.activity(names, "MEMCPY_IN_FUSION_BUFFER"):
             for part, index in zip(self._parts, self.indices, strict=True):
@@ -139,7 +146,8 @@ class Bucket:
 def _of_groups(
     groups: Sequence[Sequence[int]], wires: Sequence[np.dtype[Any]]
 ) -> Iterator[list[int]]:
-    """Yields the indices of the arrays in each buffer: arrays of one group and dtype."""
+    """Yields the indices of the arrays in each buffer: arrays of one group and one dtype. `wires`
+    are the dtypes of all arrays."""
     for group in groups:
         for places in fill([wires[index] for index in group], [0] * len(group)):
             yield [group[place] for place in places]
@@ -149,7 +157,10 @@ def fill(
     keys: Sequence[Hashable], sizes: Sequence[int], threshold: float = math.inf
 ) -> list[list[int]]:
     """Returns the indices of the arrays in each buffer: arrays with equal keys, of up to
-    `threshold` bytes in total, or a single larger array. `sizes` are the bytes of the arrays."""
+    `threshold` bytes in total, or a single larger array. `sizes` are the bytes of the arrays.
+
+    Keys "a", "b", "a", "a" of 4, 4, 4 and 8 bytes give [[0, 2], [1], [3]] for a threshold of 8.
+    """
     filled: list[list[int]] = []
     open_: dict[Hashable, tuple[list[int], float]] = {}
     for index, (key, size) in enumerate(zip(keys, sizes, strict=True)):
@@ -163,9 +174,9 @@ def fill(
 
 
 def agree(members: Members, text: str, name: str) -> str:
-    """Returns a digest of `text`, which lists names, dtypes and shapes, after checking that all
-    ranks have the same text. Otherwise different lists could go unnoticed, because the buffers may
-    have the same size. Errors: InputError, on every rank."""
+    """Checks that all ranks have the same `text`, and returns its digest. The text lists the names,
+    dtypes and shapes of the arrays in buffers: different lists can have buffers of the same size,
+    so the collectives alone would not notice. Errors: InputError, on every rank."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     agreed = members.communicator.agreed
     if (members.ranks, digest) not in agreed:
@@ -181,6 +192,7 @@ def agree(members: Members, text: str, name: str) -> str:
 
 
 def _difference(root: int, first: Sequence[str], rank: int, text: str) -> str:
+    """Returns the first difference between the texts of ranks `root` and `rank`, in words."""
     lines = text.splitlines()
     for mine, other in zip(first, lines, strict=False):
         if mine != other:

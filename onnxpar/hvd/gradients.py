@@ -1,4 +1,4 @@
-"""Reduces the gradients of a model over ranks."""
+"""Reduces the gradients of a model, by parameter name, over ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ Groups = int | Sequence[Sequence[Any]] | None
 
 
 def compression_of(compression: Compressor, gc_type: str) -> Compressor:
-    """Returns the compression from Horovod's `compression` or the graph's `gc_type`. Errors:
-    InputError if both request one, or for an unknown type."""
+    """Returns the compression that Horovod's argument `compression` requests, or `gc_type`, the
+    kind of compression in graphs: "float16", "bfloat16", "2bit" or "none". Errors: InputError if
+    both request a compression, or for an unknown type."""
     chosen = {NONE: compression, TWO_BIT: compression, "float16": Compression.fp16}
     chosen["bfloat16"] = Compression.bf16
     if gc_type not in chosen:
@@ -42,11 +43,17 @@ def compression_of(compression: Compressor, gc_type: str) -> Compressor:
 
 @dataclass
 class GradientReducer:
-    """Reduces named gradients over a process set, and keeps the buffers for the next call.
+    """Reduces gradients, by parameter name, over a process set; keeps its buffers from call to
+    call.
 
-    `named` are the parameters to which arrays in `groups` refer. With `two_bit`, dense gradients
-    are summed in two bits per element; for Average, they are divided by the number of ranks before.
-    Gradients of fewer than `least_bytes` are not compressed.
+    threshold        size in bytes of the buffers in which gradients are sent together
+    groups           gradients that have a buffer of their own: lists of names or parameters, or a
+                     number of groups of about equal counts
+    named            the parameters by name, to find the arrays in `groups`
+    sparse_as_dense  reduces `IndexedSlices` as whole arrays
+    two_bit          sums dense gradients in two bits per element; for Average, each rank divides
+                     its gradients by the number of ranks before
+    least_bytes      smaller gradients are not compressed
     """
 
     reduction: Reduction
@@ -67,9 +74,9 @@ class GradientReducer:
             raise InputError(f"gc_type={TWO_BIT!r} needs op=hvd.Average or op=hvd.Sum")
 
     def reduce(self, grads: Gradients) -> dict[str, Any]:
-        """Returns the reduced gradients: the next call overwrites arrays. Errors: InputError if a
-        gradient cannot be reduced, and, on every rank, if names, dtypes or shapes differ between
-        ranks; RankError as for `allreduce`."""
+        """Returns the reduced gradients by name; the next call overwrites the returned arrays.
+        Errors: InputError if a gradient cannot be reduced, and, on every rank, if names, dtypes or
+        shapes differ between ranks; RankError as for `allreduce`."""
         members, dense, sparse = self._checked(grads)
         if members.communicator.cycles is not None and not self.two_bit:
             return self._in_cycles(members.communicator.cycles, members, dense, sparse).result()
@@ -77,8 +84,9 @@ class GradientReducer:
         return members.communicator.ordered(run, "ALLREDUCE", list(grads))
 
     def begin(self, grads: Gradients, called: str) -> Handle[dict[str, Any]]:
-        """Starts a `reduce`; the names of its collectives begin with `called`. Do not change the
-        gradients until the result is ready."""
+        """Starts to reduce gradients, and returns a handle of the result of `reduce`. `called`
+        begins the names of the collectives. Do not change the gradients until the result is
+        ready."""
         members, dense, sparse = self._checked(grads)
         prefix = f"{called}, "
         if members.communicator.cycles is not None and not self.two_bit:
@@ -90,7 +98,8 @@ class GradientReducer:
     def _checked(
         self, grads: Gradients
     ) -> tuple[Members, dict[str, Array], dict[str, IndexedSlices]]:
-        """Returns the ranks, and the dense and the sparse gradients in the order of their names."""
+        """Returns the ranks, and the dense and the sparse gradients, each in the order of their
+        names. Errors: InputError if a gradient cannot be reduced."""
         members = members_of(self.process_set, "gradients")
         dense: dict[str, Array] = {}
         sparse: dict[str, IndexedSlices] = {}
@@ -111,6 +120,8 @@ class GradientReducer:
         sparse: Mapping[str, IndexedSlices],
         prefix: str = "",
     ) -> dict[str, Any]:
+        """Reduces all gradients at once, and returns them by name: dense ones in buffers, sparse
+        ones one after the other."""
         reduced: dict[str, Any] = self._dense(members, dense, prefix) if dense else {}
         for name, grad in sparse.items():
             plain = Reduction(self.reduction.op)
@@ -125,7 +136,8 @@ class GradientReducer:
         sparse: Mapping[str, IndexedSlices],
         prefix: str = "",
     ) -> Together[dict[str, Any]]:
-        """Starts each gradient by itself: cycles fuse them."""
+        """Starts to reduce each gradient by itself, as `Cycles` fuse gradients into buffers.
+        Returns a handle of all reduced gradients by name."""
         works: dict[str, Any] = {}
         for name, array in dense.items():
             small = array.nbytes < self.least_bytes
@@ -139,6 +151,8 @@ class GradientReducer:
         return Together(futures, lambda results: dict(zip(works, results, strict=True)))
 
     def _dense(self, members: Members, grads: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+        """Returns the reduced dense gradients by name: gradients of at least `least_bytes`
+        compressed, the others as they are."""
         small = {n: array for n, array in grads.items() if array.nbytes < self.least_bytes}
         large = {n: array for n, array in grads.items() if n not in small}
         reduced: dict[str, Array] = {}
@@ -153,6 +167,8 @@ class GradientReducer:
     def _summed(
         self, members: Members, two_bit: TwoBit, grads: Mapping[str, Array], prefix: str
     ) -> dict[str, Array]:
+        """Returns the sums (for Average, the means) of gradients by name, sent in two bits per
+        element."""
         factor = 1 / members.size if self.reduction.op is Average else 1.0
         parts = [scaled(array, factor) for array in grads.values()]
         summed = two_bit.sum(members, list(grads), parts, f"{prefix}gradients")
@@ -166,6 +182,8 @@ class GradientReducer:
         what: str,
         prefix: str,
     ) -> dict[str, Array]:
+        """Returns the gradients by name, reduced in buffers. `what` names the buffers, which are
+        kept for the next call with the same gradients."""
         names = list(grads)
         cast, wires, restore = prepared(compression, list(grads.values()))
         layout = layout_of(names, wires)
@@ -177,7 +195,8 @@ class GradientReducer:
         return dict(zip(names, results, strict=True))
 
     def _grouped(self, layout: Layout) -> list[list[int]] | None:
-        """Returns the indices of the arrays of each group; the rest are groups of one."""
+        """Returns the indices in `layout` of the gradients of each group; a gradient in no group is
+        a group of its own. None if there are no groups."""
         if self.groups is None:
             return None
         names = [tensor.name for tensor in layout]
@@ -195,7 +214,8 @@ class GradientReducer:
         return [group for group in indices if group] + rest
 
     def _name(self, parameter: Any) -> str:
-        """Returns the name of a parameter in `groups`, which may be the array itself."""
+        """Returns the name of a parameter in `groups`: `parameter` is the name, or one of the
+        arrays in `named`."""
         if isinstance(parameter, str):
             return parameter
         for name, array in self.named.items():
@@ -207,4 +227,5 @@ class GradientReducer:
 def _gathered(
     members: Members, grad: IndexedSlices, reduction: Reduction, name: str
 ) -> IndexedSlices:
+    """Returns the rows of all ranks' gradients, with each index once."""
     return gather_sparse(members, grad, reduction, name).merged()

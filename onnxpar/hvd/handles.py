@@ -11,7 +11,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Waiting(Protocol[T_co]):
-    """The part of a future that a handle needs."""
+    """The methods of a future that a handle needs: `result` waits, `done` does not."""
 
     def result(self) -> T_co: ...
     def done(self) -> bool: ...
@@ -32,7 +32,8 @@ class Handle(Generic[T]):
 
 
 class Together(Generic[T]):
-    """Several futures as one; `finish` computes its result from theirs."""
+    """Several futures as one future; `finish` computes its result from the list of their
+    results."""
 
     def __init__(self, futures: Sequence[Future[Any]], finish: Callable[[list[Any]], T]) -> None:
         self._futures = futures
@@ -46,11 +47,12 @@ class Together(Generic[T]):
 
 
 def synchronize(handle: Handle[T]) -> T:
-    """Waits for a collective that was started, and returns its result. Errors: the collective's
-    own."""
+    """Waits for a collective that was started, and returns its result. Raises the error of the
+    collective if it failed."""
     return handle()
 
 
 def poll(handle: Handle[T]) -> bool:
-    """Returns True if `synchronize` would return, or raise, immediately."""
+    """Returns True if the collective has ended: `synchronize` would return, or raise,
+    immediately."""
     return handle.done()

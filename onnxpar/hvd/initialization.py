@@ -1,4 +1,5 @@
-"""`init`, and its settings from the environment."""
+"""`init`, which connects this process with the other ranks, and its settings from the
+environment."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ def init(
     process_sets  process sets to add; "dynamic" is accepted, as sets can always be added later
     timeout       limit in seconds of this and every later wait for another rank; the default is
                   the environment variable ONNXPAR_TIMEOUT, or 60
-    cycle_time_ms lets ranks run collectives in cycles, so many milliseconds apart, and fuses
-                  allreduces of a cycle; the default is the environment
-                  variable HOROVOD_CYCLE_TIME, or no cycles. `join` and autotuning need them
+    cycle_time_ms milliseconds between cycles, in which ranks run the collectives that all of them
+                   have started, with allreduces fused; the default is the environment variable
+                   HOROVOD_CYCLE_TIME, or no cycles. `join` and autotuning need cycles
 
     The environment variable HOROVOD_TIMELINE names a file for the timeline, HOROVOD_AUTOTUNE=1
     tunes the fusion threshold and the cycle time. A second call only adds process sets, and cycles.
@@ -68,8 +69,8 @@ def init(
 
 
 def again() -> None:
-    """Connects again as the last `init` did, after `shutdown`. Errors: RankError as for `init`, and
-    for ranks that are threads (`run_on_threads` connects them only once)."""
+    """Connects again, after `shutdown`, with the arguments of the last `init`. Errors: RankError as
+    for `init`, and for ranks that are threads (`run_on_threads` connects them only once)."""
     if is_initialized():
         raise RankError("ranks that are threads cannot connect again; use processes")
     init(**_last)
@@ -98,7 +99,8 @@ def stop_timeline() -> None:
 
 
 def _start_cycles(milliseconds: float | None) -> None:
-    """Starts cycles, if they are requested and there are none."""
+    """Starts cycles, so many milliseconds apart, if the argument or the environment requests cycles
+    and this rank has none."""
     here = current()
     tune = Autotune.of_environment()
     if milliseconds is None and (os.environ.get("HOROVOD_CYCLE_TIME") or tune):
@@ -113,6 +115,7 @@ def _start_cycles(milliseconds: float | None) -> None:
 
 
 def _are_all(comm: Any, size: int) -> bool:
+    """True if `comm` is an empty list, or lists all ranks from 0 to `size` - 1."""
     try:
         return list(comm) in ([], list(range(size)))
     except TypeError:
@@ -120,6 +123,8 @@ def _are_all(comm: Any, size: int) -> bool:
 
 
 def _timeout() -> float:
+    """Returns the seconds that ONNXPAR_TIMEOUT sets, or 60. Errors: InputError unless they are a
+    number above 0."""
     text = os.environ.get("ONNXPAR_TIMEOUT") or "60"
     try:
         seconds = float(text)

@@ -1,4 +1,5 @@
-"""MXNet's key-value store over the ranks of hvd: no server processes, each key on one rank.
+"""MXNet's key-value store over the ranks of hvd, without server processes: the value of each key is
+on one rank, the owner.
 
     store = kv.create("dist_sync")
     store.init("w", np.zeros(3))
@@ -6,9 +7,9 @@
     store.push("w", gradient)
     store.pull("w", out=w)
 
-All ranks make the same calls in the same order: ranks take the part of MXNet's servers. In the
-order of `init`, each key goes to the rank with the fewest bytes. That rank adds up the pushed
-values, in the order of ranks, and holds the state of the optimizer.
+All ranks make the same calls in the same order. `init` gives each key to the rank that owns the
+fewest bytes so far. The owner adds up the values that ranks push, in the order of ranks, and holds
+the state of the optimizer for its keys.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ THRESHOLD = 0.5
 
 
 def create(name: str = "local") -> KVStore:
-    """Returns a store: "dist_sync" over all ranks, "local" of this rank alone.
+    """Returns a store: "dist_sync" over all ranks, "local" of this rank alone. Both also have
+    MXNet's other names, such as "dist" and "device".
 
-    Errors: InputError for other types; "dist_async" needs servers that wait for nobody.
+    Errors: InputError for other types; "dist_async" would need servers.
     """
     here = current()
     if name in _SYNC:
@@ -63,7 +65,8 @@ def create(name: str = "local") -> KVStore:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A key of the store: the rank (by position) that has its value, its dtype and shape."""
+    """A key of the store: the position of the rank that owns its value, and the value's dtype and
+    shape."""
 
     owner: int
     dtype: np.dtype[Any]
@@ -73,8 +76,8 @@ class _Entry:
 class KVStore:
     """A store of arrays by key; `create` returns one.
 
-    Arguments of the calls are MXNet's: a key or a list of keys, and for each key an array, or a
-    list of arrays, whose sum counts. `priority` is not used.
+    The arguments of the calls are MXNet's: a key or a list of keys, and for each key an array, or a
+    list of arrays, which are added up. `priority` is not used.
     """
 
     def __init__(self, type: str, members: Members) -> None:
@@ -97,8 +100,8 @@ class KVStore:
         return self._members.size
 
     def init(self, key: Keys, value: Any) -> None:
-        """Adds keys with their first values, which rank 0 gives. Errors: InputError if a key
-        exists."""
+        """Adds keys, whose first values are the values that rank 0 passes. Errors: InputError if a
+        key exists."""
         for each, array_like in _pairs(key, value, "init"):
             array = collectives.as_exchangeable(array_like, f"init {each!r}")
             if each in self._entries:
@@ -111,8 +114,9 @@ class KVStore:
                 self._values[each] = first
 
     def push(self, key: Keys, value: Any, priority: int = 0) -> None:
-        """Adds up values over the ranks, and gives each sum to the optimizer; without one, the sum
-        becomes the value of its key. Values may be `IndexedSlices`, but then on all ranks."""
+        """Adds up values over the ranks, and lets the optimizer (or the updater) update each key's
+        value by its sum. Without an optimizer, the sum becomes the value. Values may be
+        `IndexedSlices`, on all ranks."""
         dense: dict[Key, Array] = {}
         sparse: dict[Key, IndexedSlices] = {}
         for each, pushed in _pairs(key, value, "push"):
@@ -136,8 +140,9 @@ class KVStore:
     def pull(
         self, key: Keys, out: Any = None, priority: int = 0, ignore_sparse: bool = True
     ) -> Any:
-        """Writes the values of keys to `out`, an array or a list of arrays for each key. Without
-        `out`, returns the values. `ignore_sparse` is not used: no value is sparse."""
+        """Writes the values of keys to `out`: for each key an array, or a list of arrays that all
+        get the value. Without `out`, returns the values. `ignore_sparse` is not used: no value is
+        sparse."""
         keys = _keys(key)
         values = self._ordered(lambda: self._gathered(keys))
         if out is None:
@@ -150,20 +155,22 @@ class KVStore:
         return None
 
     def pushpull(self, key: Keys, value: Any, out: Any = None, priority: int = 0) -> None:
-        """Pushes values, then pulls the same keys to `out`, or to the pushed arrays."""
+        """Pushes values, then pulls the values of the same keys to `out`, or else to the pushed
+        arrays."""
         self.push(key, value, priority)
         self.pull(key, value if out is None else out, priority)
 
     def broadcast(self, key: Keys, value: Any, out: Any, priority: int = 0) -> None:
-        """Adds keys with the values of rank 0, and writes these values to `out`."""
+        """Adds keys with the values that rank 0 passes, and writes these values to `out`."""
         self.init(key, value)
         self.pull(key, out, priority)
 
     def row_sparse_pull(
         self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
     ) -> Any:
-        """Returns rows of values as `IndexedSlices` with ascending indices. Also writes them to the
-        arrays `out`, if given, whose other rows become 0. `row_ids` may differ between ranks."""
+        """Returns the rows `row_ids` of each key's value as `IndexedSlices` with ascending indices.
+        Also writes them to the arrays `out`, if given, whose other rows become 0. `row_ids`, an
+        array or one for each key, may differ between ranks."""
         if row_ids is None:
             raise InputError("row_sparse_pull needs row_ids")
         many = isinstance(key, list | tuple)
@@ -182,8 +189,9 @@ class KVStore:
         return pulled if many else pulled[0]
 
     def set_optimizer(self, optimizer: SteppingOptimizer) -> None:
-        """Lets an optimizer update the values from pushed gradients. The options of rank 0 count;
-        each rank keeps the state of its keys."""
+        """Lets an optimizer update the values; the pushed values are then gradients. All ranks take
+        the options of rank 0's optimizer, and each rank keeps the state for the keys that it
+        owns."""
         if self.num_workers > 1:
             broadcast_optimizer_state(optimizer, 0)
         self.set_updater(
@@ -191,7 +199,8 @@ class KVStore:
         )
 
     def set_updater(self, updater: Updater) -> None:
-        """Lets a function update the values from pushed ones, on the ranks that have the keys."""
+        """Lets `updater(key, sum, value)` change each value in place after a push, on the rank that
+        owns the key."""
         self._updater = updater
 
     _set_updater = set_updater
@@ -210,14 +219,17 @@ class KVStore:
         self._two_bit = TwoBit(threshold) if kind == TWO_BIT else None
 
     def barrier(self) -> None:
-        """Returns when all ranks have called `barrier`."""
+        """Waits until all ranks have called `barrier`."""
         if self.num_workers > 1:
             barrier()
 
     def _ordered(self, work: Callable[[], Any]) -> Any:
+        """Runs a collective after all collectives that were started earlier; a store of one rank
+        needs no order."""
         return work() if self.num_workers == 1 else self._members.communicator.ordered(work)
 
     def _first(self, key: Key, array: Array) -> Array:
+        """Returns the array of rank 0."""
         return collectives.broadcast(self._members.world, array, 0, f"init {key}")
 
     def _entry(self, key: Key, what: str) -> _Entry:
@@ -226,7 +238,9 @@ class KVStore:
         return self._entries[key]
 
     def _merged(self, key: Key, value: Any) -> Any:
-        """Returns the value that this rank pushes: for a list, its sum."""
+        """Returns the value that this rank pushes, with the dtype and shape of the key: an array,
+        the sum of a list of arrays, or `IndexedSlices`. Errors: InputError if it does not fit the
+        key."""
         entry, what = self._entry(key, "push"), f"push {key!r}"
         if isinstance(value, IndexedSlices):
             rows = check_sparse(IndexedSlices(*value[:2], entry.shape), Reduction(Sum), what)
@@ -244,7 +258,8 @@ class KVStore:
         return total
 
     def _sums(self, pushed: Mapping[Key, Array]) -> dict[Key, Any]:
-        """Returns the sums over the ranks of the keys that this rank has."""
+        """Returns the sums over the ranks of the pushed arrays, for the keys that this rank
+        owns."""
         sums: dict[Key, Any] = {}
         for dtype in sorted({array.dtype.name for array in pushed.values()}):
             chosen = {k: v for k, v in pushed.items() if v.dtype.name == dtype}
@@ -252,6 +267,9 @@ class KVStore:
         return sums
 
     def _sums_of_dtype(self, pushed: Mapping[Key, Array], name: str) -> dict[Key, Any]:
+        """Returns the sums for the keys that this rank owns; all arrays have one dtype, and `name`
+        is that of the collective. Each rank sends its arrays to the owners in a single
+        all-to-all."""
         by_owner: list[list[Key]] = [[] for _ in range(self.num_workers)]
         for key in pushed:
             by_owner[self._entries[key].owner].append(key)
@@ -270,14 +288,16 @@ class KVStore:
         return sums
 
     def _payload(self, key: Key, array: Array) -> Array:
-        """Returns the data that this rank sends for an array: its elements, or their codes."""
+        """Returns the flat array that this rank sends for a pushed array: its elements, or two-bit
+        codes."""
         row = array.reshape(-1)
         if self._two_bit is None:
             return row
         return self._two_bit.encode(str(key), array)
 
     def _total(self, parts: Array, entry: _Entry) -> Array:
-        """Returns the sum of the data from all ranks."""
+        """Returns the sum over the ranks of a key's pushed arrays; `parts` has the payload of one
+        rank in each row."""
         if self._two_bit is not None:
             length = numel(entry.shape)
             return self._two_bit.decode(parts, length, entry.dtype).reshape(entry.shape)
@@ -287,8 +307,8 @@ class KVStore:
         return total.reshape(entry.shape)
 
     def _rows_of(self, key: Key, rows: IndexedSlices) -> IndexedSlices | None:
-        """Sends the rows of a sparse value to the rank that has the key; returns the rows of all
-        ranks there, and None on other ranks."""
+        """Sends the rows of a pushed sparse value to the owner of the key. Returns there the rows
+        of all ranks, with each index once; on other ranks None."""
         entry, world = self._entries[key], self._members.world
         indices = collectives.as_exchangeable(rows.indices, f"push {key!r}").astype(np.int64)
         values = collectives.as_exchangeable(rows.values, f"push {key!r}")
@@ -300,7 +320,7 @@ class KVStore:
         return IndexedSlices(gathered, every, entry.shape).merged()
 
     def _gathered(self, keys: Sequence[Key]) -> list[Array]:
-        """Returns the values of keys, from the ranks that have them."""
+        """Returns the values of keys, in their order, on all ranks; the owners send them."""
         entries = {key: self._entry(key, "pull") for key in keys}
         values: dict[Key, Array] = {}
         for dtype in sorted({entry.dtype.name for entry in entries.values()}):
@@ -317,13 +337,16 @@ class KVStore:
         return [values[key] for key in keys]
 
     def _wanted(self, key: Key, row_ids: Any) -> Array:
+        """Returns the requested rows of a key, ascending and without duplicates. Errors: InputError
+        if the key has no such row."""
         entry = self._entry(key, "row_sparse_pull")
         wanted: Array = np.unique(np.asarray(row_ids, np.int64))
         _check_rows(wanted, entry, f"row_sparse_pull {key!r}: row_ids")
         return wanted
 
     def _pull_rows(self, key: Key, wanted: Array) -> IndexedSlices:
-        """Asks the rank that has the key for rows."""
+        """Returns the rows `wanted` of a key's value: all ranks send their row numbers to the
+        owner, which sends the rows back."""
         entry, world = self._entries[key], self._members.world
         splits = [len(wanted) if r == entry.owner else 0 for r in range(self.num_workers)]
         asked, counts = collectives.all_to_all(world, wanted, splits, f"row_ids of {key}")
@@ -343,12 +366,13 @@ def _check_rows(indices: Array, entry: _Entry, what: str) -> None:
 
 
 def _keys(key: Keys) -> list[Key]:
+    """Returns a key, or several, as a list."""
     return list(key) if isinstance(key, list | tuple) else [key]  # type: ignore[list-item]
 
 
 def _pairs(key: Keys, value: Any, what: str) -> list[tuple[Key, Any]]:
-    """Returns each key with its value. Errors: InputError if a key is there twice, or if there are
-    more or fewer values."""
+    """Returns pairs of each key and its value. Errors: InputError if a key occurs twice, or if the
+    numbers of keys and values differ."""
     keys = _keys(key)
     values = list(value) if isinstance(key, list | tuple) else [value]
     _check_count(values, keys, what)
@@ -363,6 +387,7 @@ def _check_count(values: Sequence[Any], keys: Sequence[Key], what: str) -> None:
 
 
 def _write(array: Array, value: Array, key: Key) -> None:
+    """Copies a value to the array `out` of a pull. Errors: InputError if the shapes differ."""
     if array.shape != value.shape:
         raise InputError(
             f"pull {key!r}: out has shape {list(array.shape)}, the value {list(value.shape)}"

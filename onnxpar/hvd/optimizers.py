@@ -24,13 +24,14 @@ State = dict[str, Any]
 
 @dataclass
 class Optimizer(ABC):
-    """Base class of optimizers: the learning rate, updates of named parameters, and state."""
+    """Base class of optimizers: has the learning rate `lr`, and a state for each parameter by name;
+    `step` updates parameters by name."""
 
     lr: float
     state: dict[str, State] = field(default_factory=dict, init=False, repr=False)
 
     def step(self, params: Mapping[str, Array], grads: Mapping[str, Any]) -> None:
-        """Updates each parameter that has a gradient.
+        """Updates in place each parameter that has a gradient, which may be `IndexedSlices`.
 
         Errors: InputError if a gradient has no parameter of its name, or another shape than the
         parameter.
@@ -45,11 +46,11 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _update(self, param: Array, grad: Array, state: State) -> None:
-        """Updates one parameter and its state in place."""
+        """Updates one parameter and its state in place by a dense gradient."""
 
     def _update_rows(self, param: Array, grad: IndexedSlices, state: State) -> bool:
-        """Updates the rows of a sparse gradient if that equals the dense update; otherwise returns
-        False."""
+        """Updates the rows of a sparse gradient and returns True, if the dense gradient would
+        change no other row; otherwise changes nothing and returns False."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,6 +124,7 @@ class Adam(Optimizer):
         param -= self.lr / (1 - beta1**step) * mean / scale
 
     def _decay(self, param: Array, grad: Array) -> Array:
+        """Returns the gradient after weight decay; a subclass may decay the parameter instead."""
         return grad + self.weight_decay * param if self.weight_decay else grad
 
 
@@ -138,8 +140,8 @@ class AdamW(Adam):
 
 
 def fitted(name: str, params: Mapping[str, Array], grad: Any) -> Any:
-    """Returns the gradient; a sparse gradient gets the shape of its parameter. Errors: InputError
-    if a gradient has no parameter of its name, or another shape."""
+    """Returns the gradient of the parameter `name`; a sparse gradient without a shape gets that of
+    the parameter. Errors: InputError if there is no such parameter, or the shapes differ."""
     if name not in params:
         raise InputError(f"the gradient {name!r} has no parameter of this name; {_some(params)}")
     wanted = params[name].shape
@@ -156,4 +158,5 @@ def fitted(name: str, params: Mapping[str, Array], grad: Any) -> Any:
 
 
 def _some(params: Mapping[str, Array]) -> str:
+    """Returns the first names of parameters in words, for errors."""
     return f"the parameters are {', '.join(sorted(params)[:8])}{' ...' if len(params) > 8 else ''}"

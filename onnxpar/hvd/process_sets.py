@@ -1,4 +1,4 @@
-"""Process sets: parts of the ranks, for collectives among them."""
+"""Process sets: subsets of the ranks that run collectives among themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxpar.runtime.ranks.groups import Group, World
 
 
 class ProcessSet:
-    """A set of ranks that run collectives together, given by the numbers of its ranks.
+    """A set of ranks that run collectives together: `ProcessSet([0, 2])`.
 
     Pass it to `init(process_sets=[...])` or to `add_process_set` on all ranks, then to collectives
     on the ranks of the set. `process_set_id` is its number, or None if it is not registered.
@@ -53,6 +53,8 @@ class ProcessSet:
 
 
 class _AllRanks(ProcessSet):
+    """The process set 0 of all ranks, however many `init` connects."""
+
     process_set_id = 0
 
     @property
@@ -73,6 +75,7 @@ class Members:
 
     @property
     def world(self) -> World | Group:
+        """The connection of this rank to the ranks of the set."""
         return self.communicator.group(self.ranks)
 
     @property
@@ -90,8 +93,8 @@ class Members:
 
 
 def members_of(process_set: ProcessSet, what: str) -> Members:
-    """Returns the ranks of a set. Errors: InputError if the set is not registered, or if this rank
-    is not in it."""
+    """Returns the ranks of a set with this rank's connection to them. `what` names the call in
+    errors. Errors: InputError if the set is not registered, or if this rank is not in it."""
     here = current()
     if not isinstance(process_set, ProcessSet):
         raise InputError(f"{what}: process_set={process_set!r} is not an hvd.ProcessSet")
@@ -109,11 +112,11 @@ def members_of(process_set: ProcessSet, what: str) -> Members:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Registers a process set and returns it. All ranks must call this with the same ranks, even
-    ranks outside of the set.
+    """Registers a process set, or the set of a list of ranks, and returns it. All ranks must call
+    `add_process_set` with the same ranks, even ranks outside of the set.
 
     Errors: InputError, on every rank, if a rank of the set does not exist, if a set of these ranks
-    exists already, or if the ranks give different sets.
+    exists already, or if ranks pass different sets.
     """
     here = current()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -140,8 +143,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a process set and returns True, or returns False if it is not registered or is
-    `global_process_set`. All ranks must call this."""
+    """Removes a process set and returns True; returns False if the set is not registered or is
+    `global_process_set`. All ranks must call `remove_process_set`."""
     here = current()
     number: Any = process_set.process_set_id
     if number is None or number == 0:

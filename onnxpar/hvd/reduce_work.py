@@ -1,4 +1,4 @@
-"""An allreduce as a piece of work that can run alone, or fused with others."""
+"""An allreduce as a function to call later: alone, or fused with others in one buffer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _PREFIX = "ALLREDUCE "
 
 @dataclass(frozen=True)
 class Reduce:
-    """The reduction of `wire`, the array to send; `finish` converts the reduced array to the result
-    of the call."""
+    """An allreduce that is not run yet; calling it runs it alone.
+
+    wire    the array to send, compressed if the call requests it
+    finish  converts the reduced `wire` to the result of the call
+    """
 
     members: Members
     name: str
@@ -40,7 +43,8 @@ class Reduce:
         reduction: Reduction,
         what: str,
     ) -> Reduce:
-        """Returns the reduction of an array that is sent compressed."""
+        """Returns the allreduce of `array`, which is compressed here. `what` names the call in
+        errors."""
         wire, context = compression.compress(array)
         wire = collectives.as_exchangeable(wire, what)
         finish = partial(_decompressed, compression, context)
@@ -50,7 +54,8 @@ class Reduce:
         return self.finish(self.reduction.all_reduce(self.members, self.wire, self.name))
 
     def __str__(self) -> str:
-        """A text that `parse` turns into the same reduction, of zeros."""
+        """Returns the name, dtype, shape and reduction in words, equal on all ranks. From them,
+        `parse` makes an allreduce of zeros that fits the allreduces of the other ranks."""
         how = self.reduction
         factors = [how.prescale_factor, how.postscale_factor]
         about = [self.name, self.wire.dtype.name, list(self.wire.shape), how.op.name, *factors]
@@ -58,8 +63,8 @@ class Reduce:
 
     @staticmethod
     def parse(members: Members, text: str) -> Reduce | None:
-        """Returns the reduction of zeros that a text describes; None for a text of another
-        collective."""
+        """Returns an allreduce of zeros with the name, dtype, shape and reduction in `text`, which
+        `str(work)` returned for another Reduce. None if the text is that of another collective."""
         if not text.startswith(_PREFIX + "["):
             return None
         import ml_dtypes  # noqa: F401  (lets np.dtype know bfloat16)
@@ -76,8 +81,9 @@ def _decompressed(compression: Compressor, context: Any, received: Array) -> Arr
 def reduced_together(
     members: Members, works: Sequence[Reduce], threshold: float
 ) -> tuple[list[Array], int]:
-    """Returns the reductions of arrays in buffers of one dtype and reduction, of up to `threshold`
-    bytes, and the number of buffers. The results have the same bits as separate reductions."""
+    """Returns the reduced array of each work, and the number of buffers in which they were sent. A
+    buffer holds arrays of one dtype and reduction, up to `threshold` bytes. The results have the
+    bits of separate reductions."""
     layout = layout_of([work.name for work in works], [work.wire for work in works])
     keys = [(work.wire.dtype, work.reduction) for work in works]
     filled = fill(keys, [work.wire.nbytes for work in works], threshold)

@@ -1,4 +1,5 @@
-"""The reductions over ranks."""
+"""The reductions over ranks: Average, Sum, Min, Max, Product and Adasum, with factors before and
+after."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from onnxpar.runtime.ranks import collectives
 
 
 class ReduceOp(Enum):
-    """A reduction over ranks; the value is its name in the native library, which has no Adasum."""
+    """A reduction over ranks; the value is its name in the native library, or, for Adasum, which is
+    computed in Python, a name that the library does not know."""
 
     AVERAGE = "mean"
     SUM = "sum"
@@ -37,8 +39,8 @@ Adasum = ReduceOp.ADASUM
 
 
 def op_of(op: ReduceOp | None, average: bool | None, what: str) -> ReduceOp:
-    """Returns the reduction from Horovod's arguments `op` or `average` (deprecated). Errors:
-    InputError if both are given."""
+    """Returns the reduction that Horovod's argument `op` requests, or the deprecated `average`;
+    Average by default. Errors: InputError if both are given."""
     if average is None:
         return Average if op is None else op
     if not isinstance(average, bool | np.bool_):
@@ -50,22 +52,22 @@ def op_of(op: ReduceOp | None, average: bool | None, what: str) -> ReduceOp:
 
 
 def is_float(dtype: np.dtype[np.generic]) -> bool:
-    """True if a dtype is a NumPy float or bfloat16."""
+    """True if a dtype is a NumPy float (16 to 64 bits) or bfloat16."""
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 @dataclass(frozen=True)
 class Reduction:
     """A reduction whose inputs are multiplied by `prescale_factor`, and whose result by
-    `postscale_factor`. Integers are rounded towards 0, and so are their averages."""
+    `postscale_factor`. Averages and products of integers are rounded towards 0."""
 
     op: ReduceOp
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
 
     def check(self, dtype: np.dtype[Any], size: int, what: str) -> None:
-        """Errors: InputError if `op` is not a reduction, or cannot reduce arrays of `dtype` over
-        `size` ranks."""
+        """Errors: InputError if `op` is no ReduceOp, or cannot reduce arrays of `dtype` over `size`
+        ranks. `what` names the call in errors."""
         if not isinstance(self.op, ReduceOp):
             raise InputError(
                 f"{what}: op={self.op!r} is not a reduction; use hvd.Average, hvd.Sum, ..."
@@ -87,8 +89,12 @@ class Reduction:
         out: Array | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Array:
-        """Returns the reduction of `x` over the members, in `out` if given, which may be `x`.
-        `sizes` are the numbers of elements of the tensors in `x`, for Adasum."""
+        """Returns the reduction of `x` over the members, in `out` if given; `out` may be `x`.
+
+        name     name of the collective, for errors and traces
+        details  a text that must be equal on all ranks
+        sizes    the elements of each gradient in `x`, which Adasum combines separately
+        """
         x, details = scaled(x, self.prescale_factor), self._details(x.dtype, details)
         if self.op is Adasum:
             flat = adasum(members, x.reshape(-1), sizes or [x.size], name, details)
@@ -110,16 +116,21 @@ class Reduction:
         return self._finished(rows, members.size)
 
     def _native(self, dtype: np.dtype[Any]) -> str:
+        """Returns the reduction that the native library runs; the average of integers is a sum,
+        which `_finished` divides."""
         return "sum" if self.op is Average and not is_float(dtype) else self.op.value
 
     def _finished(self, result: Array, size: int) -> Array:
+        """Returns what remains to do after the native reduction over `size` ranks: divides a sum of
+        integers for Average, rounding towards 0, and applies `postscale_factor`."""
         if self.op is Average and not is_float(result.dtype):
             floor = result // size
             result = floor + ((floor < 0) & (floor * size != result)).astype(result.dtype)
         return scaled(result, self.postscale_factor)
 
     def _details(self, dtype: np.dtype[Any], details: str) -> str:
-        """Returns a text that the ranks must agree on, beside the native reduction."""
+        """Returns `details`, followed by what the ranks must agree on beside the native reduction:
+        the reduction, if it has another name, and the factors."""
         parts = [details] if details else []
         if self._native(dtype) != self.op.value or self.op is Adasum:
             parts.append(f"op={self.op.name.capitalize()}")
@@ -130,8 +141,8 @@ class Reduction:
 
 
 def scaled(x: Array, factor: float) -> Array:
-    """Returns `x` times a factor, in the dtype of `x`; 16-bit floats are multiplied in float32,
-    integers in float64 and then rounded towards 0."""
+    """Returns `x` times `factor`, in the dtype of `x`. 16-bit floats are multiplied in float32;
+    integers in float64, then rounded towards 0."""
     if factor == 1:
         return x
     if not is_float(x.dtype):

@@ -13,8 +13,8 @@ from onnxpar.hvd.communicator import size
 
 
 class DistributedSampler:
-    """The indices of this rank's samples: every `num_replicas`-th sample, starting with number
-    `rank`.
+    """The indices of this rank's samples: every `num_replicas`-th sample, starting with sample
+    number `rank`. Of 5 samples over 2 ranks, rank 0 gets 0, 2, 4 and rank 1 gets 1, 3, 0.
 
     All ranks get the same number of samples, as in torch.utils.data.DistributedSampler: some of the
     first samples repeat at the end or, with `drop_last`, some of the last are dropped. With

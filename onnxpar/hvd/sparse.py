@@ -14,9 +14,10 @@ from onnxpar.runtime.ranks import collectives
 
 
 class IndexedSlices(NamedTuple):
-    """The rows `values` of an array of `dense_shape` that is 0 elsewhere, as in TensorFlow.
+    """A sparse array of shape `dense_shape`, as in TensorFlow: some rows, and zeros elsewhere.
 
-    Row i of `values` is row `indices[i]` of the array; where an index repeats, its rows add up.
+    Row i of `values` is row `indices[i]` of the array; rows with equal indices are added. Without
+    `dense_shape`, the shape is not known.
     """
 
     values: Array
@@ -24,14 +25,15 @@ class IndexedSlices(NamedTuple):
     dense_shape: tuple[int, ...] | None = None
 
     def merged(self) -> IndexedSlices:
-        """Returns the same array with each index once, in ascending order."""
+        """Returns the same sparse array with each index once, in ascending order: rows of equal
+        indices are added."""
         indices, places = np.unique(self.indices, return_inverse=True)
         values = np.zeros((len(indices), *self.values.shape[1:]), self.values.dtype)
         np.add.at(values, places.reshape(-1), self.values)
         return IndexedSlices(values, indices, self.dense_shape)
 
     def plus(self, other: IndexedSlices | None) -> IndexedSlices:
-        """Returns the sum of this array and `other`, if given, of the same shape."""
+        """Returns the sum of this array and another of the same shape, if given."""
         if other is None:
             return self
         values = np.concatenate([self.values, other.values])
@@ -40,8 +42,8 @@ class IndexedSlices(NamedTuple):
         )
 
     def dense(self, shape: tuple[int, ...] | None = None) -> Array:
-        """Returns the whole array, of `dense_shape` or `shape`. Errors: InputError if no shape is
-        known, or if an index is not in it."""
+        """Returns the array with its zeros, of shape `dense_shape`, or else `shape`. Errors:
+        InputError if no shape is known, or if an index lies outside of it."""
         whole = self.dense_shape or shape
         if whole is None:
             raise InputError("a sparse tensor without dense_shape cannot become dense")
@@ -53,8 +55,9 @@ class IndexedSlices(NamedTuple):
 
 
 def check_sparse(tensor: IndexedSlices, reduction: Reduction, what: str) -> IndexedSlices:
-    """Returns the tensor with arrays that ranks can exchange. Errors: InputError for reductions
-    other than Sum and Average, for factors, and for indices that do not fit the values."""
+    """Returns the tensor, with values and indices that ranks can exchange. `what` names the call in
+    errors. Errors: InputError for reductions other than Sum and Average, for factors other than 1,
+    and for indices that do not fit the values."""
     if reduction.op not in (Average, Sum):
         raise InputError(f"{what}: sparse tensors can only be reduced by hvd.Sum and hvd.Average")
     if reduction.prescale_factor != 1 or reduction.postscale_factor != 1:
@@ -75,7 +78,8 @@ def check_sparse(tensor: IndexedSlices, reduction: Reduction, what: str) -> Inde
 def gather_sparse(
     members: Members, tensor: IndexedSlices, reduction: Reduction, name: str
 ) -> IndexedSlices:
-    """Returns the rows of all members, divided by their number for Average."""
+    """Returns a sparse tensor with the rows of all members one after the other, divided by the
+    number of members for Average."""
     world, details = members.world, f"op={reduction.op.name.capitalize()}"
     indices, _ = collectives.all_gather(world, tensor.indices, f"{name}.indices", details)
     values, _ = collectives.all_gather(world, tensor.values, f"{name}.values", details)

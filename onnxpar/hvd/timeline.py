@@ -1,6 +1,8 @@
-"""The timeline: a file in Chrome's trace format that shows when each tensor waited and was sent.
+"""The timeline: a file in Chrome's trace format that shows when each tensor waited and when it was
+sent.
 
-Open it in chrome://tracing or Perfetto. As in Horovod's, each tensor is a process of the trace.
+Open the file in chrome://tracing or Perfetto. As in Horovod's timeline, each tensor is shown as a
+process of the trace.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ QUEUE = "QUEUE"
 
 
 class Timeline:
-    """Writes events to a file, which is valid JSON after `close`. Any thread may call any
-    method."""
+    """Writes events to a file, which is valid JSON after `close`. Any thread may call any method.
+
+    mark_cycles  also marks the start of each cycle, or without cycles of each collective
+    """
 
     def __init__(self, path: str | Path, mark_cycles: bool) -> None:
         try:
@@ -40,8 +44,8 @@ class Timeline:
         self._write({"name": "process_name", "ph": "M", "pid": 0, "args": since}, first=True)
 
     def recorded(self, work: Callable[[], T], kind: str, names: Sequence[str]) -> Callable[[], T]:
-        """Returns `work` with events of its tensors: QUEUE from now until it starts, then
-        `kind`."""
+        """Returns `work`, extended to write events of its tensors: QUEUE from now until the work
+        starts, then `kind`, such as "ALLREDUCE", until it ends."""
         started = self.queued(kind, names)
 
         def run() -> T:
@@ -52,8 +56,8 @@ class Timeline:
         return run
 
     def queued(self, kind: str, names: Sequence[str]) -> Callable[[], AbstractContextManager[None]]:
-        """Records that tensors wait from now on. Returns a function whose context ends the wait,
-        and is recorded as `kind`."""
+        """Records that tensors wait (QUEUE) from now on. Returns a function to call when their work
+        starts: it ends the wait, and returns a context that records its block as `kind`."""
         with self._lock:
             if not any(names):
                 names = [f"{kind.lower()}.noname.{self._unnamed}"]
@@ -67,13 +71,14 @@ class Timeline:
         return started
 
     def mark_cycle(self) -> None:
-        """Marks the start of a piece of work, or of a cycle, if the timeline shows them."""
+        """Marks the start of a cycle, or of a collective outside of cycles, if `mark_cycles` is
+        set."""
         if self._mark_cycles:
             self._event({"ph": "i", "name": "CYCLE_START", "pid": 0, "s": "g"})
 
     @contextmanager
     def span(self, names: Sequence[str], activity: str) -> Iterator[None]:
-        """Records that the tensors are in `activity` inside the `with` block."""
+        """Records that the tensors are in `activity` while the `with` block runs."""
         self._all(names, "B", activity)
         try:
             yield
@@ -88,12 +93,14 @@ class Timeline:
                 self._file.close()
 
     def _all(self, names: Sequence[str], phase: str, activity: str) -> None:
+        """Writes the begin ("B") or the end ("E") of an activity for each tensor."""
         for name in names:
             event = {"ph": phase, "name": activity, "pid": self._number(name), "tid": 0}
             self._event(event)
 
     def _number(self, name: str) -> int:
-        """Returns the number of a tensor's process; announces a new process first."""
+        """Returns the number of the process that stands for a tensor in the trace; names a new
+        process first."""
         with self._lock:
             number = self._numbers.get(name)
             if number is None:
@@ -107,6 +114,7 @@ class Timeline:
             return number
 
     def _event(self, event: dict[str, Any]) -> None:
+        """Writes an event with the time since the start, in microseconds."""
         with self._lock:
             moment = (time.perf_counter_ns() - self._start) / 1000
             self._write({**event, "ts": moment})

@@ -1,7 +1,8 @@
 """Sums over ranks in which each rank sends two bits per element and keeps the remainder.
 
-The arithmetic is that of `--compression 2bit` in the graph, which
-`onnxpar.lowering.threshold_codes` describes, so both give the same steps for the same gradients.
+Each element is sent as -threshold, 0 or threshold; the difference from the true value is added to
+the element in the next call. The arithmetic is that of `--compression 2bit` in the graph
+(`onnxpar.lowering.threshold_codes`), so both give the same steps for the same gradients.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ PER_BYTE = 4
 
 
 class TwoBit:
-    """Sums of named float32 and float64 arrays in multiples of `threshold`, and the remainders that
-    this rank has not sent yet."""
+    """Sums named float32 and float64 arrays over ranks in multiples of `threshold`, and keeps the
+    remainders that this rank has not sent yet, by name."""
 
     def __init__(self, threshold: float = THRESHOLD) -> None:
         if not 0 < threshold < np.inf:
@@ -34,8 +35,9 @@ class TwoBit:
     def sum(
         self, members: Members, names: Sequence[str], arrays: Sequence[Array], what: str
     ) -> list[Array]:
-        """Returns the sums over the members. If an array of any rank has an element that is not
-        finite, the sums of its dtype are NaN, and the remainders stay as they were.
+        """Returns the sums of arrays over the members, in their order. If an array of any rank has
+        an element that is not finite, all sums of its dtype are NaN, and the remainders stay as
+        they were.
 
         Errors: InputError for other dtypes, and, on every rank, if names, dtypes or shapes differ
         between ranks.
@@ -66,14 +68,17 @@ class TwoBit:
         return [results[index] for index in range(len(arrays))]
 
     def _kept(self, name: str, array: Array) -> Array:
+        """Returns the remainder of the array of this name; zeros if there is none of this shape and
+        dtype."""
         kept = self.remainders.get(name)
         if kept is None or kept.shape != array.shape or kept.dtype != array.dtype:
             return np.zeros_like(array)
         return kept
 
     def encode(self, name: str, array: Array) -> Array:
-        """Returns the bytes to send for an array, and keeps its remainder: the codes, and then 1 if
-        an element is not finite, else 0. In that case the remainder stays as it was."""
+        """Returns the bytes to send for an array, and keeps its remainder. The bytes are the codes,
+        four per byte, and then a flag: 1 if an element is not finite, else 0. With the flag 1, the
+        remainder stays as it was."""
         row, kept = array.reshape(-1), self._kept(name, array)
         sign, rest = self._quantized(row, kept.reshape(-1))
         finite = bool(np.isfinite(rest).all())
@@ -81,8 +86,8 @@ class TwoBit:
         return np.append(packed(sign), np.uint8(not finite))
 
     def decode(self, codes: Array, length: int, dtype: np.dtype[Any]) -> Array:
-        """Returns the sum of arrays of `length` elements, whose bytes are the rows of `codes`: NaN
-        if any of them has an element that is not finite."""
+        """Returns the sum of arrays of `length` elements, which `encode` turned into the rows of
+        `codes`: NaN everywhere if any array had an element that is not finite."""
         if codes[:, -1].any():
             return np.full(length, np.nan, dtype)
         count = np.zeros(length, np.int32)
@@ -94,7 +99,11 @@ class TwoBit:
     def _sum(
         self, members: Members, row: Array, kept: Array, name: str, details: str
     ) -> tuple[Array, Array]:
-        """Returns the sums, and the new remainders."""
+        """Returns the sum of a flat array over the members, and this rank's new remainder.
+
+        kept           the old remainder
+        name, details  name of the collective, and a text that must be equal on all ranks
+        """
         sign, rest = self._quantized(row, kept)
         spoiled = not bool(np.isfinite(rest).all())
         payload = np.append(packed(sign), np.uint8(spoiled))
@@ -103,7 +112,8 @@ class TwoBit:
         return self.decode(codes, len(row), row.dtype), kept if codes[:, -1].any() else rest
 
     def _quantized(self, row: Array, kept: Array) -> tuple[Array, Array]:
-        """Returns -1, 0 or 1 for each element, and the new remainders."""
+        """Returns -1, 0 or 1 for each element of `row + kept`, by the threshold, and the new
+        remainder."""
         unit = row.dtype.type(self.threshold)
         total = row + kept
         sign = (total >= unit).astype(np.int8) - (total <= -unit).astype(np.int8)
@@ -111,7 +121,8 @@ class TwoBit:
 
 
 def packed(sign: Array) -> Array:
-    """Returns bytes of four codes each; 0, 1 and 2 stand for -1, 0 and 1."""
+    """Returns bytes of four codes each for the numbers -1, 0 and 1, whose codes are 0, 1 and 2.
+    Byte i of n has the numbers i, i + n, i + 2 n and i + 3 n."""
     codes = np.ones(-(-len(sign) // PER_BYTE) * PER_BYTE, np.uint8)
     codes[: len(sign)] = sign + 1
     quarters = codes.reshape(PER_BYTE, -1)
@@ -120,6 +131,6 @@ def packed(sign: Array) -> Array:
 
 
 def unpacked(codes: Array, length: int) -> Array:
-    """Returns the numbers -1, 0 and 1 of `packed` (int8)."""
+    """Returns the first `length` numbers -1, 0 and 1 (int8) that `packed` has turned into bytes."""
     quarters = [codes >> shift & 3 for shift in (0, 2, 4, 6)]
     return np.concatenate(quarters)[:length].astype(np.int8) - np.int8(1)

@@ -1,4 +1,4 @@
-"""Language models over ranks: text in, text out."""
+"""Language models over ranks: text in, text out. `Generator` is where to start."""
 
 from onnxpar.llm.generator import Completion as Completion
 from onnxpar.llm.generator import Generator as Generator

@@ -1,4 +1,5 @@
-"""Continuous batching: texts that join and leave between the steps of a paged decoder."""
+"""Continuous batching: texts join and leave the running batch between any two steps of a decoder
+whose caches are in pages."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MOST_TOKENS = 8
 class Done:
     """Counts of the work so far.
 
-    prompt_tokens     tokens of prompts, of which `cached_tokens` were in the caches already
+    prompt_tokens     tokens of prompts, cached ones included
+    cached_tokens     tokens of prompts that were in the caches already, from earlier texts
     generated_tokens  new tokens
     steps             runs of the ranks
     """
@@ -36,9 +38,16 @@ class Done:
 
 
 class Batching:
-    """The texts of a decoder. The caller repeats `next`, `run` and `finish`; only during `run` may
-    other threads add texts. A call of the ranks may be several steps, if each text goes on with its
-    likeliest token, and no text waits."""
+    """The texts of a decoder, running and waiting. The caller repeats `next`, `run` and `finish`;
+    only during `run` may other threads add texts.
+
+    decoder      runs the steps
+    max_running  most texts that run together
+    step_tokens  most tokens that a step reads
+
+    A single call of the ranks may take several steps, if no text waits, and each text goes on with
+    its likeliest token.
+    """
 
     def __init__(self, decoder: PagedDecoder, max_running: int, step_tokens: int) -> None:
         self._decoder = decoder
@@ -48,7 +57,7 @@ class Batching:
 
     @property
     def texts(self) -> list[Text]:
-        """The texts that run, and those that wait."""
+        """All texts: first the running texts, then the waiting texts."""
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def add(self, text: Text) -> None:
@@ -56,20 +65,22 @@ class Batching:
         self.scheduler.waiting.append(text)
 
     def release(self) -> list[Text]:
-        """Removes all texts, and returns them as if none of their tokens were in the caches."""
+        """Removes all texts and returns them, ready to begin anew on other ranks: with their tokens
+        so far, but no tokens in caches."""
         texts = self.texts
         for text in texts:
             self.scheduler.remove(text)
         return texts
 
     def take(self, texts: Sequence[Text]) -> None:
-        """Adds texts that were released elsewhere; those that have begun wait before all others."""
+        """Adds texts that another Batching released. Texts with new tokens wait before all others,
+        texts without behind all others."""
         begun = [text for text in texts if text.step]
         self.scheduler.waiting.extendleft(reversed(begun))
         self.scheduler.waiting.extend(text for text in texts if not text.step)
 
     def end(self, text: Text, event: Event) -> None:
-        """Removes a text, and tells its listener."""
+        """Removes a text, and tells its listener how it ended."""
         self.scheduler.remove(text)
         tell(text, event)
 
@@ -79,8 +90,9 @@ class Batching:
         return Step(pieces, self._times(pieces)) if pieces else None
 
     def _times(self, pieces: Sequence[Piece]) -> int:
-        """The number of steps that ranks take in a call: a power of two, because a call takes
-        longer if the last one had another number of steps."""
+        """Returns the number of steps for one call of the ranks: 1, or more if all texts go on with
+        their likeliest token. It is a power of two, because a call takes longer if the last call
+        had another number of steps."""
         if self.scheduler.waiting or not all(map(_goes_on, pieces)):
             return 1
         left = min(piece.text.most - len(piece.text.tokens) for piece in pieces)
@@ -89,10 +101,13 @@ class Batching:
         return times if self.scheduler.has_room(pieces, times) else 1
 
     def run(self, step: Step) -> list[tuple[Text, Token | Failure]]:
-        """Computes a step; returns the next tokens of each text that is read to its end, in order.
-        Texts whose token the candidates do not tell are computed again, with all logits. If the
-        ranks die, no text has changed: texts with a constraint, which records each chosen token,
-        get all logits at once, so that no second call follows a choice."""
+        """Computes a step on the ranks; returns pairs of a text and its next token, or the failure
+        of its choice, in order. Only texts whose tokens are all read get a token.
+
+        Where the likeliest tokens that ranks return do not suffice for the choice, the text's last
+        token is computed again, and all logits are returned. Texts with a constraint get all logits
+        at once: the constraint records each chosen token, so no later call of the ranks may fail.
+        """
         complete = [piece.text for piece in step.pieces if piece.is_last]
         whole = any(text.has_missed or text.limits.needs_all for text in complete)
         steps = self._decoder.run(step.pieces, whole, step.times)
@@ -109,8 +124,9 @@ class Batching:
         return [(text, token) for text, token in choices if token is not None]
 
     def _choose(self, texts: Sequence[Text], candidates: Sequence[Candidates]) -> Iterator[Choice]:
-        """Yields the next token of each text that is still wanted; None if only the logits of the
-        whole vocabulary can tell it."""
+        """Yields a pair (text, next token) for each text that is not cancelled. The token is None
+        if only the logits of the whole vocabulary can tell it. `candidates` has the candidate
+        tokens of each text."""
         for text, each in zip(texts, candidates, strict=True):
             if not text.is_cancelled:
                 try:
@@ -121,10 +137,11 @@ class Batching:
     def _following(
         self, texts: Sequence[Text], steps: Sequence[Sequence[Candidates]], chosen: Sequence[Choice]
     ) -> Iterator[Choice]:
-        """Yields the tokens that texts choose in the steps after the first one, as long as the
-        ranks went on with the tokens that were chosen.
+        """Yields the tokens that texts choose in the steps after the first one. The ranks went on
+        with each text's likeliest token: a text's tokens end with the first choice of another
+        token.
 
-        steps   the candidates of the texts in each of these steps
+        steps   the candidates of the texts in each step
         chosen  the tokens of the first step
         """
         at: Sequence[int] = range(len(texts))
@@ -135,7 +152,8 @@ class Batching:
             yield from chosen
 
     def finish(self, step: Step, chosen: Sequence[tuple[Text, Token | Failure]]) -> None:
-        """Appends the tokens that a step has chosen; ends texts that are complete."""
+        """Appends the tokens that `run` returned to their texts, tells listeners, and ends texts
+        that are complete."""
         for piece in step.pieces:
             self._count(piece)
             self.scheduler.advance(piece)
@@ -163,7 +181,7 @@ class Batching:
                 self.end(text, End("length", text.cached))
 
     def _count(self, piece: Piece) -> None:
-        """Counts the tokens of a prompt, with its first piece."""
+        """Counts the tokens of a text's prompt, once, when its first piece is computed."""
         text = piece.text
         if not text.is_counted:
             text.is_counted = True
@@ -172,8 +190,9 @@ class Batching:
 
 
 def _without_told(pieces: Sequence[Piece], candidates: Sequence[Candidates]) -> list[Candidates]:
-    """Records the tokens of prompts that listeners want to know, with their probabilities; returns
-    the other candidates, among which tokens are to be chosen."""
+    """Takes out the candidates for tokens of prompts: records these tokens with their probabilities
+    in `Text.told`, for listeners that want to know them. Returns the other candidates, from which
+    new tokens are chosen."""
     chosen = []
     picks = [(piece, place) for piece in pieces for place in piece.picks]
     for (piece, place), each in zip(picks, candidates, strict=True):
@@ -187,8 +206,8 @@ def _without_told(pieces: Sequence[Piece], candidates: Sequence[Candidates]) -> 
 
 
 def _goes_on(piece: Piece) -> bool:
-    """True if a piece is the last token of a text whose next token is the likeliest one, so that
-    ranks can go on with it."""
+    """True if ranks may choose the text's next token themselves and go on: the piece is the last
+    token of the text, and the next token is its likeliest one, whatever came before."""
     text = piece.text
     is_plain = text.limits.is_plain and text.step >= text.limits.min_new_tokens
     return piece.is_last and piece.count == 1 and is_plain and not text.has_missed

@@ -1,4 +1,5 @@
-"""Writes chats as the text of a prompt, by the template of a model, as Transformers does."""
+"""Turns a chat into the text of a prompt by the model's chat template, a Jinja program, as
+Transformers does."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ _CUT = "onnxpar continues here"
 class ChatTemplate:
     """The chat template of a model, which runs in Jinja's sandbox.
 
+    template   the template of chats
     specials   texts of special tokens, by names such as eos_token
-    for_tools  the template of chats with tools, where it is another
+    for_tools  the template of chats with tools, if it is another one
     """
 
     def __init__(
@@ -62,8 +64,8 @@ class ChatTemplate:
 
         tools                   the functions that the model may call, as in requests of OpenAI
         add_generation_prompt   True to begin the answer
-        continue_final_message  the text ends where the last message does, which the answer
-                                continues: no answer is begun then
+        continue_final_message  True if the answer is to continue the last message: the text ends
+                                where that message does, and `add_generation_prompt` has no effect
         others                  further variables of templates
 
         Errors: InputError for messages without a role or a text, or that the template refuses.
@@ -93,8 +95,9 @@ class ChatTemplate:
 
 
 def read_template(folder: Path, config: Mapping[str, Any], name: str = "default") -> str | None:
-    """Returns the chat template of a folder; if it has several, the one called `name`. Errors:
-    ModelError."""
+    """Returns the chat template of a model's folder; if it has several, the one called `name`. None
+    if there is none. `config` is tokenizer_config.json. Errors: ModelError if a file cannot be
+    read."""
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
@@ -110,7 +113,7 @@ def read_template(folder: Path, config: Mapping[str, Any], name: str = "default"
 
 def _check_message(message: object, name: str) -> None:
     """Errors: InputError for a message without a role or without text. A message that calls tools
-    needs no text."""
+    needs no text. `name` is that of the message in the error."""
     if not isinstance(message, Mapping):
         raise InputError(f"{name} is no object; give it a role and a content")
     role, content = message.get("role"), message.get("content")
@@ -126,14 +129,15 @@ def _check_message(message: object, name: str) -> None:
 
 
 def _is_text(content: object) -> bool:
-    """True for a text, or a list of parts that have texts."""
+    """True for a text, or a list of parts that each have a "text"."""
     if not isinstance(content, list | tuple):
         return isinstance(content, str)
     return all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content)
 
 
 def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its thoughts, if any, under the names that templates know."""
+    """Returns the message with its thoughts, if any, under both names that templates know:
+    "thinking" and "reasoning_content"."""
     thoughts = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     if thoughts is None:
         return dict(message)
@@ -141,8 +145,9 @@ def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_calls(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
-    """Returns a message in whose calls the arguments are dicts that templates may also write as
-    text. A missing content becomes empty, unless the template tests whether it is missing."""
+    """Returns the message with arguments of its tool calls as `_Arguments`, which templates may use
+    as a dict or as text. A missing content becomes empty text, unless the template tests whether it
+    is missing."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -155,7 +160,8 @@ def _with_calls(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
 def _with_tools(
     chat: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A chat whose system message has the tools: their JSON, as templates of Phi-4 demand."""
+    """Returns the chat with the tools in its system message, as JSON under "tools": templates of
+    Phi-4 read them there."""
     functions = _as_json([tool.get("function", tool) for tool in tools])
     first, rest = {"role": "system", "content": ""}, [*chat]
     if chat and chat[0]["role"] == "system":
@@ -164,8 +170,8 @@ def _with_tools(
 
 
 def _call(call: Any) -> Any:
-    """Returns a call of a tool with `_Arguments`; the members of a call may be in its
-    `function`."""
+    """Returns a tool call with its arguments as `_Arguments`; they may be in the call itself, or in
+    its "function"."""
     if not isinstance(call, Mapping):
         return call
     copy = {**call, "function": _call(call["function"])} if "function" in call else dict(call)
@@ -175,8 +181,8 @@ def _call(call: Any) -> Any:
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a call: a dict, for most templates. Some join arguments with texts: for these,
-    it is written as JSON."""
+    """The arguments of a tool call: a dict, as most templates read it. Where a template joins it
+    with text, it is written as JSON."""
 
     def __str__(self) -> str:
         return _as_json(self)
@@ -189,7 +195,8 @@ class _Arguments(dict[str, Any]):
 
 
 def _marked(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat with a mark at the end of its last text. Errors: InputError if there is none."""
+    """Returns the chat with the mark `_CUT` and a blank at the end of its last text; `_cut` finds
+    the mark in the rendered text. Errors: InputError if the last message has no text."""
     content = chat[-1].get("content") if chat else None
     if not content:
         raise InputError("the chat has no text in its last message that an answer could continue")
@@ -202,10 +209,12 @@ def _marked(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cut(text: str) -> str:
-    """Returns the rendered text before `_CUT`. The caller put `_CUT` and a blank at the end of the
-    last message; if the template removed that blank, it would have removed the message's own
-    trailing white space, too, and so does this function. Errors: InputError if the template has
-    dropped the mark."""
+    """Returns the rendered text before the mark `_CUT`, that is, up to the end of the last message.
+
+    `_marked` put a blank behind the mark. If the template has removed the blank, it would have
+    removed white space at the end of the message, too, so this function removes it. Errors:
+    InputError if the template has dropped the mark.
+    """
     before, mark, after = text.rpartition(_CUT)
     if not mark:
         raise InputError("the chat template drops the end of the last message; do not continue it")
@@ -213,8 +222,8 @@ def _cut(text: str) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block `generation`, in which templates say what an assistant has written: for training,
-    and without effect here."""
+    """Jinja's block `generation`, with which templates mark what an assistant has written. The
+    marks are for training; here the block is only its content."""
 
     tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
 
@@ -236,7 +245,7 @@ def _as_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """A value as JSON; unlike Jinja's own, < and > stay as they are."""
+    """Returns a value as JSON text. Unlike in Jinja's own filter, < and > stay as they are."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -247,7 +256,8 @@ def _as_json(
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The sandbox in which templates run, as in Transformers."""
+    """Returns the sandbox in which templates run, with the filters and functions that Transformers
+    gives templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )

@@ -1,4 +1,4 @@
-"""Runs a sharded decoder on a batch of texts, whose caches stay on the ranks."""
+"""Runs a sharded decoder on a batch of texts; the caches stay on the ranks between steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from onnxpar.runtime.session.session import Session
 
 
 class Decoder:
-    """A batch of texts of any lengths. Shorter prompts are padded to the length of the longest one;
-    masks and positions exclude the padding."""
+    """A decoder that computes one batch of texts at a time, of any lengths. Shorter prompts are
+    padded to the length of the longest one; masks and positions exclude the padding."""
 
     def __init__(self, session: Session, bundle: Bundle, model: LanguageModel) -> None:
         self._session = session
@@ -32,18 +32,23 @@ class Decoder:
     def start(
         self, prompts: Sequence[Sequence[int]], given: Mapping[str, Array] | None = None
     ) -> tuple[int, Array]:
-        """Reads prompts of at least one token each, in place of all texts before; returns the
-        number of the batch, for `step`, and the logits of the token after each prompt, (batch,
-        vocabulary). `given` has further inputs of the batch: initial caches, and inputs of each
-        run. Errors: InputError for prompts of different lengths, if the model cannot tell padding
-        apart."""
+        """Begins a new batch with prompts of at least one token each, and forgets the last batch.
+        Returns the number of the batch, for `step`, and the logits of the token after each prompt,
+        (batch, vocabulary).
+
+        given  further inputs by name: first values of caches, and inputs that all runs read
+
+        Errors: InputError for prompts of different lengths, if the model has no mask to exclude
+        padding.
+        """
         with self._lock:
             self._batch += 1
             return self._batch, self._read(prompts, given or {})
 
     def _read(self, prompts: Sequence[Sequence[int]], given: Mapping[str, Array]) -> Array:
-        """Reads prompts in place of all texts before; returns the logits. `given` has first values
-        of caches, and inputs that are the same in all runs."""
+        """Begins a batch with these prompts, and returns the logits of the token after each,
+        (batch, vocabulary). The caller holds the lock. `given` has first values of caches, and
+        inputs that all runs read."""
         self._session.states.reset()
         self._lengths = np.array([len(p) for p in prompts])
         longest = int(self._lengths.max())
@@ -76,8 +81,8 @@ class Decoder:
         return logits[np.arange(len(prompts)), last]
 
     def step(self, batch: int, tokens: Sequence[int]) -> Array:
-        """Appends one token to each text of a batch; returns the logits of the next, (batch,
-        vocabulary). Errors: InputError if the ranks have the caches of another batch."""
+        """Appends one token to each text of the batch number `batch`; returns the logits of the
+        next token, (batch, vocabulary). Errors: InputError if another batch has begun meanwhile."""
         with self._lock:
             if batch != self._batch:
                 raise InputError(
@@ -87,7 +92,9 @@ class Decoder:
             return self._append(tokens, {})
 
     def _append(self, tokens: Sequence[int], caches: dict[str, Array]) -> Array:
-        """Appends one token to each text, with these caches or those that the ranks keep."""
+        """Appends one token to each text; returns the logits of the next token, (batch,
+        vocabulary). `caches` are caches to feed, by name; without them, the ranks go on with the
+        caches that they keep."""
         new = np.array(tokens, np.int64)[:, None]
         self._mask = self._longer_mask()
         positions = self._lengths[:, None].copy()
@@ -95,8 +102,8 @@ class Decoder:
         return self._run(new, positions, caches)[:, -1]
 
     def _longer_mask(self) -> Array:
-        """The mask with one more token for each text: at the end of all columns or, if only the
-        mask's sum counts and padding is overwritten, behind the text's own tokens."""
+        """Returns the mask with one more 1 in each row: in a new last column, or, for a model that
+        pads shorter rows at the right, behind the row's own tokens."""
         mask = np.pad(self._mask, ((0, 0), (0, 1)))
         if self._model.pads_right:
             mask[np.arange(len(mask)), self._lengths] = 1
@@ -105,7 +112,7 @@ class Decoder:
         return mask
 
     def _empty(self, batch: int) -> dict[str, Array]:
-        """Caches without any token."""
+        """Returns caches of no tokens for `batch` texts, by name."""
         caches = {}
         for name in self._model.caches:
             port = self._ports[name]
@@ -115,8 +122,9 @@ class Decoder:
         return caches
 
     def _run(self, tokens: Array, positions: Array, caches: dict[str, Array]) -> Array:
-        """Runs the ranks once; returns the logits of all new tokens. `caches` are caches to feed;
-        those kept on the ranks are read otherwise."""
+        """Runs the ranks once; returns the logits behind all new tokens, (batch, length,
+        vocabulary). `caches` are caches to feed, by name; without them, the ranks go on with the
+        caches that they keep."""
         model = self._model
         feeds = {model.tokens: tokens, **self._always, **caches}
         if model.mask is not None:

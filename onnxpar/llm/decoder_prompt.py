@@ -1,4 +1,5 @@
-"""The tokens with which a decoder's texts begin: for a speech model, the language and the task."""
+"""The tokens with which a decoder's texts begin. For a speech model, they tell the language and the
+task: <|startoftranscript|> <|de|> <|transcribe|> <|notimestamps|>."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ _TASKS = ("transcribe", "translate")
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first tokens of each text; for a speech model, the language may be told by the sound.
+    """The first tokens of each text.
 
     tokens     the tokens
-    languages  if the language is not given: the candidates for the second token
+    languages  if the model is to detect the language of each sound: the tokens of all languages, of
+               which the likeliest becomes the second token; else empty
     """
 
     tokens: tuple[int, ...]
@@ -28,8 +30,8 @@ class Beginning:
     def of_each(
         self, number: int, first_logits: Callable[[Sequence[int]], Array]
     ) -> list[list[int]]:
-        """Returns the first tokens of `number` texts. `first_logits` returns the logits behind
-        tokens that are the same for all texts, (texts, vocabulary)."""
+        """Returns the first tokens of each of `number` texts. `first_logits(tokens)` returns the
+        logits of the token after these tokens for each text, (texts, vocabulary)."""
         if not self.languages:
             return [list(self.tokens)] * number
         logits = first_logits(self.tokens[:1])[:, list(self.languages)]
@@ -38,7 +40,8 @@ class Beginning:
 
 
 def start_token(settings: Mapping[str, Any]) -> int:
-    """Returns the token with which a decoder begins. Errors: ModelError if none is known."""
+    """Returns the id of the token with which a decoder begins, by the configuration. Errors:
+    ModelError if the configuration has none."""
     for name in ("decoder_start_token_id", "bos_token_id"):
         if isinstance(settings.get(name), int):
             return int(settings[name])
@@ -49,7 +52,7 @@ def start_token(settings: Mapping[str, Any]) -> int:
 
 
 def text_beginning(settings: Mapping[str, Any]) -> Beginning:
-    """Returns the beginning of a text model's answers."""
+    """Returns the beginning of answers of a text model, such as T5: its start token."""
     return Beginning((start_token(settings),))
 
 
@@ -58,8 +61,8 @@ def speech_beginning(
 ) -> Beginning:
     """Returns the beginning of Whisper's transcripts, as the `generate` of Transformers makes it.
 
-    language  such as "de"; by default, that of the configuration, or the likeliest
-    task      "transcribe", or "translate" to English
+    language  such as "de"; None: that of the configuration, or detected in each sound
+    task      "transcribe", or "translate" to English; None: that of the configuration
 
     Errors: InputError for a language or a task that the model does not know.
     """
@@ -96,7 +99,8 @@ def speech_beginning(
 
 
 def _language(language: str, known: Mapping[str, int]) -> int:
-    """The token of a language. Errors: InputError."""
+    """Returns the token of a language. `known` maps "<|de|>" to ids. Errors: InputError for a
+    language that is not known."""
     names = (language.lower(), f"<|{language.lower()}|>")
     token = next((known[name] for name in names if name in known), None)
     if token is None:

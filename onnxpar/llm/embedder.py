@@ -1,4 +1,5 @@
-"""Embeds or ranks many texts on a sharded encoder; texts that wait run in batches."""
+"""Computes embeddings or relevance scores of many texts on a sharded encoder. Texts of several
+requests run in one batch."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ the embedder's own thread. It must return soon."""
 class EmbedderCounts:
     """Counts of an embedder: now, and since its start.
 
-    running, waiting  texts now
+    running, waiting  numbers of texts now
     prompt_tokens     tokens of texts that have run
     steps             runs of the ranks
     restarts          how often ranks were started again
@@ -50,11 +51,14 @@ class EmbedderCounts:
 
 @dataclass(eq=False)
 class Job:
-    """A request: its results as far as they are known, and the number of texts that are `left`.
+    """A request of several texts.
 
-    listen  called once, at the end
-    rows    its texts that have not run, while no embedder has the request
-    losses  how often ranks died while its texts ran
+    results       the results so far, (texts, width)
+    left          number of texts without a result
+    listen        called once, at the end
+    is_cancelled  True if the request must end
+    rows          the texts without a result, while no embedder has the request
+    losses        how often ranks died while its texts ran
     """
 
     results: Array
@@ -67,7 +71,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A text of a request, by its number there."""
+    """Text number `index` of a request, and its tokens."""
 
     job: Job
     index: int
@@ -75,7 +79,7 @@ class Row:
 
 
 class Embedding:
-    """A request that an embedder has taken."""
+    """A request that an embedder has accepted, so that it can be cancelled."""
 
     def __init__(self, embedder: Embedder, job: Job) -> None:
         self._embedder, self._job = embedder, job
@@ -88,23 +92,23 @@ class Embedding:
 
 @dataclass
 class _Queue:
-    """The texts that wait, and those that run."""
+    """The texts of an embedder that wait, and the texts that run now."""
 
     waiting: list[Row] = field(default_factory=list)
     running: list[Row] = field(default_factory=list)
 
     @property
     def jobs(self) -> list[Job]:
-        """The requests of all texts."""
+        """The requests of all texts, each once."""
         return list(dict.fromkeys(row.job for row in (*self.running, *self.waiting)))
 
     def remove(self, job: Job) -> None:
-        """Removes the texts of a request."""
+        """Removes all texts of a request."""
         self.waiting = [row for row in self.waiting if row.job is not job]
         self.running = [row for row in self.running if row.job is not job]
 
     def release(self) -> list[Job]:
-        """Removes all texts; their requests keep them."""
+        """Removes all texts, and returns their requests, which keep their own texts in `rows`."""
         jobs, rows = self.jobs, [*self.running, *self.waiting]
         for job in jobs:
             job.rows = [row for row in rows if row.job is job]
@@ -112,14 +116,18 @@ class _Queue:
         return jobs
 
     def take_back(self, jobs: Sequence[Job]) -> None:
-        """Adds the texts of requests that were released, before all others."""
+        """Adds the texts of requests that an embedder has released, before all other texts."""
         self.waiting[:0] = [row for job in jobs for row in job.rows]
         for job in jobs:
             job.rows = ()
 
     def take(self, most_tokens: int, most_rows: int | None) -> list[Row]:
-        """Moves the oldest text, and others of similar lengths, from `waiting` to `running`: as
-        many as have `most_tokens` tokens with padding, and at most `most_rows`."""
+        """Moves the texts of the next batch from `waiting` to `running`, and returns them: the
+        oldest text, and others of similar lengths.
+
+        most_tokens  limit of the batch, in tokens with padding; a single text may exceed it
+        most_rows    limit of the batch, in texts; None: no limit
+        """
         if not self.waiting:
             return []
         length = len(self.waiting[0].tokens.ids)
@@ -142,14 +150,15 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
     """A sharded embedding model or reranker, on its ranks.
 
     par           a folder that `onnxpar shard` made of an encoder's folder
-    batch_tokens  most tokens of a run, filled up to the longest text; one text may have more
+    batch_tokens  most tokens of a run, with padding to its longest text; a single text may exceed
+                  it
     max_waiting   texts in the queue from which on requests are refused
     tell          called with a line when ranks die, and when new ones run or do not start
     options       those of `InferenceSession`
 
     If a rank dies, new ranks are started, and requests go on there with the texts that have not
-    run; a request that has lost its ranks three times fails. Errors: ModelError for any other
-    model; RankError if a rank does not start.
+    run; a request that has lost its ranks three times fails. Errors: ModelError for a model that is
+    neither an embedding model nor a reranker; RankError if a rank does not start.
     """
 
     def __init__(
@@ -180,7 +189,7 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
 
     @property
     def longest(self) -> int:
-        """The most tokens of a text."""
+        """The most tokens of a text that the model reads."""
         return self.model.longest
 
     @property
@@ -193,8 +202,8 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
 
     @property
     def burden(self) -> tuple[bool, int]:
-        """A measure of the delay of another text, to compare embedders: True if the ranks do not
-        run; and the number of texts before it."""
+        """How long another text would wait, to compare embedders, less first: True if the ranks do
+        not run now; and the number of texts that run or wait."""
         with self._changed:
             return self._status != READY, len(self._queue.running) + len(self._queue.waiting)
 
@@ -205,8 +214,9 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
         return Tokens(*self.tokenizer.encode_pair(text, second))
 
     def submit(self, texts: Sequence[Tokens], listen: Listener) -> Embedding:
-        """Takes a request; `listen` is then called with its results. Errors: InputError for texts
-        that the model cannot read; Busy if too many wait, or if the embedder takes none."""
+        """Accepts a request of texts; `listen` is later called with its results, (texts, width).
+        Errors: InputError for texts that the model cannot read; Busy if too many texts wait, or if
+        the embedder is closed or has failed."""
         if not texts:
             raise InputError("there is no text; give at least one")
         for text in texts:
@@ -222,7 +232,7 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
         return Embedding(self, job)
 
     def check(self, text: Tokens) -> None:
-        """Errors: InputError for a text that the model cannot read."""
+        """Errors: InputError for a text without tokens, with too many, or with unknown ones."""
         ids, most = text.ids, self.model.vocabulary
         if not ids:
             raise InputError("a text has no tokens; give one that has some")
@@ -240,12 +250,14 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
         return self._result([self.tokens(text) for text in texts])
 
     def rerank(self, query: str, documents: Sequence[str]) -> Array:
-        """Returns how well documents answer a query, from 0 to 1, (documents,). Errors: InputError
-        for a pair that is too long; OnnxparError if ranks fail."""
+        """Returns scores of how well each document answers a query, from 0 to 1, (documents,).
+        Errors: InputError for a pair of query and document that is too long; OnnxparError if ranks
+        fail."""
         return scores(self._result([self.tokens(query, text) for text in documents]))
 
     def _result(self, texts: Sequence[Tokens]) -> Array:
-        """The results of texts, once they are there."""
+        """Runs texts as a request, waits, and returns the results, (texts, width). Errors:
+        OnnxparError if the request fails."""
         events: queue.Queue[Array | End | Failure] = queue.Queue()
         self.submit(texts, events.put)
         event = events.get()
@@ -293,7 +305,7 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
         return lambda: self._finish(work, results)
 
     def _finish(self, rows: Sequence[Row], results: Array) -> None:
-        """Puts results in their places; ends requests that are complete."""
+        """Stores the results of texts in their requests; ends requests that are complete."""
         tokens = self._counts.prompt_tokens + sum(len(row.tokens.ids) for row in rows)
         self._counts = replace(self._counts, prompt_tokens=tokens, steps=self._counts.steps + 1)
         self._queue.running = []
@@ -309,7 +321,7 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
 
 
 def scores(logits: Array) -> Array:
-    """Returns the scores of logits, (texts, 1), from 0 to 1: (texts,)."""
+    """Returns the sigmoid of logits of shape (texts, 1): scores from 0 to 1, (texts,)."""
     with np.errstate(over="ignore"):  # then the score is 0
         result: Array = 1 / (1 + np.exp(-logits[:, 0].astype(np.float64)))
     return result

@@ -1,4 +1,4 @@
-"""Runs batches of texts on the ranks of an encoder."""
+"""Runs batches of texts on the ranks of a sharded encoder."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from onnxpar.runtime.session.session import Session
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a text or a pair; `types` tell the texts of a pair apart, 0 or 1."""
+    """The token ids of a text, or of a pair of texts; for a pair, `types` has 0 for tokens of the
+    first text and 1 for tokens of the second."""
 
     ids: Sequence[int]
     types: Sequence[int] = ()
 
 
 class Encoder:
-    """A session of an encoder, and the arrays that are fed to it."""
+    """Feeds texts to the session of a sharded encoder, and reads vectors or scores."""
 
     def __init__(self, session: Session, bundle: Bundle, model: EncoderModel) -> None:
         self._session, self._model = session, model
         self._dtypes = {r: bundle.inputs[name].dtype for r, name in model.inputs.items()}
 
     def run(self, texts: Sequence[Tokens]) -> Array:
-        """Computes texts together; returns their vectors or logits, (texts, width). Other texts
-        change a result only by rounding."""
+        """Computes texts as one batch; returns their vectors or logits, (texts, width). The other
+        texts of the batch change a result only by rounding."""
         model = self._model
         (output,) = self._session.run([model.output], self._feeds(texts))
         if model.pooling is None:
@@ -45,8 +46,8 @@ class Encoder:
         )
 
     def _feeds(self, texts: Sequence[Tokens]) -> dict[str, Array]:
-        """The inputs: shorter texts are padded behind their tokens. If the model has a fixed number
-        of rows, further rows are padding."""
+        """Returns the model's inputs for texts, by name. Shorter texts are padded behind their
+        tokens; if the model has a fixed number of rows, further rows are padding."""
         model = self._model
         shape = (
             model.rows or len(texts),

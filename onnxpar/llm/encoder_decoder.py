@@ -1,5 +1,5 @@
-"""A sharded encoder-decoder on its ranks: the encoder reads prompts once, and the decoder keeps the
-results."""
+"""A sharded encoder-decoder on its ranks: the encoder reads a prompt once, and all steps of the
+decoder use the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from onnxpar.runtime.session.session import InferenceSession, Session
 
 
 class EncoderDecoder(Closing):
-    """The encoder's ranks, beside those of its decoder."""
+    """An encoder's ranks together with its decoder's ranks.
+
+    session  the session of the encoder
+    encoder  runs the encoder
+    decoder  runs the decoder
+    model    the roles of the decoder's inputs and outputs
+    folder   the decoder's folder, with its configuration
+    """
 
     def __init__(
         self,
@@ -45,14 +52,15 @@ class EncoderDecoder(Closing):
         model: LanguageModel,
         options: Mapping[str, Any],
     ) -> EncoderDecoder:
-        """Starts the ranks of an encoder, with the options of its decoder's ranks.
+        """Starts the ranks of an encoder, for the session of its decoder that runs already.
 
         encoder, bundle  the sharded encoder and decoder
         decoder          the session of the decoder
-        model            the roles of the decoder's ports
-        options          of the session
+        model            the roles of the decoder's inputs and outputs
+        options          of the encoder's session
 
-        Errors: ModelError if the encoder reads neither token ids nor features of sound; RankError.
+        Errors: ModelError if the encoder reads neither token ids nor features of sound; RankError
+        if a rank does not start.
         """
         asked = dict(options)
         if asked.get("log_dir") is not None:
@@ -74,7 +82,7 @@ class EncoderDecoder(Closing):
 
     @property
     def hears(self) -> bool:
-        """True for a speech model."""
+        """True for a speech model, whose prompts are sounds."""
         return self._encoder.model.features is not None
 
     def check(self, given: Input) -> None:
@@ -84,8 +92,13 @@ class EncoderDecoder(Closing):
     def start(
         self, language: str | None, task: str | None, tokenizer: Tokenizer | None
     ) -> tuple[Beginning, GenerationRules]:
-        """Returns the beginning of answers, and the rules for what follows. Errors: InputError for
-        a language or a task that the model does not know."""
+        """Returns the first tokens of answers, and the rules for the tokens that follow.
+
+        language, task  as `Generator.generate` has them; None if not given
+        tokenizer       needed to find the token of a language of a text model
+
+        Errors: InputError for a language or a task that the model does not know.
+        """
         settings = dict(self._generation)
         if self.hears:
             begin = speech_beginning(self._settings, language, task)
@@ -104,7 +117,11 @@ class EncoderDecoder(Closing):
     def source(
         self, inputs: Sequence[Input], begin: Beginning, rules: GenerationRules
     ) -> EncodedSource:
-        """Returns the source of the answers' tokens; `begin` and `rules` are as `start` returns
-        them."""
+        """Returns the source of the answers' tokens.
+
+        inputs  the prompts for the encoder
+        begin   the first tokens of each answer
+        rules   which tokens may follow
+        """
         vocabulary = self._of.vocabulary
         return EncodedSource(self._decoder, self._encoder, inputs, begin, rules, vocabulary)

@@ -1,4 +1,5 @@
-"""The roles of a sharded encoder's inputs and outputs, and the use of its results."""
+"""The roles of a sharded encoder's inputs and outputs, and how its output becomes a vector or a
+score."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ _ENDLESS = 1 << 24
 
 
 def is_encoder(par: str | os.PathLike[str]) -> bool:
-    """True for a sharded model that reads token ids and has no cache: an embedding model or a
-    reranker, if anything. False also for a folder that cannot be read, whose fault an engine
-    reports."""
+    """True for a sharded model that reads token ids and has no cache, as embedding models and
+    rerankers do. False also for a folder that cannot be read: the caller then loads a language
+    model, which reports the error."""
     try:
         bundle = Bundle.load(par)
     except ModelError:
@@ -43,13 +44,14 @@ def is_encoder(par: str | os.PathLike[str]) -> bool:
 class EncoderModel:
     """An encoder: tokens go in, hidden states, a vector or a score come out.
 
-    inputs      names by role: "tokens", "mask", "types" (of which text of a pair), "positions"
+    inputs      names of inputs by role: "tokens", "mask", "types" (to which text of a pair a token
+                belongs), "positions"
     output      the output that is read
     pooling     how the output becomes a vector; None for a reranker, whose output has scores
     width       numbers of a vector; 1 for a reranker
     vocabulary  the number of tokens
     longest     the most tokens of a text
-    padding     the token behind shorter texts
+    padding     the token with which shorter texts are filled up at their end
     first       the position of a text's first token
     rows        texts of each run, if the model has a fixed number
     length      tokens of each text, if the model has a fixed number
@@ -68,13 +70,13 @@ class EncoderModel:
 
     @property
     def kind(self) -> str:
-        """The kind of model, with its article."""
+        """The kind of model in words: "a reranker" or "an embedding model"."""
         return "a reranker" if self.pooling is None else "an embedding model"
 
     @staticmethod
     def of(bundle: Bundle) -> EncoderModel:
-        """Reads the ports and the configuration of a sharded model. Errors: ModelError if it is
-        neither an embedding model nor a reranker."""
+        """Returns the description of a sharded model, from its inputs, outputs and configuration.
+        Errors: ModelError if it is neither an embedding model nor a reranker."""
         config = read_config(file) if (file := bundle.path / CONFIG).exists() else {}
         inputs = _inputs(bundle)
         output = _output(bundle, config)
@@ -106,14 +108,16 @@ class EncoderModel:
 
 
 def _role(port: Port) -> str | None:
-    """The role of an input; None if it has none."""
+    """Returns the role of an input by its name: "tokens", "mask", "types" or "positions". None if
+    it has none of these roles."""
     if port.shape is None or len(port.shape) != 2 or port.dtype.kind != "i":
         return None
     return next((role for role, part in _ROLES if part in port.name), None)
 
 
 def _inputs(bundle: Bundle) -> dict[str, str]:
-    """The inputs by role. Errors: ModelError for an input that has none."""
+    """Returns the names of inputs by role. Errors: ModelError for an input without a role that must
+    be fed, or if a role is taken twice, or if there are no token ids or no mask."""
     by_role: dict[str, str] = {}
     for port in bundle.inputs.values():
         role = _role(port)
@@ -136,7 +140,8 @@ def _inputs(bundle: Bundle) -> dict[str, str]:
 
 
 def _output(bundle: Bundle, config: Mapping[str, Any]) -> Port:
-    """The output that is read. Errors: ModelError if no output is known."""
+    """Returns the output to read: a vector per text, hidden states, or scores, in this order.
+    Errors: ModelError if there is no such output."""
     for names, dims in ((_VECTORS, 2), (_HIDDEN, 3), (_POOLED, 2)):
         for name in names:
             if name in bundle.outputs and len(bundle.outputs[name].shape or ()) == dims:
@@ -156,7 +161,7 @@ def _output(bundle: Bundle, config: Mapping[str, Any]) -> Port:
 
 
 def _check_reranker(bundle: Bundle, port: Port, config: Mapping[str, Any]) -> None:
-    """Errors: ModelError if logits are not those of a classifier with one label."""
+    """Errors: ModelError if the logits `port` are not the output of a classifier with one label."""
     kinds = config.get("architectures")
     is_classifier = any("ForSequenceClassification" in str(k) for k in kinds or ()) or not kinds
     if not is_classifier or (port.shape or ())[-1] != 1:
@@ -168,15 +173,16 @@ def _check_reranker(bundle: Bundle, port: Port, config: Mapping[str, Any]) -> No
 
 
 def _vocabulary(bundle: Bundle, tokens: str, config: Mapping[str, Any]) -> int:
-    """The number of tokens, by the configuration or the table that they are looked up in."""
+    """Returns the number of tokens, by the configuration or the rows of the table in which the
+    input `tokens` is looked up, whichever is less."""
     known = bundle.data.get("ranges", {}).get(tokens)
     most = int(known[1]) if known else 1 << 31
     return min(_whole(config, "vocab_size", most), most)
 
 
 def _longest(folder: Path, config: Mapping[str, Any], first: int, length: int | None) -> int:
-    """Returns the most tokens of a text: the least limit in the folder, or the model's fixed
-    `length`. `first` is the position of a text's first token."""
+    """Returns the most tokens of a text: the least limit that the folder's files set, or the
+    model's fixed `length`. `first` is the position of a text's first token."""
     lengths = [length] if length is not None else []
     positions = _whole(config, "max_position_embeddings", 0)
     lengths += [positions - first] if positions > first else []
@@ -190,6 +196,7 @@ def _longest(folder: Path, config: Mapping[str, Any], first: int, length: int | 
 
 
 def _whole(config: Mapping[str, Any], name: str, default: int) -> int:
-    """A whole number of a configuration."""
+    """Returns the number `name` of a configuration; `default` if it is no whole number of at least
+    0."""
     number = config.get(name)
     return number if isinstance(number, int) and number >= 0 else default

@@ -1,4 +1,4 @@
-"""Runs many requests on a sharded language model: they join and leave between steps."""
+"""Runs many requests on a sharded language model at once: requests join and leave between steps."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from onnxpar.runtime.session.session import InferenceSession
 class Counts:
     """Counts of an engine: now, and since its start.
 
-    running, waiting, pages, used_pages  now
-    prompt_tokens     tokens of prompts, of which `cached_tokens` were in the caches already
-    generated_tokens  new tokens
-    preemptions       how often a text had to wait again, because pages were needed
-    steps             runs of the ranks
-    restarts          how often ranks were started again
-    continued         how often a request went on after its ranks had died
+    running, waiting   numbers of texts now
+    pages, used_pages  the number of pages of the caches, and how many of them texts have now
+    prompt_tokens      tokens of prompts, cached ones included
+    cached_tokens      tokens of prompts that were in the caches already, from earlier texts
+    generated_tokens   new tokens
+    preemptions        how often a text had to wait again, because others needed its pages
+    steps              runs of the ranks
+    restarts           how often ranks were started again
+    continued          how often a request went on after its ranks had died
     """
 
     running: int = 0
@@ -49,7 +51,7 @@ class Counts:
 
 
 class Generation:
-    """A request that an engine has taken."""
+    """A request that an engine has accepted, so that it can be cancelled."""
 
     def __init__(self, engine: Engine, text: Text) -> None:
         self._engine, self._text = engine, text
@@ -72,9 +74,9 @@ class Engine(Worker[Text, Step, Batching]):
     tell         called with a line when ranks die, and when new ones run or do not start
     options      those of `InferenceSession`
 
-    If a rank dies, new ranks are started, and requests go on there with their next token; one that
-    has lost its ranks three times fails. Errors: ModelError for a model that is no decoder with
-    caches in pages; RankError if a rank does not start.
+    If a rank dies, new ranks are started, and requests go on there with their next token; a request
+    that has lost its ranks three times fails. Errors: ModelError for a model that is no decoder
+    with caches in pages; RankError if a rank does not start.
     """
 
     def __init__(
@@ -123,19 +125,20 @@ class Engine(Worker[Text, Step, Batching]):
 
     @property
     def longest(self) -> int:
-        """The most tokens of a text, by the model's context and the caches."""
+        """The most tokens of a text, prompt included, for which the model's context and the caches
+        have room."""
         room = self._pages * self.model.page_size
         return room if self.model.context is None else min(self.model.context, room)
 
     @property
     def kv_memory(self) -> int:
-        """Bytes of caches on the rank that has most of them."""
+        """Bytes of all caches on one rank, the one with the most."""
         return self._pages * page_bytes(self._bundle, self.model)
 
     def burden(self, tokens: Sequence[int]) -> tuple[bool, bool, int, int]:
-        """Returns a measure of the delay of a text's next token, to compare engines: True if the
-        ranks do not run; True if as many texts run as may; the number of tokens to compute before;
-        and the number of texts."""
+        """Returns how long the next token of a new text would take, to compare engines, less first:
+        True if the ranks do not run now; True if as many texts run as may; the number of tokens to
+        compute before it; and the number of texts. `tokens` are the tokens of the new text."""
         with self._changed:
             scheduler = self._batching.scheduler
             texts = self._batching.texts
@@ -162,9 +165,9 @@ class Engine(Worker[Text, Step, Batching]):
             )
 
     def submit(self, prompt: Sequence[int], limits: Limits, listen: Listener) -> Generation:
-        """Takes a request; `listen` is then called with its events. Errors: InputError for a prompt
-        or limits that the model cannot serve; Busy if too many requests wait, or if the engine
-        takes none."""
+        """Accepts a request; `listen` is later called with its events. Errors: InputError for a
+        prompt or limits that the model cannot serve; Busy if too many requests wait, or if the
+        engine is closed or has failed."""
         tokens = [int(token) for token in prompt]
         self._check(tokens, limits)
         most = min(len(tokens) + limits.max_new_tokens, self.longest)
@@ -180,7 +183,8 @@ class Engine(Worker[Text, Step, Batching]):
         return Generation(self, text)
 
     def _check(self, tokens: Sequence[int], limits: Limits) -> None:
-        """Errors: InputError for a prompt or limits that cannot be served."""
+        """Errors: InputError for a prompt that is too long or has unknown tokens, or for wrong
+        limits."""
         self.model.check_tokens(tokens)
         if limits.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {limits.max_new_tokens}; it must be at least 1")

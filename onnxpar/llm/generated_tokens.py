@@ -1,4 +1,5 @@
-"""The tokens of texts that are generated together, as they come."""
+"""Generates texts together, and yields their tokens step by step: one source for each kind of
+decoder."""
 
 from __future__ import annotations
 
@@ -23,19 +24,20 @@ Step = Sequence[tuple[int, Token]]
 
 
 class TokenSource(Protocol):
-    """Generates texts."""
+    """Generates texts on a decoder."""
 
     def follow(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
     ) -> Iterator[Step]:
-        """Yields the tokens of texts, until all have ended. The caller adds to `ended` the numbers
-        of texts for which it wants no more tokens."""
+        """Yields the new tokens of each step as pairs of the text's number and the token, until all
+        texts have ended. `limits` has one entry for each prompt. The caller adds the number of a
+        text to `ended` when it wants no more of its tokens."""
         ...
 
 
 class BatchSource:
-    """Generates texts on a decoder that runs one batch at a time, from its beginning to its end;
-    `given` are further inputs of the batch."""
+    """Generates texts on a decoder that computes one batch at a time, from its beginning to its
+    end. `given` are further inputs of the batch, by name."""
 
     def __init__(self, decoder: Decoder, given: Mapping[str, Array] | None = None) -> None:
         self._decoder, self._given = decoder, given
@@ -63,8 +65,13 @@ class BatchSource:
 
 
 class EncodedSource:
-    """Generates texts on a decoder behind an encoder: the encoder reads the prompts, and the texts
-    begin as the model prescribes."""
+    """Generates texts on a decoder behind an encoder, which reads the prompts.
+
+    inputs      the prompts for the encoder
+    beginning   the first tokens of each text
+    rules       which tokens may follow
+    vocabulary  the number of tokens
+    """
 
     def __init__(
         self,
@@ -81,8 +88,8 @@ class EncodedSource:
     def follow(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
     ) -> Iterator[Step]:
-        """Implements `TokenSource.follow`; of `prompts`, only the lengths count, which are those of
-        the beginnings."""
+        """Implements `TokenSource.follow`. Of `prompts`, only the number counts: the encoder reads
+        `inputs` instead."""
         inputs = self._encoder.read(self._inputs)
 
         def first_logits(tokens: Sequence[int]) -> Array:
@@ -99,8 +106,8 @@ class EncodedSource:
 
 
 class PagedSource:
-    """Generates texts on a decoder whose caches are in pages. Several calls may follow texts at
-    once."""
+    """Generates texts on a decoder whose caches are in pages. Several callers, in different
+    threads, may iterate over `follow` at once: their texts share the steps."""
 
     def __init__(self, batching: Batching) -> None:
         self._batching = batching
@@ -109,8 +116,8 @@ class PagedSource:
     def follow(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
     ) -> Iterator[Step]:
-        """Implements `TokenSource.follow`. The thread that wants the next token runs a step of all
-        texts."""
+        """Implements `TokenSource.follow`. A thread that wants a token, and has none waiting, runs
+        a step of all threads' texts."""
         come: deque[tuple[int, Token]] = deque()
         failed: list[Failure] = []
 
@@ -144,20 +151,21 @@ class PagedSource:
                 self._leave(texts)
 
     def _step(self) -> None:
-        """Runs a step; the lock is held."""
+        """Runs a step of all texts; the caller holds the lock."""
         step = self._batching.next()
         if step is not None:
             self._batching.finish(step, self._batching.run(step))
 
     def _leave(self, texts: Sequence[Text]) -> None:
-        """Removes the texts that have not ended; the lock is held."""
+        """Removes each of these texts that has not ended; the caller holds the lock."""
         for text in self._batching.texts:
             if text in texts:
                 self._batching.scheduler.remove(text)
 
 
 def _next_step(come: deque[tuple[int, Token]]) -> list[tuple[int, Token]]:
-    """Takes the tokens out of `come`, up to the second token of a text."""
+    """Removes the first tokens from `come`, at most one for each text, and returns them with the
+    numbers of their texts."""
     step: dict[int, Token] = {}
     while come and come[0][0] not in step:
         row, token = come.popleft()

@@ -1,5 +1,5 @@
-"""Tokens that the configuration of a model forces or forbids; names are those of the `generate` of
-Hugging Face Transformers."""
+"""Tokens that the configuration of a model forces or forbids in generated texts; the names are
+those of the `generate` of Hugging Face Transformers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from onnxpar.llm.language_model import token_ids
 
 @dataclass(frozen=True)
 class GenerationRules:
-    """Which tokens may come next in texts of a model.
+    """Which tokens may come next in texts of a model, by settings of its generation_config.json.
 
     ends        tokens that end a text
-    never       suppress_tokens
-    not_first   begin_suppress_tokens: not as the first new token
-    first       forced_bos_token_id: the first new token behind one other
-    last        forced_eos_token_id: one of these ends a text that is not ended before
+    never       suppress_tokens: tokens that never come
+    not_first   begin_suppress_tokens: tokens that may not be the first new one
+    first       forced_bos_token_id: the first new token, if the text begins with a single token
+    last        forced_eos_token_id: the last of max_new_tokens must be one of these
     phrases     bad_words_ids: sequences that must not occur
     ngram       no_repeat_ngram_size: no sequence of this many tokens occurs twice; 0: no limit
     least       min_length: the least tokens of a text, including its beginning
@@ -40,7 +40,7 @@ class GenerationRules:
 
     @staticmethod
     def of(settings: Mapping[str, Any], ends: Iterable[int]) -> GenerationRules:
-        """Reads a generation_config.json."""
+        """Returns the rules of a generation_config.json. `ends` are the tokens that end a text."""
         phrases = settings.get("bad_words_ids")
         phrases = phrases if isinstance(phrases, list) else []
         return GenerationRules(
@@ -57,7 +57,13 @@ class GenerationRules:
 
 
 class RuledText:
-    """The rules for a text of at most `most_new` new tokens behind `begin`: a `Constraint`."""
+    """A `Constraint` that applies the rules to one text as it grows.
+
+    rules       the rules
+    vocabulary  the number of tokens
+    begin       the tokens with which the text begins
+    most_new    the most new tokens after these
+    """
 
     def __init__(
         self, rules: GenerationRules, vocabulary: int, begin: Sequence[int], most_new: int
@@ -66,11 +72,11 @@ class RuledText:
         self._tokens, self._begin, self._most_new = list(begin), len(begin), most_new
 
     def accept(self, token: int) -> None:
-        """Appends a token."""
+        """Appends a token to the text."""
         self._tokens.append(token)
 
     def allowed(self) -> Array:
-        """True for each token that may come next, (vocabulary,)."""
+        """Returns True for each token that may come next by the rules, (vocabulary,)."""
         rules, step = self._rules, len(self._tokens) - self._begin
         is_forced = rules.first is not None and self._begin == 1
         if is_forced and step == 0:
@@ -85,13 +91,13 @@ class RuledText:
         return self._mask(barred, False)
 
     def _mask(self, tokens: Iterable[int], value: bool) -> Array:
-        """A mask with a value for these tokens, and the other one elsewhere."""
+        """Returns `value` for these tokens, and its opposite for all others, (vocabulary,)."""
         mask = np.full(self._vocabulary, not value)
         mask[[token for token in tokens if 0 <= token < self._vocabulary]] = value
         return mask
 
     def _repeating(self) -> Iterable[int]:
-        """Tokens with which a sequence would occur again."""
+        """Yields the tokens that would repeat a sequence of `ngram` tokens."""
         size, tokens = self._rules.ngram, self._tokens
         if not 0 < size <= len(tokens):
             return
@@ -101,7 +107,7 @@ class RuledText:
                 yield tokens[i + size - 1]
 
     def _completing(self) -> Iterable[int]:
-        """Tokens that would end a phrase that must not occur."""
+        """Yields the tokens that would complete one of the forbidden `phrases`."""
         for *begin, last in self._rules.phrases:
             is_end = len(begin) == 0 and last in self._rules.ends
             if not is_end and self._tokens[len(self._tokens) - len(begin) :] == begin:

@@ -1,4 +1,4 @@
-"""Generates text with a sharded language model."""
+"""Generates text with a sharded language model: the class behind `onnxpar generate`."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Completion:
 
     tokens    the new tokens, with the one that ended the text
     text      their text without special tokens; empty if the model has no tokenizer
-    logprobs  the natural logarithm of each token's probability by the model
-    reason    why it ended: "stop" (a token that ends texts, or a stop string) or "length"
+    logprobs  the natural logarithm of each new token's probability by the model
+    reason    why the answer ended: "stop" (a token that ends texts, or a stop string) or "length"
     prompt    the number of tokens of the prompt; for a sound, of columns of its features
     """
 
@@ -63,8 +63,8 @@ class Completion:
 
 
 class TooLongError(InputError):
-    """A prompt that leaves no room for a new token. `limit` is what has none: "the model's context"
-    or "the cache"."""
+    """A prompt that leaves no room for a new token. `limit` says where there is no room: "the
+    model's context" or "the cache"."""
 
     def __init__(self, message: str, limit: str) -> None:
         super().__init__(message)
@@ -116,8 +116,8 @@ class Generator(Closing):
 
     @cached_property
     def sound(self) -> SoundFeatures:
-        """The conversion of sound to features. Errors: ModelError if the folder does not describe
-        it."""
+        """The conversion of sound to the model's features. Errors: ModelError if the folder does
+        not describe it."""
         return SoundFeatures.of(self._folder)
 
     @cached_property
@@ -126,21 +126,22 @@ class Generator(Closing):
         return Tokenizer(self._folder)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Completion]:
-        """Returns a completion for each prompt, in order; `num_return_sequences` for each of them,
-        where that is given. The rows of an array of token ids are prompts, too.
+        """Returns a completion for each prompt, in order, or `num_return_sequences` completions for
+        each prompt. The rows of an array of token ids are prompts, too.
 
         max_new_tokens  most tokens to generate for a prompt; or `max_length`, prompt included
         min_new_tokens  least tokens before one that ends the text; default 0
         stop_strings    texts that end an answer, which then has the text before them; or special
                         tokens, which are no text
-        eos_token_id    ids of tokens that end a text; default: those of the model
+        eos_token_id    ids of tokens that end a text; default: the model's
         language, task  of a speech model: the language that is spoken (default: the likeliest), and
                         "transcribe" or "translate"; `language` of a translator: the special token
                         of the language to translate to, such as "deu_Latn"
         others          see `Sampling`
 
-        Errors: InputError for what is no prompt, a prompt without tokens, or options that are
-        wrong; TooLongError, an InputError, for a prompt that leaves no room in the model's context.
+        Errors: InputError for an object that is no prompt, a prompt without tokens, or wrong
+        options; TooLongError, an InputError, for a prompt that leaves no room in the model's
+        context.
         """
         batch = self._batch(prompts, options.pop("num_return_sequences", 1))
         run = self._running(batch, options)
@@ -149,34 +150,36 @@ class Generator(Closing):
         return run.completions
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
-        """Yields the text of an answer piece by piece, as its tokens come. Options and errors as
-        for `generate`; if caches are not in pages, also InputError if another call has begun
-        meanwhile, because the ranks keep the caches of the last one."""
+        """Yields the text of an answer piece by piece, as its tokens come. Options and errors are
+        those of `generate`. If the caches are not in pages, ranks keep only the caches of one call:
+        InputError if another call has begun meanwhile."""
         for piece, _ in self.follow(prompt, **options):
             if piece:
                 yield piece
 
     def follow(self, prompt: Prompt, **options: Any) -> Iterator[tuple[str, Completion]]:
-        """Yields, for each token of an answer, the text that it completes, which may be empty, and
-        the answer up to it. Options and errors as for `stream`."""
+        """Yields, for each token of an answer, the new text that is complete with it (perhaps
+        empty), and the answer so far. Options and errors are those of `stream`."""
         run = self._running([prompt], options)
         for pieces in run.steps():
             yield pieces[0], run.completions[0]
 
     def check_room(self, prompt: Prompt) -> None:
-        """Errors: TooLongError for a prompt of a decoder that leaves no room for a new token;
-        others as for `generate`."""
+        """Errors: TooLongError for a prompt that leaves no room for a new token; others as for
+        `generate`. For an encoder-decoder, checks nothing."""
         if self._encoded is None:
             self._within(self._tokens(prompt), 1)
 
     def _batch(self, prompts: Prompt | Sequence[Prompt], copies: int) -> list[Prompt]:
-        """The prompts of a batch. Errors: InputError."""
+        """Returns the list of prompts of a call, each `copies` times; `prompts` is one prompt or
+        several. Errors: InputError if `copies` is below 1."""
         if copies < 1:
             raise InputError(f"num_return_sequences is {copies}; it must be at least 1")
         each: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         return [prompt for prompt in each for _ in range(copies)]
 
     def _running(self, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> _Run:
+        """Returns the run that generates answers to prompts. `options` are those of `generate`."""
         if self._encoded is not None:
             return self._reading(self._encoded, prompts, dict(options))
         tokens = [self._tokens(prompt) for prompt in prompts]
@@ -185,7 +188,8 @@ class Generator(Closing):
     def _reading(
         self, encoded: EncoderDecoder, prompts: Sequence[Prompt], options: dict[str, Any]
     ) -> _Run:
-        """Returns a run for prompts that the encoder reads."""
+        """Returns the run for prompts that the encoder of an encoder-decoder reads. `options` are
+        those of `generate`."""
         language, task = options.pop("language", None), options.pop("task", None)
         begin, rules = encoded.start(language, task, self.tokenizer if language else None)
         inputs = [self._input(prompt) for prompt in prompts]
@@ -199,7 +203,8 @@ class Generator(Closing):
         return run
 
     def _input(self, prompt: Prompt) -> Input:
-        """The encoder's input for a prompt. Errors: InputError."""
+        """Returns the encoder's input for a prompt: token ids, or the features of a sound. Errors:
+        InputError if a prompt of this kind does not fit the model."""
         is_sound = isinstance(prompt, np.ndarray) and prompt.dtype.kind == "f"
         if is_sound != self.hears:
             given = "sound" if is_sound else "text"
@@ -215,7 +220,8 @@ class Generator(Closing):
         return self.sound.of_sound(sound) if sound.ndim == 1 else sound
 
     def _tokens(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt. Errors: InputError."""
+        """Returns the tokens of a prompt of a decoder; an empty text becomes the token that begins
+        texts. Errors: InputError for a prompt without tokens or with unknown ones."""
         tokens = self._encoded_text(prompt)
         if not tokens and self.model.begin is not None:
             tokens = [self.model.begin]
@@ -223,7 +229,8 @@ class Generator(Closing):
         return tokens
 
     def _encoded_text(self, prompt: Prompt) -> list[int]:
-        """The tokens of a text, a chat or tokens. Errors: InputError."""
+        """Returns the token ids of a prompt that is a text, a chat or token ids. Errors: InputError
+        for anything else."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if isinstance(_first(prompt), Mapping):
@@ -233,8 +240,8 @@ class Generator(Closing):
     def _limits(
         self, prompts: Sequence[Sequence[int]], options: dict[str, Any]
     ) -> tuple[list[Limits], tuple[str, ...]]:
-        """Returns the limits of each text, and the stop strings; removes the options that it reads
-        from `options`. Errors: InputError."""
+        """Returns the limits of each text, and the stop strings. Removes the options that it reads
+        from `options`. Errors: InputError for a wrong or an unknown option."""
         sampling = Sampling(**{n: options.pop(n) for n in _SAMPLING & options.keys()})
         sampling.check(self.model.vocabulary)
         most_new, most = options.pop("max_new_tokens", None), options.pop("max_length", None)
@@ -285,8 +292,8 @@ class Generator(Closing):
         return each, stops
 
     def _within(self, prompt: Sequence[int], room: int) -> int:
-        """How many of `room` new tokens the context and the caches have room for. Errors:
-        TooLongError if there is room for none."""
+        """Returns how many of `room` new tokens the context and the caches have room for, behind a
+        prompt. Errors: TooLongError if there is room for none."""
         context = self.model.context
         limits = [("the model's context", context, "a shorter one")] if context is not None else []
         if self._room:
@@ -301,9 +308,9 @@ class Generator(Closing):
 
 
 def _is_one(prompts: object) -> bool:
-    """True for one prompt, False for a batch. A text, a list of numbers and a list of messages are
-    one prompt, and so are an array of one dimension and the features of a sound. Errors:
-    InputError."""
+    """True for one prompt, False for a batch of prompts. A text, a list of numbers and a list of
+    messages are one prompt, and so are an array of ids of one dimension, samples, and the features
+    of a sound. Errors: InputError if it is no prompt."""
     if isinstance(prompts, str):
         return True
     if isinstance(prompts, np.ndarray):
@@ -312,8 +319,8 @@ def _is_one(prompts: object) -> bool:
 
 
 def _first(given: Any) -> object:
-    """Returns the first of a list of prompts, tokens or messages; None if it is empty. Errors:
-    InputError if it is no list."""
+    """Returns the first element of a list of prompts, tokens or messages; None if the list is
+    empty. Errors: InputError if `given` is no list."""
     try:
         return given[0] if len(given) else None
     except (TypeError, LookupError):
@@ -331,8 +338,9 @@ def _token(given: Any) -> int:
 def _read(
     bundle: Bundle, kv_memory: float | str | None, options: Mapping[str, Any]
 ) -> tuple[Bundle, LanguageModel, int, Bundle | None]:
-    """The model, its roles, the number of pages of its caches, and its encoder, if any. Errors:
-    ModelError; InputError for too little memory."""
+    """Returns the model, its roles, the number of pages of its caches (0 if they are not in pages),
+    and its encoder, if it has one. Errors: ModelError for another model; InputError for too little
+    memory."""
     model = LanguageModel.of(bundle)
     pages = count_pages(bundle, model, kv_memory, _TOGETHER, options) if model.page_size else 0
     return bundle, model, pages, read_encoder(bundle) if model.has_encoder else None
@@ -341,7 +349,7 @@ def _read(
 def _source(
     session: InferenceSession, bundle: Bundle, model: LanguageModel, pages: int
 ) -> TokenSource:
-    """Returns the source of tokens."""
+    """Returns the source of tokens of a decoder; `pages` is 0 if its caches are not in pages."""
     if not pages:
         return BatchSource(Decoder(session, bundle, model))
     decoder = PagedDecoder(session, bundle, model, pages)
@@ -349,7 +357,13 @@ def _source(
 
 
 class _Run:
-    """Texts that are generated together, for one call."""
+    """The texts that one call generates together.
+
+    source   generates their tokens
+    prompts  the tokens of each prompt
+    limits   the limits of each text
+    stops    the stop strings
+    """
 
     def __init__(
         self,
@@ -366,7 +380,8 @@ class _Run:
         self._stops = [StopStrings(stops) for _ in prompts]
 
     def steps(self) -> Iterator[list[str]]:
-        """Generates texts until all have ended; yields the new text of each."""
+        """Generates the texts until all have ended. Yields, after each step, the new text of each
+        prompt's answer, which may be empty, and keeps `completions` up to date."""
         if not self._prompts:
             return
         ended: set[int] = set()
@@ -384,7 +399,8 @@ class _Run:
             yield pieces
 
     def _text(self, row: int, token: int) -> str:
-        """The new text of a row after a token; sets the reason if it ends the text."""
+        """Returns the new text of answer number `row` after a token; sets its `reason` if it ends
+        there."""
         completion, limits = self.completions[row], self._limits[row]
         if token in limits.ends:
             completion.reason = "stop"

@@ -1,4 +1,5 @@
-"""The roles of a sharded language model's inputs and outputs, and its special tokens."""
+"""The roles of a sharded language model's inputs and outputs, its limits, and its special
+tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ ENCODER_MASK = "encoder_attention_mask"
 class LanguageModel:
     """A decoder with a cache: tokens and the cache go in, logits and a longer cache come out.
 
-    tokens     the input of token ids, (batch, length)
+    tokens      the name of the input of token ids, (batch, length)
     mask       the input of the attention mask, (batch, past and new tokens); None if there is none
     positions  the input of position ids, (batch, length), or (length,) if the same for all texts;
                None if there is none
@@ -71,8 +72,8 @@ class LanguageModel:
 
     @staticmethod
     def of(bundle: Bundle) -> LanguageModel:
-        """Reads the ports and the configuration of a sharded model. Errors: ModelError if it is no
-        decoder with a cache."""
+        """Returns the description of a sharded model, from its inputs, outputs and configuration.
+        Errors: ModelError if it is no decoder with a cache."""
         settings = settings_of(bundle.path)
         has_encoder = (bundle.path / ENCODER_PART).is_dir()
         roles: dict[str, str] = {}
@@ -113,7 +114,7 @@ class LanguageModel:
         )
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Errors: InputError for a prompt without tokens, or with one that is not in the
+        """Errors: InputError for a prompt without tokens, or with a token that is not in the
         vocabulary."""
         if not tokens:
             raise InputError("a prompt has no tokens; give a text, token ids or a chat")
@@ -121,14 +122,15 @@ class LanguageModel:
 
 
 def check_ids(tokens: Iterable[int], vocabulary: int) -> None:
-    """Errors: InputError for a token of a prompt that is not in the vocabulary."""
+    """Errors: InputError for a token of a prompt that is not below `vocabulary`, the number of
+    tokens."""
     for token in tokens:
         if not 0 <= token < vocabulary:
             raise InputError(f"a prompt has token {token}; ids are from 0 to {vocabulary - 1}")
 
 
 def _page_size(bundle: Bundle) -> int:
-    """The tokens of a page. Errors: ModelError if caches differ."""
+    """Returns the number of tokens of a page. Errors: ModelError if it differs between caches."""
     sizes = {(bundle.inputs[name].shape or (None,) * 4)[2] for name in bundle.states}
     size = sizes.pop()
     if sizes or not isinstance(size, int):
@@ -137,7 +139,8 @@ def _page_size(bundle: Bundle) -> int:
 
 
 def _role(port: Port, path: Path) -> str:
-    """The role of an input that is no cache. Errors: ModelError if it has none."""
+    """Returns the role of an input that is no cache: "tokens", "mask" or "positions". Errors:
+    ModelError if it has none of these roles."""
     is_row = port.shape is not None and len(port.shape) == 2 and port.dtype.kind == "i"
     if port.name == "cache_position" and len(port.shape or ()) == 1:
         return "positions"
@@ -152,14 +155,15 @@ def _role(port: Port, path: Path) -> str:
 
 
 def _is_logits(port: Port, bundle: Bundle) -> bool:
+    """True for an output of floats with 3 dimensions that is no cache."""
     is_state = port.name in bundle.states.values()
     return not is_state and len(port.shape or ()) == 3 and port.dtype.kind not in "iub"
 
 
 def settings_of(folder: Path, only_generation: bool = False) -> Mapping[str, Any]:
-    """Returns the configuration in a folder: special tokens and the length of the context. With
-    `only_generation`, only the configuration of generation, if it has its own file. Errors:
-    ModelError."""
+    """Returns the configuration in a model's folder: special tokens, the length of the context, and
+    settings of generation. With `only_generation`, only generation_config.json, if there is one.
+    Errors: ModelError if a file cannot be read."""
     if (folder / GENAI).exists():
         return genai_config(folder)
     files = [folder / CONFIG, folder / GENERATION]
@@ -174,19 +178,21 @@ def settings_of(folder: Path, only_generation: bool = False) -> Mapping[str, Any
 
 
 def first_number(settings: Mapping[str, Any], names: Iterable[str]) -> int | None:
-    """Returns the first setting of these that is a whole number."""
+    """Returns the first of the settings `names` that is a whole number; None if there is none."""
     return next((settings[name] for name in names if isinstance(settings.get(name), int)), None)
 
 
 def token_ids(value: object) -> tuple[int, ...]:
-    """Returns the token ids in a setting that is a list, a number or missing."""
+    """Returns the token ids in a setting that may be a list, a number or missing: 5 becomes (5,),
+    and None becomes ()."""
     each = value if isinstance(value, list) else [value]
     return tuple(v for v in each if isinstance(v, int))
 
 
 def _has_grouped_attention(bundle: Bundle) -> bool:
-    """True if the decoder has attention that reads the lengths of rows. Errors: ModelError if that
-    attention overwrites the oldest tokens of its caches."""
+    """True if the decoder has GroupQueryAttention, which reads the length of each row instead of a
+    mask. Errors: ModelError if one has a ring buffer as its cache, and overwrites the oldest
+    tokens."""
     launched = launched_rank()
     own = bundle.rank_file(0 if launched is None else launched.rank)
     graph = onnx.load(str(own), load_external_data=False).graph

@@ -1,4 +1,4 @@
-"""The candidates for the next token of a text."""
+"""The candidates for the next token of a text: tokens with their logits, as ranks return them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Candidates:
         """Returns the likeliest tokens, the best first, and others that were asked for (see
         `load/top_k_logits.py`).
 
-        log_totals  logarithms of sums over the vocabulary: of exp(logit - best logit), and of
+        log_totals  logarithms of two sums over the vocabulary: of exp(logit - best logit), and of
                     exp((logit - best logit) / temperature)
         """
         each, at = np.unique(np.concatenate([tokens, asked]), return_index=True)
@@ -55,16 +55,19 @@ class Candidates:
         return Candidates(each, values, log_total, False, floor, cooled, first)
 
     def logprob(self, token: int) -> float:
-        """Returns the natural logarithm of the probability of one of the tokens."""
+        """Returns the natural logarithm of the probability of a token, which must be one of
+        `tokens`."""
         return float(self.logits[np.searchsorted(self.tokens, token)]) - self.log_total
 
     def logprobs(self, count: int) -> list[tuple[int, float]]:
-        """Returns the likeliest tokens, and the natural logarithms of their probabilities."""
+        """Returns the `count` likeliest tokens, the best first, each with the natural logarithm of
+        its probability."""
         best = np.argsort(-self.logits, kind="stable")[:count] if count else ()
         return [(int(self.tokens[i]), float(self.logits[i]) - self.log_total) for i in best]
 
 
 def _log_total(logits: Array) -> float:
+    """Returns the logarithm of the sum of exp(logit), without overflow."""
     logits = np.asarray(logits, np.result_type(logits, np.float32))
     largest = logits.max()
     return float(largest) + math.log(np.exp(logits - largest).sum(dtype=np.float64))

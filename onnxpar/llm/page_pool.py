@@ -12,8 +12,11 @@ _Key = tuple[int, tuple[int, ...]]
 
 
 class PagePool:
-    """Pages by number, from 0. A full page keeps its tokens after its texts have ended, until
-    another text needs the page. Until then, a text with the same beginning can reuse it."""
+    """The pages of the caches, by number from 0; each has room for `page_size` tokens.
+
+    A full page keeps its tokens after its texts have ended, until another text needs the page.
+    Until then, a text with the same beginning can reuse it.
+    """
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.pages, self.page_size = pages, page_size
@@ -25,12 +28,12 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """The number of pages that texts have."""
+        """The number of pages that running texts have."""
         return self.pages - len(self._free)
 
     def take(self) -> int | None:
-        """Returns a page for new tokens, the one that has been free longest; None if none is
-        free."""
+        """Takes a page for new tokens, the one that has been free longest, and returns its number;
+        None if no page is free."""
         if not self._free:
             return None
         page, _ = self._free.popitem(last=False)
@@ -54,6 +57,8 @@ class PagePool:
         return len(self._known_pages(tokens))
 
     def _known_pages(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the pages that already hold the beginning of a text with these tokens, in
+        order."""
         pages: list[int] = []
         before = 0
         for at in range(0, len(tokens) - self.page_size, self.page_size):
@@ -65,9 +70,13 @@ class PagePool:
         return pages
 
     def publish(self, pages: Sequence[int], at: int, tokens: Sequence[int]) -> None:
-        """Makes the page number `at` of a text's `pages`, which holds these `tokens`, known, so
-        that another text with the same beginning can use it. If such a page is known already, that
-        one stays known."""
+        """Records what a full page holds, so that other texts with the same beginning can use it.
+        Another page with the same beginning, if recorded before, stays instead.
+
+        pages   the pages of a text
+        at      the place of the full page among these
+        tokens  the tokens in that page
+        """
         before = 0
         if at:
             known = self._keys.get(pages[at - 1])
@@ -80,8 +89,8 @@ class PagePool:
             self._keys[page] = key, next(self._serials)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives pages back. The last pages of a text are reused first, because fewer texts begin
-        with them."""
+        """Gives back the pages of a text, which are free once no other text uses them. The last
+        pages are reused first, because fewer texts begin with them."""
         for page in reversed(pages):
             self._users[page] -= 1
             if not self._users[page]:

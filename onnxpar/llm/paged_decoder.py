@@ -1,4 +1,4 @@
-"""Runs pieces of texts on ranks whose caches are in pages."""
+"""Runs a sharded decoder whose caches are in pages on pieces of many texts at once."""
 
 from __future__ import annotations
 
@@ -46,8 +46,15 @@ _TOLD = [BEST_TOKENS, BEST_LOGITS, ASKED_LOGITS, LOG_TOTALS]
 
 
 class PagedDecoder:
-    """The caches of a session, and the arrays that are fed to it. Steps of the same sizes use the
-    same arrays."""
+    """Feeds pieces of texts to a session, and reads candidates for next tokens.
+
+    session  the session of the decoder
+    bundle   the sharded decoder
+    model    the roles of its inputs and outputs
+    pages    the number of pages of its caches
+
+    Steps of the same sizes use the same input arrays.
+    """
 
     def __init__(self, session: Session, bundle: Bundle, model: LanguageModel, pages: int) -> None:
         if (reason := too_old()) is not None:
@@ -66,18 +73,21 @@ class PagedDecoder:
         self._seconds: dict[int, float] = {}  # the shortest step, by its tokens
 
     def most_steps(self, tokens: int) -> int:
-        """The number of steps with this many tokens that may follow each other in a call, if each
-        takes as long as the shortest one so far; 1 if the processes of all ranks must make the same
-        calls."""
+        """Returns how many steps of so many tokens may follow each other in one call of the ranks,
+        so that the call takes at most `MOMENT` seconds. 1 if ranks cannot feed their next step
+        themselves: if several processes drive them, or no rank holds all new tokens."""
         return max(int(MOMENT / self._seconds.get(tokens, math.inf)), 1) if self._carried else 1
 
     def run(
         self, pieces: Sequence[Piece], whole: bool = False, times: int = 1
     ) -> list[list[Candidates]]:
-        """Computes pieces of texts in `times` steps, in which texts go on with their likeliest
-        tokens. Returns, for each step, the candidates for the token behind each of the `picks` of
-        the pieces, in order: with `whole`, the vocabulary; else the likeliest tokens, so that the
-        logits stay on their ranks."""
+        """Computes pieces of texts; returns, for each step, the candidates for the token behind
+        each of the pieces' `picks`, in order.
+
+        whole  True: the candidates are the whole vocabulary; False: the likeliest tokens, so that
+               the logits stay on their ranks
+        times  the number of steps, in which each text goes on with its likeliest token
+        """
         tokens = sum(piece.count for piece in pieces)
         picks = [(piece, place) for piece in pieces for place in piece.picks]
         self._feed(pieces, tokens, picks)
@@ -100,8 +110,12 @@ class PagedDecoder:
     def _feed(
         self, pieces: Sequence[Piece], tokens: int, picks: Sequence[tuple[Piece, int]]
     ) -> None:
-        """Writes the inputs of the ranks to the arrays: `tokens` is the number of tokens, and
-        `picks` are the places whose logits are wanted, each with its piece."""
+        """Writes the inputs of the ranks to the arrays.
+
+        tokens  the number of tokens of all pieces
+        picks   pairs of a piece and the place, in its text, of a token behind which candidates are
+                wanted
+        """
         widest = max(len(piece.text.pages) for piece in pieces)
         asked = [piece.asked(place) for piece, place in picks]
         most = max(map(len, asked), default=0)
@@ -126,8 +140,8 @@ class PagedDecoder:
             feeds[ASKED][pick, : len(asked[pick])] = asked[pick]
 
     def _resize(self, *sizes: int) -> None:
-        """Makes arrays for these numbers of tokens, texts, pages of a text, picks and tokens whose
-        logits are asked for, unless the arrays have these sizes."""
+        """Replaces the input arrays, unless they have these sizes: the numbers of tokens, texts,
+        pages of a text, picks, and tokens whose logits are asked for."""
         if self._sizes == sizes:
             return
         self._sizes = sizes
@@ -142,7 +156,7 @@ class PagedDecoder:
 
 
 def _rounded(count: int) -> int:
-    """Returns the least power of two that is at least `count`, and at least 1."""
+    """Returns the least power of two that is at least `count` and at least 1: 5 becomes 8."""
     return 1 << max(count - 1, 0).bit_length()
 
 
@@ -153,9 +167,13 @@ def count_pages(
     texts: int,
     options: Mapping[str, Any],
 ) -> int:
-    """Returns how many pages fit into `kv_memory` bytes on each rank of a session with these
-    options; by default, enough for some texts, within a share of the memory that is free on each
-    host. Errors: InputError if they do not hold two pages."""
+    """Returns how many pages the caches get on each rank: as many as fit into `kv_memory` bytes. By
+    default, enough for `texts` texts, within a share of the memory that is free on each host.
+
+    options  those of the session
+
+    Errors: InputError if there is room for fewer than two pages, or a host has too little memory.
+    """
     each, size = page_bytes(bundle, model), model.page_size
     hosts = _hosts(bundle, options)
     if kv_memory is not None:
@@ -175,7 +193,7 @@ def count_pages(
 
 
 def _hosts(bundle: Bundle, options: Mapping[str, Any]) -> Sequence[HostMemory]:
-    """The memory of the hosts of a session's ranks."""
+    """Returns the memory of each host on which a session with these options has ranks."""
     start = options.get("start_ranks")
     if start is not None:
         from onnxpar.runtime.launch.lead import Lead  # most programs do not need it
@@ -189,7 +207,8 @@ def _hosts(bundle: Bundle, options: Mapping[str, Any]) -> Sequence[HostMemory]:
 
 
 def _check_memory(size: int, host: HostMemory) -> None:
-    """Errors: InputError if the caches of a host's ranks take more than all of its memory."""
+    """Errors: InputError if the caches of a host's ranks, of `size` bytes each, exceed its
+    memory."""
     if size * host.ranks > host.total:
         name = "this host" if host.host == socket.gethostname() else f"host {host.host}"
         raise InputError(
@@ -199,7 +218,8 @@ def _check_memory(size: int, host: HostMemory) -> None:
 
 
 def _bytes(kv_memory: float | str) -> float:
-    """Returns a number of bytes, given as such or as text such as "2GB". Errors: InputError."""
+    """Returns a number of bytes, which may be text such as "2GB". Errors: InputError for other
+    text."""
     try:
         return quantity(kv_memory, "B", "--kv-memory", may_omit_unit=not isinstance(kv_memory, str))
     except OnnxparError as error:
@@ -207,7 +227,7 @@ def _bytes(kv_memory: float | str) -> float:
 
 
 def page_bytes(bundle: Bundle, model: LanguageModel) -> int:
-    """The bytes of a page of all caches, on the rank that has most of it."""
+    """Returns the bytes of one page, in all caches together, on the rank that holds the most."""
     sizes = dict.fromkeys(bundle.symbols, 1)
     total = 0
     for name in model.caches:
@@ -219,7 +239,7 @@ def page_bytes(bundle: Bundle, model: LanguageModel) -> int:
 
 
 def _fixed(size: object) -> int:
-    """A size that must not be open. Errors: InputError."""
+    """Returns a size of a cache. Errors: InputError if it is open, a name instead of a number."""
     if isinstance(size, int):
         return size
     raise InputError(f"a cache has a size that is open, {size}; only its number of pages may be")

@@ -1,5 +1,5 @@
-"""How the hidden states of a text's tokens become one vector, by the files of
-sentence-transformers."""
+"""How the hidden states of a text's tokens become one vector, as the files of sentence-transformers
+say."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODULES = "modules.json"
 
 
 def _weighted(hidden: Array) -> Array:
-    """Returns the mean of hidden states in which later tokens weigh more."""
+    """Returns the mean of hidden states in which token i (from 1) has weight i."""
     weights = np.arange(1, len(hidden) + 1, dtype=hidden.dtype)
     mean: Array = weights @ hidden / weights.sum()
     return mean
@@ -40,10 +40,11 @@ _SHORT = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens"}
 
 @dataclass(frozen=True)
 class Pooling:
-    """Turns hidden states into a vector.
+    """Turns the hidden states of a text into a vector.
 
-    modes       names of poolings, whose vectors are concatenated
-    normalizes  True if a vector then gets the length 1
+    modes        names of poolings ("mean_tokens"), whose vectors are concatenated; empty if the
+                 model pools itself
+    normalizes   True if the vector is then scaled to length 1
     """
 
     modes: tuple[str, ...] = ("mean_tokens",)
@@ -51,8 +52,8 @@ class Pooling:
 
     @staticmethod
     def of(folder: Path, is_pooled: bool) -> Pooling:
-        """Reads the files in a folder. `is_pooled`: the model itself does everything but normalize.
-        Errors: ModelError for an unknown module or pooling."""
+        """Returns the pooling that the files in a folder describe. `is_pooled` is True if the model
+        itself pools. Errors: ModelError for an unknown module or pooling."""
         kinds = _modules(folder)
         known = ("Transformer", "Pooling", "Normalize")
         unknown = [kind for kind in kinds if kind not in known]
@@ -64,8 +65,8 @@ class Pooling:
         return Pooling(() if is_pooled else _modes(folder), "Normalize" in kinds)
 
     def vector(self, states: Array) -> Array:
-        """Returns the vector of a text, in float32, of its tokens' hidden states, (tokens, width);
-        or of the model's own pooled vector, (width,)."""
+        """Returns the vector of a text, in float32. `states` are the hidden states of its tokens,
+        (tokens, width), or the vector that the model has pooled, (width,)."""
         result = states.astype(np.float32)
         if self.modes:
             result = np.concatenate([_POOLINGS[mode](result) for mode in self.modes])
@@ -73,14 +74,15 @@ class Pooling:
 
 
 def normalized(vectors: Array) -> Array:
-    """Returns vectors of length 1 in the same directions."""
+    """Returns vectors (the last dimension) scaled to length 1."""
     lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
     result: Array = vectors / np.maximum(lengths, 1e-12)
     return result
 
 
 def _modes(folder: Path) -> tuple[str, ...]:
-    """The poolings that the configuration asks for. Errors: ModelError."""
+    """Returns the names of the poolings that the configuration requests; the mean without a
+    configuration. Errors: ModelError for an unknown pooling."""
     file = folder / POOLING
     if not file.exists():
         return Pooling.modes
@@ -99,8 +101,8 @@ def _modes(folder: Path) -> tuple[str, ...]:
 
 
 def _modules(folder: Path) -> list[str]:
-    """The kinds of modules that follow each other; none if there is no such file. Errors:
-    ModelError."""
+    """Returns the kinds of modules in the file modules.json, such as ["Transformer", "Pooling"];
+    none if there is no such file. Errors: ModelError for a damaged file."""
     file = folder / _MODULES
     if not file.exists():
         return []

@@ -1,4 +1,4 @@
-"""The encoder of a sharded encoder-decoder: its inputs, and its results for the decoder."""
+"""The encoder of a sharded encoder-decoder: reads prompts, and computes inputs of the decoder."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ Input = Sequence[int] | Array
 
 @dataclass(frozen=True)
 class PromptModel:
-    """An encoder that also computes the caches of cross-attention.
+    """The roles of an encoder's inputs; its outputs are the caches of the decoder's
+    cross-attention.
 
-    tokens, mask  inputs of token ids and of their mask, (texts, length); None for features
-    features      the input of features, (texts, mels, columns); None for token ids
+    tokens, mask  inputs of token ids and of their mask, (texts, length); None for a speech model
+    features      the input of features of sound, (texts, mels, columns); None for a text model
     vocabulary    the number of tokens
     longest       the most tokens of a prompt; None if there is no limit
-    padding       the token behind shorter prompts
+    padding       the token with which shorter prompts are filled up at their end
     """
 
     tokens: Port | None
@@ -41,8 +42,8 @@ class PromptModel:
 
     @staticmethod
     def of(bundle: Bundle) -> PromptModel:
-        """Reads the ports of an encoder, and the configuration beside its decoder. Errors:
-        ModelError if it reads neither token ids nor features of sound."""
+        """Returns the description of an encoder, from its inputs and the configuration beside its
+        decoder. Errors: ModelError if it reads neither token ids nor features of sound."""
         ports = dict(bundle.inputs)
         features = ports.pop(_FEATURES, None)
         mask, tokens = ports.pop("attention_mask", None), ports.pop("input_ids", None)
@@ -66,7 +67,8 @@ class PromptModel:
         )
 
     def check(self, given: Input) -> None:
-        """Errors: InputError for a prompt that the encoder cannot read."""
+        """Errors: InputError for a prompt that the encoder cannot read: features of another shape,
+        unknown tokens, or too many."""
         if self.features is not None:
             if not isinstance(given, np.ndarray) or not self.features.admits((1, *given.shape)):
                 shape = f" [{', '.join(map(str, given.shape))}]" if hasattr(given, "shape") else ""
@@ -86,15 +88,20 @@ class PromptModel:
 
 
 class PromptEncoder:
-    """A session of an encoder, for a decoder."""
+    """Feeds prompts to the session of an encoder, for a decoder.
+
+    bundle   the sharded encoder
+    decoder  the sharded decoder
+    """
 
     def __init__(self, session: Session, bundle: Bundle, decoder: Bundle) -> None:
         self._session, self._decoder = session, decoder
         self.model = PromptModel.of(bundle)
 
     def read(self, prompts: Sequence[Input]) -> dict[str, Array]:
-        """Reads prompts together; returns the decoder's inputs that depend on them: the caches of
-        cross-attention, and the mask of the encoder's tokens."""
+        """Reads prompts as one batch. Returns the decoder's inputs that depend on them, by name:
+        the caches of cross-attention, and the mask of the prompts' tokens. Errors: InputError for
+        prompts of different lengths, if the encoder has no mask."""
         model = self.model
         feeds: dict[str, Array]
         if model.features is not None:
@@ -122,8 +129,8 @@ class PromptEncoder:
 
 
 def read_encoder(decoder: Bundle) -> Bundle:
-    """Returns the encoder's part of a sharded encoder-decoder. Errors: ModelError if its caches are
-    not those of the decoder."""
+    """Returns the sharded encoder that lies beside a sharded decoder. Errors: ModelError if its
+    outputs are not the caches of this decoder."""
     bundle = Bundle.load(decoder.path / ENCODER_PART)
     wrong = bundle.outputs.keys() ^ {n for n in decoder.states if ".encoder." in n}
     if wrong:

@@ -1,6 +1,7 @@
-"""Several workers with the same model, which share its requests: replicas of its ranks.
+"""Replicas: several workers with the same model, each with ranks of its own, which share the
+requests.
 
-A request goes to one of them. If ranks of that one die, the others go on with its requests, while
+A request goes to one worker. If ranks of that worker die, the others go on with its requests, while
 its ranks start again.
 """
 
@@ -33,7 +34,7 @@ _ORDER = (READY, STARTING, FAILED, CLOSED)
 
 
 class Replicas(Closing, Generic[W]):
-    """Workers with the same model.
+    """Several workers (engines or embedders) with the same model.
 
     par       the folder that `onnxpar shard` wrote
     replicas  the number of workers, each with as many processes as the model has ranks
@@ -85,7 +86,7 @@ class Replicas(Closing, Generic[W]):
 
     @property
     def status(self) -> str:
-        """ "ready" if any worker is; else "starting", "failed" or "closed"."""
+        """The best status of any worker, in this order: "ready", "starting", "failed", "closed"."""
         statuses = {worker.status for worker in self.workers}
         return next(status for status in _ORDER if status in statuses)
 
@@ -96,7 +97,7 @@ class Replicas(Closing, Generic[W]):
 
     @property
     def longest(self) -> int:
-        """The most tokens of a text."""
+        """The most tokens of a text, for any of the workers."""
         return self.workers[0].longest
 
     def close(self) -> None:
@@ -105,8 +106,8 @@ class Replicas(Closing, Generic[W]):
             worker.close()
 
     def _submit(self, workers: Sequence[W], submit: Callable[[W], T]) -> T:
-        """Gives a request to the first worker that takes it. Errors: Busy if none does, and those
-        of a worker."""
+        """Calls `submit` with each worker in turn, until one accepts the request; returns the
+        result. Errors: Busy if all are busy; other errors of a worker."""
         refusal: Busy | None = None
         for worker in workers:
             try:
@@ -117,8 +118,8 @@ class Replicas(Closing, Generic[W]):
         raise refusal
 
     def _hand_over(self, own: W, requests: Sequence[Any]) -> Sequence[Any]:
-        """Called by the worker `own` when it has no ranks: offers its requests to the other
-        workers; returns those that none takes."""
+        """Called by the worker `own` when its ranks have died: offers its requests to the other
+        workers; returns the requests that no worker takes."""
         return [
             request
             for request in requests
@@ -126,17 +127,18 @@ class Replicas(Closing, Generic[W]):
         ]
 
     def _others(self, own: W, request: Any) -> Iterator[W]:
-        """Yields the workers other than `own`; first those with the least to do for the request."""
+        """Yields the workers other than `own`, the one that is least busy for the request first."""
         yield from (worker for worker in self._in_order(request) if worker is not own)
 
     @abstractmethod
     def _in_order(self, request: Any) -> Sequence[W]:
-        """Returns the workers; first those with the least to do for a request."""
+        """Returns the workers, the one that is least busy for the request first."""
 
 
 class EngineReplicas(Replicas[Engine]):
-    """Engines with the same model; the interface is that of `Engine`. A request goes to the engine
-    that has least to compute for it, so that prompts with the same beginning come together."""
+    """Several engines with the same model, with the interface of `Engine`. A request goes to the
+    engine that has the least left to compute, so that prompts with the same beginning come to the
+    same engine."""
 
     def _make(self, par: str | os.PathLike[str], **options: Any) -> Engine:
         if self.workers:  # all have the same room, so that each can take over from any
@@ -145,7 +147,7 @@ class EngineReplicas(Replicas[Engine]):
 
     @property
     def model(self) -> LanguageModel:
-        """The roles of the model's ports."""
+        """The roles of the model's inputs and outputs."""
         return self.workers[0].model
 
     @property
@@ -154,7 +156,7 @@ class EngineReplicas(Replicas[Engine]):
         return self.workers[0].vocabulary
 
     def each(self) -> list[tuple[str, Counts]]:
-        """The status and the counts of each engine."""
+        """Returns the status and the counts of each engine."""
         return [(engine.status, engine.counts) for engine in self.workers]
 
     @property
@@ -163,8 +165,8 @@ class EngineReplicas(Replicas[Engine]):
         return Counts(*_sums(counts for _, counts in self.each()))
 
     def submit(self, prompt: Sequence[int], limits: Limits, listen: Listener) -> Generation:
-        """Like `Engine.submit`, for the first engine that takes the request. Errors: Busy if none
-        does."""
+        """Accepts a request, as `Engine.submit` does, by the least busy engine. Errors: Busy if no
+        engine accepts it."""
         tokens = [int(token) for token in prompt]
         order = sorted(self.workers, key=lambda engine: engine.burden(tokens))
         return self._submit(order, lambda engine: engine.submit(tokens, limits, listen))
@@ -174,19 +176,19 @@ class EngineReplicas(Replicas[Engine]):
 
 
 class EmbedderReplicas(Replicas[Embedder]):
-    """Embedders with the same model; the interface is that of `Embedder`. A request goes to the one
-    where fewest texts wait."""
+    """Several embedders with the same model, with the interface of `Embedder`. A request goes to
+    the embedder with the fewest texts."""
 
     def _make(self, par: str | os.PathLike[str], **options: Any) -> Embedder:
         return Embedder(par, **options)
 
     @property
     def model(self) -> EncoderModel:
-        """The roles of the model's ports."""
+        """The roles of the model's inputs and outputs."""
         return self.workers[0].model
 
     def each(self) -> list[tuple[str, EmbedderCounts]]:
-        """The status and the counts of each embedder."""
+        """Returns the status and the counts of each embedder."""
         return [(embedder.status, embedder.counts) for embedder in self.workers]
 
     @property
@@ -199,12 +201,12 @@ class EmbedderReplicas(Replicas[Embedder]):
         return self.workers[0].tokens(text, second)
 
     def check(self, text: Tokens) -> None:
-        """Errors: InputError for a text that the model cannot read."""
+        """Errors: InputError for a text without tokens, with too many, or with unknown ones."""
         self.workers[0].check(text)
 
     def submit(self, texts: Sequence[Tokens], listen: EmbeddingListener) -> Embedding:
-        """Like `Embedder.submit`, for the first embedder that takes the request. Errors: Busy if
-        none does."""
+        """Accepts a request, as `Embedder.submit` does, by the least busy embedder. Errors: Busy if
+        no embedder accepts it."""
         return self._submit(self._in_order(None), lambda each: each.submit(texts, listen))
 
     def _in_order(self, request: Any) -> Sequence[Embedder]:
@@ -212,5 +214,5 @@ class EmbedderReplicas(Replicas[Embedder]):
 
 
 def _sums(each: Iterable[Counts | EmbedderCounts]) -> Iterator[int]:
-    """Yields the sums of the fields."""
+    """Returns the sum of each field over all counts, in the order of fields."""
     return map(sum, zip(*map(astuple, each), strict=True))

@@ -1,4 +1,4 @@
-"""Requests to an engine, and the events of a request."""
+"""Requests to an engine, and the events that a request's listener gets."""
 
 from __future__ import annotations
 
@@ -21,25 +21,30 @@ E = TypeVar("E", contravariant=True)
 
 
 class Constraint(Protocol):
-    """Decides which tokens may come next, as a grammar does."""
+    """Decides which tokens may come next in one text, as a grammar does."""
 
     def allowed(self) -> Array:
-        """True for each token that may come next, (vocabulary,)."""
+        """Returns True for each token that may come next, (vocabulary,)."""
         ...
 
     def accept(self, token: int) -> None:
-        """Appends a token."""
+        """Called with each token that was chosen for the text."""
         ...
 
 
 class Busy(OnnxparError):
-    """An engine that takes no request now: its queue is full, it ends, or its ranks start anew."""
+    """The error of an engine or embedder that accepts no request now: its queue is full, or it is
+    closed, or its ranks do not start."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """A new token of a request, the natural logarithm of its probability by the model, and the
-    likeliest tokens with theirs, as `Limits.top_logprobs` asks."""
+    """An event: a new token of a request.
+
+    id       the token
+    logprob  the natural logarithm of its probability by the model
+    top      the likeliest tokens with theirs, as many as `Limits.top_logprobs` asks for
+    """
 
     id: int
     logprob: float
@@ -56,7 +61,8 @@ class Limits:
     ends            ids of tokens that end the text
     top_logprobs    how many of the likeliest tokens are told with each token
     tells_prompt    True if the tokens of the prompt are told, too, before the first new one
-    row             tells requests of one seed apart, which then draw different tokens
+    row             a number that differs between texts of one seed, so that they draw different
+                    tokens
     constraint      which tokens may come next; None: all
     """
 
@@ -71,26 +77,34 @@ class Limits:
 
     @property
     def needs_all(self) -> bool:
-        """True if tokens can seldom be chosen without the logits of all tokens."""
+        """True if choosing a token usually needs the logits of all tokens, not only the logits of
+        the likeliest tokens."""
         is_long = self.top_logprobs > BEST
         return is_long or self.constraint is not None or self.sampling.needs_all
 
     @property
     def is_plain(self) -> bool:
-        """True if the likeliest token is chosen, whatever the text has; after `min_new_tokens`."""
+        """True if the likeliest token is chosen after `min_new_tokens`, whatever tokens came
+        before."""
         return self.sampling.is_plain and not self.needs_all
 
     def sampling_at(self, step: int) -> Sampling:
-        """Returns how a token is chosen after `step` new tokens."""
+        """Returns how a token is chosen after `step` new tokens: before `min_new_tokens`, tokens
+        that end the text get the bias -inf."""
         if step >= self.min_new_tokens:
             return self.sampling
         bias = {**self.sampling.logit_bias, **dict.fromkeys(self.ends, -math.inf)}
         return replace(self.sampling, logit_bias=bias)
 
     def choose(self, candidates: Candidates, tokens: Sequence[int], step: int) -> Token | None:
-        """Returns the next token of a text with these tokens, of which the last `step` were
-        generated; None if only all logits can tell it. Errors: ModelError for logits that are not
-        numbers."""
+        """Returns the next token of a text; None if only the logits of all tokens can tell it.
+
+        candidates  the tokens to choose from
+        tokens      the tokens of the text, prompt included
+        step        how many of them were generated
+
+        Errors: ModelError for logits that are NaN.
+        """
         sampling = self.sampling_at(step)
         if self.constraint is not None:
             allowed = self._allowed(self.constraint, step)
@@ -104,8 +118,9 @@ class Limits:
         return Token(*chosen, candidates.logprobs(self.top_logprobs))
 
     def _allowed(self, constraint: Constraint, step: int) -> Array:
-        """Returns the tokens that a constraint allows, (vocabulary,), without those that would end
-        the text before `min_new_tokens`, unless there are no others."""
+        """Returns True for each token that a constraint allows, (vocabulary,). Before
+        `min_new_tokens`, tokens that end the text are not allowed, unless the constraint allows no
+        others."""
         allowed = constraint.allowed()
         if step >= self.min_new_tokens:
             return allowed
@@ -116,16 +131,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The tokens of a prompt but the first, each with the logarithm of its probability after the
-    tokens before it; a listener gets them if `Limits.tells_prompt`."""
+    """An event: the tokens of a prompt but the first, each with the logarithm of its probability
+    after the tokens before it. A listener gets it before the first new token, if
+    `Limits.tells_prompt`."""
 
     tokens: Sequence[Token]
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of a request: "stop" after a token that ends the text, "length" after
-    max_new_tokens, "cancelled". `cached` tokens of the prompt were read for an earlier request."""
+    """An event: the end of a request.
+
+    reason  "stop" after a token that ends the text, "length" after max_new_tokens, or "cancelled"
+    cached  how many tokens of the prompt were in the caches already, from earlier requests
+    """
 
     reason: str
     cached: int = 0
@@ -133,7 +152,7 @@ class End:
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a request that cannot be finished, as its ranks are gone."""
+    """An event: a request ends with an error, for instance because its ranks died."""
 
     error: OnnxparError
 
@@ -145,7 +164,7 @@ request whose listener raises an error is cancelled."""
 
 
 class Heard(Protocol[E]):
-    """A request with a listener."""
+    """A request with a listener, which can be cancelled."""
 
     is_cancelled: bool
 
@@ -153,7 +172,8 @@ class Heard(Protocol[E]):
 
 
 def tell(request: Heard[E], event: E) -> None:
-    """Calls the listener of a request; if it fails, cancels the request: others go on."""
+    """Calls the listener of a request with an event. If the listener raises an error, cancels the
+    request and warns: other requests go on."""
     try:
         request.listen(event)
     except Exception as error:  # of the engine's user

@@ -1,4 +1,4 @@
-"""Chooses the next token of a text."""
+"""Chooses the next token of a text from logits."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Sampling:
     seed: int = 0
 
     def check(self, vocabulary: int) -> None:
-        """Errors: InputError for a value out of its range, or a token that is not in the
-        vocabulary."""
+        """Errors: InputError for a value out of its range, or a bias of a token that is not below
+        `vocabulary`, the number of tokens."""
         limits = (
             ("temperature", self.temperature, 0, math.inf),
             ("top_k", self.top_k, 0, math.inf),
@@ -70,12 +70,13 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the likeliest token is chosen."""
+        """True if the likeliest token is chosen, after biases and penalties."""
         return not self.do_sample or self.temperature == 0
 
     @property
     def needs_all(self) -> bool:
-        """True if a token can seldom be chosen without the logits of all tokens."""
+        """True if choosing a token usually needs the logits of all tokens, not only the logits of
+        the likeliest tokens."""
         if self.is_greedy or 0 < self.top_k < BEST:
             return False
         is_limited = self.top_p < 1 or self.min_p > 0
@@ -83,12 +84,13 @@ class Sampling:
 
     @property
     def is_plain(self) -> bool:
-        """True if the likeliest token is chosen, whatever the text has."""
+        """True if the token with the largest logit is chosen, whatever tokens came before."""
         return self.is_greedy and not self._changes
 
     def changed(self, seen: Sequence[int], step: int) -> Array:
-        """Returns the ids of tokens whose logits are changed by biases and penalties before a token
-        is chosen, ascending; `seen` and `step` as in `choose`."""
+        """Returns the ids of the tokens whose logits biases and penalties change before the next
+        token is chosen, ascending. `seen` are the tokens of the text; its last `step` tokens were
+        generated."""
         ids = list(self.logit_bias)
         if self.repetition_penalty != 1:
             ids += seen
@@ -100,13 +102,15 @@ class Sampling:
         self, candidates: Candidates, seen: Sequence[int], row: int, step: int
     ) -> tuple[int, float] | None:
         """Returns the next token of a text, and the natural logarithm of its probability by the
-        model; None if it can be told only with the logits of all tokens.
+        model; None if only the logits of all tokens can tell it.
 
-        candidates  the tokens to choose from, among them those of `changed`
-        seen        the tokens of the text, prompt included; the last `step` of them were generated
-        row, step   the number of the text and of the token in it, which decide what is drawn
+        candidates  the tokens to choose from, among them the tokens that `changed` returns
+        seen        the tokens of the text, prompt included
+        row         a number of the text, which decides what is drawn, together with `step` and the
+                    seed
+        step        how many of the text's tokens were generated
 
-        Errors: ModelError for logits that are not numbers.
+        Errors: ModelError for logits that are NaN.
         """
         if math.isnan(candidates.log_total):
             raise ModelError("the model's logits of the next token are not numbers (NaN)")
@@ -127,12 +131,13 @@ class Sampling:
 
     @property
     def _changes(self) -> bool:
-        """True if logits are changed before a token is chosen."""
+        """True if biases or penalties change logits."""
         penalties = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
         return bool(penalties or self.logit_bias)
 
     def _change(self, scores: Array, tokens: Array, seen: Sequence[int], step: int) -> None:
-        """Applies penalties and biases in place to scores of tokens, which are in order."""
+        """Applies penalties and biases in place to `scores`, the logits of `tokens`, which are
+        ascending. `seen` are the tokens of the text; its last `step` tokens were generated."""
         if self.repetition_penalty != 1 and len(seen):
             at = np.searchsorted(tokens, np.unique(np.asarray(seen, np.int64)))
             scores[at] *= np.where(
@@ -146,9 +151,15 @@ class Sampling:
             scores[np.searchsorted(tokens, token)] += bias
 
     def _draw(self, scores: Array, candidates: Candidates, row: int, step: int) -> tuple[int, bool]:
-        """Draws a number from 0 to 1, and returns the index of the token at which the
-        probabilities, added in the order of ids, exceed it; and False if the drawn token may be
-        none of the candidates."""
+        """Draws one of the candidates, by a random number from 0 to 1 that depends on seed, row and
+        step. Returns its index, and False if the draw might give a token that is not among the
+        candidates.
+
+        scores  the logits of the candidates, after penalties and biases
+
+        The drawn token is the first one, in the order of ids, at which the sum of probabilities
+        exceeds the number.
+        """
         scores = scores / self.temperature
         powers = np.exp(scores - scores.max())
         total = powers.sum() if candidates.are_all else math.exp(candidates.cooled)
@@ -161,11 +172,12 @@ class Sampling:
         return int(at), candidates.are_all or least > candidates.floor / self.temperature
 
     def _least(self, scores: Array, powers: Array, total: float) -> float:
-        """The score of the least likely token that may be drawn, by the limits in the order top_k,
-        top_p, min_p; -inf if there are none. Tokens with its score stay, too.
+        """Returns the least score with which a token may be drawn, by top_k, top_p and min_p,
+        applied in this order; -inf if there is no limit.
 
-        powers  exp(score - best score); `total` is their sum over the vocabulary, which may have
-                more tokens than `scores`
+        scores  logits divided by the temperature
+        powers  exp(score - best score)
+        total   the sum of powers over the vocabulary, which may have more tokens than `scores`
         """
         least = -math.inf
         if 0 < self.top_k < len(scores):

@@ -1,4 +1,4 @@
-"""Decides which tokens of which texts a step computes."""
+"""Decides which tokens of which texts the next step computes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ class Text:
 
     tokens    its prompt and the generated tokens
     prompt    the number of tokens of the prompt
-    most      the most tokens that it may have
+    most        the most tokens that it may have, prompt included
+    limits      how its tokens are chosen
+    listen      called with its events
     pages     its pages of the caches, in order
     done      how many of its tokens are in the caches
-    cached    how many tokens were in the caches when it began, from earlier texts
-    told      the computed tokens of its prompt but the first, if the listener wants to know them
+    cached      how many of its prompt's tokens were in the caches when it began, from earlier texts
+    told        the tokens of its prompt but the first, as far as they are computed, if the listener
+                wants to know their probabilities
     is_counted  True once the tokens of its prompt are counted
     has_missed  True once a token could be chosen only with the logits of all tokens
     losses    how often ranks died while it ran
@@ -45,28 +48,30 @@ class Text:
 
     @property
     def step(self) -> int:
-        """How many tokens were generated."""
+        """The number of generated tokens."""
         return len(self.tokens) - self.prompt
 
     @property
     def is_telling(self) -> bool:
-        """True if tokens of its prompt are still to be told to the listener."""
+        """True if the listener wants to know the prompt's probabilities, and some are not computed
+        yet."""
         return self.limits.tells_prompt and len(self.told) < self.prompt - 1
 
     @property
     def changed(self) -> Array:
-        """The tokens whose logits are changed before the next one is chosen."""
+        """The ids of the tokens whose logits biases and penalties change before the next token is
+        chosen."""
         return self.limits.sampling_at(self.step).changed(self.tokens, self.step)
 
     @property
     def left(self) -> int:
-        """How many tokens are not in the caches yet."""
+        """The number of tokens that are not in the caches yet."""
         return len(self.tokens) - self.done
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a text that one step reads: `count` tokens from number `begin` on."""
+    """The part of a text that one step reads: `count` tokens, from token number `begin` on."""
 
     text: Text
     begin: int
@@ -74,42 +79,52 @@ class Piece:
 
     @staticmethod
     def next(text: Text, most: int) -> Piece:
-        """Returns the next tokens of a text, at most `most`."""
+        """Returns the next piece of a text: the tokens that are not in the caches yet, at most
+        `most`."""
         return Piece(text, text.done, min(text.left, most))
 
     @property
     def is_last(self) -> bool:
-        """True if the text then is complete, so that its next token can be chosen."""
+        """True if the piece ends with the text's last token, so that the next token can be
+        chosen."""
         return self.begin + self.count == len(self.text.tokens)
 
     @property
     def picks(self) -> list[int]:
-        """The places of the tokens after which a token is chosen, or a token of the prompt is
-        told."""
+        """The places, in the text, of tokens after which logits are needed: to choose the next
+        token, or to tell the listener the probability of the next token of the prompt."""
         text, end = self.text, self.begin + self.count
         told = range(len(text.told), min(end, text.prompt - 1)) if text.is_telling else ()
         return [*told, *([end - 1] if self.is_last else [])]
 
     def asked(self, place: int) -> Array:
-        """Returns the tokens whose logits are needed behind a pick, ascending."""
+        """Returns the tokens whose logits are needed behind the token at `place`, ascending: the
+        next token of the prompt, or the tokens whose logits biases and penalties change."""
         following = self.text.tokens[place + 1 : place + 2]
         return np.array(following) if following else self.text.changed
 
 
 @dataclass(frozen=True)
 class Step:
-    """The work of a call of the ranks: the pieces of texts, and the number of steps (`times`) that
-    follow each other, in which each text goes on with its likeliest token."""
+    """The work of one call of the ranks.
+
+    pieces  the parts of texts to read
+    times   the number of steps; after the first, each text goes on with its likeliest token
+    """
 
     pieces: Sequence[Piece]
     times: int = 1
 
 
 class Scheduler:
-    """The texts that run, and those that wait, the oldest first.
+    """The running texts and the waiting texts, each the oldest first.
 
-    Each step computes a token of every text that is generated, and fills up with tokens of prompts.
-    If there are too few pages, the texts that began last wait again.
+    pool         the pages of the caches
+    max_running  most texts that run together
+    step_tokens  most tokens that a step reads
+
+    Each step reads the last token of every text that is generated, and is filled up with tokens of
+    prompts. If there are too few pages, the texts that began last wait again.
     """
 
     def __init__(self, pool: PagePool, max_running: int, step_tokens: int) -> None:
@@ -120,7 +135,8 @@ class Scheduler:
         self.preemptions = 0
 
     def next(self) -> list[Piece]:
-        """Returns the pieces of the next step, and takes pages for them."""
+        """Returns the pieces of the next step, after taking pages for them; waiting texts may
+        begin."""
         budget = max(self.step_tokens, len(self.running))
         pieces: list[Piece] = []
         for text in sorted(self.running, key=lambda text: text.left > 1):
@@ -138,11 +154,12 @@ class Scheduler:
         return pieces
 
     def has_room(self, pieces: Sequence[Piece], times: int) -> bool:
-        """Takes free pages for `times` steps of texts; returns False if there are too few."""
+        """Takes the free pages that the texts of these pieces need for `times` steps; returns False
+        if there are too few."""
         return all(self._extend(piece.text, times) for piece in pieces)
 
     def advance(self, piece: Piece) -> None:
-        """Notes that a step has computed a piece."""
+        """Records that a step has computed a piece: its tokens are in the caches."""
         text, size = piece.text, self.pool.page_size
         before = text.done // size
         text.done += piece.count
@@ -150,7 +167,7 @@ class Scheduler:
             self.pool.publish(text.pages, at, text.tokens[at * size : (at + 1) * size])
 
     def remove(self, text: Text) -> None:
-        """Ends a text."""
+        """Removes a text that ends, and frees its pages."""
         if text in self.running:
             self.running.remove(text)
         else:
@@ -158,13 +175,14 @@ class Scheduler:
         self._release(text)
 
     def _release(self, text: Text) -> None:
+        """Frees the pages of a text; none of its tokens are in the caches then."""
         self.pool.release(text.pages)
         text.pages, text.done = [], 0
 
     def _reserve(self, text: Text, count: int) -> bool:
-        """Takes the pages for the next `count` tokens of a running text; if none is free, from
-        texts that began after it, which wait again. Returns False if the text itself has to
-        wait."""
+        """Takes pages for the next `count` tokens of a running text. If no page is free, takes the
+        pages of texts that began later; these texts wait again. Returns False if the text itself
+        must wait again."""
         while not self._extend(text, count):
             last = self.running[-1]
             self._preempt(last)
@@ -173,8 +191,8 @@ class Scheduler:
         return True
 
     def _extend(self, text: Text, count: int) -> bool:
-        """Takes free pages for the next tokens of a text; returns False if there are too few, and
-        keeps the pages that it got."""
+        """Takes free pages for the next `count` tokens of a text. Returns False if there are too
+        few; the text keeps the pages that it got."""
         while len(text.pages) * self.pool.page_size < text.done + count:
             page = self.pool.take()
             if page is None:
@@ -183,14 +201,15 @@ class Scheduler:
         return True
 
     def _preempt(self, text: Text) -> None:
+        """Lets a running text wait again, before all others, and frees its pages."""
         self.running.remove(text)
         self._release(text)
         self.waiting.appendleft(text)
         self.preemptions += 1
 
     def _admitted(self, text: Text, room: int) -> Piece | None:
-        """Lets a waiting text begin, if there are pages for its tokens and the next one; returns
-        its first piece, of at most `room` tokens, else None."""
+        """Lets a waiting text run, if there are pages for all its tokens and the next one, and
+        returns its first piece, of at most `room` tokens; None if there are too few pages."""
         if not text.is_telling:  # tokens that are told must be computed
             text.pages = self.pool.shared_prefix(text.tokens)
         text.done = len(text.pages) * self.pool.page_size

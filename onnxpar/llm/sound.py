@@ -27,8 +27,15 @@ _LINEAR, _STEP = 1000.0, 27 / math.log(6.4)
 
 @dataclass(frozen=True)
 class SoundFeatures:
-    """The content of preprocessor_config.json: a window of `seconds` at `rate` samples per second
-    becomes `mels` rows, with a column for every `hop` samples, of Fourier transforms of `size`."""
+    """How sound becomes features, by a preprocessor_config.json of Whisper.
+
+    rate     samples per second
+    seconds  the length of a window; longer sounds are cut into windows
+    size     samples of each Fourier transform
+    hop      samples from one column of features to the next
+    mels     rows of features
+    padding  the value of missing samples
+    """
 
     rate: int
     seconds: int
@@ -39,8 +46,8 @@ class SoundFeatures:
 
     @staticmethod
     def of(folder: Path) -> SoundFeatures:
-        """Reads the configuration of a folder. Errors: ModelError if it is missing, or not that of
-        Whisper."""
+        """Returns the features that the configuration in a folder describes. Errors: ModelError if
+        it is missing, or not that of Whisper."""
         file = folder / PREPROCESSOR
         if not file.exists():
             raise ModelError(
@@ -67,13 +74,14 @@ class SoundFeatures:
         return self.rate * self.seconds
 
     def windows(self, samples: Array) -> list[Array]:
-        """Cuts a sound into windows; at least one."""
+        """Returns the samples of a sound cut into windows, at least one; the last may be
+        shorter."""
         starts = range(0, max(len(samples), 1), self.samples)
         return [samples[at : at + self.samples] for at in starts]
 
     def of_sound(self, samples: Array) -> Array:
-        """Returns the features of samples between -1 and 1, at most one window, (mels, columns).
-        Errors: InputError for more."""
+        """Returns the features of samples between -1 and 1, (mels, columns). Errors: InputError for
+        more samples than one window has."""
         if samples.ndim != 1 or len(samples) > self.samples:
             raise InputError(
                 f"a sound has {' x '.join(map(str, samples.shape))} samples, and the model reads "
@@ -94,7 +102,8 @@ class SoundFeatures:
 
     @cached_property
     def _filters(self) -> Array:
-        """Triangular filters, (mels, frequencies), each of the same area."""
+        """The triangular filters that turn a power spectrum into mels, (mels, frequencies), each of
+        the same area."""
         ends = _hertz(np.linspace(0, _mels(_HIGHEST), self.mels + 2))
         at = np.linspace(0, self.rate / 2, self.size // 2 + 1)
         rising = (at - ends[:-2, None]) / (ends[1:-1] - ends[:-2])[:, None]
@@ -108,19 +117,19 @@ def _is_count(value: object) -> bool:
 
 
 def _mels(hertz: float) -> float:
-    """Slaney's mels of a frequency above 1000 Hz."""
+    """Returns the mels of a frequency above 1000 Hz, on Slaney's scale."""
     return 15 + math.log(hertz / _LINEAR) * _STEP
 
 
 def _hertz(mels: Array) -> Array:
-    """Frequencies of Slaney's mels."""
+    """Returns the frequencies of mels on Slaney's scale, in Hz."""
     hertz: Array = np.where(mels < 15, mels * 200 / 3, _LINEAR * np.exp((mels - 15) / _STEP))
     return hertz
 
 
 def read_wave(file: Path, rate: int) -> Array:
-    """Returns the samples of a WAV file, between -1 and 1, as one channel at `rate` samples per
-    second; others are resampled. Errors: InputError for any other file."""
+    """Returns the samples of a WAV file, between -1 and 1, mixed to one channel and resampled to
+    `rate` samples per second. Errors: InputError for a file that is no WAV file of PCM samples."""
     remedy = f"convert it: ffmpeg -i {file} -ac 1 -ar {rate} -c:a pcm_s16le sound.wav"
     try:
         with wave.open(str(file), "rb") as stream:
@@ -142,7 +151,7 @@ def read_wave(file: Path, rate: int) -> Array:
 
 
 def _decoded(data: bytes, width: int) -> Array:
-    """Samples of PCM of `width` bytes each, between -1 and 1."""
+    """Returns PCM samples of `width` bytes each as numbers between -1 and 1."""
     if width == 1:
         samples: Array = (np.frombuffer(data, np.uint8).astype(np.float64) - 128) / 128
         return samples
@@ -154,7 +163,7 @@ def _decoded(data: bytes, width: int) -> Array:
 
 
 def _resampled(samples: Array, own: int, rate: int) -> Array:
-    """Converts samples of the rate `own` to `rate`."""
+    """Returns samples taken at `own` per second, converted to `rate` per second."""
     if own == rate:
         return samples
     from scipy.signal import resample_poly

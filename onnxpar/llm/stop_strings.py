@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The text of an answer that comes in pieces, and ends before the first stop string in it.
+    """Cuts the text of an answer, which comes in pieces, before the first stop string in it.
 
-    shows  True if the text ends behind the stop string
-    found  True once there was a stop string; what follows is dropped
+    stops  the stop strings
+    shows  True if the text ends behind the stop string instead
+    found  True once there was a stop string; text that follows is dropped
     """
 
     def __init__(self, stops: Sequence[str], shows: bool = False) -> None:
@@ -18,7 +19,7 @@ class StopStrings:
         self.found = False
 
     def add(self, text: str, is_last: bool = False) -> str:
-        """Adds a piece of text; returns the text that no stop string can cut any more. Text that
+        """Adds a piece of text; returns the text that is sure to be part of the answer. Text that
         may be the beginning of a stop string waits for the next piece, unless `is_last`."""
         if self.found:
             return ""
@@ -34,7 +35,8 @@ class StopStrings:
 
 
 def longest_beginning(text: str, stops: Sequence[str]) -> int:
-    """Returns the length of the longest end of a text that is the beginning of a stop string."""
+    """Returns the length of the longest end of a text that is the beginning of a stop string: 2 for
+    "end of th" and the stop string "the"."""
     lengths = (
         n
         for stop in stops

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and chats to prompts, by the files of Hugging Face."""
+"""Text to tokens and back, and chats to prompts, by a model's files in Hugging Face's formats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _FIRST, _LAST = 4, 12
 
 
 class Tokenizer:
-    """The tokenizer and the chat template of a folder. Errors: ModelError."""
+    """The tokenizer and the chat template in a model's folder. Errors: ModelError if there is no
+    tokenizer, or it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -62,24 +63,25 @@ class Tokenizer:
             self._template = ChatTemplate(template, specials, for_tools)
 
     def encode(self, text: str, specials: bool = True) -> list[int]:
-        """Returns the tokens of a text; with `specials`, also those that begin each text."""
+        """Returns the tokens of a text; with `specials`, also the special tokens that the tokenizer
+        adds to each text, such as one that begins it."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=specials).ids
         return ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Returns the tokens of two texts together, and of each token, to which text it belongs: 0
-        or 1, as the tokenizer says."""
+        """Returns the tokens of two texts as one sequence, and for each token 0 or 1: the text to
+        which it belongs, as the tokenizer says."""
         encoding = self._tokenizer.encode(first, second)
         return encoding.ids, encoding.type_ids
 
     def decode(self, ids: Sequence[int], specials: bool = False) -> str:
-        """Returns the text of tokens; with `specials`, that of special tokens, too."""
+        """Returns the text of tokens; with `specials`, including the text of special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not specials)
         return text
 
     def has_text(self, token: int, specials: bool = False) -> bool:
-        """Returns False for a token that `decode` leaves out: one that is not in the vocabulary or,
-        unless asked for, a special token."""
+        """Returns False for a token that `decode` leaves out: an id that is not in the vocabulary,
+        or a special token without `specials`."""
         is_left_out = token in self._specials and not specials
         return not is_left_out and self._tokenizer.id_to_token(token) is not None
 
@@ -89,17 +91,18 @@ class Tokenizer:
         return text
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        """Returns the ids of the texts that are special tokens."""
+        """Returns the ids of those texts that are special tokens."""
         return self._specials.intersection(map(self.id_of, texts))
 
     def as_json(self) -> str:
-        """Returns tokenizer.json for other libraries, without limits on lengths."""
+        """Returns the content of tokenizer.json, for other libraries, without truncation and
+        padding."""
         data = json.loads(self._tokenizer.to_str())
         return json.dumps({**data, "truncation": None, "padding": None})
 
     @property
     def size(self) -> int:
-        """The number of ids, some of which may have no token."""
+        """The highest id plus 1; some ids below may have no token."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
@@ -119,14 +122,19 @@ class Tokenizer:
         return value if isinstance(value, str) else None
 
     def id_of(self, token: str) -> int | None:
-        """Returns the id of a token; None if there is none."""
+        """Returns the id of a token, written as in the vocabulary; None if there is no such
+        token."""
         id_: int | None = self._tokenizer.token_to_id(token)
         return id_
 
     def chat(self, messages: Messages, specials: bool = False, **options: Any) -> list[int]:
-        """Returns the tokens of a chat and of the beginning of the answer to it; with `specials`,
-        also those that begin each text, which templates write themselves. Options and errors as of
-        `ChatTemplate.render`; also ModelError if there is no template."""
+        """Returns the tokens of a chat, and of the beginning of the answer to it. With `specials`,
+        also the special tokens that the tokenizer adds to each text, which most templates write
+        themselves.
+
+        Options and errors are those of `ChatTemplate.render`; also ModelError if there is no
+        template.
+        """
         if self._template is None:
             raise ModelError(
                 f"{self._folder} has no chat template (chat_template.jinja, or chat_template in "
@@ -136,9 +144,10 @@ class Tokenizer:
 
 
 class Stream:
-    """The text of tokens that come one by one: the same that `Tokenizer.decode` gives for all of
-    them, with special tokens if asked for. Only bytes that turn out to be no character may differ,
-    where a tokenizer would then replace characters before them, too, which have been sent already.
+    """Turns tokens that come one by one into text, piece by piece. Together, the pieces are what
+    `Tokenizer.decode` returns for all tokens, with special tokens if `specials`. Only around bytes
+    that turn out to be no character may they differ: there a tokenizer also replaces characters
+    before these bytes, but they have been sent already.
 
     Text is complete where it does not end within a character. A decoder reads the tokens since the
     last such place, and some before it: at the beginning of a text, many leave out a space.
@@ -193,7 +202,7 @@ class Stream:
         return self._tokenizer.decode([*tokens], self._specials or bool(self._shown))
 
     def _text(self) -> str:
-        """The text of the tokens behind the context."""
+        """Returns the text of the tokens after the context."""
         alone = self._decode(self._tokens)
         text = self._decode(chain(*self._context, self._tokens))
         unfinished = self._before.count(UNFINISHED) + alone.count(UNFINISHED)
@@ -203,7 +212,8 @@ class Stream:
         return alone
 
     def _send(self, text: str, end: int) -> str:
-        """Sends the text up to a character."""
+        """Returns the part of `text` that is not sent yet, up to character `end`, and records it as
+        sent."""
         new, self.waiting = text[self._sent : end], text[max(end, self._sent) :]
         self._sent = max(self._sent, end)
         if text and not self.waiting:
@@ -214,8 +224,9 @@ class Stream:
         return new
 
     def _begin_behind(self) -> None:
-        """Makes the tokens the context, after the fewest earlier tokens that have some text: tokens
-        without text would not count as a beginning."""
+        """Makes all tokens so far the context for those to come, and drops the earliest tokens of
+        it. Tokens with some text stay: behind tokens without text, a decoder would leave out a
+        space."""
         self._context.append(self._tokens)
         while len(self._context) > 1 and self._decode(chain(*self._context[1:])):
             del self._context[0]
@@ -224,8 +235,8 @@ class Stream:
 
 
 def _configuration(folder: Path) -> Mapping[str, Any]:
-    """The configuration of a folder's tokenizer; older folders have a separate file for special
-    tokens. Errors: ModelError."""
+    """Returns tokenizer_config.json; older folders have the special tokens in a separate file,
+    which is added. Errors: ModelError if a file cannot be read."""
     main, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     config = dict(read_config(main)) if main.exists() else {}
     if "added_tokens_decoder" not in config and older.exists():

@@ -1,4 +1,5 @@
-"""Runs requests on ranks in a thread, and starts the ranks again when they die."""
+"""Runs requests on ranks in a thread, and starts the ranks again when they die: the base of engines
+and embedders."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ MOST_LOSSES = 2
 
 
 class Submitted(Protocol):
-    """A request: whether it must end, and how often ranks died while they computed it."""
+    """A request, as workers see it.
+
+    is_cancelled  True if it must end before its next run
+    losses        how often ranks died while they computed it
+    """
 
     is_cancelled: bool
     losses: int
@@ -41,16 +46,18 @@ Made = TypeVar("Made")
 
 
 class Worker(Closing, Generic[Request, Work, Made]):
-    """A session, and a thread that runs requests on it. A subclass says what requests are, what the
-    next run computes, and which objects it needs for a new session.
+    """A session, and a thread that runs requests on it. A subclass says what a request is, and what
+    the next run computes.
 
     par      a folder that `onnxpar shard` wrote
     options  those of `InferenceSession`
     tell     called with a line when ranks die, and when new ones run or do not start
 
-    If a rank dies, all requests are offered to other workers of the same model, if there are any,
-    and new ranks are started, which compute the rest. The thread holds the lock, `_changed`,
-    whenever it calls a method of the subclass, except `_open` and `_run`.
+    Its type parameters are a request, the work of one run, and the objects that the subclass makes
+    for each new session. If a rank dies, all requests are offered to other workers of the
+    same model, if there are any, and new ranks are started, which compute the rest. The thread
+    holds the lock, `_changed`, whenever it calls a method of the subclass, except `_open` and
+    `_run`.
     """
 
     def __init__(
@@ -73,12 +80,13 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     @abstractmethod
     def _open(self, session: InferenceSession) -> Made:
-        """Returns the subclass's objects for a new session. Called without the lock."""
+        """Returns the objects that the subclass needs for a new session. Called without the
+        lock."""
 
     @abstractmethod
     def _adopt(self, made: Made) -> None:
-        """Called when new ranks run: uses the objects that `_open` returned for them; requests that
-        wait begin there."""
+        """Called when new ranks run: from now on, uses `made`, the objects that `_open` returned
+        for their session. Requests that wait begin there."""
 
     @abstractmethod
     def _requests(self) -> Sequence[Request]:
@@ -86,17 +94,17 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     @abstractmethod
     def _running(self) -> Sequence[Request]:
-        """Returns the requests that have begun on the ranks."""
+        """Returns the requests that the ranks have begun to compute."""
 
     @abstractmethod
     def _release(self) -> Sequence[Request]:
-        """Called when the ranks are lost: removes all requests, as if none had begun, and returns
-        them, the oldest first; tells their listeners nothing."""
+        """Called when the ranks are lost: removes all requests and returns them, the oldest first,
+        ready to begin anew elsewhere. Their listeners are not called."""
 
     @abstractmethod
     def _take(self, requests: Sequence[Request]) -> None:
-        """Called with requests that were released, here or elsewhere: queues them before the
-        requests that have not begun anywhere."""
+        """Called with requests that this or another worker has released: queues them before
+        requests that no worker has begun."""
 
     @abstractmethod
     def _end_cancelled(self) -> None:
@@ -104,7 +112,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     @abstractmethod
     def _fail(self, request: Request, error: OnnxparError) -> None:
-        """Ends a request that cannot be finished."""
+        """Removes a request that cannot be finished, and tells its listener the error."""
 
     @abstractmethod
     def _next(self) -> Work | None:
@@ -112,11 +120,12 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     @abstractmethod
     def _of(self, work: Work) -> Sequence[Request]:
-        """Returns the requests that this work computes."""
+        """Returns the requests that `work` computes."""
 
     @abstractmethod
     def _run(self, work: Work) -> Callable[[], None]:
-        """Computes the work; returns a function that hands on the results."""
+        """Computes the work; returns a function that gives the requests their results. `_run` is
+        called without the lock, the function with it."""
 
     @property
     def status(self) -> str:
@@ -135,8 +144,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
         self._session.close()
 
     def take_over(self, request: Request) -> bool:
-        """Goes on with a request that another worker has released; returns False if this one's
-        ranks do not run. Any thread may call it."""
+        """Continues a request that another worker has released. Returns False if the ranks of this
+        worker do not run. Any thread may call it."""
         with self._changed:
             if self._status != READY or self._moving:
                 return False
@@ -145,37 +154,39 @@ class Worker(Closing, Generic[Request, Work, Made]):
         return True
 
     def _pending(self) -> Sequence[Request]:
-        """The requests that have not ended, also while they are offered to others."""
+        """Returns the requests that have not ended, including requests that are just being offered
+        to other workers."""
         return [*self._requests(), *self._moving]
 
     def _is_closed(self) -> bool:
         return self._status == CLOSED
 
     def _start_ranks(self) -> Made:
-        """Starts the first ranks; returns what `_open` made. Errors: RankError if a rank does not
-        start."""
+        """Starts the first ranks; returns the objects that `_open` made for them. Errors: RankError
+        if a rank does not start."""
         self._session, made = self._start()
         return made
 
     def _start_thread(self, name: str) -> None:
-        """Starts the thread of this name; all that it needs must exist."""
+        """Starts the thread, called `name`; the subclass is complete by then."""
         self._status = READY
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def _check_open(self) -> None:
-        """Errors: Busy if no requests are taken."""
+        """Errors: Busy if the worker is closed, or its ranks do not start."""
         if self._status in (FAILED, CLOSED):
             raise Busy(f"the server is {self._status}; send the request to another one")
 
     def _cancel(self, request: Request) -> None:
-        """Ends a request before its next run, whichever worker has it then. Takes no lock: a
-        listener that holds that of another worker may call it."""
+        """Lets a request end before its next run, whichever worker has it then. Takes no lock, so a
+        listener may call it while another worker's lock is held."""
         request.is_cancelled = True
 
     def _start(self) -> tuple[InferenceSession, Made]:
-        """Starts ranks. Errors: RankError if one does not start; ModelError if the folder is not
-        the one of the first ranks."""
+        """Starts ranks; returns their session, and the objects that `_open` made for it. Errors:
+        RankError if a rank does not start; ModelError if the folder was written again since the
+        first start."""
         digest = Bundle.load(self._par).digest
         self._digest = self._digest or digest
         if digest != self._digest:
@@ -191,7 +202,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
             raise
 
     def _serve(self) -> None:
-        """The thread: runs work until the worker is closed."""
+        """The loop of the thread: runs work until the worker is closed, and starts ranks again."""
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -209,13 +220,15 @@ class Worker(Closing, Generic[Request, Work, Made]):
                 self._start_after_failure()
 
     def _check_ranks(self) -> None:
-        """Starts ranks again that have died while there was nothing to do."""
+        """Starts ranks again if they have died while there was nothing to do."""
         try:
             self._session.check_alive()
         except RankError as error:
             self._restart(error)
 
     def _step(self, work: Work) -> None:
+        """Runs work on the ranks, and gives the requests their results or the error. If ranks have
+        died, starts new ones."""
         try:
             finish = self._run(work)
         except RunError as error:  # the ranks can continue, but would fail again
@@ -234,8 +247,9 @@ class Worker(Closing, Generic[Request, Work, Made]):
                 self._fail(request, error)
 
     def _restart(self, error: RankError) -> None:
-        """Moves the requests to other workers, and starts new ranks for the requests that nobody
-        took; fails these requests if no ranks start, as after a LaunchError."""
+        """Called when ranks have died with `error`: offers the requests to other workers, and
+        starts new ranks for the others. If no ranks start, or after a LaunchError, these requests
+        fail."""
         with self._changed:
             if self._status == READY:
                 self._status = STARTING
@@ -254,8 +268,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
         self._adopt_started(self._started_again())
 
     def _move(self) -> None:
-        """Called when the ranks have failed: offers all requests, running and waiting, to other
-        workers, and queues those again that no worker takes."""
+        """Called when the ranks have died: offers all requests to other workers, and queues those
+        again that no worker takes."""
         if self.hand_over is None:
             with self._changed:
                 self._take(self._release())
@@ -268,8 +282,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
             self._moving = ()
 
     def _adopt_started(self, started: tuple[InferenceSession, Made] | OnnxparError) -> None:
-        """Called after an attempt to start ranks: goes on with new ranks; after an error, fails the
-        requests that no other worker takes."""
+        """Called after an attempt to start ranks, with their session and objects, or the error:
+        goes on with the new ranks, or fails the requests that no other worker takes."""
         is_up = not isinstance(started, OnnxparError)
         self._tell("the ranks run again" if is_up else f"no ranks start: {_first_line(started)}")
         if isinstance(started, OnnxparError) and self.hand_over is not None:
@@ -287,15 +301,15 @@ class Worker(Closing, Generic[Request, Work, Made]):
                 self._status, self._pause = READY, _PAUSE
 
     def _time_of_next_start(self) -> float:
-        """Returns when to try again to start ranks; never (inf), if there are no other workers to
-        which requests can go meanwhile."""
+        """Returns the time, by `time.monotonic`, at which to try again to start ranks. Infinite if
+        there are no other workers that could serve meanwhile."""
         if self.hand_over is None:
             return math.inf
         pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         return time.monotonic() + pause
 
     def _start_after_failure(self) -> None:
-        """Tries again to start ranks."""
+        """Tries once more to start ranks, after earlier attempts have failed."""
         try:
             started: tuple[InferenceSession, Made] | OnnxparError = self._start()
         except Exception as error:  # of the disk, too: the thread goes on
@@ -303,8 +317,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
         self._adopt_started(started)
 
     def _started_again(self) -> tuple[InferenceSession, Made] | OnnxparError:
-        """Starts new ranks, unless the worker is closed; returns the last error if they do not
-        start."""
+        """Starts new ranks, in up to `_STARTS` attempts; returns their session and objects, or the
+        last error if they do not start or the worker is closed."""
         failed = OnnxparError("the server is closed")
         for attempt in range(1, _STARTS + 1):
             if self._is_closed():
@@ -323,7 +337,7 @@ def _first_line(error: object) -> str:
 
 
 def _reported(error: Exception) -> OnnxparError:
-    """Returns an error in the form that listeners get."""
+    """Returns an error as an OnnxparError, which listeners get."""
     if isinstance(error, OnnxparError):
         return error
     return OnnxparError(f"internal error: {describe(error)}")

@@ -1,2 +1,2 @@
-"""Loading: from a file to the graph that all passes see. Rewrites functions, branches, sequences,
-old opsets, mixtures of experts, and quirks of exporters."""
+"""Loading: from a file to the graph on which all passes work. Expands functions, takes branches,
+converts old opsets, and rewrites loops, sequences, mixtures of experts and quirks of exporters."""

@@ -1,8 +1,9 @@
 """Recognizes the loops that PyTorch's exporters write for `nn.EmbeddingBag`.
 
-An iteration takes one bag: a slice of the ids (legacy exporter) or of the looked-up rows (dynamo),
-and the sum, mean or maximum of its rows. The dynamo exporter lets the last bag end with the rows,
-in a branch of its own.
+A bag is a group of consecutive rows that are reduced to one row: with offsets [0, 2, 5], bag 0 has
+rows 0 and 1, bag 1 rows 2 to 4. An iteration takes one bag: a slice of the ids (legacy exporter) or
+of the looked-up rows (dynamo), and the sum, mean or maximum of its rows. The dynamo exporter lets
+the last bag end with the rows, in a branch of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from onnxpar.load.padded_bags import padded_bags
 
 
 def bags_of(node: NodeProto, names: Names) -> Bags | None:
-    """Returns the bags whose rows a Loop adds up; None if the node is no such Loop."""
+    """Returns the bags that a Loop reduces; None if the node is no Loop of this kind."""
     if node.op_type != "Loop" or node.domain not in ("", "ai.onnx"):
         return None
     if not names.is_value(node.input[1], 1):
@@ -30,8 +31,8 @@ def bags_of(node: NodeProto, names: Names) -> Bags | None:
 
 
 def _bags_of_ids(node: NodeProto, body: GraphProto, names: Names) -> Bags | None:
-    """Returns the bags of a Loop with this `body` as the legacy exporter writes it: a scan output
-    stacks the reduced rows."""
+    """Returns the bags of a Loop as the legacy exporter writes it; else None. A scan output of its
+    `body` stacks the reduced rows."""
     count = names.number(node.input[0]) if node.input[0] else None
     counter, last = body.input[0].name, names.node(body.output[1].name, *REDUCTIONS)
     if count is None or last is None or not names.is_value(body.output[0].name, 1):
@@ -40,9 +41,9 @@ def _bags_of_ids(node: NodeProto, body: GraphProto, names: Names) -> Bags | None
 
 
 def _bags_of_rows(node: NodeProto, body: GraphProto, names: Names) -> Bags | None:
-    """Returns the bags of a Loop with this `body` as the dynamo exporter writes it: SequenceInsert
-    appends the reduced rows to a sequence. The operands of the Loop, the sequence and the number of
-    the bag, may be in either order."""
+    """Returns the bags of a Loop as the dynamo exporter writes it; else None. In its `body`,
+    SequenceInsert appends the reduced rows to a sequence. The operands of the Loop, the sequence
+    and the number of the bag, may be in either order."""
     kept, counted = (0, 1) if names.node(node.input[2], "SequenceEmpty") else (1, 0)
     sequence, at = body.input[2 + kept].name, body.input[2 + counted].name
     more = names.node(body.output[0].name, "Less")
@@ -92,6 +93,7 @@ def _bags_with(
     last: NodeProto, keepdims: int, counter: str, count: int, nodes: list[NodeProto], names: Names
 ) -> Bags | None:
     """Returns the bags, given `last`, the node of the Loop's body that reduces the rows of one bag.
+    None if the node, or the bounds of the bags, have another form.
 
     keepdims  the value that `keepdims` of `last` must have
     counter   the body's input with the number of the iteration
@@ -115,9 +117,12 @@ def _bags_with(
 
 
 def _usual(name: str, counter: str, count: int, names: Names) -> str:
-    """Returns the result of the else-branch, if an If makes `name`, takes its then-branch for the
-    last bag alone (iteration `count` - 1), and both branches give the same where the last bag ends
-    with the last row; else returns `name`. Records the result in `names.usual`."""
+    """Returns the tensor that stands for `name` in all bags but the last.
+
+    The exporter may write an If that takes its then-branch only for the last of `count` bags. If
+    the else-branch would give the same there, provided that the last bag ends with the last row,
+    returns the result of the else-branch, and records it in `names.usual`. Otherwise `name`.
+    """
     choice = names.node(name, "If")
     is_last = names.node(choice.input[0], "Equal") if choice is not None else None
     if choice is None or is_last is None:
@@ -133,8 +138,8 @@ def _usual(name: str, counter: str, count: int, names: Names) -> str:
 
 
 def _are_equal_slices(last: str, other: str, names: Names) -> bool:
-    """True if `last` is a Slice to the end of all rows, and `other` a Slice of them that begins at
-    the same row: equal, if the last bag ends with the last row."""
+    """True if `last` is a Slice of rows to their end, and `other` a Slice of the same rows from the
+    same start. They are equal if the last bag ends with the last row."""
     one, two = names.node(last, "Slice"), names.node(other, "Slice")
     if one is None or two is None or one.input[:2] != two.input[:2]:
         return False
@@ -144,8 +149,9 @@ def _are_equal_slices(last: str, other: str, names: Names) -> bool:
 
 
 def _are_equal_means(last: str, other: str, names: Names) -> bool:
-    """True if `other` is the mean of a bag's rows, and `last` their sum over the number of rows
-    from the bag's start to the end of all rows: equal, if the last bag ends with the last row."""
+    """True if `other` is the mean of a bag's rows, and `last` their sum divided by the number of
+    rows from the bag's start to the end of all rows. They are equal if the last bag ends with the
+    last row."""
     mean, choice = names.node(other, "ReduceMean"), names.node(last, "If")
     is_some = names.node(choice.input[0], "Greater") if choice is not None else None
     if mean is None or choice is None or is_some is None or names.number(is_some.input[1]) != 0:
@@ -182,9 +188,9 @@ def _end_with_rows(bags: Bags, names: Names) -> bool:
 
 
 def _slices(name: str, names: Names) -> Iterator[tuple[str, str]]:
-    """Yields the bounds (start, end) of each Slice that takes the rows of a bag, back from tensor
-    `name` of the body; an empty pair if a node on the way does not compute each row from the same
-    row."""
+    """Yields the bounds (start, end) of each Slice from which tensor `name` of the body is
+    computed. Yields a pair of empty texts for a node that does not compute each row from the same
+    row of its operand."""
     node = names.made.get(names.usual.get(name, name))
     if node is None or name not in names.inside:
         yield "", ""

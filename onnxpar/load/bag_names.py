@@ -1,4 +1,5 @@
-"""The nodes and values of a graph with loops of bags, by name, and what a loop adds up."""
+"""A graph with loops of bags (see `bag_loops.py`), by the names of its tensors, and the description
+of the bags of a loop."""
 
 from __future__ import annotations
 
@@ -18,8 +19,12 @@ _SAME = ("Identity", "Cast", "CastLike", "Reshape", "Unsqueeze", "Squeeze")
 
 @dataclass(frozen=True)
 class Padding:
-    """The ids of all rows, the id whose rows do not count, and the number of ids (negative ids
-    count from the end)."""
+    """Ids whose rows a bag leaves out (`padding_idx`).
+
+    ids     the tensor of the ids of all rows
+    one     the id to leave out
+    height  the number of rows of the table; a negative id counts from its end
+    """
 
     ids: str
     one: int
@@ -28,15 +33,15 @@ class Padding:
 
 @dataclass(frozen=True)
 class Bags:
-    """The bags of a loop.
+    """The bags that a loop reduces.
 
-    op       the reduction of a bag's rows
-    rows     in the loop's body, the rows of a bag
-    bounds   in the body, the start and the end of a bag
+    op       the reduction: ReduceSum, ReduceMean or ReduceMax
+    rows     the tensor in the loop's body that has the rows of one bag
+    bounds   the tensors in the body that have the start and the end of one bag
     offsets  the tensor with the bounds of all bags, one more than there are bags
     count    the number of bags
     nodes    the nodes outside of the body to replace; the result is that of the last
-    padding  the ids that do not count, if there are any; then `rows` is outside of the body
+    padding  the ids to leave out, or None; if there are any, `rows` is outside of the body
     """
 
     op: str
@@ -49,8 +54,9 @@ class Bags:
 
 
 class Names:
-    """The nodes and values of a graph and its bodies, by name; names are unique. `counter` in its
-    methods is the input of a Loop's body with the number of the iteration."""
+    """The nodes and values of a graph and its bodies (of loops and branches), by the names of
+    tensors, which are unique. Methods with a parameter `counter` get the name of the body's input
+    that has the number of the iteration."""
 
     def __init__(self, graph: GraphProto, opset: int) -> None:
         self.graph, self.opset = graph, opset
@@ -70,13 +76,13 @@ class Names:
         self.reads = [*reads, *(p.name for g in graphs_of(graph) for p in g.output)]
 
     def node(self, name: str, *ops: str) -> NodeProto | None:
-        """The node that makes a tensor, if it has one of these ops."""
+        """Returns the node that makes tensor `name`, if its op is one of `ops`; else None."""
         node = self.made.get(name)
         is_one = node is not None and node.op_type in ops and node.domain in ("", "ai.onnx")
         return node if is_one else None
 
     def value(self, name: str) -> Array | None:
-        """The value of a small constant."""
+        """Returns the value of a small constant; None for any other tensor."""
         node = self.node(name, "Constant")
         tensor = self.tensors.get(name)
         if node is not None:
@@ -90,19 +96,19 @@ class Names:
         return array
 
     def is_ones(self, name: str) -> bool:
-        """True for a constant of ones."""
+        """True for a stored tensor whose elements are all 1."""
         tensor = self.tensors.get(name)
         if tensor is None or tensor.data_location == TensorProto.EXTERNAL:
             return False
         return bool((numpy_helper.to_array(tensor) == 1).all())
 
     def is_value(self, name: str, *numbers: int) -> bool:
-        """True for a constant of these integers."""
+        """True for a constant with exactly these integers."""
         value = self.value(name)
         return value is not None and value.reshape(-1).tolist() == [*numbers]
 
     def shape(self, name: str) -> list[int] | None:
-        """The sizes of a tensor of the graph; None if one of them is unknown."""
+        """Returns the sizes of a tensor; None if any of them is unknown."""
         if name in self.tensors:
             return list(self.tensors[name].dims)
         if name not in self.types or not self.types[name].HasField("shape"):
@@ -111,7 +117,8 @@ class Names:
         return [d.dim_value for d in dims] if all(d.HasField("dim_value") for d in dims) else None
 
     def steps(self, name: str, counter: str) -> int | None:
-        """Returns n if a number in a body is `counter` + n; None for any other number."""
+        """Returns n if the number `name` in a body is `counter` + n; None if it is any other
+        number."""
         if name == counter:
             return 0
         node = self.node(name, *_SAME)
@@ -127,7 +134,8 @@ class Names:
         return None
 
     def number(self, name: str) -> int | None:
-        """The value of a constant integer."""
+        """Returns the value of a constant integer, through Casts and Reshapes; None for any other
+        tensor."""
         node = self.node(name, *_SAME)
         value = self.value(name)
         if value is None:
@@ -135,8 +143,8 @@ class Names:
         return int(value.reshape(-1)[0]) if value.size == 1 and value.dtype.kind == "i" else None
 
     def bound(self, name: str, counter: str) -> tuple[str, int] | None:
-        """Returns (tensor, n) if a body takes a number from position `counter` + n of a tensor
-        outside of it; else None."""
+        """Returns (tensor, n) if the number `name` in a body is element `counter` + n of a tensor
+        outside of the body; else None."""
         node = self.node(name, *_SAME)
         if node is not None:
             return self.bound(node.input[0], counter)
@@ -151,7 +159,7 @@ class Names:
         return None if steps is None else self._shifted(node.input[0], steps)
 
     def is_plain(self, node: NodeProto) -> bool:
-        """True for a Slice along the first dimension, by steps of 1."""
+        """True for a Slice along the first dimension by steps of 1."""
         return all(
             self.is_value(name, wanted)
             for name, wanted in zip(node.input[3:], (0, 1), strict=False)
@@ -159,8 +167,8 @@ class Names:
         )
 
     def _shifted(self, name: str, steps: int) -> tuple[str, int]:
-        """Returns (tensor, position) of element `steps` of `name`: if `name` is a Slice without the
-        first elements, the place of the element in the sliced tensor."""
+        """Returns (tensor, position) of element `steps` of the tensor `name`. If `name` is a Slice
+        that only leaves out the first elements, the tensor is the operand of the Slice."""
         node = self.node(name, "Slice")
         if node is None or not self.is_plain(node):
             return name, steps
@@ -177,9 +185,11 @@ class Names:
 def offsets_of(
     start: tuple[str, int], end: tuple[str, int], count: int, names: Names
 ) -> str | None:
-    """Returns the tensor with the `count` + 1 bounds of all bags: bag i is from its element i to
-    element i + 1. `start` and `end` are (tensor, position) of the bounds of bag 0; None if they are
-    not of one tensor, or of two constants of the same numbers."""
+    """Returns the tensor with the `count` + 1 bounds of all bags, where bag i goes from element i
+    to element i + 1. None if there is no such tensor.
+
+    start, end  (tensor, position) of the start and of the end of bag 0
+    """
     if start[0] == end[0]:
         shape = names.shape(start[0])
         return start[0] if (start[1], end[1]) == (0, 1) and shape == [count + 1] else None

@@ -26,8 +26,8 @@ DOMAIN = "onnxpar.body"
 
 
 def add_bodies(model: onnx.ModelProto) -> None:
-    """Makes each node of these ops a call of a function of the model, in place; a node whose
-    operands have no known types stays as it is."""
+    """Turns each node whose op is in OPS into a call of a function of the model, in place. A node
+    whose operands have unknown types stays as it is."""
     opset = onnx_opset(model)
     nodes = [n for n in nodes_of(model.graph) if _is_one(n, opset)]
     types = _types(model) if nodes else {}
@@ -44,12 +44,13 @@ def add_bodies(model: onnx.ModelProto) -> None:
 
 
 def _is_one(node: NodeProto, opset: int) -> bool:
+    """True for a node whose op is in OPS, and exists in `opset`."""
     is_onnx = node.domain in ("", "ai.onnx")
     return is_onnx and node.op_type in OPS and onnx.defs.has(node.op_type, opset)
 
 
 def _types(model: onnx.ModelProto) -> Mapping[str, TypeProto]:
-    """The types of tensors, by name."""
+    """Returns the types of tensors by name, as far as ONNX infers them."""
     bare = copy_with_stubs(model, lambda t: None if is_folded(t) else without_data(t))
     inferred = onnx.shape_inference.infer_shapes(bare, data_prop=True).graph
     ports: list[ValueInfoProto] = []
@@ -62,7 +63,8 @@ def _types(model: onnx.ModelProto) -> Mapping[str, TypeProto]:
 
 
 def _body(node: NodeProto, types: Mapping[str, TypeProto]) -> FunctionProto | None:
-    """The function body of a node; None if ONNX cannot make one without types that are unknown."""
+    """Returns the function body with which ONNX defines a node's op, for operands of these types;
+    None if it depends on a type that is unknown."""
     schema: Any = onnx.defs.get_schema(node.op_type, "")  # its stubs lack what follows
     operands = [types.get(name, TypeProto()) if name else TypeProto() for name in node.input]
     version = max(schema.context_dependent_function_opset_versions)

@@ -1,4 +1,5 @@
-"""Changes of ONNX's ops from opset to opset, other than in types and optional parts."""
+"""Conversions of single nodes from one opset of ONNX to a newer one, where more than types and
+optional operands has changed."""
 
 from __future__ import annotations
 
@@ -18,16 +19,18 @@ _SIMPLE = "asymmetric"
 
 
 class NoEquivalentError(Exception):
-    """A node has no equivalent in a newer opset, for this reason."""
+    """A node has no equivalent in a newer opset; the message says why."""
 
 
 @dataclass
 class Surroundings:
-    """The graph around a node to convert, and the nodes that are added before and after the node.
+    """The graph around a node to convert, and the nodes to insert before and after it.
 
     scope   the graph of the node
-    types   types by name, as far as they are known
-    read    names that any node or output reads
+    types   types of tensors by name, as far as they are known
+    read    names of tensors that a node or an output reads
+    before  nodes to insert before the node
+    after   nodes to insert after the node
     """
 
     scope: Scope
@@ -37,35 +40,36 @@ class Surroundings:
     after: list[NodeProto] = field(default_factory=list)
 
     def free(self, node: NodeProto) -> str:
-        """A new name, after the node's first result."""
+        """Returns a new name that begins with the name of the node's first result."""
         of = next(name for name in node.output if name)
         return self.scope.names.free(f"{of}.{len(self.before) + len(self.after)}")
 
     def add(self, node: NodeProto, op: str, operands: list[str], **attrs: Any) -> str:
-        """Adds a node before `node`; returns its result."""
+        """Inserts a node before `node`; returns the name of its result."""
         name = self.free(node)
         self.before.append(helper.make_node(op, operands, [name], **attrs))
         return name
 
     def constant(self, node: NodeProto, value: Any, element: int = TensorProto.INT64) -> str:
-        """Adds a constant of the ONNX dtype `element` before `node`; returns its name."""
+        """Inserts a constant before `node`, of the ONNX data type `element`; returns its name."""
         array = np.asarray(value, helper.tensor_dtype_to_np_dtype(element))
         return self.add(node, "Constant", [], value=numpy_helper.from_array(array))
 
     def element(self, name: str) -> int:
-        """The dtype of a tensor. Errors: NoEquivalentError if it is unknown."""
+        """Returns the ONNX data type of a tensor. Errors: NoEquivalentError if it is unknown."""
         type_ = self.types.get(name)
         if type_ is None or not type_.elem_type:
             raise NoEquivalentError(f"the dtype of {name!r} cannot be inferred")
         return type_.elem_type
 
     def rank(self, name: str) -> int | None:
-        """The number of dimensions of a tensor; None if it is unknown."""
+        """Returns the number of dimensions of a tensor; None if it is unknown."""
         type_ = self.types.get(name)
         return len(type_.shape.dim) if type_ is not None and type_.HasField("shape") else None
 
     def value(self, name: str) -> Array | None:
-        """The value of a constant in the file of the model; None for any other tensor."""
+        """Returns the value of a constant that the file of the model has; None for any other
+        tensor."""
         maker = next((n for n in self.before if list(n.output) == [name]), None)
         if maker is not None and maker.op_type == "Constant":
             return numpy_helper.to_array(maker.attribute[0].t)
@@ -87,6 +91,7 @@ def _take(node: NodeProto, name: str, default: Any = None) -> Any:
 
 
 def _set(node: NodeProto, name: str, value: Any) -> None:
+    """Gives the node an attribute, in place of one of this name."""
     _take(node, name)
     node.attribute.append(helper.make_attribute(name, value))
 
@@ -98,7 +103,8 @@ def _give(node: NodeProto, index: int, name: str) -> None:
 
 
 def _as_operand(key: str, index: int = 1) -> Change:
-    """Returns a change that makes an attribute of integers, `key`, operand `index`."""
+    """Returns a change of a node that turns its attribute `key`, a list of integers, into its
+    operand `index`. Split, Squeeze and Unsqueeze changed so in opset 13."""
 
     def change(node: NodeProto, at: Surroundings) -> None:
         value = _take(node, key)
@@ -109,12 +115,14 @@ def _as_operand(key: str, index: int = 1) -> Change:
 
 
 def _reduced(node: NodeProto, at: Surroundings) -> None:
+    """Turns the attribute `axes` of a reduction into an operand; an empty list is left out."""
     axes = _take(node, "axes")
     if axes:
         _give(node, 1, at.constant(node, axes))
 
 
 def _slice(node: NodeProto, at: Surroundings) -> None:
+    """Turns the attributes of a Slice into operands."""
     starts, ends, axes = (_take(node, key) for key in ("starts", "ends", "axes"))
     for i, value in enumerate((starts, ends, axes or range(len(starts))), 1):
         _give(node, i, at.constant(node, list(value)))
@@ -129,6 +137,8 @@ def _upsample_scales(node: NodeProto, at: Surroundings) -> None:
 
 
 def _renamed(op: str) -> Change:
+    """Returns a change of a node that only gives it another op."""
+
     def change(node: NodeProto, at: Surroundings) -> None:
         node.op_type = op
 
@@ -136,8 +146,8 @@ def _renamed(op: str) -> Change:
 
 
 def _resize(node: NodeProto, at: Surroundings) -> None:
-    """Converts a nearest Resize of opset 10. Where it shrinks, onnxruntime takes the nearest point
-    above; where it grows, the one below."""
+    """Converts a Resize of opset 10. For the mode "nearest", onnxruntime's kernel takes the nearest
+    point above where it shrinks, and the one below where it grows: both take two Resizes."""
     scales = node.input[1]
     roi = at.constant(node, [], TensorProto.FLOAT)
     node.input[1:] = [roi, scales]
@@ -156,8 +166,8 @@ def _resize(node: NodeProto, at: Surroundings) -> None:
 
 
 def _apart(node: NodeProto, scales: str, at: Surroundings) -> list[str]:
-    """Splits the scales of a Resize in two: those above 1, and those below 1, each with 1 in place
-    of the others."""
+    """Returns the scales of a Resize as two constants: those above 1, and those below 1, each with
+    1 in place of the others."""
     values = at.value(scales)
     if values is not None:
         parts = (np.maximum(values, 1), np.minimum(values, 1))
@@ -167,6 +177,7 @@ def _apart(node: NodeProto, scales: str, at: Surroundings) -> list[str]:
 
 
 def _clip(node: NodeProto, at: Surroundings) -> None:
+    """Turns the attributes `min` and `max` of a Clip into operands of its data type."""
     for i, key in enumerate(("min", "max"), 1):
         bound = _take(node, key)
         if bound is not None:
@@ -174,6 +185,7 @@ def _clip(node: NodeProto, at: Surroundings) -> None:
 
 
 def _pad(node: NodeProto, at: Surroundings) -> None:
+    """Turns the attributes `pads` and `value` of a Pad into operands."""
     pads, value = _take(node, "pads"), _take(node, "value", 0.0)
     _give(node, 1, at.constant(node, pads))
     if value:
@@ -181,14 +193,15 @@ def _pad(node: NodeProto, at: Surroundings) -> None:
 
 
 def _dropout_mask(node: NodeProto, at: Surroundings) -> None:
+    """Drops the mask of a Dropout. Errors: NoEquivalentError if a node reads it."""
     if len(node.output) > 1 and node.output[1] in at.read:
         raise NoEquivalentError("a node reads its mask, which is not a bool before opset 10")
     del node.output[1:]
 
 
 def _dropout(node: NodeProto, at: Surroundings) -> None:
-    """Makes `ratio` an operand, and negates a mask that is read: onnxruntime's is all false before
-    opset 12, and all true since."""
+    """Turns the attribute `ratio` of a Dropout into an operand. Negates the mask, if a node reads
+    it: onnxruntime's mask is all false before opset 12, and all true since."""
     ratio = _take(node, "ratio")
     if ratio is not None:
         _give(node, 1, at.constant(node, ratio, TensorProto.FLOAT))
@@ -198,19 +211,23 @@ def _dropout(node: NodeProto, at: Surroundings) -> None:
 
 
 def _batch_norm(node: NodeProto, at: Surroundings) -> None:
+    """Drops the attribute `spatial`. Errors: NoEquivalentError if it is 0."""
     if _take(node, "spatial", 1) == 0:
         raise NoEquivalentError("spatial=0")
 
 
 def _statistics(node: NodeProto, at: Surroundings) -> None:
+    """Drops the statistics that a BatchNormalization returns. Errors: NoEquivalentError if a node
+    reads them."""
     if any(name in at.read for name in node.output[1:]):
         raise NoEquivalentError("a node reads its statistics")
     del node.output[1:]
 
 
 def _scan(node: NodeProto, at: Surroundings) -> None:
-    """Converts a Scan of opset 8, which has a batch of sequences, to a Scan over the batch; its
-    body has a Scan over one sequence."""
+    """Converts a Scan of opset 8, which has a batch of sequences as its first dimension: a Scan
+    over the batch, whose body is a Scan over one sequence. Errors: NoEquivalentError for sequences
+    of different lengths."""
     if node.input[0]:
         raise NoEquivalentError("it scans sequences of different lengths")
     body = _take(node, "body")
@@ -237,8 +254,8 @@ def _scan(node: NodeProto, at: Surroundings) -> None:
 
 
 def _flattening(node: NodeProto, at: Surroundings) -> None:
-    """Converts Softmax, LogSoftmax and Hardmax: before opset 13 they are over all dimensions from
-    `axis` on, since then over one."""
+    """Converts Softmax, LogSoftmax and Hardmax: before opset 13 they normalize over all dimensions
+    from `axis` on together, since then over one."""
     x, axis, rank = node.input[0], _take(node, "axis", 1), at.rank(node.input[0])
     _set(node, "axis", -1)
     if axis == -1 or (rank is not None and axis == rank - 1):
@@ -251,8 +268,8 @@ def _flattening(node: NodeProto, at: Surroundings) -> None:
 
 
 def _softplus(node: NodeProto, at: Surroundings) -> None:
-    """Replaces a Softplus of 16 bits, by one of 32 bits between Casts: onnxruntime computes it so
-    before opset 18, but since then as Log(Exp(x) + 1), which overflows."""
+    """Computes a Softplus of float16 in float32, between Casts, as onnxruntime does before opset
+    18. Since then, it computes Log(Exp(x) + 1) in float16, which overflows."""
     type_ = at.types.get(node.input[0])
     if type_ is not None and type_.elem_type == TensorProto.FLOAT16:
         node.input[0] = at.add(node, "Cast", [node.input[0]], to=TensorProto.FLOAT)
@@ -262,11 +279,13 @@ def _softplus(node: NodeProto, at: Surroundings) -> None:
 
 
 def _parts(node: NodeProto, at: Surroundings) -> None:
+    """Gives a Split without sizes the attribute `num_outputs`."""
     if len(node.input) < 2:
         _set(node, "num_outputs", len(node.output))
 
 
 def _aligned(node: NodeProto, at: Surroundings) -> None:
+    """Gives a RoiAlign the coordinates that were its only ones before opset 16."""
     _set(node, "coordinate_transformation_mode", "output_half_pixel")
 
 

@@ -1,5 +1,6 @@
-"""Evaluates a decoder at some sizes: the values of tensors that depend on sizes, positions and the
-mask alone, and the shapes of the other tensors.
+"""Evaluates a decoder at several sizes: the values of all tensors that depend only on sizes,
+positions and the mask, and the shapes of the others. `proved_attention.py` compares attentions on
+them.
 
 A sample has a number of past tokens and a number of new tokens, in one text without padding.
 """
@@ -30,7 +31,7 @@ SIZES = frozenset(("Shape", "Size"))
 
 @dataclass(frozen=True)
 class Ports:
-    """The inputs of a decoder, by role; `past` are its caches."""
+    """The names of a decoder's inputs, by role; `past` are its caches."""
 
     tokens: str
     mask: str | None
@@ -40,8 +41,8 @@ class Ports:
 
 @dataclass
 class Sample:
-    """A decoder at some sizes: `past` tokens in its caches, and `new` ones. `walk` has the types
-    and values of its tensors."""
+    """A decoder evaluated with `past` tokens in its caches and `new` ones. `walk` has the types and
+    values of its tensors."""
 
     past: int
     new: int
@@ -49,20 +50,22 @@ class Sample:
 
     @property
     def total(self) -> int:
-        """The number of keys: past and new tokens."""
+        """The number of keys of attention: past and new tokens."""
         return self.past + self.new
 
     def value(self, name: str) -> Array | None:
-        """The value of a tensor; None if it depends on more than sizes, positions and the mask."""
+        """Returns the value of a tensor; None if it depends on more than sizes, positions and the
+        mask."""
         return self.walk.values.get(name)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor, as far as it is known."""
+        """Returns the shape of a tensor; None if it is unknown."""
         return self.walk.shape(name)
 
 
 class Sampler:
-    """Evaluates a decoder at several sizes. It keeps the nodes that the decoder had at first."""
+    """Evaluates a decoder at several sizes, with the nodes that it has when the Sampler is made: a
+    caller may rewrite the model meanwhile."""
 
     def __init__(self, model: onnx.ModelProto, ports: Ports) -> None:
         self.model, self.ports = model, ports
@@ -74,14 +77,14 @@ class Sampler:
         self.constants = self._constants()
 
     def small(self) -> list[Sample]:
-        """Returns the samples at the sizes SMALL, as far as the decoder can run there."""
+        """Returns the samples at the sizes SMALL, but for sizes at which the decoder cannot run."""
         samples = (self._sample(past, new, self.nodes) for past, new in SMALL)
         return [sample for sample in samples if sample is not None]
 
     def large(self, names: Collection[str]) -> list[Sample]:
-        """Returns samples of the tensors `names` at longer texts: positions reach and exceed each
-        constant that may bound them, such as a window or the length of a table, as far as the
-        decoder can run there."""
+        """Returns samples at longer texts, in which only the tensors `names` are evaluated.
+        Positions reach and exceed each constant that may bound them, such as a window or the length
+        of a table. Leaves out sizes at which the decoder cannot run."""
         nodes = nodes_before(self.nodes, names)
         constants, lengths = self._bounds(nodes)
         ends = {(length - 6, 6) for length in lengths}
@@ -93,7 +96,8 @@ class Sampler:
         return [sample for sample in samples if sample is not None]
 
     def _sample(self, past: int, new: int, nodes: Iterable[NodeProto]) -> Sample | None:
-        """Evaluates nodes at `past` and `new` tokens; None if a node cannot run at these sizes."""
+        """Returns the sample of these nodes with `past` and `new` tokens; None if a node cannot run
+        at these sizes."""
         ports = self.ports
         walk = Walk(self.model, _types(self.model.graph, ports, past, new), limit=_LIMIT)
         walk.suppose(self.tables)
@@ -110,7 +114,7 @@ class Sampler:
         return None if walk.conflicts else Sample(past, new, walk)
 
     def _constants(self) -> Walk:
-        """Evaluates the nodes that depend on no input."""
+        """Returns the values and types of the nodes that depend on no input."""
         walk = Walk(self.model, limit=_LIMIT)
         depending = {port.name for port in self.model.graph.input}
         for node in self.nodes:
@@ -121,8 +125,8 @@ class Sampler:
         return walk
 
     def _bounds(self, nodes: Iterable[NodeProto]) -> tuple[set[int], set[int]]:
-        """Returns the numbers that may bound positions, among the constant operands of nodes: whole
-        numbers that are larger than the positions in SMALL; and the lengths of tables."""
+        """Returns two sets of numbers that may bound positions, from the constant operands of
+        nodes: whole numbers that are larger than the positions in SMALL, and lengths of tables."""
         numbers, lengths = set[int](), set[int]()
         for name in {name for node in nodes for name in node.input}:
             value = self.tables.get(name, self.constants.values.get(name))
@@ -134,6 +138,8 @@ class Sampler:
 
 
 def _evaluate(walk: Walk, node: NodeProto) -> None:
+    """Records the values of a node's results in `walk`, or, where they cannot be computed, the
+    types."""
     values = walk.evaluate(node)
     if values is None:
         walk.infer(node)
@@ -142,6 +148,7 @@ def _evaluate(walk: Walk, node: NodeProto) -> None:
 
 
 def _whole(value: Array) -> set[int]:
+    """Returns the whole numbers in a constant that may bound positions."""
     if value.dtype.kind not in "iuf":
         return set()
     numbers = [float(v) for v in np.abs(value).ravel() if np.isfinite(v)]
@@ -149,7 +156,8 @@ def _whole(value: Array) -> set[int]:
 
 
 def _is_table(weight: onnx.TensorProto) -> bool:
-    """True for a stored tensor that may be a mask, and may be too large for constant folding."""
+    """True for a stored tensor of booleans, or of bytes with 4 dimensions, that may be a mask; such
+    a tensor may be too large for constant folding."""
     has_data = weight.data_location != TensorProto.EXTERNAL
     is_byte = weight.data_type in (TensorProto.UINT8, TensorProto.INT8) and len(weight.dims) == 4
     size = int(np.prod(weight.dims, dtype=np.int64))
@@ -161,8 +169,8 @@ def _dtype(type_: TypeProto) -> np.dtype[np.generic]:
 
 
 def _types(graph: GraphProto, ports: Ports, past: int, new: int) -> dict[str, TypeProto]:
-    """The types of a decoder's inputs for a batch of one text with `past` cached and `new`
-    tokens."""
+    """Returns the types of a decoder's inputs, by name, for a batch of one text with `past` cached
+    and `new` tokens."""
     lengths = {ports.tokens: new, ports.mask: past + new, ports.positions: new}
     types = {}
     for port in graph.input:

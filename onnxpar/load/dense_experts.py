@@ -1,13 +1,13 @@
-"""Writes a mixture of experts with the expert as first dimension of all its tensors.
+"""Writes a mixture of experts in dense form: the expert is the first dimension of all its tensors.
 
 Every expert gets the rows of its tokens, and zeros for the tokens of other experts:
 
-    x:     [expert, token, column] = Where(chosen, tokens, 0)
-    ...    the steps of an expert, with weights [expert, ...]
-    y:     [token, column] = ReduceSum(Where(chosen, weighted, 0), axis 0)
+    x:  [expert, token, column] = Where(chosen, tokens, 0)
+    ... the steps of an expert, with weights [expert, ...]
+    y:  [token, column] = ReduceSum(Where(chosen, weighted, 0), axis 0)
 
 So rules, presets and the search split experts, tokens and columns like any other dimension. The
-pass compact-experts removes the rows of zeros from what a rank computes.
+pass compact-experts later removes the rows of zeros from what a rank computes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ from onnxpar.load.row_program import (
 
 
 class DenseExperts:
-    """Adds the nodes of one mixture of experts in dense form: each expert computes a row per token,
-    of zeros for tokens that it does not get, and the masked results are added."""
+    """Makes the nodes of one mixture of experts in dense form. They are kept in `made`, and `put`
+    inserts them into the graph.
+
+    name     a prefix of the names of nodes
+    experts  the number of experts
+    tokens   the number of tokens; None if it is open
+    """
 
     def __init__(self, graph: gs.Graph, name: str, experts: int, tokens: int | None) -> None:
         self.graph, self.name = graph, names_of(graph).root(name, "/")
@@ -50,7 +55,8 @@ class DenseExperts:
     def add(
         self, op: str, inputs: Sequence[Any], dtype: Any, shape: Sequence[Any], **attrs: Any
     ) -> gs.Variable:
-        """Adds a node; operands may be arrays."""
+        """Makes a node, and returns its result, of this dtype and shape. Operands that are arrays
+        become constants; `attrs` are the node's attributes."""
         name = f"{self.name}/{op}.{len(self.made)}"
         operands = [
             t if isinstance(t, gs.Tensor) else _stored(f"{name}/{i}", np.asarray(t))
@@ -61,7 +67,8 @@ class DenseExperts:
         return result
 
     def reduce(self, op: str, x: gs.Tensor, axis: int, keep: bool) -> gs.Variable:
-        """Adds a reduction over dimension `axis`, which stays, with size 1, if `keep`."""
+        """Makes a reduction over dimension `axis`, and returns its result; with `keep`, the
+        dimension stays, with size 1."""
         shape = list(x.shape)
         shape[axis : axis + 1] = [1] if keep else []
         return self.add(op, [x, np.array([axis])], x.dtype, shape, keepdims=int(keep))
@@ -70,7 +77,8 @@ class DenseExperts:
         self, steps: Sequence[RowStep], tokens: gs.Tensor, chosen: gs.Tensor,
         weights: gs.Tensor | None = None,
     ) -> gs.Variable:  # fmt: skip
-        """Adds a mixture of experts, and returns the sum of their results, [token, column].
+        """Makes the nodes of a mixture of experts; returns the sum of the experts' results, [token,
+        column].
 
         steps    the steps of each expert, with the weights of all experts stacked
         tokens   the rows, [token, column]
@@ -94,9 +102,12 @@ class DenseExperts:
         )
 
     def _rows(self, op: str, operands: Sequence[Any], dtype: Any, width: int, **attrs: Any) -> Any:
+        """Makes a node, and returns its result of shape [expert, token, width]."""
         return self.add(op, operands, dtype, [self.experts, self.tokens, width], **attrs)
 
     def _step(self, step: RowStep, results: Sequence[gs.Tensor]) -> gs.Tensor:
+        """Makes the nodes of one step for all experts, and returns its result. `results` are the
+        results of the steps before; the first is the experts' input."""
         attrs = dict(step.attrs)
         if step.op == CUT:
             (x,) = (results[o.number] for o in step.operands if isinstance(o, Row))
@@ -117,8 +128,8 @@ class DenseExperts:
         return result
 
     def _matrix(self, step: RowStep, flipped: bool) -> gs.Tensor:
-        """The experts' matrices in a matrix product, [expert, row, column] ([row, column] if the
-        experts share one), transposed if `flipped`."""
+        """Returns the matrices of a step that is a matrix product, [expert, row, column], or [row,
+        column] if all experts share one. `flipped` transposes them."""
         (operand,) = (o for o in step.operands if not isinstance(o, Row))
         assert isinstance(operand, (Stacked, Shared))
         flipped ^= isinstance(operand, Stacked) and operand.flipped
@@ -130,6 +141,8 @@ class DenseExperts:
         return self.add("Transpose", [weight], weight.dtype, [*lead, columns, rows], perm=perm)
 
     def _operand(self, operand: Operand, results: Sequence[gs.Tensor]) -> gs.Tensor:
+        """Returns the tensor of an operand of a step, in a shape that broadcasts with [expert,
+        token, column]."""
         if isinstance(operand, Row):
             return results[operand.number]
         tensor = operand.tensor
@@ -144,7 +157,8 @@ class DenseExperts:
 
 
 def _stored(name: str, value: np.ndarray[Any, Any]) -> gs.Constant:
-    """Returns a constant like those of the file: its value is not read before it is needed."""
+    """Returns a constant whose value is read only when needed, like the weights of the model's
+    file."""
     return gs.Constant(name, gs.ir.tensor.LazyValues(numpy_helper.from_array(value, name)))
 
 
@@ -154,9 +168,13 @@ def _onnx_dtype(tensor: gs.Tensor) -> int:
 
 
 def merged(programs: Sequence[RowProgram], folder: Path, name: str) -> list[RowStep] | None:
-    """Returns the steps of all experts as one program, with each expert's own constants stacked in
-    a tensor named after `name`; None if the experts do not compute the same steps. `folder` has
-    external data."""
+    """Returns the steps of all experts as one program; None if the experts do not compute the same
+    steps. Constants that differ by expert are stacked: 8 weights [64, 32] become one [8, 64, 32].
+
+    programs  the steps of each expert
+    folder    the folder of external data
+    name      a prefix of the names of stacked constants
+    """
     first = programs[0].steps
     if any(len(p.steps) != len(first) or p.width != programs[0].width for p in programs):
         return None
@@ -179,8 +197,9 @@ def merged(programs: Sequence[RowProgram], folder: Path, name: str) -> list[RowS
 
 
 def _joined(each: Sequence[Operand], folder: Path, name: str) -> Operand | None:
-    """Merges the operands that the experts have in one place of a step: their own constants are
-    stacked, equal ones are shared; None if they differ in kind."""
+    """Returns one operand for all experts, from the operands that they have in one place of a step:
+    equal ones are shared, each expert's own constants are stacked, in a constant called `name`.
+    None if they cannot be joined."""
     first = each[0]
     if any(type(o) is not type(first) for o in each):
         return None
@@ -206,7 +225,8 @@ def _joined(each: Sequence[Operand], folder: Path, name: str) -> Operand | None:
 
 
 def _stack(tensors: Sequence[gs.Constant], folder: Path, name: str) -> gs.Constant | None:
-    """A constant that stacks others, as vectors or matrices; None if their types differ."""
+    """Returns a constant called `name` that stacks others, as vectors or matrices; None if their
+    types differ. The values are not read."""
     protos = [stored_proto(t) or numpy_helper.from_array(t.values, t.name) for t in tensors]
     kinds = {(tuple(p.dims), p.data_type) for p in protos}
     if len(kinds) > 1 or element_bits(protos[0].data_type) < 8:
@@ -234,10 +254,12 @@ def put(
     new: gs.Variable,
     order: Mapping[int, int],
 ) -> None:
-    """Replaces the tensor `old` by `new`, the result of the last of `nodes`: inserts the nodes
-    where all of their operands are computed, gives `new` the name and the readers of `old`, and
-    removes nodes whose results nothing reads. `order` has the places of the graph's nodes, by
-    id()."""
+    """Inserts `nodes` into the graph, where all their operands are computed, so that the result of
+    the last, `new`, replaces the tensor `old` under its name. Removes nodes that nothing reads
+    then.
+
+    order  the places of the graph's nodes, by id()
+    """
     node = old.inputs[0]
     last = max(order.get(id(n), -1) for m in nodes for t in m.inputs for n in t.inputs)
     last = max(last, order[id(node)])

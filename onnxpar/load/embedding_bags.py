@@ -1,8 +1,9 @@
-"""Replaces the loops that PyTorch's exporters write for `nn.EmbeddingBag` by lookups and sums.
+"""Replaces the loops that PyTorch's exporters write for `nn.EmbeddingBag` by lookups and
+reductions.
 
-Such a loop cannot be split. Where all bags have the same size, a Reshape and a reduction replace
-it; otherwise a ScatterElements adds each row to its bag, or takes the maximum. Rows of a
-`padding_idx` are replaced by zeros, or by minus infinity for a maximum.
+A loop cannot be split. Where all bags (groups of rows, see `bag_loops.py`) have the same size, a
+Reshape and a reduction replace it; otherwise a ScatterElements adds each row to its bag, or takes
+the maximum. Rows of a `padding_idx` are replaced by zeros, or by minus infinity for a maximum.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ maximum, False for the sum; a name for the result."""
 
 
 def add_up_bags(model: ModelProto) -> bool:
-    """Replaces the loops of bags, in place; returns True if there was one. Requires a model whose
+    """Replaces the loops over bags, in place; returns True if there was one. Requires a model whose
     sizes are inferred. Offsets must ascend, as PyTorch requires."""
     opset = onnx_opset(model)
     graph = Names(model.graph, opset)
@@ -47,7 +48,7 @@ def add_up_bags(model: ModelProto) -> bool:
 
 
 class _Sums:
-    """Makes the nodes that replace a loop of bags."""
+    """Makes the nodes that replace the loop of `bags`."""
 
     def __init__(self, names: Names, bags: Bags) -> None:
         self.names, self.bags = names, bags
@@ -56,8 +57,7 @@ class _Sums:
         self.lifted: dict[str, str] = {}
 
     def nodes(self) -> list[NodeProto]:
-        """The nodes, in order; none if the sizes of the bags are not known and cannot be added
-        up."""
+        """Returns the nodes, in order; none if the sizes of the bags' rows are not known."""
         bags, names = self.bags, self.names
         source, width = self._sizes()
         if source is None or width is None:
@@ -78,7 +78,7 @@ class _Sums:
         return self.made
 
     def _sizes(self) -> tuple[int | None, int | None]:
-        """The number of all rows, and their width."""
+        """Returns the number of all rows, and their width; None for a size that is not known."""
         if self.bags.padding:
             shape = self.names.shape(self.bags.rows) or []
             return (shape[0], shape[1]) if len(shape) == 2 else (None, None)
@@ -100,8 +100,8 @@ class _Sums:
         return source, table
 
     def _lift(self, name: str) -> str:
-        """Returns the rows of all bags: copies of the nodes by which the body computes the rows of
-        one bag."""
+        """Returns the rows of all bags, for the tensor `name` of the rows of one bag in the loop's
+        body: copies the nodes that compute them, without the Slice."""
         node = self.names.made[self.names.usual.get(name, name)]
         if node.op_type == "Slice":
             return self._weighted(node.input[0])
@@ -117,8 +117,9 @@ class _Sums:
         return self.lifted[name]
 
     def _weighted(self, rows: str) -> str:
-        """Returns the rows without a Mul by ones: the dynamo exporter writes one for bags without
-        weights, and training would change the ones."""
+        """Returns the tensor that `rows` multiplies by ones; `rows` itself if it is no such
+        product. The dynamo exporter multiplies by ones where `nn.EmbeddingBag` has no weights, and
+        training would change them."""
         product = self.names.node(rows, "Mul")
         ones = [] if product is None else [n for n in product.input if self.names.is_ones(n)]
         if product is None or len(ones) != 1 or (self.names.shape(ones[0]) or [])[1:] != [1]:
@@ -126,6 +127,7 @@ class _Sums:
         return next(str(name) for name in product.input if name != ones[0])
 
     def _rows_of(self, node: NodeProto) -> Sequence[str]:
+        """Returns the operands of a node that have a row for each row of its result."""
         if node.op_type == "Gather":
             return list(node.input[1:2])
         return list(node.input[: 2 if node.op_type == "Mul" else 1])
@@ -134,8 +136,8 @@ class _Sums:
         return self._add(op, [rows, [1]], result, keepdims=0)
 
     def _combine(self, grouped: Grouped, source: int, width: int) -> None:
-        """Adds the result of the op (sum, mean or maximum) to the graph; a bag without rows gives
-        zero.
+        """Makes the nodes that reduce all bags (by sum, mean or maximum) to the loop's result; a
+        bag without rows gives zero.
 
         grouped  reduces the rows of each bag
         source   the number of all rows
@@ -202,12 +204,13 @@ class _Sums:
         return self._add("Unsqueeze", [number, [1]])
 
     def _sizes_of_bags(self) -> str:
+        """Returns the number of rows of each bag, [bags]."""
         count, offsets = self.bags.count, self.bags.offsets
         ends = self._add("Slice", [offsets, [1], [count + 1], [0]])
         return self._add("Sub", [ends, self._add("Slice", [offsets, [0], [count], [0]])])
 
     def _kept(self) -> str:
-        """Returns a mask of the rows whose ids are not the padding, [source, 1]."""
+        """Returns a mask of the rows whose ids are not the padding, [rows, 1]."""
         padding = self.bags.padding
         assert padding is not None
         ids = padding.ids
@@ -218,13 +221,15 @@ class _Sums:
         return self._add("Unsqueeze", [self._add("Not", [is_one]), [1]])
 
     def _like(self, value: float, tensor: str) -> str:
-        """Returns a constant in the type of `tensor`."""
+        """Returns a constant of one element, in the type of `tensor`."""
         dtype = np.int64 if isinstance(value, int) else np.float32
         return self._add("CastLike", [np.array([value], dtype), tensor])
 
     def _add(
         self, op: str, inputs: Sequence[str | Sequence[int] | Array], result: str = "", **attrs: Any
     ) -> str:
+        """Makes a node, and returns the name of its result, `result` or a new one. Operands that
+        are no names become constants."""
         name = f"{self.result}/bags.{len(self.made)}"
         operands = []
         for i, operand in enumerate(inputs):

@@ -1,4 +1,4 @@
-"""Takes an encoder-decoder apart into two models that have no weight twice.
+"""Takes an encoder-decoder apart into an encoder and a decoder, such that no weight is in both.
 
 Exporters write an encoder, a decoder for the first step and one for later steps, or one file with
 both decoders as the branches of an If. The first decoder projects the encoder's result to the keys
@@ -40,9 +40,15 @@ _CUT, _GIVEN = "cross::", "cross::given::"
 
 
 def read_part(proto: ModelProto, part: str, path: Path) -> tuple[ModelProto, list[tuple[str, str]]]:
-    """Returns the encoder or the decoder (`part`) of the encoder-decoder in the folder of `path`,
-    and the (input, output) pairs of the caches of cross-attention. `proto` is the model in the file
-    `path`. The encoder's outputs have the names of the decoder's inputs. Errors: ModelError."""
+    """Returns one part of the encoder-decoder in the folder of `path`, and the (input, output)
+    pairs of the caches of cross-attention (none for the encoder).
+
+    proto  the model in the file `path`
+    part   ENCODER or DECODER
+
+    The encoder's outputs have the names of the decoder's inputs. Errors: ModelError if the folder
+    holds no encoder-decoder, or one of another form.
+    """
     files = encoder_decoder_in(path.parent)
     if files is None:
         raise ModelError(f"{path.parent} holds no encoder-decoder; give the .onnx file")
@@ -53,8 +59,8 @@ def read_part(proto: ModelProto, part: str, path: Path) -> tuple[ModelProto, lis
 
 
 def drop_decoder(graph: gs.Graph) -> None:
-    """Removes the nodes of the decoder, whose results no output needs, in place. Errors: ModelError
-    if the projections still need an input of the decoder."""
+    """Removes from the encoder's graph the nodes of the first decoder that no output needs, in
+    place. Errors: ModelError if the projections still depend on an input of the decoder."""
     drop_unread(graph)
     for node in graph.nodes:
         for tensor in read_by(node):
@@ -68,8 +74,9 @@ def drop_decoder(graph: gs.Graph) -> None:
 
 
 def _later_decoder(proto: ModelProto, path: Path) -> tuple[ModelProto, list[tuple[str, str]]]:
-    """Returns the decoder of later steps, of one token each, with the caches of cross-attention,
-    which it does not change, as outputs, too; and the (input, output) pairs of these caches."""
+    """Returns the decoder of later steps, which reads one token, and the (input, output) pairs of
+    the caches of cross-attention. These caches become outputs, too, unchanged. Errors: ModelError
+    for a decoder without them."""
     model = _branch(proto, True, path)
     graph = model.graph
     outputs = {port.name for port in graph.output}
@@ -97,9 +104,9 @@ def _later_decoder(proto: ModelProto, path: Path) -> tuple[ModelProto, list[tupl
 
 
 def _replace_hidden(graph: GraphProto, port: ValueInfoProto, key: str, path: Path) -> None:
-    """Replaces the input `port`, the encoder's result, by zeros, as only its sizes may be read in a
-    later step: its numbers of texts and tokens are those of `key`, a cached key. Errors: ModelError
-    if a node reads its values."""
+    """Replaces the input `port`, the encoder's result, by zeros of the same sizes: only sizes may
+    be read in a later step. They are taken from `key`, a cached key. Errors: ModelError if a node
+    reads the values."""
     readers = [node for node in graph.node if _HIDDEN in reads_of(node)]
     if any(node.op_type != "Shape" for node in readers):
         raise ModelError(
@@ -114,8 +121,9 @@ def _replace_hidden(graph: GraphProto, port: ValueInfoProto, key: str, path: Pat
 
 
 def _with_projections(encoder: ModelProto, path: Path, first: ModelProto, of: Path) -> ModelProto:
-    """Returns the encoder, and behind it the projections of the first decoder. `of` is the file of
-    the first decoder, for errors."""
+    """Returns the encoder with the first decoder behind it, whose outputs are the keys and values
+    of cross-attention. `of` is the file of the first decoder, for errors. Errors: ModelError if the
+    two do not fit."""
     results = [port.name for port in encoder.graph.output]
     cross = [port for port in first.graph.output if _is_cross(port.name, _PRESENT)]
     _keep_outputs(first.graph, cross)
@@ -145,9 +153,9 @@ def _with_projections(encoder: ModelProto, path: Path, first: ModelProto, of: Pa
 
 
 def _sized_like_result(port: ValueInfoProto) -> list[NodeProto]:
-    """Returns nodes that make an input of the first decoder behind the encoder: zeros, because the
-    values do not affect the projections, with as many texts and tokens as the encoder's result,
-    because exporters compute the sizes of the projections from them."""
+    """Returns nodes that make zeros in place of an input of the first decoder: its values do not
+    affect the projections. Sizes may, so the zeros have as many texts and tokens as the encoder's
+    result."""
     counts: list[int | None] = [0, 1] if port.name.startswith("encoder_") else [0, None]
     if len(port.type.tensor_type.shape.dim) == 1:
         counts = [None]  # positions in the cache
@@ -155,8 +163,8 @@ def _sized_like_result(port: ValueInfoProto) -> list[NodeProto]:
 
 
 def _zeros(name: str, of: str, counts: Iterable[int | None], kind: int) -> list[NodeProto]:
-    """Returns nodes that compute a tensor of zeros, `name`, of the type `kind`. `counts` has, for
-    each dimension, the axis of the tensor `of` that gives its size; None: 1."""
+    """Returns nodes that compute the tensor `name` of zeros, of the ONNX data type `kind`. For each
+    dimension, `counts` has the axis of the tensor `of` that has its size; None for size 1."""
     nodes, sizes = [helper.make_node("Shape", [of], [f"{name}::shape"])], []
     for axis, at in enumerate(counts):
         sizes.append(f"{name}::{axis}")
@@ -174,8 +182,9 @@ def _zeros(name: str, of: str, counts: Iterable[int | None], kind: int) -> list[
 
 
 def _branch(model: ModelProto, is_later: bool, path: Path) -> ModelProto:
-    """The model with only its decoder of later steps (`is_later`) or of the first step, if it has
-    both; else the model. Errors: ModelError."""
+    """Returns the model with only one of its decoders, that of later steps (`is_later`) or that of
+    the first step, in place of the If; a model without such an If as it is. Errors: ModelError if
+    the branches cannot be separated."""
     graph = model.graph
     choices = [n for n in graph.node if n.op_type == "If" and list(n.input) == [_CHOICE]]
     if not choices:
@@ -211,12 +220,13 @@ def _check_opsets(one: ModelProto, path: Path, other: ModelProto, of: Path) -> N
 
 
 def _is_cross(name: str, prefix: str) -> bool:
-    """True for a key or value of cross-attention."""
+    """True for the name of a key or value of cross-attention, among inputs or outputs
+    (`prefix`)."""
     return name.startswith(prefix) and ".encoder." in name
 
 
 def _port(port: ValueInfoProto, name: str) -> ValueInfoProto:
-    """The port by another name."""
+    """Returns a copy of the input or output with another name."""
     copy = ValueInfoProto()
     copy.CopyFrom(port)
     copy.name = name
@@ -231,7 +241,7 @@ def _keep_outputs(graph: GraphProto, ports: Iterable[ValueInfoProto]) -> None:
 
 
 def _names(graph: GraphProto) -> set[str]:
-    """The names of all tensors of a graph and its bodies."""
+    """Returns the names of all tensors of a graph and its bodies (of loops and branches)."""
     names = {t.name for t in (*graph.initializer, *graph.input)}
     names |= {t.values.name for t in graph.sparse_initializer}
     for node in graph.node:
@@ -242,8 +252,8 @@ def _names(graph: GraphProto) -> set[str]:
 
 
 def _rename(graph: GraphProto, names: Mapping[str, str]) -> None:
-    """Renames tensors of a graph and its bodies, in place, and forgets their types; the names of
-    ports of the main graph stay."""
+    """Renames tensors of a graph and its bodies, in place, and drops their recorded types. Inputs
+    and outputs of the main graph keep their names."""
     del graph.value_info[:]
     for tensor in graph.initializer:
         tensor.name = names.get(tensor.name, tensor.name)

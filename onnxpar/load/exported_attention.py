@@ -1,6 +1,7 @@
-"""Finds attention that is written in basic ops: a product, scales and masks, a softmax, a product.
+"""Finds attention that is written in basic ops: a matrix product, scales and masks, a Softmax, and
+another matrix product.
 
-The ops between the product and the softmax stay as they are, as text: attention computes them for
+The ops between the product and the Softmax are kept, as text: paged attention computes them for
 each score.
 """
 
@@ -23,16 +24,16 @@ _DTYPES = ("float32", "float64")
 
 @dataclass
 class ExportedAttention:
-    """Attention in basic ops.
+    """Attention that is written in basic ops.
 
-    operands   queries (batch, heads, queries, width), keys (batch, heads, width, keys) and values
-               (batch, heads, keys, width), without heads if there are three dimensions; then the
-               operands of the steps
-    steps      ops for each score, as `Mul . 3`: the operands are a dot for the score so far, and
-               indices of `operands`
-    is_guarded True if a query that sees no key gets zeros, not NaN
-    result     the weighted means of values
-    nodes      the nodes that compute it, the last one last
+    operands    queries (batch, heads, queries, width), keys (batch, heads, width, keys) and values
+                (batch, heads, keys, width), without heads if there are three dimensions; then the
+                operands of the steps
+    steps       the ops between product and Softmax, as texts: "Mul . 3" multiplies the score so far
+                (the dot) by operand 3
+    is_guarded  True if a query that sees no key gets zeros, not NaN
+    result      the weighted means of values
+    nodes       the nodes that compute the result, the last one last
     """
 
     operands: list[gs.Tensor]
@@ -43,8 +44,8 @@ class ExportedAttention:
 
 
 def find_attention(softmax: gs.Node, graph: gs.Graph) -> ExportedAttention | None:
-    """The attention around a Softmax; None if there is none, or if anything else reads its scores
-    or weights."""
+    """Returns the attention around a Softmax; None if there is none, or if anything else reads its
+    scores or weights."""
     shape = tensor_shape(softmax.outputs[0])
     if shape is None or len(shape) not in (3, 4):
         return None
@@ -69,8 +70,8 @@ def find_attention(softmax: gs.Node, graph: gs.Graph) -> ExportedAttention | Non
 
 
 def _index(tensor: gs.Tensor, score: gs.Tensor, operands: list[gs.Tensor]) -> str:
-    """Returns an operand of a step as text: a dot for `score`, else its index in `operands`;
-    appends it to `operands` if it is new."""
+    """Returns an operand of a step as text: a dot for `score`, else its index in `operands`, to
+    which a new one is appended."""
     if tensor is score:
         return SCORE
     at = next((i for i, t in enumerate(operands) if t is tensor and i > 2), len(operands))
@@ -80,8 +81,8 @@ def _index(tensor: gs.Tensor, score: gs.Tensor, operands: list[gs.Tensor]) -> st
 
 
 def _fit(operands: list[gs.Tensor], shape: tuple[Size, ...]) -> bool:
-    """True if queries, keys and values (`operands`) have the same batch, and keys and values one
-    head or as many heads as queries. `shape` is that of the scores."""
+    """True if `operands` (queries, keys and values) fit each other: the same batch, and for keys
+    and values one head, or as many heads as queries. `shape` is that of the scores."""
     query, key, value = (tensor_shape(t) or () for t in operands)
     if not len(query) == len(key) == len(value) == len(shape) or None in (*query, *key, *value):
         return False
@@ -98,16 +99,16 @@ def _spreads(own: tuple[Size, ...] | None, shape: tuple[Size, ...]) -> bool:
 
 
 class _Search:
-    """Follows scores of one `shape` through nodes. Only the next node may read a score; `kept` has
-    the ids of the graph's outputs."""
+    """Follows scores and weights of attention, all of one `shape`, from node to node. Only the next
+    node may read them; `kept` has the ids of the graph's outputs."""
 
     def __init__(self, shape: tuple[Size, ...], kept: Collection[int]) -> None:
         self.shape = shape
         self.kept = kept
 
     def steps(self, tensor: gs.Tensor) -> list[gs.Node] | None:
-        """Returns the nodes that compute a tensor of scores, first the MatMul, then elementwise
-        ops; None if the tensor is not made so."""
+        """Returns the nodes that compute the scores `tensor`: a MatMul, then elementwise ops. None
+        if other nodes compute it."""
         node = tensor.inputs[0] if tensor.inputs else None
         is_score = tensor_shape(tensor) == self.shape and str(dtype_of(tensor)) in _DTYPES
         if node is None or node.domain or self.reader(tensor) is None or not is_score:
@@ -123,8 +124,8 @@ class _Search:
         return None
 
     def weighted(self, weights: gs.Tensor) -> list[gs.Node] | None:
-        """Returns the MatMul of weights and values, and before it an IsNaN and a Where that replace
-        NaN among the weights by zero, if there are any."""
+        """Returns the MatMul of weights and values; before it, the IsNaN and the Where that replace
+        NaN among the weights by zero, if there are any. None if there is no such MatMul."""
         guards = list[gs.Node]()
         if {node.op for node in weights.outputs} == {"IsNaN", "Where"}:
             guards = sorted(weights.outputs, key=lambda node: str(node.op))
@@ -146,6 +147,7 @@ class _Search:
         return is_read and is_all and value is not None and not np.any(value)
 
     def reader(self, tensor: gs.Tensor) -> gs.Node | None:
-        """The only node that reads a tensor, once."""
+        """Returns the only node that reads a tensor, once; None if more or other nodes do, or it is
+        an output."""
         is_inner = len(tensor.outputs) == 1 and id(tensor) not in self.kept
         return tensor.outputs[0] if is_inner else None

@@ -1,4 +1,9 @@
-"""Follows an expert that selects its tokens with NonZero, from the NonZero to the sum."""
+"""Follows one expert of a mixture that selects its tokens with NonZero, from the NonZero to the sum
+of results.
+
+A pair is one entry of the mask of the expert: a token and a slot, that is, the place of the expert
+among the top k of the token.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +25,10 @@ _IN_ORDER = frozenset(["Flatten", "Unsqueeze", "Squeeze", "Reshape", "Identity"]
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight for each pair of a token and a slot, [pair, 1] or [pair]. `form` (a, b) says where
-    it is: for the pair at (row, column) of the expert's mask, element a * row + b * column of the
-    flat `table`."""
+    """The weights with which an expert's results are multiplied, as elements of a table. A pair is
+    an entry of the expert's mask, a token and a slot (place among the token's top k); the weight of
+    the pair at (row, column) of the mask is element a * row + b * column of the flat `table`, where
+    `form` is (a, b)."""
 
     table: gs.Tensor
     form: tuple[int, int]
@@ -30,7 +36,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """The rows of pairs, times a weight for each pair."""
+    """The rows of an expert's tokens, each multiplied by its weight."""
 
     rows: Rows
     weight: Weight
@@ -38,7 +44,7 @@ class _Scaled:
 
 @dataclass(frozen=True)
 class _Placed:
-    """The result of a scatter into zeros: the row of each pair is where its token is."""
+    """The result of a scatter of an expert's rows into zeros: each row is where its token is."""
 
     rows: Rows
     weight: Weight | None
@@ -46,19 +52,19 @@ class _Placed:
 
 @dataclass(eq=False)
 class ScatteredExpert(RowProgram):
-    """One expert: the NonZero `seed` that selects its pairs of a token and a slot, and the results
-    for these pairs.
+    """One expert, as far as its nodes are followed, from the NonZero `seed` that selects its pairs:
+    a token and a slot (place among the token's top k).
 
-    which       the number of the expert in the mask, if it is constant
-    number      the tensor that has that number
+    which       the number of the expert in the mask, if it is constant; else None
+    number      the tensor with that number, if there is one
     tokens      the tensor whose rows the expert reads, and its dimension of tokens
     token       (a, b): the token of a pair is a * row + b * column of the mask
     result      the last step's rows, which are added to the total
     weight      the weight of each pair's result, if there is one
     total       the tensor to whose rows the expert adds, and the sum
     overwrites  True if of two pairs of one token only the last counts
-    others      indices and weights of pairs, by the id of the tensor
-    guards      by the id of a sum that is the result of an If's first branch, the If
+    others      what tensors other than rows mean (an Index, a Weight ...), by the id of the tensor
+    guards      an If that runs the expert only if it has tokens, by the id of its branch's result
     """
 
     seed: gs.Node = field(default_factory=gs.Node)
@@ -74,8 +80,8 @@ class ScatteredExpert(RowProgram):
     guards: Mapping[int, gs.Node] = field(default_factory=dict)
 
     def operand(self, tensor: gs.Tensor) -> Own | Stacked | Shared | Beside | None:
-        """Returns a constant, or the expert's slice of a tensor of all experts, also transposed;
-        else None."""
+        """Returns the weight that a node of the expert reads: a constant, or the expert's slice of
+        a tensor of all experts, perhaps transposed. None if the tensor is neither."""
         flipped, maker = False, tensor.inputs[0] if tensor.inputs else None
         if maker is not None and maker.op == "Transpose" and maker.attrs.get("perm") == [1, 0]:
             flipped, tensor = True, maker.inputs[0]
@@ -89,7 +95,8 @@ class ScatteredExpert(RowProgram):
 
 
 def follow(expert: ScatteredExpert, node: gs.Node) -> bool:
-    """Records a node that reads tensors of an expert; False if the node is not understood."""
+    """Records what the results of a node mean that reads tensors of an expert; returns False if the
+    node is of no known form."""
     reads = [expert.others.get(id(t)) for t in node.inputs]
     rows = [expert.rows(t) for t in node.inputs]
     if any(isinstance(r, Index) for r in reads):
@@ -109,8 +116,8 @@ def follow(expert: ScatteredExpert, node: gs.Node) -> bool:
 
 def _move_index(expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any]) -> bool:
     """Records the result of a node that computes with indices, or moves their dimensions (Add, Mul,
-    Slice, Reshape ...). Like all functions that `follow` calls, returns False if the node is not
-    understood."""
+    Slice, Reshape ...). Returns False if the node is of no known form, as all functions do that
+    `follow` calls."""
     result = moved_index(node, reads)
     if isinstance(result, list):
         expert.others |= {id(t): r for t, r in zip(node.outputs, result, strict=True)}
@@ -121,8 +128,8 @@ def _move_index(expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any]) ->
 
 
 def _gather(expert: ScatteredExpert, node: gs.Node, index: Index) -> bool:
-    """Records the result of a Gather or GatherND by `index`: the rows of tokens, or a weight for
-    each pair."""
+    """Records the result of a Gather or GatherND by `index`, which numbers an expert's tokens: the
+    rows of these tokens, or their weights."""
     data = node.inputs[0]
     shape = tensor_shape(data)
     is_nd = node.op == "GatherND"
@@ -157,7 +164,8 @@ def _gather(expert: ScatteredExpert, node: gs.Node, index: Index) -> bool:
 def _read_tokens(
     expert: ScatteredExpert, node: gs.Node, index: Index, shape: Sequence[int | None]
 ) -> bool:
-    """Records the result of a Gather as the input of the expert: the rows of its tokens."""
+    """Records the result of a Gather as the input of the expert: the rows of its tokens. `shape` is
+    that of the gathered tensor."""
     axis = 0 if node.op == "GatherND" else node.attrs.get("axis", 0) % len(shape)
     others = [s for i, s in enumerate(shape[:-1]) if i != axis]
     if axis == len(shape) - 1 or any(s != 1 for s in others):
@@ -175,8 +183,9 @@ def _read_tokens(
 def _scale(
     expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any], rows: Sequence[Rows | None]
 ) -> bool:
-    """Records the result of a node that reads weights of pairs: moves or casts them, or multiplies
-    rows by them. `reads` and `rows` have the known meaning of each operand; None if it has none."""
+    """Records the result of a node that reads the weights of an expert's rows: it moves or casts
+    them, or multiplies the rows by them. For each operand, `reads` and `rows` have its known
+    meaning, or None."""
     weight = next(r for r in reads if r is not None)
     out = node.outputs[0]
     if node.op in MOVES and reads[0] is weight:
@@ -196,7 +205,8 @@ def _scale(
 
 
 def _pass_scaled(expert: ScatteredExpert, node: gs.Node, scaled: Any) -> bool:
-    """Records the result of a Cast, Identity or Expand of scaled rows, if it changes nothing."""
+    """Records the result of a Cast, Identity or Expand of scaled rows, if the op changes nothing.
+    `scaled` is the meaning of the operand."""
     if node.op == "Cast" and isinstance(scaled, _Scaled):
         is_same = bool(node.outputs[0].dtype == node.inputs[0].dtype)
     else:
@@ -210,8 +220,8 @@ def _pass_scaled(expert: ScatteredExpert, node: gs.Node, scaled: Any) -> bool:
 
 
 def _scatter(expert: ScatteredExpert, node: gs.Node, index: Any) -> bool:
-    """Records a ScatterND or ScatterElements that puts the rows of pairs where their tokens are:
-    adds them to a total, or replaces zeros."""
+    """Records a ScatterND or ScatterElements that puts an expert's rows where their tokens are:
+    adds them to a total, or overwrites zeros. `index` is the meaning of its indices."""
     total, updates = node.inputs[0], node.inputs[2]
     value = expert.others.get(id(updates)) or expert.rows(updates)
     is_token = isinstance(index, Index) and index.forms == (expert.token,)
@@ -232,6 +242,7 @@ def _scatter(expert: ScatteredExpert, node: gs.Node, index: Any) -> bool:
 
 
 def _add_placed(expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any]) -> bool:
+    """Records an Add of rows that a scatter has put into zeros, and of the total so far."""
     placed = next(r for r in reads if r is not None)
     others = [t for t, r in zip(node.inputs, reads, strict=True) if r is None]
     if node.op != "Add" or len(others) != 1:
@@ -243,6 +254,8 @@ def _add_placed(expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any]) ->
 def _finish(
     expert: ScatteredExpert, rows: Rows, weight: Weight | None, before: gs.Tensor, after: gs.Tensor
 ) -> bool:
+    """Records the end of the expert: `rows`, times `weight`, are added to the total `before`, which
+    gives `after`. If an If guards the sum, its result is the total."""
     guard = expert.guards.get(id(after))
     if guard is not None:
         if not _runs_for_rows(guard, expert, before):
@@ -255,7 +268,7 @@ def _finish(
 
 
 def _runs_for_rows(guard: gs.Node, expert: ScatteredExpert, before: gs.Tensor) -> bool:
-    """True if an If, `guard`, runs its first branch only where the expert has tokens, and else
+    """True if the If `guard` runs its first branch only where the expert has tokens, and else
     returns `before`, the total without this expert."""
     condition, sizes = guard.inputs[0], ("Cast", "Identity", "Squeeze", "ReduceProd", "Gather")
     while condition.inputs and condition.inputs[0].op in ("Cast", "Identity"):
@@ -277,7 +290,7 @@ def _runs_for_rows(guard: gs.Node, expert: ScatteredExpert, before: gs.Tensor) -
 
 
 def is_zero(tensor: gs.Tensor) -> bool:
-    """True for a tensor of zeros."""
+    """True for a tensor that is known to be all zeros."""
     value = constant(tensor)
     if value is not None:
         return not value.any()

@@ -1,5 +1,5 @@
-"""Finds attention by its caches, which a Concat or an op of attention extends by the keys or values
-of new tokens.
+"""Finds the attentions of a decoder by their caches: a Concat, or an op of attention itself,
+appends the keys or values of new tokens to a cache.
 
 In basic ops, keys reach a product with the queries, and values a product with the weights, through
 nodes whose other operands depend on sizes alone. This module ignores what the nodes in between
@@ -23,14 +23,14 @@ _FUSED = {("", "Attention"): 4, ("com.microsoft", "MultiHeadAttention"): 6}
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache of keys or values.
+    """A cache of keys or values, by names of tensors.
 
-    past    the input
-    new     the keys or values of the new tokens
-    joined  `past` and `new` together
-    present the output, a copy of `joined`
-    nodes   the nodes that compute `present`
-    fused   the op of attention that joins `past` and `new`; None: a Concat does
+    past     the input with the keys or values of earlier tokens
+    new      the keys or values of the new tokens
+    joined   `past` and `new` together
+    present  the output, a copy of `joined`
+    nodes    the nodes that compute `present`
+    fused    the op of attention that joins `past` and `new`; None: a Concat joins them
     """
 
     past: str
@@ -43,13 +43,15 @@ class Cache:
 
 @dataclass(frozen=True)
 class FoundAttention:
-    """An attention that reads two caches.
+    """An attention that reads two caches, by names of tensors.
 
-    query   the operand of the product with the keys
-    scores  the product with the keys; empty for one node
-    masked  the operand of the softmax; `steps` are the nodes that compute it from the scores
-    output  the product with the values
-    nodes   all nodes, in the order of the graph
+    keys, values  the caches
+    query         the operand of the product with the keys
+    scores        the product with the keys; empty if the attention is a single node
+    masked        the operand of the Softmax
+    output        the product with the values
+    steps         the nodes that compute `masked` from `scores`
+    nodes         all nodes of the attention, in the order of the graph
     """
 
     keys: Cache
@@ -72,7 +74,8 @@ class _Way:
 
 
 def find_caches(graph: GraphProto) -> list[Cache]:
-    """Returns the caches that a Concat or an op of attention extends, in the order of outputs."""
+    """Returns the caches that a Concat or an op of attention extends, in the order of the graph's
+    outputs."""
     makers = {name: node for node in graph.node for name in node.output}
     types = {i.name: i.type.tensor_type.elem_type for i in graph.input}
     caches = []
@@ -100,8 +103,8 @@ def find_caches(graph: GraphProto) -> list[Cache]:
 
 
 def _copied(name: str, makers: dict[str, NodeProto], elem: int, nodes: list[NodeProto]) -> str:
-    """Follows Casts to the type `elem` and Identities back from a tensor; returns the tensor that
-    they copy, and appends them to `nodes`."""
+    """Returns the tensor that `name` is a copy of, through Identities and Casts to the ONNX data
+    type `elem`; appends these nodes to `nodes`."""
     while name in makers and _is_copy(makers[name], elem):
         nodes.append(makers[name])
         name = makers[name].input[0]
@@ -109,8 +112,8 @@ def _copied(name: str, makers: dict[str, NodeProto], elem: int, nodes: list[Node
 
 
 def find_attentions(graph: GraphProto, caches: list[Cache], sample: Sample) -> list[FoundAttention]:
-    """Returns the attention of each pair of caches. Errors: ModelError if a cache is read in
-    another way."""
+    """Returns the attention of each pair of caches, keys and values. `sample` has the values of
+    tensors that depend on sizes alone. Errors: ModelError if a cache is read in another way."""
     search = _Search(graph, sample)
     basic = [cache for cache in caches if cache.fused is None]
     ways = {cache.past: search.way(cache) for cache in basic}
@@ -131,8 +134,8 @@ def find_attentions(graph: GraphProto, caches: list[Cache], sample: Sample) -> l
 
 
 class _Search:
-    """Follows tensors through nodes whose other operands depend on sizes alone; `sample` has the
-    values of such operands."""
+    """Follows tensors from node to node, through nodes whose other operands depend on sizes alone;
+    `sample` has the values of such operands."""
 
     def __init__(self, graph: GraphProto, sample: Sample) -> None:
         self.sample = sample
@@ -144,8 +147,9 @@ class _Search:
                     self.readers[name].append(node)
 
     def way(self, cache: Cache) -> _Way:
-        """Follows a cache to the product that reads it. Errors: ModelError if several nodes read
-        it, or one mixes it with a tensor that does not depend on sizes alone."""
+        """Returns the nodes from a cache to the matrix product that reads it. Errors: ModelError if
+        several nodes read the cache, or a node mixes it with a tensor that does not depend on sizes
+        alone."""
         nodes: list[NodeProto] = []
         name = cache.joined
         while True:
@@ -163,15 +167,17 @@ class _Search:
             name = node.output[0]
 
     def _is_read(self, node: NodeProto) -> bool:
-        """True for a node whose results other nodes read; not for one that only makes an output."""
+        """True for a node whose results other nodes read; False if it only makes an output."""
         return any(self.readers[name] for name in node.output)
 
     def attention(
         self, keys: Cache, ways: dict[str, _Way], by_product: dict[str, Cache]
     ) -> FoundAttention | None:
         """Returns the attention whose keys are in the cache `keys`; None if the cache has values.
-        `ways` are by the name of a cache's input, `by_product` has the cache that a product reads,
-        by the product's name."""
+
+        ways        by the name of a cache's input, the nodes from the cache to its product
+        by_product  by the name of a product's result, the cache that the product reads
+        """
         way = ways[keys.past]
         query = next((n for n in way.product.input if n != way.operand), None)
         scores = way.product.output[0]
@@ -213,8 +219,8 @@ class _Search:
         return attentions
 
     def _inner(self, scores: str, by_product: dict[str, Cache]) -> list[NodeProto]:
-        """Returns the nodes from scores to the product with values, in order; an empty list if a
-        node reads another tensor that does not depend on sizes alone, or if a node follows the
+        """Returns the nodes from `scores` to the product with values, in order. Empty if a node
+        reads another tensor that does not depend on sizes alone, or if a node follows the
         product."""
         results, inner = {scores}, dict[str, NodeProto]()
         todo = list(self.readers[scores])
@@ -233,14 +239,14 @@ class _Search:
         return list(inner.values())
 
     def _unknown(self, node: NodeProto, results: set[str]) -> list[str]:
-        """Returns the operands of a node that are not in `results`, and depend on more than
+        """Returns the operands of a node that are not in `results`, and that depend on more than
         sizes."""
         others = [name for name in node.input if name and name not in results]
         return [name for name in others if self.sample.value(name) is None]
 
 
 def _is_copy(node: NodeProto, elem: int) -> bool:
-    """True if a node copies its operand, if that has the ONNX dtype `elem`."""
+    """True for an Identity, or a Cast to the ONNX data type `elem`."""
     is_cast = node.op_type == "Cast" and any(a.name == "to" and a.i == elem for a in node.attribute)
     return is_cast or node.op_type == "Identity"
 

@@ -1,4 +1,4 @@
-"""Inlines the functions of a model."""
+"""Inlines the functions of a model: puts the nodes of a function in place of each call."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _Key = tuple[str, str, str]
 
 
 def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """Returns the model with the calls of its functions replaced by their nodes. A function with
-    the name of an op of onnxruntime is dropped, because onnxruntime runs its own op. Errors:
-    ModelError, before anything expands, if a function calls itself, or if the calls expand into too
-    many nodes."""
+    """Returns the model with the calls of its functions replaced by the functions' nodes. A
+    function with the name of an op that onnxruntime has is dropped, because onnxruntime runs its
+    own op. Errors: ModelError, before anything expands, if a function calls itself, or if the calls
+    expand into too many nodes."""
     functions = [f for f in proto.functions if not is_known(f.name, f.domain)]
     if len(functions) < len(proto.functions):
         del proto.functions[:]
@@ -47,7 +47,7 @@ def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 
 
 def _take_opsets(proto: onnx.ModelProto, path: Path) -> None:
-    """Gives each function the opsets of the model, because onnxruntime runs functions by these.
+    """Sets the opsets of each function to the model's opsets, by which onnxruntime runs functions.
     Errors: ModelError for a node that does not exist in the model's opset, which onnxruntime
     refuses, too."""
     model = {o.domain.removeprefix("ai.onnx"): o.version for o in proto.opset_import}
@@ -79,8 +79,8 @@ def _has(node: NodeProto, opset: int) -> bool:
 
 
 def _check_expansion(proto: onnx.ModelProto, path: Path) -> None:
-    """Counts the nodes that the inlined model would have. Errors: ModelError if there are too many,
-    or if a function reads an unknown name or calls itself."""
+    """Counts the nodes that the model would have after inlining. Errors: ModelError if there are
+    too many, or if a function reads an unknown name or calls itself."""
     for function in proto.functions:
         names = {"", *function.input, *(name for node in function.node for name in node.output)}
         lost = sorted({name for node in function.node for name in reads_of(node)} - names)
@@ -121,11 +121,14 @@ def _check_expansion(proto: onnx.ModelProto, path: Path) -> None:
 
 
 def _key(entry: FunctionProto | NodeProto) -> _Key:
+    """Returns the key by which a call and its function find each other: domain, name and
+    overload."""
     name = entry.name if isinstance(entry, FunctionProto) else entry.op_type
     return "" if entry.domain == "ai.onnx" else entry.domain, name, entry.overload
 
 
 def _nodes(nodes: Iterable[Any]) -> Iterable[NodeProto]:
+    """Yields the nodes, and the nodes of their bodies, at any depth."""
     for node in nodes:
         yield node
         for inner in subgraphs_of(node):

@@ -1,10 +1,10 @@
-"""Tensors between nodes that onnxruntime fuses, which must not be resharded.
+"""Finds the tensors between nodes that onnxruntime fuses; they must not be resharded.
 
 A quantized model reads stored integers through DequantizeLinear, and rounds results with
 QuantizeLinear. onnxruntime fuses these two with the node between them (to MatMulNBits, QLinearConv
 and others). With a collective or a slice in between, onnxruntime would not fuse the nodes but
 compute in floats: rounding would differ from the unsplit model, and the floats would take memory.
-So such tensors are never resharded: the nodes on both sides split them alike.
+So the nodes on both sides of such a tensor must split it in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ABSORBED = {"Relu", "Clip"}
 
 
 def fused_tensors(graph: gs.Graph) -> frozenset[str]:
-    """Names of the tensors in the graph and its bodies that must not be resharded."""
+    """Returns the names of the tensors in the graph and its bodies that must not be resharded."""
     return frozenset(name for scope in scopes(graph) for name in _Scope(scope).fused())
 
 
@@ -37,8 +37,8 @@ class _Scope:
         self.floats: set[str] = set()
 
     def fused(self) -> set[str]:
-        """Names of the tensors between a DequantizeLinear and its reader, and between that reader
-        and a QuantizeLinear."""
+        """Returns the names of the tensors between a DequantizeLinear and its reader, and between
+        that reader and a QuantizeLinear."""
         for node in self.nodes:
             source = node.inputs[0] if node.inputs else None
             is_float = source is not None and source.name in self.floats
@@ -49,9 +49,9 @@ class _Scope:
         return self.floats.union(*map(self._before, ends))
 
     def _before(self, node: gs.Node) -> set[str]:
-        """Returns the names of the tensors from a node to the QuantizeLinear `node` that rounds the
-        node's result; none unless all operands of the node are dequantized or stored, so that
-        onnxruntime fuses them."""
+        """Returns the names of the tensors from the node that onnxruntime fuses with the
+        QuantizeLinear `node` to the latter. Empty if it fuses no node; it fuses a node whose
+        operands are all dequantized or stored."""
         names: set[str] = set()
         while node.inputs[0].inputs and self._reader(node.inputs[0]):
             names.add(node.inputs[0].name)
@@ -64,17 +64,18 @@ class _Scope:
         return set()
 
     def _reader(self, tensor: gs.Tensor) -> gs.Node | None:
-        """The only reader of a tensor, if it is in this graph and reads it once; else None."""
+        """Returns the only node that reads a tensor, if it is in this graph and reads it once; else
+        None."""
         readers = tensor.outputs
         is_one = len(readers) == 1 and id(tensor) not in self.results
         return readers[0] if is_one and id(readers[0]) in self.own else None
 
 
 def separate_dequantized(graph: gs.Graph) -> None:
-    """Gives each reader of a DequantizeLinear its own copy of that node, as onnxruntime does, so
-    that the readers can be split differently. Only a weight in blocks that a MatMul or Gemm reads
-    keeps one DequantizeLinear for all readers: onnxruntime does not fuse that if several nodes read
-    it."""
+    """Gives each reader of a DequantizeLinear its own copy of that node, in place, as onnxruntime
+    does, so that the readers can be split differently. Exception: a weight quantized in blocks that
+    a MatMul or Gemm reads keeps one DequantizeLinear, which onnxruntime fuses only if a single node
+    reads it."""
     names = names_of(graph)
     for scope in scopes(graph):
         results = {id(tensor) for tensor in scope.outputs}
@@ -90,7 +91,8 @@ def separate_dequantized(graph: gs.Graph) -> None:
 
 
 def _join_blocks(graph: gs.Graph, results: set[int]) -> None:
-    """Makes all MatMuls and Gemms that read the same weight in blocks read one DequantizeLinear."""
+    """Lets all MatMuls and Gemms that read the same weight in blocks read one DequantizeLinear.
+    `results` are the ids of the graph's outputs."""
     first: dict[tuple[int, ...], gs.Node] = {}
     for node in graph.nodes:
         if node.op != _DEQUANTIZE or not _multiplies_blocks(node):
@@ -101,18 +103,18 @@ def _join_blocks(graph: gs.Graph, results: set[int]) -> None:
 
 
 def _multiplies_blocks(node: gs.Node) -> bool:
+    """True for a DequantizeLinear of blocks whose result a MatMul or Gemm reads."""
     is_block = bool(node.attrs.get("block_size"))
     return is_block and any(reader.op in ("MatMul", "Gemm") for reader in _readers(node))
 
 
 def _readers(node: gs.Node) -> list[gs.Node]:
-    """Each reader of a node's first result, once."""
+    """Returns the nodes that read a node's first result, each once."""
     return list({id(r): r for r in node.outputs[0].outputs}.values())
 
 
 def _copy_for(reader: gs.Node, node: gs.Node, number: int, names: Names) -> gs.Node:
-    """Makes a copy of a DequantizeLinear for one reader, which reads the copy from now on; returns
-    the copy."""
+    """Returns a copy, number `number`, of a DequantizeLinear, which `reader` reads from now on."""
     result = node.outputs[0]
     own = gs.Variable(names.free(f"{result.name}@{number}"), result.dtype, result.shape)
     for i, operand in enumerate(reader.inputs):

@@ -1,5 +1,6 @@
-"""Finds mixtures whose products read a matrix for each row: gathered by the number of the row's
-expert, or each for a range of rows that are sorted by expert.
+"""Finds mixtures of experts in which each row is multiplied by the matrix of its expert. The
+matrices are gathered by the numbers of the rows' experts, or the rows are sorted by expert, and
+each expert's range is multiplied by its matrix.
 
 These are the forms in which Hugging Face's models are exported since experts are one parameter:
 
@@ -31,11 +32,10 @@ _SAME_ORDER = frozenset(["Unsqueeze", "Squeeze", "Reshape", "Flatten", "Cast", "
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """A product by expert of rows that are sorted by expert: Concat of rows[start:end] @
-    weight[expert].
+    """A product of rows that are sorted by expert: Concat of rows[start:end] @ weight[expert].
 
     rows     the tensor whose rows are read
-    weight   the matrices of all experts
+    weight   the matrices of all experts, [expert, row, column]
     ends     the end of each expert's range of rows
     joined   the Concat of the products
     readers  the ids of the nodes that take ranges of `rows`
@@ -50,16 +50,20 @@ class _Group:
 
 @dataclass(eq=False)
 class _Rows(RowProgram):
-    """The steps that each row goes through. `picked` has the tensors with a matrix or a vector for
-    each row, by id, as slices of the stack from which they are gathered; `size` is the number of
-    rows."""
+    """The steps of a mixture of experts that compute each row by itself, as one program for all
+    rows.
+
+    picked  the tensors with a matrix or a vector for each row, by id: slices of the stack from
+            which they are gathered
+    size    the number of rows
+    """
 
     picked: dict[int, Stacked] = field(default_factory=dict)
     size: int = 0
 
     def operand(self, tensor: gs.Tensor) -> Own | Stacked | Shared | Beside | None:
-        """Returns the operand for a tensor: the matrix of the row's expert, a vector for all rows,
-        or a tensor with as many rows; else None."""
+        """Returns the operand of a step for a tensor: the matrix of each row's expert, a vector for
+        all rows, or a tensor with as many rows. None if the tensor is none of these."""
         if id(tensor) in self.picked:
             return self.picked[id(tensor)]
         if isinstance(tensor, gs.Constant):
@@ -70,7 +74,8 @@ class _Rows(RowProgram):
         return None
 
     def group(self, group: _Group) -> bool:
-        """Records a product of ranges of rows; False if its operand is not recorded."""
+        """Records the product of sorted rows as a step; returns False if no step has computed the
+        rows."""
         x = self.rows(group.rows)
         columns = (tensor_shape(group.weight) or (None,))[-1]
         if x is None or x.labels != "Rf" or columns is None:
@@ -81,7 +86,8 @@ class _Rows(RowProgram):
 
 
 def gathered_mixtures(graph: gs.Graph, folder: Path) -> None:
-    """Rewrites the mixtures of a graph in place."""
+    """Rewrites the mixtures of a graph in place, with the expert as a dimension. `folder` has the
+    model's external data."""
     for ids, picks in _picks(graph):
         _rewrite(graph, folder, ids, picks, [])
     groups = list(_groups(graph))
@@ -90,8 +96,9 @@ def gathered_mixtures(graph: gs.Graph, folder: Path) -> None:
 
 
 def _picks(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, dict[int, Stacked]]]:
-    """Yields each vector with the number of each row's expert, and the tensors that are gathered by
-    it from stacked weights, by id; only if one of the weights is a matrix for each expert."""
+    """Yields each vector with the number of each row's expert, together with the tensors that are
+    gathered by these numbers from stacked weights, by id. At least one of the weights is a matrix
+    for each expert."""
     by_ids: dict[int, dict[int, Stacked]] = defaultdict(dict)
     numbers: dict[int, gs.Tensor] = {}
     for node in graph.nodes:
@@ -117,8 +124,8 @@ def _picks(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, dict[int, Stacked]]]:
 
 
 def _is_chosen(tensor: gs.Tensor) -> bool:
-    """True for numbers that the model computes from what it chooses by TopK, ArgMax or ArgMin, and
-    not from an input: rows of a table of adapters, say, are no mixture."""
+    """True for numbers that the model computes with TopK, ArgMax or ArgMin, and not from an input:
+    rows that an input selects from a table of adapters, say, are no mixture."""
     todo, seen, is_any = [tensor], {id(tensor)}, False
     while todo:
         each = todo.pop()
@@ -135,15 +142,15 @@ def _is_chosen(tensor: gs.Tensor) -> bool:
 
 
 def _is_stored(tensor: gs.Tensor) -> bool:
-    """True for a weight, and for one that an Identity or a Transpose reads."""
+    """True for a weight, perhaps behind Identities and Transposes."""
     while tensor.inputs and tensor.inputs[0].op in ("Identity", "Transpose"):
         tensor = tensor.inputs[0].inputs[0]
     return is_weight(tensor)
 
 
 def _moved(tensor: gs.Tensor, pick: Stacked) -> dict[int, Stacked]:
-    """Returns a tensor of gathered matrices or vectors, and the results of nodes that transpose
-    them or add a dimension, by id, each as a slice of the stack `pick`."""
+    """Returns what tensors are, by id: `tensor`, which has a matrix or vector of the stack `pick`
+    for each row, and the results of nodes that only transpose these or add a dimension."""
     moved = {id(tensor): pick}
     for node in tensor.outputs:
         if node.op == "Transpose" and node.attrs.get("perm") == [0, 2, 1]:
@@ -158,7 +165,7 @@ def _is_vector(pick: Stacked) -> bool:
 
 
 def _groups(graph: gs.Graph) -> Iterator[_Group]:
-    """Yields the products of ranges of rows that a Concat joins."""
+    """Yields the products of sorted rows, which a Concat joins."""
     for node in graph.nodes:
         if node.op == "Concat" and node.attrs.get("axis") == 0 and len(node.inputs) > 1:
             group = _group(node)
@@ -167,6 +174,8 @@ def _groups(graph: gs.Graph) -> Iterator[_Group]:
 
 
 def _group(joined: gs.Node) -> _Group | None:
+    """Returns the product of sorted rows that the Concat `joined` ends; None if it is of another
+    form."""
     rows: list[gs.Tensor] = []
     weights: list[gs.Tensor] = []
     ends: list[gs.Tensor] = []
@@ -197,13 +206,14 @@ def _group(joined: gs.Node) -> _Group | None:
 
 
 def _maker(tensor: gs.Tensor, op: str) -> gs.Node | None:
+    """Returns the node that makes a tensor, if it has this op; else None."""
     node = tensor.inputs[0] if tensor.inputs else None
     return node if node is not None and node.op == op else None
 
 
 def _part(tensor: gs.Tensor, number: int) -> gs.Tensor | None:
-    """If `tensor` is Squeeze(Split(y)[number]), perhaps with Casts, and the Split is into single
-    elements of the first dimension, returns y; else None."""
+    """Returns y if `tensor` is element `number` of y along the first dimension:
+    Squeeze(Split(y)[number]), perhaps with Casts. Else None."""
     while (node := _maker(tensor, "Squeeze") or _maker(tensor, "Cast")) is not None:
         tensor = node.inputs[0]
     split = _maker(tensor, "Split")
@@ -217,8 +227,8 @@ def _rewrite(
     graph: gs.Graph, folder: Path, source: gs.Tensor, picks: dict[int, Stacked],
     groups: list[_Group],
 ) -> None:  # fmt: skip
-    """Replaces the steps from the first product with an expert's matrix to the last one, or to the
-    addition of an expert's vector, by those of a mixture with the expert as first dimension.
+    """Replaces a mixture of experts by one in which the expert is the first dimension of tensors,
+    in place: the nodes from the first to the last one that reads an expert's matrix or vector.
 
     source  the number of each row's expert, or (with `groups`) the end of each expert's range
     picks   the tensors gathered by `source`, as `_picks` yields them
@@ -280,9 +290,12 @@ def _rewrite(
 def _start(
     graph: gs.Graph, picks: Mapping[int, Stacked], groups: list[_Group], order: Mapping[int, int]
 ) -> tuple[gs.Tensor, str] | None:
-    """Returns the tensor of rows that the first product reads, and the labels of its dimensions
-    (see `Rows`); None if its dimensions are not known. The product is the first of `groups` or,
-    without groups, the first MatMul with weights in `picks`. `order` numbers the nodes."""
+    """Returns the tensor of rows that enters a mixture of experts, and the labels of its dimensions
+    (see `Rows`); None if the dimensions are not known. The first product is the first of `groups`
+    or, without groups, the first MatMul with weights in `picks`.
+
+    order  the places of nodes, by id()
+    """
     firsts = [n for n in graph.nodes if n.op == "MatMul" and any(id(t) in picks for t in n.inputs)]
     if groups:
         first = min(groups, key=lambda g: order[id(g.joined)])
@@ -300,9 +313,12 @@ def _start(
 def _follow_all(
     program: _Rows, entry: gs.Tensor, order: Mapping[int, int], groups: list[_Group]
 ) -> list[Rows]:
-    """Records the nodes that read rows in `program`, from `entry` on, as far as they are row-wise;
-    returns the rows that other nodes read. Nodes are followed in `order`; the readers of one of
-    `groups` are followed as a single node."""
+    """Records in `program` all nodes from `entry` on that compute each row by itself. Returns the
+    rows that other nodes read.
+
+    order   the places of nodes, by id()
+    groups  products of sorted rows; the nodes of each are one step
+    """
     todo: list[tuple[int, gs.Node]] = []
     queued: set[int] = set()
     outside: list[Rows] = []
@@ -334,7 +350,8 @@ def _follow_all(
 
 
 def _of_expert(write: DenseExperts, ids: gs.Tensor) -> gs.Tensor:
-    """A mask of each expert's rows, [expert, row, 1], from the number of each row's expert."""
+    """Returns the mask of each expert's rows, [expert, row, 1], from `ids`, the number of each
+    row's expert."""
     shape = [1, write.tokens, 1]
     ids = write.add("Reshape", [ids, np.array([1, -1, 1], np.int64)], ids.dtype, shape)
     if not _is_found(ids, write.experts):
@@ -347,8 +364,8 @@ def _of_expert(write: DenseExperts, ids: gs.Tensor) -> gs.Tensor:
 
 
 def _is_found(tensor: gs.Tensor, count: int) -> bool:
-    """True for numbers that TopK, ArgMax or ArgMin gives as indices of `count` elements: none is
-    out of range."""
+    """True for numbers that TopK, ArgMax or ArgMin gives as indices of `count` elements: none of
+    them is out of range."""
     while tensor.inputs and tensor.inputs[0].op in _SAME_ORDER:
         tensor = tensor.inputs[0].inputs[0]
     node = tensor.inputs[0] if tensor.inputs else None
@@ -362,8 +379,8 @@ def _is_found(tensor: gs.Tensor, count: int) -> bool:
 
 
 def _in_range(write: DenseExperts, ends: gs.Tensor, places: gs.Tensor) -> gs.Tensor:
-    """A mask of the rows in each expert's range, [expert, row, 1], from the ends of the ranges and
-    the place of each row."""
+    """Returns the mask of each expert's rows, [expert, row, 1], from `ends`, the end of each
+    expert's range, and `places`, the place of each row in the sorted order."""
     kind = np.dtype(np.int64)
     flag, shape = np.dtype(bool), [write.experts, write.tokens, 1]
     ends = write.add("Cast", [ends], kind, [write.experts], to=7)
@@ -390,8 +407,8 @@ def _without(write: DenseExperts, tensor: gs.Tensor, ones: list[int]) -> gs.Tens
 
 
 def _settle_rows(tensor: gs.Tensor) -> None:
-    """Gives the results of elementwise nodes behind a tensor their number of rows, which is known
-    since the mixture is replaced."""
+    """Gives the results of elementwise nodes behind a tensor its number of rows, which was open
+    before the mixture was replaced."""
     for node in tensor.outputs:
         out = node.outputs[0]
         is_open = out.shape is not None and None in out.shape

@@ -1,4 +1,4 @@
-"""Makes the graph that passes see from a model whose types are known."""
+"""Makes the graph on which passes work from a model whose types are inferred."""
 
 from __future__ import annotations
 
@@ -25,8 +25,15 @@ from onnxpar.load.tolerated import scalar_bounds
 
 
 class Importer:
-    """Makes graphs for passes of a model's protos with inferred types: one graph, or one for each
-    sample size (binding) of a model with open sizes."""
+    """Makes graphs for passes from a model with inferred types: one graph, or one for each sample
+    of the open sizes of a model.
+
+    defaults      values of inputs that need not be fed
+    names         the names in the model
+    is_open       True if the model has open sizes
+    for_training  True if a training step will be made of the model
+    is_cut        True for an encoder behind which there are projections of its decoder
+    """
 
     def __init__(
         self,
@@ -44,7 +51,8 @@ class Importer:
         self.declared = {port.name: _type_copy(port.type) for port in ports}
 
     def graph(self, inferred: onnx.ModelProto) -> gs.Graph:
-        """Returns the graph that passes see. Errors: ModelError for an output without a type."""
+        """Returns the graph on which passes work. `inferred` is the model with all types. Errors:
+        ModelError for an output without a type."""
         _check_outputs(inferred.graph, self.path)
         name_nodes(inferred.graph, self.names)
         graph = import_graph(inferred, self.defaults, self.path.parent)
@@ -86,7 +94,7 @@ def _type_copy(type_: onnx.TypeProto) -> onnx.TypeProto:
 
 
 def _unshare_vectors(graph: gs.Graph) -> None:
-    """Gives each reader of a vector a copy of its own.
+    """Gives each node that reads a stored vector a copy of its own.
 
     Exporters store equal vectors once (biases of zeros), though they belong to different
     dimensions, which may be split differently.
@@ -105,5 +113,6 @@ def _unshare_vectors(graph: gs.Graph) -> None:
 
 
 def _different(nodes: Iterable[gs.Node]) -> list[gs.Node]:
-    """The nodes without duplicates; nodes are compared by identity, as `==` compares attributes."""
+    """Returns the nodes without duplicates. Nodes are compared by identity: `==` would compare
+    attributes."""
     return list({id(node): node for node in nodes}.values())

@@ -1,4 +1,4 @@
-"""Keeps bounds that onnxruntime drops before it rounds to 2, 4 or 8 bits.
+"""Keeps a Relu or Clip that onnxruntime would wrongly drop before it rounds to 2, 4 or 8 bits.
 
 Before a QuantizeLinear with a zero point, onnxruntime leaves out a Relu, whose bound it takes for
 that of the integers. It considers only integers of 8 and 16 bits: for signed integers of 2 and 4
@@ -23,7 +23,8 @@ _CONSIDERED = [TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorPro
 
 
 def drops_bounds(model: onnx.ModelProto) -> bool:
-    """True if onnxruntime may drop a bound in this model that counts."""
+    """True if the model has a QuantizeLinear to a type for which onnxruntime would wrongly drop a
+    bound."""
     nodes = list(nodes_of(model.graph))
     points = {name for n in nodes if n.op_type == "QuantizeLinear" for name in n.input[2:]}
     types = {t.name: t.data_type for t in stored_tensors(model.graph)}
@@ -34,7 +35,8 @@ def drops_bounds(model: onnx.ModelProto) -> bool:
 
 
 def keep_bounds(graph: gs.Graph) -> None:
-    """Writes each Relu and Clip before such a QuantizeLinear as Max and Min, also in bodies."""
+    """Writes each Relu and Clip before such a QuantizeLinear as Max and Min, which onnxruntime
+    keeps; in place, also in bodies."""
     for scope in scopes(graph):
         nodes: list[gs.Node] = []
         for node in scope.nodes:
@@ -43,6 +45,7 @@ def keep_bounds(graph: gs.Graph) -> None:
 
 
 def _is_dropped(node: gs.Node) -> bool:
+    """True for a Relu or Clip that onnxruntime would wrongly drop."""
     is_bound = node.op in ("Relu", "Clip") and not node.domain
     return is_bound and any(
         reader.op == "QuantizeLinear" and _stored(reader.outputs[0]) not in _CONSIDERED
@@ -51,12 +54,13 @@ def _is_dropped(node: gs.Node) -> bool:
 
 
 def _stored(tensor: gs.Tensor) -> int:
-    """ONNX's number of the tensor's type."""
+    """Returns the ONNX data type of a tensor."""
     return helper.np_dtype_to_tensor_dtype(numpy_dtype(tensor))
 
 
 def _kept(node: gs.Node) -> list[gs.Node]:
-    """Returns the Max and Min in place of a Relu or a Clip."""
+    """Returns the Max and the Min in place of a Relu or a Clip, which loses its operands and
+    results."""
     x, *bounds = node.inputs
     if node.op == "Relu":
         bounds = [gs.Constant(f"{node.name}::bound", np.zeros((), dtype_of(x)))]

@@ -16,8 +16,8 @@ _TRAINING = 2
 
 
 def keep_dropouts(graph: gs.Graph) -> None:
-    """Adds a Where that reads the mask of each Dropout whose result the graph returns; it changes
-    no number."""
+    """Lets a Where read the mask of each Dropout whose result the graph returns, so that
+    onnxruntime keeps the Dropout. The Where changes no number."""
     for tensor in graph.outputs:
         node = tensor.inputs[0] if tensor.inputs else None
         if node is None or node.op != "Dropout" or node.outputs[0] is not tensor:

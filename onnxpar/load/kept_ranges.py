@@ -1,6 +1,6 @@
 """Keeps onnxruntime from turning a Gather by a Range that crosses zero into a Slice.
 
-The Slice has the start and the end of the Range, and counts negative ones from the end of the
+The Slice gets the start and the end of the Range, but counts negative ones from the end of the
 dimension: it takes nothing where `x[arange(n - 1, -1, -1)]` takes all rows in reverse.
 """
 
@@ -25,13 +25,14 @@ def takes_ranges(model: onnx.ModelProto) -> bool:
 
 
 def keep_ranges(graph: GraphProto) -> None:
-    """Negates the indices of each such Gather twice, also in bodies."""
+    """Negates twice the indices of each Gather by a Range that may cross zero, in place, also in
+    bodies: so onnxruntime does not see that a Range makes them."""
     rewrite(graph, {Op("Gather", "x", Op("Range", "start", "limit", "step")): _negate_twice})
 
 
 def _negate_twice(at: Match) -> bool:
-    """Lets a Gather read its indices negated twice, if these may be of both signs, as far as
-    constants tell."""
+    """Lets a Gather read its indices negated twice, unless constants tell that the indices are of
+    one sign; returns False if the node stays as it is."""
     start, limit, step = (at.scope.value(at[name]) for name in ("start", "limit", "step"))
     low = start if step is None or np.ravel(step)[0] >= 0 else limit
     if step is None or low is None or np.ravel(low)[0] >= 0:

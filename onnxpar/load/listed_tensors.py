@@ -1,5 +1,5 @@
-"""Replaces a list of tensors by the tensors where a node joins them, or picks one: unlike
-a sequence, they have layouts and gradients."""
+"""Replaces a sequence that lists tensors by the tensors themselves, where a node joins them or
+picks one of them: unlike a sequence, tensors have layouts and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Loads a model: checked, functions inlined, every shape known, weights left where they are."""
+"""Loads a model: checks it, inlines functions, infers every shape, and leaves weights in their
+files."""
 
 from __future__ import annotations
 
@@ -38,10 +39,12 @@ from onnxpar.load.upgrade import upgrade
 class Model:
     """A loaded model. `graph` is complete: static shapes, unique node names, lazy weights.
 
-    header    the model's metadata
-    fixed     inputs with a default value that are constants here, since it may decide shapes
-    stored    names of the initializers of the file
-    step      the ports of a training step; None for other models
+    states     (input, output) pairs whose output is fed to the input in the next run
+    header     the model's metadata
+    fixed      inputs with a default value that are constants here, as the value may decide shapes
+    stored     names of the initializers of the file
+    sizes      the open sizes; None if all sizes are known
+    step       the roles of a training step's inputs and outputs; None for other models
     whole     nodes, and factors of them, that must not be split since sizes are open
     growing   dimensions of states, by input and axis, that have other sizes after a run at some
               open sizes
@@ -51,9 +54,9 @@ class Model:
     called    the names of tensors in torch, and in the file
     shared    numbers of nodes that read a vector as their scale or bias, if several do
     fused     fused nodes of the file, which `graph` has taken apart
-    original  the model before these rewrites; None if passes may change what the graph computes
-    names     the names in the graph before passes
-    anew      imports the graph again, as it was before passes; None for a dump
+    original   the model before these rewrites; None if passes may change what the graph computes
+    names      the names in the graph before passes
+    anew       returns a new graph of the model, as it was before passes; None for a dump
     """
 
     path: Path
@@ -77,16 +80,17 @@ class Model:
     anew: Callable[[], gs.Graph] | None = None
 
     def apart(self) -> Model:
-        """Returns the model with the same graph, and with tables of its own."""
+        """Returns the model with the same graph, but copies of the tables that passes change."""
         return replace(self, whole={**self.whole}, growing={*self.growing})
 
     def fresh(self) -> Model:
-        """Returns the model with a graph of its own, as it was before passes."""
+        """Returns the model with a new graph, as it was before passes."""
         assert self.anew is not None
         return replace(self.apart(), graph=self.anew())
 
     def file_name(self, tensor: str) -> str:
-        """Returns the name in the file of a tensor that the loader may have given another one."""
+        """Returns the name that a tensor has in the file, if the loader has renamed it; else its
+        name."""
         return self.called.in_file.get(tensor, tensor)
 
     @property
@@ -96,6 +100,7 @@ class Model:
 
 
 def _trains(to: Loading) -> bool:
+    """True if a training step will be made of the model."""
     return to.request.for_training
 
 
@@ -150,8 +155,11 @@ def load(
     show: Show = unseen,
     times: PassTimes | None = None,
 ) -> Model:
-    """Reads a model and makes it ready for passes. `show` is called with the name of each rewrite
-    and the result, for dumps; `times` collects the wall time of each.
+    """Reads a model and makes it ready for passes.
+
+    request  the options of the loader
+    show     called with the name of each rewrite and the result, for dumps
+    times    collects the wall time of each rewrite
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size whose symbol the
     model does not have; PassError for any other failure, naming the rewrite.
@@ -167,6 +175,7 @@ _LOADER = "the loader"
 
 
 def _model(loading: Loading) -> Model:
+    """Returns the loaded model, from what the rewrites have recorded in `loading`."""
     request, graph, step, sizes = loading.request, loading.graph, loading.step, loading.sizes
     assert graph is not None
     whole = dict(sizes.whole) if sizes is not None else {}
@@ -194,7 +203,7 @@ def _model(loading: Loading) -> Model:
 
 
 def unread_inputs(model: Model) -> list[str]:
-    """Returns the inputs that a run needs, and that no node reads; none for a training step."""
+    """Returns the inputs that must be fed but that no node reads; none for a training step."""
     graph = model.graph
     read = {t.name for node in all_nodes(graph) for t in node.inputs}
     read |= {t.name for t in graph.outputs}

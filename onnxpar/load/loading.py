@@ -1,4 +1,4 @@
-"""A model while it is loaded, and the requests to the loader."""
+"""The options of the loader, and the state of a model while it is loaded."""
 
 from __future__ import annotations
 
@@ -32,21 +32,20 @@ class LoadRequest:
     """The options of the loader.
 
     dims          sizes of symbolic dimensions, by symbol; the others stay open
-    states        (input, output) pairs that are fed back, in addition to those that `find_states`
-                  finds
-    find_states   also looks for states that are not given
+    states        (input, output) pairs whose output is fed to the input in the next run
+    find_states   True to find more such pairs by their names and shapes
     least         smallest size at which open dimensions are sampled
     remainders    sizes are sampled with every remainder modulo this number
     typical       sizes at which costs of models with open sizes are computed
     shapes        shapes of inputs, by name, in place of open sizes
-    for_training  keeps every weight as it is stored
-    untied        gives each node that reads a vector as its scale or bias a copy of its own
+    for_training  True if a training step will be made of the model: weights stay as they are stored
+    untied        True to give each node that reads a vector as its scale or bias a copy of its own
     page_size     tokens of a page, in which the caches of a decoder are put; 0: they stay as they
                   are
     kv_dtype      the type of the caches in pages; None: that of the model
     part          the part of an encoder-decoder to make of its files; None: the model as it is
-    own_types     gives, for the training step that the model is (or None), the function that
-                  declares types if the model is a program per rank
+    own_types     called with the training step that the model is (or None); returns a function that
+                  declares types in place of the loader, for a model that is the program of one rank
     """
 
     dims: Mapping[str, int | str] | None = None
@@ -69,7 +68,7 @@ class LoadRequest:
 class Loading:
     """A model while it is loaded: its `proto`, then its `graph`, and the findings of rewrites.
 
-    states    pairs that are fed back
+    states     (input, output) pairs whose output is fed to the input in the next run
     header    the model's metadata
     shared    numbers of nodes that read a vector as their scale or bias, if several do
     torch     the names of tensors in torch
@@ -78,12 +77,13 @@ class Loading:
     original  the model before rewrites that change what passes see
     refusal   why onnxruntime does not load the model; None if it does
     defaults  values of inputs that need not be fed
-    fixed     inputs with a default value that are constants, since it may decide shapes
+    fixed      inputs with a default value that are constants, as the value may decide shapes
     names     the names in the model
     fused     fused nodes of the file, which are taken apart
     sizes     the open sizes; None if there are none
-    importer  makes graphs of the model; anew() makes the graph of this one again
-    graph     the graph that passes see, once it is imported
+    importer   makes graphs of models
+    anew       returns a new graph of this model
+    graph      the graph on which passes work, once it is imported
     """
 
     proto: onnx.ModelProto
@@ -114,7 +114,7 @@ class Loading:
 
     @property
     def content(self) -> onnx.ModelProto | gs.Graph:
-        """What rewrites change: the proto, and then the graph."""
+        """The object that rewrites change now: the proto, or, once it is imported, the graph."""
         return self.proto if self.graph is None else self.graph
 
     @property

@@ -1,4 +1,5 @@
-"""Names weights, nodes and their results after the modules in torch from which they were made."""
+"""Names weights, nodes and their results after the PyTorch modules from which they were
+exported."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from onnxpar.load.tie import names_in_torch
 class ModuleNames:
     """The names of a model's tensors.
 
-    torch    the names of stored tensors in torch, if more is known than their own name
-    in_file  the names that tensors with new names have in the file
+    torch    the names of stored tensors in torch, where more is known than their own name
+    in_file  for each renamed tensor, its name in the file, by its new name
     """
 
     torch: Mapping[str, TorchName] = field(default_factory=dict)
@@ -29,10 +30,13 @@ class ModuleNames:
 
 
 def use_module_names(graph: GraphProto, named: Mapping[str, TorchName]) -> ModuleNames:
-    """Gives new names, in place: to stored tensors those that they have in torch, as far as these
-    are unique and free; to nodes the path of their module and their op, as TorchScript's exporter
-    does, where dynamo's says it: `/layers.0/fc/MatMul`; and to their results
-    `/layers.0/fc/MatMul_output_0`. Inputs and outputs keep their names."""
+    """Renames tensors and nodes, in place, and returns the names.
+
+    Stored tensors get the names that they have in torch (`named`), as far as these are unique and
+    free. Nodes get the path of their module and their op, as TorchScript's exporter does, where
+    dynamo's exporter records it: `/layers.0/fc/MatMul`; their results get
+    `/layers.0/fc/MatMul_output_0`. Inputs and outputs of the model keep their names.
+    """
     names = names_in(graph)
     renamed = _name_nodes(graph, names)
     kept = {port.name for port in (*graph.input, *graph.output)}
@@ -50,8 +54,8 @@ def use_module_names(graph: GraphProto, named: Mapping[str, TorchName]) -> Modul
 
 
 def _name_nodes(graph: GraphProto, names: Names) -> set[str]:
-    """Names nodes after their modules, and returns the new names. The nodes of a training step have
-    such names already, since the loader gave them to the model from which the step was made."""
+    """Names nodes after their modules, and returns the new names. In a training step, nodes have
+    such names already, from when the loader read the model from which the step was made."""
     taken: set[str] = set()
     for node in nodes_of(graph):
         if (path := module_path(node)) is None or has_file_name(node):

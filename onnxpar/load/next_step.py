@@ -1,6 +1,6 @@
-"""Adds to a decoder outputs with the inputs of its next step, if each text goes on with its
+"""Adds outputs to a decoder that are the inputs of its next step, if each text goes on with its
 likeliest token: the tokens, and their positions. So ranks can take several steps, one after the
-other, on their own."""
+other, without the process that drives them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ NEXT = "next_{}"
 
 
 def add_next_step(graph: GraphProto, tokens: str, positions: Sequence[str]) -> None:
-    """Adds the nodes and outputs to a decoder that has candidates, in place. `tokens` is its input
-    of tokens, whose next value are the likeliest tokens of the picks, (1, picks); `positions` are
-    inputs that are 1 more in the next step."""
+    """Adds the nodes and outputs to a decoder that has candidates (`candidates.py`), in place.
+
+    tokens     the input of tokens, whose next value are the likeliest tokens, (1, picks)
+    positions  inputs that are 1 more in the next step
+    """
     ports = {port.name: port for port in graph.input}
     scope = "next_step"
 
@@ -54,13 +56,13 @@ def _dtype(port: ValueInfoProto) -> int:
 
 
 def next_of(inputs: Iterable[str], outputs: Collection[str]) -> dict[str, str]:
-    """Returns the outputs with the next values of `inputs`, by input, as far as a decoder has
-    them."""
+    """Returns, for each of `inputs`, the output with its next value, as far as a decoder has such
+    outputs."""
     return {name: NEXT.format(name) for name in inputs if NEXT.format(name) in outputs}
 
 
 def next_outputs(graph: gs.Graph) -> frozenset[str]:
-    """The outputs of a decoder with the inputs of its next step. All ranks hold them whole, so that
-    they can take that step alone."""
+    """Returns the outputs of a decoder with the inputs of its next step. All ranks must hold them
+    whole, to take that step alone."""
     ports = [[port.name for port in each] for each in (graph.inputs, graph.outputs)]
     return frozenset(next_of(*ports).values())

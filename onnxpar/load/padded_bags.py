@@ -1,8 +1,9 @@
 """Recognizes the loops that PyTorch's dynamo exporter writes for `nn.EmbeddingBag` with a
 `padding_idx`.
 
-An iteration takes one bag: a loop in it lists the rows whose ids are not the padding, and the sum,
-mean or maximum of these rows is the result, or zeros if there are none.
+An iteration takes one bag (a group of consecutive rows, see `bag_loops.py`): an inner loop lists
+the rows whose ids are not the padding, and the sum, mean or maximum of these rows is the result, or
+zeros if there are none.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ from onnxpar.load.bag_names import (
 def padded_bags(
     choice: NodeProto, counter: str, count: int, nodes: list[NodeProto], names: Names
 ) -> Bags | None:
-    """Returns the bags of a Loop whose body lists the rows that are not padding by an inner Loop.
-    The If `choice` gives zeros for a bag without such rows, else their reduction; None if it does
-    not. `counter`, `count` and `nodes` are as in `bag_loops._bags_with`."""
+    """Returns the bags of a Loop whose body lists, by an inner Loop, the rows of a bag that are not
+    padding; None if it is of another form.
+
+    choice   the If of the body that gives zeros for a bag without such rows, else their reduction
+    counter  the body's input with the number of the iteration
+    count    the number of bags
+    nodes    the nodes outside of the body to replace
+    """
     branches = results_of(choice)
     zeros, last = names.value(branches["then_branch"]), names.made.get(branches["else_branch"])
     is_empty = names.node(choice.input[0], "Equal")
@@ -51,8 +57,8 @@ def padded_bags(
 
 
 def _counted(loop: NodeProto, result: str, names: Names) -> tuple[Padding, tuple[str, str]] | None:
-    """Returns the padding of the inner Loop, whose output `result` lists the rows between two
-    bounds whose ids are not padding, and these bounds, (start, end)."""
+    """Returns what the inner Loop does: the padding that it leaves out, and the bounds (start, end)
+    of the rows that it lists in its output `result`. None if it is of another form."""
     body = next(a.g for a in loop.attribute if a.name == "body")
     if len(loop.input) != 4 or loop.input[0] or result not in loop.output:
         return None

@@ -1,4 +1,4 @@
-"""Makes attention in basic ops PagedAttention.
+"""Replaces attention that is written in basic ops by PagedAttention, which has its caches in pages.
 
 Attention is found by its caches (`found_attention.py`), and replaced only once its numbers at
 several sizes are those of PagedAttention (`proved_attention.py`). What else the decoder computed
@@ -25,9 +25,14 @@ _FEW = 4
 
 
 def page_basic_attention(model: onnx.ModelProto, caches: list[Cache], ports: Ports) -> None:
-    """Rewrites a decoder whose attention is in basic ops (MatMul, Softmax), in place: with `caches`
-    in pages, by PagedAttention. `ports` are its inputs and outputs by role. Errors: ModelError,
-    which says why the caches cannot be in pages."""
+    """Replaces the attentions of a decoder that are written in basic ops (MatMul, Softmax) by
+    PagedAttention, in place.
+
+    caches  their caches
+    ports   the decoder's inputs, by role
+
+    Errors: ModelError, which says why the caches cannot be in pages.
+    """
     graph = model.graph
     for node in graph.node:
         if any(a.HasField("g") for a in node.attribute):
@@ -53,8 +58,8 @@ def page_basic_attention(model: onnx.ModelProto, caches: list[Cache], ports: Por
 
 
 def _replace(graph: GraphProto, proofs: Sequence[tuple[FoundAttention, Terms]]) -> None:
-    """Puts each PagedAttention where the product with values was, and removes the nodes of the
-    attention."""
+    """Puts each PagedAttention where its attention's product with values was, and removes the nodes
+    of the attention. `proofs` are the attentions with the parameters that were measured."""
     removed = {node.output[0] for attention, _ in proofs for node in attention.nodes}
     ends = {attention.output: (attention, terms) for attention, terms in proofs}
     kept: list[NodeProto] = []
@@ -71,8 +76,9 @@ def _replace(graph: GraphProto, proofs: Sequence[tuple[FoundAttention, Terms]]) 
 def _paged(
     graph: GraphProto, attention: FoundAttention, terms: Terms, name: str
 ) -> list[NodeProto]:
-    """Returns the PagedAttention `name` in place of an attention, with the nodes that bring
-    queries, keys and values into its form (1, tokens, heads * width), and its result back."""
+    """Returns the PagedAttention `name` in place of an attention, with nodes before that bring
+    queries, keys and values into its form (1, tokens, heads * width), and nodes behind that bring
+    its result back."""
     makers = {output: node for node in graph.node for output in node.output}
     moves: list[NodeProto] = []
     sources = {

@@ -1,9 +1,10 @@
-"""Makes a decoder with caches of its own into one whose caches are in pages.
+"""Rewrites a decoder so that its caches are in pages of fixed size.
 
-GroupQueryAttention of com.microsoft becomes PagedAttention (`graph/paged_attention.py`), and
-attention in basic ops does, too (`page_basic_attention.py`). The tokens of many texts then lie one
-behind the other, (1, tokens), and each says its text and its position; an attention mask is not
-read any more. Logits are computed for those tokens alone that a run asks for."""
+GroupQueryAttention of com.microsoft becomes PagedAttention (`graph/paged_attention.py`), and so
+does attention in basic ops (`page_basic_attention.py`). The tokens of many texts then lie one
+behind the other, (1, tokens); for each token, inputs have the number of its text and its position.
+An attention mask is not read any more. Logits are computed only for the tokens that a run asks for.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ _LAST_TOKEN = (
 
 @dataclass(frozen=True)
 class _Ports:
-    """The inputs and outputs of a decoder, by role."""
+    """The names of a decoder's inputs and outputs that are no caches: the token ids, other inputs,
+    and the logits."""
 
     tokens: str
     others: tuple[str, ...]
@@ -93,8 +95,9 @@ class _Ports:
 
 
 def usual_page_size(folder: Path) -> int:
-    """Returns PAGE_SIZE for a folder that holds a language model, whose caches may be in pages,
-    else 0. Errors: ModelError."""
+    """Returns the page size to use unless the user requests one: PAGE_SIZE for a folder that holds
+    a language model whose caches may be in pages, else 0. Errors: ModelError for a folder that
+    cannot be read."""
     file = model_at(folder)
     return 0 if file == folder or too_old() or not carried_files(file) else PAGE_SIZE
 
@@ -102,9 +105,14 @@ def usual_page_size(folder: Path) -> int:
 def page_caches(
     model: onnx.ModelProto, page_size: int, dtype: str | None = None
 ) -> list[tuple[str, str]]:
-    """Rewrites a decoder in place; returns the caches, (input, output) pairs. Pages hold
-    `page_size` positions, in one of DTYPES, or that of the model. Errors: ModelError, which says
-    why the caches cannot be paged."""
+    """Rewrites a decoder so that its caches are in pages, in place; returns the caches, as (input,
+    output) pairs.
+
+    page_size  positions of a page
+    dtype      a name in DTYPES; None: the type of the model's caches
+
+    Errors: ModelError, which says why the caches cannot be in pages.
+    """
     if page_size < 1:
         raise ModelError(f"a page of a cache has at least one token, not {page_size}")
     opset = onnx_opset(model)
@@ -157,6 +165,7 @@ def _is_grouped(node: NodeProto) -> bool:
 
 
 def _given(node: NodeProto, index: int) -> str:
+    """Returns the name of operand `index`, empty if it is left out."""
     return node.input[index] if index < len(node.input) else ""
 
 
@@ -183,7 +192,8 @@ def _caches(node: NodeProto, graph: GraphProto) -> Iterable[tuple[str, str]]:
 
 
 def _ports(graph: GraphProto, caches: Collection[str]) -> _Ports:
-    """Returns the inputs and outputs that are no caches, by role. Errors: ModelError."""
+    """Returns the inputs and outputs that are no caches, by role. Errors: ModelError if there are
+    others than one input of token ids and one output."""
     stored = {w.name for w in graph.initializer}
     inputs = [i for i in graph.input if i.name not in caches and i.name not in stored]
     outputs = [o for o in graph.output if o.name not in caches]
@@ -199,7 +209,8 @@ def _ports(graph: GraphProto, caches: Collection[str]) -> _Ports:
 
 
 def _roles(ports: _Ports, caches: Collection[Cache]) -> Ports:
-    """The inputs of a decoder whose attention is in basic ops, by role. Errors: ModelError."""
+    """Returns the inputs of a decoder whose attention is in basic ops, by role. Errors: ModelError
+    for an input that is neither position ids nor a mask."""
     roles: dict[str, str] = {}
     for name in ports.others:
         role = next((r for r in ("position", "mask") if r in name), None)
@@ -222,8 +233,9 @@ def _page(at: Match) -> None:
 
 
 def _set_dtype(graph: GraphProto, pairs: list[tuple[str, str]], dtype: int) -> None:
-    """Declares that caches, (input, output) `pairs`, have this type. A row of int8 has its scale
-    behind it: its size is SCALE_BYTES larger."""
+    """Declares that caches have the ONNX data type `dtype`; `pairs` are the names of their inputs
+    and outputs. With int8, each row of a cache has its scale behind it, and is SCALE_BYTES
+    longer."""
     caches = {name for pair in pairs for name in pair}
     for port in (*graph.input, *graph.output):
         if port.name in caches:
@@ -241,8 +253,9 @@ def _set_dtype(graph: GraphProto, pairs: list[tuple[str, str]], dtype: int) -> N
 def _set_ports(
     graph: GraphProto, ports: _Ports, pairs: list[tuple[str, str]], page_size: int
 ) -> None:
-    """Declares the shapes of all inputs and outputs anew, and adds the inputs for pages: tables,
-    rows, positions and picks. `pairs` are the names of each cache's input and output."""
+    """Declares new shapes of all inputs and outputs, and adds the inputs for pages: tables, rows,
+    positions and picks (see `page_ports.py`). `pairs` are the names of each cache's input and
+    output."""
     for port in (*graph.input, *graph.output):
         dims = port.type.tensor_type.shape.dim
         if port.name in {name for pair in pairs for name in pair}:
@@ -266,8 +279,9 @@ def _set_ports(
 
 
 def _pick(graph: GraphProto, logits: str) -> None:
-    """Inserts a Gather of the picked tokens before the MatMul or Gemm that makes logits, perhaps
-    with elementwise nodes behind it. Errors: ModelError if another op makes them."""
+    """Inserts a Gather of the picked tokens before the product with weights that makes the logits,
+    so that only their logits are computed. Elementwise nodes may follow the product. Errors:
+    ModelError if another op makes the logits."""
     makers = {name: node for node in graph.node for name in node.output}
     readers = Counter(name for node in graph.node for name in node.input)
     stored = {w.name for w in graph.initializer}
@@ -288,14 +302,16 @@ def _pick(graph: GraphProto, logits: str) -> None:
 
 
 def _before_last(name: str, scope: Scope) -> str:
-    """Returns the tensor of all tokens, if an exporter takes only the last token of it, by a Gather
-    and perhaps an Unsqueeze, before it computes logits; else the tensor `name` itself."""
+    """Returns the tensor of all tokens, if `name` is only its last token: some exporters compute
+    the logits of that token alone, behind a Gather and perhaps an Unsqueeze. Otherwise returns
+    `name`."""
     node = scope.maker(name)
     matches = (form.match(node, scope) for form in _LAST_TOKEN if node is not None)
     return next((at["every"] for at in matches if at is not None), name)
 
 
 def _is_constant(name: str, makers: dict[str, NodeProto], stored: Collection[str]) -> bool:
+    """True for a tensor that depends on stored tensors and constants alone."""
     if name in stored:
         return True
     maker = makers.get(name)
@@ -303,7 +319,7 @@ def _is_constant(name: str, makers: dict[str, NodeProto], stored: Collection[str
 
 
 def _remove_unread(graph: GraphProto) -> None:
-    """Removes nodes whose results nothing reads any more, such as those that reshape the mask."""
+    """Removes nodes that nothing reads any more, such as nodes that reshaped the mask."""
     nodes = nodes_before(graph.node, (o.name for o in graph.output))
     del graph.node[:]
     graph.node.extend(nodes)
@@ -316,8 +332,7 @@ def _remove_inputs(graph: GraphProto, names: Collection[str]) -> None:
 
 
 def _check_positions(name: str, graph: GraphProto) -> None:
-    """Errors: ModelError if an input, which is neither tokens nor a cache, is no list of position
-    ids."""
+    """Errors: ModelError unless the input `name` has the shape and the name of position ids."""
     port = next(i for i in graph.input if i.name == name)
     if "position" not in name or len(port.type.tensor_type.shape.dim) != 2:
         raise UnpagedError(f"its input {name!r} is neither token ids, position ids nor a cache")

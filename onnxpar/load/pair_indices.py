@@ -1,4 +1,5 @@
-"""Integers that number the pairs of a token and a slot which an expert selects with NonZero."""
+"""Follows integers that number the pairs of an expert: a pair is a token and a slot (the place of
+the expert among the top k of the token), and NonZero lists the pairs of one expert."""
 
 from __future__ import annotations
 
@@ -21,17 +22,22 @@ _ALL = 2**31 - 1
 
 @dataclass(frozen=True)
 class Index:
-    """Integers that number the selected pairs: each of `forms` is a number a * row + b * column of
-    the mask. `labels` names the dimensions: R for pairs, c for forms, 1 for others."""
+    """Integers computed from the entries of an expert's mask that NonZero lists, the pairs of a
+    token and a slot: from the row and the column of each.
+
+    forms   pairs (a, b): the integer is a * row + b * column; several integers for each pair have
+            several forms
+    labels  the dimensions of the tensor: R for pairs, c for forms, 1 for a single element
+    """
 
     forms: tuple[tuple[int, int], ...]
     labels: str
 
 
 def moved_index(node: gs.Node, reads: Sequence[Any]) -> Index | list[Index] | None:
-    """Returns the indices that a node computes from indices: a list if it has several results; None
-    if the node is not understood. `reads` has the indices that each operand holds, None for other
-    operands."""
+    """Returns the indices that a node computes from indices: one Index, or a list if the node has
+    several results; None if the node is of no known form. `reads` has the Index of each operand, or
+    None."""
     index: Index = next(r for r in reads if r is not None)
     at = index.labels.find("c")
     if node.op in ("Add", "Mul"):
@@ -63,8 +69,8 @@ def moved_index(node: gs.Node, reads: Sequence[Any]) -> Index | list[Index] | No
 
 
 def _some_forms(node: gs.Node, index: Index, at: int) -> Index | list[Index] | None:
-    """Returns the indices that a Slice, Split or Gather takes along dimension `at`, which has an
-    element for each form."""
+    """Returns the indices that a Slice, Split or Gather takes along dimension `at` of `index`,
+    which has an element for each form; a list for a Split, None if the bounds are not known."""
     rank, count = len(index.labels), len(index.forms)
     if node.op == "Slice":
         starts = given_integers(node, 1)
@@ -95,6 +101,7 @@ def _some_forms(node: gs.Node, index: Index, at: int) -> Index | list[Index] | N
 
 
 def _arithmetic(node: gs.Node, reads: Sequence[Any]) -> Index | None:
+    """Returns the sum of two indices, or an index times a constant; None for anything else."""
     known = [r for r in reads if r is not None]
     if any(len(r.forms) != 1 for r in known):
         return None
@@ -110,6 +117,8 @@ def _arithmetic(node: gs.Node, reads: Sequence[Any]) -> Index | None:
 
 
 def _concat(node: gs.Node, reads: Sequence[Any]) -> Index | None:
+    """Returns the forms of several indices, joined along a dimension that is not that of pairs;
+    else None."""
     at = node.attrs["axis"] % len(reads[0].labels) if reads[0] is not None else -1
     if at < 0 or any(not isinstance(r, Index) or r.labels[at] == "R" for r in reads):
         return None

@@ -1,8 +1,8 @@
-"""Takes the branch with past out of a merged decoder.
+"""Replaces a merged decoder by its branch with caches.
 
 Optimum merges a decoder without caches and one with them into one file: an If whose condition, the
-input `use_cache_branch`, says which one runs. With empty caches, the one with past computes the
-same.
+input `use_cache_branch`, says which one runs. With empty caches, the decoder with caches computes
+what the other one would.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onnxpar.graph.branches import branch_of, put_branch
 
 def take_past_branch(model: onnx.ModelProto) -> None:
     """Replaces an If that is the whole graph, and whose condition is an input, by the branch that
-    reads the most inputs, in place."""
+    reads more inputs, in place. Does nothing for any other graph."""
     graph = model.graph
     inputs = {i.name for i in graph.input}
     if (
@@ -40,5 +40,5 @@ def take_past_branch(model: onnx.ModelProto) -> None:
 
 
 def _read(body: GraphProto, names: Collection[str]) -> set[str]:
-    """The tensors with these names that the branch `body` reads."""
+    """Returns the names in `names` that nodes of a branch read."""
     return {name for node in body.node for name in node.input} & set(names)

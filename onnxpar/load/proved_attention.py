@@ -1,9 +1,9 @@
 """Measures an attention that was found in basic ops, and checks that PagedAttention computes the
-same.
+same numbers.
 
-The attention's nodes run on random numbers at several sizes. Scores tell their scale, their cap,
-and which keys are hidden: all that come later, and perhaps those before a window. Then the whole
-attention must give the same as the formula of PagedAttention with these parameters.
+The nodes of the attention run on random numbers at several sizes. From the scores follow their
+scale, their cap, and which keys are hidden: all later ones, and perhaps those before a window. Then
+the whole attention must give the results of PagedAttention's formula with these parameters.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ _TOLERANCES = {"float32": 2e-5, "float64": 2e-5, "float16": 1e-2}
 
 
 class _CannotRunError(UnpagedError):
-    """An attention does not run at some sizes."""
+    """The nodes of an attention cannot run at some numbers of past and new tokens."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a tensor that has all tokens and heads: its shape at one sample, and the axis of
-    tokens."""
+    """Where a tensor of all tokens and heads has its tokens: its shape at one sample, and the axis
+    of tokens."""
 
     shape: tuple[int, ...]
     axis: int
 
     @property
     def order(self) -> list[int]:
-        """The order of axes with tokens before all others but the batch."""
+        """The permutation of axes that puts the axis of tokens before all others but the batch."""
         batch = [0] if self.shape[0] == 1 and self.axis else []
         others = [i for i in range(len(self.shape)) if i != self.axis and i not in batch]
         return [*batch, self.axis, *others]
 
     def shape_of(self, tokens: int) -> tuple[int, ...]:
-        """The shape with `tokens` tokens."""
+        """Returns the shape of the tensor for `tokens` tokens."""
         return (*self.shape[: self.axis], tokens, *self.shape[self.axis + 1 :])
 
     def by_head(self, array: Array, heads: int) -> Array:
-        """Such an array as (heads, tokens, width), in float64."""
+        """Returns an array of this form as (heads, tokens, width), in float64."""
         tokens = array.shape[self.axis]
         rows = np.moveaxis(array, self.axis, 0).reshape(tokens, heads, -1)
         return rows.swapaxes(0, 1).astype(np.float64)
@@ -63,13 +63,13 @@ class Form:
 
 @dataclass(frozen=True)
 class Terms:
-    """The parameters of an attention for PagedAttention.
+    """The parameters with which PagedAttention computes an attention.
 
-    query, keys, values, output  their forms
-    heads, kv_heads  of queries, and of keys and values
-    width            elements of a head
-    scale, softcap   as the op's attributes; 0: no cap
-    window           how many keys a token sees, itself included; -1: all up to itself
+    query, keys, values, output  the forms of these tensors
+    heads, kv_heads              numbers of heads of queries, and of keys and values
+    width                        elements of a head
+    scale, softcap               as the op's attributes; softcap 0: no cap
+    window                       how many keys a token sees, itself included; -1: all up to itself
     """
 
     query: Form
@@ -90,14 +90,18 @@ def proved(
     small: Sequence[Sample],
     large: Sequence[Sample],
 ) -> Terms:
-    """Returns the parameters with which PagedAttention computes an attention, measured at samples
-    of short and of longer texts, `small` and `large`. Of an attention in basic ops, only the mask
-    is compared at large samples. Errors: ModelError if it does not compute the same."""
+    """Returns the parameters with which PagedAttention computes an attention.
+
+    small  samples of short texts, at which results are compared
+    large  samples of longer texts; for attention in basic ops, only the mask is compared there
+
+    Errors: ModelError if PagedAttention does not compute the same.
+    """
     return _Proof(attention, model, small[-1]).terms(small, large)
 
 
 class _Proof:
-    """Runs parts of an attention on random numbers, to measure its parameters and to compare its
+    """Runs parts of one attention on random numbers, to measure its parameters and to compare its
     results."""
 
     def __init__(self, attention: FoundAttention, model: onnx.ModelProto, sample: Sample) -> None:
@@ -115,8 +119,9 @@ class _Proof:
             raise self._error("has scores of another shape than new tokens by keys")
 
     def terms(self, small: Sequence[Sample], large: Sequence[Sample]) -> Terms:
-        """Measures the parameters of the attention, and compares its results with those of
-        PagedAttention; `small` and `large` as for `proved`. Errors: ModelError."""
+        """Returns the parameters with which PagedAttention computes the attention, after comparing
+        results at samples of short texts (`small`) and of longer ones (`large`). Errors: ModelError
+        if the results differ."""
         terms = self._layout(small)
         if self.found.scores:
             terms = replace(terms, window=self._window(small, large))
@@ -128,8 +133,8 @@ class _Proof:
         return terms
 
     def _layout(self, samples: Sequence[Sample]) -> Terms:
-        """Returns the parameters that shapes tell: heads, and the forms of queries, keys, values
-        and results."""
+        """Returns the parameters that follow from shapes: heads, and the forms of queries, keys,
+        values and results. Errors: ModelError if the shapes do not fit such an attention."""
         attention, last = self.found, samples[-1]
         past = [last.shape(c.past) for c in (attention.keys, attention.values)]
         if past[0] is None or len(past[0]) != 4 or past[0] != past[1]:
@@ -145,7 +150,8 @@ class _Proof:
         return Terms(query, keys, values, output, heads, kv_heads, width)
 
     def _form(self, name: str, samples: Sequence[Sample]) -> Form:
-        """The form of a tensor with a row for each token and head."""
+        """Returns the form of a tensor that has a row for each token and head, from its shapes at
+        the samples. Errors: ModelError if not exactly one axis has the size of the tokens."""
         shapes = [s.shape(name) or () for s in samples]
         axes = [
             axis
@@ -157,9 +163,9 @@ class _Proof:
         return Form(shapes[-1], axes[0])
 
     def _declared(self, terms: Terms, samples: Sequence[Sample]) -> Terms:
-        """Returns `terms`, completed for an op of attention: `scale` and `softcap` are its
-        attributes, the window is measured. All queries are 0, so a token's result is the mean of
-        the values that it sees, which tells the window."""
+        """Returns `terms`, completed for an op of attention: scale and cap are its attributes, the
+        window is measured. For this, all queries are 0, so that a token's result is the mean of the
+        values that it sees."""
         node = self.found.keys.fused
         assert node is not None
         values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -182,11 +188,12 @@ class _Proof:
         return replace(terms, scale=scale, softcap=values.get("softcap", 0.0), window=window)
 
     def _outputs(self, feeds: Mapping[str, Array], sample: Sample) -> Array:
+        """Returns the attention's result for these queries, keys and values."""
         return self._run(self.found.nodes, feeds, self.found.output, sample)
 
     def _window(self, small: Sequence[Sample], large: Sequence[Sample]) -> int:
         """Returns the window (-1: none), from the keys that masks hide at all samples. Errors:
-        ModelError for any other mask."""
+        ModelError for any mask that is not causal, perhaps with a window."""
         visible = {(s.past, s.new): self._visible(s) for s in small}
         for sample in large:
             with suppress(_CannotRunError):  # texts of this length do not run
@@ -216,7 +223,8 @@ class _Proof:
         return np.asarray(masked > _HIDDEN)
 
     def _scaled(self, terms: Terms, samples: Sequence[Sample]) -> Terms:
-        """Returns `terms` with the measured scale and cap of scores."""
+        """Returns `terms` with the scale and the cap of scores, measured from scores before the
+        Softmax."""
         sample = samples[-1]
         feeds = self._feeds(terms, sample)
         at = next(i for i, n in enumerate(self.found.nodes) if n.op_type == "Softmax")
@@ -242,8 +250,8 @@ class _Proof:
         return replace(terms, scale=self._usual(scale, terms), softcap=cap)
 
     def _usual(self, scale: float, terms: Terms) -> float:
-        """Rounds a measured scale to a usual one (such as width ** -0.5) if it is as good as
-        equal."""
+        """Returns the usual scale, such as width ** -0.5, that equals a measured one within the
+        tolerance; else the measured scale."""
         for usual in (terms.width**-0.5, terms.width**-0.25, 1.0, 1 / terms.width):
             if abs(scale - usual) <= self.tolerance / 10 * usual:
                 return float(usual)
@@ -251,7 +259,7 @@ class _Proof:
 
     def _compare(self, terms: Terms, sample: Sample) -> None:
         """Errors: ModelError if the attention's results at a sample differ from those of a
-        PagedAttention with the parameters `terms`."""
+        PagedAttention with the parameters `terms`, by more than the tolerance."""
         feeds = self._feeds(terms, sample)
         products, values = self._products(feeds, terms)
         scores = products * terms.scale
@@ -270,7 +278,8 @@ class _Proof:
             )
 
     def _products(self, feeds: Mapping[str, Array], terms: Terms) -> tuple[Array, Array]:
-        """Queries times keys, (heads, new, keys), and the values of each head, in float64."""
+        """Returns queries times keys, (heads, new, keys), and the values of each head, in
+        float64."""
         attention, group = self.found, terms.heads // terms.kv_heads
         query = terms.query.by_head(feeds[attention.query], terms.heads)
         keys, values = (
@@ -281,7 +290,7 @@ class _Proof:
         return query @ keys.swapaxes(1, 2), values
 
     def _feeds(self, terms: Terms, sample: Sample) -> dict[str, Array]:
-        """Random queries, keys and values."""
+        """Returns random queries, keys and values for a sample, by name."""
         attention, past = self.found, (1, terms.kv_heads, sample.past, terms.width)
         shapes = {
             attention.query: terms.query.shape_of(sample.new),
@@ -295,7 +304,8 @@ class _Proof:
     def _run(
         self, nodes: Sequence[NodeProto], feeds: Mapping[str, Array], result: str, sample: Sample
     ) -> Array:
-        """Runs nodes on arrays, and returns a result; other operands come from the sample."""
+        """Runs nodes on the arrays `feeds`, and returns the tensor `result`; other operands are the
+        values that the sample has."""
         if result in feeds:
             return feeds[result]
         computed = {name for node in nodes for name in node.output}
@@ -321,6 +331,7 @@ class _Proof:
         return np.asarray(array)
 
     def _known(self, name: str, sample: Sample) -> onnx.TensorProto:
+        """Returns the value that the sample has of a tensor. Errors: ModelError if it has none."""
         value = sample.value(name)
         if value is None:
             raise self._error(f"reads {name!r}, which is not known from sizes and positions alone")
@@ -331,8 +342,8 @@ class _Proof:
 
 
 def _wanted(past: int, new: int, window: int) -> Array:
-    """The mask of PagedAttention: True for each key that a new token sees, (new, past + new). A
-    token sees itself and earlier tokens, at most `window` in all unless `window` is -1."""
+    """Returns the mask of PagedAttention: True for each key that a new token sees, (new, past +
+    new). A token sees itself and earlier tokens, at most `window` in all unless `window` is -1."""
     at = past + np.arange(new)[:, None]
     keys = np.arange(past + new)
     return (keys <= at) & (keys > at - window) if window > 0 else np.asarray(keys <= at)

@@ -1,4 +1,4 @@
-"""Reads the file of a model, and checks what it stores."""
+"""Reads the file of a model, and checks its stored tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ name."""
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
-    """Parses the file without its external data. Errors: ModelError, naming the file."""
+    """Returns the model in a file, without its external data. Errors: ModelError, naming the file,
+    if it cannot be read or is no model."""
     try:
         proto = onnx.load(str(path), load_external_data=False)
     except IsADirectoryError:
@@ -47,7 +48,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
 
 
 def _kind_of_folder(folder: Path) -> str:
-    """The kind of a folder that is given as a model, and the remedy."""
+    """Returns what a folder is that was given as a model, and the remedy, for an error."""
     if (folder / "plan.json").exists():
         return (
             "a sharded model; give the .onnx file that it was made from, or see `onnxpar inspect`"

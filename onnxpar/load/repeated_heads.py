@@ -1,4 +1,5 @@
-"""Finds keys and values before a model repeats them for the query heads that share a key head."""
+"""Finds keys and values as they are before a model copies them, in attention in which several query
+heads share a key head (grouped queries)."""
 
 from __future__ import annotations
 
@@ -17,9 +18,12 @@ _Dims = list[list[_Atom]]
 
 @dataclass
 class Unrepeated:
-    """Keys or values before a model repeats them for query heads: `source`, (batch, key heads,
-    positions, width). `scales` are the nodes that multiply them by a number, each with that number;
-    `nodes` are all nodes that repeat and scale them."""
+    """Keys or values before a model copies them for query heads.
+
+    source  the tensor, (batch, key heads, positions, width)
+    scales  nodes that multiply or divide them by a number, each with the number
+    nodes   all nodes that copy and scale them
+    """
 
     source: gs.Tensor
     scales: list[tuple[gs.Node, gs.Tensor]]
@@ -33,9 +37,9 @@ class Unrepeated:
 
 
 def find_unrepeated(tensor: gs.Tensor, is_turned: bool) -> Unrepeated | None:
-    """Returns the keys or values of which `tensor` has a copy for each query head; None if it has
-    no copies. `is_turned`: the tensor is (batch, heads, width, positions), as keys are; else
-    (batch, heads, positions, width)."""
+    """Returns the keys or values that `tensor` repeats for each query head; None if it has no
+    copies. `tensor` is (batch, heads, width, positions) if `is_turned`, as keys are, else (batch,
+    heads, positions, width)."""
     chain: list[gs.Node] = []
     at = tensor
     while at.inputs and (node := at.inputs[0]).op in (*_MOVES, *_SCALES) and not node.domain:
@@ -54,7 +58,7 @@ def find_unrepeated(tensor: gs.Tensor, is_turned: bool) -> Unrepeated | None:
 
 def _repeats(chain: list[gs.Node], shape: list[int], is_turned: bool) -> bool:
     """True if these nodes copy each head several times in a row, and otherwise only scale numbers
-    and, if `is_turned`, exchange the last two dimensions."""
+    and, if `is_turned`, exchange the last two dimensions. `shape` is that before the nodes."""
     batch, heads, positions, width = ([(name, s)] for name, s in zip("bktd", shape, strict=True))
     dims: _Dims | None = [batch, heads, positions, width]
     for number, node in enumerate(chain):
@@ -70,9 +74,10 @@ def _repeats(chain: list[gs.Node], shape: list[int], is_turned: bool) -> bool:
 
 
 def _moved(dims: _Dims, node: gs.Node, number: int) -> _Dims | None:
-    """Returns the dimensions of a node's result as products of atoms, from those of its operand
-    (`dims`); None if a dimension ends within an atom. The copies that an Expand makes are an atom
-    of their own, named by `number`."""
+    """Returns the dimensions of a node's result, each as a list of factors, from the dimensions of
+    its operand (`dims`). A factor (an "atom") has a name and a size: heads copied twice are [("k",
+    4), ("copy0.2", 2)]. None if a dimension would end within a factor. `number` names the copies
+    that an Expand makes."""
     shape = tensor_shape(node.outputs[0])
     if shape is None or None in shape:
         return None

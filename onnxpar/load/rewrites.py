@@ -1,4 +1,4 @@
-"""The rewrites of the loader, as functions of a `Loading`."""
+"""The rewrites of the loader, as functions that change a `Loading`; `load.py` has their order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 
 
 def read(loading: Loading) -> None:
-    """Reads the file; for an encoder-decoder, the requested part."""
+    """Reads the file; of an encoder-decoder, takes the requested part."""
     request = loading.request
     loading.proto = read_proto(loading.path)
     if request.part is not None:
@@ -55,28 +55,29 @@ def read(loading: Loading) -> None:
 
 
 def restate_tolerated(loading: Loading) -> None:
-    """Rewrites what onnxruntime tolerates to standard ONNX."""
+    """Rewrites violations of the standard that onnxruntime tolerates as standard ONNX."""
     restate(loading.proto)
     loading.header = header_of(loading.proto)
     loading.exported = exported_kinds(loading.proto.graph)
 
 
 def check_as_written(loading: Loading) -> None:
-    """Checks references between nodes, and counts the readers of vectors."""
+    """Checks that nodes read existing tensors, and, for training, counts the readers of shared
+    vectors."""
     if loading.request.for_training:
         loading.shared = shared_vectors(loading.proto.graph)
     check_references(loading.proto.graph, loading.path)
 
 
 def inline_functions(loading: Loading) -> None:
-    """Puts the bodies of functions in place of their calls."""
+    """Puts the nodes of functions in place of their calls."""
     loading.proto = inlined(loading.proto, loading.path)
     restate_flags(loading.proto.graph)
     keep_ranges(loading.proto.graph)
 
 
 def put_caches_in_pages(loading: Loading) -> None:
-    """Makes a decoder whose caches are in pages."""
+    """Puts the caches of a decoder in pages."""
     request = loading.request
     loading.states += page_caches(loading.proto, request.page_size, request.kv_dtype)
 
@@ -100,7 +101,8 @@ def check_stored_tensors(loading: Loading) -> None:
 
 
 def keep_original(loading: Loading) -> None:
-    """Records the model as it is, for ranks that run it whole, and whether onnxruntime loads it."""
+    """Keeps the model as it is now, for ranks that run it whole, and records whether onnxruntime
+    loads it."""
     request, proto = loading.request, loading.proto
     loading.stored = {t.name for t in stored_tensors(proto.graph)} - {""}
     if not (request.for_training or request.page_size or request.part == ENCODER):
@@ -110,8 +112,8 @@ def keep_original(loading: Loading) -> None:
 
 
 def settle_defaults(loading: Loading) -> None:
-    """Takes initializers that are also inputs apart: into default values of inputs, and
-    constants."""
+    """Makes each initializer that is also an input either the default value of that input, or a
+    constant."""
     feedable = not loading.request.for_training
     loading.defaults, loading.fixed = _settled(loading.proto, feedable)
 
@@ -127,8 +129,9 @@ def bind_sizes(loading: Loading) -> None:
 
 
 def find_step(loading: Loading) -> None:
-    """Reads the roles of a training step's ports. Errors: ModelError if there is a step already;
-    StrategyError for typical sizes of symbols that the model does not have."""
+    """Reads the roles of a training step's inputs and outputs, if the model is one. Errors:
+    ModelError if a step is to be made of a step; StrategyError for typical sizes of symbols that
+    the model does not have."""
     request = loading.request
     if not loading.open_dims:
         check_closed(request.typical, loading.path)
@@ -143,8 +146,8 @@ def find_step(loading: Loading) -> None:
 
 
 def infer_shapes(loading: Loading) -> None:
-    """Infers all types, and folds constants: for a program per rank by its own inference, for a
-    model with open sizes at several samples of them, else once."""
+    """Infers all types, and folds constants. A model with open sizes is inferred at several samples
+    of the sizes, any other once; the program of one rank has types of its own (`own_types`)."""
     request, proto = loading.request, loading.proto
     kinds = (bool(loading.open_dims), request.for_training, request.part == ENCODER)
     arguments = proto, loading.path, loading.defaults, loading.names
@@ -164,19 +167,20 @@ def infer_shapes(loading: Loading) -> None:
 
 
 def add_bags_up(loading: Loading) -> None:
-    """Makes one op of each bag of embeddings."""
+    """Replaces each loop over bags of embeddings (`nn.EmbeddingBag`) by a lookup and a
+    reduction."""
     if add_up_bags(loading.proto):
         keep = loading.stored if loading.request.for_training else None
         infer(loading.proto, keep)  # shapes behind the bags
 
 
 def import_model(loading: Loading) -> None:
-    """Makes the graph that passes see."""
+    """Makes the graph on which passes work."""
     loading.graph = loading.anew()
 
 
 def find_state_pairs(loading: Loading) -> None:
-    """Records the (input, output) pairs of states, which are fed back."""
+    """Records the (input, output) pairs of states, whose outputs are fed back in the next run."""
     step, graph = loading.step, loading.graph
     assert graph is not None
     known = [*((s.input, s.output) for s in (step.slots if step else ())), *loading.states]
@@ -186,11 +190,12 @@ def find_state_pairs(loading: Loading) -> None:
 
 
 def _settled(proto: onnx.ModelProto, feedable: bool) -> tuple[dict[str, TensorProto], list[str]]:
-    """Takes initializers that are also inputs apart. Returns the default values, by name, and the
-    names of those that are constants here though they could be fed.
+    """Makes each initializer that is also an input either a default value of the input, or a
+    constant, in place. Returns the default values by name, and the names of inputs that became
+    constants though they could have been fed.
 
     Before IR 4, all initializers had to be inputs, and none of them can be fed. Since IR 4 they can
-    be, as in onnxruntime, if `feedable`; but those that may decide shapes are constants.
+    be, as in onnxruntime, if `feedable`; but initializers that may decide shapes become constants.
     """
     graph = proto.graph
     inputs = {i.name: i for i in graph.input}

@@ -1,4 +1,5 @@
-"""The computation of an expert on the rows of its tokens: a list of row-wise steps.
+"""The computation of an expert on the rows of its tokens, as a list of steps that compute each row
+by itself.
 
 The steps are recorded from one expert's nodes, in whatever form an exporter wrote them, and are
 written again for all experts together, with the expert as first dimension.
@@ -57,22 +58,22 @@ CUT = "cut"
 
 @dataclass(frozen=True)
 class Row:
-    """The result of a step, by number; 0 is the expert's input."""
+    """An operand: the result of step `number`, or the expert's input for 0."""
 
     number: int
 
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """A constant that belongs to one expert: a matrix, or a vector with an element per column."""
+    """An operand: a constant of one expert, a matrix or a vector with an element per column."""
 
     tensor: gs.Constant
 
 
 @dataclass(frozen=True, eq=False)
 class Stacked:
-    """An expert's slice of a tensor whose first dimension is the expert; `flipped` if the slice is
-    a matrix that is read transposed."""
+    """An operand: an expert's slice of a tensor whose first dimension is the expert. `flipped`: the
+    slice is a matrix that is read transposed."""
 
     tensor: gs.Tensor
     flipped: bool = False
@@ -80,7 +81,7 @@ class Stacked:
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A tensor that all experts read: a number, a vector with an element per column, or a
+    """An operand that all experts read: a number, a vector with an element per column, or a
     matrix."""
 
     tensor: gs.Tensor
@@ -88,7 +89,7 @@ class Shared:
 
 @dataclass(frozen=True, eq=False)
 class Beside:
-    """A tensor that no step computes, with a row for each row of the expert's input."""
+    """An operand that no step computes, with a row for each row of the expert's input."""
 
     tensor: gs.Tensor
 
@@ -98,7 +99,15 @@ Operand = Row | Own | Stacked | Shared | Beside
 
 @dataclass(frozen=True)
 class RowStep:
-    """A row-wise op. `width` is the number of columns of its result."""
+    """An op that computes each row by itself.
+
+    op        the ONNX op, or CUT
+    operands  its operands, in order
+    attrs     its attributes
+    width     the number of columns of its result
+    dtype     the type of its result
+    domain    the op's domain, empty for ONNX
+    """
 
     op: str
     operands: tuple[Operand, ...]
@@ -110,8 +119,8 @@ class RowStep:
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor of an expert's program: the result of step `number` (0: the expert's input).
-    `labels`, such as R1f, names its dimensions: R tokens, f features, 1 singletons."""
+    """A tensor in an expert's nodes: the result of step `number`, where 0 is the expert's input.
+    `labels` names its dimensions: "R1f" has rows, a single element, and columns (features)."""
 
     number: int
     labels: str
@@ -119,10 +128,12 @@ class Rows:
 
 @dataclass
 class RowProgram:
-    """The steps of one expert.
+    """The steps of one expert, recorded from its nodes.
 
     width  the columns of the input
-    found  tensors of the program, by id
+    dtype  the type of the input
+    steps  the steps so far
+    found  the tensors that hold rows, by id
     made   the result of each step, with the labels of its dimensions
     """
 
@@ -133,26 +144,27 @@ class RowProgram:
     made: list[tuple[gs.Tensor, str]] = field(default_factory=list)
 
     def width_of(self, rows: Rows) -> int:
-        """The number of columns of a tensor."""
+        """Returns the number of columns of rows."""
         return self.width if rows.number == 0 else self.steps[rows.number - 1].width
 
     def enter(self, tensor: gs.Tensor, labels: str) -> None:
-        """Records a tensor that holds the expert's input."""
+        """Records that a tensor with these labels is the expert's input."""
         self.found[id(tensor)] = Rows(0, labels)
 
     def rows(self, tensor: gs.Tensor) -> Rows | None:
-        """Returns the step that computes a tensor, and the labels of its dimensions; None if no
-        step does."""
+        """Returns what step computes a tensor, with the labels of its dimensions; None if no step
+        does."""
         return self.found.get(id(tensor))
 
     def operand(self, tensor: gs.Tensor) -> Own | Stacked | Shared | Beside | None:
-        """Returns the operand for a tensor that no step computes; None if it cannot be one. A
-        subclass overrides this where the weights of experts are not separate constants."""
+        """Returns the operand of a step for a tensor that no step computes; None if the tensor
+        cannot be an operand. A subclass overrides this where the weights of experts are not
+        separate constants."""
         return Own(tensor) if isinstance(tensor, gs.Constant) else None
 
     def follow(self, node: gs.Node) -> bool:
-        """Records a node that reads rows, as a step. False if the node does not compute each row on
-        its own."""
+        """Records a node that reads rows as a step. Returns False if the node does not compute each
+        row by itself."""
         if node.domain not in (None, "", "ai.onnx") and node.op != "QuickGelu":
             return False
         reads = [self.rows(t) for t in node.inputs]
@@ -183,6 +195,16 @@ class RowProgram:
         self, node: gs.Node, labels: str, step: tuple[str, tuple[Operand, ...]], width: int,
         attrs: dict[str, Any] | None = None, output: int = 0, last: bool = True,
     ) -> Rows:  # fmt: skip
+        """Appends a step, and returns the rows that it makes.
+
+        node    the node from which the step is recorded
+        labels  of the dimensions of the result
+        step    the op and its operands
+        width   the columns of the result
+        output  which result of the node is meant
+        last    True if the step gives the node's result; False if another step follows for this
+                node
+        """
         result = node.outputs[output]
         domain = node.domain or ""
         self.steps.append(RowStep(*step, attrs or {}, width, result.dtype, domain))
@@ -193,6 +215,7 @@ class RowProgram:
         return rows
 
     def _unary(self, node: gs.Node, x: Rows) -> bool:
+        """Records an elementwise op of `x`; further operands, as of Clip, must be constants."""
         numbers = [t for t in node.inputs[1:]]
         if any(t.name and not isinstance(t, gs.Constant) for t in numbers):
             return False
@@ -202,6 +225,8 @@ class RowProgram:
         return True
 
     def _binary(self, node: gs.Node, reads: list[Rows | None]) -> bool:
+        """Records an elementwise op of two operands. `reads` has the rows of each operand, or
+        None."""
         known = [r for r in reads if r is not None]
         labels = known[0].labels
         operands: list[Operand] = []
@@ -225,8 +250,9 @@ class RowProgram:
     def _addend(
         self, tensor: gs.Tensor, labels: str, width: int
     ) -> tuple[Own | Stacked | Shared | Beside, int] | None:
-        """Returns the operand for a tensor that no step computes, in an elementwise op with rows of
-        these `labels` and this `width`, and the operand's width; None if it cannot be one."""
+        """Returns the operand for a tensor that no step computes, and the operand's number of
+        columns; None if the tensor cannot be an operand. The other operand of the elementwise op is
+        rows of these `labels` and this `width`."""
         value = constant(tensor) if _is_number(tensor) else None
         if value is not None:
             return (Shared(tensor), 1) if value.ndim <= 1 else None
@@ -244,6 +270,8 @@ class RowProgram:
         return operand, shape[-1] or 0
 
     def _product(self, node: gs.Node, reads: list[Rows | None]) -> bool:
+        """Records a MatMul or Gemm of rows and an expert's matrix. `reads` has the rows of each
+        operand, or None."""
         at = 0 if reads[0] is not None else 1
         x, tensor = reads[at], node.inputs[1 - at]
         if x is None or reads[1 - at] is not None:
@@ -269,6 +297,8 @@ class RowProgram:
         return True
 
     def _gemm(self, node: gs.Node, x: Rows, weight: Own | Stacked | Shared) -> bool:
+        """Records a Gemm of the rows `x` and a matrix, as a product and, if there is a bias, an
+        addition."""
         scaled = node.attrs.get("alpha", 1.0) != 1.0 or node.attrs.get("beta", 1.0) != 1.0
         shape = tensor_shape(node.inputs[1]) or ()
         if scaled or node.attrs.get("transA") or x.labels != "Rf" or len(shape) != 2:
@@ -289,7 +319,8 @@ class RowProgram:
         return True
 
     def _cut(self, node: gs.Node, x: Rows) -> bool:
-        """Records a Slice, each result of a Split, or a Gather of constant columns."""
+        """Records a Slice, a Split, or a Gather of constant columns of `x` as steps that take some
+        of its columns. Returns False for any other."""
         width, rank = self.width_of(x), len(x.labels)
         at = x.labels.index("f")
         for output, bounds in enumerate(_cuts(node, width, rank, at) or ()):
@@ -301,6 +332,7 @@ class RowProgram:
         return False
 
     def _reduction(self, node: gs.Node, x: Rows) -> bool:
+        """Records a reduction or Softmax over the columns of `x`."""
         rank, at = len(x.labels), x.labels.index("f")
         if node.op == "Softmax":
             axes: list[int] | None = [node.attrs.get("axis", -1)]
@@ -314,14 +346,15 @@ class RowProgram:
 
 
 def _is_number(tensor: gs.Tensor) -> bool:
+    """True for a constant of one element."""
     shape = tensor_shape(tensor)
     return isinstance(tensor, gs.Constant) and shape is not None and set(shape) <= {1}
 
 
 def _cuts(node: gs.Node, width: int, rank: int, at: int) -> list[tuple[int, int, int]] | None:
-    """For a Slice, Split or Gather along dimension `at` of `rank`, which has `width` columns:
-    returns start, stop and step of the columns of each result; None for columns at irregular
-    distances, or along another dimension."""
+    """Returns (start, stop, step) of the columns of each result of a Slice, Split or Gather along
+    dimension `at` of `rank`, which has `width` columns. None for columns at irregular distances, or
+    along another dimension."""
     if node.op == "Slice":
         fields = [given_integers(node, i) for i in (1, 2)]
         axes = given_integers(node, 3)
@@ -350,7 +383,8 @@ def _cuts(node: gs.Node, width: int, rank: int, at: int) -> list[tuple[int, int,
 
 def _moved(node: gs.Node, x: Rows, width: int) -> str | None:
     """Returns the labels of the result of a node that only adds, removes or moves dimensions of one
-    element (Reshape, Transpose ...); None if it does more. `width` is the columns of `x`."""
+    element (Reshape, Transpose ...); None if it does more. `width` is the number of columns of
+    `x`."""
     shape = tensor_shape(node.outputs[0])
     before = tensor_shape(node.inputs[0])
     if node.op == "Transpose":
@@ -374,6 +408,7 @@ def _moved(node: gs.Node, x: Rows, width: int) -> str | None:
 
 
 def _expands_nothing(sizes: gs.Tensor, x: Rows, width: int) -> bool:
+    """True if an Expand to `sizes` leaves `x`, with `width` columns, as it is."""
     known = known_integers(sizes)
     if known is None or known.size > len(x.labels):
         return False

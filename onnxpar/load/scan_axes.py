@@ -1,4 +1,4 @@
-"""Makes Scans read and stack their sequences along the first axis.
+"""Lets Scans read and stack their sequences along the first axis.
 
 For another axis, onnxruntime transposes the sequence when the Scan starts or ends, and divides by
 zero if it has no elements. A Transpose outside of the Scan costs the same, and accepts empty
@@ -14,8 +14,8 @@ from onnxpar.graph.tensors import tensor_shape
 
 
 def scan_first_axes(graph: gs.Graph) -> None:
-    """Gives each Scan the first axis for all its sequences, with Transposes before and behind it,
-    also in bodies. A sequence of unknown rank keeps its axis."""
+    """Lets each Scan of the graph and its bodies use the first axis for all its sequences, in
+    place, with Transposes before and behind it. A sequence of unknown rank keeps its axis."""
     for scope in scopes(graph):
         nodes: list[gs.Node] = []
         for node in scope.nodes:
@@ -25,7 +25,8 @@ def scan_first_axes(graph: gs.Graph) -> None:
 
 
 def _with_transposes(node: gs.Node) -> list[gs.Node]:
-    """Returns a Scan between the Transposes of its operands and those of its results."""
+    """Returns a Scan along first axes, with Transposes of its operands before it, and Transposes of
+    its results behind it."""
     states = len(node.inputs) - node.attrs["num_scan_inputs"]
     before = _transposes(node, "scan_input_axes", node.inputs, states)
     (body,) = bodies(node)
@@ -34,9 +35,13 @@ def _with_transposes(node: gs.Node) -> list[gs.Node]:
 
 
 def _transposes(node: gs.Node, key: str, tensors: list[gs.Tensor], states: int) -> list[gs.Node]:
-    """Sets the axes in the attribute `key` to 0. Replaces the tensors whose axis was another one,
-    among those after the first `states` of `tensors`, and returns the Transposes between the old
-    and the new tensors. `tensors` are the Scan's operands or results."""
+    """Makes a Scan use axis 0 for its operands, or for its results; returns the Transposes between
+    the old and the new tensors.
+
+    key      the attribute that has the axes, which become 0
+    tensors  the Scan's operands or results; tensors with another axis are replaced
+    states   how many of these are states, which have no axis
+    """
     transposes = []
     axes = list(node.attrs.get(key, ()))
     for i, (axis, tensor) in enumerate(zip(axes, tensors[states:], strict=False)):

@@ -29,7 +29,8 @@ from onnxpar.load.shape_values import given_integers, integers
 
 
 def scattered_mixtures(graph: gs.Graph, folder: Path) -> None:
-    """Rewrites the mixtures of a graph, in place; `folder` has the model's external data."""
+    """Rewrites the mixtures of a graph in place, with the expert as a dimension. `folder` has the
+    model's external data."""
     order, guards = _places(graph)
     for mask, axis, seeds in _seeds(graph):
         experts = [_traced(seed, order, guards) for seed in seeds]
@@ -39,8 +40,8 @@ def scattered_mixtures(graph: gs.Graph, folder: Path) -> None:
 
 
 def _places(graph: gs.Graph) -> tuple[dict[int, int], dict[int, gs.Node]]:
-    """Returns the places of all nodes, by id(), also of nodes in the first branch of an If with one
-    result; and these Ifs, by the id of that branch's result."""
+    """Returns the places of all nodes, by id(), including nodes in the first branch of each If of
+    one result; and these Ifs, by the id of the branch's result."""
     order: dict[int, int] = {}
     guards: dict[int, gs.Node] = {}
     for node in graph.nodes:
@@ -54,8 +55,9 @@ def _places(graph: gs.Graph) -> tuple[dict[int, int], dict[int, gs.Node]]:
 
 
 def _seeds(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, int, list[gs.Node]]]:
-    """Yields each mask of three dimensions from which NonZeros read a matrix for each expert, its
-    dimension of experts, and the NonZeros."""
+    """Yields, for each mixture of experts: the mask of tokens and slots (places among the top k) of
+    all experts, its dimension of experts, and the NonZeros that each list the tokens of one
+    expert."""
     readers: dict[tuple[int, int], list[gs.Node]] = defaultdict(list)
     masks: dict[int, gs.Tensor] = {}
     for node in graph.nodes:
@@ -68,8 +70,8 @@ def _seeds(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, int, list[gs.Node]]]:
 
 
 def _pick(seed: gs.Node) -> gs.Node | None:
-    """Returns the Gather `mask[expert]` that the NonZero `seed` reads, perhaps through Casts; None
-    if there is none."""
+    """Returns the Gather `mask[expert]` whose result the NonZero `seed` reads, perhaps through
+    Casts; None if there is none."""
     tensor = seed.inputs[0]
     while tensor.inputs and tensor.inputs[0].op in ("Cast", "Identity"):
         tensor = tensor.inputs[0].inputs[0]
@@ -81,8 +83,12 @@ def _pick(seed: gs.Node) -> gs.Node | None:
 def _traced(
     seed: gs.Node, order: Mapping[int, int], guards: Mapping[int, gs.Node]
 ) -> ScatteredExpert | None:
-    """Follows an expert from its NonZero, `seed`, to the sum to which it adds; None if a node on
-    the way is not understood. `order` and `guards` are as `_places` returns them."""
+    """Follows an expert from its NonZero, `seed`, to the sum to which it adds; returns None if a
+    node on the way is of no known form.
+
+    order   the places of nodes, by id()
+    guards  Ifs that run an expert only if it has tokens, by the id of their branch's result
+    """
     pick = _pick(seed)
     assert pick is not None
     which = constant(pick.inputs[1])
@@ -120,8 +126,8 @@ def _rewrite(
     graph: gs.Graph, mask: gs.Tensor, axis: int, experts: list[ScatteredExpert], folder: Path,
     order: Mapping[int, int],
 ) -> None:  # fmt: skip
-    """Replaces a mixture by one with the expert as first dimension, if all of its experts are
-    alike.
+    """Replaces a mixture of experts by one in which the expert is the first dimension, in place, if
+    all of its experts compute the same steps.
 
     mask   the tokens and slots of each expert
     axis   the mask's dimension of experts
@@ -183,7 +189,11 @@ def _is_like(
     expert: ScatteredExpert, first: ScatteredExpert, steps: int, token_at: int, slots: int
 ) -> bool:
     """True if an expert reads the same tokens as the first one, computes the same number of
-    `steps`, and adds its results in the same way. For `token_at` and `slots`, see `_is_of`."""
+    `steps`, and adds its results in the same way.
+
+    token_at  the dimension of an expert's mask, 0 or 1, that is that of tokens
+    slots     the number of slots of a token: the k of its top k experts
+    """
     if expert.tokens is None or first.tokens is None or expert.result is None:
         return False
     return (
@@ -197,8 +207,8 @@ def _is_like(
 
 
 def _chain(experts: Sequence[ScatteredExpert]) -> tuple[gs.Tensor, gs.Tensor] | None:
-    """The tensor to which the first expert adds, and the sum after the last; None if the sums do
-    not follow one another."""
+    """Returns the total before the first expert adds to it, and the total after the last one; None
+    if the sums do not follow one another."""
     totals = [e.total for e in experts if e.total is not None]
     after = {id(b): b for _, b in totals}
     before = {id(a): a for a, _ in totals}
@@ -209,8 +219,9 @@ def _chain(experts: Sequence[ScatteredExpert]) -> tuple[gs.Tensor, gs.Tensor] | 
 
 
 def _count(mask: gs.Tensor, axis: int, experts: Sequence[ScatteredExpert]) -> int | None:
-    """Returns the number of experts, if their numbers are the constants 0, 1, ...; -1 if the
-    numbers are those of the experts that have a token, in a run; None if neither is known."""
+    """Returns the number of experts, if their numbers are the constants 0, 1, ... Returns -1 if
+    each run computes the numbers, as the numbers of the experts that have a token. None for any
+    other numbers."""
     numbers = [e.which for e in experts]
     if all(n is not None for n in numbers):
         return len(numbers) if sorted(n or 0 for n in numbers) == [*range(len(numbers))] else None
@@ -224,8 +235,9 @@ def _count(mask: gs.Tensor, axis: int, experts: Sequence[ScatteredExpert]) -> in
 
 
 def _hit(number: gs.Tensor | None, mask: gs.Tensor, axis: int) -> tuple[gs.Node | None, int]:
-    """If `number` is an element of a NonZero over the experts that have a token, returns the
-    NonZero and the index of the element; else (None, -1)."""
+    """Returns the NonZero and the place of the element, if `number` is an element of a NonZero over
+    the experts that have a token; else (None, -1). Dimension `axis` of `mask`, the tokens and slots
+    of all experts, is that of experts."""
     part = -1
     while number is not None and number.inputs:
         node = number.inputs[0]
@@ -249,7 +261,7 @@ def _hit(number: gs.Tensor | None, mask: gs.Tensor, axis: int) -> tuple[gs.Node 
 
 
 def _has_token(tensor: gs.Tensor, mask: gs.Tensor, axis: int) -> bool:
-    """True if element i of a vector says whether expert i of the mask has a token."""
+    """True if element i of the vector `tensor` says whether expert i of the mask has a token."""
     node = tensor.inputs[0] if tensor.inputs else None
     if node is None or node.op != "Greater" or not is_zero(node.inputs[1]):
         return False
@@ -261,10 +273,12 @@ def _has_token(tensor: gs.Tensor, mask: gs.Tensor, axis: int) -> bool:
 
 
 def _is_of(weight: Weight | None, first: Weight | None, token_at: int, slots: int) -> bool:
-    """True if the weight of each pair is the element of its token and slot in the table that the
-    first expert reads, with `slots` slots per token; also if neither expert has weights. `token_at`
-    says which dimension of an expert's mask, 0 or 1, is that of tokens; the other is that of
-    slots."""
+    """True if an expert reads its weights from the first expert's table, at the token and slot of
+    each pair; also if neither has weights.
+
+    token_at  the dimension of an expert's mask, 0 or 1, that is that of tokens
+    slots     the number of slots of a token: the k of its top k experts
+    """
     if weight is None or first is None:
         return weight is first
     form = (1, slots) if token_at == 1 else (slots, 1)
@@ -276,8 +290,9 @@ def _is_of(weight: Weight | None, first: Weight | None, token_at: int, slots: in
 def _routed(
     write: DenseExperts, pairs: gs.Tensor, expert: ScatteredExpert, slots: int
 ) -> tuple[gs.Tensor, gs.Tensor | None]:
-    """Returns a mask of each expert's tokens, and the weights of its results (None without
-    weights), both [expert, token, 1]; `pairs` is the mask as [expert, token, slot]."""
+    """Returns the mask of each expert's tokens, and the weights of its results (None without
+    weights), both [expert, token, 1]. `pairs` is the mask as [expert, token, slot]; `expert` is any
+    of the experts."""
     dtype: Any = np.dtype(np.float32) if expert.weight is None else expert.weight.table.dtype
     code = gs.exporters.onnx_exporter.dtype_to_onnx(dtype)
     marks = write.add("Cast", [pairs], dtype, pairs.shape, to=code)
@@ -300,7 +315,8 @@ def _routed(
 
 
 def _is_top(pairs: gs.Tensor) -> bool:
-    """True if the mask comes from the indices of a TopK, so that no token has an expert twice."""
+    """True if the mask comes from the indices of a TopK, so that an expert occurs at most once for
+    a token."""
     todo, steps = pairs, 0
     while todo.inputs and steps < 16:
         node = todo.inputs[0]

@@ -17,8 +17,8 @@ _MOST_PARTS = 1 << 12
 
 
 def split_sequences(graph: gs.Graph) -> None:
-    """Replaces each SplitToSequence whose readers all pick one element at a constant position, in
-    place. Requires static shapes."""
+    """Replaces a SplitToSequence by a Split, in place, if each of its readers picks one element at
+    a constant position. Requires static shapes."""
     for scope in scopes(graph):
         for node in list(scope.nodes):
             if node.op == "SplitToSequence":
@@ -26,6 +26,7 @@ def split_sequences(graph: gs.Graph) -> None:
 
 
 def _replace(graph: gs.Graph, node: gs.Node) -> None:
+    """Replaces a SplitToSequence by a Split, if all its readers pick single elements."""
     sequence, x = node.outputs[0], node.inputs[0]
     readers = list(sequence.outputs)
     here = {id(n) for n in graph.nodes}
@@ -52,16 +53,16 @@ def _replace(graph: gs.Graph, node: gs.Node) -> None:
 
 
 def _place(reader: gs.Node, count: int) -> int | None:
-    """The position, from 0 to count - 1, of the element that `reader` picks from a sequence of
-    `count`; None if the node does anything else, or if the position is no constant scalar."""
+    """Returns the position, from 0 to count - 1, of the element that `reader` picks from a sequence
+    of `count` elements; None if it does anything else, or if the position is no constant."""
     number = constant(reader.inputs[1]) if reader.op == "SequenceAt" else None
     place = count if number is None or number.shape else int(number)
     return place % count if -count <= place < count else None
 
 
 def _sizes(node: gs.Node) -> list[int]:
-    """The sizes of the elements of a SplitToSequence; empty if they are data-dependent or too
-    many."""
+    """Returns the sizes of the elements of a SplitToSequence along its axis; none if they are
+    data-dependent or too many."""
     shape, axis = node.inputs[0].shape, node.attrs.get("axis", 0)
     if shape is None or not all(isinstance(s, (int, np.integer)) for s in shape):
         return []

@@ -1,7 +1,8 @@
-"""Integers that are known before a run, in vectors that also hold unknown sizes.
+"""Finds integers that are known before a run, in vectors that also hold unknown sizes.
 
 Exporters compute bounds of slices from Shape nodes. Where one dimension of a shape is
-data-dependent, the loader folds nothing, though the bounds may depend on the others alone.
+data-dependent, the loader folds none of it, though the bounds may depend on the other dimensions
+alone.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _DEEPEST = 24
 
 
 def known_integers(tensor: gs.Tensor, depth: int = 0) -> Known | None:
-    """The elements of an integer tensor, with None for each one that is not known; None if the
-    tensor is not integer arithmetic on shapes and constants. `depth` counts the nodes followed so
-    far."""
+    """Returns the elements of an integer tensor, with None for each element that is not known; None
+    if the tensor is not integer arithmetic on shapes and constants. `depth` counts the nodes
+    followed so far."""
     value = constant(tensor)
     if value is not None:
         return value.astype(object) if value.dtype.kind in "iub" else None
@@ -48,7 +49,8 @@ def known_integers(tensor: gs.Tensor, depth: int = 0) -> Known | None:
 
 
 def integers(tensor: gs.Tensor | None) -> list[int] | None:
-    """The elements of an integer tensor; None if one of them is not known."""
+    """Returns the elements of an integer tensor as a flat list; None if any of them is not
+    known."""
     known = known_integers(tensor) if tensor is not None else None
     if known is None or any(x is None for x in known.reshape(-1)):
         return None
@@ -56,11 +58,15 @@ def integers(tensor: gs.Tensor | None) -> list[int] | None:
 
 
 def given_integers(node: gs.Node, index: int) -> list[int] | None:
-    """The elements of an operand; None if it is left out or unknown."""
+    """Returns the elements of operand `index` of a node as a flat list; None if it is left out or
+    not known."""
     return integers(given(node, index))
 
 
 def _arithmetic(function: Callable[[int, int], int]) -> Callable[..., Known]:
+    """Returns a function that applies `function` to each pair of known elements, for a node of two
+    operands."""
+
     def apply(node: gs.Node, a: Known, b: Known) -> Known:
         def one(x: int | None, y: int | None) -> int | None:
             return None if x is None or y is None else function(int(x), int(y))
@@ -71,16 +77,20 @@ def _arithmetic(function: Callable[[int, int], int]) -> Callable[..., Known]:
 
 
 def _divide(a: int, b: int) -> int:
+    """Returns the quotient rounded towards 0, as onnxruntime divides integers; 0 for a division by
+    0."""
     return 0 if b == 0 else int(abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1)
 
 
 def _gather(node: gs.Node, x: Known, at: Known) -> Known | None:
+    """Returns the elements of the vector `x` at known indices; None for any other Gather."""
     if x.ndim != 1 or any(i is None for i in at.reshape(-1)):
         return None
     return np.asarray(x[at.astype(np.int64)], object)
 
 
 def _slice(node: gs.Node, x: Known, *bounds: Known) -> Known | None:
+    """Returns the elements of the vector `x` within known bounds; None for any other Slice."""
     values = [b.reshape(-1) for b in bounds]
     if x.ndim != 1 or not 2 <= len(values) <= 4 or any(len(v) != 1 or v[0] is None for v in values):
         return None
@@ -89,7 +99,8 @@ def _slice(node: gs.Node, x: Known, *bounds: Known) -> Known | None:
 
 
 def _reshape(node: gs.Node, x: Known, *_: Known) -> Known:
-    """Vectors of shapes are made scalars and back; only the order of elements counts."""
+    """Returns `x` as a scalar (Squeeze of one element) or a vector: only the order of elements
+    matters here."""
     if node.op == "Squeeze" and x.size == 1:
         return x.reshape(())
     return x.reshape(-1)

@@ -1,11 +1,11 @@
-"""Finds rows that are sorted by expert before a mixture, and go back to their places after it.
+"""Finds rows that are sorted by expert before a mixture, and brought back to their places after it.
 
-    _, order = TopK(ids)                      # all of them: a sort
+    _, order = TopK(ids)                            # all of them: a sort
     x = tokens[order // k]; w = weights[order]
     y = mixture(x) * w
     inverse = scatter(order, 0 .. n - 1); z = y[inverse]
 
-Each row is computed by itself, so that rows can stay where they are: then they can be split.
+The mixture computes each row by itself, so the sort can be removed: then the rows can be split.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ _ROW_WISE = frozenset(["Add", "Cast", "Div", "Identity", "Mul", "Sub", "Unsqueez
 class SortedRows:
     """A sort of rows, and the nodes that undo it.
 
-    order   [row]: the row at each place
-    tokens  [token, column]; `count` rows in turn are copies of each token
-    sides   nodes that sort something else with one row for each
+    order   the number of the row at each place, [row]
+    tokens  the rows of tokens, [token, column]; rows i * count to i * count + count - 1 are copies
+            of token i
+    count   the number of copies of each token
+    sides   nodes that sort other tensors with one row for each, such as weights
     backs   nodes that bring rows back to their places
     """
 
@@ -58,10 +60,10 @@ class SortedRows:
 def find_sorted_rows(
     graph: gs.Graph, entry: gs.Tensor, result: gs.Tensor, readers: Collection[int]
 ) -> SortedRows | None:
-    """Returns the sort of the rows that enter a mixture as `entry` and leave it as `result`; None
-    if they are not sorted, or if a row that is not yet back in its place is read by a node that
-    does not compute each row by itself. `readers` are the ids of the mixture's nodes that may read
-    the entry."""
+    """Returns the sort (by expert) of the rows that enter a mixture of experts as `entry` and leave
+    it as `result`. None
+    if they are not sorted, or if sorted rows are read by a node that does not compute each row by
+    itself. `readers` are the ids of the mixture's nodes, which may read the entry."""
     gather = entry.inputs[0] if entry.inputs else None
     order = _sort(gather.inputs[1]) if gather is not None and _gathers(gather) else None
     if gather is None or order is None or any(id(r) not in readers for r in entry.outputs):
@@ -91,15 +93,15 @@ def find_sorted_rows(
 
 
 def _gathers(node: gs.Node) -> bool:
-    """True for a node that gathers rows."""
+    """True for a node that gathers along the first dimension."""
     return node.op in ("Gather", "GatherND") and not (
         node.attrs.get("axis", 0) or node.attrs.get("batch_dims", 0)
     )
 
 
 def _sort(index: gs.Tensor) -> gs.Tensor | None:
-    """Follows arithmetic on row numbers back to the sort that they come from, and returns its
-    order: the indices of a TopK of all elements of a vector; else None."""
+    """Returns the order of the sort from which row numbers are computed: the indices of a TopK of
+    all elements of a vector. None if they come from anything else."""
     while index.inputs:
         node = index.inputs[0]
         if node.op == "TopK" and index is node.outputs[1]:
@@ -116,9 +118,9 @@ def _sort(index: gs.Tensor) -> gs.Tensor | None:
 
 
 def _ends(graph: gs.Graph, order: gs.Tensor, size: int) -> list[tuple[gs.Node, Array]] | None:
-    """Returns the Gathers and ScatterNDs that use row numbers computed from `order`, each with
-    these numbers as they are for the order 0, 1, 2 ... `size` - 1; None if another node reads such
-    numbers."""
+    """Returns the Gathers and ScatterNDs that use row numbers computed from `order`, each with the
+    numbers that it would use if the order were 0, 1, 2 ... `size` - 1. None if another node reads
+    such numbers."""
     known: dict[int, Array] = {id(order): np.arange(size)}
     ends = []
     for node in graph.nodes:
@@ -139,8 +141,8 @@ def _ends(graph: gs.Graph, order: gs.Tensor, size: int) -> list[tuple[gs.Node, A
 
 
 def _all_read(graph: gs.Graph, known: Collection[int], ends: list[tuple[gs.Node, Array]]) -> bool:
-    """True if only nodes of the graph itself read the tensors in `known` (by id) and the results of
-    `ends`: no output, and no body."""
+    """True if only nodes of the graph itself, no outputs and no bodies, read the tensors in `known`
+    (by id) and the results of the nodes in `ends`."""
     members = {id(node) for node in graph.nodes}
     ports = {id(t) for t in graph.outputs}
     tensors = [t for node in graph.nodes for t in node.outputs if id(t) in known]
@@ -151,9 +153,9 @@ def _all_read(graph: gs.Graph, known: Collection[int], ends: list[tuple[gs.Node,
 
 
 def _backs(graph: gs.Graph, scatter: gs.Node, size: int) -> list[gs.Node] | None:
-    """Returns the nodes that gather rows by the inverse order, which `scatter` computes from the
-    order of `size` rows; None if it computes something else, or if its result is read in another
-    way."""
+    """Returns the nodes that bring sorted rows back: Gathers by the inverse of the sort's order of
+    `size` rows, which the ScatterND `scatter` computes. None if it computes something else, or if
+    the inverse is read in another way."""
     values = constant(scatter.inputs[2])
     is_inverse = values is not None and np.array_equal(values.reshape(-1), np.arange(size))
     if not is_inverse or scatter.attrs.get("reduction", "none") not in ("none", b"none"):
@@ -172,8 +174,8 @@ def _backs(graph: gs.Graph, scatter: gs.Node, size: int) -> list[gs.Node] | None
 
 
 def _come_back(graph: gs.Graph, rows: SortedRows, result: gs.Tensor, size: int) -> bool:
-    """True if, between the sort and the nodes that bring rows back, each node computes each row by
-    itself."""
+    """True if each node between the sort and the nodes that bring rows back computes each row by
+    itself. `size` is the number of rows."""
     backs = {id(node) for node in rows.backs}
     moved = {id(result), *(id(node.outputs[0]) for node in rows.sides)}
     ports = {id(t) for t in graph.outputs}
@@ -192,7 +194,7 @@ def _come_back(graph: gs.Graph, rows: SortedRows, result: gs.Tensor, size: int) 
 
 
 def numbers(write: DenseExperts, rows: gs.Tensor) -> gs.Tensor:
-    """Adds a tensor 0, 1, 2 ..., with an element for each row of `rows`."""
+    """Returns a new tensor 0, 1, 2 ..., with an element for each row of `rows`."""
     kind, zero, one = np.dtype(np.int64), np.array(0, np.int64), np.array(1, np.int64)
     sizes = write.add("Shape", [rows], kind, [len(rows.shape)])
     count = write.add("Gather", [sizes, zero], kind, [], axis=0)
@@ -200,14 +202,14 @@ def numbers(write: DenseExperts, rows: gs.Tensor) -> gs.Tensor:
 
 
 def places(write: DenseExperts, order: gs.Tensor) -> gs.Tensor:
-    """Adds the place of each row in an order: its inverse."""
+    """Returns a new tensor with the place of each row in an order: the inverse of `order`."""
     kind = np.dtype(np.int64)
     at = write.add("Unsqueeze", [order, np.array([1], np.int64)], kind, [write.tokens, 1])
     return write.add("ScatterND", [order, at, numbers(write, order)], kind, [write.tokens])
 
 
 def copies(write: DenseExperts, sort: SortedRows) -> gs.Tensor:
-    """Adds the rows that a sort would order, unsorted: `count` copies of each token in turn."""
+    """Returns a new tensor of the rows before the sort: `count` copies of each token in turn."""
     tokens = sort.tokens
     count, width = tensor_shape(tokens) or ()
     each = write.add(
@@ -220,7 +222,7 @@ def copies(write: DenseExperts, sort: SortedRows) -> gs.Tensor:
 
 
 def skip(node: gs.Node) -> None:
-    """Removes a Gather of rows: its readers read the rows themselves."""
+    """Lets all readers of a Gather read its operand instead."""
     old, new = node.outputs[0], node.inputs[0]
     for reader in list(old.outputs):
         for i, tensor in enumerate(reader.inputs):

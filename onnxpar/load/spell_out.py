@@ -1,4 +1,4 @@
-"""Replaces gated activations that onnxruntime has no kernel for by the ops that define them.
+"""Replaces gated activations for which onnxruntime has no kernel by the ops that define them.
 
 ONNX defines Swish (opset 24) and SwiGLU (opset 28) as functions. onnxruntime 1.32 runs Swish only
 in opset 24, and SwiGLU not at all, since its body contains a Swish.
@@ -31,7 +31,7 @@ def spell_out(model: onnx.ModelProto) -> None:
     types = cache(lambda: _types(model))
 
     def swish(at: Match) -> None:
-        """x * Sigmoid(alpha * x), times the second operand of a SwiGLU."""
+        """Writes x * Sigmoid(alpha * x), times the second operand of a SwiGLU."""
         gate, alpha = at["x"], attributes(at.node).get("alpha", 1.0)
         scaled = gate
         if alpha != 1.0:
@@ -47,7 +47,7 @@ def spell_out(model: onnx.ModelProto) -> None:
 
 
 def _types(model: onnx.ModelProto) -> dict[str, int]:
-    """The element types of tensors, by name."""
+    """Returns the ONNX data types of tensors, by name, as far as ONNX infers them."""
     bare = copy_with_stubs(model, lambda t: None if is_folded(t) else without_data(t))
     graphs = graphs_of(onnx.shape_inference.infer_shapes(bare).graph)
     return {

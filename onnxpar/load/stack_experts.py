@@ -1,5 +1,5 @@
-"""Rewrites mixtures of experts, in the forms that exporters write, with the expert as a dimension
-of the weights and of all tensors in between.
+"""Rewrites mixtures of experts, in the forms that exporters write, such that the expert is a
+dimension of the weights and of all tensors in between.
 
 torch has no op for a mixture. Loops over experts are exported as one subgraph for each expert, and
 Hugging Face's other forms gather a matrix for each token, or sort tokens by expert. In none of them
@@ -21,9 +21,13 @@ from onnxpar.load.scattered_experts import scattered_mixtures
 
 
 def stack_experts(graph: gs.Graph, folder: Path, in_nodes: bool = False) -> None:
-    """Rewrites each mixture of the graph whose experts compute the same steps, in place. `folder`
-    has the model's external data. With `in_nodes`, nodes stack the weights that experts have of
-    their own: trained weights keep their names and shapes."""
+    """Rewrites each mixture of the graph whose experts compute the same steps, in place: 8 weights
+    [64, 32] become one [8, 64, 32].
+
+    folder    has the model's external data
+    in_nodes  True to stack weights by nodes, so that weights keep their names and shapes, as
+              training requires; False to store stacked weights
+    """
     scattered_mixtures(graph, folder)
     gathered_mixtures(graph, folder)
     if in_nodes:
@@ -31,7 +35,8 @@ def stack_experts(graph: gs.Graph, folder: Path, in_nodes: bool = False) -> None
 
 
 def _stack_in_nodes(graph: gs.Graph) -> None:
-    """Replaces each constant that stacks weights by Reshapes and a Concat of the weights."""
+    """Replaces each constant that stacks weights by nodes that stack them: Reshapes and a
+    Concat."""
     stacks: dict[int, tuple[gs.Constant, StackedValues]] = {}
     for node in all_nodes(graph):
         for tensor in node.inputs:

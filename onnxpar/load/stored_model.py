@@ -1,5 +1,5 @@
-"""The model as its file has it: a rank that computes the whole model runs this, so that onnxruntime
-finds the ops that it would find in the unsplit model, and computes the same bits."""
+"""The model as its file has it, for a rank that computes the whole model: onnxruntime then finds
+the ops that it would find in the unsplit model, and computes the same bits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from onnxpar.load.unfuse import free_names
 class StoredModel:
     """A model before the loader rewrites it.
 
-    model    without the data of its initializers
-    weights  the initializers with their data, of which there is no second copy
-    path     its file
-    dims, shapes  the sizes that the user gives to its inputs
+    model         the model, without the data of its initializers
+    weights       the initializers, with the only copy of their data
+    path          the file
+    dims, shapes  the sizes of inputs that the user sets, by symbol, and by input
     """
 
     model: onnx.ModelProto
@@ -40,14 +40,15 @@ class StoredModel:
         dims: Mapping[str, int | str],
         shapes: Mapping[str, Sequence[int]],
     ) -> StoredModel:
-        """Takes a model that has no functions."""
+        """Returns the stored form of a model that has no functions; the other arguments are the
+        fields."""
         weights = list(proto.graph.initializer)
         return StoredModel(copy_with_stubs(proto, without_data), weights, path, dims, shapes)
 
     def bound(self) -> onnx.ModelProto:
-        """The model, changed only in form: it has no annotations, sparse weights are dense, nodes
-        have names, weights no reserved ones, and inputs have the sizes that the user gives. It
-        begins with the initializers in `weights`, without data."""
+        """Returns a copy of the model, changed only in form: without annotations, sparse weights as
+        dense ones, with names for all nodes and no reserved names of weights, and with the sizes
+        that the user sets. Its first initializers are those in `weights`, without data."""
         proto = onnx.ModelProto()
         proto.CopyFrom(self.model)
         clear_annotations(proto)

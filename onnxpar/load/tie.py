@@ -1,4 +1,4 @@
-"""Merges the copies of a parameter that an exporter stored.
+"""Merges the copies of a parameter that an exporter has stored.
 
 Exporters compute the transpose of a constant when they export. So the table of a language model
 that is also its head, or a Linear that is called several times, is in the file once for each call,
@@ -24,10 +24,15 @@ _Members = list[tuple[str, bool]]
 
 
 def tie(graph: GraphProto, named: Mapping[str, TorchName], folder: Path) -> dict[str, TorchName]:
-    """Replaces copies of a matrix, in place: readers of a copy read the first, or a Transpose of
-    it. Copies have equal bits, possibly transposed, and nothing says that they are different
-    parameters. `named` has the names of tensors in torch, as far as they are known; external data
-    is in `folder`. Returns the names of the remaining tensors in torch."""
+    """Merges copies of a matrix, in place: nodes that read a copy read the first one, or a
+    Transpose of it. Returns the names of the remaining tensors in torch.
+
+    named   the names of tensors in torch, as far as they are known
+    folder  has the model's external data
+
+    Copies are matrices with equal bits, perhaps transposed, unless the file says that they are
+    different parameters.
+    """
     groups = [
         group
         for alike in _alike(graph, named)
@@ -48,14 +53,13 @@ def tie(graph: GraphProto, named: Mapping[str, TorchName], folder: Path) -> dict
 
 def names_in_torch(tensor: str, named: Mapping[str, TorchName]) -> tuple[str, ...]:
     """Returns the names in torch of the parameter that a stored tensor holds: several if copies
-    were merged; the tensor's own name if `named` does not have it."""
+    were merged, or the tensor's own name if `named` does not have it."""
     return named[tensor].names if tensor in named else (tensor,)
 
 
 def _alike(graph: GraphProto, named: Mapping[str, TorchName]) -> Iterator[list[TensorProto]]:
-    """Yields groups of matrices of one type that have the same two sizes, in either order, and
-    among which there may be copies; matrices that an exporter has transposed come last in a
-    group."""
+    """Yields groups of matrices among which there may be copies: of one type, with the same two
+    sizes in either order. Matrices that an exporter has transposed come last in a group."""
     by_size: dict[tuple[int, ...], list[TensorProto]] = defaultdict(list)
     outputs = {port.name for port in graph.output}
     for tensor in graph.initializer:
@@ -70,8 +74,8 @@ def _alike(graph: GraphProto, named: Mapping[str, TorchName]) -> Iterator[list[T
 
 
 def _equal(tensors: Iterable[TensorProto], folder: Path) -> Iterator[_Members]:
-    """Yields groups of equal matrices, also if one is the transpose of the other. A matrix whose
-    elements are all one number is left out: it equals others by chance."""
+    """Yields groups of equal matrices, also if one is the transpose of the other. Leaves out
+    matrices whose elements are all one number: they are equal by chance."""
     by_corners: dict[bytes, list[tuple[TensorProto, _Members]]] = defaultdict(list)
     for tensor in tensors:
         value = _bits(tensor, folder)
@@ -90,13 +94,14 @@ def _equal(tensors: Iterable[TensorProto], folder: Path) -> Iterator[_Members]:
 
 
 def _bits(tensor: TensorProto, folder: Path) -> Array:
+    """Returns the elements of a stored matrix as unsigned integers, so that NaN equals NaN."""
     value = read_stored(tensor, folder)
     return value.view(f"u{value.itemsize}")
 
 
 def _of_one_parameter(members: _Members, named: Mapping[str, TorchName]) -> list[_Members]:
-    """Divides equal matrices into groups, of one parameter each: one group, unless the file says
-    certainly that some are different parameters."""
+    """Returns groups of equal matrices, each of one parameter: a single group, unless the file says
+    with certainty that some are different parameters."""
     groups: dict[tuple[str, ...], _Members] = defaultdict(list)
     for name, is_transposed in members:
         if name not in named or named[name].is_certain:
@@ -107,8 +112,8 @@ def _of_one_parameter(members: _Members, named: Mapping[str, TorchName]) -> list
 
 
 def _replace(graph: GraphProto, groups: Sequence[_Members]) -> None:
-    """Makes readers of a copy read the first of its group, or its transpose, which has the name of
-    one of the copies."""
+    """Lets nodes that read a copy read the first matrix of its group, or a Transpose of it, which
+    takes the name of one of the copies."""
     new: dict[str, str] = {}
     gone: set[str] = set()
     for (first, _), *copies in groups:

@@ -1,5 +1,4 @@
-"""Repairs violations of the ONNX standard that onnxruntime tolerates and that exporters do
-write."""
+"""Repairs violations of the ONNX standard that onnxruntime tolerates, and that exporters write."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def restate(model: onnx.ModelProto) -> None:
     """Repairs a model in place; its results stay the same.
 
     Sorts nodes, drops unnamed and repeated entries, removes declared sizes that are not positive,
-    and writes ONNX's own domain as "".
+    and writes ONNX's own domain as "" instead of "ai.onnx".
     """
     for tensor in stored_tensors(model.graph):
         _keep_one_value(tensor)
@@ -48,7 +47,7 @@ def restate(model: onnx.ModelProto) -> None:
 
 def restate_flags(graph: GraphProto) -> None:
     """Writes flags of reductions and pools that are neither 0 nor 1 as 0, in place, also in
-    subgraphs: onnxruntime reads them so."""
+    subgraphs: so onnxruntime reads them."""
     for node in nodes_of(graph):
         if node.op_type.startswith(("Reduce", "Arg")) or node.op_type.endswith("Pool"):
             for attribute in node.attribute:
@@ -57,8 +56,9 @@ def restate_flags(graph: GraphProto) -> None:
 
 
 def scalar_bounds(graph: gs.Graph) -> None:
-    """Makes scalars of the bounds of each Range, in place: onnxruntime accepts a vector of one
-    element where it does not know its shape before a run, but may know it in a rank's graph."""
+    """Reshapes the bounds of each Range to scalars, in place. onnxruntime accepts a vector of one
+    element only where it does not know its shape before a run; in a rank's graph it may know the
+    shape."""
     for scope in scopes(graph):
         nodes = list[gs.Node]()
         for node in scope.nodes:
@@ -73,8 +73,8 @@ def scalar_bounds(graph: gs.Graph) -> None:
 
 
 def _keep_one_value(tensor: TensorProto) -> None:
-    """Drops data that onnxruntime ignores: typed fields beside raw_data, and references to external
-    data in a tensor that is not external."""
+    """Drops data of a tensor that onnxruntime ignores: typed fields beside raw_data, and references
+    to external data if the tensor is not external."""
     if tensor.HasField("raw_data"):
         for field in _TYPED:
             tensor.ClearField(field)
@@ -83,7 +83,7 @@ def _keep_one_value(tensor: TensorProto) -> None:
 
 
 def _one_import(model: onnx.ModelProto) -> None:
-    """Imports ONNX's own domain only once, under the name ""."""
+    """Leaves a single import of ONNX's own domain, under the name ""."""
     own = [o for o in model.opset_import if o.domain in ("", "ai.onnx")]
     if own:
         version = own[-1].version
@@ -92,14 +92,16 @@ def _one_import(model: onnx.ModelProto) -> None:
 
 
 def _return_once(graph: GraphProto) -> None:
-    """Removes repeated outputs. Bodies of If, Loop or Scan are left alone: they may return the same
-    tensor twice."""
+    """Removes repeated outputs of the main graph. Bodies of If, Loop or Scan may return a tensor
+    twice."""
     outputs = {port.name: port for port in reversed(graph.output)}
     if len(outputs) < len(graph.output):
         _replace(graph.output, [*outputs.values()][::-1])
 
 
 def _restate_graph(graph: GraphProto) -> None:
+    """Repairs one graph: drops unnamed and repeated entries and sizes that are not positive, and
+    sorts nodes."""
     refused = [t for t in graph.initializer if not t.name and not t.data_type]
     stored = {t.name: t for t in graph.initializer if t.name}  # of equal names, the last counts
     if len(stored) < len(graph.initializer):
@@ -122,7 +124,7 @@ def _replace(field: Any, messages: list[Any]) -> None:
 
 
 def _open_sizes(type_: TypeProto, below: int) -> None:
-    """Removes sizes less than `below` from a type: old exporters write those where any size is
+    """Removes sizes less than `below` from a type, which old exporters write where any size is
     allowed."""
     for dim in type_.tensor_type.shape.dim if type_.HasField("tensor_type") else ():
         if dim.HasField("dim_value") and dim.dim_value < below:
@@ -130,8 +132,8 @@ def _open_sizes(type_: TypeProto, below: int) -> None:
 
 
 def _sorted(graph: GraphProto) -> list[int]:
-    """Positions of the nodes in a topological order that is close to the order of the file; nodes
-    in a cycle keep their order."""
+    """Returns the positions of the nodes in a topological order that is close to the order of the
+    file; nodes in a cycle keep their order."""
     makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
     waits = [
         {makers[n] for n in reads_of(node) if n in makers} - {i}

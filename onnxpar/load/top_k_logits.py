@@ -1,8 +1,9 @@
-"""Adds to a decoder the outputs that choose a token: the likeliest tokens, and sums over all of
-them.
+"""Adds outputs to a decoder with which the next token can be chosen: the likeliest tokens with
+their logits, and sums of probabilities over the vocabulary.
 
-Ordinary nodes compute them, whose sharding rules take logits that are split over the vocabulary: a
-rank finds the best of its own tokens, and sums are all-reduced. So logits stay on the ranks.
+Ordinary nodes compute them, which are split like others where logits are split over the vocabulary:
+a rank finds the best of its own tokens, and sums are all-reduced. So the logits, which are large,
+stay on the ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ BEST = 64
 
 
 def add_candidates(graph: GraphProto, logits: str, opset: int) -> None:
-    """Adds the nodes, inputs and outputs to a decoder, in place. `logits` names the decoder's
-    output, (1, picks, vocabulary); `opset` is the version of ONNX's ops in the model, at least
-    OLDEST."""
+    """Adds the nodes, inputs and outputs to a decoder, in place.
+
+    logits  the name of the decoder's output, (1, picks, vocabulary)
+    opset   the version of ONNX's ops in the model, at least OLDEST
+    """
     nodes: list[NodeProto] = []
     vocabulary = next(o for o in graph.output if o.name == logits).type.tensor_type.shape.dim[2]
     count = min(BEST, vocabulary.dim_value or BEST)

@@ -1,5 +1,6 @@
-"""Replaces each op that onnxruntime fused when it optimized a model by the ONNX ops that it
-consists of; also a ConvTranspose whose pads are an operand, where these are constant.
+"""Replaces ops that onnxruntime's optimizer has fused by the ONNX ops that they consist of:
+FusedGemm becomes Gemm and an activation. Also gives a ConvTranspose with constant pads as an
+operand these pads as an attribute.
 
 Inside a fused op, no sum over ranks can come between a product and the steps after it; between
 separate ops, it can. The replacement computes the same bits. Where nothing came between, the ranks'
@@ -47,7 +48,9 @@ optimized contains such constants already."""
 class FusedNode:
     """A fused node of the file, and the nodes that replaced it.
 
-    parts  in order; fused nodes may share some, and the last one has the results of `node`
+    node   the fused node
+    parts  the nodes in its place, in order; the last one has its results. Fused nodes may share
+           parts
     main   the index of the part that has the name and the metadata of `node`
     """
 
@@ -57,14 +60,16 @@ class FusedNode:
 
 
 def unfuse(model: onnx.ModelProto) -> list[FusedNode]:
-    """Replaces fused nodes by ONNX's ops, in place, also in subgraphs; returns the fused nodes."""
+    """Replaces fused nodes by ONNX's ops, in place, also in subgraphs; returns each with its
+    replacement."""
     matches = rewrite(model.graph, _table(onnx_opset(model)))
     free_names(model.graph)
     return [FusedNode(at.node, (*at.shared, *at.nodes), len(at.shared) + at.main) for at in matches]
 
 
 def _table(opset: int) -> Table:
-    """The fused ops whose parts the opset has."""
+    """Returns the patterns of fused ops whose parts exist in this opset, each with its
+    replacement."""
     known = [op for op in _PARAMS if onnx.defs.has(op, opset) and (op != "Clip" or opset >= 11)]
     activations = tuple(op.encode() for op in known)
     fused = partial(Op, domain="com.microsoft")
@@ -78,7 +83,8 @@ def _table(opset: int) -> Table:
 
 
 def free_names(graph: onnx.GraphProto) -> None:
-    """Renames constants whose names a session would add again: it would reject the second one."""
+    """Renames constants whose names an onnxruntime session would use for constants of its own: it
+    would reject the model for names that occur twice."""
     reserved = [w.name for w in graph.initializer if w.name.startswith(_RESERVED)]
     names = names_in(graph) if reserved else Names()
     renamed = {name: names.free(f"{name}::kept") for name in reserved}
@@ -90,7 +96,7 @@ def free_names(graph: onnx.GraphProto) -> None:
 
 
 def _convolution(at: Match) -> None:
-    """A convolution, and what FusedConv does to its result: an addition, an activation, or both."""
+    """Replaces a FusedConv by a Conv, and an addition, an activation, or both."""
     attrs = attributes(at.node)
     op = attrs.pop("activation", b"").decode()
     params = attrs.pop("activation_params", [])
@@ -103,7 +109,7 @@ def _convolution(at: Match) -> None:
 
 
 def _gemm(at: Match) -> None:
-    """A product and an activation."""
+    """Replaces a FusedGemm by a Gemm and an activation."""
     attrs = attributes(at.node)
     op = attrs.pop("activation").decode()
     params = [attrs.pop(f"activation_{key}", None) for key in ("alpha", "beta", "gamma")]
@@ -113,6 +119,7 @@ def _gemm(at: Match) -> None:
 
 
 def _activate(at: Match, op: str, y: str, params: Sequence[float]) -> None:
+    """Adds the activation `op` of the tensor `y`."""
     if op == "Clip":
         at.add(op, [y, *map(np.float32, params)])
     else:
@@ -120,8 +127,8 @@ def _activate(at: Match, op: str, y: str, params: Sequence[float]) -> None:
 
 
 def _dynamic_product(at: Match) -> None:
-    """A quantization and a product of integers; if several products read an operand, it is
-    quantized once."""
+    """Replaces a DynamicQuantizeMatMul by a quantization and a product of integers. Products that
+    read the same operand share its quantization."""
     source, quantized = at.operand(0), at.scope.shared
     if source in quantized:
         at.shared.append(quantized[source])
@@ -133,14 +140,14 @@ def _dynamic_product(at: Match) -> None:
 
 
 def _scaled_product(at: Match) -> None:
-    """A product of integers and a scaling."""
+    """Replaces a MatMulIntegerToFloat by a product of integers and a scaling."""
     operands = [at.operand(i) for i in (0, 1, 4, 5)]
     _product(at, operands, [at.operand(2), at.operand(3)], 6)
 
 
 def _product(at: Match, operands: Sequence[str], scales: Sequence[str], bias: int) -> None:
-    """Adds the nodes of a product of integers, times the two `scales`, and adds the operand at
-    index `bias` to it if there is one."""
+    """Adds a product of integers, times the two `scales`, plus the operand at index `bias`, if
+    there is one."""
     total = at.add("MatMulInteger", operands)
     at.take_name()
     number = at.add("Cast", [total], to=TensorProto.FLOAT)
@@ -150,6 +157,6 @@ def _product(at: Match, operands: Sequence[str], scales: Sequence[str], bias: in
 
 
 def _transposed_convolution(at: Match) -> None:
-    """A ConvTranspose with its pads as an attribute."""
+    """Replaces a ConvTransposeWithDynamicPads by a ConvTranspose with its pads as an attribute."""
     attrs = {**attributes(at.node), "pads": at["pads"].tolist()}
     at.add("ConvTranspose", [at["x"], at["w"], at.operand(3)], **attrs)

@@ -1,7 +1,7 @@
 """Gives each parameter its own copy of a vector that several nodes read as scale or bias.
 
 Exporters store equal tensors once. In a network that is not trained yet, all scales of
-normalizations are ones and all biases are zeros: one stored tensor stands for many parameters,
+normalizations are ones and all biases are zeros, so one stored tensor stands for many parameters,
 which training must be able to change separately.
 """
 
@@ -46,7 +46,8 @@ _MERGED = 1024
 
 @dataclass(frozen=True)
 class _Reader:
-    """A node that reads a tensor, directly or through nodes that only forward it."""
+    """A node that reads a tensor as its operand number `operand`, directly or through other nodes,
+    `through`, that only reshape or cast it."""
 
     node: NodeProto
     operand: int
@@ -54,15 +55,18 @@ class _Reader:
 
 
 def shared_vectors(graph: GraphProto) -> dict[str, int]:
-    """The names of the vectors that several nodes read as scale or bias, each with its number of
+    """Returns the number of nodes that read each vector as scale or bias, for vectors with several
     readers."""
     return {name: sum(map(len, groups)) for name, groups in _shared(graph)}
 
 
 def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
-    """Gives each reader of a shared vector its own copy, in place: the first keeps `NAME`, the
-    others read `NAME@1`, `NAME@2`, ... Readers of one parameter, as the file says, read the same
-    copy. `names` limits this to some vectors; by default, it covers all shared ones."""
+    """Gives each node that reads a vector shared as scale or bias its own copy, in place: the first
+    keeps `NAME`, the others read `NAME@1`, `NAME@2`, ... Readers of one parameter, if the file says
+    so, share a copy.
+
+    names  the vectors to copy; None: all that are shared
+    """
     taken = {t.name for t in graph.initializer}
     taken |= {name for node in nodes_of(graph) for name in (*node.input, *node.output)}
     tensors = {t.name: t for t in graph.initializer}
@@ -97,7 +101,8 @@ def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
 
 
 def _insert(graph: GraphProto, added: dict[int, list[NodeProto]]) -> None:
-    """Inserts nodes: `added` has those behind the node at each position."""
+    """Inserts nodes into a graph: `added` has, for the position of a node, the nodes to put behind
+    it."""
     nodes = []
     for place, node in enumerate(graph.node):
         nodes += [node, *added.get(place, ())]
@@ -107,6 +112,7 @@ def _insert(graph: GraphProto, added: dict[int, list[NodeProto]]) -> None:
 
 
 def _free(name: str, taken: set[str]) -> str:
+    """Returns `name`, with underscores until it is not in `taken`, to which it is added."""
     while name in taken:
         name += "_"
     taken.add(name)
@@ -114,8 +120,8 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _shared(graph: GraphProto) -> Iterator[tuple[str, list[list[_Reader]]]]:
-    """Yields the name of each vector that several nodes read as scale or bias, and its readers, in
-    groups: readers of one parameter, by what the file says, are a group."""
+    """Yields the name of each vector that several parameters share, and the nodes that read it as
+    scale or bias, in groups: readers of one parameter, if the file says so, are a group."""
     reads: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in nodes_of(graph):
         for i, name in enumerate(node.input):
@@ -141,9 +147,9 @@ def _shared(graph: GraphProto) -> Iterator[tuple[str, list[list[_Reader]]]]:
 
 
 def _parameters(reader: _Reader, targets: Collection[str]) -> tuple[object, ...]:
-    """Returns a key that is equal for all readers of one parameter: the parameters of a call of
-    torch, and the reader's operand there; empty if the file does not say it. `targets` are the
-    names of parameters."""
+    """Returns a key that is equal for all readers of one parameter: the parameters of a call in
+    torch, and the reader's op and operand there. Empty if the file does not say which parameters
+    the call has. `targets` are the names of parameters."""
     call = call_of(reader.node)
     names = [name for name in call.tensors if name in targets] if call is not None else []
     return (call.op, *names, reader.node.op_type, reader.operand) if call and names else ()
@@ -155,6 +161,12 @@ def _readers(
     outer: Collection[int],
     through: tuple[NodeProto, ...],
 ) -> Iterator[_Reader]:
+    """Yields the nodes that read tensor `name`, directly or through nodes of the main graph
+    (`outer`) that only forward it.
+
+    reads    the readers of each tensor, with the index of the operand
+    through  the nodes passed so far
+    """
     for node, i in reads.get(name, ()):
         if node.op_type in _PASSING and i == 0 and id(node) in outer:
             yield from _readers(node.output[0], reads, outer, (*through, node))
@@ -163,6 +175,8 @@ def _readers(
 
 
 def _is_vector_of(reader: _Reader, is_filled: bool) -> bool:
+    """True if a node reads a vector as scale, bias or statistics or, if `is_filled`, a weight: such
+    a tensor whose elements are all equal is shared only by chance."""
     op = reader.node.op_type
     weights = _WEIGHTS.get(op, ()) if is_filled else ()
     return op in _ELEMENTWISE or reader.operand in (*_VECTORS.get(op, ()), *weights)

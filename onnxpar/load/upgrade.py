@@ -1,7 +1,8 @@
 """Converts models of old opsets to a newer one, node by node; all else in the model stays as it is.
 
-onnx.version_converter drops metadata, relabels Scan-8 as Scan-9, which has another meaning, and
-samples other points in Resize-10. Only models of opsets before 7 go through it.
+onnx.version_converter, which does the same, drops metadata, relabels Scan-8 as Scan-9, which has
+another meaning, and samples other points in Resize-10. So only models of opsets before 7 go through
+it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _ONNX = ("", "ai.onnx")
 
 
 def upgrade(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
-    """The model with ONNX's own domain at this opset or newer. The given model may be changed in
-    place; `what` names it in messages.
+    """Returns the model with ONNX's ops at opset NEWEST or newer; it may be changed in place.
+    `what` names the model in errors.
 
     Errors: ModelError that names a node without an equivalent in the opset.
     """
@@ -48,7 +49,8 @@ def upgrade(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
 
 
 class _Upgrade:
-    """Converts the nodes of one model from opset `have` to NEWEST."""
+    """Converts the nodes of one model from opset `have` to NEWEST. `what` names the model in
+    errors."""
 
     def __init__(self, model: onnx.ModelProto, have: int, what: str) -> None:
         self.have, self.what = have, what
@@ -63,6 +65,7 @@ class _Upgrade:
         rewrite(graph, {Op(ops): self._convert})
 
     def _convert(self, match: Match) -> None:
+        """Converts one node, opset by opset. Errors: ModelError if it has no equivalent."""
         node, at = match.node, Surroundings(match.scope, self.types, self.read)
         op, name = node.op_type, node.name or next(iter(node.output), "")
         for version in range(self.have + 1, NEWEST + 1):
@@ -80,8 +83,8 @@ class _Upgrade:
 
 
 def _from_oldest(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
-    """The model at opset 7 or newer: converts opsets 1 to 6 with ONNX's converter. That drops
-    metadata, which models of that age do not have. `what` names the model in errors."""
+    """Returns the model at opset 7 or newer: converts opsets 1 to 6 with ONNX's converter, which
+    drops metadata, but models of that age have none. `what` names the model in errors."""
     opset = min(o.version for o in model.opset_import if o.domain in _ONNX)
     if opset >= OLDEST:
         return model
@@ -100,14 +103,14 @@ def _from_oldest(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
 
 
 def _read(graph: GraphProto) -> set[str]:
-    """All names that nodes or outputs read, at any depth."""
+    """Returns all names that nodes or outputs read, at any depth."""
     graphs = list(graphs_of(graph))
     read = {name for each in graphs for node in each.node for name in node.input}
     return read | {port.name for each in graphs for port in each.output}
 
 
 def _types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
-    """The types of tensors, by name, as far as ONNX infers them."""
+    """Returns the types of tensors by name, as far as ONNX infers them."""
     bare = copy_with_stubs(model, lambda t: None if is_folded(t) else without_data(t))
     with suppress(RuntimeError, onnx.shape_inference.InferenceError):
         bare = onnx.shape_inference.infer_shapes(bare)

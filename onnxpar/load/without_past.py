@@ -1,8 +1,9 @@
-"""Removes what a decoder computes from the attention mask and the length of its caches, once pages
-take their place.
+"""Removes from a decoder what it computes from the attention mask and the length of its caches,
+once its caches are in pages.
 
-Only sizes of new tokens, and positions, are left of these. A tensor whose value at all samples is a
-constant, a number times the new tokens, or the positions of these, becomes just that.
+Only sizes of new tokens, and their positions, are left. A tensor that depends on the mask is
+replaced if its value, at all samples, is a constant, a multiple of the number of new tokens, or
+their positions.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _Made = tuple[list[NodeProto], dict[str, Array]]
 
 class WithoutPast:
     """Removes the tensors `gone`, such as an attention mask and caches, from a graph. Nodes that
-    read them are replaced by nodes that read `tokens`, the input (1, tokens), and `positions`, the
-    input (tokens,)."""
+    read them are replaced by nodes that read other inputs: `tokens`, (1, tokens), and `positions`,
+    (tokens,)."""
 
     def __init__(
         self, graph: GraphProto, gone: Collection[str], tokens: str, positions: str
@@ -36,9 +37,9 @@ class WithoutPast:
                 self.depending |= set(node.output)
 
     def run(self, samples: Sequence[Sample]) -> list[str]:
-        """Rewrites the graph in place; returns the tensors that new nodes compute. `samples` tell
-        the values of tensors at several sizes. Errors: ModelError if a node that stays needs a
-        tensor that is gone."""
+        """Rewrites the graph in place; returns the names of the tensors that new nodes compute.
+        `samples` have the values of tensors at several sizes. Errors: ModelError if a node that
+        stays needs a tensor in `gone`."""
         needed = {o.name for o in self.graph.output}
         kept: list[NodeProto] = []
         rewritten: list[str] = []
@@ -68,14 +69,16 @@ class WithoutPast:
         return rewritten
 
     def check(self, names: Collection[str], samples: Sequence[Sample]) -> None:
-        """Errors: ModelError if a tensor that new nodes compute has another value at a sample."""
+        """Errors: ModelError unless each of the tensors `names`, which new nodes compute, can be
+        computed from the tokens or positions at all `samples` too."""
         for name in names:
             if self._instead([name], samples) is None:
                 raise UnpagedError(f"{name!r} depends in another way on the length of long texts")
 
     def check_order(self, positions: Collection[str], samples: Sequence[Sample]) -> None:
         """Errors: ModelError if a node that stays reads numbers that differ between the new tokens,
-        but are not `positions`: in a run with pages, the tokens may be of several texts."""
+        but are not computed from `positions`. In a run with pages, neighbouring tokens may be of
+        different texts."""
         known = set(positions)
         for node in self.graph.node:
             if not known.isdisjoint(node.input):
@@ -91,8 +94,8 @@ class WithoutPast:
                     )
 
     def _instead(self, names: Sequence[str], samples: Sequence[Sample]) -> _Made | None:
-        """Returns nodes and constants that compute a tensor of integers from `tokens` or
-        `positions`, with the same values at all samples; None if there are none."""
+        """Returns nodes and constants that compute the tensor in `names` from `tokens` or
+        `positions`, with the same integers at all samples; None if there is no such computation."""
         if len(names) != 1 or names[0] not in self.depending:
             return None
         (name,) = names
@@ -104,8 +107,9 @@ class WithoutPast:
 
 
 def _sizes(name: str, values: Mapping[tuple[int, int], Array], tokens: str) -> _Made | None:
-    """Returns nodes for a tensor whose elements are each a * new + b, new being the number of new
-    tokens; None for any other tensor. `values` are by (past, new)."""
+    """Returns nodes for the tensor `name` if its elements are each a * new + b, where new is the
+    number of new tokens; None for any other tensor. `values` has its value at each (past, new);
+    `tokens` is the input."""
     arrays = list(values.values())
     if len({a.shape for a in arrays}) > 1 or arrays[0].ndim > 1:
         return None
@@ -138,8 +142,9 @@ def _sizes(name: str, values: Mapping[tuple[int, int], Array], tokens: str) -> _
 
 
 def _positions(name: str, values: Mapping[tuple[int, int], Array], positions: str) -> _Made | None:
-    """Returns nodes for a tensor that holds the positions of the new tokens, plus a number, along
-    one axis; None for any other tensor. `values` are by (past, new)."""
+    """Returns nodes for the tensor `name` if it has the positions of the new tokens, plus a
+    constant, along one axis; None for any other tensor. `values` has its value at each (past, new);
+    `positions` is the input."""
     (past, new), array = max(values.items(), key=lambda item: item[0][1])
     axes = [axis for axis, size in enumerate(array.shape) if size == new]
     if len(axes) != 1 or array.size != new:
@@ -161,8 +166,8 @@ def _positions(name: str, values: Mapping[tuple[int, int], Array], positions: st
 
 
 def _differs_by_token(values: Sequence[Array | None], new: Sequence[int]) -> bool:
-    """True if tensors have an axis of new tokens along which their elements differ; `new` has the
-    number of new tokens of each."""
+    """True if a tensor has an axis of new tokens along which its elements differ. `values` has its
+    value at each sample, `new` the number of new tokens there."""
     known = [value for value in values if value is not None]
     if len(known) < len(values) or len({value.ndim for value in known}) > 1:
         return False

@@ -1,1 +1,2 @@
-"""Lowers global nodes to a rank's nodes: local attributes, halos, collectives, buckets, weights."""
+"""Lowers the nodes of the global graph to the nodes of a rank: attributes of shards, halos,
+collectives, buckets, and weights."""

@@ -1,4 +1,4 @@
-"""Appends nodes with unique names to a list."""
+"""Makes nodes with unique names, and collects them in a list."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from onnxpar.lowering.lowering_builder import rank_constant
 
 
 class AddedNodes:
-    """Appends nodes to the list `nodes`: nodes that a rank runs in place of the global node
-    `origin`. Their names begin with `name`, and are unique. `per_rank` gets the constants that
-    depend on the rank."""
+    """Collects, in `nodes`, the nodes that a rank runs in place of the global node `origin`.
+
+    name      a prefix of the names of new nodes and tensors, which are unique
+    per_rank  gets the constants that depend on the rank
+    """
 
     def __init__(self, name: str, origin: str, per_rank: PerRank) -> None:
         self.name, self.origin, self.per_rank = name, origin, per_rank
@@ -31,8 +33,9 @@ class AddedNodes:
         output: gs.Tensor | None = None,
         **attrs: Any,
     ) -> gs.Variable:
-        """Adds a node; operands may be numbers or lists of integers. An attribute `axes` becomes an
-        operand. Returns the result: `output`, or a new tensor."""
+        """Appends a node, and returns its result: `output`, or a new tensor of this dtype. Operands
+        may be numbers or lists of integers, which become int64 constants; so does an attribute
+        `axes`."""
         name = f"{self.name}/{op}.{self.count}"
         self.count += 1
         operands = [
@@ -48,7 +51,7 @@ class AddedNodes:
     def constant(
         self, name: str, value: Callable[[int], Any], dtype: Any = np.int64
     ) -> gs.Constant:
-        """Returns a constant whose value is a function of the rank."""
+        """Returns a constant whose value on a rank is `value(rank)`."""
 
         def by_rank(rank: int) -> Any:
             return np.array(value(rank), dtype)
@@ -56,14 +59,15 @@ class AddedNodes:
         return rank_constant(f"{self.name}/{name}", by_rank(0), by_rank, self.per_rank)
 
     def note(self, node: gs.Node) -> None:
-        """Appends an existing node."""
+        """Appends a node that exists already."""
         note_origin([node], self.origin)
         self.nodes.append(node)
 
     def copy(
         self, node: gs.Node, inputs: Sequence[gs.Tensor], outputs: Sequence[gs.Tensor]
     ) -> None:
-        """Appends a copy of a node, with the same name but other operands and results."""
+        """Appends a copy of a node, with the same name and attributes but other operands and
+        results."""
         clone = gs.Node(
             node.op, node.name, dict(node.attrs), list(inputs), list(outputs), node.domain
         )

@@ -1,4 +1,5 @@
-"""Fuses independent collectives into buckets, so that several tensors share one latency."""
+"""Fuses independent collectives into buckets: several tensors are sent by one collective, and so
+wait for its latency once."""
 
 from __future__ import annotations
 
@@ -46,9 +47,13 @@ Wanted = Mapping[str, object]
 
 @dataclass
 class _Bucket:
-    """Collectives over the same axes, which become one. `read` are the tensors that they read;
-    `dependent` the tensors that depend on one of them, so that a collective that reads one cannot
-    join."""
+    """Collectives of one kind, which become a single collective.
+
+    nodes      the collectives
+    size       their bytes
+    read       the tensors that they read
+    dependent  the tensors that depend on any of them; a collective that reads one cannot join
+    """
 
     nodes: list[gs.Node] = field(default_factory=list)
     size: int = 0
@@ -56,7 +61,8 @@ class _Bucket:
     dependent: set[str] = field(default_factory=set)
 
     def takes(self, node: gs.Node, size: int, limit: int) -> bool:
-        """True if a node of this size, in bytes, may join the bucket without exceeding `limit`."""
+        """True if a node of `size` bytes may join the bucket: it depends on none of its nodes, and
+        the bucket stays within `limit`."""
         if not self.nodes:
             return True
         independent = all(t.name not in self.dependent for t in node.inputs)
@@ -64,8 +70,8 @@ class _Bucket:
 
 
 def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Kind | None:
-    """The bucket key of a collective: collectives with equal keys may share a bucket. None if the
-    node's op is not in `ops`, if it cannot be fused, or if it is a fused node. `wanted` has the
+    """Returns a key of a collective: collectives with equal keys may share a bucket. None if the
+    node cannot be fused, is fused already, or has an op that is not in `ops`. `wanted` has the
     purpose of each collective, by name."""
     if not is_reshard(node) or node.op not in ops:
         return None
@@ -83,9 +89,9 @@ def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Ki
 
 
 def held_dim(before: Layout, after: Layout) -> tuple[int, bool] | None:
-    """For an all-to-all of contiguous shards that gathers a dimension on the ranks at one
-    coordinate, or spreads it from there: returns the dimension, and True if these ranks hold it
-    before. Else None."""
+    """Returns the dimension of a tensor that an all-to-all gathers on the ranks at one coordinate,
+    or spreads from there, and True if these ranks hold it before. None for any other all-to-all,
+    and if shards are not contiguous."""
     changed = changed_dims(before, after)
     pairs = [(i, before.dims[i], after.dims[i]) for i in changed]
     if len(pairs) != 2 or not all(is_run(b) and is_run(a) for _, b, a in pairs):
@@ -98,7 +104,8 @@ def held_dim(before: Layout, after: Layout) -> tuple[int, bool] | None:
 
 
 def _is_even(reshard: Reshard, mesh: Mesh) -> bool:
-    """True if the only gathered or scattered dimension has equal shards on all ranks."""
+    """True if a collective gathers or scatters a single dimension, which has equal shards on all
+    ranks."""
     before, after = reshard.before, reshard.after
     dims = changed_dims(before, after)
     if len(dims) != 1:
@@ -117,7 +124,8 @@ def _first_reader(node: gs.Node) -> str | None:
 
 
 def _size(node: gs.Node, mesh: Mesh, sizes: dict[str, int]) -> int:
-    """Bytes per rank of the whole tensor that a node reduces or gathers."""
+    """Returns the bytes per rank of the whole tensor that a collective reduces or gathers. `sizes`
+    caches them, by name."""
     if node.name not in sizes:
         sizes[node.name] = reshard_bytes(node)
     return sizes[node.name]
@@ -132,9 +140,9 @@ def first_of_buckets(
     wanted: Wanted,
     share: float = SHARE,
 ) -> set[str]:
-    """Divides collectives into buckets that overlap with compute; returns the first node's name of
-    each bucket. A bucket is sent when its last tensor is computed and the link is free. The choice
-    minimizes the end of the last bucket; among equal choices, the last buckets are the largest.
+    """Divides collectives into buckets that overlap with compute; returns the names of the first
+    node of each bucket. A bucket is sent when its last tensor is computed and the link is free. The
+    division minimizes the end of the last bucket; among equal ones, the last buckets are largest.
 
     seconds  the compute time of each node, by name
     limit    the most bytes per rank of a bucket, by kind of collective
@@ -166,7 +174,8 @@ def first_of_buckets(
 def _starts(
     ready: Array, ends: Array, taking: Callable[[list[float]], list[float]], limit: float
 ) -> Iterator[int]:
-    """Yields the index of the first tensor of each bucket, from the last bucket to the first one.
+    """Yields the index of the first tensor of each bucket, from the last bucket to the first one,
+    for collectives of one kind. Dynamic programming finds the division with the earliest end.
 
     ready   the time at which each tensor is computed
     ends    cumulative bytes: of the tensors before each tensor, and of all tensors
@@ -192,7 +201,8 @@ def _starts(
 
 def _least(ends: Array, end: int, limit: float) -> int:
     """Returns the first index of the largest bucket of at most `limit` bytes that ends before index
-    `end`; a bucket has at least one tensor. `ends` are cumulative bytes, as in `_starts`."""
+    `end`; a bucket has at least one tensor. `ends` are cumulative bytes: element i is the bytes of
+    all tensors before tensor i."""
     return min(int(np.searchsorted(ends, ends[end] - limit)), end - 1)
 
 
@@ -249,7 +259,9 @@ def independent_groups(
     """Divides nodes into groups, in graph order: the nodes of a group are of one kind, do not
     depend on each other, and are at most `limit` in size together.
 
-    Nodes whose kind is None are in no group. A new group begins at each node of `first`.
+    kind   returns the kind of a node; None: the node is in no group
+    size   returns the size of a node
+    first  names of nodes at which a new group begins
     """
     open_buckets: dict[Kind, _Bucket] = {}
     full: list[_Bucket] = []
@@ -276,6 +288,7 @@ def independent_groups(
 
 
 def _fuse(nodes: list[gs.Node]) -> gs.Node:
+    """Returns a single collective in place of these, with all their operands and results."""
     first = nodes[0]
     inputs = [node.inputs[0] for node in nodes]
     outputs = [node.outputs[0] for node in nodes]

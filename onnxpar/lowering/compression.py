@@ -1,4 +1,4 @@
-"""Compression of gradients: the kinds, and which reductions are compressed."""
+"""Compression of gradients that ranks send: its kinds, and which reductions it applies to."""
 
 from __future__ import annotations
 
@@ -36,14 +36,20 @@ and its gradient."""
 
 @dataclass(frozen=True)
 class Compression:
-    """The form in which ranks send gradients: a 16-bit type, or -1, 0 or 1 times a threshold."""
+    """The form in which ranks send gradients.
+
+    kind       "float16", "bfloat16", or "2bit": each element is sent as -1, 0 or 1 times a
+               threshold
+    threshold  that of 2bit
+    """
 
     kind: str
     threshold: float = THRESHOLD
 
     @staticmethod
     def parse(text: str) -> Compression | None:
-        """`float16`, `bfloat16`, `2bit` or `2bit:0.01`; None for `none`. Errors: StrategyError."""
+        """Returns the compression that a text names: `float16`, `bfloat16`, `2bit` or `2bit:0.01`;
+        None for `none`. Errors: StrategyError for any other text."""
         kind, colon, number = text.partition(":")
         if kind not in KINDS or (colon and kind != TWO_BIT):
             raise StrategyError(
@@ -61,12 +67,12 @@ class Compression:
 
 
 def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[str, str]:
-    """Returns the parameter of each reduction of a gradient over ranks, by name of the reshard
-    node; `gradients` has the tensor of each parameter's gradient.
+    """Returns the reductions of gradients over ranks: the name of each reshard node, with the
+    parameter whose gradient it reduces. `gradients` has the tensor of each parameter's gradient.
 
-    A reduction does not count if the backward pass reads its result further on. Only ops that move,
-    add and scale elements may stand between a reduction and the gradient: a Reshape, an Add over
-    several uses of a parameter, a loop's sum over iterations.
+    Only ops that move, add and scale elements may stand between a reduction and the gradient: a
+    Reshape, an Add over several uses of a parameter, a loop's sum over iterations. A reduction
+    whose result the backward pass reads further on is left out.
     """
     named = {tensor: parameter for parameter, tensor in gradients.items()}
     backward = {node.name for node in needed(graph, list(named))}
@@ -83,14 +89,14 @@ def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[s
 
 
 def gradient_tensors(graph: gs.Graph, gradients: Mapping[str, str]) -> set[str]:
-    """The names of the gradients, and of tensors that serve only to compute gradients."""
+    """Returns the names of the gradients, and of tensors that serve only to compute gradients."""
     named = {tensor: parameter for parameter, tensor in gradients.items()}
     return {*named, *_parts(graph, named)}
 
 
 def _parts(graph: gs.Graph, named: Mapping[str, str]) -> dict[str, str]:
     """Returns the tensors that become a gradient by moves, additions, scalings and reshards alone,
-    each with the gradient's parameter. `named` has the parameter of each gradient."""
+    each with the parameter of the gradient. `named` has the parameter of each gradient."""
     carried = {s.back.name: n.outputs[s.result] for n in graph.nodes for s in accumulators(n)}
     parts: dict[str, str] = {}
     for scope in scopes(graph):
@@ -110,5 +116,6 @@ def _parts(graph: gs.Graph, named: Mapping[str, str]) -> dict[str, str]:
 
 
 def _moves(node: gs.Node) -> bool:
+    """True for a node that only moves, adds or scales elements, or reshards."""
     scales = node.op in _SCALES and any(isinstance(t, gs.Constant) for t in node.inputs)
     return is_reshard(node) or node.op in _MOVES or scales

@@ -1,11 +1,12 @@
-"""Adds stand-ins for empty shards around ops whose onnxruntime kernels do not accept empty tensors.
+"""Puts an element, a stand-in, into empty shards before ops whose onnxruntime kernels do not accept
+empty tensors, and drops the results of stand-ins after the op.
 
 Any shard may be empty: most kernels then compute nothing, and a sum over nothing is zero. If the
-rule of an op names a factor in `nonempty`, the op gets one element of zeros, a stand-in, in place
-of an empty shard, and the result of the stand-in is dropped: a Slice removes it from a dimension of
-a result; where the op reduces over the factor, the result becomes the neutral element of the
-reduction (unless the op has a bias: zeros then give the bias, and this rank may be the one that
-adds it). Nodes are added only where a shard may be empty.
+rule of an op names a factor (an index variable of the op) in `nonempty`, the op gets one element of
+zeros in place of an empty shard. A Slice removes the stand-in from a dimension of the result; where
+the op reduces over the factor, the result becomes the neutral element of the reduction (unless the
+op has a bias: zeros then give the bias, and this rank may be the one that adds it). Nodes are added
+only where a shard may be empty.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ Step = Callable[[gs.Tensor], tuple[str, list[Any], dict[str, Any]]]
 
 
 def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
-    """Returns the factors of a node whose shards may be empty although the node's kernel rejects
-    empty tensors: these get stand-ins.
+    """Returns the factors (index variables of the node's rule) whose shards may be empty although
+    the node's kernel rejects empty tensors. Their empty shards get an element, a stand-in.
 
     They include the dimensions of a window op's result: each rank computes at least one element of
     the result, and fetches the operands for that element.
@@ -47,13 +48,13 @@ def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
 
 
 class StandIns:
-    """Adds nodes that fill a node's operands with stand-ins, and nodes that drop the results of
-    stand-ins.
+    """Adds nodes before a node that put an element of zeros, a stand-in, into empty shards of its
+    operands, and nodes after it that drop the results of stand-ins.
 
     op       the node
-    names    the factors to fill
-    filled   builds nodes for shards with stand-ins
-    true     builds nodes for shards without them
+    names    the factors whose empty shards get stand-ins
+    filled   builds nodes before the node; its view counts a stand-in as an element
+    true     builds nodes after the node; its view counts true elements
     layouts  layouts of stored tensors, by name
     """
 
@@ -69,7 +70,7 @@ class StandIns:
         self._filled, self._true, self._layouts = filled, true, layouts
 
     def surround(self) -> None:
-        """Adds the nodes before and after the node; call this before the node is lowered."""
+        """Adds the nodes before and after the node. Call it before the node is lowered."""
         for i, tensor in enumerate(self._op.node.inputs):
             for axis in self._changed(tensor, self._true.view.inputs, self._filled.view.inputs, i):
                 self._fill(i, axis)
@@ -84,12 +85,17 @@ class StandIns:
     def _changed(
         self, tensor: gs.Tensor, true: Sequence[Any], filled: Sequence[Any], i: int
     ) -> list[int]:
+        """Returns the dimensions of operand or result i in which an empty shard gets an element, a
+        stand-in. `true` and `filled` are the layouts of all operands or results, without and with
+        stand-ins."""
         if not tensor.name or i >= len(true):
             return []
         pairs = zip(true[i].dims, filled[i].dims, strict=True)
         return [axis for axis, (a, b) in enumerate(pairs) if a != b]
 
     def _fill(self, i: int, axis: int) -> None:
+        """Adds nodes that put an element of zeros, a stand-in, into operand i if its dimension
+        `axis` is empty."""
         x = self._op.node.inputs[i]
         if _has_segments(self._filled.view.inputs[i].dims[axis]):
             self._fill_segments(i, axis)
@@ -100,9 +106,9 @@ class StandIns:
         self._op.node.inputs[i] = self._sized(i, axis, fill(self._filled, x, axis, size))
 
     def _sized(self, i: int, axis: int, y: gs.Tensor) -> gs.Tensor:
-        """Returns `y`, the new operand i; for an Attention, reshaped to a constant size along
-        `axis`, if the size is the same in all runs. From an unknown width, ONNX's shape inference
-        would infer a width of 0."""
+        """Returns `y`, the new operand i. For an Attention, gives its dimension `axis` a constant
+        size, by a Reshape, if the size is equal in all runs: from an unknown width, ONNX's shape
+        inference would infer 0."""
         build, spec = self._filled, self._op.rule.inputs[i]
         if self._op.node.op != "Attention" or spec is None:
             return y
@@ -116,9 +122,9 @@ class StandIns:
         return build.make("Reshape", [y, build.per_rank(shape)], (y.dtype, list(y.shape)))
 
     def _fill_stored(self, i: int) -> bool:
-        """Fills the stored operands of a DequantizeLinear that makes operand i, instead of its
-        result, so that onnxruntime still fuses the DequantizeLinear with this node; returns False
-        for any other operand."""
+        """If a DequantizeLinear of stored tensors makes operand i, puts stand-ins (elements in
+        empty shards) into these tensors, so that onnxruntime still fuses it with this node; returns
+        False, and does nothing, for any other operand."""
         x = self._op.node.inputs[i]
         source = x.inputs[0] if x.inputs else None
         if source is None or source.op != "DequantizeLinear":
@@ -141,9 +147,11 @@ class StandIns:
     def _stored_part(
         self, i: int, tensor: gs.Constant, layout: Layout, of: list[tuple[int, int]], rank: int
     ) -> Array:
-        """A rank's shard of a stored tensor, with stand-ins. `of` has a pair for each dimension of
-        the tensor: the matching dimension of operand i, and how many elements of operand i share
-        one element of the tensor."""
+        """Returns a rank's shard of the stored `tensor`, with an element of zeros if it is empty.
+
+        of  for each dimension of the tensor, the dimension of operand i that it belongs to, and how
+            many elements of the operand share one element of the tensor (a scale of a block, say)
+        """
         view = self._filled.view
         part = layout.take(tensor.values, view.mesh, rank)
         operand = view.on(rank).input_shape(i)
@@ -151,12 +159,14 @@ class StandIns:
         return part if part.size or not shape else np.zeros(shape, part.dtype)
 
     def _fill_segments(self, i: int, axis: int) -> None:
-        """Fills the empty segments of a dimension; its other segments may have elements."""
+        """Adds nodes that put an element of zeros, a stand-in, into each empty segment of dimension
+        `axis` of operand i. The dimension is
+        a concatenation of segments that are split separately, so others may have elements."""
         build, x = self._filled, self._op.node.inputs[i]
 
         def places(rank: int) -> Any:
-            """The index of each element in the rank's shard; the index of a stand-in is the index
-            of the zero appended to the shard."""
+            """Returns, for each element with stand-ins, its index in the rank's shard; for a
+            stand-in, the index of the zero that is appended to the shard."""
             true, filled = self._positions("inputs", i, axis, rank)
             place = {p: k for k, p in enumerate(true)}
             return np.array([place.get(p, len(true)) for p in filled], np.int64)
@@ -172,6 +182,12 @@ class StandIns:
         )
 
     def _drop(self, i: int, axes: Sequence[int], reductions: Collection[str | None]) -> None:
+        """Adds the nodes that drop the results of stand-ins from result i.
+
+        axes        the dimensions of the result that have them, which are cut
+        reductions  the reduction of the op, if it has one: its neutral element replaces a result of
+                    stand-ins alone
+        """
         result, build = self._op.node.outputs[i], self._true
         full = gs.Variable(f"{result.name}::filled", result.dtype, result.shape)
         self._op.node.outputs[i] = full
@@ -195,7 +211,8 @@ class StandIns:
         build.finish(op, operands, i, **attrs)
 
     def _emptied(self, is_empty: gs.Tensor, none: Array) -> Iterator[Step]:
-        """Yields the ops that replace a partial result by `none` on ranks without elements."""
+        """Yields steps that replace a partial result by `none`, where `is_empty` is true at run
+        time."""
         if str(none.dtype) in SELECTED:
             yield lambda x: ("Where", [is_empty, none, x], {})
             return
@@ -206,8 +223,8 @@ class StandIns:
         yield lambda x: ("Cast", [x], {"to": onnx.helper.np_dtype_to_tensor_dtype(none.dtype)})
 
     def _cut(self, i: int, axis: int, x: gs.Tensor) -> tuple[str, list[Any], dict[str, Any]]:
-        """Returns the op, operands and attributes of the node that removes stand-ins from `x`,
-        along dimension `axis` of result i: a Slice, or a Gather in a dimension with segments."""
+        """Returns the op, operands and attributes of the node that removes stand-ins from `x` along
+        dimension `axis` of result i: a Slice, or a Gather in a dimension of several segments."""
         build = self._true
         if _has_segments(build.view.outputs[i].dims[axis]):
 
@@ -221,8 +238,8 @@ class StandIns:
 
     def _positions(self, side: str, i: int, axis: int, rank: int) -> tuple[list[int], list[int]]:
         """Returns the global positions that a rank holds along dimension `axis` of operand or
-        result `i` (`side`: "inputs" or "outputs"): the true positions, and those of the view in
-        which empty shards get one element."""
+        result i: without and with the element that an empty shard gets. `side` is "inputs" or
+        "outputs"."""
         views = (self._true.view, self._filled.view)
         dims = [getattr(view, side)[i].dims[axis] for view in views]
         true, filled = (indices(dim, views[0].mesh, rank).tolist() for dim in dims)
@@ -230,14 +247,15 @@ class StandIns:
 
 
 def _has_segments(dim: Dim) -> bool:
+    """True for a dimension that is a concatenation of segments, which are split separately."""
     return not isinstance(dim, Factor) and (
         isinstance(dim, Concat) or any(map(_has_segments, dim.children))
     )
 
 
 def fill(build: LoweringBuilder, x: gs.Tensor, axis: int, size: Any, value: Any = 0) -> gs.Variable:
-    """Adds nodes that return `x`; but if `x` has no elements along `axis`, `size` elements of
-    `value` there."""
+    """Returns `x`, or, if `x` has no elements along `axis` at run time, `size` elements of `value`
+    there."""
     rank = len(x.shape)
     here = np.arange(rank) == axis
     shape = build.add("Shape", [x])
@@ -251,8 +269,8 @@ def fill(build: LoweringBuilder, x: gs.Tensor, axis: int, size: Any, value: Any 
 def zeros(
     build: LoweringBuilder, x: gs.Tensor, sizes: gs.Tensor, shape: Sequence[int], value: Any = 0
 ) -> gs.Variable:
-    """Adds a tensor full of `value`, in the dtype of `x`, whose shape is the tensor `sizes`; on
-    rank 0, the shape is `shape`."""
+    """Returns a new tensor full of `value`, in the dtype of `x`. `sizes` is its shape, as a tensor;
+    `shape` is its shape on rank 0."""
     dtype = dtype_of(x)
     stored = np.dtype(np.float32) if str(dtype) == "bfloat16" else np.dtype(dtype)
     constant = gs.Constant("value", np.array([value], stored))

@@ -1,4 +1,5 @@
-"""Starts and sizes of a rank's shards of open sizes; a rank computes them in each run."""
+"""The extents of a rank's shards of open sizes: where a shard starts, and its size. A rank computes
+them in each run."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from onnxpar.layout.symbols import Binding, Polynomial
 
 @dataclass(frozen=True)
 class Extent:
-    """The start (`is_start`) or the size of a rank's shard of an open size that is split over
-    several axes.
+    """The start or the size of a rank's shard of an open size, which several mesh axes may split.
 
+    size       the whole size, as a polynomial of symbols
+    axes       the mesh axes that split it
     at         the rank's coordinates along the axes
-    is_filled  True if an empty shard has one element, a stand-in
+    is_start   True: the start of the shard; False: its size
+    is_filled  True if an empty shard counts as one element, a stand-in
     parts      the proportion in which ranks share the size; None: equally
     """
 
@@ -37,8 +40,7 @@ class Extent:
         return int(np.ravel_multi_index(self.at, [axis.size for axis in self.axes]))
 
     def value(self, size: int) -> int:
-        """Returns the start or size of the shard at a run in which the whole has `size`
-        elements."""
+        """Returns the start or size in a run in which the whole has `size` elements."""
         sizes = self.parts.sizes(size) if self.parts else default_parts(size, self.axes)
         at = self.place
         start, length = sum(sizes[:at]), sizes[at]
@@ -49,8 +51,13 @@ class Extent:
 
 @dataclass(frozen=True)
 class SplitSize:
-    """A split open size: its value at each binding (`sizes`), its polynomial (`size`), the axes
-    that split it, and the proportion in which ranks share it (`parts`)."""
+    """An open size that mesh axes split.
+
+    sizes  its value at each binding (sizes of all symbols at which the model is lowered)
+    size   its polynomial of symbols
+    axes   the mesh axes that split it
+    parts  the proportion in which ranks share it; None: equally
+    """
 
     sizes: tuple[int, ...]
     size: Polynomial
@@ -60,7 +67,8 @@ class SplitSize:
 
 @dataclass(frozen=True)
 class OpenArray:
-    """An integer tensor whose elements are polynomials of symbols and extents of shards."""
+    """An integer tensor that a rank computes in each run: its elements are polynomials of symbols,
+    and of starts and sizes of the rank's shards."""
 
     elements: tuple[Polynomial, ...]
     shape: tuple[int, ...]
@@ -68,7 +76,8 @@ class OpenArray:
 
 
 def part_values(parts: Mapping[str, Extent], bindings: Sequence[Binding]) -> dict[str, list[int]]:
-    """Returns the value of each extent at every binding, by name."""
+    """Returns the values of each extent (start or size of a shard) at all bindings (values of all
+    symbols), by name."""
     return {
         name: [part.value(part.size.at(binding)) for binding in bindings]
         for name, part in parts.items()

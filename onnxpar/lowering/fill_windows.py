@@ -1,10 +1,11 @@
-"""Moves nodes beside a collective, if too little computes there to hide the communication.
+"""Moves nodes beside a collective, where too little computes to hide the communication.
 
-    y = AllToAllV(x, n, m)           y = AllToAllV(x, n, m)
-    z = Scan(y, w)             to    s = MatMul(x, v)
-    s = MatMul(x, v)                 z = Scan(y, w)
+y = AllToAllV(x, n, m)             y = AllToAllV(x, n, m)
+z = Scan(y, w)                     to     s = MatMul(x, v)
+s = MatMul(x, v)                   z = Scan(y, w)
 
-Here, a shared expert computes while tokens travel to the other experts.
+Here, a shared expert computes while tokens travel to the other experts. The window of a collective
+is the part of the graph from its start to the first node that reads its result.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ a short one must not take the only product that could hide a long one."""
 
 @dataclass(frozen=True)
 class Filling:
-    """Nodes that move into the window of a collective.
+    """Nodes that move beside a collective, to compute while it is under way.
 
-    nodes    the names of the nodes
-    awaited  the tensor for which the collective's first reader waits, too; otherwise onnxruntime
-             would run the reader first
-    earlier  True if the nodes move from before the collective to right after it; False if they
-             move from behind the first reader to right before it
+    collective  the name of the collective
+    nodes       the names of the nodes
+    awaited     the tensor, computed by them, for which the collective's first reader must wait,
+                too: otherwise onnxruntime would run the reader first
+    earlier     True if the nodes move from before the collective to right after it; False if they
+                move from behind the first reader to right before it
     """
 
     collective: str
@@ -53,9 +55,10 @@ def find_fillings(
 ) -> list[Filling]:
     """Moves nodes of a topologically sorted graph, which stays sorted; returns the moves.
 
-    heavy, groups  see `Windows`
+    heavy          names of the nodes that compute
+    groups         returns the groups of ranks of a collective
     seconds        the compute time of each node, by name
-    wanted         seconds that nodes should compute while each collective is under way, by name
+    wanted         seconds of compute that would hide each collective, by name
     least          seconds of compute below which starting a collective early does not pay
 
     Among collectives of similar duration, the last one takes earlier nodes first, and the first
@@ -91,13 +94,17 @@ def find_fillings(
 def fill(
     graph: gs.Graph, heavy: Collection[str], groups: GroupsOf, fillings: Iterable[Filling]
 ) -> None:
-    """Repeats the moves of `fillings`, in order, in a graph with the same node names; `heavy` and
-    `groups` as when they were found."""
+    """Repeats the moves of `fillings`, in order, in a graph with the same node names.
+
+    heavy   names of the nodes that compute
+    groups  returns the groups of ranks of a collective
+    """
     for filling in fillings:
         _move(graph, Windows(graph, heavy, groups), filling)
 
 
 def _move(graph: gs.Graph, windows: Windows, filling: Filling) -> None:
+    """Moves the nodes of a filling in the graph."""
     by_name = {node.name: node for node in graph.nodes}
     node = by_name[filling.collective]
     beside = node if filling.earlier else windows.nodes[windows.reader(node)]
@@ -109,7 +116,12 @@ def _move(graph: gs.Graph, windows: Windows, filling: Filling) -> None:
 
 
 class _Window:
-    """The window of a collective, and the nodes that could move into it."""
+    """The window of the collective `name` (the nodes from its start to the first one that reads its
+    result), and the search for nodes that could move there.
+
+    seconds  the compute time of each node, by name
+    taken    names of nodes that have moved already
+    """
 
     def __init__(
         self, windows: Windows, name: str, seconds: Mapping[str, float], taken: Collection[str]
@@ -119,9 +131,10 @@ class _Window:
         self.at, self.end = windows.index[id(self.node)], windows.reader(self.node)
 
     def filling(self, wanted: float, least: float, earlier: bool) -> Filling | None:
-        """The nodes to move so that the window has `wanted` seconds of compute, or as much as
-        possible: from before the collective if `earlier`, else from behind its first reader. None
-        if no node is to move, or if the window would have `least` seconds or less."""
+        """Returns the nodes to move so that `wanted` seconds of compute run beside the collective,
+        or as much as possible: from before the collective if `earlier`, else from behind the first
+        node that reads its result. None if no node is to move, or if `least` seconds or less would
+        still run there."""
         nodes = self.windows.nodes
         if self.end == len(nodes):
             return None
@@ -139,12 +152,13 @@ class _Window:
         return sum(self.seconds.get(node.name, 0.0) for node in nodes)
 
     def _is_movable(self, node: gs.Node) -> bool:
+        """True for a node that does not communicate, has no body, and has not moved already."""
         return node.domain != DOMAIN and not bodies(node) and node.name not in self.taken
 
     def _earlier(self, lacking: float) -> list[gs.Node]:
-        """Returns nodes before the collective that can move behind it, because no node up to the
-        collective depends on them: the last ones, with `lacking` seconds of compute or all, in
-        graph order."""
+        """Returns the nodes to move from before the collective to behind it, in graph order. No
+        node up to the collective depends on them. The last such nodes are chosen first, until they
+        have `lacking` seconds of compute."""
         windows = self.windows
         chosen: list[gs.Node] = []
         moved: set[int] = set()
@@ -175,9 +189,9 @@ class _Window:
         return needed
 
     def _later(self, lacking: float) -> list[gs.Node]:
-        """Returns nodes behind the collective's first reader that can move before it, because they
-        depend neither on this reader nor on a collective under way: the first ones, with `lacking`
-        seconds of compute or all, in graph order."""
+        """Returns the nodes to move from behind the collective's first reader to before it, in
+        graph order. They depend neither on this reader nor on a collective under way. The first
+        such nodes are chosen first, until they have `lacking` seconds of compute."""
         windows = self.windows
         pending = self._pending()
         possible: dict[int, gs.Node] = {}
@@ -208,8 +222,8 @@ class _Window:
     def _add(
         self, node: gs.Node, possible: Mapping[int, gs.Node], chosen: dict[int, gs.Node]
     ) -> float:
-        """Adds a node, and the nodes among `possible` on which it depends, to `chosen`; returns the
-        seconds that they compute."""
+        """Adds a node to `chosen`, with the nodes among `possible` on which it depends; returns the
+        seconds that the added nodes compute."""
         if id(node) in chosen or id(node) not in possible:
             return 0.0
         chosen[id(node)] = node
@@ -219,8 +233,8 @@ class _Window:
         return before + self.seconds.get(node.name, 0.0)
 
     def _pending(self) -> set[int]:
-        """The ids of collectives that are still under way at the first reader, and of the nodes
-        that only shape the results of these collectives."""
+        """Returns the ids of collectives that are still under way at the first reader, and of the
+        nodes that only reshape their results."""
         pending: set[int] = set()
         for node in self.windows.nodes[: self.end]:
             if is_collective(node) and self.windows.reader(node) >= self.end:
@@ -230,8 +244,7 @@ class _Window:
 
     def _may_be_awaited(self, node: gs.Node) -> bool:
         """True for a product (with or without its bias) that onnxruntime does not fuse with a
-        reader: awaiting the result would prevent that fusion. onnxruntime fuses no activation with
-        a MatMul alone."""
+        reader, such as an activation: waiting for the result would prevent such a fusion."""
         has_bias = node.op == "Add" and any(
             maker is not None and maker.op in PRODUCTS for maker in map(self._maker, node.inputs)
         )
@@ -243,7 +256,7 @@ class _Window:
         return not any(r.op in fused and not self._adds_up(r, y) for r in readers)
 
     def _adds_up(self, node: gs.Node, tensor: gs.Tensor) -> bool:
-        """True if a node adds a tensor to another computed tensor, not to a bias."""
+        """True if a node adds `tensor` to another computed tensor, not to a bias."""
         others = [self._maker(t) for t in node.inputs if t is not tensor]
         return node.op == "Add" and all(
             m is not None and m.domain != DOMAIN and m.op not in VIEWS for m in others

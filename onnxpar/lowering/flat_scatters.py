@@ -3,7 +3,8 @@
     ScatterElements(zeros [v, d], Expand(at [n, 1]), rows [n, d])
     ScatterElements(zeros [v d], at * d + [0, 1, ... d - 1], rows [n d])
 
-Only ranks' graphs have the second form, because a merged dimension cannot be split by columns.
+Only ranks' graphs have the second form, in which the dimensions are merged: in the global graph, a
+merged dimension could not be split by columns.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def flatten_scatters(graph: GraphProto) -> None:
 
 
 def _flatten(at: Match) -> bool:
-    """Writes the flat form of a ScatterElements of whole rows."""
+    """Replaces a ScatterElements of whole rows by one in a single dimension; returns False for any
+    other."""
     shape, rows, column = (at[name].tolist() for name in ("shape", "rows", "column"))
     are_rows = shape[1:] == rows[1:] and column == [rows[0], *[1] * (len(rows) - 1)]
     if not are_rows or len(shape) < 2 or 0 in (*shape, *rows):

@@ -1,4 +1,5 @@
-"""Restores the fused ops of a model's file in the ranks' graphs, where no pass changed their parts.
+"""Restores ops that the model's file had fused (FusedGemm, say) in the ranks' graphs, where no pass
+has changed their parts.
 
 The loader decomposes fused ops (`load/unfuse.py`), because a pass may have to insert a collective
 between the parts. The names of tensors in a rank's graph show whether a pass did: model tensors
@@ -21,7 +22,7 @@ _OUTPUT = ""
 
 @dataclass(frozen=True)
 class _Group:
-    """The parts of a fused op in a rank's graph.
+    """The parts of a fused op in a rank's graph, by names of tensors.
 
     node       the fused op, with the attributes and operands of the rank
     parts      the first result of each part
@@ -36,8 +37,8 @@ class _Group:
 
 
 def fuse_again(graph: GraphProto, fused: Sequence[FusedNode]) -> None:
-    """Replaces the parts of fused nodes by the fused nodes, in place, also in subgraphs. All parts
-    must be connected as in the file, and no other node may read a tensor between them."""
+    """Replaces the parts of fused nodes by the fused nodes, in place, also in subgraphs: only where
+    all parts are connected as in the file, and no other node reads a tensor between them."""
     readers = _readers(graph)
     groups = [
         group
@@ -53,8 +54,8 @@ def fuse_again(graph: GraphProto, fused: Sequence[FusedNode]) -> None:
 
 
 def _readers(graph: GraphProto) -> dict[str, set[str]]:
-    """The readers of each tensor: the first result of each reading node, and _OUTPUT for a result
-    of the graph."""
+    """Returns the readers of each tensor, by name: the first result of each node that reads it, and
+    _OUTPUT if it is a result of the graph."""
     readers: dict[str, set[str]] = {}
     for scope in graphs_of(graph):
         for node in scope.node:
@@ -66,8 +67,8 @@ def _readers(graph: GraphProto) -> dict[str, set[str]]:
 
 
 def _find(fused: FusedNode, nodes: Mapping[str, NodeProto]) -> _Group | None:
-    """The group of a fused node among a graph's `nodes` (by first result); None if a part is
-    missing or has changed."""
+    """Returns the parts of a fused node among a graph's `nodes` (by first result); None if a part
+    is missing or has changed."""
     operands = {"": ""}
     parts = [nodes.get(part.output[0]) for part in fused.parts]
     for number, (part, now) in enumerate(zip(fused.parts, parts, strict=True)):
@@ -92,7 +93,7 @@ def _find(fused: FusedNode, nodes: Mapping[str, NodeProto]) -> _Group | None:
 
 def _is_same(part: NodeProto, now: NodeProto, is_main: bool) -> bool:
     """True if a rank's node `now` is this part of a fused node. The attributes of the main part may
-    differ: the fused node takes them over."""
+    differ, as the fused node takes them over."""
     same = [part.op_type, part.domain, *part.output] == [now.op_type, now.domain, *now.output]
     return (
         same
@@ -106,7 +107,8 @@ def _attributes(node: NodeProto) -> dict[str, bytes]:
 
 
 def _local(fused: FusedNode, main: NodeProto | None, operands: Mapping[str, str]) -> NodeProto:
-    """The fused node of a rank: with the attributes of the rank's main part, and these operands."""
+    """Returns the fused node of a rank: with the attributes of the rank's main part, and these
+    operands, by name in the file."""
     assert main is not None
     node = NodeProto()
     node.CopyFrom(main)  # with its name: `PerRank` has attributes by node name
@@ -120,7 +122,7 @@ def _local(fused: FusedNode, main: NodeProto | None, operands: Mapping[str, str]
 
 
 def _closed(groups: Sequence[_Group], readers: Mapping[str, set[str]]) -> list[_Group]:
-    """Returns the groups whose inner tensors no node outside of them reads; two groups may share a
+    """Returns the groups whose inner tensors are read only within groups; two groups may share a
     part."""
     inside: dict[str, set[str]] = {}
     for group in groups:

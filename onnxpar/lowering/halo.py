@@ -1,4 +1,5 @@
-"""Moves elements between neighbouring shards of a dimension: halos of windows, shifted slices."""
+"""Moves elements between neighbouring shards of a dimension: the halos of windows, and shifted
+slices."""
 
 from __future__ import annotations
 
@@ -26,9 +27,16 @@ def fetch(
     axis: int,
     wanted: Callable[[Any], Interval],
 ) -> gs.Tensor:
-    """Implements `Lowering.fetch`. If every rank needs elements of its direct neighbours only,
-    neighbours exchange halos; otherwise an all-to-all sends each element to all ranks that need
-    it."""
+    """Returns the elements of `x` that each rank wants along dimension `axis`: implements
+    `Lowering.fetch`.
+
+    view    the node's shards
+    factor  the index variable of the op's rule that runs along the dimension; shards are contiguous
+    wanted  returns (start, end), the global positions that a rank wants, from its view
+
+    If every rank needs elements of its direct neighbours only, neighbours exchange halos. Otherwise
+    an all-to-all sends each element to all ranks that need it.
+    """
     axes = dim_axes(view.factors[factor])
     members = view.mesh.group(axes, 0)
     held = [view.on(m).interval(factor) for m in members]
@@ -69,8 +77,9 @@ def _redistribute(
     held: list[Interval],
     want: list[Interval],
 ) -> gs.Tensor:
-    """Adds an all-to-all: each member of the group along `axes` gets the elements `want`, an
-    interval, of dimension `axis` of `x`, from the members' intervals `held`."""
+    """Returns the elements of `x` in each rank's interval in `want`, by an all-to-all from the
+    ranks that hold them (`held`). Both are intervals of dimension `axis`, one for each member of
+    the group along `axes`."""
     mesh = view.mesh
 
     def overlap(owner: int, reader: int) -> range:

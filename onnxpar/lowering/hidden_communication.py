@@ -1,4 +1,4 @@
-"""Predicts how much communication a rank hides behind compute."""
+"""Predicts how many seconds of communication a rank hides behind compute."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from onnxpar.graph.collectives import COMPLETE, START
 def hidden_seconds(
     nodes: Iterable[gs.Node], compute: Mapping[str, float], idle: Mapping[str, float], own: float
 ) -> float:
-    """Seconds of communication that compute hides, less the time of starts and completions; 0 if
-    these take longer.
+    """Returns the seconds of communication that compute hides, less the time of starts and
+    completions; 0 if these take longer.
 
     nodes    the nodes of a rank, in order
     compute  the compute time of each node in seconds, by name
     idle     seconds in which a collective occupies the link but no core, by name of the collective
     own      the time of all starts and completions together, in seconds
 
-    A rank has one link, which serves collectives in the order of their starts."""
+    A rank has one link, which serves collectives in the order of their starts.
+    """
     clock = free = saved = 0.0
     ends: dict[int, float] = {}
     for node in nodes:

@@ -1,7 +1,7 @@
 """Delays nodes until the collectives before them in the graph have started.
 
 onnxruntime runs a fused node after all other ready nodes. So it may compute a gradient long after
-the next layer's gradient, and the collective of the first one would start late.
+the next layer's gradient, and the collective that sends the first one would start late.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ AFTER_PRODUCTS = frozenset(("Add", "Relu", "Sigmoid", "Tanh", "LeakyRelu", "Clip
 
 
 def hold_back(graph: gs.Graph, moved: Mapping[str, str]) -> None:
-    """Adds a Gate after each start of a collective, on an operand of the next node that computes.
-    If nodes were `moved` behind the start (node name to name of the collective), each of them gets
-    a Gate instead.
+    """Adds a Gate (a node that waits) after each start of a collective, on an operand of the next
+    node that computes. In `moved`, nodes that were moved behind the start have the name of the
+    collective: each of them gets a Gate instead.
 
     The graph must be sorted topologically, and stays sorted. A Gate is never between nodes that
     onnxruntime fuses: without the fusion, results may differ in their last bits.
@@ -65,11 +65,13 @@ def hold_back(graph: gs.Graph, moved: Mapping[str, str]) -> None:
 
 
 def _computes(node: gs.Node) -> bool:
+    """True for a node that computes, other than a collective, a view, or a loop or branch."""
     return node.domain != DOMAIN and node.op not in VIEWS and not bodies(node)
 
 
 def _operand(node: gs.Node, makers: dict[int, gs.Node]) -> gs.Tensor | None:
-    """Returns a computed operand of a node before which a Gate may be; None if there is none."""
+    """Returns a computed operand of a node before which a Gate may be put; None if there is
+    none."""
     for tensor in node.inputs:
         maker = makers.get(id(tensor))
         if maker is not None and _computes(maker) and not _are_fused(maker, node, tensor):
@@ -78,7 +80,7 @@ def _operand(node: gs.Node, makers: dict[int, gs.Node]) -> gs.Tensor | None:
 
 
 def _are_fused(maker: gs.Node, reader: gs.Node, tensor: gs.Tensor) -> bool:
-    """True if onnxruntime may fuse `maker` and `reader`, which have `tensor` between them."""
+    """True if onnxruntime may fuse `maker` with `reader`, which reads its result `tensor`."""
     if reader.op in PRODUCTS:
         return maker.op in _INTO_PRODUCTS or maker.op in VIEWS
     if maker.op not in PRODUCTS:

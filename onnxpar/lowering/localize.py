@@ -1,8 +1,8 @@
-"""Rewrites a global node into the nodes that each rank runs.
+"""Rewrites a node of the global graph into the nodes that each rank runs.
 
 The node gets the attributes and constants of a shard; its rule may replace the node by other nodes,
-also by collectives. Values that differ by rank stay functions of the rank (`PerRank`) until
-split-ranks; values that all ranks share become ordinary constants and attributes at once. The
+also by collectives. Values that differ by rank stay functions of the rank (`PerRank`) until the
+pass split-ranks; values that all ranks share become ordinary constants and attributes at once. The
 shapes of shards are those of `Layout.local_shape`.
 """
 
@@ -36,13 +36,13 @@ def localize_node(
     per_rank: PerRank,
     open_atoms: Collection[int] = (),
 ) -> None:
-    """Rewrites a node of the graph so that each rank runs it on its shards. A node without a split
-    factor stays as it is, if its op has a kernel.
+    """Rewrites a node of the graph, in place, so that each rank runs it on its shards. A node
+    without a split factor (index variable of its rule) stays as it is, if its op has a kernel.
 
     op          the node, with the factors of its rule
     layouts     the layouts of the node's operands and results, by tensor name
     per_rank    gets the constants and attributes that differ by rank
-    open_atoms  the atoms of factors whose sizes differ between runs
+    open_atoms  numbers of the factors of the whole graph (atoms) whose sizes differ between runs
     """
     view = NodeView.of(op, layouts, mesh, open_atoms)
     if op.rule.ranks.has_kernel and not any(map(view.is_split, view.factors)):
@@ -83,9 +83,9 @@ def _surround(
     layouts: Mapping[str, Layout],
     per_rank: PerRank,
 ) -> NodeView:
-    """Surrounds a node: nodes before it put stand-ins into empty shards of the factors `names`, and
-    nodes after it drop the results of the stand-ins. Returns the node's view with stand-ins.
-    """
+    """Adds nodes before a node that put an element, a stand-in, into empty shards of the factors
+    `names`, and nodes after it that drop the results of stand-ins. Returns the node's view that
+    counts stand-ins as elements."""
     filled = view.filled(op.rule, names)
     before, after = (
         LoweringBuilder(graph, seen, per_rank, prefix)

@@ -1,4 +1,4 @@
-"""Lowers a fused reshard: one collective moves several tensors, flattened and concatenated."""
+"""Lowers a fused reshard: a single collective moves several tensors, flattened and concatenated."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class BucketBuilder(ReshardBuilder):
     """Replaces a fused reshard node by the nodes that a rank runs.
 
     In a reduce-scatter or all-gather, all ranks have shards of equal size. Each tensor becomes a
-    matrix with a row for each rank of the group; the matrices are concatenated along the columns.
+    matrix with a row for each rank of the group, and the matrices are concatenated along the
+    columns: [4, 6] and [2, 2] over 2 ranks become [2, 12 + 2].
     """
 
     def build(self) -> list[gs.Node]:
-        """The nodes of a rank, in order; the last node computes the last result."""
+        """Returns the nodes of a rank, in order; the last node computes the last result."""
         self.members = list(zip(self.inputs, self.outputs, self.reshard.members, strict=True))
         {
             "AllReduce": self._reduce,
@@ -34,7 +35,7 @@ class BucketBuilder(ReshardBuilder):
         return self.built
 
     def _reduce(self) -> None:
-        """One all-reduce of the flattened and concatenated tensors."""
+        """Adds one all-reduce of all tensors, flattened and concatenated."""
         flat = [self._shaped(x, [-1], f"flat{i}") for i, x in enumerate(self.inputs)]
         joined, summed = self._fresh(flat[0], "joined"), self._fresh(flat[0], "summed")
         self._add("Concat", flat, joined, axis=0)
@@ -44,7 +45,8 @@ class BucketBuilder(ReshardBuilder):
             self._reshape(piece, befores[i], self.outputs[i])
 
     def _scatter(self) -> None:
-        """One reduce-scatter; each row has all shards that one rank receives."""
+        """Adds one reduce-scatter of a matrix in which each row has all shards that one rank
+        receives."""
         rows, count = [], parts_over(self.axes)
         for i, (x, _, (before, after)) in enumerate(self.members):
             (axis,) = changed_dims(before, after)
@@ -59,7 +61,7 @@ class BucketBuilder(ReshardBuilder):
             self._reshape(piece, afters[i], self.outputs[i])
 
     def _gather(self) -> None:
-        """One all-gather; each row has all shards that one rank sends."""
+        """Adds one all-gather of a matrix in which each row has all shards that one rank sends."""
         count = parts_over(self.axes)
         rows = [self._shaped(x, [1, -1], f"row{i}") for i, x in enumerate(self.inputs)]
         joined, gathered = self._fresh(rows[0], "joined"), self._fresh(rows[0], "gathered")
@@ -77,8 +79,9 @@ class BucketBuilder(ReshardBuilder):
                 self._order(whole, y, axis, held, after.dims[axis])
 
     def _exchange(self) -> None:
-        """Adds one all-to-all of the tensors, concatenated along the dimension of `held_dim` in the
-        order of the ranks that hold it; so each rank sends and receives contiguous shards."""
+        """Adds one all-to-all of all tensors of the bucket. The tensors are concatenated along the
+        dimension that `held_dim` returns, in the order of the ranks that hold it, so each rank
+        sends and receives contiguous shards."""
         held_and_side = held_dim(*self.reshard.members[0])
         assert held_and_side is not None
         held, is_before = held_and_side
@@ -93,7 +96,8 @@ class BucketBuilder(ReshardBuilder):
         members = [self.reshard.members[i] for i in order]
 
         def together(rank: int) -> list[int]:
-            """Each member's number of elements of the held dimension, summed over all tensors."""
+            """Returns, for each member of the group, its number of elements of the gathered
+            dimension in all tensors."""
             sizes = [self._sizes(layouts[0 if is_before else 1].dims[held]) for layouts in members]
             return [sum(column) for column in zip(*(of(rank) for of in sizes), strict=True)]
 
@@ -130,8 +134,8 @@ class BucketBuilder(ReshardBuilder):
         return self._shaped(x, [count, -1], what)
 
     def _swapped(self, x: gs.Tensor, sizes: Callable[[int], list[int]], what: str) -> gs.Variable:
-        """`x` reshaped to three dimensions, of `sizes(rank)`, with the first two swapped. `what` is
-        a part of the new tensors' names."""
+        """Returns `x` reshaped to three dimensions, of `sizes(rank)`, with the first two swapped.
+        `what` is a part of the new tensors' names."""
         apart, swapped = self._fresh(x, f"{what}.apart"), self._fresh(x, f"{what}.turned")
         self._resized(x, lambda rank: np.array(sizes(rank), np.int64), apart)
         self._add("Transpose", [apart], swapped, perm=[1, 0, 2])
@@ -140,8 +144,9 @@ class BucketBuilder(ReshardBuilder):
     def _whole(
         self, piece: gs.Tensor, before: Layout, axis: int, count: int, y: gs.Tensor, number: int
     ) -> None:
-        """Computes `y`, which is whole along `axis`, from `piece`, the columns of `y` in a matrix
-        with a row from each of `count` members: the inverse of `_rows`."""
+        """Computes `y`, number `number` of the results, which is whole along `axis`: the inverse of
+        `_rows`. `piece` has the columns of `y` in the gathered matrix, a row for each of `count`
+        ranks; `before` is the layout of a shard."""
 
         def shape(rank: int) -> Array:
             sizes = local_shape(before, self.mesh, rank)
@@ -157,13 +162,14 @@ class BucketBuilder(ReshardBuilder):
         self._resized(piece, shape, y)
 
     def _around(self, layout: Layout, rank: int, axis: int) -> tuple[int, int]:
-        """Returns a shard's number of elements in the dimensions before `axis`, and in `axis` and
-        those after it."""
+        """Returns two numbers of elements of a rank's shard: the product of the sizes before
+        `axis`, and that of the sizes from `axis` on."""
         shape = local_shape(layout, self.mesh, rank)
         return int(np.prod(shape[:axis], dtype=int)), int(np.prod(shape[axis:], dtype=int))
 
     def _pieces(self, x: gs.Tensor, layouts: Sequence[Layout], axis: int) -> list[gs.Variable]:
-        """Splits `x` along an axis into one piece per layout, with the size of the rank's shard."""
+        """Splits `x` along an axis into a piece for each layout, of as many elements as the rank's
+        shard has."""
 
         def sizes(rank: int) -> Array:
             shapes = [layout.local_shape(self.mesh, rank) for layout in layouts]
@@ -176,12 +182,12 @@ class BucketBuilder(ReshardBuilder):
     def _split(
         self, x: gs.Tensor, sizes: Callable[[int], Array], results: Sequence[gs.Tensor], axis: int
     ) -> None:
-        """Adds a Split into pieces of these sizes."""
+        """Adds a Split of `x` into pieces of `sizes(rank)`, which become `results`."""
         name, operands = f"{self.node.name}::Split", [x, self._varying("sizes", sizes)]
         self.built.append(gs.Node("Split", name, {"axis": axis}, operands, list(results)))
 
     def _shaped(self, x: gs.Tensor, shape: Sequence[int], what: str) -> gs.Variable:
-        """Reshapes `x` to a shape that is the same on all ranks. `what` is a part of the new
+        """Returns `x` reshaped to a shape that is equal on all ranks. `what` is a part of the new
         tensors' names."""
         y = self._fresh(x, what)
         self._add("Reshape", [x, self._constant(f"{what}.shape", np.array(shape))], y)

@@ -1,8 +1,8 @@
 """Lowers a reshard to the nodes of a rank, from the positions that the rank holds before and after.
 
 Collectives of the runtime split and join contiguous shards. Where a rank's positions in a dimension
-are not contiguous (an inner factor or a segment is split), a Gather before or after the collective
-puts the elements in order.
+are not contiguous (an inner factor of a merged dimension is split, or a segment of a concatenated
+one), a Gather before or after the collective puts the elements in order.
 """
 
 from __future__ import annotations
@@ -53,7 +53,13 @@ _WIDE = {
 
 @dataclass
 class ReshardBuilder:
-    """Replaces one reshard node by the nodes that a rank runs."""
+    """Replaces one reshard node by the nodes that a rank runs.
+
+    node      the reshard
+    mesh      the ranks
+    per_rank  gets the constants and attributes that differ by rank
+    tag       the tag of its collective, which tells messages of different collectives apart
+    """
 
     node: gs.Node
     mesh: Mesh
@@ -70,7 +76,7 @@ class ReshardBuilder:
         self.built: list[gs.Node] = []
 
     def build(self) -> list[gs.Node]:
-        """The nodes of a rank, in order; the last node computes the reshard's result."""
+        """Returns the nodes of a rank, in order; the last node computes the reshard's result."""
         wide = _WIDE.get(str(numpy_dtype(self.inputs[0])))
         if wide is None:
             self._lower(self.inputs[0], self.outputs[0])
@@ -82,14 +88,15 @@ class ReshardBuilder:
         return self.built
 
     def _cast(self, x: gs.Tensor, y: gs.Tensor) -> None:
-        """Casts `x` to the type of `y`, which has all values of `x`; infinities stay infinite."""
+        """Casts `x` to the wider type of `y`, or back; values do not change, and infinities stay
+        infinite."""
         to = numpy_dtype(y)
         is_float8 = str(to).startswith("float8")
         attrs = {"saturate": 0} if is_float8 else {}
         self._add("Cast", [x], y, to=onnx.helper.np_dtype_to_tensor_dtype(to), **attrs)
 
     def _lower(self, x: gs.Tensor, y: gs.Tensor) -> None:
-        """Adds the nodes that compute `y` from `x`."""
+        """Adds the nodes that compute `y` from `x`, by the method of this kind of reshard."""
         lower = getattr(self, "_" + self.node.op)
         before, after = self.before, self.after
         if not KINDS[self.node.op].by_message:
@@ -105,7 +112,8 @@ class ReshardBuilder:
 
     def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor, same: int = 0) -> None:
         """Reshapes `x` to the rank's shard of a layout. The first `same` dimensions of the layout
-        are those of `x`."""
+        are also the first dimensions of `x`, so that a Reshape may copy their sizes if they are
+        unknown. Errors: OpenSizesError if too many sizes are unknown."""
         unknown = [i for i, dim in enumerate(layout.dims) if dim.size < 0]
         if len(unknown) < 2:
             self._resized(x, partial(local_shape, layout, self.mesh), y)
@@ -126,17 +134,20 @@ class ReshardBuilder:
         self._add("Reshape", [x, self._varying(f"shape{len(self.built)}", sizes)], y)
 
     def _resized(self, x: gs.Tensor, shape: Callable[[int], Array], y: gs.Tensor) -> None:
-        """Reshapes `x` to a shape that may have sizes of 0."""
+        """Reshapes `x` to `shape(rank)`, which may have sizes of 0."""
         target = self._varying(f"shape{len(self.built)}", shape)
         self._add("Reshape", [x, target], y, allowzero=1)
 
     def _AllReduce(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        """Adds an all-reduce."""
         self._collective("AllReduce", x, y, op=self.before.reduce)
 
     def _Broadcast(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        """Adds a broadcast from the first member of each group."""
         self._collective("Broadcast", x, y, root=0)
 
     def _AllGather(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        """Adds an all-gather, and a Gather behind it if shards are not contiguous."""
         (axis,) = changed_dims(self.before, self.after)
         before, after = self.before.dims[axis], self.after.dims[axis]
         joined = y if is_run(before) else self._fresh(y, "joined")
@@ -145,6 +156,7 @@ class ReshardBuilder:
             self._order(joined, y, axis, lambda rank: self._joined(before, rank), after)
 
     def _ReduceScatter(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        """Adds a reduce-scatter, and a Gather before it if shards are not contiguous."""
         (axis,) = changed_dims(self.before, self.after)
         before, after = self.before.dims[axis], self.after.dims[axis]
         x = self._by_member(x, axis, before, after)
@@ -152,6 +164,8 @@ class ReshardBuilder:
         self._collective("ReduceScatter", x, y, axis=axis, sizes=sizes, op=self.before.reduce)
 
     def _AllToAll(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        """Adds an all-to-all from the dimension that becomes whole to the one that becomes split,
+        with Gathers around it if shards are not contiguous."""
         changed = changed_dims(self.before, self.after)
         gains = split_count(self.after.dims[changed[0]]) > split_count(self.before.dims[changed[0]])
         split, concat = changed if gains else changed[::-1]
@@ -172,6 +186,7 @@ class ReshardBuilder:
             self._order(joined, y, concat, lambda rank: self._joined(before, rank), after)
 
     def _CollectivePermute(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        """Adds a collective in which each rank gets its new shard from the rank that has it."""
         sources = shard_sources(self.before, self.after, self.mesh, self.axes)
         shapes: dict[str, Any] = {}
         if self.before.dims:
@@ -179,8 +194,8 @@ class ReshardBuilder:
         self._collective("CollectivePermute", x, y, sources=sources, **shapes)
 
     def _member_shapes(self, rank: int) -> list[int]:
-        """The shapes of all members' shards, concatenated; -1 for a whole dimension, whose size may
-        differ between runs."""
+        """Returns the shapes of the shards of all members of a rank's group, one after the other;
+        -1 for a whole dimension, whose size may differ between runs."""
         members = np.array(self.mesh.group(self.axes, rank))
         columns = [
             local_sizes(dim, self.mesh, members)
@@ -192,6 +207,7 @@ class ReshardBuilder:
         return shapes
 
     def _LocalSlice(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        """Adds a Slice (or a Gather) with which a rank takes its shard out of what it holds."""
         (axis,) = changed_dims(self.before, self.after)
         before, after = self.before.dims[axis], self.after.dims[axis]
         if not (is_run(before) and is_run(after)):
@@ -210,6 +226,8 @@ class ReshardBuilder:
         self._add("Slice", [x, *bounds], y)
 
     def _Select(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        """Adds a Where that makes a partial tensor of a whole one: the first member of a group
+        keeps its values, the others get the neutral element of the reduction."""
         dtype = numpy_dtype(x)
         zero = self._constant("neutral", np.asarray(neutral(self.after.reduce, dtype), dtype))
         first = self._varying(
@@ -220,8 +238,9 @@ class ReshardBuilder:
     def _by_member(
         self, x: gs.Tensor, axis: int, before: Dim, after: Dim, what: str = "ordered"
     ) -> gs.Tensor:
-        """Returns the operand with its elements along `axis` in the order of the members of the
-        group that get them, so that each member's are contiguous."""
+        """Returns `x` with its elements along `axis` in the order of the members of the group that
+        will get them, so that the elements of each member are contiguous. `before` and `after` are
+        the layouts of the dimension."""
         if is_run(before) and is_run(after):
             return x
         ordered = self._fresh(x, what)
@@ -236,6 +255,8 @@ class ReshardBuilder:
     def _order(
         self, x: gs.Tensor, y: gs.Tensor, axis: int, held: Callable[[int], Array], after: Dim
     ) -> None:
+        """Computes `y`, whose dimension `axis` has the layout `after`, from `x`, whose elements
+        there have the global positions `held(rank)`."""
         self._pick(x, y, axis, held, lambda rank: indices(after, self.mesh, rank))
 
     def _pick(
@@ -246,8 +267,8 @@ class ReshardBuilder:
         held: Callable[[int], Array],
         wanted: Callable[[int], Array],
     ) -> None:
-        """Gathers the elements at the global positions `wanted(rank)` along `axis` of `x`, whose
-        elements have the global positions `held(rank)`."""
+        """Computes `y`: the elements of `x` at the global positions `wanted(rank)` along `axis`.
+        The elements of `x` there have the global positions `held(rank)`."""
 
         def index(rank: int) -> Array:
             have = held(rank)
@@ -258,15 +279,20 @@ class ReshardBuilder:
         self._add("Gather", [x, order], y, axis=axis)
 
     def _joined(self, before: Dim, rank: int) -> Array:
+        """Returns the global positions in a dimension of the layout `before` that the members of a
+        rank's group hold, one member after the other."""
         members = self.mesh.group(self.axes, rank)
         return np.concatenate([indices(before, self.mesh, m) for m in members])
 
     def _sizes(self, dim: Dim) -> Callable[[int], list[int]]:
-        """A function from a rank to the sizes of the shards of all members of its group."""
+        """Returns a function from a rank to the sizes of the shards of all members of its group, in
+        a dimension of this layout."""
         mesh, axes = self.mesh, self.axes
         return lambda rank: local_sizes(dim, mesh, np.array(mesh.group(axes, rank))).tolist()
 
     def _collective(self, kind: str, x: gs.Tensor, y: gs.Tensor, **attrs: Any) -> None:
+        """Adds a collective of this kind, with the group and tag of the reshard, and these
+        attributes."""
         self.built.append(
             collective_node(
                 kind,
@@ -299,8 +325,9 @@ class ReshardBuilder:
 
 def shard_sources(before: Layout, after: Layout, mesh: Mesh, axes: Axes) -> list[int]:
     """Returns, for each member of a group along `axes`, the index of the member that sends its
-    shard of the layout `after`: the one that has it in the layout `before`. A member that already
-    has its shard is its own sender. No member sends twice."""
+    shard of the layout `after`: a member that holds this shard in the layout `before`. A member
+    that already has its shard is its own sender. No member sends twice. Members that swap their
+    shards give [1, 0]."""
 
     members = np.array(mesh.group(axes, 0))
 
@@ -320,8 +347,9 @@ def shard_sources(before: Layout, after: Layout, mesh: Mesh, axes: Axes) -> list
 
 
 def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
-    """Returns both layouts with a dimension per factor in place of each merged dimension whose
-    inner factors change: shards are contiguous along the dimension of a single factor."""
+    """Returns both layouts with merged dimensions taken apart where needed: a dimension that merges
+    several factors ([batch * heads]), and in which an inner factor's split changes, becomes a
+    dimension for each factor. There, shards are contiguous."""
     dims: list[tuple[Dim, Dim]] = []
     for b, a in zip(before.dims, after.dims, strict=True):
         changes = b != a and not (is_run(b) and is_run(a))
@@ -335,13 +363,13 @@ def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
 
 
 def _same_first(one: Layout, other: Layout) -> int:
-    """The number of leading dimensions in which two layouts agree."""
+    """Returns the number of leading dimensions in which two layouts are equal."""
     pairs = zip(one.dims, other.dims, strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def local_shape(layout: Layout, mesh: Mesh, rank: int) -> Array:
-    """The shape of a rank's shard."""
+    """Returns the shape of a rank's shard, as an array."""
     return np.array(layout.local_shape(mesh, rank), np.int64)
 
 
@@ -351,6 +379,6 @@ def is_run(dim: Dim) -> bool:
 
 
 def changed_dims(before: Layout, after: Layout) -> list[int]:
-    """The dimensions in which two layouts differ."""
+    """Returns the indices of the dimensions in which two layouts differ."""
     pairs = zip(before.dims, after.dims, strict=True)
     return [i for i, (a, b) in enumerate(pairs) if a != b]

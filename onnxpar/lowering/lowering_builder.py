@@ -1,4 +1,4 @@
-"""Builds the nodes that a rank runs in place of one node of the model."""
+"""Builds the nodes that a rank runs in place of a single node of the global graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ from onnxpar.rules.rule import Local, Step
 
 
 class LoweringBuilder:
-    """Builds the nodes that a rank runs in place of one node; implements `rule.Lowering`.
+    """Builds the nodes that a rank runs in place of one node; implements `rule.Lowering`, the
+    interface that rules see.
+
+    graph     the graph of the node
+    view      the node's shards
+    per_rank  gets the constants and attributes that differ by rank
+    prefix    a part of the names of new nodes, for nodes beside the node rather than in its place
 
     `local` is rank 0's view: read only values from it that all ranks share. Values that differ by
     rank go through `per_rank`. Functions given to `per_rank` run after the node is gone, and must
@@ -49,18 +55,19 @@ class LoweringBuilder:
         }
 
     def input(self, index: int) -> gs.Tensor:
-        """The rank's shard of an operand of the node."""
+        """Returns the rank's shard of operand `index` of the node."""
         return self._inputs[index]
 
     def per_rank(self, value: Callable[[Any], Any]) -> gs.Tensor:
-        """A constant whose value on a rank is `value` of the rank's view of the node."""
+        """Returns a constant whose value on a rank is `value(view)`, for the rank's view of the
+        node."""
         first, by_rank = self.view.value(value)
         name = self._fresh("constant")
         note_stand_ins(name, self.view, self._per_rank)
         return rank_constant(name, first, by_rank, self._per_rank)
 
     def by_rank(self, value: Callable[[int], Any]) -> gs.Tensor:
-        """A constant whose value on a rank is `value` of the rank's number."""
+        """Returns a constant whose value on a rank is `value(rank)`, for the rank's number."""
         return rank_constant(self._fresh("constant"), value(0), value, self._per_rank)
 
     @property
@@ -69,8 +76,8 @@ class LoweringBuilder:
         return int(self._graph.opset)
 
     def add(self, op: str, inputs: Sequence[Any], **attrs: Any) -> gs.Variable:
-        """Adds a node with one result. An operand may be an array, which becomes a constant; an
-        attribute may be a function of the rank's view."""
+        """Adds a node, and returns its only result. An operand may be an array, which becomes a
+        constant; an attribute may be a function of the rank's view."""
         name = self._fresh(op)
         result = gs.Variable(name)
         self._append(op, name, inputs, [result], attrs)
@@ -79,23 +86,25 @@ class LoweringBuilder:
     def add_each(
         self, op: str, inputs: Sequence[Any], count: int, **attrs: Any
     ) -> list[gs.Variable]:
-        """Adds a node with `count` results."""
+        """Adds a node, and returns its `count` results."""
         name = self._fresh(op)
         results = [gs.Variable(f"{name}:{i}") for i in range(count)]
         self._append(op, name, inputs, results, attrs)
         return results
 
     def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
-        """Adds an all-reduce of `x` by `op` over the ranks with different shards of these factors;
-        returns `x` itself if none is split."""
+        """Adds an all-reduce of `x` by `op` over the ranks with different shards of these factors
+        (index variables of the op's rule), and returns its result; returns `x` itself if none of
+        the factors is split."""
         axes = in_mesh_order(tuple(dict.fromkeys(a for f in factors for a in self._axes(f))))
         return self.collective("AllReduce", x, axes, self.shape(x), op=op) if axes else x
 
     def all_gather(
         self, x: gs.Tensor, factor: str, axis: int, extent: Callable[[Any], int]
     ) -> gs.Tensor:
-        """Concatenates `x` of all ranks that hold shards of the factor, along `axis` in the order
-        of the shards; `extent` gives the size of a rank's `x` along that axis."""
+        """Returns the `x` of all ranks that hold shards of a factor (index variable of the op's
+        rule), concatenated along `axis` in the order of the shards. `extent` returns the size of a
+        rank's `x` along that axis, from its view."""
         axes = self._axes(factor)
         if not axes:
             return x
@@ -107,17 +116,19 @@ class LoweringBuilder:
         return self.collective("AllGather", x, axes, shape, axis=axis, **attrs)
 
     def shares_axes(self, factor: str, other: str) -> bool:
-        """True if `factor` and `other` are split over the same axes."""
+        """True if two factors (index variables of the op's rule) are split over the same mesh
+        axes."""
         return bool(self._axes(factor)) and self._axes(factor) == self._axes(other)
 
     def of_members(self, factor: str, value: Callable[[Any], Any]) -> list[Any]:
-        """Returns the function's value on each rank that holds a shard of the factor, in the order
-        of shards."""
+        """Returns `value(view)` for the view of each rank that holds a shard of a factor (index
+        variable of the op's rule), in the order of shards."""
         return [value(self.view.on(m)) for m in self.view.mesh.group(self._axes(factor), 0)]
 
     def shift(self, x: gs.Tensor, factor: str, axis: int, sizes: Sequence[int]) -> gs.Tensor:
-        """Sends `x` to the rank with the next shard of the factor, in a ring; returns `x` of the
-        rank with the previous one."""
+        """Sends `x` to the rank with the next shard of a factor (index variable of the op's rule),
+        in a ring; returns the `x` of the rank with the previous shard. `sizes` are the sizes of the
+        ranks' `x` along `axis`, in the order of shards."""
         return shift(self, x, self._axes(factor), axis, sizes)
 
     def exchange(
@@ -128,12 +139,17 @@ class LoweringBuilder:
         held: Sequence[npt.NDArray[Any]],
         wanted: Sequence[npt.NDArray[Any]],
     ) -> gs.Tensor:
-        """Returns the elements of `x` at the positions `wanted` along `axis`, from the ranks that
-        have them (`held`); both have an array for each rank with a shard of the factor."""
+        """Returns the elements of `x` at the positions that a rank wants along `axis`, from the
+        ranks that hold them.
+
+        held    the positions that each rank holds, in the order of the shards of `factor`
+        wanted  the positions that each rank wants
+        """
         return exchange(self, self.view.mesh, x, self._axes(factor), axis, held, wanted)
 
     def gathered(self, factor: str) -> npt.NDArray[Any]:
-        """The global indices of a factor, in the order in which `all_gather` joins its shards."""
+        """Returns the global indices of a factor (index variable of the op's rule), in the order in
+        which `all_gather` joins its shards."""
         members = self.view.mesh.group(self._axes(factor), 0)
         return np.concatenate([self.view.on(m).positions(factor) for m in members])
 
@@ -167,8 +183,9 @@ class LoweringBuilder:
     def filled(
         self, x: gs.Tensor, factor: str, axis: int, value: Any = 0, count: int = 1
     ) -> gs.Tensor:
-        """`x`; where the rank's shard is empty, `count` elements of `value` along `axis`. Dimension
-        `axis` of `x` has `count` elements for each element of the factor."""
+        """Returns `x`, or, where the rank's shard of the factor is empty, `count` elements of
+        `value` along `axis`. Dimension `axis` of `x` has `count` elements for each element of the
+        factor, an index variable of the op's rule."""
         if not self.view.may_be_empty(factor):
             return x
         y = fill(self, x, axis, np.array([count], np.int64), value)
@@ -179,19 +196,20 @@ class LoweringBuilder:
     def fetch(
         self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Any], tuple[int, int]]
     ) -> gs.Tensor:
-        """Returns the elements of `x` from position `wanted[0]` up to, and without, `wanted[1]` of
-        dimension `axis`, from the ranks that hold them. The dimension is the factor; its shards are
-        contiguous."""
+        """Returns the elements of `x` from position `start` to before `end` of dimension `axis`,
+        from the ranks that hold them; `wanted` returns (start, end) for a rank's view. The
+        dimension is the factor; its shards are contiguous."""
         return fetch(self, self.view, x, factor, axis, wanted)
 
     def is_open(self, factor: str) -> bool:
-        """True if the factor's size differs between runs."""
+        """True if the size of a factor (index variable of the op's rule) differs between runs."""
         return factor in self.view.open
 
     def fetch_between(
         self, x: gs.Tensor, factor: str, axis: int, bounds: gs.Tensor, extent: int
     ) -> gs.Tensor:
-        """Implements `Lowering.fetch_between`."""
+        """Returns the elements of `x` between the tensor `bounds`, which nodes compute in each run,
+        along `axis`: implements `Lowering.fetch_between`. `extent` is their number on rank 0."""
         shape = self.shape(x)
         shape[axis] = extent
         y = self.collective("HaloExchange", x, self._axes(factor), shape, axis=axis)
@@ -199,20 +217,20 @@ class LoweringBuilder:
         return y
 
     def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
-        """Adds the node that computes the rank's shard of a result."""
+        """Adds the node that computes the rank's shard of result number `output`."""
         name = self.view.node.name + (f"::{output}" if output else "")
         if self._prefix:
             name = self._fresh(op)
         self._append(op, name, inputs, [self._outputs[output]], attrs)
 
     def is_graph_output(self, output: int) -> bool:
-        """True if a result is also an output of the graph."""
+        """True if result number `output` is also an output of the graph."""
         return any(tensor is self._outputs[output] for tensor in self._graph.outputs)
 
     def make(
         self, op: str, inputs: Sequence[Any], type_: tuple[Any, Sequence[int]], **attrs: Any
     ) -> gs.Variable:
-        """Adds a node whose result has the type `type_`: (dtype, shape on rank 0)."""
+        """Adds a node, and returns its only result, whose type is (dtype, shape on rank 0)."""
         name = self._fresh(op)
         result = gs.Variable(name, *type_)
         self._append(op, name, inputs, [result], attrs)
@@ -225,7 +243,9 @@ class LoweringBuilder:
         types: Sequence[tuple[Any, Sequence[int]] | int],
         **attrs: Any,
     ) -> list[gs.Variable]:
-        """Adds a node with a result for each type; implements `Lowering.make_each`."""
+        """Adds a node with a result for each of `types`, and returns the results. A type is (dtype,
+        shape on rank 0), or the number of a result of the node that is replaced, which this result
+        becomes."""
         name = self._fresh(op)
         results = [
             self._outputs[type_] if isinstance(type_, int) else gs.Variable(f"{name}:{i}", *type_)
@@ -241,7 +261,8 @@ class LoweringBuilder:
     def collective(
         self, kind: str, x: gs.Tensor, axes: Axes, shape: Sequence[int], **attrs: Any
     ) -> gs.Variable:
-        """Adds a collective; `shape` is the shape of its result on rank 0."""
+        """Adds a collective of this kind over `axes`, and returns its result, whose shape on rank 0
+        is `shape`."""
         name = self._fresh(kind)
         y = gs.Variable(name, x.dtype, shape)
         mesh = self.view.mesh
@@ -252,7 +273,7 @@ class LoweringBuilder:
         return y
 
     def shape(self, x: gs.Tensor) -> list[int]:
-        """The shape of a tensor on rank 0."""
+        """Returns the shape of a tensor on rank 0."""
         return list(self._shapes.get(x.name, x.shape))
 
     def insert_before(self, node: gs.Node) -> None:
@@ -266,7 +287,7 @@ class LoweringBuilder:
         self._graph.nodes[at:at] = self._built_for(node)
 
     def replace(self) -> None:
-        """Puts the new nodes in the place of the old one."""
+        """Puts the new nodes in the place of the old one in the graph."""
         old = self.view.node
         at = self._index(old)
         old.inputs.clear()
@@ -288,6 +309,7 @@ class LoweringBuilder:
         results: list[gs.Tensor],
         attrs: dict[str, Any],
     ) -> None:
+        """Makes a node of these operands, results and attributes, as `add` describes them."""
         operands = [self._operand(i) for i in inputs]
         key = "split" if op == "Split" else "axes"
         if key in attrs:
@@ -303,7 +325,7 @@ class LoweringBuilder:
             self._infer(node)
 
     def _infer(self, node: gs.Node) -> None:
-        """Infers the types of the results on rank 0."""
+        """Infers and sets the types of a node's results, as they are on rank 0."""
         shapes = [None if not t.name else self.shape(t) for t in node.inputs]
         types = infer_results(node, shapes, self._graph.opset)
         for tensor, (dtype, shape) in zip(node.outputs, types, strict=True):
@@ -313,7 +335,8 @@ class LoweringBuilder:
         return dim_axes(self.view.factors[factor])
 
     def _sizes(self, value: Any) -> gs.Tensor:
-        """An int64 constant: `value`, or the result of the function `value` on each rank's view."""
+        """Returns an int64 constant: `value`, or, if that is a function, its result for each rank's
+        view."""
         if callable(value):
             return self.per_rank(lambda local: np.array(value(local), np.int64))
         return self._operand(np.array(value, np.int64))
@@ -329,6 +352,8 @@ class LoweringBuilder:
 
 
 def note_stand_ins(name: str, view: NodeView, per_rank: PerRank) -> None:
+    """Records in `per_rank` that the constant `name` counts an empty shard as one element, if the
+    view does so."""
     if view.stand_ins:
         per_rank.stand_ins[name] = view.stand_ins
 
@@ -336,6 +361,8 @@ def note_stand_ins(name: str, view: NodeView, per_rank: PerRank) -> None:
 def set_attribute(
     node: gs.Node, key: str, value: Any, by_rank: Callable[[int], Any] | None, per_rank: PerRank
 ) -> None:
+    """Sets an attribute of a node to `value`, or removes it for None. `by_rank` returns the value
+    on each rank, if ranks differ."""
     if value is None:
         node.attrs.pop(key, None)
         return
@@ -347,6 +374,8 @@ def set_attribute(
 def rank_constant(
     name: str, value: Any, by_rank: Callable[[int], Any] | None, per_rank: PerRank
 ) -> gs.Constant:
+    """Returns a constant of the value on rank 0. `by_rank` returns the value on each rank, if ranks
+    differ."""
     if by_rank:
         per_rank.constants[name] = lambda rank: np.asarray(by_rank(rank), order="C")
     return gs.Constant(name, np.array(value, order="C"))

@@ -1,8 +1,8 @@
 """Expresses a rank's constants that depend on open sizes as polynomials of symbols.
 
-The lowered graphs of several bindings are compared. A constant that differs between bindings must
-be a polynomial of the symbols and of the starts and sizes of the rank's shards; otherwise the user
-has to fix sizes.
+The model is lowered at several bindings, that is, with several values of all symbols, and the
+lowered graphs are compared. A constant that differs between bindings must be a polynomial of the
+symbols and of the starts and sizes of the rank's shards; otherwise the user has to fix sizes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ _PROBES = 32
 
 @dataclass
 class Lowered:
-    """The lowered graph of all ranks for one binding, with its side tables."""
+    """The lowered graph of all ranks for one binding (values of all symbols).
+
+    graph     the graph
+    per_rank  its constants and attributes that differ by rank
+    layouts   the layouts of tensors, by name
+    """
 
     graph: gs.Graph
     per_rank: PerRank
@@ -55,7 +60,7 @@ class Lowered:
         return {n.name: n for n in self.graph.nodes}
 
     def value(self, name: str, rank: int, mesh: Mesh) -> Array:
-        """The value of a constant on a rank."""
+        """Returns the value of the constant `name` on a rank."""
         by_rank = self.per_rank.constants.get(name)
         if by_rank is not None:
             return np.asarray(by_rank(rank))
@@ -64,13 +69,23 @@ class Lowered:
         return whole if layout is None else np.asarray(layout.take(whole, mesh, rank))
 
     def attribute(self, node: str, key: str, rank: int) -> Any:
-        """The value of an attribute on a rank."""
+        """Returns the value of attribute `key` of the node called `node` on a rank; None if it has
+        none."""
         by_rank = self.per_rank.attributes.get((node, key))
         return self.nodes[node].attrs.get(key) if by_rank is None else by_rank(rank)
 
 
 class OpenConstants:
-    """Compares the lowered graphs of all bindings; `base` is the graph of the first binding."""
+    """Finds the constants that differ between the lowered graphs of all bindings, and their
+    polynomials.
+
+    base    the graph of the first binding
+    others  the graphs of the others
+    sizes   the open sizes of the model, with the bindings
+    mesh    the ranks
+
+    Errors: OpenSizesError if the graphs have different nodes.
+    """
 
     def __init__(
         self, base: Lowered, others: Sequence[Lowered], sizes: OpenSizes, mesh: Mesh
@@ -92,7 +107,8 @@ class OpenConstants:
         self._shard_forms = cache(self._sizes_of_shards)
 
     def needs_sizes(self, what: str) -> OpenSizesError:
-        """The error for a constant or attribute without a closed form."""
+        """Returns the error for `what`, the name of a node, tensor or constant that has no formula
+        in the open sizes."""
         # "::" also occurs in names of TorchScript's exporter (onnx::Slice_48), not only after a
         # node's name, where passes put it
         node = what if what in self.base.layouts else what.split("::")[0]
@@ -103,8 +119,8 @@ class OpenConstants:
         )
 
     def check(self) -> None:
-        """Checks the constants and attributes of all nodes. Errors: OpenSizesError, with all nodes
-        whose values on some rank are no function of the symbols."""
+        """Checks that the constants and attributes of all nodes have formulas. Errors:
+        OpenSizesError, with all nodes that have none on some rank."""
         errors: dict[str, OpenSizesError] = {}
         for rank in _ranks_to_check(self.mesh.size):
             for name in self.varying:
@@ -118,6 +134,8 @@ class OpenConstants:
             raise OpenSizesError(str(first), dict.fromkeys(errors, frozenset()))
 
     def _find_varying(self) -> Iterator[str]:
+        """Yields the names of the constants that differ between bindings (values of the open sizes)
+        or ranks."""
         for name, tensor in self.base.constants.items():
             by_rank = self._is_per_rank(name)
             is_lazy = isinstance(tensor._values, gs.ir.tensor.LazyValues) and not by_rank
@@ -131,18 +149,19 @@ class OpenConstants:
                 yield name
 
     def _is_per_rank(self, name: str) -> bool:
-        """True if ranks have different constants of this name at some binding."""
+        """True if ranks have different constants of this name, at any binding (values of the open
+        sizes)."""
         return any(name in lowered.per_rank.constants for lowered in self.all)
 
     def _check_stored(self, name: str) -> None:
-        """Checks a weight, which is split once for all runs. Errors: OpenSizesError if its shards
-        depend on open sizes."""
+        """Checks the weight `name`, which is split once, for all runs. Errors: OpenSizesError if
+        its shards depend on open sizes."""
         if self._cut_varies(name):
             raise self.needs_sizes(name)
 
     def _cut_varies(self, name: str) -> bool:
-        """True if the split of a stored tensor depends on open sizes: `table[:N]` divides the table
-        into a segment of N rows and a segment of the other rows."""
+        """True if the shards of the stored tensor `name` depend on open sizes: `table[:N]` divides
+        a table into N rows and the others, and each of the two segments is split by itself."""
         has_layout = [name in lowered.layouts for lowered in self.all]
         if not all(has_layout):
             return any(has_layout)
@@ -153,21 +172,21 @@ class OpenConstants:
         return False
 
     def arrays(self, rank: int) -> dict[str, OpenArray]:
-        """The constants of a rank that depend on open sizes, by name."""
+        """Returns the constants of a rank that depend on open sizes, as polynomials, by name."""
         all_arrays = {name: self._array(rank, name) for name in self.varying}
         return {name: array for name, array in all_arrays.items() if array is not None}
 
     def _array(self, rank: int, name: str) -> OpenArray | None:
-        """A constant of a rank as polynomials; None if the constant is the same on all ranks and
-        does not depend on open sizes."""
+        """Returns a constant of a rank as polynomials of the open sizes; None if it is equal on all
+        ranks, and for all values of the open sizes."""
         values = [lowered.value(name, rank, self.mesh) for lowered in self.all]
         if all(_equal(values[0], v) for v in values[1:]) and name not in self.base.layouts:
             return None
         return self._fitted(name, values, rank, self._filled(name))
 
     def _filled(self, name: str) -> frozenset[int]:
-        """Returns the indices, in `_split_sizes`, of the sizes whose empty shards count as one
-        element in a constant."""
+        """Returns the indices, in `_split_sizes`, of the sizes for which the constant `name` counts
+        an empty shard as one element, a stand-in."""
         stand_ins = self.base.per_rank.stand_ins.get(name, frozenset())
         keys = [(split.sizes[0], split.axes) for split in self._split_sizes]
         return frozenset(i for i, key in enumerate(keys) if key in stand_ins)
@@ -175,9 +194,10 @@ class OpenConstants:
     def _variable_values(
         self, rank: int, filled: frozenset[int]
     ) -> tuple[dict[Variable, Sequence[int]], list[dict[str, int]]]:
-        """Returns the values of all variables of a constant on a rank: at the bindings, by
-        variable; and at random sizes, one mapping per probe. `filled` is as `_filled` returns
-        it."""
+        """Returns the values of the variables of a rank's polynomials: symbols, and starts and
+        sizes of shards. First, by variable, those at all bindings (values of the symbols at which
+        the model was lowered); then one mapping for each probe (random sizes). `filled` is as
+        `_filled` returns it."""
         extents = self._parts(rank, filled)
         variables: dict[Variable, Sequence[int]] = {}
         variables.update(self.sizes.variables())
@@ -192,14 +212,17 @@ class OpenConstants:
     def _sizes_of_shards(
         self, rank: int, filled: frozenset[int]
     ) -> dict[tuple[int, ...], list[Polynomial]]:
-        """Returns, by the values of a size at the bindings, the polynomials for sizes of a rank's
-        shards that have these values."""
+        """Returns polynomials for the sizes of a rank's shards, by the values that such a size has
+        at all bindings (values of the symbols at which the model was lowered). Several polynomials
+        may agree there. `filled` is as `_filled` returns it."""
         names = {
             (split.sizes, split.axes, split.parts): self._extent_name("part", i, filled)
             for i, split in enumerate(self._split_sizes)
         }
 
         def size(dims: Sequence[Dim]) -> Polynomial | None:
+            """Returns the polynomial for the size of a rank's shard of a dimension, from its
+            layouts at all bindings; None if they divide the dimension differently."""
             first = dims[0]
             if isinstance(first, Factor):
                 key = (tuple(d.size for d in dims), first.axes, first.parts)
@@ -232,7 +255,8 @@ class OpenConstants:
 
     @cached_property
     def _split_dims(self) -> list[tuple[Dim, ...]]:
-        """The distinct split dimensions of open sizes, each with its layout at all bindings."""
+        """The distinct dimensions of open size that mesh axes split, each as its layouts at all
+        bindings (values of the open sizes)."""
         split_dims: dict[tuple[Dim, ...], None] = {}
         for name in self.base.layouts:
             for dims in zip(*(lowered.layouts[name].dims for lowered in self.all), strict=True):
@@ -247,8 +271,9 @@ class OpenConstants:
         rank: int,
         filled: frozenset[int],
     ) -> OpenArray:
-        """Returns the constant as polynomials that have its `values` at the bindings. Errors:
-        OpenSizesError if no polynomial fits, or if two fitting polynomials differ at a probe."""
+        """Returns the constant `name` of a rank as polynomials, from its `values` at all bindings
+        (values of the open sizes). Errors: OpenSizesError if no polynomial has these values, or if
+        two have them, but differ at other, random sizes. `filled` is as `_filled` returns it."""
         variables, probes = self._variables(rank, filled)
         shards = self._shard_forms(rank, filled)
         first = values[0]
@@ -271,22 +296,26 @@ class OpenConstants:
         return OpenArray(tuple(elements), first.shape, first.dtype)
 
     def _has(self, forms: Forms, columns: Sequence[Sequence[int]]) -> bool:
-        """True if closed forms have these values at all bindings: a column of values for each
-        element."""
+        """True if the polynomials `forms` have the values `columns`: for each element, its values
+        at all bindings (values of the open sizes)."""
         pairs = zip(forms.reshape(-1), columns, strict=True)
         return all([form.at(b) for b in self.sizes.bindings] == column for form, column in pairs)
 
     def parts(self, rank: int) -> dict[str, Extent]:
-        """The extents of a rank's shards of open sizes, with and without stand-ins, by variable."""
+        """Returns the extents (starts and sizes) of a rank's shards of open sizes, by the names of
+        variables: each twice, with an empty shard counted as no element, and as one."""
         every = frozenset(range(len(self._split_sizes)))
         return {**self._parts(rank, every), **self._parts(rank, frozenset())}
 
     @cached_property
     def _prefix(self) -> str:
-        """The prefix of extents' names: more colons than any symbol of the model begins with."""
+        """The prefix of the names of variables for starts and sizes of shards: more colons than any
+        symbol of the model begins with."""
         return ":" * (1 + max((len(s) - len(s.lstrip(":")) for s in self.sizes.symbols), default=0))
 
     def _parts(self, rank: int, filled: frozenset[int]) -> dict[str, Extent]:
+        """Returns the extents (starts and sizes) of a rank's shards of open sizes, by the names of
+        variables. `filled` has the indices of the sizes whose empty shards count as one element."""
         extents = {}
         for i, split in enumerate(self._split_sizes):
             at = tuple(self.mesh.coordinate((a,), rank) for a in split.axes)
@@ -301,8 +330,9 @@ class OpenConstants:
 
     @cached_property
     def _probes(self) -> list[Binding]:
-        """Random sizes within the limits of runs, which distinguish polynomials that agree at the
-        bindings: small sizes, at which ranks have empty shards, and larger sizes."""
+        """Random values of the open sizes within the limits of runs, at which polynomials are
+        compared that agree at the bindings: small sizes, at which ranks have empty shards, and
+        larger sizes."""
         source = random.Random(0)
         bindings = self.sizes.bindings
         least = {symbol: min(b[symbol] for b in bindings) for symbol in self.sizes.symbols}
@@ -320,7 +350,7 @@ class OpenConstants:
 
     @cached_property
     def _split_sizes(self) -> list[SplitSize]:
-        """The distinct open sizes that are split over mesh axes."""
+        """The distinct open sizes that mesh axes split."""
         split_sizes: dict[tuple[tuple[int, ...], Axes, object], SplitSize] = {}
         for name in self.base.layouts:
             trees = zip(*(lowered.layouts[name].dims for lowered in self.all), strict=True)
@@ -335,6 +365,8 @@ class OpenConstants:
         return list(split_sizes.values())
 
     def _split_size(self, name: str, column: Sequence[Factor]) -> SplitSize:
+        """Returns the split size of a factor from `column`, its sharding at each binding (values of
+        the open sizes). Errors: OpenSizesError if the size has no formula."""
         sizes = tuple(f.size for f in column)
         size, parts = self.sizes.formula(sizes), column[0].parts
         if size is None or isinstance(parts, tuple) or any(f.parts != parts for f in column):
@@ -342,19 +374,22 @@ class OpenConstants:
         return SplitSize(sizes, size, column[0].axes, parts)
 
     def is_open(self, name: str, axis: int) -> bool:
-        """True if a dimension of an input or output differs between the bindings."""
+        """True if the size of dimension `axis` of an input or output depends on the open sizes."""
         layouts = [lowered.layouts.get(name) for lowered in self.all]
         return len({layout.shape[axis] for layout in layouts if layout is not None}) > 1
 
     def attributes(self, rank: int) -> Iterator[tuple[str, str]]:
-        """Yields (node, attribute) for each attribute that the rank's nodes must not have because
-        its value depends on sizes that differ between runs: the collective gets such sizes as an
-        operand, or finds them when it runs. Errors: OpenSizesError for any other attribute that
-        depends on open sizes."""
+        """Yields (node, attribute) for each attribute that the rank's nodes must not have, because
+        it has sizes that differ between runs. The collective gets such sizes as an operand, or
+        finds them when it runs. Errors: OpenSizesError for any other attribute that depends on open
+        sizes."""
         for node in self.base.graph.nodes:
             yield from self._attributes(rank, node)
 
     def _attributes(self, rank: int, node: gs.Node) -> list[tuple[str, str]]:
+        """Returns (node, attribute) for each attribute that this node must not have on the rank,
+        because it has sizes that differ between runs: a collective gets them otherwise. Errors:
+        OpenSizesError for any other attribute that depends on open sizes."""
         if self._reaches_over(node):
             raise self.needs_sizes(node.name)
         removed = []
@@ -369,9 +404,10 @@ class OpenConstants:
         return removed
 
     def operands(self, rank: int) -> dict[str, tuple[OpenArray, dict[str, Extent]]]:
-        """Returns the sizes that a rank's collective takes as an operand, by node: the sizes of the
-        shards into which it cuts, and the extents on which they depend, by variable. Errors:
-        OpenSizesError."""
+        """Returns the sizes that a rank's collectives take as an operand, by node: the sizes of the
+        shards into which a collective cuts its tensor, as polynomials, with the starts and sizes of
+        shards on which these depend, by variable. Errors: OpenSizesError if a size has no
+        formula."""
         operands = {}
         for node in self.base.graph.nodes:
             for name, key in self._attributes(rank, node):
@@ -383,9 +419,15 @@ class OpenConstants:
     def _member_sizes(
         self, rank: int, node: gs.Node, key: str, values: Sequence[Any]
     ) -> tuple[OpenArray, dict[str, Extent]]:
-        """Returns the sizes of the shards into which a collective cuts its operand, one for each
-        member of the group, and the extents on which they depend. `values` has the attribute `key`
-        at each binding. Errors: OpenSizesError for any other attribute."""
+        """Returns the sizes of the shards into which a collective cuts its tensor, one for each
+        member of the rank's group, as polynomials; and the starts and sizes of shards on which
+        these depend, by variable.
+
+        key     the attribute that has the sizes
+        values  the attribute at each binding (values of the open sizes)
+
+        Errors: OpenSizesError for any other attribute.
+        """
         kind = KINDS.get(node.op) if node.domain == DOMAIN else None
         if kind is None or not kind.cuts or key != kind.cuts.sizes or _moved_axis(node) is not None:
             raise self.needs_sizes(node.name)
@@ -418,8 +460,12 @@ class OpenConstants:
 
 
 def _ends(column: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> list[Polynomial]:
-    """Returns the polynomials start + size of a shard that have these values at the bindings: the
-    ends of shards. They are taken before others, which may fit by chance at few bindings."""
+    """Returns the polynomials "start + size" of a shard (its end) that have the values `column` at
+    all bindings (values of the open sizes). They are preferred, as other polynomials may agree
+    there by chance.
+
+    variables  the values of each variable at all bindings
+    """
     texts = [v for v in variables if isinstance(v, str) and "start" in v]
     pairs = [
         (start, part) for start in texts if (part := start.replace("start", "part")) in variables
@@ -432,14 +478,15 @@ def _ends(column: Sequence[int], variables: Mapping[Variable, Sequence[int]]) ->
 
 
 def _result(node: gs.Node) -> gs.Tensor:
-    """The result of a collective; if another node completes the collective, that node's result."""
+    """Returns the result of a collective; for one that is only started, that of the node that
+    completes it."""
     (y, *_) = node.outputs
     return y.outputs[0].outputs[0] if node.op.startswith(START) else y
 
 
 def _moved_axis(node: gs.Node) -> int | None:
-    """The axis along which a collective moves elements between neighbouring shards; None for any
-    other node."""
+    """Returns the axis along which a collective moves elements between neighbouring shards; None
+    for any other node."""
     if node.domain != DOMAIN:
         return None
     kind = kind_of(node.op)
@@ -450,8 +497,8 @@ def _moved_axis(node: gs.Node) -> int | None:
 
 
 def _ranks_to_check(count: int) -> list[int]:
-    """All ranks of a small mesh; a sample of a large mesh (both ends, the middle, a third). The
-    other ranks are checked when ranks are written."""
+    """Returns the ranks of a small mesh, or a sample of the ranks of a large mesh: both ends, the
+    middle, a third. All ranks are checked when they are written."""
     some = {0, 1, 2, count // 3, count // 2, count - 3, count - 2, count - 1}
     return list(range(count)) if count <= _FEW else sorted(some)
 
@@ -470,8 +517,9 @@ def _collect_error(errors: dict[str, OpenSizesError]) -> Iterator[None]:
 
 
 def _is_found_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
-    """True if a collective finds these sizes itself when it runs: the sizes of its members'
-    tensors, or of shards that are as equal as possible."""
+    """True if a collective finds the sizes in its attribute `key` by itself when it runs: sizes of
+    its members' tensors, or of shards that are as equal as possible. `values` has the attribute at
+    each binding (values of the open sizes)."""
     if _moved_axis(node) is not None:
         return False
     kind = KINDS.get(kind_of(node.op))
@@ -485,6 +533,8 @@ def _is_found_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """True if two values of an attribute or constant are equal; NaN equals NaN, and subgraphs are
+    not compared."""
     if isinstance(a, gs.Graph) or isinstance(b, gs.Graph):
         return True
     a, b = (np.asarray(x.values if isinstance(x, gs.Constant) else x) for x in (a, b))

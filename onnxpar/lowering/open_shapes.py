@@ -1,5 +1,5 @@
-"""Declares the shapes of a rank's tensors where sizes are open: onnxruntime fuses some ops only
-if it knows that shapes are equal."""
+"""Declares the shapes of a rank's tensors where sizes are open: onnxruntime fuses some ops only if
+it knows that shapes are equal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Bound = tuple[Dim, ...]
 
 
 class OpenShapes:
-    """The shapes of the tensors of a lowered graph. Dimensions with equal layouts at all bindings
-    share a name, if their sizes have a closed form.
+    """The shapes of the tensors of a lowered graph, by name. Dimensions with equal layouts at all
+    bindings (values of the open sizes) share the name of a size, if their sizes have a closed form.
 
     No shapes are declared if inputs may have other sizes than the symbols say.
     """
@@ -36,15 +36,15 @@ class OpenShapes:
                 self._dims[tensor.name] = element, dims
 
     def declare(self, graph: GraphProto, rank: int) -> None:
-        """Adds the shapes of a rank's tensors to the rank's graph."""
+        """Adds the shapes of a rank's tensors to the rank's graph, as `value_info`."""
         for name in (name for node in graph.node for name in node.output if name in self._dims):
             element, dims = self._dims[name]
             shape = [self._size(bound, rank) for bound in dims]
             graph.value_info.append(helper.make_tensor_value_info(name, element, shape))
 
     def _size(self, bound: Bound, rank: int) -> int | str | None:
-        """A number, the name of an open size, or None if the size depends on data or has no closed
-        form."""
+        """Returns a rank's size of a dimension: a number, the name of an open size, or None if the
+        size depends on data or has no closed form."""
         if len(set(bound)) == 1:
             size = local_size(bound[0], self._mesh, rank)
             return size if size >= 0 else None

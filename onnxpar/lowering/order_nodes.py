@@ -1,5 +1,5 @@
-"""Orders nodes and reshards: a reshard that shrinks a tensor runs as early as possible; a reshard
-that enlarges a tensor runs as late as possible."""
+"""Orders nodes and reshards. A reshard that shrinks a tensor runs as early as possible, one that
+enlarges a tensor as late as possible."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class _Schedule:
         return [n for t in node.outputs for n in self.readers.get(id(t), ())]
 
     def _key(self, node: gs.Node) -> tuple[float, int]:
-        """The sort key of a node. Model nodes: their position among model nodes. Gathers: right
-        before the first reader. Other reshards: right after the last model node that they depend
-        on."""
+        """Returns the sort key of a node. Model nodes: their position among model nodes. Gathers:
+        right before the first reader. Other reshards: right after the last model node on which they
+        depend."""
         if id(node) in self.index:
             return self.index[id(node)], 1
         if id(node) not in self.keys:
@@ -83,8 +83,8 @@ class _Schedule:
         return self.keys[id(node)]
 
     def _earliest(self, node: gs.Node) -> float:
-        """The position of a model node; for a reshard, the position of the last model node that the
-        reshard depends on."""
+        """Returns the position of a model node; for a reshard, that of the last model node on which
+        the reshard depends."""
         if id(node) in self.index:
             return self.index[id(node)]
         return max((self._earliest(maker) for maker in self._makers(node)), default=-1.0)

@@ -24,7 +24,8 @@ Place = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """The nodes that a rank can run while a collective is under way.
+    """The window of a collective: the part of the graph in which it is under way, and the nodes
+    that a rank can run there.
 
     start, end  the collective may start at the place `start`, and must be complete at `end`
     before      nodes that only prepare the operand of the collective
@@ -48,7 +49,8 @@ def is_collective(node: gs.Node) -> bool:
 
 
 class Windows:
-    """Finds the windows of collectives in a topologically sorted graph.
+    """Finds the windows of collectives (the parts of the graph in which each is under way) in a
+    topologically sorted graph.
 
     heavy    names of the nodes that compute; other nodes may move together with a collective
     groups   returns the groups of ranks of a collective: one that is not split into start and
@@ -83,15 +85,19 @@ class Windows:
                 self.arranging.add(i)
 
     def _is_heavy(self, node: gs.Node, heavy: Collection[str]) -> bool:
+        """True for a node that takes time: it computes, communicates, or has a body. `heavy` has
+        the names of nodes that compute."""
         computes = node.name in heavy and node.op not in VIEWS
         return computes or node.domain == DOMAIN or bool(bodies(node))
 
     def find(self, sizes: Mapping[str, int], most: int) -> list[Window]:
-        """The windows of the collectives in `sizes` (name to bytes), in graph order.
+        """Returns the windows of the collectives in `sizes`, which has their bytes by name, in
+        graph order.
 
-        A gather ends at its place in the graph. It starts as early as possible while ranks hold at
+        A gather ends at its place in the graph, and starts as early as possible while ranks hold at
         most `most` bytes of gathered tensors, or the tensors of AHEAD nodes. Any other collective
-        starts at its place, and ends at the first node that reads its result."""
+        starts at its place, and ends at the first node that reads its result.
+        """
         waits = [(i, w) for i, w in enumerate(self.within) if w and self.nodes[i].name not in sizes]
         cuts = {of: [i for i, w in waits if of in w] for of in set().union(*self.within)}
         windows: list[Window] = []
@@ -116,9 +122,10 @@ class Windows:
         return sorted(windows, key=lambda w: self.index[id(w.collective)])
 
     def _early(self, at: int, fetched: int, cuts: Sequence[int]) -> Window:
-        """Returns the window of the gather at index `at`: it ends at its place, and starts after
-        index `fetched`, after its dependencies, and after any collective (`cuts`) that would wait
-        for it."""
+        """Returns the window of the gather at index `at`: the part of the graph in which it is
+        under way. It ends at the gather's place; it starts after index `fetched`, after the nodes
+        on which the gather depends, and after any collective (indices `cuts`) that would wait for
+        it."""
         before, first = self._before(at)
         start = max(first, fetched, *(c for c in cuts if c < at))
         between = self._between(start, at, cuts)
@@ -134,6 +141,8 @@ class Windows:
         behind: Sequence[gs.Node],
         between: Sequence[int],
     ) -> Window:
+        """Returns the window of the collective at index `at`, with these fields of a Window.
+        `between` are the indices of the nodes that compute while it is under way."""
         nodes = [self.nodes[i] for i in between]
         computed = {id(n) for n in nodes if not is_collective(n)}  # tokens order collectives
         after = self._after(at, [*behind], computed)
@@ -142,17 +151,17 @@ class Windows:
         return Window(self.nodes[at], start, end, before, behind, nodes, after)
 
     def reader(self, node: gs.Node) -> int:
-        """The index of the first node that computes with the result of a collective; the number of
-        nodes if there is none."""
+        """Returns the index of the first node that computes with the result of a collective; the
+        number of nodes if there is none."""
         return self._behind(self.index[id(node)])[1]
 
     def shaped(self, node: gs.Node) -> list[gs.Node]:
-        """The nodes that only shape the result of a collective."""
+        """Returns the nodes that only reshape or rearrange the result of a collective."""
         return self._behind(self.index[id(node)])[0]
 
     def _behind(self, at: int) -> tuple[list[gs.Node], int]:
-        """The nodes that only shape the result of a collective, and the index of the first node
-        that computes with the result."""
+        """Returns the nodes that only reshape or rearrange the result of the collective at index
+        `at`, and the index of the first node that computes with it."""
         shaped: dict[int, gs.Node] = {}
         end, ready = len(self.nodes), [self.nodes[at]]
         while ready:
@@ -167,8 +176,8 @@ class Windows:
         return [shaped[i] for i in sorted(shaped)], end
 
     def _before(self, at: int) -> tuple[list[gs.Node], int]:
-        """The nodes that only prepare the operand of a collective, and the index of the last other
-        node on which the operand depends; -1 if there is none."""
+        """Returns the nodes that only prepare the operand of the collective at index `at`, and the
+        index of the last other node on which the operand depends; -1 if there is none."""
         shaped: dict[int, gs.Node] = {}
         first, ready = -1, [at]
         while ready:
@@ -185,15 +194,20 @@ class Windows:
         return [shaped[i] for i in sorted(shaped)], first
 
     def _between(self, start: int, end: int, cuts: Sequence[int]) -> list[int]:
-        """Returns the indices of the computing nodes between `start` and `end`, up to the first
-        collective in `cuts`, which would wait for the one under way."""
+        """Returns the indices of the computing nodes between `start` and `end`, but only up to the
+        first collective (in `cuts`) that would wait for the one under way."""
         stop = min((c for c in cuts if start < c < end), default=end)
         return [i for i in range(start + 1, stop) if self.heavy[i]]
 
     def _after(self, at: int, behind: list[gs.Node], between: Collection[int]) -> gs.Tensor | None:
-        """The operand that is computed last, by the nodes `between` (the window), of the first node
-        that reads the result of node `at` or of nodes `behind` it. None if no operand is computed
-        in the window."""
+        """Returns the tensor for which the first reader of a collective's result must wait, too:
+        the last operand of the reader that nodes compute while the collective is under way. None if
+        there is none.
+
+        at       the index of the collective
+        behind   the nodes that only reshape its result
+        between  the ids of the nodes that compute meanwhile
+        """
         readers = [
             reader
             for node in [self.nodes[at], *behind]
@@ -212,7 +226,7 @@ class Windows:
         return self.makers.get(id(tensor))
 
     def _source(self, tensor: gs.Tensor) -> gs.Tensor:
-        """The tensor that this tensor is a view of; the tensor itself if it is no view."""
+        """Returns the tensor that this tensor is a view of; the tensor itself if it is no view."""
         maker = self._maker(tensor)
         while maker is not None and maker.op in VIEWS:
             tensor = maker.inputs[0]
@@ -222,8 +236,8 @@ class Windows:
 
 def _fetched(batches: Sequence[tuple[int, int]], most: int) -> int:
     """Returns the index of the gather that must be complete before the last batch of gathers
-    starts, so that ranks hold at most `most` bytes of them; -1 if there is none. A batch is (index
-    of its last gather, bytes)."""
+    starts, so that ranks hold at most `most` bytes of gathered tensors; -1 if there is none. A
+    batch is (index of its last gather, bytes)."""
     held = batches[-1][1]
     for number, (at, size) in enumerate(reversed(batches[:-1]), 1):
         held += size
@@ -233,8 +247,9 @@ def _fetched(batches: Sequence[tuple[int, int]], most: int) -> int:
 
 
 def split(graph: gs.Graph, windows: Iterable[Window]) -> None:
-    """Replaces the collective of each window by a start and a completion, at both ends of the
-    window. The graph must be sorted topologically, and stays sorted."""
+    """Replaces the collective of each window by two nodes, in place: one that starts it, and one
+    that completes it, at both ends of the window. The graph must be sorted topologically, and stays
+    sorted."""
     places: dict[int, Place] = {id(node): (i,) for i, node in enumerate(graph.nodes)}
     nodes = list(graph.nodes)
     for window in windows:

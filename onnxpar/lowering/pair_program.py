@@ -1,10 +1,12 @@
-"""Writes a mixture of experts, and its backward pass in a training step, for chosen rows alone.
+"""Rewrites a mixture of experts, and its backward pass in a training step, such that experts
+compute only the rows that are chosen for them.
 
-A pair is an expert and a row that the expert computes. Pairs are sorted by expert, and a tensor of
-rows is either one tensor [1, pair, column], or apart: a tensor [1, row, column] for each expert. A
-product with experts' matrices takes each expert's range of pairs (Gale et al., "MegaBlocks", 2022).
-The forward and the backward pass read the same pairs. If ranks exchange rows, a rank has two lists
-of pairs: of its own rows and all experts, and of its own experts and the rows that it received.
+A pair is an expert and a row that the expert computes. Pairs are sorted by expert, and the rows of
+pairs are either "joined" in one tensor [1, pair, column], or "apart": a tensor [1, row, column] for
+each expert. A product with experts' matrices takes each expert's range of pairs (Gale et al.,
+"MegaBlocks", 2022). The forward and the backward pass read the same pairs. If ranks exchange rows,
+a rank has two lists of pairs: of its own rows and all experts, and of its own experts and the rows
+that it received.
 """
 
 from __future__ import annotations
@@ -39,8 +41,11 @@ rows of an expert, but each expert then has nodes of its own."""
 
 
 class PairProgram:
-    """Replaces the nodes of a mixture in a rank's graph, each in its place, by nodes that compute
-    only the chosen pairs of an expert and a row.
+    """Replaces the nodes of a mixture of experts in a rank's graph, each in its place, by nodes
+    that compute only the chosen pairs: an expert, and a row that the router has chosen for it.
+
+    graph    the graph of a rank
+    mixture  the nodes of the mixture, each with its role
 
     shapes   global shapes of tensors, by name
     experts  the number of experts of each rank, at least one
@@ -65,11 +70,12 @@ class PairProgram:
 
     @property
     def finder(self) -> str:
-        """The name of the node that splits the numbers of rows by expert."""
+        """The name of the node that divides the numbers of the chosen rows among experts."""
         return f"{self.name}/rows"
 
     def replace(self) -> None:
-        """Replaces the nodes of the mixture."""
+        """Replaces each node of the mixture of experts, by the method for its role; all other nodes
+        stay."""
         mixture = self.mixture
         write: dict[Role, Callable[[gs.Node, Tensors, Tensors], None]] = {
             Role.MASK: self._mask,
@@ -106,8 +112,9 @@ class PairProgram:
         self._drop_unread([t for inputs, _ in operands for t in inputs])
 
     def _begin(self) -> None:
-        """Adds nodes that find the pairs, and the number of pairs of each expert; with an exchange,
-        the pairs of the rank's rows, and those of its experts."""
+        """Adds nodes that find the pairs of an expert and a row chosen for it. If ranks exchange
+        rows, these are two lists: the pairs of the rank's own rows (`sent`), and the pairs of its
+        own experts (`computed`)."""
         chosen, exchanges = self.mixture.chosen, self.mixture.of(Role.CROSSING)
         if exchanges:
             all_experts = [self.shapes[chosen.name][0]] * len(self.experts)
@@ -122,16 +129,18 @@ class PairProgram:
 
     @property
     def _is_joined(self) -> bool:
-        """True where the rows of all experts are one tensor: at the tokens, and with many experts
-        at the experts."""
+        """True where the rows of all experts are one tensor: before an exchange, and, with many
+        experts, after it."""
         return self.pairs is not self.computed or self.pairs.most > MOST_APART
 
     def _has(self, tensor: gs.Tensor) -> bool:
-        """True for a tensor of rows."""
+        """True for a tensor [expert, row, column] that is replaced by the rows of the chosen pairs
+        of expert and row."""
         return id(tensor) in self.joined or id(tensor) in self.apart
 
     def _pairs_of(self, tensor: gs.Tensor) -> gs.Tensor:
-        """The rows of all experts, [1, pair, column]."""
+        """Returns the rows of `tensor` for the chosen pairs of expert and row, as one tensor [1,
+        pair, column]."""
         if id(tensor) not in self.joined:
             parts = self.apart[id(tensor)]
             joined = gs.Variable(f"{self.name}/{tensor.name}", tensor.dtype)
@@ -139,13 +148,16 @@ class PairProgram:
         return self.joined[id(tensor)]
 
     def _parts(self, tensor: gs.Tensor) -> Tensors:
-        """The rows of each expert, [1, row, column]; no rows for an expert that a rank lacks."""
+        """Returns the rows of `tensor` for the chosen pairs of expert and row, as a tensor [1, row,
+        column] for each expert; without rows for an expert that a rank lacks."""
         if id(tensor) not in self.apart:
             x = self.joined[id(tensor)]
             self.apart[id(tensor)] = self.pairs.split(x, 1, f"{x.name}/parts")
         return self.apart[id(tensor)]
 
     def _mask(self, _: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
+        """Replaces the Where that zeros the rows that are not chosen: only the rows of chosen pairs
+        of expert and row are left, gathered here unless its operand has only these already."""
         x, (result,) = inputs[1], outputs
         for form in (self.joined, self.apart):
             if id(x) in form:
@@ -159,11 +171,12 @@ class PairProgram:
             self._pick_parts(source, result)
 
     def _pick_parts(self, rows: gs.Tensor, result: gs.Tensor) -> None:
-        """Gives each expert its rows out of `rows`, [row, column]."""
+        """Makes `result` of the rows of each expert, gathered from `rows`, [row, column]."""
         parts = [self.add("Gather", [rows, r], rows.dtype, axis=0) for r in self.row_numbers]
         self.apart[id(result)] = [self.pairs.as_rows(part) for part in parts]
 
     def _crossing(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
+        """Replaces an exchange of all rows between ranks by an exchange of the chosen rows."""
         (x,), (result,) = inputs, outputs
         rows = self.add("Squeeze", [self._pairs_of(x)], x.dtype, axes=[0])
         moved = self.exchange.move(node, rows)
@@ -176,17 +189,19 @@ class PairProgram:
             self._pick_parts(moved, result)
 
     def _rows_of(self, tensor: gs.Tensor) -> gs.Tensor:
-        """The rows of the pairs, [1, pair, column], of a tensor [row, column] or [expert, row,
-        column]."""
+        """Returns the rows of a tensor [row, column] or [expert, row, column] for the chosen pairs
+        of expert and row, as [1, pair, column]."""
         rows = self.pairs.beside(tensor)
         is_flat = len(self.shapes[tensor.name]) == RANK - 1
         return self.pairs.as_rows(rows) if is_flat else rows
 
     def _flip(self, _: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
-        """Adds nothing for a Transpose of rows: products transpose the rows of each expert
+        """Drops a Transpose of rows: the products that read it transpose the rows of each expert
         themselves."""
 
     def _rows(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
+        """Replaces a node that computes each row by itself by copies that compute the rows of
+        chosen pairs of expert and row: a single copy for all experts, or one for each."""
         if node.op in ("Expand", "Reshape"):
             inputs = [inputs[0], self.pairs.target_shape(node.op, outputs[0], self.columns)]
         if self._is_joined or not any(id(t) in self.apart for t in inputs):
@@ -201,8 +216,8 @@ class PairProgram:
         self.apart |= {id(t): parts for t, *parts in zip(outputs, *each, strict=True)}
 
     def _copy(self, node: gs.Node, inputs: Tensors, outputs: Tensors, suffix: str) -> Tensors:
-        """Adds a copy of a node with other operands; `suffix` tells its names from those of other
-        copies. Returns the results."""
+        """Adds a copy of a node with these operands, and returns its results, in place of
+        `outputs`. `suffix` makes its names differ from the names of other copies."""
         results = [gs.Variable(f"{self.name}{suffix}/{t.name}", t.dtype) for t in outputs]
         self.added.copy(node, inputs, results)
         copy = self.added.nodes[-1]
@@ -212,14 +227,14 @@ class PairProgram:
         return results
 
     def _joined_operand(self, node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
-        """Returns the operand for `tensor` in the copy of a node that computes the rows of all
-        experts at once."""
+        """Returns the operand in place of `tensor`, in the copy of a node for the rows of all
+        experts."""
         if self._has(tensor):
             return self._pairs_of(tensor)
         return self.pairs.beside(tensor) if node.op in ELEMENTWISE else tensor
 
     def _part(self, node: gs.Node, tensor: gs.Tensor, expert: int) -> gs.Tensor:
-        """Returns the operand for `tensor` in the copy of a node that computes the rows of one
+        """Returns the operand in place of `tensor`, in the copy of a node for the rows of one
         expert."""
         if self._has(tensor):
             return self._parts(tensor)[expert]
@@ -233,7 +248,7 @@ class PairProgram:
         return tensor
 
     def _of_expert(self, stack: gs.Tensor, expert: int) -> gs.Tensor:
-        """Returns the matrix or vector of an expert, out of a stack of them."""
+        """Returns the matrix or vector of one expert, from the stack of all experts' tensors."""
         key = id(stack), expert
         if key not in self.shared:
             number = self.pairs.numbers[expert]
@@ -241,10 +256,12 @@ class PairProgram:
         return self.shared[key]
 
     def _reduced(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
-        """Reduces the rows of the pairs: ranks that hold partial sums have the same pairs."""
+        """Replaces a reduction over ranks by that of the rows of chosen pairs of expert and row:
+        ranks that hold partial sums of one tensor have the same pairs."""
         (self.joined[id(outputs[0])],) = self._copy(node, [self._pairs_of(inputs[0])], outputs, "")
 
     def _product(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
+        """Replaces a product of rows and experts' matrices by one product for each expert."""
         (result,) = outputs
         stack, is_flipped = expert_matrix(inputs[1])
         products: list[gs.Tensor] = []
@@ -256,6 +273,8 @@ class PairProgram:
         self.apart[id(result)] = products
 
     def _matrices(self, _: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
+        """Replaces the product that gives the gradient of experts' matrices by one product for each
+        expert."""
         left = self._parts(self.mixture.flipped[id(inputs[0])])
         products = []
         for a, b in zip(left, self._parts(inputs[1]), strict=True):
@@ -264,13 +283,15 @@ class PairProgram:
         self._stack(products, outputs[0])
 
     def _vectors(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
+        """Replaces the sum over rows that gives the gradient of experts' vectors by one sum for
+        each expert."""
         keepdims, dtype = int(node.attrs.get("keepdims", 1)), outputs[0].dtype
         parts = self._parts(inputs[0])
         sums = [self.add("ReduceSum", [p], dtype, axes=[1], keepdims=keepdims) for p in parts]
         self._stack(sums, outputs[0])
 
     def _stack(self, parts: Sequence[gs.Tensor], result: gs.Tensor) -> None:
-        """Concatenates the results of all experts, without the experts that a rank lacks."""
+        """Makes `result` by concatenating the results of all experts that a rank has."""
         if self.pairs.is_even:
             self.add("Concat", parts, result.dtype, result, axis=0)
             return
@@ -279,6 +300,7 @@ class PairProgram:
         self.add("Slice", [joined, [0], end, [0]], result.dtype, result)
 
     def _total(self, node: gs.Node, inputs: Tensors, outputs: Tensors) -> None:
+        """Replaces the sum over experts: adds up, for each row, the rows of its chosen experts."""
         x = inputs[0]
 
         def row(rank: int) -> Any:
@@ -290,8 +312,8 @@ class PairProgram:
         self.pairs.sum(parts, outputs[0], zeros, keepdims)
 
     def _leave(self, tensor: gs.Tensor, written: gs.Tensor) -> None:
-        """Writes all rows of a tensor for nodes outside the mixture; rows that are not chosen are
-        zeros."""
+        """Writes all rows of `tensor`, as `written`, for nodes outside of the mixture, [expert,
+        row, column]: rows that are not chosen are zeros."""
         columns = self.constant(f"{tensor.name}/columns", lambda rank: self.columns(tensor, rank))
         shape = self.add("Shape", [self.pairs.picks], np.int64)
         shape = self.add("Concat", [shape, columns], np.int64, axis=0)
@@ -301,8 +323,8 @@ class PairProgram:
         self.add("ScatterND", [zeros, self.pairs.places, rows], tensor.dtype, written)
 
     def _drop_unread(self, tensors: Tensors) -> None:
-        """Removes nodes that repeat rows for each expert, or transpose matrices, if their results
-        have no readers left."""
+        """Removes the nodes that make these tensors, if nothing reads them any more: nodes that
+        repeat rows for each expert, or transpose matrices."""
         ports, gone, todo = {id(t) for t in self.graph.outputs}, set(), list(tensors)
         while todo:
             tensor = todo.pop()

@@ -1,4 +1,4 @@
-"""The chosen pairs of a router, each an expert and a row, sorted by expert, then by row."""
+"""The pairs of an expert and a row that a router has chosen, sorted by expert, then by row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from onnxpar.sharding.expert_rows import Shapes
 
 
 class Pairs:
-    """Adds nodes that work on the pairs for which `chosen` [expert, row, 1] is true.
+    """Adds nodes that find the pairs for which `chosen` [expert, row, 1] is true, and work on them.
+
+    nodes        gets the nodes
+    shapes       global shapes of tensors, by name
 
     own          the number of experts of each rank
     most         the most experts of a rank
@@ -38,7 +41,8 @@ class Pairs:
 
     @cached_property
     def counts(self) -> gs.Tensor:
-        """[expert]: the number of pairs of each of `most` experts."""
+        """The number of rows that are chosen for each expert, [expert], with 0 for experts that a
+        rank lacks."""
         counts = self.add("ReduceSum", [self.picks], np.int64, axes=[1], keepdims=0)
         if self.is_even:
             return counts
@@ -47,8 +51,8 @@ class Pairs:
 
     @cached_property
     def numbers(self) -> Sequence[gs.Tensor]:
-        """For each of `most` experts, its index; on a rank with fewer experts, the index of its
-        last expert."""
+        """The index of each of `most` experts; on a rank with fewer experts, the index of its last
+        one instead."""
 
         def number(expert: int) -> gs.Constant:
             return self.nodes.constant(
@@ -58,14 +62,16 @@ class Pairs:
         return [number(expert) for expert in range(self.most)]
 
     def split(self, x: gs.Tensor, axis: int, name: str) -> Sequence[gs.Tensor]:
-        """Splits the dimension of pairs by expert, by a node of that name; the parts of experts
+        """Returns the parts of `x` for each expert: splits dimension `axis`, that of the pairs of
+        expert and row, which are sorted by expert, by a node called `name`. The parts of experts
         that a rank lacks are empty."""
         parts = [gs.Variable(f"{name}.{i}", x.dtype) for i in range(self.most)]
         self.nodes.note(gs.Node("Split", name, {"axis": axis}, [x, self.counts], parts))
         return parts
 
     def as_rows(self, x: gs.Tensor) -> gs.Tensor:
-        """Reshapes [pair, column] to [1, pair, column], like the rows of one expert."""
+        """Returns `x`, [pair, column], as [1, pair, column], the form that the rows of one expert
+        have."""
         return self.add("Unsqueeze", [x], x.dtype, axes=[0])
 
     def is_of_experts(self, tensor: gs.Tensor) -> bool:
@@ -77,9 +83,9 @@ class Pairs:
         return self.shapes.get(tensor.name, ())[-2:-1] == (self.rows,)
 
     def beside(self, tensor: gs.Tensor) -> gs.Tensor:
-        """Returns an operand of an elementwise node for the pairs: [expert, row, column] and
-        [expert, 1, column] become [1, pair, column]; [row, column] becomes [pair, column]; other
-        operands stay as they are."""
+        """Returns an operand of an elementwise node for the chosen pairs of expert and row:
+        [expert, row, column] and [expert, 1, column] become [1, pair, column]; [row, column]
+        becomes [pair, column]; other operands stay as they are."""
         shape = self.shapes.get(tensor.name, ())
         if self.is_of_experts(tensor):
             parts = self.add("Gather", [tensor, self.expert], tensor.dtype, axis=0)
@@ -93,8 +99,9 @@ class Pairs:
     def target_shape(
         self, op: str, result: gs.Tensor, columns: Callable[[gs.Tensor, int], Sequence[int]]
     ) -> gs.Constant:
-        """Returns the second operand of an Expand or a Reshape whose result is [1, pair, column].
-        `columns` has the sizes of a tensor on a rank, behind the dimensions of experts and rows."""
+        """Returns the shape operand of an Expand or a Reshape (`op`) whose result is [1, pair,
+        column], with a place for each chosen pair of expert and row. `columns` has the sizes of
+        `result` on a rank, behind the dimensions of experts and rows."""
         pairs = 1 if op == "Expand" else 0  # 0: Reshape copies the size
         return self.nodes.constant(
             f"{result.name}/shape", lambda rank: [1, pairs, *columns(result, rank)]
@@ -103,9 +110,12 @@ class Pairs:
     def sum(
         self, parts: Sequence[gs.Tensor], total: gs.Tensor, zeros: gs.Tensor, keeps: bool = False
     ) -> None:
-        """Sums `parts`, [1, pair, column], over the pairs of each row, to `total`, [row, column],
-        or with `keeps` [1, row, column]. `zeros`, [1, 1, column], stand for pairs that a row
-        lacks."""
+        """Makes `total`, [row, column], or with `keeps` [1, row, column]: for each row, the sum of
+        what its chosen experts have computed.
+
+        parts  the results of the pairs of expert and row, [1, pair, column] when concatenated
+        zeros  [1, 1, column], added for rows with fewer experts than others
+        """
         padded = self.add("Concat", [zeros, *parts], total.dtype, axis=1)
         if self.table is None:
             self.table = self._table(f"{total.name}/empty")
@@ -114,8 +124,9 @@ class Pairs:
         self.add("ReduceSum", [picked], total.dtype, total, axes=axes, keepdims=0)
 
     def _table(self, name: str) -> gs.Tensor:
-        """A table [slot, row] of the row's pairs, counted from 1; 0, the place of the zeros, fills
-        the column of a row with fewer pairs. So no element is written twice."""
+        """Returns a tensor [slot, row]: for each row, the numbers of the pairs that chose it, which
+        count from 1. A row with fewer pairs than others has 0 in its last slots: the place of the
+        zeros. `name` is that of the new constant."""
         add = self.add
         of_row = add("ReduceSum", [self.picks], np.int64, axes=[0], keepdims=0)
         one = add("Concat", [of_row, [1]], np.int64, axis=0)

@@ -1,4 +1,5 @@
-"""A rank's view of a node: its shards of the operands, results and factors."""
+"""The shards that a rank has of a node: of its operands, its results, and the factors of its
+rule."""
 
 from __future__ import annotations
 
@@ -32,8 +33,14 @@ from onnxpar.sharding.factors import OpFactors
 
 @dataclass(frozen=True, eq=False)
 class NodeView:
-    """The shards of a node on all ranks: the layouts of its operands and results, and the sharding
-    of each factor of its rule. The sizes of `open` factors differ between runs."""
+    """The shards of a node on all ranks.
+
+    node             the node
+    inputs, outputs  the layouts of its operands and results
+    factors          the sharding of each factor (index variable) of its rule, by name
+    mesh             the ranks
+    open             the factors whose sizes differ between runs
+    """
 
     node: gs.Node
     inputs: tuple[Layout, ...]
@@ -49,7 +56,13 @@ class NodeView:
         mesh: Mesh,
         open_atoms: Collection[int] = (),
     ) -> NodeView:
-        """The view of a node, from the layouts of its operands and results, by tensor name."""
+        """Returns the view of a node.
+
+        op          the node, with the factors of its rule
+        layouts     the layouts of its operands and results, by tensor name
+        open_atoms  numbers of the factors of the whole graph (atoms) whose sizes differ between
+                    runs
+        """
 
         def layout(tensor: gs.Tensor) -> Layout:
             shape = tensor_shape(tensor) if tensor.name else ()
@@ -68,7 +81,8 @@ class NodeView:
         return NodeView(op.node, inputs, outputs, {**factors, **whole}, mesh, opened)
 
     def filled(self, rule: Rule, names: Collection[str]) -> NodeView:
-        """The view of the node with stand-ins for its empty shards of these factors."""
+        """Returns the view that counts an empty shard of the factors `names` (index variables of
+        the rule) as one element, a stand-in."""
 
         def fill(layout: Layout, spec: Spec | None) -> Layout:
             dims = zip(spec or (), layout.dims, strict=False)
@@ -84,24 +98,27 @@ class NodeView:
 
     @property
     def stand_ins(self) -> frozenset[tuple[int, Axes]]:
-        """The size and the mesh axes of each factor that has stand-ins."""
+        """The size and the mesh axes of each factor whose empty shards count as one element."""
         all_leaves = (leaf for dim in self.factors.values() for leaf in leaves(dim))
         return frozenset((leaf.size, leaf.axes) for leaf in all_leaves if leaf.filled and leaf.axes)
 
     def may_be_empty(self, factor: str) -> bool:
-        """True if a shard of the factor may be empty: its size is open, or a shard has size 0."""
+        """True if a shard of a factor (index variable of the rule) may be empty: mesh axes split
+        the factor, and its size is open or a shard has size 0."""
         split = [f for f in leaves(self.factors[factor]) if f.axes and not f.filled]
         return bool(split) and (factor in self.open or any(0 in f.part_sizes() for f in split))
 
     def is_split(self, factor: str) -> bool:
-        """True if the factor is sharded."""
+        """True if mesh axes split a factor (index variable of the rule)."""
         return bool(dim_axes(self.factors[factor]))
 
     def breach(self, rule: Rule) -> str | None:
-        """The reason why the node cannot run on these shards; None if it can.
+        """Returns the reason why the node cannot run on these shards, in words; None if it can.
 
-        If segments are split differently, a sum over them would count an unsplit segment once per
-        rank (a max or min would still be right). A contiguous factor must not have gaps.
+        A dimension may be a concatenation of segments, each with a sharding of its own. If segments
+        are split differently, a sum over them would count an unsplit segment once per rank (a max
+        or min would still be right). Shards of a factor that the rule calls contiguous must not
+        have gaps.
         """
         summed = [f for f, op in rule.reduce.items() if op in ("sum", "prod")]
         for factor in [*summed, *rule.communicating]:
@@ -116,19 +133,19 @@ class NodeView:
         return None
 
     def on(self, rank: int) -> RankView:
-        """The view of one rank."""
+        """Returns the view of one rank."""
         return RankView(self, rank)
 
     def value(self, function: Callable[[RankView], Any]) -> tuple[Any, Callable[[int], Any] | None]:
-        """Returns the function's value on rank 0; and, if the function read something that differs
-        between ranks, the value as a function of the rank, else None."""
+        """Returns `function(view)` for rank 0 and, if it differs between ranks, the function from a
+        rank to its value; else None."""
         first = self.on(0)
         value = function(first)
         return value, (lambda rank: function(self.on(rank))) if first.varies else None
 
 
 class RankView:
-    """A rank's view of a node; implements `rule.Local`.
+    """A rank's view of a node; implements `rule.Local`, the interface that rules see.
 
     `varies` becomes True once a method returns a value that differs by rank.
     """
@@ -140,30 +157,32 @@ class RankView:
         self._rank = rank
 
     def input_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of the rank's shard of an operand."""
+        """Returns the shape of the rank's shard of operand `index`."""
         return tuple(map(self._size, self._view.inputs[index].dims))
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
-        """The shape of the rank's shard of a result."""
+        """Returns the shape of the rank's shard of result `index`."""
         return tuple(map(self._size, self._view.outputs[index].dims))
 
     def size(self, factor: str) -> int:
-        """The size of the rank's shard of a factor."""
+        """Returns the size of the rank's shard of a factor, an index variable of the op's rule."""
         return self._size(self._view.factors[factor])
 
     def positions(self, factor: str) -> Array:
-        """The global indices of the rank's shard of a factor, in the rank's order."""
+        """Returns the global indices of the rank's shard of a factor (index variable of the op's
+        rule), in the rank's order: [2, 3] on the second of two ranks that share 4 elements."""
         tree = self._view.factors[factor]
         self.varies |= bool(dim_axes(tree))
         return indices(tree, self._view.mesh, self._rank)
 
     def is_run(self, factor: str) -> bool:
-        """True if the shards of a factor are contiguous on every rank."""
+        """True if the shards of a factor (index variable of the op's rule) are contiguous on every
+        rank."""
         return isinstance(normalize(self._view.factors[factor]), Factor)
 
     def interval(self, factor: str) -> tuple[int, int]:
-        """The global start and end (exclusive) of the rank's shard of a factor, which must be
-        contiguous."""
+        """Returns (start, end) of the rank's shard of a factor (index variable of the op's rule):
+        global indices, end exclusive. The shard must be contiguous."""
         tree = self._view.factors[factor]
         self.varies |= bool(dim_axes(tree))
         assert self.is_run(factor), factor
@@ -171,17 +190,19 @@ class RankView:
         return start, start + self._size(tree)
 
     def member(self, factor: str) -> int:
-        """Returns the rank's index among the ranks that hold the shards of a factor."""
+        """Returns the rank's index among the ranks that hold the shards of a factor (index variable
+        of the op's rule)."""
         self.varies = True
         return self._view.mesh.coordinate(dim_axes(self._view.factors[factor]), self._rank)
 
     def is_split(self, factor: str) -> bool:
-        """True if a factor is sharded."""
+        """True if mesh axes split a factor (index variable of the op's rule)."""
         return self._view.is_split(factor)
 
     def may_be_empty(self, factor: str) -> bool:
-        """True if the factor is split and a shard may be empty: its size is open, or one of its
-        shards has no elements. A shard with a stand-in is not empty."""
+        """True if mesh axes split a factor (index variable of the op's rule), and a shard may be
+        empty: the size is open, or one of its shards has no elements. A shard with a stand-in, an
+        element in its place, is not empty."""
         return self._view.may_be_empty(factor)
 
     def _size(self, dim: Dim) -> int:
@@ -190,6 +211,7 @@ class RankView:
 
 
 def _segments_agree(dim: Dim) -> bool:
+    """True unless a dimension is a concatenation of segments that different mesh axes split."""
     if isinstance(dim, Factor):
         return True
     over = {frozenset(dim_axes(child)) for child in dim.children}
@@ -201,13 +223,19 @@ def _segments_agree(dim: Dim) -> bool:
 def _match(
     spec: Spec, dims: Sequence[Dim], sizes: Mapping[str, Size], factors: dict[str, Dim]
 ) -> None:
-    """Records the sharding of each factor of an operand in `factors`: `spec` are the operand's
-    dimensions in its rule, `dims` those of its layout."""
+    """Records the sharding of each factor of an operand in `factors`.
+
+    spec   the operand's dimensions in its rule, as expressions of factors
+    dims   its dimensions in its layout
+    sizes  the sizes of factors
+    """
     for expr, dim in zip(spec, dims, strict=True):
         _match_dim(expr, dim, sizes, factors)
 
 
 def _match_dim(expr: Expr, dim: Dim, sizes: Mapping[str, Size], factors: dict[str, Dim]) -> None:
+    """Records the sharding of each factor of one dimension in `factors`: `expr` is the dimension in
+    the rule, `dim` in the layout."""
     if isinstance(expr, Var):
         if expr.name not in factors or not dim_axes(factors[expr.name]):
             factors[expr.name] = dim
@@ -217,8 +245,9 @@ def _match_dim(expr: Expr, dim: Dim, sizes: Mapping[str, Size], factors: dict[st
 
 
 def _pieces(expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]) -> list[tuple[Expr, Dim]] | None:
-    """Returns each child of an expression with its part of the dimension's layout; None if
-    expression and layout divide the dimension differently, so that the dimension is whole."""
+    """Returns each child of an expression (a product or concatenation of factors) with its part of
+    the dimension's layout. None if the expression and the layout divide the dimension differently;
+    the dimension is then whole."""
     kind = Product if isinstance(expr, Prod) else Concat
     rest = list(dim.children if isinstance(dim, kind) else (dim,))
     pieces: list[tuple[Expr, Dim]] = []
@@ -236,8 +265,7 @@ def _pieces(expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]) -> list[tuple
 
 
 def _unsplit(expr: Expr, sizes: Mapping[str, Size]) -> tuple[Dim, ...]:
-    """Returns an expression as the layout of a dimension with unsplit factors, in a tuple of
-    one."""
+    """Returns the layout of a dimension of this expression with no factor split, in a tuple."""
     if isinstance(expr, Var):
         return (Factor(sizes[expr.name] or 0),)
     children = tuple(d for c in expr.children for d in _unsplit(c, sizes))
@@ -245,14 +273,16 @@ def _unsplit(expr: Expr, sizes: Mapping[str, Size]) -> tuple[Dim, ...]:
 
 
 def _fill_all(dim: Dim) -> Dim:
-    """The layout with stand-ins for the empty shards of every split factor."""
+    """Returns the layout of a dimension in which empty shards of every split factor count as one
+    element."""
     if isinstance(dim, Factor):
         return replace(dim, filled=bool(dim.axes))
     return type(dim)(tuple(map(_fill_all, dim.children)))
 
 
 def _filled(expr: Expr, dim: Dim, sizes: Mapping[str, Size], names: Collection[str]) -> Dim:
-    """The layout of a dimension with stand-ins for the empty shards of these factors."""
+    """Returns the layout of a dimension in which empty shards of the factors `names` count as one
+    element. `expr` is the dimension in the rule."""
     if isinstance(expr, Var):
         return _fill_all(dim) if expr.name in names else dim
     kind = Product if isinstance(expr, Prod) else Concat

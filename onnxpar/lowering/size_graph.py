@@ -1,4 +1,5 @@
-"""Adds nodes that compute a rank's sizes in each run, from the symbols that the session feeds."""
+"""Adds nodes to a rank's graph that compute its sizes in each run, from the values of symbols that
+the session feeds."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SIZES = "onnxpar.sizes"
 
 
 def check_size_names(names: Names) -> None:
-    """Errors: ModelError if a tensor of the model has a name that is reserved for added nodes."""
+    """Errors: ModelError if a tensor of the model has a name that is reserved for the nodes added
+    here."""
     if names.free(SIZES) != SIZES or names.root(SIZES, ".") != SIZES:
         raise ModelError(
             f"the model has a tensor whose name begins with {SIZES!r}, as those that compute sizes "
@@ -29,13 +31,19 @@ def check_size_names(names: Names) -> None:
 
 
 def add_size_input(graph: GraphProto, symbols: Sequence[str]) -> None:
-    """Declares the hidden input."""
+    """Declares the hidden input of the values of all symbols."""
     graph.input.append(helper.make_tensor_value_info(SIZES, TensorProto.INT64, [len(symbols)]))
 
 
 class SizeGraph:
-    """Builds int64 tensors of one element each; equal expressions are built only once. `nodes` are
-    in topological order."""
+    """Builds nodes that compute polynomials, as int64 tensors of one element each. Equal
+    expressions are built once.
+
+    graph    a rank's graph
+    symbols  the symbols (open sizes), in the order of the hidden input
+    parts    the starts and sizes of the rank's shards, by the names of variables
+    nodes    the nodes so far, in topological order
+    """
 
     def __init__(
         self, graph: GraphProto, symbols: Sequence[str], parts: Mapping[str, Extent]
@@ -47,7 +55,8 @@ class SizeGraph:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def tensor(self, name: str, array: OpenArray) -> None:
-        """Adds nodes that compute the tensor `name`, and removes its initializer."""
+        """Adds nodes that compute the tensor `name` from its polynomials, and removes its
+        initializer."""
         others = [t for t in self.graph.initializer if t.name != name]
         del self.graph.initializer[:]
         self.graph.initializer.extend(others)
@@ -65,12 +74,14 @@ class SizeGraph:
         self.nodes.append(helper.make_node("Cast", [last], [name], f"{name}::size", to=element))
 
     def finish(self) -> None:
-        """Puts the new nodes before the nodes of the graph."""
+        """Puts the new nodes into the graph, before all others."""
         old = list(self.graph.node)
         del self.graph.node[:]
         self.graph.node.extend([*self.nodes, *old])
 
     def _polynomial(self, polynomial: Polynomial) -> str:
+        """Returns the name of a tensor with the value of a polynomial; adds the nodes that compute
+        it."""
         below = polynomial.denominator
         terms = []
         for monomial, coefficient in polynomial.terms:
@@ -83,11 +94,14 @@ class SizeGraph:
         return total if below == 1 else self._divided(total, below)
 
     def _divided(self, total: str, below: int) -> str:
-        """The quotient total / below, rounded down; a Div of integers would round towards zero."""
+        """Returns the tensor of total / below, rounded down; a Div of integers would round towards
+        zero."""
         by = self._constant([below])
         return self._add("Div", [self._add("Sub", [total, self._add("Mod", [total, by])]), by])
 
     def _variable(self, name: Variable) -> str:
+        """Returns the tensor of a variable: a symbol, the start or size of a shard, a quotient or a
+        minimum."""
         if isinstance(name, Quotient):
             return self._divided(self._polynomial(name.over), name.below)
         if isinstance(name, Minimum):
@@ -98,7 +112,7 @@ class SizeGraph:
         return self._add("Gather", [SIZES, index], axis=0)
 
     def _part(self, part: Extent) -> str:
-        """Adds nodes that compute `Extent.value`."""
+        """Returns the tensor of the start or size of a shard, as `Extent.value` computes it."""
         whole = self._polynomial(part.size)
         if part.parts is None:
             size, start = self._equal(part, whole)
@@ -111,7 +125,8 @@ class SizeGraph:
         return start if part.is_start else size
 
     def _equal(self, part: Extent, size: str) -> tuple[str, str]:
-        """The size and start of a shard, where ranks share the whole size equally."""
+        """Returns the tensors of a shard's size and start, if ranks share the whole `size`
+        equally."""
         start = self._constant([0])
         for axis, i in zip(part.axes, part.at, strict=True):
             if axis.at is not None:
@@ -129,15 +144,15 @@ class SizeGraph:
         return size, start
 
     def _bound(self, size: str, parts: Proportion, at: int) -> str:
-        """Adds nodes that compute `Proportion.bound`: where the shard number `at` begins."""
+        """Returns the tensor of `Proportion.bound`: where shard number `at` begins."""
         total, before = sum(parts.weights), sum(parts.weights[:at])
         twice = self._add("Mul", [size, self._constant([2 * before])])
         rounded = self._add("Add", [twice, self._constant([total])])
         return self._add("Div", [rounded, self._constant([2 * total])])
 
     def _filled(self, size: str, start: str, whole: str) -> tuple[str, str]:
-        """The size and start of a shard, with one element in place of an empty shard, unless the
-        whole is empty, too."""
+        """Returns the tensors of a shard's size and start, with one element in place of an empty
+        shard, unless the whole is empty, too."""
         zero, one = self._constant([0]), self._constant([1])
         exists = self._add("Where", [self._add("Less", [zero, whole]), one, zero])
         last = self._add("Sub", [whole, exists])
@@ -145,14 +160,15 @@ class SizeGraph:
         return self._add("Where", [self._add("Less", [size, exists]), one, size]), start
 
     def _least(self, a: str, b: int) -> str:
-        """The minimum of a non-negative tensor and a number."""
+        """Returns the minimum of a tensor and a number."""
         return self._lesser(a, self._constant([b]))
 
     def _lesser(self, a: str, b: str) -> str:
-        """The minimum of the tensors `a` and `b`."""
+        """Returns the minimum of the tensors `a` and `b`."""
         return self._add("Where", [self._add("Less", [a, b]), a, b])
 
     def _fold(self, op: str, operands: Sequence[str]) -> str:
+        """Returns the result of a binary op applied to all operands, from left to right."""
         result = operands[0]
         for operand in operands[1:]:
             result = self._add(op, [result, operand])

@@ -1,4 +1,4 @@
-"""Stores the matrices of a rank's experts apart.
+"""Stores the matrices of a rank's experts as separate tensors, instead of a stack.
 
 onnxruntime packs the weight of a product when it loads a model, if the weight is a stored matrix;
 the matrix that a node takes out of a stored stack would be packed in each run.
@@ -19,8 +19,9 @@ _Stored = Mapping[str, TensorProto]
 
 
 def store_parts(graph: GraphProto) -> None:
-    """Replaces stacks of which nodes only read single elements, of constant numbers, by these
-    elements, in place, also in subgraphs."""
+    """Replaces stored stacks by their elements, in place, also in subgraphs, if all readers of the
+    stack take single elements with constant numbers. The nodes that took the elements are
+    removed."""
     stored = {tensor.name: tensor for each in graphs_of(graph) for tensor in each.initializer}
     ports = {port.name for each in graphs_of(graph) for port in (*each.input, *each.output)}
     gone: dict[str, str] = {}
@@ -45,8 +46,8 @@ def store_parts(graph: GraphProto) -> None:
 
 
 def _drop(graph: GraphProto, results: Mapping[str, str]) -> None:
-    """Removes the nodes with these results, and the initializers that only they read. `results`
-    has, by result, the operand."""
+    """Removes the nodes with these results, and the initializers that only they read. `results` has
+    the operand of each node, by its result."""
     for each in graphs_of(graph):
         for i, node in reversed([*enumerate(each.node)]):
             if any(name in results for name in node.output):
@@ -61,7 +62,7 @@ def _drop(graph: GraphProto, results: Mapping[str, str]) -> None:
 
 def _number(node: NodeProto, stack: TensorProto, stored: _Stored) -> int | None:
     """Returns the number of the element that a Gather takes out of a stored stack of matrices or
-    vectors; None if the node does anything else, or if the element does not begin at a byte."""
+    vectors. None if the node does anything else, or if the element does not begin at a byte."""
     if node.op_type != "Gather" or node.input[0] != stack.name or any(a.i for a in node.attribute):
         return None
     index = stored.get(node.input[1])
@@ -77,8 +78,8 @@ def _bits(stack: TensorProto) -> int:
 
 
 def _part(stack: TensorProto, name: str, step: int) -> TensorProto:
-    """Returns element `step` of a stack as a tensor `name`; if the stack is in a file, it refers to
-    that file."""
+    """Returns element `step` of a stack as a tensor called `name`; for a stack in a file, one that
+    refers to its part of that file."""
     part = TensorProto(name=name, data_type=stack.data_type, dims=stack.dims[1:])
     size = _bits(stack) // 8
     if stack.data_location == TensorProto.EXTERNAL:

@@ -1,4 +1,5 @@
-"""Puts collectives of different groups of ranks into different streams, which run at once."""
+"""Assigns collectives of different groups of ranks to different streams, which communicate at the
+same time."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ STREAM = "stream"
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """The distinct groups of ranks that run a collective. Equal `Groups` are one object: comparing
-    the groups of thousands of ranks is slow."""
+    """The distinct groups of ranks that run a collective: ((0, 1), (2, 3)) for an all-reduce in
+    pairs. Equal groups are one object, because comparing the groups of thousands of ranks is
+    slow."""
 
     each: tuple[tuple[int, ...], ...]
 
@@ -29,8 +31,8 @@ GroupsOf = Callable[[gs.Node], Groups]
 
 
 def groups_of(per_rank: PerRank, ranks: int) -> GroupsOf:
-    """Returns a function from a collective to its groups; a message between two ranks has no
-    groups."""
+    """Returns a function from a collective to its groups. `ranks` is the number of all ranks; a
+    message between two ranks has no groups."""
     cache: dict[Hashable, Groups] = {}
     distinct: dict[tuple[tuple[int, ...], ...], Groups] = {}
 
@@ -47,6 +49,7 @@ def groups_of(per_rank: PerRank, ranks: int) -> GroupsOf:
 
 
 def _distinct(group: Callable[[int], Sequence[int]], ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yields the distinct groups; `group` returns the group of a rank."""
     seen: set[int] = set()
     for rank in range(ranks):
         if rank not in seen:
@@ -56,16 +59,19 @@ def _distinct(group: Callable[[int], Sequence[int]], ranks: int) -> Iterator[tup
 
 
 def collectives_in(node: gs.Node) -> list[gs.Node]:
-    """The node, if it communicates, and the collectives in its bodies."""
+    """Returns the collectives that run with a node: the node itself, if it communicates, and the
+    collectives in its bodies."""
     inner = (nested for body in bodies(node) for nested in all_nodes(body))
     return [n for n in (node, *inner) if n.domain == DOMAIN and kind_of(n.op) in KINDS]
 
 
 def assign_streams(graph: gs.Graph, groups: GroupsOf) -> int:
-    """Assigns a stream to the groups of each started collective; if there are not enough streams,
-    groups share them. All other collectives share stream 0. Returns the number of streams.
+    """Assigns a stream to the groups of each started collective, in place, and returns the number
+    of streams. If there are not enough streams, groups share them; all other collectives share
+    stream 0.
 
-    Members of a group must agree on its stream; they do, because all ranks share the graph."""
+    Members of a group must agree on its stream; they do, because all ranks share the graph.
+    """
     collectives = [inner for node in graph.nodes for inner in collectives_in(node)]
     started = dict.fromkeys(groups(node) for node in collectives if node.op.startswith(START))
     shared = any(groups(node) not in started for node in collectives)

@@ -1,4 +1,4 @@
-"""Sums over ranks, each rank sending two bits per element and keeping the remainder.
+"""Builds sums over ranks in which each rank sends two bits per element and keeps the remainder.
 
 A rank adds the remainder of the previous step to its addend. For each element, the rank sends t if
 the total is at least t, -t if the total is at most -t, else 0; the difference is the new remainder.
@@ -29,7 +29,7 @@ PER_BYTE = 4
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over ranks.
+    """A sum over ranks, and its remainders.
 
     addend  the rank's term
     kept    the remainder of the last step
@@ -48,8 +48,8 @@ class Sum:
 
 
 def other_axes(layout: Layout, rest: Layout) -> Axes:
-    """Returns the axes along which ranks hold different elements, and so send different codes:
-    those of the layout's shards, and those over which the result, with the layout `rest`, is
+    """Returns the mesh axes, beside the axes of the sum, along which ranks send different codes:
+    axes that split the addend, and axes over which the result, of the layout `rest`, is still
     partial."""
     axes = {a for d in layout.dims for a in dim_axes(d)} | set(rest.partial)
     return merge_axes(in_mesh_order(tuple(axes)))
@@ -57,8 +57,14 @@ def other_axes(layout: Layout, rest: Layout) -> Axes:
 
 @dataclass
 class ThresholdBuilder:
-    """Builds the nodes of several sums with the same axes, dtype and `other_axes`. Only the gather
-    is lowered later; the other nodes have the sizes of a rank."""
+    """Builds the nodes of several sums together, which have the same axes, dtype and `other_axes`.
+
+    name      a prefix of the names of nodes
+    axes      the mesh axes over which terms are added
+    layouts   gets the layouts of the tensors around the gather
+
+    Only the gather is still to be lowered; the other nodes have the sizes of a rank.
+    """
 
     name: str
     sums: Sequence[Sum]
@@ -75,7 +81,7 @@ class ThresholdBuilder:
         self.unit = self._number("threshold", self.threshold)
 
     def build(self) -> list[gs.Node]:
-        """The nodes, in order."""
+        """Returns the nodes, in order."""
         gradient = self._row("gradient", [s.addend for s in self.sums])
         kept = self._row("kept", [s.kept for s in self.sums])
         total = self._add("Add", [gradient, kept])
@@ -90,15 +96,17 @@ class ThresholdBuilder:
         return self.built
 
     def _sign(self, total: gs.Tensor) -> gs.Tensor:
-        """1, 0 or -1 for each element."""
+        """Returns the tensor of 1, 0 or -1 for each element of `total`: what is sent, in
+        thresholds."""
         up = self._add("GreaterOrEqual", [total, self.unit])
         down = self._add("LessOrEqual", [total, self._number("lower", -self.threshold)])
         signs = [self._add("Cast", [t], to=_element(self.dtype)) for t in (up, down)]
         return self._add("Sub", signs)
 
     def _pack(self, sign: gs.Tensor, rest: gs.Tensor) -> gs.Tensor:
-        """A row of bytes. Each byte has four codes, one from each quarter of the elements; the code
-        from quarter i is in bits 2 i and 2 i + 1."""
+        """Returns the row of bytes to send. Each byte has four codes, one from each quarter of the
+        elements: the code from quarter i is in bits 2 i and 2 i + 1. The last code is the flag,
+        computed from the remainder `rest`."""
         shifted = self._add("Add", [sign, self._number("one", 1)])
         codes = self._add("Cast", [shifted], to=TensorProto.UINT8)
         length = self._add("ReduceSum", [rest], keepdims=1)
@@ -115,7 +123,7 @@ class ThresholdBuilder:
         return self._add("Cast", [packed], to=TensorProto.UINT8)
 
     def _gather(self, packed: gs.Tensor) -> gs.Tensor:
-        """The rows of all ranks, gathered by an ordinary reshard."""
+        """Returns the rows of bytes of all ranks, gathered by an ordinary reshard."""
         others = other_axes(self.sums[0].layout, self.sums[0].rest)
         parts = {self.mesh.coordinate(others, r): self._bytes(r) for r in range(self.mesh.size)}
         sizes = tuple(parts[i] for i in range(parts_over(others)))
@@ -131,7 +139,7 @@ class ThresholdBuilder:
         return rows
 
     def _count(self, rows: gs.Tensor) -> tuple[gs.Tensor, gs.Tensor]:
-        """Two tensors: for each element, the number of ranks that send t, less the number of ranks
+        """Returns two tensors: for each element, the number of ranks that send t less that of ranks
         that send -t; and True if any rank has an element that is not finite."""
         apart = self._constant("apart", np.array([self.ranks, 1, -1]))
         shifts = self._constant("shifts", np.array([[[0], [2], [4], [6]]], np.uint8))
@@ -158,14 +166,14 @@ class ThresholdBuilder:
         )
 
     def _row(self, what: str, tensors: Sequence[gs.Tensor]) -> gs.Tensor:
-        """The elements of all tensors, flattened and concatenated. `what` is a part of the new
-        names."""
+        """Returns the elements of all tensors, flattened and concatenated. `what` is a part of the
+        new names."""
         shape = self._constant(f"{what} row", np.array([-1]))
         flat = [self._add("Reshape", [tensor, shape]) for tensor in tensors]
         return self._add("Concat", flat, axis=0) if len(flat) > 1 else flat[0]
 
     def _hand_out(self, row: gs.Tensor, results: Sequence[gs.Tensor]) -> None:
-        """Splits a row, which holds the elements of all sums, into the result tensors."""
+        """Splits a row, which has the elements of all sums, into the tensors `results`."""
         pieces = [row]
         if len(results) > 1:
             pieces = [gs.Variable(f"{t.name}::piece", self.dtype) for t in results]
@@ -180,6 +188,7 @@ class ThresholdBuilder:
             self.built.append(gs.Node("Reshape", name, {}, [piece, shape], [result]))
 
     def _sizes(self, rank: int) -> list[int]:
+        """Returns the number of elements of each sum on a rank."""
         shapes = [s.layout.local_shape(self.mesh, rank) for s in self.sums]
         return [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
 
@@ -187,10 +196,11 @@ class ThresholdBuilder:
         return sum(self._sizes(rank))
 
     def _bytes(self, rank: int) -> int:
-        """The bytes of a rank's codes and of the flag after them."""
+        """Returns the number of bytes of a rank's codes, with the flag."""
         return self._elements(rank) // PER_BYTE + 1
 
     def _padding(self, rank: int) -> int:
+        """Returns the number of codes that fill up a rank's last byte."""
         return self._bytes(rank) * PER_BYTE - self._elements(rank) - 1
 
     def _add(self, op: str, inputs: Sequence[gs.Tensor], **attrs: Any) -> gs.Variable:

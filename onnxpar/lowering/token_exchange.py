@@ -1,4 +1,4 @@
-"""Exchanges only the chosen rows of a mixture between ranks.
+"""Exchanges only the chosen rows of a mixture of experts between ranks.
 
 A rank sorts its rows by chosen expert, and sends the rows to the ranks that have these experts:
 first the numbers of rows, then the rows. Results and, in a training step, gradients travel in the
@@ -21,11 +21,12 @@ from onnxpar.sharding.expert_cut import crosses_to_experts
 
 
 class TokenExchange:
-    """Replaces the exchanges of a mixture, which move all rows, by exchanges of chosen rows.
+    """Replaces the exchanges between ranks in a mixture of experts, which move all rows, by
+    exchanges of chosen rows. A pair is an expert and a row that is chosen for it.
 
     nodes     gets the new nodes
     sent      the pairs of the rank's own rows, with all experts
-    like      an exchange of all rows to the ranks of experts
+    like      any of the exchanges of all rows, whose group and sizes count
     own       the number of experts of each rank
     tag       the tag of the collective that exchanges numbers of rows
     received  the pairs of the rank's own experts, with received rows
@@ -47,21 +48,24 @@ class TokenExchange:
 
     @property
     def counts(self) -> str:
-        """The name of the collective that exchanges numbers of rows."""
+        """The name of the collective that exchanges the numbers of rows."""
         return f"{self.nodes.name}/counts"
 
     def move(self, node: gs.Node, rows: gs.Tensor) -> gs.Tensor:
-        """Adds an exchange in the place of the exchange `node`. To the ranks of experts, `rows` are
-        those of the pairs `sent`, and the result has a row for each received row; back, `rows` are
-        those of the pairs `received`, and the result has a row for each pair that was sent. All are
-        [row, column]."""
+        """Adds an exchange of chosen rows, with the name of the exchange of all rows, `node`;
+        returns its result.
+
+        To the ranks of experts, `rows` are the rows of the pairs `sent`, and the result has a row
+        for each row that this rank receives. Back, `rows` are the rows of the pairs `received`, and
+        the result has a row for each pair that this rank sent. All are [row, column].
+        """
         if crosses_to_experts(node):
             return self._exchange(node, rows, self.sends, self.receives)
         rows = self.add("Gather", [rows, self._places], rows.dtype, axis=0)
         return self._exchange(node, rows, self.receives, self.sends)
 
     def _attribute(self, node: gs.Node, key: str) -> Callable[[int], list[int]]:
-        """An attribute of a collective as a function of the rank."""
+        """Returns a function from a rank to its value of an attribute of a collective."""
         value = node.attrs[key]
         function: Callable[[int], list[int]] = self.nodes.per_rank.attributes.get(
             (node.name, key), lambda rank: list(value)
@@ -69,8 +73,9 @@ class TokenExchange:
         return function
 
     def _amounts(self) -> tuple[gs.Tensor, gs.Tensor, gs.Tensor]:
-        """The numbers of rows that this rank sends to each member; receives from each member; and
-        receives from each member for each of its experts."""
+        """Returns three tensors of numbers of rows: how many this rank sends to each member of the
+        group, how many it receives from each member, and how many it receives from each member for
+        each of its experts."""
 
         def members(rank: int) -> Any:
             sizes = self.sizes(rank)
@@ -101,8 +106,8 @@ class TokenExchange:
     def _exchange(
         self, node: gs.Node, x: gs.Tensor, sends: gs.Tensor, receives: gs.Tensor
     ) -> gs.Tensor:
-        """Sends rows by an AllToAllV with the name, tag and group of the exchange `node`; `sends`
-        and `receives` have the number of rows to and from each member."""
+        """Returns the rows that an AllToAllV brings, which has the name, tag and group of the
+        exchange `node`. `sends` and `receives` have the number of rows to and from each member."""
         y = gs.Variable(f"{self.nodes.name}/{node.name}", x.dtype)
         attrs = {"axis": 0, "tag": node.attrs["tag"], "group": node.attrs["group"]}
         exchange = gs.Node("AllToAllV", node.name, attrs, [x, sends, receives], [y], DOMAIN)
@@ -112,8 +117,8 @@ class TokenExchange:
         return y
 
     def _owners(self) -> gs.Tensor:
-        """[expert, row, 1]: True if this rank's expert computes the received row. Received rows are
-        sorted by sender, then by expert."""
+        """Returns a mask [expert, row, 1]: True where this rank's expert computes the received row.
+        Received rows are sorted by sender, then by expert."""
         add, arrived = self.add, self.arrived
         number = add("Range", [0, add("ReduceSum", [arrived], np.int64, keepdims=0), 1], np.int64)
         row = add("Unsqueeze", [number], np.int64, axes=[1])
@@ -133,7 +138,7 @@ class TokenExchange:
 
     @cached_property
     def _places(self) -> gs.Tensor:
-        """[row]: the pair of each received row, which is of one expert."""
+        """For each received row, the index of its pair: a received row belongs to one expert."""
         row = self.received.row
         count = self.add("Squeeze", [self.add("Shape", [row], np.int64)], np.int64, axes=[0])
         number = self.add("Range", [0, count, 1], np.int64)

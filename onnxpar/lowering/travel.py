@@ -1,4 +1,5 @@
-"""Moves shards inside an op: around a ring, or to the ranks that need the elements."""
+"""Moves shards between ranks inside a lowered op: around a ring, or to the ranks that need the
+elements."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 def shift(
     builder: LoweringBuilder, x: gs.Tensor, axes: Axes, axis: int, sizes: Sequence[int]
 ) -> gs.Tensor:
-    """Implements `Lowering.shift`."""
+    """Returns the `x` of the previous rank in a ring along the mesh axes `axes`: implements
+    `Lowering.shift`. `sizes` are the sizes of the ranks' `x` along dimension `axis`."""
     count, rank = len(sizes), len(builder.shape(x))
     shapes = [size if i == axis % rank else -1 for size in sizes for i in range(rank)]
     shape = builder.shape(x)
@@ -36,8 +38,14 @@ def exchange(
     held: Sequence[Array],
     wanted: Sequence[Array],
 ) -> gs.Tensor:
-    """Implements `Lowering.exchange`: one all-to-all sends each element to the ranks that need
-    it."""
+    """Returns the elements of `x` that a rank needs, by one all-to-all: implements
+    `Lowering.exchange`.
+
+    axes    the mesh axes of the group
+    axis    the dimension of `x` along which elements move
+    held    the positions that each member of the group has in its `x`
+    wanted  the positions that each member needs
+    """
     count = len(held)
     sent = [[np.isin(wanted[d], held[s]) for d in range(count)] for s in range(count)]
 

@@ -1,4 +1,5 @@
-"""Splits weights into the ranks' shards block by block, so that no weight is ever whole in memory.
+"""Splits weights into the ranks' shards, and writes them, block by block, so that no weight is ever
+whole in memory.
 
 Every distinct shard is written once. Shards with the same holders share a file: all ranks
 (`shared.weights`), several ranks (`shared_0001.weights` and so on) or one rank
@@ -37,7 +38,8 @@ INLINE = 1024
 
 @dataclass
 class Shard:
-    """A shard of a weight: in a file, or in the graph itself (`data`)."""
+    """A shard of a weight: in the file `location`, from byte `offset` on, or, as `data`, in the
+    graph itself."""
 
     shape: tuple[int, ...]
     location: str = ""
@@ -46,8 +48,8 @@ class Shard:
     data: bytearray | None = None
 
     def proto(self, name: str, weight: TensorProto) -> TensorProto:
-        """The initializer that holds or refers to the shard, with the weight's doc string and
-        metadata."""
+        """Returns the initializer called `name` that holds the shard, or refers to its file; with
+        the weight's doc string and metadata."""
         tensor = TensorProto(name=name, data_type=weight.data_type, dims=self.shape)
         tensor.doc_string = weight.doc_string
         tensor.metadata_props.extend(weight.metadata_props)
@@ -62,9 +64,13 @@ class Shard:
 
 @dataclass
 class WeightStore:
-    """The weight files of a sharded model in `folder`; `source` is the folder of the original
-    model. `progress` is called with numbers of bytes that are done. `names` has the names of files
-    that several ranks read, by these ranks."""
+    """Writes the weight files of a sharded model.
+
+    folder    the folder of the sharded model
+    source    the folder of the original model
+    progress  called with a number of bytes whenever so many are done
+    names     the names of files that several ranks read, by these ranks
+    """
 
     folder: DigestedFolder
     source: Path
@@ -75,8 +81,9 @@ class WeightStore:
     def cut(
         self, name: str, weight: TensorProto, layout: Layout, parts: Sequence[TensorProto] = ()
     ) -> list[TensorProto]:
-        """Writes every shard of a weight; returns each rank's initializer, in rank order. If the
-        weight is a stack of stored weights, `parts` are these weights."""
+        """Writes every distinct shard of a weight once; returns the initializer of each rank, in
+        the order of ranks. If the weight is a stack of stored weights, `parts` are these
+        weights."""
         if weight.data_type == TensorProto.STRING:
             return self._cut_strings(name, weight, layout)
         holder = self._first_holders(layout)
@@ -108,21 +115,23 @@ class WeightStore:
         return [shards[r].proto(name, weight) for r in holder]
 
     def cut_inner(self, graph: GraphProto, others: Collection[str] = ()) -> None:
-        """Stores the tensors of subgraphs and attributes of a graph that are in the model's files,
-        whole for every rank; not those named in `others`, which other calls store."""
+        """Writes the tensors in subgraphs and attributes of a graph whose data are in the model's
+        files, whole for every rank. Leaves out those named in `others`, which other calls write."""
         for i, tensor in enumerate(stored_tensors(graph)):
             if tensor.data_location == TensorProto.EXTERNAL and tensor.name not in others:
                 name = tensor.name or f"attribute.{i}"
                 tensor.CopyFrom(self.cut(name, tensor, whole_layout(tensor))[0])
 
     def _cut_strings(self, name: str, weight: TensorProto, layout: Layout) -> list[TensorProto]:
-        """Splits strings, which ONNX stores only in the graph."""
+        """Returns the initializers of all ranks for a weight of strings, which ONNX stores only in
+        the graph."""
         whole = numpy_helper.to_array(weight)
         parts = (layout.take(whole, self.mesh, rank) for rank in range(self.mesh.size))
         return [numpy_helper.from_array(part, name) for part in parts]
 
     def _first_holders(self, layout: Layout) -> list[int]:
-        """Returns, for each rank, the first rank that holds the same shard."""
+        """Returns, for each rank, the first rank that holds the same shard: [0, 1, 0, 1] if ranks 0
+        and 2 hold equal shards, and 1 and 3."""
         first: dict[tuple[int, ...], int] = {}
         axes = tuple(dict.fromkeys(layout.axes))
         keys = (
@@ -133,8 +142,9 @@ class WeightStore:
     def _place(
         self, rank: int, weight: TensorProto, layout: Layout, holder: list[int]
     ) -> tuple[Shard, DigestedFile | None]:
-        """Chooses the place of the shard that this rank is the first to hold; returns the shard,
-        and its file if it has one. `holder` is as `_first_holders` returns it."""
+        """Reserves the place of the shard that this rank is the first to hold; returns the shard,
+        and its file, or None if it is in the graph. `holder` has, for each rank, the first rank
+        that holds the same shard."""
         shape = layout.local_shape(self.mesh, rank)
         bits = element_bits(weight.data_type)
         length = -(-int(np.prod(shape, dtype=np.int64)) * bits // 8)
@@ -148,7 +158,7 @@ class WeightStore:
         return Shard(shape, location, file.size, length), file
 
     def _name(self, holders: tuple[int, ...]) -> str:
-        """The name of the file with the shards of exactly these ranks."""
+        """Returns the name of the file with the shards that exactly these ranks hold."""
         if len(holders) == 1:
             return rank_name(holders[0], "weights")
         if len(holders) == self.mesh.size:
@@ -157,8 +167,7 @@ class WeightStore:
 
 
 class _Writer:
-    """Appends a rank's elements of each block to the file of its shard. Blocks come in global
-    order."""
+    """Writes a rank's shard of a weight, from blocks of the weight, which come in order."""
 
     def __init__(
         self,
@@ -180,8 +189,8 @@ class _Writer:
         self.rest = np.empty(0, np.uint8)
 
     def copy_run(self, weight: TensorProto, folder: Path) -> bool:
-        """Copies a shard that is contiguous in the file, within the operating system's kernel;
-        returns False if the shard is not contiguous."""
+        """Copies a shard that is contiguous in the file of the weight, within the operating
+        system's kernel; returns False, and copies nothing, if it is not contiguous."""
         if self.fill or self.file is None or not all(self.whole[1:]) or not self.held:
             return False
         rows = self.held[0]
@@ -196,7 +205,8 @@ class _Writer:
         return True
 
     def write(self, lead: tuple[int, ...], start: int, block: Array) -> None:
-        """Writes the rank's elements of a block of `read_blocks`."""
+        """Writes the rank's elements of a block; the block has rows of the weight from number
+        `start` on, within the element at the indices `lead`."""
         for at, held in zip(lead, self.held, strict=False):
             place = np.searchsorted(held, at)
             if place == len(held) or held[place] != at:
@@ -218,11 +228,12 @@ class _Writer:
         self._append(data.view(np.uint8))
 
     def finish(self) -> None:
-        """Writes the last byte if its bits are not all in use."""
+        """Writes the last byte, if its bits are not all in use."""
         if len(self.rest):
             self._append(pack(self.rest, self.bits))
 
     def _append(self, data: Array) -> None:
+        """Appends bytes to the shard."""
         if self.part.data is not None:
             self.part.data[self.done : self.done + data.nbytes] = data.tobytes()
             self.done += data.nbytes
@@ -232,7 +243,8 @@ class _Writer:
 
 
 def _take(block: Array, positions: Array, axis: int) -> Array:
-    """The elements of `block` at these positions along `axis`; a view if they are contiguous."""
+    """Returns the elements of `block` at these ascending positions along `axis`; a view if they are
+    contiguous."""
     n = len(positions)
     if n and positions[-1] - positions[0] + 1 == n:
         return block[(slice(None),) * axis + (slice(int(positions[0]), int(positions[0]) + n),)]
@@ -240,12 +252,13 @@ def _take(block: Array, positions: Array, axis: int) -> Array:
 
 
 def whole_layout(weight: TensorProto) -> Layout:
-    """The layout of a weight that every rank holds whole."""
+    """Returns the layout of a weight that every rank holds whole."""
     return Layout(tuple(Factor(size) for size in weight.dims))
 
 
 def _dtype(weight: TensorProto) -> np.dtype[Any]:
-    """The dtype of an element in a block; uint8 for elements of less than a byte."""
+    """Returns the dtype of a weight's elements in a block; uint8 for elements of less than a
+    byte."""
     packed = element_bits(weight.data_type) < 8
     return np.dtype(np.uint8 if packed else helper.tensor_dtype_to_np_dtype(weight.data_type))
 
@@ -254,7 +267,14 @@ def read_blocks(
     weight: TensorProto, folder: Path, parts: Sequence[TensorProto] = ()
 ) -> Iterator[tuple[tuple[int, ...], int, Array]]:
     """Yields a weight in blocks of at most CHUNK bytes: (leading indices, index of the first row,
-    rows). If the weight is a stack, `parts` are the stacked weights."""
+    rows).
+
+    folder  the folder of external data
+    parts   if the weight is a stack, the stacked weights
+
+    A row of a large weight may itself be divided: then leading indices say which row the block is
+    of.
+    """
     for i, part in enumerate(parts):
         for lead, start, block in read_blocks(part, folder):
             yield (i, *lead), start, block
@@ -272,8 +292,11 @@ def read_blocks(
 
 
 class _Reader:
-    """Reads a file in blocks. Blocks are views of one buffer: a block is valid until the next one
-    is read."""
+    """Reads a file in blocks, all into one buffer: a block is valid until the next one is read.
+
+    bits   the bits of an element
+    dtype  the dtype of an element in a block
+    """
 
     def __init__(self, source: FileIO, bits: int, dtype: np.dtype[Any]) -> None:
         self.source = source
@@ -284,7 +307,8 @@ class _Reader:
     def blocks(
         self, at: int, shape: tuple[int, ...], lead: tuple[int, ...]
     ) -> Iterator[tuple[tuple[int, ...], int, Array]]:
-        """The blocks of a tensor of this shape that starts at bit `at`; see `read_blocks`."""
+        """Yields the blocks of a tensor of this shape that starts at bit `at` of the file, as
+        `read_blocks` does; `lead` are its leading indices."""
         row = int(np.prod(shape[1:], dtype=np.int64)) * self.bits
         if row > 8 * CHUNK and len(shape) > 1:
             for i in range(shape[0]):
@@ -297,7 +321,7 @@ class _Reader:
             yield lead, start, elements.reshape(count, *shape[1:])
 
     def _read(self, at: int, length: int) -> Array:
-        """Returns the elements in the `length` bits of the file from bit `at` on."""
+        """Returns the elements in `length` bits of the file, from bit `at` on."""
         first, skip = divmod(at, 8)
         block = self.buffer[: -(-(skip + length) // 8)]
         self.source.seek(first)

@@ -1,6 +1,6 @@
 """Protects sizes of 0 in a rank's Reshape or Expand, which onnxruntime could misread.
 
-A Reshape reads a 0 as "copy the operand's size" unless it has `allowzero`.
+A Reshape reads a 0 as "copy the operand's size" unless it has the attribute `allowzero`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from onnxpar.sharding.factors import OpFactors
 
 
 def expanded_zeros(op: OpFactors, view: NodeView) -> frozenset[str]:
-    """The factors of an Expand that need stand-ins for empty shards: onnxruntime (1.32) may drop an
-    Expand to a constant shape with a size of 0, as if it had no effect."""
+    """Returns the factors (index variables) of an Expand whose empty shards need an element in
+    their place: onnxruntime (1.32) may drop an Expand to a constant shape with a size of 0, as if
+    it had no effect. Empty for any other node."""
     if op.node.op != "Expand" or op.node.domain:
         return frozenset()
     kept = {f for expr in op.rule.inputs[0] or () for f in expr_vars(expr)}
@@ -21,7 +22,8 @@ def expanded_zeros(op: OpFactors, view: NodeView) -> frozenset[str]:
 
 
 def keep_zeros(op: OpFactors, view: NodeView) -> None:
-    """Makes a Reshape to a rank's shape read a size of 0 as 0, not as a size to copy."""
+    """Lets a Reshape to a rank's shape read a size of 0 as 0, not as a size to copy, if a size may
+    be 0."""
 
     def may_be_empty(factor: str) -> bool:
         return view.may_be_empty(factor) or (factor in view.open and not view.is_split(factor))

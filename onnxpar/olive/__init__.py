@@ -1,5 +1,5 @@
-"""Olive (`pip install 'onnxpar[olive]'`): the pass ShardModel, and an evaluator that runs what it
-writes.
+"""A pass and an evaluator for workflows of Olive, Microsoft's optimizer of ONNX models (`pip
+install 'onnxpar[olive]'`):
 
 ShardModel             shards the ONNX model of a workflow, by the options of `onnxpar.shard`
 ShardedModelEvaluator  Olive's metrics for a sharded model, measured on all its ranks

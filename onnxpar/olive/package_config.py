@@ -1,4 +1,4 @@
-"""The package configuration that makes ShardModel known to Olive."""
+"""The package configuration of Olive, extended by ShardModel, so that workflows can name it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SHARD_MODEL = {
 
 
 def package_config() -> dict[str, Any]:
-    """Returns the passes of the installed Olive and ShardModel: the `package_config` of
-    `olive.workflows.run`, and as a JSON file that of `olive run --package-config`."""
+    """Returns a configuration with the passes of the installed Olive and ShardModel: the argument
+    `package_config` of `olive.workflows.run`, or, written as JSON, the file of `olive run
+    --package-config`."""
     own: dict[str, Any] = json.loads(Path(OlivePackageConfig.get_default_config_path()).read_text())
     return {**own, "passes": {**own["passes"], "ShardModel": SHARD_MODEL}}

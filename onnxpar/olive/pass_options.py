@@ -19,7 +19,8 @@ _JSON: Mapping[Any, type] = {
 
 
 def parameters() -> dict[str, Any]:
-    """Returns Olive's PassConfigParam of each option, by name, with the default of the option."""
+    """Returns the options of `onnxpar.shard` as Olive's PassConfigParams, by name, with the
+    options' defaults."""
     return {
         name: PassConfigParam(
             type_=Union[tuple(_json_types(each.type))],  # noqa: UP007  (of a tuple)
@@ -31,12 +32,15 @@ def parameters() -> dict[str, Any]:
 
 
 def options(config: Mapping[str, Any]) -> PlanOptions:
-    """Returns the options that the values of these parameters mean; None is the default."""
+    """Returns the options of `onnxpar.shard` from the parameters of a pass; a parameter that is
+    None is left out."""
     given = {name: value for name, value in config.items() if value is not None}
     return cast(PlanOptions, given)
 
 
 def _json_types(hint: Any) -> Iterator[type]:
+    """Yields the types that a value of an option may have in a workflow file, from its type
+    hint."""
     for each in members(hint):
         kind = get_origin(each) or each
         found = next(

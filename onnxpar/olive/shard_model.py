@@ -1,4 +1,4 @@
-"""The pass ShardModel."""
+"""The pass ShardModel of Olive workflows."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ LIBRARY = "custom_ops_library"
 
 
 class ShardModel(Pass):  # type: ignore[misc]
-    """Shards an ONNX model. Its parameters are the options of `onnxpar.shard`; its result is a
-    DistributedOnnxModel in a folder that `onnxpar.InferenceSession` and `onnxpar run` take, too.
+    """A pass that shards an ONNX model. Its parameters are the options of `onnxpar.shard`; its
+    result is a DistributedOnnxModel in a folder that `onnxpar.InferenceSession` and `onnxpar run`
+    take, too.
 
-    It is the last pass of a workflow: others would change each rank's file by itself.
+    It must be the last pass of a workflow: other passes would change the file of each rank by
+    itself.
     """
 
     @classmethod
@@ -32,7 +34,8 @@ class ShardModel(Pass):  # type: ignore[misc]
         return parameters()
 
     def _run_for_config(self, model: Any, config: Any, output_model_path: str) -> Any:
-        """Writes the sharded model to `output_model_path`. Errors: OnnxparError."""
+        """Writes the sharded model to the folder `output_model_path`, and returns its handler.
+        Errors: OnnxparError if the model cannot be sharded."""
         _check(model)
         folder = Path(output_model_path)
         plan = shard(model.model_path, folder, **options(config.model_dump()))
@@ -46,7 +49,7 @@ class ShardModel(Pass):  # type: ignore[misc]
 
 
 def _check(model: Any) -> None:
-    """Errors: ModelError for a model that is not an ONNX file which is complete."""
+    """Errors: ModelError unless the model is an ONNX file with all of its weights."""
     if not isinstance(model, ONNXModelHandler):
         raise ModelError(
             f"ShardModel shards ONNX models, and this is a {type(model).__name__}; put a pass such "

@@ -1,4 +1,4 @@
-"""A sharded model as Olive sees an unsplit one."""
+"""A sharded model in the form in which Olive sees an unsplit one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from onnxpar.runtime.session.session import InferenceSession
 
 
 class WholeModelHandler(ONNXModelHandler):  # type: ignore[misc]
-    """A handler of a sharded model whose sessions run all ranks on this host. Inputs and outputs
-    are those of the unsplit model, so that Olive measures it like one."""
+    """A handler of a sharded model whose sessions run all ranks on this host. It has the inputs and
+    outputs of the unsplit model, so Olive measures it like an unsplit model."""
 
     def __init__(self, sharded: DistributedOnnxModelHandler) -> None:
-        """Errors: ModelError if the files are not those of a sharded model."""
+        """Errors: ModelError if the files are not a sharded model's."""
         super().__init__(
             model_path=sharded.model_path,
             onnx_file_name=sharded.ranked_model_name(0),
@@ -53,7 +53,8 @@ class WholeModelHandler(ONNXModelHandler):  # type: ignore[misc]
         execution_providers: str | list[str] | None = None,
         rank: int | None = None,
     ) -> InferenceSession:
-        """Starts the ranks; `close` ends them. Errors: OnnxparError."""
+        """Starts the ranks, and returns a session of them; `close` ends it. `rank` and `device` are
+        not used. Errors: OnnxparError if the ranks do not start."""
         settings = self.merge_inference_settings(inference_settings, execution_providers)
         session = InferenceSession(
             self._folder,
@@ -72,7 +73,7 @@ class WholeModelHandler(ONNXModelHandler):  # type: ignore[misc]
 
 
 def _session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
-    """Returns the options that Olive's `session_options` mean."""
+    """Returns onnxruntime's options from the dict `session_options` of Olive."""
     made = ort.SessionOptions()
     for name in ("inter_op_num_threads", "intra_op_num_threads", "log_severity_level"):
         if settings.get(name) is not None:
@@ -88,6 +89,7 @@ def _session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
 
 
 def _extensions() -> tuple[str]:
+    """Returns the path of the library of onnxruntime-extensions, in a tuple."""
     from onnxruntime_extensions import get_library_path
 
     return (get_library_path(),)

@@ -1,4 +1,5 @@
-"""The ranks of a session as actors of a Ray cluster."""
+"""The ranks of a session as actors of a Ray cluster: what a session asks of its ranks, as calls of
+actors."""
 
 from __future__ import annotations
 
@@ -26,8 +27,15 @@ longer. Ray itself puts arguments above 100 KiB there, once for each call."""
 
 
 class ActorRanks:
-    """One actor per rank. Ranks that need the same shards of the inputs get one object of Ray's
-    store, which travels to each node once; an actor reads it in place."""
+    """The ranks of a session, an actor for each.
+
+    bundle  the sharded model
+    calls   calls all actors
+    facts   what the actors have reported at their start
+
+    Ranks that need the same shards of the inputs get one object of Ray's store, which travels to
+    each node once; an actor reads it in place.
+    """
 
     def __init__(self, bundle: Bundle, calls: Calls, facts: Facts) -> None:
         self.bundle = bundle
@@ -38,12 +46,13 @@ class ActorRanks:
         self.kept_shapes: KeptShapes = {}
 
     def memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """Returns an array with any contents."""
+        """Returns an array with any contents, for inputs."""
         return np.empty(shape, dtype)
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
-        """Runs all ranks once, and returns their output shards. Errors: RunError if the ranks can
-        continue; else RankError, which names the rank and its host, and ends the session."""
+        """Runs all ranks once, and returns their shards of the outputs, by name and rank. Errors:
+        RunError if the ranks can continue; else RankError, which names the rank and its host, and
+        ends the session."""
         self._runs += 1
         handed = self._hand_over(feeds, request.sizes)
         answers = self._ask("run", f"run {self._runs}", handed, request)
@@ -51,51 +60,55 @@ class ActorRanks:
         return _parts(answers)
 
     def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf:
-        """Returns all ranks' shards of a state, or these rows of each."""
+        """Returns the shards of a state, by name and rank; `rows` limits them to these rows of
+        each."""
         return _parts(self._ask("read", f"reading state {name!r}", None, name, sizes, rows))
 
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
-        """Sends each rank its shard of a global array, to keep as a state."""
+        """Sends each rank its shard of a global array, which the rank keeps as a state."""
         self._ask("write", f"writing state {name!r}", self._hand_over({name: array}, sizes))
 
     def clear_state(self, name: str, sizes: Sizes) -> None:
-        """Makes each rank keep zeros as its shard of a state."""
+        """Lets each rank keep zeros as its shard of a state."""
         self._ask("clear", f"clearing state {name!r}", None, name, sizes)
 
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
-        """Makes each rank write its shards of all states to a folder that all hosts share; returns
-        the files' digests."""
+        """Lets each rank write its shards of all states to a folder that all hosts share; returns
+        the digests of the files, by name."""
         answers = self._ask("save", f"saving states to {folder}", None, folder, sizes)
         return {name: digests for a in answers for name, digests in a.result.items()}
 
     def save_states_later(self, folder: str, sizes: Sizes) -> None:
-        """Makes each rank copy its shards of all states, and write them while it runs on."""
+        """Lets each rank copy its shards of all states at once, and write the copies to a folder
+        while it goes on."""
         self._ask("save_later", f"copying states for {folder}", None, folder, sizes)
 
     def load_states(
         self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
     ) -> None:
-        """Makes each rank read its shards of these states from a folder, and keep them."""
+        """Lets each rank read its shards of these states from a folder that all hosts share, and
+        keep them."""
         what = f"loading states from {folder}"
         self._ask("load", what, None, folder, list(names), sizes, origin)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns a list with only the own payload, because no other process makes calls."""
+        """Returns [payload]: there are no other processes that drive the session, with which to
+        exchange payloads."""
         return [payload]
 
     def write_log(self, text: str) -> None:
-        """Does nothing: Ray keeps what actors print, and a session has no `log_dir`."""
+        """Does nothing: Ray keeps what actors print, so a session has no `log_dir`."""
 
     def reset_states(self) -> None:
-        """Forgets all states."""
+        """Lets all ranks forget all states."""
         self._ask("reset", "the reset of states", None)
 
     def undo_states(self) -> None:
-        """Returns to the states before the last run."""
+        """Lets all ranks go back to the states before the last run."""
         self._ask("undo", "undoing a run", None)
 
     def end_profile(self) -> Sequence[Record]:
-        """Ends the recording, and returns the record of each rank."""
+        """Ends the recording of a profile, and returns the record of each rank."""
         return [answer.result for answer in self._ask("profile", "the profile", None)]
 
     def check_usable(self) -> None:
@@ -111,7 +124,9 @@ class ActorRanks:
         self._calls.close()
 
     def _ask(self, do: str, what: str, feeds: Sequence[Any] | None, *given: Any) -> list[Answer]:
-        """Calls all ranks; `feeds` are the inputs of each, as `_hand_over` returns them."""
+        """Calls the method `do` of all actors, with `given`, and returns their answers. `what`
+        names the call in errors; `feeds` has the inputs of each rank, as `_hand_over` returns
+        them."""
 
         def send(actor: Actor) -> Any:
             own = {} if feeds is None else feeds[actor.rank]
@@ -120,8 +135,8 @@ class ActorRanks:
         return self._calls.answers(send, what)
 
     def _hand_over(self, feeds: Mapping[str, Array], sizes: Sizes) -> list[Any]:
-        """Returns the shards of the inputs for each rank: by name, or an object of Ray's store with
-        them, the same one for ranks whose shards are the same."""
+        """Returns the shards of the inputs for each rank: arrays by name, or an object of Ray's
+        store with them. Ranks whose shards are equal share an object."""
         self.check_usable()
         parts = self._parts.at(sizes)
         handed: dict[tuple[int, ...], Any] = {}
@@ -137,7 +152,7 @@ class ActorRanks:
 
 
 def _parts(answers: Sequence[Answer]) -> PartsOf:
-    """Returns the shards in answers, by name and rank."""
+    """Returns the shards in the ranks' answers, by name and rank."""
     found: PartsOf = {}
     for rank, answer in enumerate(answers):
         for name, part in answer.result.items():

@@ -35,8 +35,8 @@ def connect() -> None:
 
 @dataclass(frozen=True)
 class Actors:
-    """How to start the ranks of a session as actors of a Ray cluster: the `start_ranks` of
-    `onnxpar.InferenceSession`.
+    """How to start the ranks of a session as actors of a Ray cluster: a value for the argument
+    `start_ranks` of `onnxpar.InferenceSession`.
 
     cpus       CPUs of each rank, which is also its number of threads
     resources  what a rank needs besides, by Ray's names: {"memory": 4e9}
@@ -48,9 +48,9 @@ class Actors:
     insecure   True to let ranks of several nodes connect without `tls_dir`, in a network that you
                trust
 
-    Ranks of one node are neighbours. Each reads its own files in the folder, where it
-    runs, after fetching those that are not there from ranks that have them. Errors:
-    InputError for a value that is none of these.
+    Ranks of one node have neighbouring numbers. Each rank reads its own files in the folder of the
+    sharded model on its node, after fetching missing files from ranks that have them. Errors:
+    InputError for a wrong value.
     """
 
     cpus: float = 1
@@ -69,8 +69,14 @@ class Actors:
             raise InputError("resources has CPU; give cpus instead")
 
     def __call__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> ActorRanks:
-        """Starts the ranks of a bundle. Errors: RankError if the cluster has no room for them
-        within `timeout` seconds, if one does not start, or under a launcher."""
+        """Starts the ranks of a sharded model, and returns them.
+
+        spec     the settings of the session
+        timeout  longest wait for the cluster and for another rank, in seconds
+
+        Errors: RankError if the cluster has no room for the ranks in time, if one does not start,
+        or if a launcher has started this process as a rank.
+        """
         launched = launched_rank()
         if launched is not None:
             raise RankError(
@@ -106,11 +112,13 @@ class Actors:
 
     @property
     def _of_rank(self) -> dict[str, float]:
+        """The resources of a rank, by Ray's names."""
         return {"CPU": self.cpus, **self.resources}
 
     def _place(self, group: PlacementGroup, size: int) -> tuple[list[Any], list[int]]:
-        """Makes an actor of each rank, so that ranks of one node are neighbours; returns them, and
-        the number of ranks on the node of each."""
+        """Makes an actor for each rank in a placement group, so that ranks of one node have
+        neighbouring numbers. Returns the actors, and for each rank the number of ranks on its
+        node."""
         nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         each = [nodes[bundle] for bundle in range(size)]
         order = sorted(range(size), key=lambda bundle: (each.index(each[bundle]), bundle))
@@ -129,8 +137,9 @@ class Actors:
         return handles, [each.count(each[bundle]) for bundle in order]
 
     def _meet(self, calls: Calls, is_one_node: bool) -> str:
-        """Makes rank 0 the meeting point, after all have said where they are; returns the store
-        with the secret of the world."""
+        """Asks all actors where they run, and makes rank 0 the one to which the others connect.
+        Returns the address at which they find each other, with the secret of this session. Errors:
+        RankError if connections between nodes would not be encrypted."""
         places = calls.each(lambda a: a.handle.place.remote(), "the start")
         for actor, place in zip(calls.actors, places, strict=True):
             actor.place = place
@@ -147,7 +156,8 @@ class Actors:
 
     @property
     def _variables(self) -> dict[str, str]:
-        """The variables of the environment by which the plugin of each rank knows the network."""
+        """The variables of the environment of each actor that tell the plugin how to secure
+        connections."""
         found = {}
         if self.tls_dir is not None:
             found[TLS_DIR] = os.fspath(self.tls_dir)
@@ -156,6 +166,7 @@ class Actors:
         return found
 
     def _no_room(self, bundle: Bundle, timeout: float) -> str:
+        """Returns the text of the error that the cluster has no room for the ranks."""
         has = {n: v for n, v in ray.cluster_resources().items() if n in self._of_rank}
         return (
             f"{bundle.path} needs {bundle.mesh.size} times {self._of_rank} ({self.strategy}), and "

@@ -1,4 +1,4 @@
-"""Calls of all rank actors together: waits for their answers, and says which one failed."""
+"""Calls of all rank actors together: waits for their answers, and finds out which actor failed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ CLOSING = 5.0
 
 @dataclass
 class Actor:
-    """The actor of a rank, where it runs, once that is known, and the seconds since its last sign
-    of life; `ping` is its question that is not answered yet."""
+    """The actor of a rank, as the driver of the session sees it.
+
+    handle   Ray's handle of the actor
+    place    where it runs, once that is known
+    silence  seconds since its last sign of life
+    ping     a question whether it is alive that is not answered yet
+    """
 
     rank: int
     handle: Any
@@ -49,7 +54,7 @@ class Calls:
     If a call fails on one rank, all ranks abandon it and return to their state before the call. If
     an actor or its node dies, or does not respond for `timeout` seconds, all actors are killed, the
     placement group is removed, and every later call fails with the same reason. An actor responds
-    even while its rank computes. `subject` is what the calls are of, for errors.
+    even while its rank computes. `subject` names the model in errors.
     """
 
     def __init__(
@@ -69,13 +74,17 @@ class Calls:
             raise RankError(f"this session is closed: {self._closed}; make a new one")
 
     def check_alive(self) -> None:
-        """Errors: RankError if an actor has died or does not respond; then this ends all."""
+        """Errors: RankError if an actor has died or does not respond; all actors are then
+        killed."""
         self.each(lambda a: _control(a, "ping"), "a check")
 
     def answers(self, send: Callable[[Actor], Any], what: str) -> list[Answer]:
-        """Returns the answers of all ranks to a call that `send` makes of each: in the order of
-        ranks. Errors: RunError if the call failed but the ranks can continue; else RankError, which
-        names the rank that failed, its host, and the call; Ray's error is its cause."""
+        """Returns the answers of all ranks to a call, in the order of ranks. `send` makes the call
+        to an actor, and `what` names it in errors.
+
+        Errors: RunError if the call failed but the ranks can continue; else RankError, which names
+        the rank that failed, its host, and the call; Ray's error is its cause.
+        """
         self._calls += 1
         answers: list[Answer] = self.each(send, what, self._stop_others)
         if any(answer.error for answer in answers):
@@ -92,8 +101,14 @@ class Calls:
         ranks: int | None = None,
     ) -> list[Any]:
         """Returns the results of a task on each actor, or on the first `ranks`, in the order of
-        ranks; `seen` is called with each result when it comes, and the actors that still compute.
-        Errors: as of `answers`."""
+        ranks.
+
+        send   starts the task on an actor
+        what   names the task in errors
+        seen   called with each result when it comes, and with the actors that still compute
+
+        Errors: as of `answers`; all actors are then killed.
+        """
         self.check_usable()
         complete = False
         try:
@@ -111,6 +126,8 @@ class Calls:
         seen: Callable[[Any, Sequence[Actor]], None],
         actors: Sequence[Actor],
     ) -> list[Any]:
+        """Returns the results of a task on each of these actors, in order; `each` says what the
+        arguments are. Errors: RankError if one fails."""
         for actor in actors:
             actor.silence, actor.ping = 0.0, None
         waiting = {send(actor): actor for actor in actors}
@@ -130,8 +147,9 @@ class Calls:
         return results
 
     def _listen(self, waiting: dict[Any, Actor], seconds: float, what: str) -> None:
-        """Counts the silence of actors that have not answered, and asks them for a sign of life.
-        Counts at most two ticks: this process may itself have been stopped."""
+        """Adds `seconds` to the silence of actors that have not answered, and asks them for a sign
+        of life. Errors: RankError if one is silent for too long. Callers pass at most two ticks:
+        this process may itself have been stopped for longer."""
         for actor in waiting.values():
             if actor.ping is not None:
                 answered, _ = ray.wait([actor.ping], timeout=0)
@@ -143,14 +161,16 @@ class Calls:
                 actor.ping = _control(actor, "ping")
 
     def _stop_others(self, answer: Answer, waiting: Sequence[Actor]) -> None:
-        """Tells ranks to abandon a run that has failed on another."""
+        """Tells the actors that still compute (`waiting`) to abandon the call, if it has failed on
+        another."""
         if answer.error:
             for actor in waiting:
                 _control(actor, "stop", self._calls)
 
     def _fail(self, errors: dict[int, RayError], waiting: dict[Any, Actor], what: str) -> NoReturn:
-        """Ends all actors, and raises an error that blames an actor which died, else one whose
-        error is its own, else the one that failed first. Errors: RankError."""
+        """Ends all actors, and raises the error of the rank to blame: one whose actor has died,
+        else one whose error is its own, else the one that failed first. Waits shortly for further
+        errors. Errors: RankError, always."""
         deadline = time.monotonic() + GRACE
         while waiting and not any(map(_weight, errors.values())):
             left = max(deadline - time.monotonic(), 0.0)
@@ -175,7 +195,8 @@ class Calls:
         self.end("close() was called")
 
     def end(self, reason: str) -> None:
-        """Kills all actors and removes the placement group; keeps the first reason given."""
+        """Kills all actors, and removes the placement group. Later calls fail with `reason`; a
+        second `end` does nothing."""
         if self._closed is not None:
             return
         self._closed = reason
@@ -184,25 +205,27 @@ class Calls:
 
 
 def _control(actor: Actor, method: str, *given: Any) -> Any:
-    """Calls a method of an actor, also while its rank computes."""
+    """Calls a method of an actor that it answers also while its rank computes."""
     return getattr(actor.handle, method).options(concurrency_group=CONTROL).remote(*given)
 
 
 def culprit(errors: Mapping[int, RayError]) -> int:
-    """Returns the rank whose error is the cause of the others, given the first one first."""
+    """Returns the rank whose error is the cause of the others; of several, the first in
+    `errors`."""
     return max(errors, key=lambda rank: _weight(errors[rank]))
 
 
 def _weight(error: RayError) -> int:
-    """Tells causes from consequences: a rank that waits for one that fails, fails with a RankError
-    of a collective."""
+    """Returns 2 if an actor has died, 1 for an error of the rank itself, and 0 for the consequence
+    of another rank's error: a rank that waits for one that fails gets a RankError from its
+    collective."""
     if isinstance(error, RayActorError):
         return 2
     return int(isinstance(error, RayTaskError) and not isinstance(error.cause, RankError))
 
 
 def _story(actor: Actor, error: RayError) -> str:
-    """Says how a rank failed."""
+    """Returns a sentence that says how a rank failed."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         return f"{actor.name} failed: {describe(error.cause)}"
     if isinstance(error, RayActorError):

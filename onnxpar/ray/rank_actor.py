@@ -1,4 +1,4 @@
-"""One rank, in the process of a Ray actor on the rank's host."""
+"""One rank of a session, in the process of a Ray actor on the rank's host."""
 
 from __future__ import annotations
 
@@ -34,8 +34,13 @@ TLS_DIR, INSECURE = NETWORK = "ONNXPAR_TLS_DIR", "ONNXPAR_INSECURE"
 
 
 class Place(NamedTuple):
-    """Where an actor runs: the name of its host, its address in the cluster, and its process;
-    whether its environment has certificates, or says that the network is trusted."""
+    """Where an actor runs.
+
+    host         the name of its host
+    address      the address of its host in the cluster
+    pid          its process
+    may_connect  True if its environment has certificates, or says that the network is trusted
+    """
 
     host: str
     address: str
@@ -45,8 +50,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Joining:
-    """What a rank needs to join its world: the number of ranks, in total and on its host, the store
-    with the secret of the world, the longest wait in seconds, and the threads that it may use."""
+    """The settings with which a rank connects with the other ranks.
+
+    size          the number of ranks
+    local_size    the number of ranks on its host
+    store         the address at which ranks find each other, with the secret of this session
+    bind_address  the interface to listen on; if empty, that of the route to rank 0
+    timeout       the longest wait in seconds
+    threads       the number of threads that the rank may use
+    """
 
     size: int
     local_size: int
@@ -58,8 +70,12 @@ class Joining:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a rank to a call: a result, and the global shapes of the states that it kept;
-    or the text of an error, after which the rank can go on."""
+    """The answer of a rank to a call.
+
+    result  the result
+    kept    the global shapes of the states that the rank has kept in the call
+    error   the text of an error, after which the rank can go on; empty if there is none
+    """
 
     result: Any = None
     kept: KeptShapes = field(default_factory=dict)
@@ -68,7 +84,11 @@ class Answer:
 
 class RankActor:
     """A rank. `answer` takes one call at a time; `ping`, `stop` and `place` may be called while it
-    computes."""
+    computes.
+
+    rank       its number
+    variables  variables to set in the environment of the process
+    """
 
     def __init__(self, rank: int, variables: Mapping[str, str]) -> None:
         os.environ.update(variables)  # the plugin reads them when the rank joins its world
@@ -83,15 +103,23 @@ class RankActor:
         return Place(socket.gethostname(), get_node_ip_address(), os.getpid(), may_connect)
 
     def meet(self, address: str) -> str:
-        """Makes this process the meeting point of the world, at any free port of an address of this
-        host; returns the store, with a secret of this world. Errors: RankError."""
+        """Makes this process the one to which all ranks connect first, at a free port of `address`,
+        an address of this host. Returns the address with port and the secret of this session.
+        Errors: RankError."""
         self._hub = Hub(address)
         return self._hub.store
 
     def start(self, path: str, digest: str, spec: SessionSpec, joining: Joining) -> Facts:
-        """Joins the world, reads this rank's files in the folder `path` of this host, after
-        fetching what is not there, and loads the graph. Errors: ModelError if no rank has a file,
-        or if the plan has another digest; RankError."""
+        """Connects with the other ranks, reads this rank's files, and loads its graph; returns what
+        the session wants to know of the rank.
+
+        path    the folder of the sharded model on this host; missing files are fetched from other
+                ranks
+        digest  that of plan.json on the session's host
+
+        Errors: ModelError if no rank has a file, or if the plan has another digest; RankError if
+        another rank does not start.
+        """
         if spec.profile:  # the session's folder is on its own host
             self._recordings = OwnFolder()
             spec = replace(spec, profile=str(self._recordings.path))
@@ -115,8 +143,9 @@ class RankActor:
         return dict(self._executor.facts())
 
     def answer(self, do: str, feeds: Mapping[str, Array], *given: Any) -> Answer:
-        """Calls a method of this rank with this rank's shards of inputs and with `given`. An error
-        interrupts the call on all ranks; the rank is usable again after `renew`."""
+        """Calls the method `_{do}` of this rank, with its shards of inputs and with `given`;
+        returns the result or the error. An error interrupts the call on all ranks; the rank is
+        usable again after `renew`."""
         self._calls += 1
         if do != "undo":
             self._executor.settle()
@@ -133,8 +162,9 @@ class RankActor:
             return Answer(error=text)
 
     def renew(self) -> str:
-        """Goes back to the states before the call that failed, once all ranks have left it; returns
-        the reason, the same on all ranks. Errors: RankError if a rank does not come."""
+        """Goes back to the states before the call that failed, once all ranks have left that call;
+        returns the reason of the failure, which is equal on all ranks. Errors: RankError if a rank
+        does not leave it."""
         self._calls += 1
         self._executor.undo()
         return self._world.renew()
@@ -143,13 +173,13 @@ class RankActor:
         """Does nothing: the answer says that the process runs."""
 
     def stop(self, call: int) -> None:
-        """Ends the run of call number `call`, after another rank failed, if it is still active."""
+        """Interrupts call number `call`, which has failed on another rank, if it still runs."""
         running = self._executor.running
         if running is not None and self._calls == call:
             self._executor.stop(running)
 
     def close(self) -> None:
-        """Ends the session of this rank, and leaves the world."""
+        """Ends the session of this rank, and disconnects from the others."""
         del self._executor  # its kernels use the world
         self._world.close()
         if self._hub is not None:
@@ -193,7 +223,8 @@ class RankActor:
         return self._executor.end_profile()
 
     def _seen(self, folder: str) -> Path:
-        """Returns the path of a folder that all hosts share. Errors: OnnxparError."""
+        """Returns the path of a folder that all hosts share. Errors: OnnxparError if it does not
+        exist on this host."""
         if not Path(folder).is_dir():
             raise OnnxparError(
                 f"host {socket.gethostname()} does not see {folder}; give a folder that all hosts "

@@ -1,4 +1,4 @@
-"""A server whose ranks are actors of a Ray cluster."""
+"""A server of language and embedding models whose ranks are actors of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def serve(
 ) -> None:
     """Serves a sharded language or embedding model over HTTP as `onnxpar serve` does, until a
     signal comes: the server is in this process, and its ranks are actors. If an actor or its node
-    dies, new actors are started, and requests go on there; one that has lost its actors three times
-    fails. Call it in the main thread.
+    dies, new actors are started, and requests go on there; a request that has lost its actors three
+    times fails. Call it in the main thread.
 
     par            the folder of the sharded model, as for `InferenceSession`
     host, port     the address to listen at
@@ -37,8 +37,8 @@ def serve(
                    `api_keys`, of `onnxpar.llm.engine.Engine`, such as `max_running`, or of
                    `InferenceSession`, such as `timeout`
 
-    Errors: InputError for an address that cannot be had; OnnxparError if the ranks do not start, or
-    if packages of `onnxpar[serve]` are missing.
+    Errors: InputError for an address that is not available; OnnxparError if the ranks do not start,
+    or if packages of `onnxpar[serve]` are missing.
     """
     try:
         from onnxpar.serve.serve_model import serve_model
@@ -65,7 +65,8 @@ def serve(
 
 @contextmanager
 def _draining_at_sigterm() -> Iterator[None]:
-    """Makes SIGTERM end the server as SIGINT does; restores the handlers of both at the end."""
+    """Returns a context in which SIGTERM ends the server as SIGINT does: it finishes running
+    requests. At the end, the old handlers of both signals are restored."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, lambda number, frame: raise_for(number))
     try:
@@ -76,7 +77,8 @@ def _draining_at_sigterm() -> Iterator[None]:
 
 
 def _started(par: str | os.PathLike[str], options: dict[str, Any]) -> Any:
-    """Returns what runs the requests: an engine, or an embedder. Errors: OnnxparError."""
+    """Starts and returns an embedder, for an encoder, or an engine. Errors: OnnxparError if the
+    ranks do not start."""
     from onnxpar.llm.embedder import Embedder
     from onnxpar.llm.encoder_model import is_encoder
     from onnxpar.llm.engine import Engine

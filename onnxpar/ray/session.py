@@ -19,9 +19,9 @@ class InferenceSession(session.InferenceSession):
 
     path_or_bytes  a folder that `onnxpar shard` wrote, at the same path on this host, which reads
                    plan.json, and on the nodes of the ranks, each of which reads its own files;
-                   ranks fetch what their nodes lack from those that have it
+                   ranks fetch files that their nodes lack from ranks that have them
     actors         where ranks run, and with how many CPUs
-    options        those of `onnxpar.InferenceSession`, except those about processes of this host:
+    options        those of `onnxpar.InferenceSession`, except options about processes of this host:
                    log_dir, bind_address, bind and ranks_per_numa
 
     Connects to Ray by `ray.init()` unless this process is connected. Errors: ModelError for a

@@ -16,7 +16,7 @@ class Trainer(trainer.Trainer):
 
     par      the folder of the sharded step, as for `InferenceSession`
     actors   where ranks run, and with how many CPUs
-    held     the lock of a checkpoint folder, if the caller has locked it already
+    held      the lock of the checkpoint folder, if the caller has locked it already
     options  those of `InferenceSession`
 
     `onnxpar.training.train(..., start_ranks=Actors())` runs a whole training. Errors: as of

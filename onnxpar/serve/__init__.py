@@ -1,1 +1,1 @@
-"""Language and embedding models over HTTP, in the API of OpenAI."""
+"""Serves language and embedding models over HTTP, in the API of OpenAI."""

@@ -1,4 +1,4 @@
-"""The parts of an answer: content, and calls of tools."""
+"""The parts of an answer: text, and calls of tools (functions that the client offers)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Text:
-    """Content: text of an answer outside of calls."""
+    """A part: text of an answer outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallBegin:
-    """The beginning of a call of a tool; `index` numbers the calls of an answer."""
+    """A part: the beginning of a call of the tool `name`. `index` numbers the calls of an answer,
+    `id` is the call's id for the client."""
 
     index: int
     id: str
@@ -24,7 +25,7 @@ class CallBegin:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A piece of a call's arguments, in JSON."""
+    """A part: a piece of the arguments of call number `index`, in JSON."""
 
     index: int
     text: str
@@ -32,8 +33,8 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The end of a call. `outcome` is "malformed" for a call that follows again as content, and
-    "cut" if the answer was cut within the call."""
+    """A part: the end of call number `index`. `outcome` is "malformed" for text that turned out to
+    be no call, and follows again as content, and "cut" if the answer was cut within the call."""
 
     index: int
     outcome: Literal["right", "malformed", "cut"]
@@ -45,7 +46,7 @@ Part = Text | CallBegin | CallArguments | CallEnd
 
 @dataclass
 class Call:
-    """A call of a tool, with the arguments that have come so far."""
+    """A call of a tool, with its arguments in JSON as far as they have come."""
 
     id: str
     name: str
@@ -53,8 +54,8 @@ class Call:
 
 
 class Calls:
-    """Collects the calls of an answer from its parts; `well_formed` has all calls but malformed
-    ones."""
+    """Collects the calls of an answer from its parts. `well_formed` has the complete calls, and a
+    call that was cut, but no malformed ones."""
 
     def __init__(self) -> None:
         self.well_formed: list[Call] = []

@@ -1,4 +1,5 @@
-"""The answers of a request, built from tokens of the engine's thread."""
+"""The answers of a request: collects tokens from the engine's thread, and makes text and calls of
+them."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ from onnxpar.serve.tool_parser import ToolParser
 
 @dataclass(frozen=True)
 class Piece:
-    """The addition of an event to an answer.
+    """The part of an answer that one event of the engine adds.
 
     index   the number of the answer
     text    new text, which may be empty
-    tokens  the new tokens whose probabilities the client requests
-    finish  the reason of the answer's end: "stop", "length" or "tool_calls"; None if it goes on
-    parts   content and calls of tools that the text completes
+    tokens  the new tokens, if the client requests their probabilities
+    finish  the reason why the answer ends: "stop", "length" or "tool_calls"; None if it goes on
+    parts   the text as content and calls of tools, as far as these are complete
     """
 
     index: int
@@ -43,13 +44,14 @@ class Piece:
 
     @property
     def content(self) -> str:
-        """The text outside of calls."""
+        """The new text outside of calls."""
         return "".join(part.text for part in self.parts if isinstance(part, Text))
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The numbers of tokens of a request."""
+    """The numbers of tokens of a request: tokens of prompts, new tokens, and tokens of prompts that
+    were in the caches already."""
 
     prompt: int
     new: int
@@ -57,7 +59,14 @@ class Usage:
 
 
 class _Answer:
-    """One answer: its text, and the state of its generation."""
+    """One answer: its text, and the state of its generation.
+
+    text    turns tokens into text
+    placed  also finds the place of each token in the text; None if no probabilities are requested
+    stops   cuts the text at stop strings
+    echo    the text of the prompt, if the answer is to begin with it
+    parser  finds calls of tools; None if there are no tools
+    """
 
     def __init__(
         self,
@@ -79,21 +88,22 @@ class _Answer:
         """True if the engine sends no more events for the answer."""
 
     def add(self, token: Token) -> tuple[str, list[PlacedToken]]:
-        """Adds a token. Returns the text that is complete now, and the token if its probability is
-        requested."""
+        """Adds a token. Returns the text that is complete now, and a list of the token if its
+        probability is requested."""
         if self.placed is None:
             return self.text.add(token.id), []
         text, begin = self.placed.add(token.id)
         return text, [PlacedToken.of(token, begin)]
 
     def end(self) -> None:
-        """Ends the answer, though more tokens may come."""
+        """Ends the answer here, though the engine may still send tokens."""
         assert self.generation is not None, "an answer has tokens after it was submitted"
         self.is_done = True
         self.generation.cancel()
 
     def parted(self, piece: Piece) -> Piece:
-        """Returns a piece with its text split into parts."""
+        """Returns a piece with its text split into content and calls. The finish "stop" becomes
+        "tool_calls" if the answer has called tools."""
         if self.parser is None:
             return replace(piece, parts=[Text(piece.text)] if piece.text else ())
         is_last, is_cut = piece.finish is not None, piece.finish == "length"
@@ -103,8 +113,9 @@ class _Answer:
 
 
 class Answers:
-    """The answers of a request. Use it in a `with`, whose end cancels answers that still run.
-    `prepared` has the tokens of each prompt, and other data for the engine."""
+    """The answers of a request. Use it in a `with`: it submits them to the engine, and at the end
+    cancels answers that still run. `prepared` has the tokens of each prompt, and other data for the
+    engine."""
 
     def __init__(
         self, service: GeneratingService, request: GenerationRequest, prepared: Prepared
@@ -143,8 +154,8 @@ class Answers:
                 answer.generation.cancel()
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yields pieces until all answers have ended. Errors: ApiError if an answer cannot be
-        finished."""
+        """Yields the pieces of all answers as they come, until all have ended. Errors: ApiError if
+        an answer cannot be finished."""
         running = len(self._answers)
         while running:
             index, event = await self._events.get()
@@ -162,8 +173,8 @@ class Answers:
 
     @property
     def usage(self) -> Usage:
-        """The numbers of tokens, once all answers have ended. Tokens of a prompt count as cached if
-        they were cached for all of its answers."""
+        """The numbers of tokens, once all answers have ended. A token of a prompt counts as cached
+        if it was in the caches for all answers to that prompt."""
         number = self._request.n
         of_prompts = [
             self._answers[at : at + number] for at in range(0, len(self._answers), number)
@@ -175,8 +186,8 @@ class Answers:
         )
 
     def _parted(self, answer: _Answer, piece: Piece) -> Piece:
-        """Splits a piece into parts. If only one call is allowed, the piece that ends the call is
-        the last one."""
+        """Splits a piece into parts. If the request allows a single call, the piece that ends a
+        call is the last one of the answer."""
         piece = answer.parted(piece)
         if self._request.callable_tools is None or self._request.callable_tools.is_parallel:
             return piece
@@ -187,11 +198,13 @@ class Answers:
         return piece
 
     def _listen(self, index: int, event: Event) -> None:
-        """Passes an event of the engine's thread on to the event loop."""
+        """Called in the engine's thread with an event of answer number `index`: passes it on to the
+        event loop."""
         with suppress(RuntimeError):  # the loop has ended, and with it the request
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     def _new_answer(self, prompt: Sequence[int], echo: str) -> _Answer:
+        """Returns an answer without text to a prompt; it begins with the text `echo`."""
         request = self._request
         behind = prompt if request.continues else ()
         tokenizer = self._service.engine.tokenizer
@@ -210,7 +223,8 @@ class Answers:
         return _Answer(stream, placed, stops, echo, parser)
 
     def _piece(self, index: int, answer: _Answer, event: Token | PromptTokens | End) -> Piece:
-        """The addition of an event to an answer that is not complete."""
+        """Returns what an event of the engine adds to answer number `index`, which is not complete:
+        text, tokens with probabilities, or its end."""
         if isinstance(event, PromptTokens):
             return Piece(index, "", self._of_prompt(index, event))
         if isinstance(event, End):
@@ -237,14 +251,15 @@ class Answers:
         return Piece(index, text, tokens, "stop")
 
     def _last(self, answer: _Answer, token: Token) -> Sequence[PlacedToken]:
-        """The token that ends an answer. Clients get it if they also request the tokens of the
-        prompt."""
+        """Returns the token that ends an answer, in a list, for clients that also request the
+        tokens of the prompt; none for others."""
         if answer.placed is None or not self._request.tells_prompt:
             return ()
         return [PlacedToken.of(token, answer.placed.length)]
 
     def _of_prompt(self, index: int, event: PromptTokens) -> list[PlacedToken]:
-        """The tokens of a prompt, with their places."""
+        """Returns the tokens of the prompt of answer number `index`, with their places in its
+        text."""
         first = self._prepared.prompts[index // self._request.n][0]
         stream = Stream(self._service.engine.tokenizer)
         text = PlacedText(stream, self._service.grammars.bytes_of)
@@ -252,7 +267,8 @@ class Answers:
         return tokens + [PlacedToken.of(token, text.add(token.id)[1]) for token in event.tokens]
 
     def _measure(self, answer: _Answer) -> None:
-        """Measures the time since the answer's last token."""
+        """Records in the metrics the time since the answer's last token, or since the request for
+        its first."""
         now = time.perf_counter()
         if answer.new:
             self._service.metrics.per_token.observe(now - answer.last)

@@ -1,4 +1,4 @@
-"""Errors in the shape of OpenAI's API."""
+"""Errors in the form of OpenAI's API, and responses of JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ _LONGEST = 100
 
 
 class ApiError(Exception):
-    """An error that answers a request."""
+    """An error that is sent to the client in place of an answer.
+
+    status   the HTTP status
+    param    the field of the request that is wrong, if there is one
+    code     a short name of the error, for programs
+    headers  further headers of the response
+    """
 
     def __init__(
         self,
@@ -35,7 +41,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """Returns the JSON of the error."""
+        """Returns the error as the JSON object of OpenAI's API."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _TYPES.get(self.status, kind)
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
@@ -53,7 +59,7 @@ def json_bytes(value: object) -> bytes:
 
 
 class JsonResponse(Response):
-    """A response of JSON."""
+    """A response whose content is written as JSON."""
 
     media_type = "application/json"
 
@@ -62,7 +68,8 @@ class JsonResponse(Response):
 
 
 def quote(value: object) -> str:
-    """Returns a value as text for a message; long values are cut."""
+    """Returns a value as text for a message: a number, a string (cut if it is long), or "an array"
+    or "an object"."""
     if isinstance(value, (str, int, float)) or value is None:
         text = repr(value[: _LONGEST + 1] if isinstance(value, str) else value)
         return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."

@@ -1,4 +1,4 @@
-"""The routes of the server."""
+"""The routes of the server, as an ASGI application."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def application(engine: Served, settings: Settings) -> Starlette:
 
 
 def _answering(engine: Served, settings: Settings) -> tuple[Service, Mapping[str, Visiting]]:
-    """Returns the service, and the endpoints that run the model, by path."""
+    """Returns the service, and the endpoints for this kind of model, by path."""
     if not isinstance(engine, ServedEmbedder):
         service = GeneratingService(engine, settings)
         return service, {
@@ -98,22 +98,28 @@ def _answering(engine: Served, settings: Settings) -> tuple[Service, Mapping[str
 
 
 class _Pages:
-    """The routes that do not run the model; `paths` are the other routes."""
+    """The routes that do not run the model: pages, status, metrics and the list of models. `paths`
+    are the paths of the routes that do run the model."""
 
     def __init__(self, service: Service, paths: Sequence[str]) -> None:
         self._service, self._paths = service, paths
 
     async def chat(self, request: Request) -> Response:
+        """Returns the page to chat with the model, or one that describes a model of another
+        kind."""
         if CHAT in self._paths:
             return chat_page()
         return embedding_page(self._service.kind, self._paths[0])
 
     async def elsewhere(self, request: Request) -> Response:
+        """Errors: ApiError that names the right paths, always: the path is for another kind of
+        model."""
         name, kind = self._service.settings.model_name, self._service.kind
         text = f"{name!r} is {kind}; send requests to {' or '.join(self._paths)}"
         raise ApiError(text, code="wrong_kind_of_model")
 
     async def health(self, request: Request) -> Response:
+        """Returns the status of the server; the HTTP status is 200 if it is ready, else 503."""
         status = self._service.status
         return JsonResponse({"status": status}, 200 if status == "ready" else 503)
 
@@ -130,6 +136,7 @@ class _Pages:
         return JsonResponse(self._model())
 
     def _model(self) -> dict[str, object]:
+        """Returns the entry of the model in the list of models."""
         service = self._service
         return {
             "id": service.settings.model_name,
@@ -141,12 +148,13 @@ class _Pages:
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
+    """Returns the response for an ApiError that an endpoint raises."""
     assert isinstance(error, ApiError), "it is the handler of these"
     return error.response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """The response for an unknown path or method."""
+    """Returns the response for an unknown path or method."""
     assert isinstance(error, HTTPException), "it is the handler of these"
     path = request.url.path[:100]
     text = {404: f"there is no {path}", 405: f"{path} has no method {request.method}"}

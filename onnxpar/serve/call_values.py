@@ -1,5 +1,5 @@
-"""Converts values in calls of tools to JSON. Models write values as JSON, as Python, or as texts
-whose type a JSON schema says."""
+"""Converts the values in calls of tools to JSON. Models write values as JSON, as Python, or as
+plain texts whose type only the tool's JSON schema tells."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 
 def json_value(text: str, kind: type[T]) -> T:
-    """Returns a value of JSON of this type. Errors: UnexpectedText for any other text."""
+    """Returns the value of a JSON text, which must be of the type `kind`. Errors: UnexpectedText
+    for any other text."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -37,8 +38,8 @@ def json_value(text: str, kind: type[T]) -> T:
 
 
 def python_value(text: str) -> str:
-    """Converts a value of Python to JSON; models also write `true`, `false` and `null`. Errors:
-    UnexpectedText."""
+    """Converts a Python literal to JSON: "{'a': True}" becomes '{"a": true}'. Also accepts `true`,
+    `false` and `null`, which models write, too. Errors: UnexpectedText for any other text."""
     for read in (ast.literal_eval, json.loads):
         with suppress(*_UNREADABLE):
             return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
@@ -46,9 +47,13 @@ def python_value(text: str) -> str:
 
 
 def text_value(text: str, key: str, schema: Mapping[str, Any]) -> str:
-    """Converts a text to JSON: to a value that the schema of a function allows for the argument
-    `key`, or to a string if it allows no such value. A string is the text itself. If the schema
-    allows a string and another type, the other type comes first."""
+    """Converts the plain text of the argument `key` to JSON: "5" becomes 5 for an integer, and "5"
+    in quotes for a string.
+
+    The value is one that the function's JSON schema allows for the argument. If it allows a string
+    and another type, the other type is tried first; if it allows no value of the text, the result
+    is a string.
+    """
     own_schema = _schema_of(key, schema)
     for read in (_no_string, str, _literal):
         with suppress(*_UNREADABLE):
@@ -59,7 +64,7 @@ def text_value(text: str, key: str, schema: Mapping[str, Any]) -> str:
 
 
 def _no_string(text: str) -> object:
-    """Returns a value of JSON. Errors: ValueError, also for a string."""
+    """Returns the value of a JSON text. Errors: ValueError for any other text, and for a string."""
     value = json.loads(text)
     if isinstance(value, str):
         raise ValueError(text)
@@ -71,14 +76,16 @@ def _literal(text: str) -> object:
 
 
 def _schema_of(key: str, schema: Mapping[str, Any]) -> object:
-    """The schema of an argument; None if there is none."""
+    """Returns the schema of the argument `key` in the schema of a function; None if there is
+    none."""
     target = _target(schema["$ref"], schema) if "$ref" in schema else schema
     properties = target.get("properties") if isinstance(target, Mapping) else None
     return properties.get(key) if isinstance(properties, Mapping) else None
 
 
 def _target(ref: object, root: object) -> object:
-    """The schema that a reference names; None if it is in another file."""
+    """Returns the schema in `root` to which a reference such as "#/$defs/place" points; None if it
+    is in another file."""
     if not isinstance(ref, str) or not ref.startswith("#"):
         return None
     for part in ref[1:].split("/")[1:]:
@@ -88,8 +95,11 @@ def _target(ref: object, root: object) -> object:
 
 
 def _fits(value: object, schema: object, root: object, known: dict[str, bool]) -> bool:
-    """True if a value fits a schema, as far as the schema's types, enumerations and choices say.
-    `known` caches whether the value fits the target of each reference."""
+    """True if a value fits a schema, as far as the schema's types, enumerations and choices tell.
+
+    root   the schema in which references are looked up
+    known  caches, by reference, whether the value fits its target
+    """
     if not isinstance(schema, Mapping):
         return True
     ref = schema.get("$ref")
@@ -115,7 +125,8 @@ def _fits(value: object, schema: object, root: object, known: dict[str, bool]) -
 
 
 def _is(value: object, kind: object) -> bool:
-    """True for a value of this type; also for a type that JSON schemas do not have."""
+    """True for a value of this type of a JSON schema; also for a type that JSON schemas do not
+    have."""
     if not isinstance(kind, str) or kind not in _KINDS:
         return True
     if kind == "integer" and isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The page to chat with the model, and the page that describes a model of another kind."""
+"""The web page to chat with the model, and the page that describes a model of another kind."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ _EMBEDDING = Path(__file__).with_name("embedding_page.html")
 
 
 def chat_page() -> Response:
-    """Returns the chat page. It may run and load only its own script and style."""
+    """Returns the response with the chat page. Its headers let it load and run only its own script
+    and style."""
     text, headers = _page()
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
 
 
 def embedding_page(kind: str, path: str) -> Response:
-    """Returns the page of a model that is no language model: its kind, and the path for
-    requests."""
+    """Returns the response with the page of a model that is no language model.
+
+    kind  the kind of the model, with its article
+    path  the path for requests
+    """
     text = _EMBEDDING.read_text(encoding="utf-8").replace("KIND", kind).replace("PATH", path)
     headers = _headers(text, "style")
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
@@ -30,13 +34,14 @@ def embedding_page(kind: str, path: str) -> Response:
 
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
-    """The chat page, and the headers that guard it."""
+    """Returns the chat page, and the headers that restrict it."""
     text = _CHAT.read_text(encoding="utf-8")
     return text.encode("utf-8"), _headers(text, "script", "style")
 
 
 def _headers(text: str, *tags: str) -> dict[str, str]:
-    """The headers that guard a page with one element of each of these tags."""
+    """Returns the headers that restrict a page to its own elements: the only one of each of these
+    tags, such as "script"."""
     policy = [
         "default-src 'none'",
         *(f"{tag}-src {_hash(text, tag)}" for tag in tags),
@@ -55,7 +60,8 @@ def _headers(text: str, *tags: str) -> dict[str, str]:
 
 
 def _hash(page: str, tag: str) -> str:
-    """The source expression (of a content security policy) for the only element of this tag."""
+    """Returns the source expression of a content security policy for the only element of this
+    tag."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     digest = hashlib.sha256(content.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

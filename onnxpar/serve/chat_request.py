@@ -1,4 +1,4 @@
-"""Requests for answers in a chat: the fields that they share, and requests of
+"""Requests for answers in a chat: the fields that all of them have, and requests of
 /v1/chat/completions."""
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Function(Part):
+    """A function that answers may call: its name, and the JSON schema of its parameters."""
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -36,15 +38,20 @@ class Function(Part):
 
 
 class Tool(Part):
+    """A tool of a request. OpenAI has other types, too; here all tools are functions."""
+
     type: Literal["function"]
 
 
 class ChatTool(Tool):
+    """A tool of /v1/chat/completions, whose members are in an inner object."""
+
     function: Function
 
 
 class FlatTool(Function, Tool):
-    """A tool of /v1/responses, whose response repeats all members of the tool."""
+    """A tool of /v1/responses, which is a function itself. The response repeats all its members,
+    also unknown ones."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -55,13 +62,13 @@ class FlatTool(Function, Tool):
 
 
 def _chosen(choice: Mapping[str, Any]) -> Any:
-    """The name of the function that an answer must call."""
+    """Returns the name of the function that an answer must call, by the field `tool_choice`."""
     inner = choice.get("function")
     return inner.get("name") if isinstance(inner, dict) else choice.get("name")
 
 
 class DialogRequest(GenerationRequest):
-    """A request with a chat, which the model's template turns into text, and with tools."""
+    """A request with a chat, which the model's chat template turns into text, and with tools."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -72,6 +79,7 @@ class DialogRequest(GenerationRequest):
     parallel_tool_calls: bool = True
 
     def check(self, service: Any) -> None:
+        """Refuses options of the chat template and choices of tools that contradict each other."""
         super().check(service)
         if self.continue_final_message and self.add_generation_prompt:
             refuse("continue_final_message", "begins no answer: leave add_generation_prompt out")
@@ -95,6 +103,7 @@ class DialogRequest(GenerationRequest):
 
     @property
     def _functions(self) -> list[Function]:
+        """The functions that answers may call."""
         return [tool.function for tool in self.tools if self.tool_choice != "none"]
 
     @property
@@ -103,6 +112,8 @@ class DialogRequest(GenerationRequest):
         """The messages in the form that templates read."""
 
     def tokens(self, service: GeneratingService) -> Sequence[Sequence[int]]:
+        """Returns the tokens of the chat, in a list. Errors: ApiError if the model has no chat
+        template, or the template refuses the messages."""
         tokenizer, messages = service.engine.tokenizer, self.chat
         if not tokenizer.has_chat:
             text = "the model has no chat template; use /v1/completions"
@@ -141,6 +152,8 @@ class DialogRequest(GenerationRequest):
 
 
 class TextPart(Part):
+    """A part of a message's content: a text."""
+
     type: Literal["text", "input_text", "output_text"]
     text: str
 
@@ -149,6 +162,7 @@ _PARTS = TypeAdapter(Array[TextPart])
 
 
 def _joined(content: object) -> object:
+    """Returns the texts of a list of parts, joined by line breaks; any other content as it is."""
     if not isinstance(content, list):
         return content
     return "\n".join(part.text for part in _PARTS.validate_python(content))
@@ -162,18 +176,23 @@ _Arguments = Annotated[Json[dict[str, Any]], BeforeValidator(lambda v: "{}" if v
 
 
 class CalledFunction(Part):
+    """The function that an assistant's message calls, with its arguments, read from their JSON
+    text."""
+
     name: str
     arguments: _Arguments = Field({})
 
 
 class ToolCall(Part):
+    """A call of a tool in an assistant's message."""
+
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class Message(Part):
-    """A message of a chat, with the members that templates read."""
+    """A message of a chat, with the members that chat templates read."""
 
     role: Literal["system", "user", "assistant", "tool", "developer"]
     content: Text | None = None
@@ -192,7 +211,7 @@ class Message(Part):
 
     @property
     def as_read(self) -> dict[str, Any]:
-        """The message in the form that templates read."""
+        """The message in the form that chat templates read."""
         role = "system" if self.role == "developer" else self.role
         return {"content": None, **self.model_dump(exclude_none=True), "role": role}
 
@@ -201,15 +220,19 @@ FormatType = Literal["text", "json_object", "json_schema"]
 
 
 def schema_of(kind: FormatType, schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Returns the JSON schema for answers of a format; None if any text is allowed."""
+    """Returns the JSON schema that answers of a format must fit; None if any text is allowed."""
     return {"text": None, "json_object": {"type": "object"}, "json_schema": schema}[kind]
 
 
 class JsonSchema(Part):
+    """The JSON schema of a format."""
+
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class ResponseFormat(Part):
+    """The field `response_format`: text, any JSON object, or JSON of a schema."""
+
     type: FormatType
     json_schema: JsonSchema | None = None
 
@@ -219,6 +242,8 @@ class ResponseFormat(Part):
 
 
 class ChatCompletionRequest(DialogRequest):
+    """A request of /v1/chat/completions."""
+
     length_fields: ClassVar[Sequence[str]] = ("max_completion_tokens", "max_tokens")
 
     messages: Filled[Message]

@@ -1,4 +1,4 @@
-"""Answers requests for embeddings and for scores."""
+"""Answers requests for embeddings, and for scores of a reranker."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class EmbeddingAnswering(Visiting):
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
+        """Reads a request from `body`, runs its texts on the model, and sends the answer."""
         request, texts = await run_sync(self._prepared, body)
         results = await self._results(texts)
         number = sum(len(text.ids) for text in texts)
@@ -44,12 +45,14 @@ class EmbeddingAnswering(Visiting):
         await response(scope, receive, stream.raw)
 
     def _prepared(self, body: bytes) -> tuple[EncoderRequest, Sequence[Tokens]]:
-        """A request and its texts. Errors: ApiError."""
+        """Returns the request in a body, and the tokens of its texts. Errors: ApiError for a wrong
+        request."""
         request = read_request(self._read, object_of(body), self._service)
         return request, request.checked_tokens(self._service)
 
     async def _results(self, texts: Sequence[Tokens]) -> Array:
-        """The model's results for these texts. Errors: ApiError if it has none."""
+        """Runs texts on the model, waits, and returns the results, (texts, width). Errors: ApiError
+        if the model computes none."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Array | End | Failure] = loop.create_future()
 

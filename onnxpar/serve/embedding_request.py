@@ -1,4 +1,4 @@
-"""Requests for embeddings and for scores, and their answers as JSON."""
+"""Requests for embeddings, and for scores of a reranker, with their answers as JSON."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from onnxpar.serve.service import EmbeddingService
 
 
 class EncoderRequest(Request):
-    """A request to an embedding model or a reranker; `texts_field` is the field with its texts."""
+    """A request to an embedding model or a reranker; `texts_field` is the name of the field that
+    has its texts."""
 
     texts_field: ClassVar[str]
 
     @abstractmethod
     def tokens(self, service: EmbeddingService) -> list[Tokens]:
-        """Returns the tokens that the model reads."""
+        """Returns the tokens of each text that the model reads."""
 
     @abstractmethod
     def answer(self, results: Array) -> dict[str, Any]:
-        """Returns the JSON of the answer from the results of all texts."""
+        """Returns the JSON of the answer. `results` are the model's results for all texts, (texts,
+        width)."""
 
     def check(self, service: Any) -> None:
         number, most = len(getattr(self, self.texts_field)), service.settings.max_inputs
@@ -39,8 +41,8 @@ class EncoderRequest(Request):
             refuse(self.texts_field, f"has {number} texts; at most {most} are allowed")
 
     def checked_tokens(self, service: EmbeddingService) -> Sequence[Tokens]:
-        """Returns the tokens that the model reads. Errors: ApiError for a text that the model
-        cannot read."""
+        """Returns the tokens of each text that the model reads. Errors: ApiError for a text that is
+        too long, say."""
         texts = self.tokens(service)
         for index, text in enumerate(texts):
             try:
@@ -82,7 +84,7 @@ class EmbeddingRequest(EncoderRequest):
         return {"data": data}
 
     def _written(self, vector: Array) -> Any:
-        """A vector in JSON: as an array of numbers, or in base64."""
+        """Returns a vector for JSON: a list of numbers, or the base64 of its bytes."""
         if self.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
         return vector.tolist()
@@ -112,6 +114,6 @@ class RerankRequest(EncoderRequest):
         return {"id": f"rerank-{secrets.token_hex(12)}", "results": ranked}
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
-        """The entry of a document in the answer."""
+        """Returns the entry of document number `index` in the answer."""
         document = {"document": {"text": self.documents[index]}} if self.return_documents else {}
         return {"index": index, "relevance_score": score, **document}

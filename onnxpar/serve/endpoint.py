@@ -1,5 +1,5 @@
-"""The base of all endpoints that run work: it limits time, and stops requests whose clients go away
-or that outlast the server."""
+"""The base of all endpoints that run work. It limits the time of a request, and stops it if its
+client goes away or the server ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ ENDING = "ending"
 
 
 class Visiting(ABC):
-    """The endpoint of a route, as an ASGI application."""
+    """The endpoint of a route, as an ASGI application.
+
+    service  the shared state of the server
+    stream   the class that sends events
+    """
 
     def __init__(self, service: Service, stream: type[EventStream] = EventStream) -> None:
         self._shared, self._stream = service, stream
@@ -30,10 +34,12 @@ class Visiting(ABC):
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
-        """Answers a request, whose body is complete. Errors: ApiError."""
+        """Reads a request from `body`, and sends the answer. Errors: ApiError for a request that
+        cannot be answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request. Errors: ApiError, if the answer has not begun."""
+        """Answers a request. Errors: ApiError, if the response has not begun; later errors become
+        an event."""
         stream = self._stream(send)
         with self._shared.gate.visit() as visit:
             error = await self._visit(visit, scope, receive, stream)
@@ -46,8 +52,8 @@ class Visiting(ABC):
     async def _visit(
         self, visit: Visit, scope: Scope, receive: Receive, stream: EventStream
     ) -> ApiError | None:
-        """Answers a request within its time, while its client waits; returns the error for the
-        client, or None."""
+        """Answers a request within the time limit, and as long as its client waits. Returns the
+        error to send to the client; None if all went well, or the client is gone."""
         error: ApiError | None = None
         is_done = False
         async with anyio.create_task_group() as group:
@@ -73,8 +79,8 @@ class Visiting(ABC):
 
 
 async def _read(request: Request, most: int) -> bytes:
-    """The body of a request. Errors: ApiError if it has more than `most` bytes;
-    ClientDisconnect."""
+    """Returns the body of a request. Errors: ApiError if it has more than `most` bytes;
+    ClientDisconnect if the client goes away."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -84,7 +90,7 @@ async def _read(request: Request, most: int) -> bytes:
 
 
 async def _watch(receive: Receive, visit: Visit) -> None:
-    """Stops a request when its client closes the connection."""
+    """Waits until the client closes the connection, and then stops the request."""
     while (await receive())["type"] != "http.disconnect":
         pass
     visit.stop(GONE)

@@ -1,4 +1,5 @@
-"""Formats of answers in OpenAI's API, as JSON: whole answers, and answers in chunks."""
+"""Formats of answers in OpenAI's API, as JSON: whole answers, or answers in chunks, one for each
+event."""
 
 from __future__ import annotations
 
@@ -18,32 +19,35 @@ _LEAST_LOGPROB = -9999.0
 
 
 class Format(ABC):
-    """The format of a request's answers. It writes either chunks or whole answers."""
+    """The format of a request's answers. A caller uses either `begin`, `chunks` and `end`, for a
+    stream, or `add` and `whole`."""
 
     @abstractmethod
     def begin(self) -> list[dict[str, Any]]:
-        """Returns the chunks before all others."""
+        """Returns the chunks that come first."""
 
     @abstractmethod
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """Returns the chunks of a piece; it may have none."""
+        """Returns the chunks for a piece of an answer; there may be none."""
 
     @abstractmethod
     def end(self, usage: Usage) -> list[dict[str, Any]]:
-        """Returns the chunks after all others."""
+        """Returns the chunks that come last."""
 
     @abstractmethod
     def add(self, piece: Piece) -> None:
-        """Adds a piece to the whole answers."""
+        """Adds a piece of an answer, for `whole`."""
 
     @abstractmethod
     def whole(self, usage: Usage) -> dict[str, Any]:
-        """Returns the whole answers, from all pieces that were added."""
+        """Returns the JSON of all answers, from the pieces that were added."""
 
 
 class ChoicesFormat(Format):
-    """Answers in a list of choices.
+    """Answers in a list of choices, as chats and completions have them.
 
+    model     the name of the model
+    request   the request
     bytes_of  a function from a token to its bytes
     number    the number of answers
     """
@@ -68,11 +72,12 @@ class ChoicesFormat(Format):
 
     @abstractmethod
     def _delta(self, index: int, text: str, tokens: Sequence[PlacedToken], is_end: bool) -> Any:
-        """The entry of an answer in a chunk, without the reason of its end."""
+        """Returns the entry of answer number `index` in a chunk: its new text and tokens. `is_end`
+        is True for the chunk that says why the answer ends."""
 
     @abstractmethod
     def _choice(self, index: int, text: str, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
-        """The entry of a whole answer, without the reason of its end."""
+        """Returns the entry of a whole answer, without the reason of its end."""
 
     def add(self, piece: Piece) -> None:
         self._texts[piece.index] += piece.content
@@ -97,7 +102,7 @@ class ChoicesFormat(Format):
         return chunks
 
     def _calls(self, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks of the calls in a piece."""
+        """Returns the chunks for the calls of tools in a piece."""
         return []
 
     def end(self, usage: Usage) -> list[dict[str, Any]]:
@@ -109,14 +114,16 @@ class ChoicesFormat(Format):
     def _chunk(
         self, index: int, text: str, tokens: Sequence[PlacedToken], finish: str | None = None
     ) -> dict[str, Any]:
+        """Returns a chunk with new text and tokens of answer number `index`; `finish` is why the
+        answer ends, or None."""
         choice = {"index": index, **self._delta(index, text, tokens, finish is not None)}
         chunk = {**self._head, "object": self.chunk_kind}
         chunk["choices"] = [{**choice, "finish_reason": finish}]
         return {**chunk, "usage": None} if self._request.stream_options.include_usage else chunk
 
     def _key_of(self, token: int) -> str:
-        """The text of a token, as OpenAI writes it. Bytes that are no whole characters are written
-        as bytes, so that tokens with different bytes differ."""
+        r"""Returns the text of a token, as OpenAI writes it. Bytes that are no whole characters are
+        written as "bytes:\xe2\x80", so that different tokens have different texts."""
         bytes_ = self._bytes_of(token)
         try:
             return bytes_.decode()
@@ -146,11 +153,12 @@ class ChatFormat(ChoicesFormat):
             self._calls_of[piece.index].add(part)
 
     def begin(self) -> list[dict[str, Any]]:
-        """Returns a chunk with the role for each answer."""
+        """Returns a chunk for each answer, with the role of its author."""
         delta = {"role": "assistant", "content": ""}
         return [self._with_delta(index, delta) for index in range(len(self._texts))]
 
     def _with_delta(self, index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a chunk of answer number `index` with these new members of its message."""
         chunk = self._chunk(index, "", ())
         chunk["choices"][0]["delta"] = delta
         return chunk
@@ -173,6 +181,8 @@ class ChatFormat(ChoicesFormat):
         return {"message": message, "logprobs": self._logprobs(tokens, is_whole=True)}
 
     def _logprobs(self, tokens: Sequence[PlacedToken], is_whole: bool = False) -> Any:
+        """Returns the probabilities of tokens in the form of chats; None if the client does not
+        request them, or, in a chunk, if there are no tokens."""
         if self._request.likeliest is None or not (tokens or is_whole):
             return None
         content = [
@@ -205,6 +215,8 @@ class CompletionFormat(ChoicesFormat):
         return {"text": text, "logprobs": self._logprobs(tokens, is_whole=True)}
 
     def _logprobs(self, tokens: Sequence[PlacedToken], is_whole: bool = False) -> Any:
+        """Returns the probabilities of tokens in the form of completions; None if the client does
+        not request them, or, in a chunk, if there are no tokens."""
         if self._request.likeliest is None or not (tokens or is_whole):
             return None
         return {
@@ -215,8 +227,8 @@ class CompletionFormat(ChoicesFormat):
         }
 
     def _likeliest(self, token: PlacedToken) -> dict[str, float | None] | None:
-        """The logarithms of the likeliest tokens and of the actual one; None for the first token of
-        a prompt."""
+        """Returns the logarithms of the probabilities of the likeliest tokens and the actual one,
+        by text; None for the first token of a prompt."""
         if token.logprob is None:
             return None
         pairs = (*token.top, (token.id, token.logprob))
@@ -224,7 +236,8 @@ class CompletionFormat(ChoicesFormat):
 
 
 def _call_delta(part: Part) -> dict[str, Any] | None:
-    """The entry of a part of a call in a chunk; None for other parts."""
+    """Returns the entry of a part of a call in a chunk; None for text, and for the end of a
+    call."""
     if isinstance(part, CallBegin):
         return {"index": part.index, "id": part.id, **_function(part.name, "")}
     if isinstance(part, CallArguments):
@@ -237,6 +250,7 @@ def _function(name: str, arguments: str) -> dict[str, Any]:
 
 
 def _finite(logprob: float | None) -> float | None:
+    """Returns a logarithm that JSON can write: at least `_LEAST_LOGPROB`. None stays None."""
     return None if logprob is None else max(_LEAST_LOGPROB, float(logprob))
 
 

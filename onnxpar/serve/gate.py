@@ -1,4 +1,4 @@
-"""Admits requests, counts them, and stops them when the server ends."""
+"""Admits requests up to a limit, and stops them when the server ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ RETRY = {"Retry-After": "1"}
 
 
 class Visit:
-    """A request in progress; `why` is the reason why it was stopped before its end, or None."""
+    """A request in progress. `why` is the reason for which it was stopped before its end, or
+    None."""
 
     def __init__(self) -> None:
         self.why: str | None = None
@@ -24,19 +25,19 @@ class Visit:
         self._scope: anyio.CancelScope | None = None
 
     def enter(self, scope: anyio.CancelScope) -> None:
-        """Begins the scope that `stop` cancels."""
+        """Sets the scope (of anyio) that `stop` cancels, and in which the request is answered."""
         self._scope = scope
         if self.why is not None:
             scope.cancel()
 
     def stop(self, why: str) -> None:
-        """Stops the request. Call it in the event loop."""
+        """Stops the request for the reason `why`. Call it in the event loop."""
         self.why = self.why or why
         if self._scope is not None:
             self._scope.cancel()
 
     def stop_soon(self, why: str) -> None:
-        """Stops the request. Call it from any thread."""
+        """Stops the request for the reason `why`. Call it from any thread."""
         self._loop.call_soon_threadsafe(self.stop, why)
 
 
@@ -56,8 +57,8 @@ class Gate:
 
     @contextmanager
     def visit(self) -> Iterator[Visit]:
-        """Admits a request for the duration of the block. Errors: ApiError if the request is
-        refused."""
+        """Admits a request for the duration of the `with` block, and yields its Visit. Errors:
+        ApiError if there are too many requests, or the server is about to end."""
         visit = Visit()
         with self._changed:
             if self._is_closed:
@@ -78,12 +79,13 @@ class Gate:
         self._is_closed = True
 
     def wait(self, seconds: float) -> bool:
-        """Waits until all requests have ended; returns False if some still run after `seconds`."""
+        """Waits until all requests have ended, at most `seconds`; returns False if some still
+        run."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._visits, seconds)
 
     def stop(self, why: str) -> None:
-        """Stops the requests that still run."""
+        """Stops the requests that still run, for the reason `why`."""
         with self._changed:
             for visit in self._visits:
                 visit.stop_soon(why)

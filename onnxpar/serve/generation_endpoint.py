@@ -1,4 +1,5 @@
-"""Answers a request for text: reads it, lets the engine generate, and writes the answers."""
+"""Answers a request for generated text: reads it, lets the engine generate, and writes the
+answers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Answering(Visiting):
     """The endpoint of a route that generates text.
 
     read    the class of the route's requests
-    form    makes the format of the answers
+    form    makes the format of the answers from the model's name, the request, a function from a
+            token to its bytes, and the number of answers
     stream  the class that sends events
     """
 
@@ -40,7 +42,8 @@ class Answering(Visiting):
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
-        """Answers a request, whose body is complete."""
+        """Reads a request from `body`, generates the answers, and sends them: as a whole, or piece
+        by piece if the request asks for a stream."""
         request, prepared = await run_sync(self._prepared, body)
         form = self._form(
             self._service.settings.model_name,
@@ -57,14 +60,15 @@ class Answering(Visiting):
         await JsonResponse(form.whole(answers.usage))(scope, receive, stream.raw)
 
     def _prepared(self, body: bytes) -> tuple[GenerationRequest, Prepared]:
-        """Returns the request and its tokens. It runs in a thread, as it may take a while."""
+        """Returns the request in a body, and its data for the engine. Runs in a thread, as it may
+        take a while. Errors: ApiError for a wrong request."""
         request = read_request(self._read, object_of(body), self._service)
         return request, prepare(self._service, request)
 
 
 async def _stream(answers: Answers, form: Format, stream: EventStream) -> None:
-    """Sends answers piece by piece. If the request fails before the first event, it gets an error
-    in place of a stream."""
+    """Sends answers piece by piece. Nothing is sent before the first piece, so that a request that
+    fails before it gets an error response instead of a stream."""
     async for piece in answers.pieces():
         if not stream.has_begun:
             for chunk in form.begin():

@@ -1,4 +1,5 @@
-"""Requests for answers: the fields of all of them, and requests of /v1/completions."""
+"""Requests for generated answers: the fields that all of them have, and requests of
+/v1/completions."""
 
 from __future__ import annotations
 
@@ -29,12 +30,14 @@ logits would overflow."""
 
 
 class StreamOptions(Part):
+    """The field `stream_options`: whether a last chunk has the numbers of tokens."""
+
     include_usage: bool = False
 
 
 class GenerationRequest(Request):
-    """A request for answers. As in OpenAI's API, tokens are sampled from the whole vocabulary, with
-    a new seed for each request."""
+    """A request for generated answers. As in OpenAI's API, tokens are sampled from the whole
+    vocabulary, with a new seed for each request, unless fields say otherwise."""
 
     schema_field: ClassVar[str] = "response_format"
     """The field with the JSON schema of answers."""
@@ -70,38 +73,39 @@ class GenerationRequest(Request):
 
     @abstractmethod
     def tokens(self, service: GeneratingService) -> Sequence[Sequence[int]]:
-        """Returns the tokens of each prompt. Errors: ApiError."""
+        """Returns the tokens of each prompt. Errors: ApiError if the model cannot read one."""
 
     @property
     def new_tokens(self) -> int | None:
-        """The largest number of new tokens; None for as many as the model has room for."""
+        """The requested limit of new tokens; None for as many as the model has room for."""
         numbers = (getattr(self, name) for name in self.length_fields)
         return next((number for number in numbers if number is not None), None)
 
     @property
     def likeliest(self) -> int | None:
-        """The number of likeliest tokens that an answer lists with each token; None: no
-        probabilities."""
+        """How many of the likeliest tokens an answer lists with each token; None if no
+        probabilities are requested."""
         return None
 
     @property
     def answer_schema(self) -> Mapping[str, Any] | None:
-        """The JSON schema of answers; None: any text."""
+        """The JSON schema that answers must fit; None for any text."""
         return None
 
     @property
     def callable_tools(self) -> Tools | None:
-        """The tools that answers may call; None if there are none."""
+        """The tools that answers may call; None if they may call none."""
         return None
 
     @property
     def continues(self) -> bool:
-        """True if answers continue the text of their prompts."""
+        """True if an answer continues the text of its prompt, as that of a chat usually does
+        not."""
         return True
 
     @property
     def tells_prompt(self) -> bool:
-        """True if the request asks for the probabilities of the prompt's tokens."""
+        """True if the probabilities of the prompt's tokens are requested."""
         return False
 
     @property

@@ -1,5 +1,5 @@
-"""Answers in JSON: the tokens that a JSON schema, or the schemas of functions, allow next. The
-library llguidance computes them."""
+"""Answers in JSON: which tokens a JSON schema, or the schemas of functions, allow next. The library
+llguidance computes them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ error, not ignored."""
 
 @dataclass(frozen=True)
 class Form:
-    """The form of an answer: JSON of a schema, a list of calls, or either of them.
+    """The form of an answer: JSON of a schema, a list of calls of tools, or either of them.
 
-    schema  None: only calls
-    tools   None: no calls
+    schema  the JSON schema; None: only calls
+    tools   the tools to call; None: no calls
     param   the field of the request that asks for this form
     """
 
@@ -41,7 +41,8 @@ class Form:
     param: str
 
     def grammar(self) -> str:
-        """Returns the grammar of the answer, in llguidance's variant of Lark's language."""
+        """Returns the grammar of answers of this form, in llguidance's variant of Lark's
+        language."""
         rules = []
         if self.schema is not None:
             rules.append(("answer", _json_rule(self.schema)))
@@ -60,11 +61,18 @@ class Form:
 
 
 def _json_rule(schema: Mapping[str, Any]) -> str:
+    """Returns the rule of a grammar for JSON of a schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': _OPTIONS})}"
 
 
 class JsonConstraint:
-    """Allows the tokens that continue an answer of a form, as a `Constraint`."""
+    """A `Constraint` that allows only tokens with which an answer can still become one of a form.
+
+    matcher     follows the answer, by a grammar
+    vocabulary  the number of tokens of the model
+    ends        tokens that end an answer
+    param       the field of the request that asks for the form
+    """
 
     def __init__(
         self,
@@ -77,7 +85,7 @@ class JsonConstraint:
         self._ends = sorted(end for end in ends if end < vocabulary)
 
     def allowed(self) -> Array:
-        """True for each token that may come next, (vocabulary,)."""
+        """Returns True for each token that may come next, (vocabulary,)."""
         mask: Array = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) != 0
         mask = mask[: self._vocabulary]  # a tokenizer may have more tokens than the model
         # The library knows one token that ends texts. It allows none at all where the text is
@@ -87,19 +95,19 @@ class JsonConstraint:
         return mask
 
     def accept(self, token: int) -> None:
-        """Appends a token."""
+        """Called with each token that was chosen for the answer."""
         if token not in self._ends:
             self._matcher.consume_token(token)
 
     def check(self) -> None:
-        """Raises ApiError if the text does not fit the form, because the library could not follow
-        it to the end."""
+        """Errors: ApiError if the library could not follow the answer to its end, so that its text
+        may not fit the form."""
         if self._matcher.is_error():
             raise _wrong(self._matcher.get_error(), self._param)
 
 
 class Grammars:
-    """The vocabulary of a model as bytes, and constraints over it."""
+    """Makes constraints for a model's vocabulary, and knows the bytes of its tokens."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
@@ -107,8 +115,8 @@ class Grammars:
         self._vocabulary: llguidance.LLTokenizer | None = None
 
     def load(self) -> llguidance.LLTokenizer:
-        """Returns the vocabulary for llguidance; the first call takes a second. Errors: ApiError if
-        the library cannot read the model's tokenizer."""
+        """Returns the vocabulary as llguidance reads it. The first call takes about a second.
+        Errors: ApiError if the library cannot read the model's tokenizer."""
         with self._lock:
             if self._engine.vocabulary > _MOST_TOKENS:
                 raise ApiError(
@@ -139,8 +147,8 @@ class Grammars:
         return bytes_
 
     def constraints(self, form: Form, number: int) -> list[JsonConstraint]:
-        """Returns `number` constraints for a form. Errors: ApiError if a schema is wrong, or uses
-        keywords that the library lacks."""
+        """Returns `number` constraints for answers of a form. Errors: ApiError if a schema is
+        wrong, or uses keywords that the library does not know."""
         _check_depth(form)
         vocabulary = self.load()
         try:
@@ -157,14 +165,15 @@ class Grammars:
 
 
 def _wrong(why: str, param: str) -> ApiError:
-    """The error for a schema; the first line of the library's reason is for users."""
+    """Returns the error for a schema; `why` is the library's reason, whose first line is for users,
+    and `param` the field with the schema."""
     reason = "no text fits it" if why.startswith("NoExtension") else why.partition("\n<state>")[0]
     text = f"{param} has a schema that cannot be followed: {' '.join(reason.split())[:300]}"
     return ApiError(text, param=param)
 
 
 def _check_depth(form: Form) -> None:
-    """Raises ApiError if a schema is nested too deeply for the library."""
+    """Errors: ApiError if a schema is nested too deeply for the library."""
     level: list[object] = [form.schema, *(form.tools.parameters.values() if form.tools else ())]
     depth = 0
     while level:

@@ -1,5 +1,5 @@
-"""Middleware that every request passes on its way to its route: metrics, and checks of hosts,
-origins and keys."""
+"""Middleware that every request passes before its route: metrics, and checks of hosts, origins and
+keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _OPEN = ("/", "/health")
 
 
 class Measured:
-    """Counts requests and measures their time. A bug becomes a response with status 500.
+    """Middleware that counts requests and measures their time. A bug becomes a response with status
+    500.
 
     routes  the paths that metrics distinguish
     log     True to print a line for each request
@@ -36,7 +37,7 @@ class Measured:
         self._app, self._metrics, self._routes, self._log = app, metrics, routes, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on."""
+        """Passes a request on, and records its status and time."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -64,7 +65,7 @@ class Measured:
 
 
 class Guards:
-    """Refuses requests from clients without permission."""
+    """Middleware that refuses requests from clients without permission."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
@@ -80,7 +81,7 @@ class Guards:
         await self._app(scope, receive, send)
 
     def _check(self, path: str, headers: Headers) -> None:
-        """Checks the host, the origin and the key of a request. Errors: ApiError."""
+        """Errors: ApiError if the host, the origin or the key of a request is not allowed."""
         settings, host = self._settings, headers.get("host", "")
         if settings.only_loopback and not is_loopback(_host_name(host)):
             raise ApiError(
@@ -101,7 +102,7 @@ class Guards:
 
 
 def is_loopback(host: str) -> bool:
-    """True for names and addresses that mean only this machine."""
+    """True for a name or an address that always means this machine: localhost, 127.0.0.1, ::1."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -109,7 +110,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """The name in a Host header, without its port."""
+    """Returns the name in a Host header, without its port; empty if the header is wrong."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -117,12 +118,14 @@ def _host_name(host: str) -> str:
 
 
 def _is_allowed(origin: str, host: str, allowed: Sequence[str]) -> bool:
-    """True for an origin that may use this server: its own, or one that is allowed."""
+    """True for an origin whose pages may use this server: the server's own (`host`), or one in
+    `allowed`."""
     return "*" in allowed or origin in allowed or origin.partition("://")[2] == host
 
 
 def _check_key(authorization: str, keys: Sequence[bytes]) -> None:
-    """Raises ApiError if the header has none of the keys. Takes the same time for all keys."""
+    """Errors: ApiError if the Authorization header has none of the keys. Takes equally long for all
+    wrong keys."""
     kind, _, key = authorization.partition(" ")
     sent = key.strip().encode("latin-1", "replace")
     matches = [hmac.compare_digest(sent, key) for key in keys]

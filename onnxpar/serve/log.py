@@ -1,4 +1,4 @@
-"""Prints lines for the people who run a server."""
+"""Prints lines for the people who run a server, not for its clients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Scope = MutableMapping[str, Any]
 
 
 def log_error(error: BaseException) -> None:
-    """Prints an error of a request in one line, and its traceback if the user requests
-    tracebacks."""
+    """Prints the error of a request as one line on standard error; before it the traceback, if the
+    user has asked for tracebacks."""
     # anyio groups the errors of tasks
     inner: Sequence[BaseException] = getattr(error, "exceptions", [])
     if len(inner) == 1:

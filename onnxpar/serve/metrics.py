@@ -1,4 +1,4 @@
-"""Metrics of a server, for Prometheus."""
+"""The metrics of a server, in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _COUNTERS = {
 
 
 class Metrics:
-    """The counts and durations of a server and its engine, in a registry of its own."""
+    """The counts and durations of a server and its engine, in a registry (of prometheus_client) of
+    its own."""
 
     def __init__(self, engine: Served) -> None:
         self._registry = CollectorRegistry()
@@ -62,17 +63,21 @@ class Metrics:
     def _histogram(
         self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str
     ) -> Histogram:
+        """Returns a new histogram of seconds. `name` is a part of its name, `meaning` its help
+        text, `buckets` the upper bounds."""
         full = f"onnxpar_{name}_seconds"
         return Histogram(full, meaning, labels, buckets=buckets, registry=self._registry)
 
 
 class _OfEngine(Collector):
-    """The counts of an engine at the time of a query; if it has replicas, the counts of each."""
+    """Reads the counts of an engine whenever metrics are queried; if it has replicas, the counts of
+    each."""
 
     def __init__(self, engine: Served) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
+        """Yields the metrics of the engine, or of each of its replicas, as they are now."""
         engine, labels = self._engine, list[str]()
         by_labels: dict[tuple[str, ...], ServedCounts | EmbedderCounts] = {(): engine.counts}
         if isinstance(engine, EngineReplicas | EmbedderReplicas):

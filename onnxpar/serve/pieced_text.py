@@ -1,4 +1,4 @@
-"""Reads a text whose end has not come yet."""
+"""Reads a text that comes in pieces, by generators that wait where the text has not come yet."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class UnexpectedText(Exception):
 
 
 class PiecedText:
-    """A text that comes in pieces, and a position in it, from which methods read. Errors:
-    UnexpectedText.
+    """A text that comes in pieces, and a position up to which it is read. Methods read from the
+    position on, as generators that yield to wait for more text. Errors: UnexpectedText.
 
+    text         the text so far; the caller appends pieces
     at           the position
     is_complete  True if no further piece comes
     """
@@ -29,19 +30,21 @@ class PiecedText:
         self.is_complete = False
 
     def next(self) -> Reading[str]:
-        """Returns the next character, without reading on; an empty text at the end."""
+        """Returns the next character, without moving the position; an empty text at the end."""
         while self.at == len(self.text) and not self.is_complete:
             yield
         return self.text[self.at : self.at + 1]
 
     def visible(self) -> Reading[str]:
-        """Skips white space; returns the next character, without reading on."""
+        """Skips white space, and returns the next character without moving the position behind
+        it."""
         while (char := (yield from self.next())).isspace():
             self.at += 1
         return char
 
     def take(self, chars: str) -> Reading[str]:
-        """Reads the next character after white space, which must be one of `chars`."""
+        """Skips white space, and reads and returns the next character, which must be one of
+        `chars`."""
         char = yield from self.visible()
         if not char or char not in chars:
             raise UnexpectedText
@@ -49,7 +52,7 @@ class PiecedText:
         return char
 
     def word(self) -> Reading[str]:
-        """Reads a name of letters, digits and `_.-`."""
+        """Skips white space, and reads and returns a name of letters, digits and `_.-`."""
         yield from self.visible()
         start = self.at
         while (char := (yield from self.next())) and (char.isalnum() or char in "_.-"):
@@ -59,8 +62,8 @@ class PiecedText:
         return self.text[start : self.at]
 
     def one_of(self, options: Sequence[str]) -> Reading[str | None]:
-        """Reads one of several texts. If none of them comes next, returns None and reads
-        nothing."""
+        """Reads one of these texts, if one comes next, and returns it; otherwise reads nothing, and
+        returns None."""
         while True:
             for option in options:
                 if self.text.startswith(option, self.at):
@@ -72,8 +75,8 @@ class PiecedText:
             yield
 
     def expect(self, options: Sequence[str]) -> Reading[str]:
-        """Skips white space and reads one of several texts. If the end of the text cuts the option,
-        reads the beginning of it before the error."""
+        """Skips white space, and reads and returns one of these texts. If the end of the text cuts
+        one of them, the position is at the end when the error is raised."""
         yield from self.visible()
         option = yield from self.one_of(options)
         if option is None:
@@ -83,7 +86,7 @@ class PiecedText:
         return option
 
     def until(self, end: str) -> Reading[str]:
-        """Reads up to the text `end`, and `end` itself; returns the text before it."""
+        """Reads up to and including the text `end`; returns the text before it."""
         start = self.at
         while (end_at := self.text.find(end, self.at)) < 0:
             if self.is_complete:
@@ -95,8 +98,9 @@ class PiecedText:
         return self.text[start:end_at]
 
     def value(self, quotes: str = '"') -> Reading[str]:
-        """Reads a value of JSON or, with `quotes`, of Python: up to the bracket or quote that
-        closes it, or to the comma, bracket or white space after a number or a word."""
+        """Skips white space, and reads and returns a JSON value as text. With other `quotes`, reads
+        a value of Python. A value ends with the bracket or quote that closes it; a number or a word
+        ends before a comma, a bracket or white space."""
         yield from self.visible()
         start, depth, quote = self.at, 0, ""
         while char := (yield from self.next()):

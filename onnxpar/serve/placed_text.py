@@ -1,4 +1,4 @@
-"""Finds the place in a text where each token begins."""
+"""Finds the place in a text where each of its tokens begins."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 class PlacedToken:
     """A token and its place in the text.
 
+    id       the token
     logprob  the natural logarithm of its probability; None for the first token of a prompt
     top      the likeliest tokens at its place, with their logarithms
     begin    the number of characters of the text before it
@@ -29,14 +30,15 @@ class PlacedToken:
 
     @staticmethod
     def of(token: Token, begin: int) -> PlacedToken:
-        """Returns the token of an event with its place."""
+        """Returns the token of an engine's event, with its place."""
         return PlacedToken(token.id, token.logprob, token.top, begin)
 
 
 class PlacedText:
-    """A stream of text that also finds the place of each token. A token that continues a character
-    has the place of the character.
+    """A stream of text that also finds the place of each token. A token that only continues a
+    character has the place of that character.
 
+    stream    turns tokens into text
     bytes_of  a function from a token to its bytes
     start     the number of characters before the text
     """
@@ -49,7 +51,7 @@ class PlacedText:
 
     @property
     def length(self) -> int:
-        """The number of characters."""
+        """The number of characters so far, including characters that still wait."""
         return self._sent + len(self._stream.waiting)
 
     def add(self, token: int) -> tuple[str, int]:
@@ -75,7 +77,7 @@ class PlacedText:
 
 
 def _may_begin_a_character(data: bytes) -> bool:
-    """True for the first bytes of a character, or for all its bytes."""
+    """True for bytes that are whole characters in UTF-8, or with which a character may begin."""
     try:
         data.decode()
     except UnicodeDecodeError as error:

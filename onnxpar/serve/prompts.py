@@ -1,4 +1,5 @@
-"""Converts the prompts of a request to tokens, and its options to the engine's limits."""
+"""Converts a request for generated text to the engine's terms: its prompts to tokens, its options
+to limits."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ class Prepared:
     """The data of a request for the engine.
 
     prompts      the tokens of each prompt
-    echoes       the text before each answer
+    echoes       the text with which each answer begins, for requests with `echo`; else empty texts
     rooms        the largest number of new tokens after each prompt
-    constraints  a constraint for each answer, if the request has a form; else empty
+    constraints  a constraint for each answer, if answers must have a form; else empty
     ends         the tokens that end an answer
     """
 
@@ -61,7 +62,8 @@ def prepare(service: GeneratingService, request: GenerationRequest) -> Prepared:
 def limits_of(
     service: GeneratingService, request: GenerationRequest, prepared: Prepared, index: int
 ) -> Limits:
-    """Returns the engine's limits for the answer with this number."""
+    """Returns the engine's limits for answer number `index`; `request.n` answers in turn are to one
+    prompt."""
     return Limits(
         sampling=request.sampling,
         max_new_tokens=max(prepared.rooms[index // request.n], 1),
@@ -75,8 +77,8 @@ def limits_of(
 
 
 def _form(service: GeneratingService, request: GenerationRequest) -> Form | None:
-    """The form of answers; None if the request has none. Errors: ApiError for tools if the way in
-    which the model calls tools is unknown."""
+    """Returns the form that answers must have; None if they may be any text. Errors: ApiError for
+    tools, if it is not known how the model calls tools."""
     tools = request.callable_tools
     if tools is not None and tools.are_required:
         return Form(None, tools, "tools")
@@ -93,7 +95,8 @@ def _form(service: GeneratingService, request: GenerationRequest) -> Form | None
 
 
 def _checked(service: GeneratingService, tokens: Sequence[int]) -> Sequence[int]:
-    """The tokens of a prompt, at least one. Errors: ApiError."""
+    """Returns the tokens of a prompt; an empty prompt becomes the token that begins texts. Errors:
+    ApiError for no tokens, or unknown ones."""
     engine = service.engine
     if not tokens and engine.model.begin is not None:
         tokens = [engine.model.begin]
@@ -106,7 +109,8 @@ def _checked(service: GeneratingService, tokens: Sequence[int]) -> Sequence[int]
 
 
 def _room(service: GeneratingService, request: GenerationRequest, prompt: Sequence[int]) -> int:
-    """The largest number of new tokens after a prompt. Errors: ApiError if there is no room."""
+    """Returns the largest number of new tokens after a prompt, by the request, the settings and the
+    model. Errors: ApiError if there is no room."""
     longest = service.engine.longest
     requested, allowed = request.new_tokens, service.settings.max_tokens or longest
     most = allowed if requested is None else min(requested, allowed)
@@ -123,9 +127,9 @@ def _room(service: GeneratingService, request: GenerationRequest, prompt: Sequen
 
 
 def _ends(service: GeneratingService, request: GenerationRequest) -> frozenset[int]:
-    """The tokens that end an answer: end tokens of the model, tokens in the request, and stop
-    strings that are special tokens, which no text has. Errors: ApiError for a token outside of the
-    vocabulary."""
+    """Returns the tokens that end an answer: the end tokens of the model and of the request, and
+    stop strings that are special tokens (these never occur in the text). Errors: ApiError for an
+    unknown token."""
     vocabulary = range(service.engine.vocabulary)
     for token in request.stop_token_ids:
         if token not in vocabulary:

@@ -1,4 +1,4 @@
-"""Reads the fields of all requests, and refuses wrong ones."""
+"""Reads the JSON of requests into objects, with pydantic, and refuses wrong fields."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from onnxpar.serve.settings import Settings
 
 
 def _served(name: str, info: Any) -> str:
+    """Checks the field `model` of a request. Errors: ApiError if this server does not serve the
+    model."""
     if name != info.context.settings.model_name:
         raise unknown_model(name, info.context.settings)
     return name
@@ -37,7 +39,7 @@ def unknown_model(name: str, settings: Settings) -> ApiError:
 
 
 class Part(BaseModel):
-    """An object in a request. A null member counts as missing."""
+    """An object in a request, of whatever depth. A member that is null counts as missing."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -50,16 +52,18 @@ class Part(BaseModel):
 
     @model_validator(mode="after")
     def _checked(self, info: Any) -> Part:
+        """Calls `check` with the service, once all members are valid."""
         self.check(info.context)
         return self
 
     def check(self, service: Any) -> None:
-        """Refuses values that contradict each other, or that exceed the service's limits."""
+        """Refuses (by `refuse`) members that contradict each other, or that exceed the limits of
+        `service`. Does nothing here."""
 
 
 class Request(Part):
-    """A request. It refuses unknown fields, which may be misspelt. The fields here change no
-    answer."""
+    """A request. Unknown fields are refused, as they may be misspelt. The fields here, except for
+    `model`, are accepted but change no answer."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -91,7 +95,8 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 
 def read_request(kind: type[R], members: Mapping[str, Any], service: Service) -> R:
-    """Returns a request of this kind, checked against the service's limits. Errors: ApiError."""
+    """Returns the request of class `kind` with these members, checked against the limits of the
+    service. Errors: ApiError for wrong members."""
     try:
         return kind.model_validate(members, context=service)
     except ValidationError as error:
@@ -99,8 +104,7 @@ def read_request(kind: type[R], members: Mapping[str, Any], service: Service) ->
 
 
 def _refusal(error: ErrorDetails, request: type[Request]) -> ApiError:
-    """The error for a client, from an error of pydantic; the texts of pydantic begin with "Input
-    should"."""
+    """Returns the error for a client, from an error of pydantic for a request of this class."""
     kind, place, is_key = error["type"], error["loc"], error["loc"][-1] == "[key]"
     is_within = is_key or (isinstance(place[-1], int) and kind != "model_type")
     if is_within:
@@ -124,14 +128,15 @@ def _refusal(error: ErrorDetails, request: type[Request]) -> ApiError:
 
 
 def refuse(name: str, why: str) -> NoReturn:
-    """Raises the error for a member of the object that is being checked; `why` follows the member's
-    name."""
+    """Raises the error that member `name` of the object that is being checked is wrong. `why`
+    continues the sentence that begins with the name: "needs logprobs: true"."""
     kind = PydanticCustomError("value_error", "{error}", {"error": why})
     raise ValidationError.from_exception_data(name, [{"type": kind, "loc": (name,), "input": None}])
 
 
 def unsupported(remedy: str, *harmless: object) -> AfterValidator:
-    """A validator that refuses all values of a field except those that change no answer."""
+    """Returns a validator of a field that this server does not support: it refuses all values but
+    the `harmless` ones, which change no answer. `remedy` is the end of the message."""
 
     def check(value: object) -> object:
         if value not in harmless:
@@ -149,6 +154,7 @@ _TEXTS = TypeAdapter[Any](str | Filled[int] | Filled[str] | Filled[Array[int]])
 
 
 def _read_texts(value: object) -> list[Any]:
+    """Returns a list of texts or lists of token ids, from any of the forms that `Texts` allows."""
     try:
         texts = _TEXTS.validate_python(value, strict=True)
     except ValidationError:

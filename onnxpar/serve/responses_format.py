@@ -1,4 +1,4 @@
-"""The answer of /v1/responses as JSON: whole, and as events."""
+"""The format of answers of /v1/responses: whole, or as events."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ _RUNNING, _DONE, _CUT = "in_progress", "completed", "incomplete"
 
 @dataclass
 class _Item:
-    """An item of the output: a message or a call.
+    """An item of the output: a message, or a call of a tool.
 
-    call          the beginning of a call; None for a message
-    text          the text of the message, or the arguments of the call
+    index         its number in the output
+    id            its id
+    call          the beginning of the call; None for a message
+    text          the text of the message, or the arguments of the call, so far
+    status        in_progress, completed or incomplete
     is_malformed  True if the call turned out not to be a call
     """
 
@@ -34,7 +37,7 @@ class _Item:
     is_malformed: bool = False
 
     def json(self) -> dict[str, Any]:
-        """Returns the item in its present state."""
+        """Returns the item as JSON, as it is now."""
         head = {"id": self.id, "status": self.status}
         if self.call is not None:
             names = {"call_id": self.call.id, "name": self.call.name}
@@ -43,11 +46,11 @@ class _Item:
         return {**head, "type": "message", "role": "assistant", "content": content}
 
     def part(self) -> dict[str, Any]:
-        """Returns the only part of the message."""
+        """Returns the only part of a message, as JSON."""
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
     def event(self, kind: str, **members: Any) -> dict[str, Any]:
-        """Returns an event about the item."""
+        """Returns an event of this kind about the item, with further members."""
         place = {"item_id": self.id, "output_index": self.index}
         return {"type": f"response.{kind}", **place, **members}
 
@@ -85,14 +88,16 @@ class ResponsesFormat(Format):
         self.chunks(piece)
 
     def whole(self, usage: Usage) -> dict[str, Any]:
-        """Returns the response. It leaves out malformed calls, which a stream may have begun."""
+        """Returns the response as JSON, without malformed calls, which a stream may have begun."""
         return self._response([item for item in self._items if not item.is_malformed], usage)
 
     def _event(self, kind: str, usage: Usage | None = None) -> dict[str, Any]:
-        """An event about the whole response."""
+        """Returns an event about the whole response, as it is now."""
         return {"type": f"response.{kind}", "response": self._response(self._items, usage)}
 
     def _response(self, items: Sequence[_Item], usage: Usage | None) -> dict[str, Any]:
+        """Returns the whole response as JSON, with these items as its output; `usage` is None until
+        it is complete."""
         return {
             **self._head,
             "status": self._status,
@@ -105,7 +110,7 @@ class ResponsesFormat(Format):
         }
 
     def _events(self, part: Part) -> Events:
-        """The events for a part of the answer."""
+        """Returns the events for a part of the answer."""
         if isinstance(part, Text):
             events: Events = []
             if self._open is None:
@@ -122,7 +127,7 @@ class ResponsesFormat(Format):
         return self._close(_DONE if part.outcome == "right" else _CUT)
 
     def _begin(self, call: CallBegin | None) -> Events:
-        """Begins an item."""
+        """Begins an item, a call or (None) a message; returns the events that say so."""
         item = _Item(len(self._items), _id("msg" if call is None else "fc"), call)
         self._items.append(item)
         self._open = item
@@ -133,13 +138,14 @@ class ResponsesFormat(Format):
         return events
 
     def _delta(self, kind: str, text: str, **members: Any) -> Events:
-        """Extends the open item."""
+        """Appends text to the item that is open; returns the event of this kind that says so."""
         assert self._open is not None, "an item is begun before it goes on"
         self._open.text += text
         return [self._open.event(kind, delta=text, **members)]
 
     def _close(self, status: str) -> Events:
-        """Ends the open item, if there is one."""
+        """Ends the item that is open, if there is one, with this status; returns the events that
+        say so."""
         item, self._open = self._open, None
         if item is None:
             return []

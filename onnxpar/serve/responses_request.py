@@ -1,4 +1,4 @@
-"""Requests of /v1/responses."""
+"""Requests of /v1/responses, OpenAI's newer form of a chat."""
 
 from __future__ import annotations
 
@@ -29,19 +29,26 @@ _Unsupported = Annotated[Any, unsupported("leave it out")]
 
 
 class FunctionCall(CalledFunction):
+    """An item of the input: an earlier call of a tool."""
+
     call_id: str = ""
 
 
 class FunctionCallOutput(Part):
+    """An item of the input: the result of an earlier call of a tool."""
+
     call_id: str = ""
     output: Text
 
 
 class _Kind(Part):
+    """The type of an item of the input, read before its other members."""
+
     type: Literal["message", "function_call", "function_call_output"] = "message"
 
 
 def _read_item(value: object) -> Message | FunctionCall | FunctionCallOutput:
+    """Returns the item of the input that a value is, by its type."""
     kind = _Kind.model_validate(value).type
     if kind == "message":
         return Message.model_validate(value)
@@ -52,13 +59,14 @@ Item = Annotated[Message | FunctionCall | FunctionCallOutput, PlainValidator(_re
 
 
 def _read_input(value: object) -> object:
+    """Returns the items of the input; a text is a message of the user."""
     if not value or not isinstance(value, (str, list)):
         raise ValueError("must be a text or a list of items, and not empty")
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class FlatFormat(Part):
-    """The format of an answer; the response repeats all its members."""
+    """The format of an answer. The response repeats all its members, also unknown ones."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -71,16 +79,22 @@ class FlatFormat(Part):
 
 
 class TextOptions(Part):
+    """The field `text`: the format of the answer."""
+
     format: FlatFormat = FlatFormat.model_validate({"type": "text"})
     verbosity: _Unsupported = None
 
 
 class Reasoning(Part):
+    """The field `reasoning`, whose members are not supported."""
+
     effort: _Unsupported = None
     summary: _Unsupported = None
 
 
 class ResponsesRequest(DialogRequest):
+    """A request of /v1/responses."""
+
     schema_field: ClassVar[str] = "text.format"
     length_fields: ClassVar[Sequence[str]] = ("max_output_tokens",)
 
@@ -102,8 +116,8 @@ class ResponsesRequest(DialogRequest):
 
     @property
     def chat(self) -> Messages:
-        """The messages of the input, after the instructions, which are joined with a system message
-        of the input."""
+        """The messages of the input in the form that chat templates read. The instructions come
+        first, as a system message; one of the input is joined to them."""
         messages: list[dict[str, Any]] = []
         for item in self.input:
             _add(messages, item)
@@ -120,13 +134,14 @@ class ResponsesRequest(DialogRequest):
 
     @property
     def repeated(self) -> dict[str, Any]:
-        """The members of the request that the response repeats."""
+        """The members of the request that the response repeats, as JSON."""
         members = self.model_dump(include=_REPEATED, by_alias=True, exclude_none=True)
         return {"instructions": None, "max_output_tokens": None, **members}
 
 
 def _add(messages: list[dict[str, Any]], item: Part) -> None:
-    """Adds an item of the input to a chat."""
+    """Adds an item of the input to the messages of a chat: a call becomes part of the assistant's
+    last message."""
     if isinstance(item, Message):
         messages.append(item.as_read)
     elif isinstance(item, FunctionCallOutput):

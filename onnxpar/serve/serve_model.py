@@ -1,4 +1,5 @@
-"""Serves a model at an address, from the start of its ranks to their end."""
+"""Serves a model at an address, from the start of its ranks to their end: the function behind
+`onnxpar serve`."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from onnxpar.serve.settings import Settings
 def serve_model(
     bound: socket.socket, start: Callable[[], Any], settings: Settings, drain_timeout: float
 ) -> None:
-    """Starts an engine or an embedder, and serves it at a socket until a signal comes; closes both.
-    Call it in the main thread.
+    """Starts an engine or an embedder, serves it until a signal comes, and closes it. Call it in
+    the main thread.
 
+    bound          the socket; closed at the end
     start          starts and returns the engine or embedder
+    settings       of the server
     drain_timeout  longest time, in seconds, to finish requests at the end
 
     Errors: OnnxparError if the ranks do not start, or fail for good.

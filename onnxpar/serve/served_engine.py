@@ -1,4 +1,5 @@
-"""The interface of an engine that the server needs."""
+"""The interface of an engine as the server needs it, so that tests and other engines can take its
+place."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from onnxpar.llm.tokenizer import Tokenizer
 
 
 class ServedModel(Protocol):
-    """The properties of a model that the server needs; see `LanguageModel`."""
+    """The properties of a model that the server reads; `LanguageModel` says what each means."""
 
     @property
     def ends(self) -> frozenset[int]: ...
@@ -22,7 +23,7 @@ class ServedModel(Protocol):
 
 
 class ServedCounts(Protocol):
-    """Numbers of requests, pages and tokens, now or since the start; see `Counts`."""
+    """The counts of an engine, now or since its start; `Counts` says what each means."""
 
     @property
     def running(self) -> int: ...
@@ -59,15 +60,16 @@ class ServedCounts(Protocol):
 
 
 class ServedGeneration(Protocol):
-    """A request in the engine."""
+    """A request that an engine has accepted."""
 
     def cancel(self) -> None:
-        """Ends the request soon; the listener then gets an `End`."""
+        """Ends the request soon; its listener then gets an `End`, unless it has ended already."""
         ...
 
 
 class ServedEngine(Protocol):
-    """An engine; see `Engine`. Neither `submit` nor `cancel` waits for a step."""
+    """An engine; `Engine` says what each member means. Neither `submit` nor a generation's `cancel`
+    waits for a step of the engine."""
 
     @property
     def model(self) -> ServedModel: ...

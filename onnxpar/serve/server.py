@@ -1,4 +1,4 @@
-"""Runs the server: opens its socket, and starts and ends its thread."""
+"""Runs the HTTP server: opens its socket, and starts and ends its thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GRACE = 2.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to an address, and does not listen yet. Errors: InputError if
+    """Returns a socket that is bound to an address, but does not listen yet. Errors: InputError if
     the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -50,7 +50,7 @@ def is_local(bound: socket.socket) -> bool:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Returns the URL of a socket."""
+    """Returns the URL at which a socket is reached."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -58,11 +58,13 @@ def url_of(bound: socket.socket) -> str:
 def run_server(
     app: Starlette, bound: socket.socket, drain_timeout: float, ready: Callable[[], None]
 ) -> None:
-    """Serves until a signal comes; then refuses requests, finishes the running ones, and returns. A
-    second signal ends at once, with its usual exception. Call it in the main thread.
+    """Serves until a signal comes, then refuses new requests, finishes the running ones, and
+    returns. A second signal ends at once, with its usual exception. Call it in the main thread.
 
+    app            what `application` returns
+    bound          the socket
     drain_timeout  longest time, in seconds, to finish requests
-    ready          a function to call once the server answers requests
+    ready          called once the server answers requests
     """
     service: Service = app.state.service
     server = _Server(app, bound)
@@ -82,7 +84,7 @@ def run_server(
 
 
 class _Server:
-    """Runs uvicorn in another thread, so that signals reach the main thread."""
+    """Runs uvicorn, an HTTP server, in another thread, so that signals reach the main thread."""
 
     def __init__(self, app: Starlette, bound: socket.socket) -> None:
         config = uvicorn.Config(
@@ -114,7 +116,8 @@ class _Server:
             self.join()
 
     def join(self, service: Service | None = None) -> None:
-        """Waits until the server or the service's ranks fail. Errors: OnnxparError, always."""
+        """Waits until the server ends, or no ranks of the service start. Errors: OnnxparError,
+        always."""
         while self._thread.is_alive():
             self._thread.join(1.0)
             if service is not None and service.status == "failed":

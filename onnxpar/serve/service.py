@@ -1,4 +1,4 @@
-"""The objects that all requests of a server share."""
+"""The state that all requests of a server share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from onnxpar.serve.tool_families import FAMILIES, ToolFamily, family_of
 
 
 class Service:
-    """The state that all requests share: the engine, settings, admission and metrics. `kind` says
-    what is served, with an article."""
+    """The state that all requests share: the engine or embedder, settings, admission and metrics.
+    `kind` says in words what is served."""
 
     kind = "a language model"
 
@@ -36,11 +36,11 @@ class Service:
 
     @property
     def longest(self) -> int:
-        """The largest number of tokens of a text."""
+        """The most tokens of a text that the model reads."""
         return self._served.longest
 
     def busy(self) -> ApiError:
-        """Returns the error for a request that the engine does not take now."""
+        """Returns the error for a request that the engine does not accept now, by its status."""
         status = self.status
         if status == "ready":
             text = "the queue is full; try again later"
@@ -52,7 +52,7 @@ class Service:
 
 
 class GeneratingService(Service):
-    """The service of a language model."""
+    """The shared state of a server with a language model."""
 
     def __init__(self, engine: ServedEngine, settings: Settings) -> None:
         super().__init__(engine, settings)
@@ -61,13 +61,14 @@ class GeneratingService(Service):
 
     @cached_property
     def family(self) -> ToolFamily | None:
-        """The way in which the model writes calls of tools; None if this is unknown."""
+        """How the model writes calls of tools, by the settings or its chat template; None if that
+        is not known."""
         named = self.settings.tool_call_parser
         return FAMILIES[named] if named else family_of(self.engine.tokenizer.tool_template)
 
 
 class EmbeddingService(Service):
-    """The service of an embedding model or a reranker."""
+    """The shared state of a server with an embedding model or a reranker."""
 
     def __init__(self, embedder: ServedEmbedder, settings: Settings) -> None:
         super().__init__(embedder, settings)
@@ -76,7 +77,8 @@ class EmbeddingService(Service):
 
 
 def engine_error(error: OnnxparError) -> ApiError:
-    """Logs an error of the ranks; returns the error for the client."""
+    """Logs an error of the engine's ranks, and returns the error for the client, which has no
+    details."""
     log_error(error)
     text = "the model cannot finish the answer; try again later"
     return ApiError(text, 503, code="model_failed", headers=RETRY)

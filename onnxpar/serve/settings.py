@@ -46,7 +46,7 @@ class Settings:
     tool_call_parser: str | None = None
 
     def check(self) -> None:
-        """Raises InputError for a setting out of its range."""
+        """Errors: InputError for a setting out of its range."""
         if not self.model_name or not self.model_name.isprintable():
             raise InputError(f"model_name is {self.model_name!r}; give a printable name")
         names = ("max_body", "max_tokens", "max_choices", "max_inputs", "max_requests")

@@ -18,16 +18,22 @@ from onnxpar.serve.service import GeneratingService
 
 
 class TokenizeCompletionRequest(Request):
+    """A request for the tokens of a text."""
+
     prompt: str
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
 
 class TokenizeChatRequest(ChatCompletionRequest):
+    """A request for the tokens of a chat."""
+
     return_token_strs: bool = False
 
 
 class DetokenizeRequest(Request):
+    """A request for the text of tokens."""
+
     tokens: Array[int]
 
     def check(self, service: Any) -> None:
@@ -38,8 +44,8 @@ class DetokenizeRequest(Request):
 
 
 class Tokenizing(Visiting):
-    """The endpoint of a route that needs only the tokenizer. `answer` is a function from the object
-    of a request to its answer."""
+    """The endpoint of a route that needs only the tokenizer. `answer` is a function from the
+    members of a request to the members of its answer."""
 
     def __init__(
         self,
@@ -52,12 +58,14 @@ class Tokenizing(Visiting):
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
+        """Reads a request from `body`, and sends the answer."""
         answer = await run_sync(lambda: self._of(object_of(body), self._service))
         await JsonResponse(answer)(scope, receive, stream.raw)
 
 
 def tokenize(members: dict[str, Any], service: GeneratingService) -> dict[str, Any]:
-    """Returns the answer with the tokens of a text or a chat. Errors: ApiError."""
+    """Returns the members of the answer to a request for the tokens of a text or a chat. Errors:
+    ApiError for a wrong request."""
     tokenizer = service.engine.tokenizer
     request: TokenizeCompletionRequest | TokenizeChatRequest
     if members.get("prompt") is None and members.get("messages") is not None:
@@ -76,6 +84,7 @@ def tokenize(members: dict[str, Any], service: GeneratingService) -> dict[str, A
 
 
 def detokenize(members: dict[str, Any], service: GeneratingService) -> dict[str, Any]:
-    """Returns the answer with the text of tokens, including special tokens. Errors: ApiError."""
+    """Returns the members of the answer to a request for the text of tokens, which includes special
+    tokens. Errors: ApiError for a wrong request."""
     request = read_request(DetokenizeRequest, members, service)
     return {"prompt": service.engine.tokenizer.decode(request.tokens, specials=True)}

@@ -1,4 +1,5 @@
-"""The ways in which models write calls of tools: a table of families of chat templates."""
+"""How models write calls of tools: a table of families of models, told apart by their chat
+templates."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ToolFamily:
-    """The way in which models of a family write calls. A call is a JSON object with `name` and
-    `arguments` or `parameters`, a Python call with named arguments, or a name with arguments: a
-    JSON object, or texts. Several calls may be in a list.
+    """How models of a family write calls of tools. A call is a JSON object with `name` and
+    `arguments` or `parameters`, a Python call with named arguments, or a name and then its
+    arguments, as a JSON object or as texts. Several calls may be in a list.
 
     begins    markers before calls
     within    separators between the parts of a call
@@ -37,11 +38,11 @@ class ToolFamily:
 
     @property
     def special(self) -> tuple[str, ...]:
-        """The markers, which may be special tokens of the tokenizer."""
+        """All markers of the family, which may be special tokens of the tokenizer."""
         return (*self.begins, *self.within, *self.ends)
 
     def has(self, template: str) -> bool:
-        """True for a chat template of the family."""
+        """True for a chat template of a model of this family."""
         is_other = any(text in template for text in self.unless)
         return not is_other and any(sign in template for sign in self.signs)
 
@@ -127,5 +128,6 @@ FAMILIES = {
 
 
 def family_of(template: str) -> ToolFamily | None:
-    """Returns the family of a chat template; None if it is in no known family."""
+    """Returns the family of models with this chat template; None if no family is known to have
+    it."""
     return next((family for family in FAMILIES.values() if family.has(template)), None)

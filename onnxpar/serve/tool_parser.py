@@ -1,4 +1,4 @@
-"""Finds calls of tools in the text of an answer, piece by piece."""
+"""Finds calls of tools in the text of an answer, as it comes, piece by piece."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _ID, _ID_LENGTH = string.ascii_letters + string.digits, 9
 
 
 class ToolParser:
-    """Splits the text of an answer into content and calls; drops white space around calls.
+    """Splits the text of an answer into content and calls of tools; white space around calls is
+    dropped.
 
-    family     the way in which the model writes calls
-    functions  the JSON schemas of the functions, by name; a call without a marker must name one of
-               them
+    family     how the model writes calls
+    functions  the JSON schemas of the functions' parameters, by name; a call without a marker must
+               name one of them
     """
 
     def __init__(self, family: ToolFamily, functions: Mapping[str, Mapping[str, Any]]) -> None:
@@ -56,8 +57,11 @@ class ToolParser:
         self._reading = self._read()
 
     def add(self, text: str, is_last: bool = False, is_cut: bool = False) -> list[Part]:
-        """Adds a piece; returns the parts that it completes. With `is_cut`, the text ends too
-        early, and an unfinished call at its end stays a call."""
+        """Adds a piece of text; returns the parts that are complete now.
+
+        is_last  True for the last piece
+        is_cut   True if the text ends too early: an unfinished call at its end then stays a call
+        """
         self._text.text += text
         self._is_cut = is_cut
         self._text.is_complete = is_last
@@ -67,7 +71,7 @@ class ToolParser:
         return parts
 
     def _read(self) -> Reading[None]:
-        """Reads the whole text."""
+        """Reads the whole text: content, and calls."""
         while (yield from self._find()):
             try:
                 yield from self._calls()
@@ -76,8 +80,8 @@ class ToolParser:
                 self._give_up()
 
     def _find(self) -> Reading[bool]:
-        """Reads the content before the next call, and the call's marker; returns False at the
-        end."""
+        """Reads the content up to the next call, and the marker of the call; returns False at the
+        end of the text."""
         text = self._text
         self._raw = text.at
         if self._is_behind:
@@ -101,7 +105,8 @@ class ToolParser:
             self._raw = self._text.at
 
     def _content(self) -> Reading[bool]:
-        """Sends content up to a possible beginning of a marker; returns True after a marker."""
+        """Sends content up to a place where a marker may begin, again and again. Returns True after
+        a marker, False at the end of the text."""
         text = self._text
         while True:
             text.text, text.at = text.text[text.at :], 0
@@ -121,12 +126,14 @@ class ToolParser:
             yield
 
     def _send(self, text: str) -> None:
+        """Adds text to the content, if there is any."""
         if text:
             self._parts.append(Text(text))
             self._may_be_bare = self._is_behind = False
 
     def _calls(self) -> Reading[None]:
-        """Reads a call, or a list of calls."""
+        """Reads what follows a marker: a call, or a list of calls, in the form of the model's
+        family."""
         text = self._text
         char = yield from text.visible()
         while (yield from text.one_of(self._family.begins)):
@@ -143,7 +150,7 @@ class ToolParser:
         self._raw = text.at
 
     def _call(self) -> Reading[None]:
-        """Reads a call in a list."""
+        """Reads a call within a list, as JSON or Python."""
         is_json = (yield from self._text.visible()) == "{"
         yield from self._json_call() if is_json else self._python_call()
 
@@ -157,7 +164,8 @@ class ToolParser:
         self._end()
 
     def _members(self, is_inner: bool = False) -> Reading[None]:
-        """Reads the members of a JSON object; the members of a call may be in an inner object."""
+        """Reads the members of a JSON object that is a call, or of the inner object `function` of a
+        call."""
         text = self._text
         yield from text.take("{")
         while True:
@@ -177,13 +185,13 @@ class ToolParser:
                 return
 
     def _string(self) -> Reading[str]:
-        """Reads a string of JSON."""
+        """Reads and returns a JSON string."""
         if (yield from self._text.visible()) != '"':
             raise UnexpectedText
         return json_value((yield from self._text.value()), str)
 
     def _named_call(self) -> Reading[None]:
-        """Reads a call whose name is before its arguments."""
+        """Reads a call whose name comes before its arguments, by the family's `header`."""
         text, start = self._text, self._text.at
         opening = "<" if self._family.argument else "{"
         while (char := (yield from text.next())) != opening:
@@ -199,8 +207,8 @@ class ToolParser:
         self._end()
 
     def _json_arguments(self) -> Reading[None]:
-        """Reads arguments in JSON; sends them as they come or, before the name, once the name
-        comes."""
+        """Reads arguments in JSON, and sends them as they come. Arguments that come before the
+        call's name are sent after it."""
         text = self._text
         if self._arguments is not None or (yield from text.visible()) != "{":
             raise UnexpectedText
@@ -211,7 +219,7 @@ class ToolParser:
         json_value(self._arguments, dict)
 
     def _text_arguments(self, name: str) -> Reading[None]:
-        """Reads arguments whose values are texts."""
+        """Reads the arguments of the function `name`, whose values are plain texts."""
         assert self._family.argument is not None, "other arguments are JSON"
         begin, pattern, end = self._family.argument
         options = (begin, *self._family.ends)
@@ -225,7 +233,7 @@ class ToolParser:
         self._close()
 
     def _python_call(self) -> Reading[None]:
-        """Reads a call in Python."""
+        """Reads a call as Python writes it: name(key=value, ...)."""
         text = self._text
         name = yield from text.word()
         yield from text.take("(")
@@ -241,7 +249,8 @@ class ToolParser:
         self._end()
 
     def _add(self, key: str, value: str) -> None:
-        """Sends an argument; `value` is JSON."""
+        """Sends the argument `key` of a call whose arguments are sent one by one; `value` is
+        JSON."""
         new = f"{self._before}{json.dumps(key)}: {value}"
         self._parts.append(CallArguments(self._index, new))
         self._before = ", "
@@ -251,7 +260,8 @@ class ToolParser:
         self._parts.append(CallArguments(self._index, "{}" if self._before == "{" else "}"))
 
     def _begin(self, name: str) -> None:
-        """Begins a call, and sends the arguments that came before its name."""
+        """Begins a call of the function `name`, and sends the arguments that came before the
+        name."""
         if self._is_open or not name or not (self._is_marked or name in self._functions):
             raise UnexpectedText
         self._is_open, self._before = True, "{"
@@ -261,21 +271,22 @@ class ToolParser:
             self._parts.append(CallArguments(self._index, self._arguments))
 
     def _end(self) -> None:
+        """Ends a well-formed call."""
         self._parts.append(CallEnd(self._index, "right"))
         self._is_open, self._arguments, self._raw = False, None, self._text.at
         self._index += 1
         self.calls += 1
 
     def _send_arguments(self) -> None:
-        """Sends the arguments that have come since the last time."""
+        """Sends the arguments in JSON that have come since the last time."""
         if self._sent is not None and self._text.at > self._sent:
             new = self._text.text[self._sent : self._text.at]
             self._parts.append(CallArguments(self._index, new))
             self._sent = self._text.at
 
     def _give_up(self) -> None:
-        """Sends the text of a malformed call as content. A call that the end of the text cuts stays
-        a call."""
+        """Ends a call that is malformed, and sends its text as content. A call that is only cut by
+        the end of the text stays a call."""
         text = self._text
         is_cut = self._is_cut and self._is_open and text.at >= len(text.text)
         if is_cut:

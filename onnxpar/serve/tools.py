@@ -25,8 +25,8 @@ class Tools:
 
 
 def with_ids(messages: Messages, form: str) -> Messages:
-    """Returns a chat in which calls, and the messages that answer them, have ids in this format,
-    from the `name` and the `number` of each call."""
+    """Returns a chat in which calls of tools, and the messages with their results, have ids of the
+    format `form`: "functions.{name}:{number}" gives functions.add:0, functions.add:1 ..."""
     numbers, ids = itertools.count(), dict[Any, str]()
     renumbered = []
     for message in messages:

@@ -1,4 +1,5 @@
-"""Averages the gradients of a module over the ranks, and shares its buffers."""
+"""Averages the gradients of a PyTorch module over the ranks in its backward passes, and gives all
+ranks the same buffers (such as running statistics)."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class Averaging(Passes):
 
     label        the module's name in errors; equal on all ranks
     process_set  the ranks
-    limit        size of a bucket in bytes
-    reducer      returns an object that reduces a bucket
+    limit        bytes of gradients that are sent together (a bucket)
+    reducer      returns an object that reduces a bucket, for each bucket
     """
 
     def __init__(
@@ -57,32 +58,35 @@ class Averaging(Passes):
         self.watch(self._trained)
 
     def is_current(self) -> bool:
-        """Returns True if the parameters that require a gradient are still the same."""
+        """Returns True if the module still has the parameters that required a gradient at the
+        start, and no others that require one."""
         now = trained_of(self._module)
         return now.keys() == self._trained.keys() and all(
             now[name] is parameter for name, parameter in self._trained.items()
         )
 
     def share_buffers(self) -> None:
-        """Gives all ranks the buffers of the root, if buffers may differ."""
+        """Overwrites the buffers of all ranks with the buffers of the rank `root`, if they may
+        differ."""
         if self._differs:
             root = self._process_set.ranks[0] if self.root is None else self.root
             share(dict(self._module.named_buffers()), root, self._process_set)
             self._differs = False
 
     def buffers_differ(self) -> None:
-        """Records that a forward pass may have changed the buffers."""
+        """Records that a forward pass may have changed the buffers of this rank."""
         self._differs = True
 
     def follow(self, outputs: Any) -> None:
-        """Makes the backward pass from these outputs a joint one of all ranks, even if parameters
-        get their gradients in a nested pass, as in a checkpoint."""
+        """Lets all ranks average in the backward pass from these outputs, even if parameters get
+        their gradients in a nested backward pass, as in torch.utils.checkpoint."""
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 output.register_hook(self.enter)
 
     def contribute_nothing(self) -> None:
-        """Takes part in a backward pass of other ranks, and keeps the gradients of this rank."""
+        """Takes part in a backward pass of other ranks with zero gradients; this rank's gradients
+        stay as they are."""
         kept = {name: parameter.grad for name, parameter in self._trained.items()}
         self._module.zero_grad()
         self.begin_pass()
@@ -92,7 +96,9 @@ class Averaging(Passes):
             self._trained[name].grad = grad
 
     def has_gradient(self, name: str) -> None:
-        """Records that a backward pass has added to the gradient of a parameter."""
+        """Records that a backward pass has added to the gradient of a parameter, and sends the
+        gradient if the pass cannot add to it again. Errors: InputError if a gradient changes after
+        it was sent."""
         if not self.active:
             return
         self.enter()
@@ -108,11 +114,13 @@ class Averaging(Passes):
             self._buckets.ready(name)
 
     def begin_pass(self) -> None:
+        """Forgets the gradients of the last pass."""
         self._times.clear()
         self._buckets.reset()
         self._buckets.count()
 
     def end_pass(self) -> None:
+        """Waits for the averages, applies `factor`, and shares the buffers."""
         self._late = {name for name in self._late if self._times[name] > 1}
         self._buckets.finish()
         if self.factor != 1:
@@ -123,12 +131,13 @@ class Averaging(Passes):
 
 
 def trained_of(module: Any) -> Named:
-    """Returns the parameters that require a gradient, by name."""
+    """Returns the parameters of a module that require a gradient, by name."""
     return {name: each for name, each in module.named_parameters() if each.requires_grad}
 
 
 def _sparse_of(module: Any) -> list[str]:
-    """Returns the names of the parameters that get sparse gradients."""
+    """Returns the names of the parameters that get sparse gradients: the weights of embeddings with
+    `sparse=True`."""
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     ids = {
         id(each.weight) for each in module.modules() if isinstance(each, embeddings) and each.sparse

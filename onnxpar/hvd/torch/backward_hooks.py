@@ -1,4 +1,4 @@
-"""Finds the begin and the end of a backward pass of PyTorch."""
+"""Finds out when a backward pass of PyTorch begins and ends, by hooks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Named = Mapping[str, Any]
 
 
 class _Run:
-    """One backward pass. The engine keeps it until the pass ends, even by an exception."""
+    """One backward pass. The autograd engine holds the only reference until the pass ends, also by
+    an exception: a dead weak reference to it means that the pass failed."""
 
 
 class Passes(ABC):
-    """Acts when the first hook runs in a backward pass, and after the pass unless it ends by an
-    exception."""
+    """Calls `begin_pass` when the first hook of a backward pass runs, and `end_pass` after the
+    pass, unless an exception has ended it."""
 
     _run: weakref.ref[_Run] | None = None
 
@@ -35,7 +36,8 @@ class Passes(ABC):
     def end_pass(self) -> None: ...
 
     def watch(self, named: Named) -> None:
-        """Calls `has_gradient` for these parameters, as long as this object exists."""
+        """Calls `has_gradient` when a backward pass adds to the gradient of one of these
+        parameters, as long as this object exists."""
         hooks = [
             parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
             for name, parameter in named.items()
@@ -43,7 +45,7 @@ class Passes(ABC):
         weakref.finalize(self, _remove, hooks)
 
     def enter(self, _: Any = None) -> None:
-        """Records that a hook runs."""
+        """Called in each hook: begins the pass if this hook is the first one of a pass."""
         if self._run is not None and self._run() is not None:
             return
         self.begin_pass()
@@ -57,12 +59,15 @@ class Passes(ABC):
         return self._run is not None and self._run() is None
 
     def _finish(self, _: _Run) -> None:
+        """Called by the autograd engine after the pass."""
         self._run = None
         with torch.no_grad():
             self.end_pass()
 
 
 def _hook(passes: weakref.ref[Passes], name: str) -> Callable[[Any], None]:
+    """Returns a hook that calls `has_gradient(name)` on the object, if it still exists."""
+
     def ready(_: Any) -> None:
         owner = passes()
         if owner is not None:

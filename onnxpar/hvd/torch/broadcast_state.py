@@ -1,4 +1,4 @@
-"""Sends parameters, the states of optimizers and objects with tensors between ranks."""
+"""Sends parameters, states of optimizers, and objects that contain tensors between ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _MARK = "torch.Tensor"
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any] | Iterable[tuple[str, Any]], root_rank: int
 ) -> None:
-    """Overwrites the tensors of every rank with the tensors of the rank `root_rank`: a
+    """Overwrites the tensors of every rank with the tensors of the rank `root_rank`. `params` is a
     `state_dict()`, `named_parameters()` or `parameters()`."""
     tensors = params if isinstance(params, Mapping) else list(params)
     share(named_arrays(tensors, "broadcast_parameters"), root_rank, global_process_set)
 
 
 def share(named: Mapping[str, Any], root: int, process_set: ProcessSet) -> None:
-    """Overwrites tensors, by name, with the tensors of one rank of a set."""
+    """Overwrites tensors, by name, with the tensors of the rank `root`, on all ranks of a process
+    set."""
     for name in sorted(named):
         array = array_of(named[name], repr(name))
         if array.dtype.name.startswith("float8"):
@@ -52,8 +53,9 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the object of the rank `root_rank`, of the types of `onnxpar.hvd.broadcast_object` or
-    a dense tensor. Nothing is pickled, so that data of another rank cannot run code."""
+    """Returns the object of the rank `root_rank`: a dense tensor, or an object of the types that
+    `onnxpar.hvd.broadcast_object` sends, with dense tensors in it. Nothing is pickled, so data of
+    another rank cannot run code."""
     is_root = current().rank == root_rank
     received = arrays.broadcast_object(
         _packed(obj) if is_root else None, root_rank, name, process_set
@@ -62,12 +64,14 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Returns the objects of all ranks, by rank, of the same types as for `broadcast_object`."""
+    """Returns the objects of all ranks, by rank. The same types are allowed as in
+    `broadcast_object`."""
     return [_unpacked(found) for found in arrays.allgather_object(_packed(obj), name)]
 
 
 def _packed(value: Any) -> Any:
-    """Returns a value with arrays in the place of tensors."""
+    """Returns `value` with each tensor in it replaced by a tuple of a mark, its dtype and an
+    array."""
 
     def pack(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -78,6 +82,8 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(value: Any) -> Any:
+    """Returns `value` with the tensors that `_packed` replaced."""
+
     def is_tensor(leaf: Any) -> bool:
         return isinstance(leaf, tuple) and len(leaf) == 3 and leaf[0] == _MARK
 

@@ -1,4 +1,5 @@
-"""Reduces gradients of PyTorch's parameters over the ranks during backward passes."""
+"""Reduces gradients of PyTorch's parameters over the ranks while the backward pass goes on. A
+bucket is a group of gradients that are sent together."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from onnxpar.hvd.torch.tensors import array_of, put_gradient, slices_of
 
 
 class Reducer(Protocol):
-    """An object that reduces the gradients of a bucket over a process set."""
+    """An object that reduces the gradients of a bucket over a process set: `begin` starts, and
+    returns a handle of the reduced gradients by name. `called` begins the names of its
+    collectives."""
 
     process_set: ProcessSet
 
@@ -26,13 +29,14 @@ class Reducer(Protocol):
 
 
 class Buckets:
-    """Reduces the gradients of parameters, bucket by bucket.
+    """Reduces the gradients of parameters, bucket by bucket, as soon as all gradients of a bucket
+    exist.
 
     label        the name in errors; equal on all ranks
     process_set  the ranks
     groups       the parameters of each bucket, by name; all ranks send the buckets in this order
-    reducer      returns an object that reduces a bucket, and keeps its buffers
-    sparse       parameters with sparse gradients, even on ranks where they have none
+    reducer      returns an object that reduces a bucket, for each bucket
+    sparse       names of parameters with sparse gradients, also on ranks where they have none
 
     A gradient that this rank lacks counts as 0; a gradient that all ranks lack stays None.
     """
@@ -58,44 +62,49 @@ class Buckets:
             self.add(group)
 
     def add(self, group: Named) -> None:
-        """Adds a bucket."""
+        """Adds a bucket of these parameters, by name."""
         self._places.update(dict.fromkeys(group, len(self._groups)))
         self._missing.append(len(group))
         self._groups.append(group)
         self._reducers.append(self._reducer())
 
     def count(self) -> None:
-        """Records that a backward pass begins. The number of the pass is part of the names of
-        collectives: if a rank has skipped a pass after an error, all ranks notice."""
+        """Counts a backward pass that begins. The number of the pass is part of the names of its
+        collectives: after a rank has skipped a pass, because of an error, names differ and all
+        ranks notice."""
         counts = current().counts
         counts[self._label] += 1
         self._called = f"{self._label}, backward pass {counts[self._label]}"
 
     def reset(self) -> None:
-        """Forgets which gradients are ready."""
+        """Forgets which gradients of the pass are ready."""
         self._missing = [len(group) for group in self._groups]
         self._found: dict[str, bool] = {}
         self._handles: list[Handle[dict[str, Any]]] = []
 
     def is_sent(self, name: str) -> bool:
-        """Returns True if the gradient of this parameter can no longer change."""
+        """Returns True if the bucket of this parameter is sent, so that its gradient may no longer
+        change."""
         return self._places[name] < len(self._handles)
 
     def ready(self, name: str) -> None:
-        """Records that this rank has the gradient of a parameter. Starts full buckets in their
-        turn."""
+        """Records that this rank has the gradient of a parameter. Sends each bucket whose gradients
+        are all ready, unless an earlier bucket waits."""
         self._missing[self._places[name]] -= 1
         while len(self._handles) < len(self._groups) and not self._missing[len(self._handles)]:
             self._start()
 
     def finish(self) -> None:
-        """Sends the remaining buckets, and writes the reduced gradients to the parameters."""
+        """Sends the buckets that are not sent yet, and writes the reduced gradients to the
+        parameters."""
         try:
             self._finish()
         finally:
             self.reset()
 
     def _finish(self) -> None:
+        """Sends the buckets that are not sent yet, and writes the reduced gradients to the
+        parameters that have a gradient on any rank."""
         while len(self._handles) < len(self._groups):
             self._start()
         flags = np.array(list(self._found.values()), np.uint8)
@@ -109,7 +118,7 @@ class Buckets:
                     put_gradient(parameter, results[name])
 
     def _start(self) -> None:
-        """Starts the next bucket."""
+        """Sends the next bucket."""
         place = len(self._handles)
         group, reducer = self._groups[place], self._reducers[place]
         for name, parameter in group.items():
@@ -118,6 +127,8 @@ class Buckets:
         self._handles.append(reducer.begin(grads, f"{self._called}, bucket {place}"))
 
     def _sent(self, name: str, parameter: Any) -> Any:
+        """Returns what this rank sends for a parameter: its gradient as an array or
+        `IndexedSlices`, or zeros."""
         grad, what = parameter.grad, f"the gradient of {name!r}"
         if grad is not None and grad.layout is torch.sparse_coo:
             self._sparse.add(name)
@@ -127,7 +138,8 @@ class Buckets:
 
 
 def filled(named: Named, limit: float) -> list[dict[str, Any]]:
-    """Returns buckets of one dtype, of up to `limit` bytes or of one larger parameter, in order."""
+    """Returns the parameters of each bucket, by name, in their order. A bucket holds neighbours of
+    one dtype: up to `limit` bytes, or a single larger parameter."""
     buckets: list[dict[str, Any]] = []
     used, dtype = 0.0, None
     for name, parameter in named.items():

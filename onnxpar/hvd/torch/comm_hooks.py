@@ -1,4 +1,5 @@
-"""Hooks that reduce buckets of gradients, as in torch's DistributedDataParallel."""
+"""Communication hooks: functions of users that reduce buckets of gradients, as in torch's
+DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -37,15 +38,15 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Any) -> None:
-        """Replaces the gradients."""
+        """Replaces the flat tensor of the gradients."""
         self._buffer = buffer
 
     def parameters(self) -> list[Any]:
-        """Returns the parameters."""
+        """Returns the parameters, in the order of their gradients in the buffer."""
         return self._parameters
 
     def gradients(self) -> list[Any]:
-        """Returns the gradients, views of the buffer."""
+        """Returns the gradients in the shapes of the parameters, as views of the buffer."""
         parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
 
@@ -54,7 +55,7 @@ Hook = Callable[[Any, GradBucket], Any]
 
 
 class HookReducers:
-    """Returns a reducer by a hook for each bucket."""
+    """Calling it returns a reducer for the next bucket, which calls the hook of the module."""
 
     def __init__(self, state: Any, hook: Hook, module: Any, process_set: ProcessSet) -> None:
         self.state = state
@@ -69,7 +70,7 @@ class HookReducers:
 
 
 class HookReducer:
-    """Reduces one bucket by a hook."""
+    """Reduces the bucket number `index` by a hook; `every` is the HookReducers that made it."""
 
     def __init__(self, every: HookReducers, index: int) -> None:
         self.process_set = every.process_set
@@ -77,7 +78,9 @@ class HookReducer:
         self._index = index
 
     def begin(self, grads: Mapping[str, Any], called: str) -> Handle[dict[str, Any]]:
-        """Calls the hook, which returns the reduced buffer, or a future of it."""
+        """Calls the hook with the gradients as a GradBucket. Returns a handle of the reduced
+        gradients by name; the hook returns the reduced buffer, or a future of it. `called` is not
+        used."""
         every = self._every
         sparse = [name for name, grad in grads.items() if isinstance(grad, IndexedSlices)]
         if sparse:
@@ -99,7 +102,7 @@ class HookReducer:
 
 
 class _Found:
-    """A tensor, or a torch.futures.Future of one, as handles wait for it."""
+    """The result of a hook as a handle waits for it: a tensor, or a torch.futures.Future of one."""
 
     def __init__(self, found: Any) -> None:
         self._found = found

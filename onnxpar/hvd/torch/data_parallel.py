@@ -1,4 +1,4 @@
-"""A module whose gradients are averages over the ranks."""
+"""A DistributedDataParallel: a PyTorch module whose gradients are averages over the ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         self._average()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module."""
+        """Runs the module, and prepares the backward pass from its outputs to average the
+        gradients."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         if self._synchronizes and not self._averaging.is_current():
@@ -95,8 +96,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets the backward passes of forward passes inside the block add up gradients on this rank
-        alone."""
+        """Returns a context for gradient accumulation: backward passes from forward passes inside
+        the block add up gradients on this rank alone."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
@@ -107,9 +108,9 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True
     ) -> Iterator[None]:
-        """Lets ranks have different numbers of steps inside the block: ranks that have left it
-        contribute zeros to the steps of the others. In the end, all ranks get the parameters and
-        buffers of the last rank that had a step.
+        """Returns a context for loops in which ranks have different numbers of steps. At the end of
+        the block, a rank that has finished contributes zeros to the steps of the others, until all
+        have finished. Then all ranks get the parameters and buffers of a rank with the last step.
 
         divide_by_initial_world_size  averages divide by the number of all ranks; otherwise by the
                                       number of ranks that have a step
@@ -139,7 +140,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         self._average()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for copies and files, which get hooks of their own."""
+        """Returns the state for copies and pickles, without the hooks: the copy registers hooks of
+        its own."""
         return {name: value for name, value in vars(self).items() if name != "_averaging"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,13 +150,14 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         self._average()
 
     def _share(self, root: int | None = None) -> None:
-        """Gives all ranks the parameters and buffers of one rank, by default the first."""
+        """Overwrites the parameters and buffers of all ranks with the values of the rank `root`, by
+        default the first rank of the process set."""
         root = self._process_set.ranks[0] if root is None else root
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         share(tensors, root, self._process_set)
 
     def _average(self) -> None:
-        """Averages the gradients of the parameters that require them now."""
+        """Registers the hooks that average the gradients of the parameters that require one now."""
         process_set, compression = self._process_set, self._compression
         reducer: Callable[[], Reducer]
         if self._hook is None:

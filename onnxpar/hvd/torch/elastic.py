@@ -15,7 +15,7 @@ class TorchState(ArrayState):
     """State of a training run: a module, an optimizer, and plain objects.
 
     model      a module, or another object with `state_dict` and `load_state_dict`
-    optimizer  an optimizer, or another such object
+    optimizer  an optimizer, or another object with these two methods
     kwargs     more modules or optimizers, samplers, and plain objects that `broadcast_object` can
                send
     """

@@ -1,4 +1,5 @@
-"""Collectives on tensors that gather and send, as in `onnxpar.hvd` of arrays, with gradients.
+"""Collectives on tensors, with gradients: allgather, broadcast and alltoall, as in `onnxpar.hvd`
+for arrays.
 
 As in Horovod, the gradients of `allgather` and `broadcast` are averages over the ranks.
 """
@@ -32,7 +33,7 @@ def allgather(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Returns the tensors of all ranks, concatenated along the first dimension, whose size may
-    differ between ranks."""
+    differ between ranks. The gradient is this rank's rows of the averaged gradient."""
 
     def run(x: Any) -> Any:
         return in_new(x)(arrays.allgather(array_of(x), name, process_set))
@@ -49,7 +50,7 @@ def allgather(
 def allgather_async(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Any]:
-    """Starts an allgather, without a gradient."""
+    """Starts an allgather, and returns a handle of its result, which has no gradient."""
     handle = arrays.allgather_async(array_of(tensor), name, process_set)
     return converted(handle, in_new(tensor))
 
@@ -57,7 +58,7 @@ def allgather_async(
 def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Returns the allgather of each tensor."""
+    """Returns the allgather of each tensor, in the order of `tensors`."""
     return [
         allgather(tensor, f"{name or 'allgather'}.{index}", process_set)
         for index, tensor in enumerate(tensors)
@@ -67,7 +68,8 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[list[Any]]:
-    """Starts the allgather of each tensor, without a gradient."""
+    """Starts the allgather of each tensor, and returns a handle of the list of results, which have
+    no gradient."""
     handle = arrays.grouped_allgather_async(arrays_of(tensors), name, process_set)
     return converted(handle, each([in_new(tensor) for tensor in tensors]))
 
@@ -78,7 +80,8 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's tensor; the other ranks pass a tensor with the same dtype and shape."""
+    """Returns the tensor of rank `root_rank`; the other ranks pass a tensor with the same dtype and
+    shape. The gradient on the root is the averaged gradient, and 0 on other ranks."""
 
     def run(x: Any) -> Any:
         return in_new(x)(arrays.broadcast(array_of(x), root_rank, name, process_set))
@@ -96,7 +99,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Any]:
-    """Starts a broadcast, without a gradient."""
+    """Starts a broadcast, and returns a handle of its result, which has no gradient."""
     handle = arrays.broadcast_async(array_of(tensor), root_rank, name, process_set)
     return converted(handle, in_new(tensor))
 
@@ -107,7 +110,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Overwrites `tensor` with the root's tensor, and returns it."""
+    """Overwrites `tensor` with the tensor of rank `root_rank`, and returns it."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
@@ -117,7 +120,8 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Any]:
-    """Starts to overwrite `tensor` with the root's tensor; `synchronize` writes the result."""
+    """Starts to overwrite `tensor` with the tensor of rank `root_rank`, and returns a handle;
+    `synchronize` writes the result."""
     handle = arrays.broadcast_async(array_of(tensor), root_rank, name, process_set)
     return converted(handle, in_place(tensor))
 
@@ -128,9 +132,9 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends rows of `tensor` to all ranks, and returns the rows that this rank receives; with
-    `splits`, a list or a tensor of the rows for each rank, also the number of rows from each
-    rank."""
+    """Sends rows of `tensor` to all ranks, and returns the rows that this rank receives, in the
+    order of ranks. Without `splits`, each rank gets an equal share. With `splits`, a list or a
+    tensor of the number of rows for each rank, also returns the number of rows from each rank."""
     received: list[Any] = []
 
     def run(x: Any) -> Any:
@@ -151,8 +155,8 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[tuple[Any, Any]]:
-    """Starts an alltoall, without a gradient, whose result has the number of rows from each rank
-    also without `splits`."""
+    """Starts an alltoall, and returns a handle. Its result, which has no gradient, is a pair also
+    without `splits`: the received rows, and the number of rows from each rank."""
     parts = splits.numpy() if isinstance(splits, torch.Tensor) else splits
     handle = arrays.alltoall_async(array_of(tensor), parts, name, process_set)
 

@@ -1,4 +1,4 @@
-"""Handles of collectives on tensors, and gradients of collectives."""
+"""Handles of collectives on tensors, and functions that give a collective a gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Run = Callable[..., Any]
 
 
 class _Converted:
-    """The result of a handle as `finish` converts it, once."""
+    """The future behind a handle that applies `finish` to the result of another handle, once."""
 
     def __init__(self, handle: Handle[Any], finish: Callable[[Any], Any]) -> None:
         self._handle = handle
@@ -31,17 +31,18 @@ class _Converted:
 
 
 def converted(handle: Handle[Any], finish: Callable[[Any], Any]) -> Handle[Any]:
-    """Returns a handle that applies `finish` to the result of another."""
+    """Returns a handle whose result is `finish` of the result of `handle`."""
     return Handle(_Converted(handle, finish))
 
 
 def in_new(tensor: Any) -> Callable[[Any], Any]:
-    """Returns a function that converts a result to a tensor with the dtype of this one."""
+    """Returns a function that converts a result, an array, to a new tensor with the dtype of
+    `tensor`."""
     return lambda array: tensor_of(array, tensor.dtype)
 
 
 def in_place(tensor: Any) -> Callable[[Any], Any]:
-    """Returns a function that overwrites this tensor with a result, and returns it."""
+    """Returns a function that overwrites `tensor` with a result, an array, and returns `tensor`."""
 
     def overwrite(array: Any) -> Any:
         store(tensor, array)
@@ -51,7 +52,7 @@ def in_place(tensor: Any) -> Callable[[Any], Any]:
 
 
 def each(functions: Sequence[Callable[[Any], Any]]) -> Callable[[Sequence[Any]], list[Any]]:
-    """Returns a function that applies one function to each result."""
+    """Returns a function that applies function i to result i of a list, and returns the list."""
     return lambda results: [f(result) for f, result in zip(functions, results, strict=True)]
 
 
@@ -60,6 +61,9 @@ def arrays_of(tensors: Sequence[Any]) -> list[Any]:
 
 
 class _Collective(torch.autograd.Function):  # type: ignore[misc]
+    """An autograd function: `run` is its forward pass, `back` maps the gradients of the results to
+    the gradients of the tensors."""
+
     @staticmethod
     def forward(ctx: Any, run: Run, back: Run, *tensors: Any) -> Any:
         ctx.back = back
@@ -72,5 +76,6 @@ class _Collective(torch.autograd.Function):  # type: ignore[misc]
 
 
 def differentiable(run: Run, back: Run, *tensors: Any) -> Any:
-    """Returns the result of `run`, a tensor or a tuple of tensors, with the gradient `back`."""
+    """Returns `run(*tensors)`, a tensor or a tuple of tensors. Autograd computes the gradients of
+    `tensors` by `back`, from the gradients of the results."""
     return _Collective.apply(run, back, *tensors)

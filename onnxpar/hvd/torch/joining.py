@@ -1,4 +1,4 @@
-"""Ranks that have different numbers of steps."""
+"""Training loops in which ranks have different numbers of steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from onnxpar.hvd.torch.averaging import Averaging
 class Join:
     """Tells all ranks of a set, before each step, which ranks have a step.
 
-    divides_by_all  averages divide by the number of all ranks, not of ranks with a step
+    label           the name of the module, equal on all ranks
+    divides_by_all  averages divide by the number of all ranks; otherwise by that of the ranks with
+                    a step
     """
 
     def __init__(self, label: str, process_set: ProcessSet, divides_by_all: bool) -> None:
@@ -21,16 +23,18 @@ class Join:
         self._divides_by_all = divides_by_all
 
     def announce(self, averaging: Averaging) -> None:
-        """Announces a step of this rank."""
+        """Tells the other ranks that this rank has a step, whose gradients `averaging` will
+        reduce."""
         self._exchange(averaging, True)
 
     def wait(self, averaging: Averaging) -> bool:
-        """Announces that this rank has no step; returns True if others have one."""
+        """Tells the other ranks that this rank has no more steps; returns True if another rank has
+        a step."""
         return self._exchange(averaging, False)
 
     def _exchange(self, averaging: Averaging, has_step: bool) -> bool:
-        """Sets the factor of averages, and the rank whose buffers all ranks get, from the ranks
-        that have a step."""
+        """Tells the ranks whether this rank has a step, and returns True if any rank has one. Sets
+        in `averaging` the factor of averages, and the root: the last rank with a step."""
         flags = allgather(np.array([has_step]), self._name, self._process_set)
         ranks = [rank for rank, flag in zip(self._process_set.ranks, flags, strict=True) if flag]
         if ranks:

@@ -1,4 +1,5 @@
-"""An optimizer of PyTorch whose steps use the gradients of all ranks."""
+"""An optimizer of PyTorch whose steps use the gradients of all ranks: Horovod's
+DistributedOptimizer."""
 
 from __future__ import annotations
 
@@ -84,7 +85,14 @@ def DistributedOptimizer(
 
 
 class Reductions(Passes):
-    """Reduces the gradients of an optimizer's parameters, after a number of backward passes."""
+    """Reduces the gradients of an optimizer's parameters over the ranks.
+
+    groups   the parameters whose gradients are sent together, by name
+    reducer  returns an object that reduces gradients, for each group
+    op       Adasum combines updates instead of gradients, so nothing is sent in the backward pass
+
+    The reduction starts in the last of `passes` backward passes.
+    """
 
     def __init__(
         self,
@@ -107,7 +115,7 @@ class Reductions(Passes):
             self.add(group)
 
     def add(self, group: Named) -> None:
-        """Also reduces the gradients of these parameters."""
+        """Also reduces the gradients of these parameters, by name, as a group of their own."""
         self.named |= group
         if group and self._included and not self.combines_updates:
             self._buckets.add(group)
@@ -115,10 +123,12 @@ class Reductions(Passes):
 
     @property
     def waits(self) -> bool:
-        """True if no step has used the gradients yet; False after a failed pass."""
+        """True if there are gradients that no step has used yet; False after a failed pass."""
         return bool(self._times) and not self.has_failed
 
     def has_gradient(self, name: str) -> None:
+        """Counts a gradient of a parameter, and marks it ready to send after the last of `passes`.
+        Errors: InputError if it is one gradient too many."""
         self.enter()
         self.is_done = False
         self._times[name] += 1
@@ -136,10 +146,10 @@ class Reductions(Passes):
         self._buckets.count()
 
     def end_pass(self) -> None:
-        """Does nothing: `finish` waits for the gradients."""
+        """Does nothing, because `finish` waits for the reduced gradients."""
 
     def finish(self) -> None:
-        """Waits until the gradients are reduced over all ranks."""
+        """Waits until the gradients are reduced over all ranks, and written to the parameters."""
         if self._included and not self.combines_updates and not self.is_done:
             self._times.clear()
             with torch.no_grad():
@@ -147,7 +157,7 @@ class Reductions(Passes):
             self.is_done = True
 
     def reset(self) -> None:
-        """Forgets earlier gradients."""
+        """Forgets the gradients since the last step."""
         self._times.clear()
         self._buckets.reset()
         self.is_done = False
@@ -161,7 +171,8 @@ class _Distributed:
     _synchronizes = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters by the gradients of all ranks."""
+        """Updates the parameters by the gradients reduced over all ranks. Returns the loss that
+        `closure` returns, as in torch."""
         inner: Any = super()
         if self._reductions.combines_updates:
             loss = self._combine(lambda: inner.step(closure))
@@ -175,7 +186,8 @@ class _Distributed:
         return loss
 
     def synchronize(self) -> None:
-        """Waits until the gradients are reduced over all ranks."""
+        """Waits until the gradients are reduced over all ranks, and written to the parameters.
+        Parameters that the optimizer got since the last call are reduced, too."""
         known = {id(parameter) for parameter in self._reductions.named.values()}
         named = _named(self, None if self._names is None else self._names.items())
         self._reductions.add(
@@ -185,7 +197,8 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Lets `step` use the gradients as they are."""
+        """Returns a context in which `step` uses the gradients as they are, after `synchronize`.
+        Errors: InputError for Adasum."""
         if self._reductions.combines_updates:
             raise InputError("Adasum combines updates inside step, which cannot skip it")
         self._synchronizes = False
@@ -195,21 +208,24 @@ class _Distributed:
             self._synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets the number of backward passes per step, and forgets earlier ones."""
+        """Sets the number of backward passes per step, and forgets the gradients since the last
+        step."""
         if passes < 1:
             raise InputError(f"backward_passes_per_step={passes} must be at least 1")
         self._reductions.reset()
         self._reductions.passes = passes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients. Errors: InputError before `step` or `synchronize` has used them."""
+        """Resets the gradients. Errors: InputError if neither `step` nor `synchronize` has used the
+        last pass's gradients yet."""
         if self._reductions.waits:
             raise InputError("zero_grad() before step() or synchronize() would lose gradients")
         self._reductions.reset()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restores a state, and forgets earlier backward passes."""
+        """Restores a state that `state_dict` returned, and forgets the gradients since the last
+        step."""
         self._reductions.reset()
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
@@ -217,6 +233,8 @@ class _Distributed:
         raise InputError("a DistributedOptimizer cannot be copied; wrap a copy of the inner one")
 
     def _reduced(self, closure: Callable[[], Any]) -> Any:
+        """Runs a closure, which computes gradients, waits until they are reduced, and returns its
+        loss."""
         loss = closure()
         if self._synchronizes:
             self.synchronize()
@@ -224,7 +242,8 @@ class _Distributed:
         return loss
 
     def _combine(self, step: Callable[[], Any]) -> Any:
-        """Lets this rank update the parameters, and replaces the update by the combined one."""
+        """Runs `step` on this rank, then replaces the update of each parameter by the Adasum of all
+        ranks' updates. Returns the result of `step`."""
         named = self._reductions.named
         before = {name: parameter.detach().clone() for name, parameter in named.items()}
         loss = step()
@@ -236,7 +255,8 @@ class _Distributed:
 
 
 def _label(process_set: ProcessSet) -> str:
-    """Returns the name of an optimizer's collectives, equal on all ranks."""
+    """Returns the name of an optimizer's collectives, equal on all ranks: it has the ranks and a
+    count."""
     if not process_set.included():
         return "optimizer"
     among = f"optimizer over ranks {list(members_of(process_set, 'the optimizer').ranks)}"
@@ -246,7 +266,8 @@ def _label(process_set: ProcessSet) -> str:
 
 
 def _named(optimizer: Any, given: Iterable[tuple[str, Any]] | None) -> dict[str, Any]:
-    """Returns the parameters of an optimizer by name. Errors: InputError if one has no name."""
+    """Returns the parameters of an optimizer by name: the names in `given`, or "parameter 0 of
+    group 0". Errors: InputError if `given` lacks a parameter."""
     own = [
         (f"parameter {index} of group {number}", parameter)
         for number, group in enumerate(optimizer.param_groups)
@@ -269,7 +290,12 @@ def _named(optimizer: Any, given: Iterable[tuple[str, Any]] | None) -> dict[str,
 def _groups(
     named: Named, count: int, groups: Sequence[Sequence[Any]] | None
 ) -> list[dict[str, Any]]:
-    """Returns the parameters whose gradients are sent together, the last ones of a model first."""
+    """Returns the groups of parameters whose gradients are sent together, each by name. The last
+    parameters of a model come first, as their gradients are ready first.
+
+    count   number of groups of about equal counts; 0 forms groups by size
+    groups  groups of parameters that the user lists; the rest are grouped by size
+    """
     in_turn = list(reversed(list(named.items())))
     if groups is None and count < 1:
         return filled(dict(in_turn), default_threshold())

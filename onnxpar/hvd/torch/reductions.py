@@ -1,6 +1,7 @@
-"""Reductions of tensors over the ranks, as in `onnxpar.hvd` of arrays, with gradients.
+"""Reductions of tensors over the ranks, as in `onnxpar.hvd` for arrays, with gradients.
 
-The gradient of `allreduce` is reduced like the tensor, by Average or Sum.
+The gradient of `allreduce` is the gradient of the result, reduced over the ranks in the same way,
+for Average and Sum.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the elementwise reduction of a tensor over the ranks."""
+    """Returns the elementwise reduction of a tensor over the ranks, as a new tensor with a
+    gradient. The arguments are those of `onnxpar.hvd.allreduce`."""
     op = _op(op, average, "allreduce", name, [tensor])
     factors = prescale_factor, postscale_factor, process_set
 
@@ -63,7 +65,8 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Any]:
-    """Starts an allreduce, without a gradient. Do not change `tensor` until the result is ready."""
+    """Starts an allreduce, and returns a handle of its result, which has no gradient. Do not change
+    `tensor` until the result is ready."""
     op = _op(op, average, "allreduce_async", name, [tensor])
     factors = prescale_factor, postscale_factor, process_set
     handle = arrays.allreduce_async(array_of(tensor), None, name, op, *factors)
@@ -93,7 +96,8 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Any]:
-    """Starts to overwrite `tensor` with its reduction over the ranks; `synchronize` writes it."""
+    """Starts to overwrite `tensor` with its reduction over the ranks, and returns a handle;
+    `synchronize` writes the result."""
     op = _op(op, average, "allreduce_async_", name, [tensor])
     factors = prescale_factor, postscale_factor, process_set
     handle = arrays.allreduce_async(array_of(tensor), None, name, op, *factors)
@@ -110,7 +114,8 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Returns the reductions of many tensors, which are sent together."""
+    """Returns the reduction of each tensor, in the order of `tensors`, with gradients; they are
+    sent together, which is faster for many small tensors."""
     op = _op(op, average, "grouped_allreduce", name, tensors)
     factors = prescale_factor, postscale_factor, process_set
 
@@ -134,7 +139,8 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[Any]]:
-    """Starts a grouped_allreduce, without a gradient."""
+    """Starts a grouped_allreduce, and returns a handle of the list of results, which have no
+    gradient."""
     op = _op(op, average, "grouped_allreduce_async", name, tensors)
     factors = prescale_factor, postscale_factor, process_set
     handle = arrays.grouped_allreduce_async(arrays_of(tensors), None, name, op, *factors)
@@ -164,7 +170,8 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[Any]]:
-    """Starts to overwrite each tensor with its reduction over the ranks."""
+    """Starts to overwrite each tensor with its reduction over the ranks, and returns a handle;
+    `synchronize` writes the results."""
     op = _op(op, average, "grouped_allreduce_async_", name, tensors)
     factors = prescale_factor, postscale_factor, process_set
     handle = arrays.grouped_allreduce_async(arrays_of(tensors), None, name, op, *factors)
@@ -174,8 +181,8 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Any, name: str, op: ReduceOp, process_set: ProcessSet = global_process_set
 ) -> Handle[Any]:
-    """Starts the reduction of a sparse tensor in COO layout with one sparse dimension. Calling the
-    handle returns the result."""
+    """Starts the reduction of a sparse tensor in COO layout with one sparse dimension, and returns
+    a handle. The result is a sparse tensor of the same shape, with each index once."""
     handle = arrays.sparse_allreduce_async(slices_of(tensor, tensor), name, op, process_set)
 
     def finish(result: IndexedSlices) -> Any:
@@ -193,7 +200,8 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Returns this rank's rows of the reduction over the ranks."""
+    """Returns this rank's rows of the reduction over the ranks, with a gradient. The first ranks
+    get one row more if the rows do not divide evenly."""
     _op(op, None, "reducescatter", name, [tensor])
     factors = prescale_factor, postscale_factor
 
@@ -218,7 +226,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[Any]:
-    """Starts a reducescatter, without a gradient."""
+    """Starts a reducescatter, and returns a handle of its result, which has no gradient."""
     _op(op, None, "reducescatter_async", name, [tensor])
     factors = prescale_factor, postscale_factor
     handle = arrays.reducescatter_async(array_of(tensor), name, op, process_set, *factors)
@@ -234,7 +242,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """Returns the reducescatter of each tensor."""
+    """Returns the reducescatter of each tensor, in the order of `tensors`."""
     return [
         reducescatter(
             tensor,
@@ -257,7 +265,8 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[list[Any]]:
-    """Starts the reducescatter of each tensor, without a gradient."""
+    """Starts the reducescatter of each tensor, and returns a handle of the list of results, which
+    have no gradient."""
     _op(op, None, "grouped_reducescatter_async", name, tensors)
     factors = prescale_factor, postscale_factor
     inputs = arrays_of(tensors)
@@ -268,7 +277,8 @@ def grouped_reducescatter_async(
 def _op(
     op: ReduceOp | None, average: bool | None, function: str, name: str | None, tensors: Any
 ) -> ReduceOp:
-    """Returns the reduction. Errors: InputError if complex numbers have none of this kind."""
+    """Returns the reduction that `op` or the deprecated `average` requests. Errors: InputError for
+    complex tensors with a reduction other than Average, Sum and Adasum."""
     what = called(function, name)
     chosen = op_of(op, average, what)
     if chosen not in (Average, Sum, Adasum) and any(torch.is_complex(each) for each in tensors):
@@ -277,6 +287,7 @@ def _op(
 
 
 def _linear(op: ReduceOp, function: str, name: str | None) -> None:
+    """Errors: InputError if the gradient of the reduction `op` is not known."""
     if op not in (Average, Sum):
         raise InputError(
             f"{called(function, name)}: the gradient is known for Average and Sum only"

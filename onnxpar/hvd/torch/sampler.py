@@ -1,4 +1,4 @@
-"""Divides data among the ranks."""
+"""A sampler of PyTorch that divides a dataset among the ranks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def DistributedSampler(
     seed: int = 0,
     drop_last: bool = False,
 ) -> Any:
-    """Returns torch.utils.data.DistributedSampler, by default for the ranks of hvd."""
+    """Returns a torch.utils.data.DistributedSampler, by default for the ranks of hvd: the i-th of n
+    ranks gets samples i, i + n, i + 2 n and so on."""
     ranks = size() if num_replicas is None else num_replicas
     return _Sampler(dataset, ranks, own_rank() if rank is None else rank, shuffle, seed, drop_last)

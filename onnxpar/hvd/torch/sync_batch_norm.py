@@ -1,4 +1,4 @@
-"""Batch normalization by the statistics of the batches of all ranks."""
+"""Batch normalization with the mean and variance of all ranks' batches together."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     def convert_sync_batchnorm(
         cls, module: Any, process_set: ProcessSet = global_process_set
     ) -> Any:
-        """Returns the module with a SyncBatchNorm, of the same parameters and statistics, instead
-        of each BatchNorm."""
+        """Returns the module with each BatchNorm in it replaced by a SyncBatchNorm of the same
+        parameters and statistics. A module that is a BatchNorm itself is returned as a new
+        SyncBatchNorm."""
         new: Any = module
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
             new = cls.__new__(cls)
@@ -35,7 +36,8 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         return new
 
     def forward(self, input: Any) -> Any:
-        """Returns the normalized input, of shape [batch, channels, ...]."""
+        """Returns the normalized input, of shape [batch, channels, ...]. In training, all ranks
+        call `forward` together, and the running statistics change."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
@@ -57,16 +59,20 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         return normal.to(input.dtype)
 
     def _check_input_dim(self, input: Any) -> None:
+        """Errors: InputError if the input has fewer than 2 dimensions."""
         if input.dim() < 2:
             raise InputError(f"SyncBatchNorm: an input of {input.dim()} dimensions has no channels")
 
     def _sum(self, tensor: Any, what: str) -> Any:
+        """Returns the sum of a tensor over the ranks; `what` is part of the name of the
+        collective."""
         name = f"batch normalization, {what}"
         return allreduce(tensor, name=name, op=Sum, process_set=self.process_set)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _track(self, mean: Any, variance: Any) -> None:
-        """Updates the running statistics."""
+        """Moves the running mean and variance towards the mean and variance of this batch, as torch
+        does."""
         self.num_batches_tracked.add_(1)
         momentum = self.momentum
         if momentum is None:

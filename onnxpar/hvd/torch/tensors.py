@@ -22,9 +22,9 @@ _BITS = {
 
 
 def array_of(tensor: Any, what: str = "a tensor") -> Array:
-    """Returns the values of a tensor as an array, sharing memory if possible; a complex number
-    becomes two numbers, in one more dimension. Errors: InputError for a tensor that is not dense
-    and on the CPU."""
+    """Returns the values of a tensor as an array, sharing memory if possible. Complex numbers
+    become pairs of numbers: [2, 3] becomes [2, 3, 2]. `what` names the tensor in errors. Errors:
+    InputError for a tensor that is not dense and on the CPU."""
     if tensor.device.type != "cpu":
         raise InputError(f"{what} is on {tensor.device}; ranks exchange tensors on the CPU")
     if tensor.layout is not torch.strided:
@@ -43,7 +43,7 @@ def array_of(tensor: Any, what: str = "a tensor") -> Array:
 
 
 def tensor_of(array: Array, dtype: Any) -> Any:
-    """Returns the tensor of a dtype that `array_of` has turned into this array."""
+    """Returns an array as a tensor of `dtype`: the inverse of `array_of`."""
     plain = np.ascontiguousarray(array).reshape(array.shape)
     if dtype in _BITS:
         return torch.from_numpy(plain.view(np.int8 if plain.itemsize == 1 else np.int16)).view(
@@ -54,12 +54,13 @@ def tensor_of(array: Array, dtype: Any) -> Any:
 
 
 def store(tensor: Any, array: Array) -> None:
-    """Overwrites the values of a tensor, whatever its strides; autograd does not notice it."""
+    """Overwrites the values of a tensor, whatever its strides, without a record in autograd."""
     tensor.data.copy_(tensor_of(array, tensor.dtype))
 
 
 def slices_of(parameter: Any, grad: Any) -> IndexedSlices:
-    """Returns the rows of a sparse gradient, all rows of a dense gradient, or no rows for None."""
+    """Returns the gradient of a parameter as `IndexedSlices`: the rows of a sparse gradient, all
+    rows of a dense gradient, or no rows for None."""
     nothing = array_of(torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype))
     dense_shape = (len(parameter), *nothing.shape[1:])
     if grad is None:
@@ -71,7 +72,8 @@ def slices_of(parameter: Any, grad: Any) -> IndexedSlices:
 
 
 def sparse_of(rows: IndexedSlices, like: Any) -> Any:
-    """Returns rows with distinct indices as a sparse tensor of the dtype and shape of another."""
+    """Returns rows with distinct, ascending indices as a sparse COO tensor of the dtype and shape
+    of `like`."""
     indices, values = torch.from_numpy(rows.indices)[None], tensor_of(rows.values, like.dtype)
     return torch.sparse_coo_tensor(
         indices, values, like.shape, is_coalesced=True, check_invariants=False
@@ -79,7 +81,8 @@ def sparse_of(rows: IndexedSlices, like: Any) -> Any:
 
 
 def put_gradient(parameter: Any, result: Array | IndexedSlices) -> None:
-    """Gives a parameter its reduced gradient, in the tensor of its old one if possible."""
+    """Writes a reduced gradient to `parameter.grad`: into the tensor that is there if possible, or
+    as a new tensor."""
     grad = parameter.grad
     if isinstance(result, IndexedSlices):
         if grad is None or grad.layout is torch.sparse_coo:
