@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ class Program:
 class Constants:
     """The constants of a graph, by name."""
 
-    def __init__(self, graph: GraphProto, folder: Path) -> None:
-        self._stored = {tensor.name: tensor for tensor in graph.initializer}
+    def __init__(self, graph: GraphProto, folder: Path, fed: Collection[str]) -> None:
+        self._stored = {t.name: t for t in graph.initializer if t.name not in fed}
         self._values: dict[str, Array] = {}
         self._folder = folder
 
@@ -112,8 +112,9 @@ class Constants:
         return np.asarray(stored).reshape(tuple(tensor.dims))
 
 
-def read_program(path: Path) -> Program:
-    """Reads a model; weights in other files stay there. Errors: ModelError."""
+def read_program(path: Path, fed: Collection[str] = ()) -> Program:
+    """Reads a model; weights in other files stay there. Inputs that have default values are
+    constants, unless they are among `fed`. Errors: ModelError."""
     try:
         proto = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf raises a type of its own
@@ -122,8 +123,8 @@ def read_program(path: Path) -> Program:
         proto = inline_local_functions(proto)
     graph = proto.graph
     opsets = {entry.domain or "": entry.version for entry in proto.opset_import}
-    constants = Constants(graph, path.parent)
-    stored = {tensor.name for tensor in graph.initializer}
+    constants = Constants(graph, path.parent, fed)
+    stored = {tensor.name for tensor in graph.initializer} - {*fed}
     inputs = [port.name for port in graph.input if port.name not in stored]
     nodes = [read_node(node) for node in graph.node]
     program = Program(path, nodes, inputs, [p.name for p in graph.output], constants, opsets)
