@@ -36,8 +36,8 @@ class ClassGroups:
         return self.classes % self.count
 
     def apart(self, table: Value) -> Value:
-        """Returns a table whose first dimension is that of classes as [groups, size, ...], with
-        zeros where a group is smaller."""
+        """Returns a table [class, ...] as [group, class of the group, ...], with zeros where a
+        group is smaller."""
         rest = table.shape[1:]
         if not self._larger:
             return table.reshape([self.count, self.size, *rest])
@@ -61,4 +61,5 @@ class ClassGroups:
 
     @staticmethod
     def _split(table: Value, sizes: list[int]) -> list[Value]:
+        """Returns the parts of these sizes along the first dimension."""
         return table.builder.add_each("Split", [table, np.array(sizes, np.int64)], 2, axis=0)

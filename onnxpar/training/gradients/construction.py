@@ -9,7 +9,7 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 @vjp("OneHot")
 def one_hot(v: Vjp) -> Grads:
-    """Only the operand with the two values, off and on, has a gradient."""
+    """Only the operand with the two values (off, on) has a gradient."""
     indices, depth = v.operands[:2]
     hot = indices.op("OneHot", depth, np.array([0, 1], v.dy.dtype), axis=v.attr("axis"))
     off, on = (v.dy * (1.0 - hot)).sum(), (v.dy * hot).sum()

@@ -35,7 +35,7 @@ def div(v: Vjp) -> Grads:
 
 @vjp("Mod")
 def mod(v: Vjp) -> Grads:
-    """Mod is a - b * q, where the quotient q is a step function."""
+    """Mod is a - b * q, where the quotient q is a step function without a gradient."""
     a, b = v.operands
     quotient = (a - v.y) / b
     return v.dy, -v.dy * quotient
@@ -57,7 +57,7 @@ def extreme(v: Vjp) -> Grads:
 
 @vjp("Pow")
 def power(v: Vjp) -> Grads:
-    """As in PyTorch, the base gets zero where the exponent is 0; the exponent gets zero where the
+    """As in PyTorch, the base gets a zero gradient where the exponent is 0; the exponent, where the
     base is 0 and the exponent is not negative."""
     base, exponent = v.operands
     number = v.constant(1)
@@ -83,7 +83,7 @@ def where(v: Vjp) -> Grads:
 @vjp("Clip")
 def clip(v: Vjp) -> Grads:
     """A bound gets the gradient of the elements that it replaces; if the upper bound is below the
-    lower one, it gets all gradients. An element that equals a bound keeps its gradient."""
+    lower bound, it gets all gradients. An element that equals a bound keeps its gradient."""
     low, high = v.operand(1), v.operand(2)
     bounded = v.x if low is None else v.x.op("Max", low)
     through, of_low, of_high = v.dy, None, None
@@ -108,7 +108,7 @@ def cast(v: Vjp) -> Grads:
 
 @vjp("Floor Ceil Round Sign")
 def steps(v: Vjp) -> Grads:
-    """Zero: these are step functions."""
+    """No gradient: these are step functions."""
     return []
 
 
@@ -209,7 +209,7 @@ def atanh(v: Vjp) -> Grads:
 
 @vjp("Dropout")
 def dropout(v: Vjp) -> Grads:
-    """Applies the mask that the node drew; a Dropout that is switched off passes the gradient
+    """Applies the mask that the node drew. A Dropout that is switched off passes the gradient
     on."""
     training, mode = v.operand(2), v.constant(2)
     if training is None or (mode is not None and not mode):

@@ -26,8 +26,8 @@ def scatter_add(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> V
 
 
 def scatter_each(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> Value:
-    """Like `scatter_add`, with an index for each element of `dy`; `indices` is broadcast to the
-    shape of `dy`."""
+    """Like `scatter_add`, but with an index for each element of `dy` instead of each slice.
+    `indices` is broadcast to the shape of `dy`."""
     wide = dy.wide()  # onnxruntime cannot add 16-bit floats
     zeros = dy.builder.zeros(shape, wide.dtype)
     at = indices.expand(dy.shape)
@@ -35,8 +35,8 @@ def scatter_each(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> 
 
 
 def without_padding(gather: gs.Node, indices: Value, dy: Value) -> Value:
-    """Returns `dy`, the gradient of the rows that a Gather looks up, with zeros for the row that
-    the lookup does not train (torch's `padding_idx`), if there is one."""
+    """Returns `dy`, the gradient of the rows that a Gather looks up, with zeros for lookups of the
+    row that is not trained (torch's `padding_idx`), if there is one."""
     row = padding_row(gather)
     if row is None:
         return dy
@@ -82,8 +82,8 @@ def gather_nd(v: Vjp) -> Grads:
 
 
 def linear(indices: Value, sizes: Sequence[int]) -> Value:
-    """Returns flat indices into a tensor of these sizes, given tuples of indices along the last
-    dimension."""
+    """Returns flat indices into a tensor of these sizes. `indices` has tuples of indices along its
+    last dimension: (1, 2) in [3, 4] is 6."""
     if len(sizes) == 1:
         return indices.reshape(indices.shape[:-1])
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
@@ -93,7 +93,8 @@ def linear(indices: Value, sizes: Sequence[int]) -> Value:
 
 @vjp("TopK")
 def top_k(v: Vjp) -> Grads:
-    """The gradient goes to the elements that the op selected, by its indices."""
+    """The gradient goes to the elements that the op selected, which its second result, the indices,
+    tells."""
     at = v.output(1, np.int64, v.y.shape)
     return [scatter_each(v.dy, at, v.attr("axis"), v.x.shape)]
 

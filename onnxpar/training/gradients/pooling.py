@@ -1,4 +1,4 @@
-"""Gradients of pools."""
+"""Gradients of pools, and of local response normalization (LRN)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def max_pool(v: Vjp) -> Grads:
 
 
 def _in_plane(indices: Value, plane: int) -> Value:
-    """Converts flat indices into a tensor to indices into the image of one sample and channel.
-    These are also valid on a shard of the batch."""
+    """Converts flat indices into a tensor to flat indices into the image of one sample and channel.
+    The latter are also valid on a shard of the batch."""
     flat = indices.reshape([*indices.shape[:2], prod(indices.shape[2:])])
     return flat.op("Mod", np.array(plane, np.int64))
 
@@ -67,7 +67,7 @@ def _counts(v: Vjp, by: Windows, sizes: tuple[int, ...]) -> Array:
 
 @vjp("LpPool")
 def lp_pool(v: Vjp) -> Grads:
-    """Zero where a norm is zero."""
+    """The gradient is zero where a norm is zero."""
     by = windows_of(v, v.attr("kernel_shape"))
     power = v.attr("p")
     return [_spread_evenly(_by_norm(v, power), by) * _direction(v.x, power)]
@@ -75,7 +75,7 @@ def lp_pool(v: Vjp) -> Grads:
 
 @vjp("GlobalLpPool")
 def global_lp_pool(v: Vjp) -> Grads:
-    """Zero where a norm is zero."""
+    """The gradient is zero where a norm is zero."""
     power = v.attr("p")
     return [_by_norm(v, power) * _direction(v.x, power)]
 

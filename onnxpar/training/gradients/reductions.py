@@ -23,7 +23,8 @@ def reduced_axes(v: Vjp) -> list[int]:
 
 
 def kept(v: Vjp, reduced: Value) -> Value:
-    """Returns a result, or its gradient, with the reduced axes as dimensions of size 1."""
+    """Returns a result of a reduction, or its gradient, with the reduced axes as dimensions of size
+    1."""
     axes = reduced_axes(v)
     return reduced.reshape([1 if a in axes else s for a, s in enumerate(v.x.shape)])
 
@@ -97,8 +98,8 @@ def hardmax(v: Vjp) -> Grads:
 
 @vjp("Softmax")
 def softmax(v: Vjp) -> Grads:
-    """The results of fully masked rows are NaN. If the model replaces these, the gradient of such
-    rows is zero."""
+    """The result of a fully masked row is NaN. If the model replaces NaNs behind the node, the
+    gradient of such a row is zero."""
     y = v.y
     if any(reader.op == "IsNaN" for reader in y.tensor.outputs):
         y = y.op("IsNaN").where(0.0, y)

@@ -55,7 +55,8 @@ def tensor_scatter(v: Vjp) -> Grads:
 
 
 class _Scattered:
-    """The operands and the result of a ScatterElements, and the gradient of the result."""
+    """A ScatterElements: its operands x, indices `at` and updates, its result y, and the result's
+    gradient dy."""
 
     def __init__(self, x: Value, at: Value, updates: Value, y: Value, dy: Value, axis: int) -> None:
         self.x, self.at, self.updates, self.y, self.dy, self.axis = x, at, updates, y, dy, axis
@@ -74,12 +75,12 @@ class _Scattered:
         return of_x, None, self.pick(self.dy)
 
     def pick(self, value: Value) -> Value:
-        """Returns the elements of a tensor at the positions of the updates."""
+        """Returns the elements of a tensor of y's shape at the positions of the updates."""
         return value.op("GatherElements", self.at, axis=self.axis)
 
     def count(self, of_x: Value, of_updates: Value) -> Value:
-        """Returns a sum per element of x: its number in `of_x`, plus the numbers in `of_updates` of
-        all updates that are written to the element."""
+        """Returns for each element of x the sum of its number in `of_x` and the numbers in
+        `of_updates` of all updates that are written to the element."""
         return of_x + scatter_each(of_updates, self.at, self.axis, self.x.shape)
 
     def _of_product(self) -> Grads:
