@@ -41,8 +41,8 @@ def analyse(
     growing: Collection[tuple[str, int]] = (),
     in_file: Mapping[str, str] | None = None,
 ) -> GraphFactors:
-    """Returns the atoms of every dimension of the graph; with `in_bodies`, also of dimensions in
-    the bodies of If, Loop and Scan.
+    """Returns the atoms (parts of dimensions) of every dimension of the graph; with `in_bodies`,
+    also of dimensions in the bodies of If, Loop and Scan.
 
     pairs             state pairs (an input, and the output that is its next value): their
                       dimensions correspond without an op between them; dimensions of different
@@ -62,7 +62,7 @@ class _Analysis:
 
     dims    the index variables of each tensor's dimensions, by name; None for an unknown rank
     joined  the nodes whose rules have been applied, in graph order
-    atoms   gives numbers to atoms
+    atoms   gives numbers to atoms (parts of dimensions)
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class _Analysis:
         """Returns the factors of all nodes, in graph order.
 
         A fused tensor lies between two nodes that onnxruntime fuses, so it is never resharded. A
-        leaf stays whole if the producer and a reader of a fused tensor cannot both split it.
-        Partial sums do not pass a node that reads a fused tensor, because the node may round its
-        other operands.
+        leaf (a part of a dimension) stays whole if the producer and a reader of a fused tensor
+        cannot both split it. Partial sums do not pass a node that reads a fused tensor, because the
+        node may round its other operands.
         """
         for n, joined in enumerate(self.joined):
             if not fused.isdisjoint(t.name for t in joined.node.inputs):

@@ -13,9 +13,9 @@ from onnxpar.sharding.factors import Links, Pairs, TensorFactors
 
 
 def apart_in_dims(dims: Sequence[Dim], counts: Sequence[int]) -> Pairs:
-    """Returns the pairs of a tensor's leaves that lie in different segments of one dimension.
-    Leaves are numbered through all dimensions `dims`; `counts` has the number of leaves of each
-    dimension."""
+    """Returns the pairs of a tensor's leaves (parts of dimensions) that lie in different segments
+    of one dimension. Leaves are numbered through all dimensions `dims`; `counts` has the number of
+    leaves of each dimension."""
     apart: set[tuple[int, int]] = set()
     at = 0
     for dim, count in zip(dims, counts, strict=True):
@@ -25,8 +25,8 @@ def apart_in_dims(dims: Sequence[Dim], counts: Sequence[int]) -> Pairs:
 
 
 def _apart(dim: Dim, at: int) -> set[tuple[int, int]]:
-    """Returns the pairs of a dimension's leaves that lie in different segments of a concatenation.
-    The first leaf of the dimension has the number `at`."""
+    """Returns the pairs of a dimension's leaves (parts of dimensions) that lie in different
+    segments of a concatenation. The first leaf of the dimension has the number `at`."""
     if isinstance(dim, Factor):
         return set()
     pairs: set[tuple[int, int]] = set()
@@ -44,8 +44,9 @@ def _apart(dim: Dim, at: int) -> set[tuple[int, int]]:
 def apart_in_op(
     operands: Iterable[tuple[str, Links]], tensors: Mapping[str, TensorFactors]
 ) -> Pairs:
-    """Returns the pairs of a node's leaves that may be split over the same axis: at least one
-    tensor has the two leaves in different segments, and no tensor has them otherwise.
+    """Returns the pairs of a node's leaves (parts of dimensions) that may be split over the same
+    axis: at least one tensor has the two leaves in different segments, and no tensor has them
+    otherwise.
 
     operands  the names of the node's operands and results, each with its links: the node's leaf for
               each leaf of the tensor
@@ -65,7 +66,7 @@ def apart_in_op(
 
 
 def never_together(count: int, operands: Iterable[tuple[str, Links]]) -> Pairs:
-    """Returns the pairs of a node's `count` leaves that no operand or result has in common: values
-    on different paths through a body. `operands` is that of `apart_in_op`."""
+    """Returns the pairs of a node's `count` leaves (parts of dimensions) that no operand or result
+    has in common: values on different paths through a body. `operands` is that of `apart_in_op`."""
     pairs = {(i, j) for i in range(count) for j in range(count) if i != j}
     return frozenset(pairs.difference(*(product(links, links) for _, links in operands)))

@@ -11,14 +11,15 @@ from onnxpar.sharding.unify import IndexVar, flat
 
 
 class Atoms:
-    """The atoms of a graph, numbered in the order of first use."""
+    """The atoms (parts of dimensions) of a graph, numbered in the order of first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
 
     def leaves(self, variable: IndexVar) -> Iterator[Leaf]:
         """Yields the leaves (number and size of an atom) of which a dimension consists, in order,
-        without atoms of one element. A dimension `heads * 64` has two: heads, and 64."""
+        without atoms (parts of dimensions) of one element. A dimension `heads * 64` has two: heads,
+        and 64."""
         variable = variable.root()
         if variable.kind:
             for child in flat(variable, variable.kind):
@@ -38,7 +39,7 @@ def unsplit_tree(variable: IndexVar) -> Dim:
 
 
 def has_major(variable: IndexVar) -> bool:
-    """True if a split of the dimension's first leaf gives contiguous shards: the dimension has more
-    than one element, and is not a concatenation."""
+    """True if a split of the dimension's first leaf (a part of a dimension) gives contiguous
+    shards: the dimension has more than one element, and is not a concatenation."""
     variable = variable.root()
     return variable.size > 1 and variable.kind != "concat"

@@ -29,8 +29,8 @@ def edges_of(ops: Sequence[OpFactors], fused: Collection[str]) -> list[Edge]:
 
 
 def groups(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> list[frozenset[Member]]:
-    """Returns the groups of bonded leaves: leaves that the tensors of `edges` connect, directly or
-    through other nodes."""
+    """Returns the groups of bonded leaves (parts of dimensions): leaves that the tensors of `edges`
+    connect, directly or through other nodes."""
     group_of: dict[Member, set[Member]] = {}
     for (m, o), (r, i) in edges:
         for a, b in zip(ops[m].outputs[o], ops[r].inputs[i], strict=True):
@@ -41,8 +41,9 @@ def groups(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> list[frozenset[Me
 
 
 def not_alike(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> Mapping[int, set[int]]:
-    """Returns the leaves that must stay whole, by index of the node, because the two nodes of an
-    edge cannot split them over the same axes without communication between the nodes.
+    """Returns the leaves (parts of dimensions) that must stay whole, by index of the node, because
+    the two nodes of an edge cannot split them over the same axes without communication between the
+    nodes.
 
     Such a leaf has no counterpart at the other end of its edge, or a split of it would make the
     tensor between the nodes partial, or two leaves of one node would need the same axes.
@@ -65,7 +66,8 @@ def not_alike(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> Mapping[int, s
 
 
 def _communicating(op: OpFactors) -> Iterator[int]:
-    """Yields the leaves whose split makes ranks communicate within the node or after it."""
+    """Yields the leaves (parts of dimensions) whose split makes ranks communicate within the node
+    or after it."""
     exchanged = {*op.rule.communicating, *(f for group in op.rule.co_sharded for f in group)}
     for i, leaf in enumerate(op.leaves):
         if op.reduction(i) or leaf.factor in exchanged:

@@ -14,7 +14,8 @@ from onnxpar.sharding.graph_factors import GraphFactors
 
 def mixing_node(factors: GraphFactors, atom: int, known: Collection[str]) -> gs.Node | None:
     """Returns the first node that mixes rows of a dimension, such as a softmax along it; None if
-    there is none. `atom` is the dimension's atom; nodes named in `known` do not count."""
+    there is none. `atom` is the dimension's atom (a part of a dimension); nodes named in `known` do
+    not count."""
     for op in factors.ops:
         reads = any(atom in _atoms(factors, t) for t in op.node.inputs)
         if reads and op.node.name not in known and not _is_by_row(factors, op, atom):
@@ -34,6 +35,6 @@ def _is_by_row(factors: GraphFactors, op: OpFactors, atom: int) -> bool:
 
 
 def _atoms(factors: GraphFactors, tensor: gs.Tensor) -> set[int]:
-    """Returns the atoms of all dimensions of a tensor."""
+    """Returns the atoms (parts of dimensions) of all dimensions of a tensor."""
     dims = factors.tensors.get(tensor.name)
     return {leaf.atom for leaf in dims.leaves} if dims is not None else set()

@@ -43,7 +43,8 @@ class Edges:
 @dataclass(frozen=True)
 class Moves:
     """Finds the steps that move one or more sub-axes from a common location to another common
-    location. An all-gather, for example, moves sub-axes from a leaf to unused.
+    location. An all-gather, for example, moves sub-axes from a leaf (a part of a dimension) to
+    unused.
 
     locations  the possible locations of each sub-axis: leaves, a partial reduction, or unused
     states     the states: the index of a location for each sub-axis
@@ -65,9 +66,9 @@ class Moves:
                 yield self._of_run(run, kinds)
 
     def _of_run(self, run: Sequence[int], kinds: StepKinds) -> Edges:
-        """Returns the steps that move the sub-axes with indices `run`. Sub-axes on a leaf are
-        ordered, so a step is possible only if no other sub-axis comes after the moved ones on a
-        leaf that it changes."""
+        """Returns the steps that move the sub-axes with indices `run`. Sub-axes on a leaf (a part
+        of a dimension) are ordered, so a step is possible only if no other sub-axis comes after the
+        moved ones on a leaf that it changes."""
         common = [w for w in self.locations[run[0]] if all(w in self.locations[i] for i in run)]
         axes = tuple(self.sub_axes[i] for i in run)
         names, table = kinds.table(axes, common)
@@ -104,15 +105,15 @@ class Moves:
         return np.array(indices)[self.states.places[:, sub_axis]]
 
     def _touched(self, common: Sequence[Location]) -> Array:
-        """Returns [location before, location after, word]: bit sets of the leaves that a step
-        between two locations of `common` changes."""
+        """Returns [location before, location after, word]: bit sets of the leaves (parts of
+        dimensions) that a step between two locations of `common` changes."""
         bits = np.stack([self._bits_of(location) for location in common])
         touched: Array = bits[:, None] ^ bits[None, :]
         return touched
 
     def _changed(self, touched: Array) -> Array:
-        """Returns [..., dimension]: True if a bit set of `touched` [..., word] has a leaf of the
-        dimension."""
+        """Returns [..., dimension]: True if a bit set of `touched` [..., word] has a leaf (a part
+        of a dimension) of the dimension."""
         return np.asarray((touched[..., None, :] & self._dims).any(-1))
 
     @cached_property
@@ -123,18 +124,21 @@ class Moves:
 
     @cached_property
     def _dims(self) -> Array:
-        """Returns [dimension, word]: the bit set of each dimension's leaves."""
+        """Returns [dimension, word]: the bit set of each dimension's leaves (parts of
+        dimensions)."""
         of, count = self.factors.dim_of_leaf, len(self.factors.dims)
         by_dim = [tuple(i for i, at in enumerate(of) if at == dim) for dim in range(count)]
         return np.stack([np.zeros_like(self._bits_of(None)), *map(self._bits_of, by_dim)])[1:]
 
     @cached_property
     def _bits(self) -> list[Array]:
-        """For each sub-axis and each of its locations, the bit set of the location's leaves."""
+        """For each sub-axis and each of its locations, the bit set of the location's leaves (parts
+        of dimensions)."""
         return [np.stack([self._bits_of(w) for w in places]) for places in self.locations]
 
     def _bits_of(self, location: Location) -> Array:
-        """Returns the bit set of the leaves of a location, as an array of words."""
+        """Returns the bit set of the leaves (parts of dimensions) of a location, as an array of
+        words."""
         leaves = leaves_at(location)
         if leaves not in self._bits_cache:
             self._bits_cache[leaves] = self._words(leaves)

@@ -75,7 +75,7 @@ class ExpertRows:
     leaving: list[gs.Tensor] = field(default_factory=list)
 
     def of(self, *roles: Role) -> list[gs.Node]:
-        """The nodes with these roles, in graph order."""
+        """Returns the nodes with these roles, in graph order."""
         return [node for node in self.nodes if self.roles[id(node)] in roles]
 
     @property

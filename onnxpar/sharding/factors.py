@@ -35,7 +35,8 @@ Pairs = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True)
 class TensorFactors:
-    """The dimensions of a tensor as trees of factors without mesh axes, and the trees' leaves.
+    """The dimensions of a tensor as trees of factors without mesh axes, and the trees' leaves
+    (parts of dimensions).
 
     dims         a tree for each dimension
     leaves       the splittable leaves of all trees, in order
@@ -61,8 +62,8 @@ class TensorFactors:
 
 @dataclass(frozen=True)
 class OpLeaf:
-    """An occurrence of an atom in a node, which can be split. `factor` is the factor of the node's
-    rule that contains the atom: k in `m k, k n -> m n`."""
+    """An occurrence of an atom (a part of a dimension) in a node, which can be split. `factor` is
+    the factor of the node's rule that contains the atom: k in `m k, k n -> m n`."""
 
     atom: int
     size: int
@@ -77,7 +78,8 @@ that the node needs whole."""
 @dataclass(frozen=True, eq=False)
 class BodyFactors:
     """The body of an If, Loop or Scan whose dimensions are split as its node's are. `inputs` and
-    `outputs` are the links of the body's inputs and outputs to leaves of the node."""
+    `outputs` are the links of the body's inputs and outputs to leaves (parts of dimensions) of the
+    node."""
 
     graph: gs.Graph
     inputs: tuple[Links, ...]
@@ -89,7 +91,7 @@ class Chosen:
     """How many rows the router of a mixture of experts chooses.
 
     share  the share of all pairs (expert, row) that the router chooses, on average
-    atom   the atom of the dimension of experts
+    atom   the atom (a part of a dimension) of the dimension of experts
     rows   the atoms of rows: a tensor without any of them is a gradient of weights, of which all
            elements are computed; empty if there is no backward pass
     """
@@ -101,7 +103,8 @@ class Chosen:
 
 @dataclass(eq=False)
 class OpFactors:
-    """A node, and the leaves that mesh axes may split: its sharding rule, expressed in atoms.
+    """A node, and the leaves (parts of dimensions) that mesh axes may split: its sharding rule,
+    expressed in atoms.
 
     graph      the graph or body that contains the node
     leaves     the splittable leaves of all factors
@@ -152,9 +155,10 @@ class OpFactors:
             yield from zip(body.graph.inputs, body.inputs, strict=True)
 
     def computed(self, axes: Sequence[Axes]) -> float:
-        """Returns the share of its rows that a rank computes if the node's leaves are split over
-        `axes` (axes of each leaf). The share is below 1 only for a node of a mixture of experts:
-        ranks then leave out rows that the router does not choose (pass compact-experts)."""
+        """Returns the share of its rows that a rank computes if the node's leaves (parts of
+        dimensions) are split over `axes` (axes of each leaf). The share is below 1 only for a node
+        of a mixture of experts: ranks then leave out rows that the router does not choose (pass
+        compact-experts)."""
         if self.chosen is None:
             return 1.0
         split = zip(self.leaves, axes, strict=True)
@@ -170,8 +174,8 @@ class OpFactors:
         return dict(zip(self.atoms[op_leaf.factor], sizes, strict=True))[op_leaf.atom]
 
     def reduction(self, leaf: int) -> str | None:
-        """Returns the reduction ("sum", "max", ...) that the results need if this leaf is split;
-        None if they need none."""
+        """Returns the reduction ("sum", "max", ...) that the results need if this leaf (a part of a
+        dimension) is split; None if they need none."""
         return self.rule.reduce.get(self.leaves[leaf].factor)
 
 
@@ -180,16 +184,18 @@ Parts = tuple[int, ...] | Shares | Proportion
 
 
 def sizes_of(parts: Parts | None, size: int, axes: Axes) -> tuple[int, ...]:
-    """Returns the sizes of the shards of a leaf of `size` elements that is split over `axes`.
-    Without `parts`, they are as equal as possible: 14 elements over 4 ranks become (4, 4, 3, 3)."""
+    """Returns the sizes of the shards of a leaf (a part of a dimension) of `size` elements that is
+    split over `axes`. Without `parts`, they are as equal as possible: 14 elements over 4 ranks
+    become (4, 4, 3, 3)."""
     if size > 0 and isinstance(parts, (Shares, Proportion)):
         return parts.sizes(size)
     return parts if isinstance(parts, tuple) else default_parts(size, axes)
 
 
 def with_axes(dim: Dim, axes: Iterator[tuple[Axes, Parts | None]]) -> Dim:
-    """Returns a tree with mesh axes and part sizes for its splittable leaves. `axes` has (axes,
-    sizes of parts or None) for each leaf, in order; leaves after its end stay whole."""
+    """Returns a tree with mesh axes and part sizes for its splittable leaves (parts of dimensions).
+    `axes` has (axes, sizes of parts or None) for each leaf, in order; leaves after its end stay
+    whole."""
     if isinstance(dim, Factor):
         if not dim.is_leaf:
             return dim

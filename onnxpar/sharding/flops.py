@@ -48,8 +48,9 @@ def flops_of_ranks(op: OpFactors, sharding: ShardingState, ranks: Sequence[int])
 def flops_over(
     op: OpFactors, axes: Sequence[Axes], sharding: ShardingState, rank: int | None = None
 ) -> int:
-    """Returns the multiplications and additions of a contraction on a rank if the node's leaves are
-    split over `axes` (axes of each leaf). Without `rank`, of the rank with the largest shards."""
+    """Returns the multiplications and additions of a contraction on a rank if the node's leaves
+    (parts of dimensions) are split over `axes` (axes of each leaf). Without `rank`, of the rank
+    with the largest shards."""
     sizes = dict(op.rule.sizes)
     axes = without_rings(op, axes)
     for name in sizes.keys() - op.whole.keys():
@@ -73,8 +74,9 @@ def _count(op: OpFactors, sizes: Mapping[str, Size], axes: Sequence[Axes]) -> in
 
 
 def without_rings(op: OpFactors, axes: Sequence[Axes]) -> list[Axes]:
-    """Returns the axes of each leaf of a node, with no axes for a leaf whose shards travel in a
-    ring: a rank computes with all of that leaf's shards, one after the other."""
+    """Returns the axes of each leaf (a part of a dimension) of a node, with no axes for a leaf
+    whose shards travel in a ring: a rank computes with all of that leaf's shards, one after the
+    other."""
     remaining = list(axes)
     for i, j in op.rings:
         if axes[i] == axes[j]:

@@ -26,7 +26,7 @@ class GraphFactors:
     """The factors of all tensors, by name, and of all nodes.
 
     ops         in graph order; nodes of a body come before the node that has the body
-    open_atoms  atoms whose size is data-dependent
+    open_atoms  atoms (parts of dimensions) whose size is data-dependent
     fused       tensors between nodes that onnxruntime fuses, and weights in attributes; they are
                 never resharded
     on_host     embedding tables that stay in files on the host, and the results that replace them
@@ -82,8 +82,8 @@ class GraphFactors:
         return in_loops(self.ops, self.tensors)
 
     def bonded(self, op: OpFactors, leaf: int) -> Sequence[tuple[OpFactors, int]]:
-        """Returns all leaves that must be split over the same axes as a leaf of the node `op`,
-        including this leaf, as (node, index of the leaf)."""
+        """Returns all leaves (parts of dimensions) that must be split over the same axes as a leaf
+        of the node `op`, including this leaf, as (node, index of the leaf)."""
         return self._bonded.get((op.node.name, leaf)) or [(op, leaf)]
 
     def share(self, name: str, layout: Layout) -> float:
@@ -94,7 +94,8 @@ class GraphFactors:
         return share if share < 1 and all(map(min, _parts(layout.dims[0]))) else 1.0
 
     def share_over(self, name: str, axes: Sequence[Axes]) -> float:
-        """Like `share`, for a tensor whose leaves are split over `axes` (axes of each leaf)."""
+        """Like `share`, for a tensor whose leaves (parts of dimensions) are split over `axes` (axes
+        of each leaf)."""
         share = self._shares.get(name, 1.0)
         fits = share == 1 or parts_over(axes[0]) <= self.tensors[name].leaves[0].size
         return share if fits else 1.0
@@ -110,8 +111,8 @@ class GraphFactors:
         return factors.leaves[0].atom == chosen.atom and factors.dim_of_leaf[0] == 0
 
     def opened(self, other: GraphFactors) -> GraphFactors:
-        """Returns these factors with more open atoms: the atoms that have another size in `other`,
-        the factors of the same graph at other values of its open sizes."""
+        """Returns these factors with more open atoms (parts of dimensions): the atoms that have
+        another size in `other`, the factors of the same graph at other values of its open sizes."""
         sizes = {leaf.atom: leaf.size for op in other.ops for leaf in op.leaves}
         leaves = [leaf for op in self.ops for leaf in op.leaves]
         atoms = frozenset(x.atom for x in leaves if sizes.get(x.atom, x.size) != x.size)
@@ -120,12 +121,13 @@ class GraphFactors:
 
 
 def _parts(dim: Dim) -> list[tuple[int, ...]]:
-    """Returns the part sizes of each leaf of a dimension."""
+    """Returns the part sizes of each leaf (a part of a dimension) of a dimension."""
     return [leaf.part_sizes() for leaf in leaves_of(dim)]
 
 
 def _open(tensor: TensorFactors, atoms: frozenset[int]) -> frozenset[int]:
-    """Returns the indices of a tensor's leaves whose dimension contains one of the open `atoms`."""
+    """Returns the indices of a tensor's leaves (parts of dimensions) whose dimension contains one
+    of the open `atoms`."""
     pairs = list(zip(tensor.leaves, tensor.dim_of_leaf, strict=True))
     dims = {dim for leaf, dim in pairs if leaf.atom in atoms}
     return frozenset(i for i, (_, dim) in enumerate(pairs) if dim in dims)

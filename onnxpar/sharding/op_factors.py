@@ -62,7 +62,8 @@ def op_factors(
     atoms: Atoms,
     held: Held = (),
 ) -> OpFactors:
-    """Returns the factors of a node in atoms, after the dimensions of the whole graph are unified.
+    """Returns the factors of a node in atoms (parts of dimensions), after the dimensions of the
+    whole graph are unified.
 
     dims     the index variables of each tensor's dimensions, by name; None for an unknown rank
     tensors  the factors of each tensor, by name
@@ -138,9 +139,9 @@ def _whole_factors(
 def _op_leaves(
     rule: Rule, by_factor: Mapping[str, Sequence[Leaf]], whole: dict[str, str], held: Held
 ) -> tuple[tuple[OpLeaf, ...], dict[str, list[int | None]]]:
-    """Returns the node's splittable leaves, and for each factor the indices of its leaves; None
-    instead of an index for a leaf that stays whole. A factor of which all leaves are in `held` is
-    added to `whole`."""
+    """Returns the node's splittable leaves (parts of dimensions), and for each factor the indices
+    of its leaves; None instead of an index for a leaf that stays whole. A factor of which all
+    leaves are in `held` is added to `whole`."""
     co_sharded = {f for group in rule.co_sharded for f in group}
     leaves: list[OpLeaf] = []
     index: dict[str, list[int | None]] = {}
@@ -161,8 +162,9 @@ def _op_leaves(
 def _links(
     tensor: TensorFactors | None, spec: Spec | None, index: Mapping[str, Sequence[int | None]]
 ) -> Links:
-    """For each leaf of a tensor, returns the index of the node's leaf with the same axes; None if
-    the node needs the leaf whole. `index` has the indices of the node's leaves, by factor."""
+    """For each leaf (a part of a dimension) of a tensor, returns the index of the node's leaf with
+    the same axes; None if the node needs the leaf whole. `index` has the indices of the node's
+    leaves, by factor."""
     if tensor is None or spec is None:
         return (None,) * (len(tensor.leaves) if tensor else 0)
     links: list[int | None] = []
@@ -184,9 +186,9 @@ def _apart(
     leaves: Sequence[OpLeaf],
     co_sharded: Sequence[tuple[int, ...]],
 ) -> Pairs:
-    """Returns the pairs of a node's leaves that may be split over the same axis: leaves in
-    different segments, co-sharded leaves, and leaves that no tensor has in common. `operands` has
-    the links of each operand and result."""
+    """Returns the pairs of a node's leaves (parts of dimensions) that may be split over the same
+    axis: leaves in different segments, co-sharded leaves, and leaves that no tensor has in common.
+    `operands` has the links of each operand and result."""
     together = {(i, j) for group in co_sharded for i in group for j in group if i != j}
     apart = apart_in_op(operands, tensors) | together
     return apart | never_together(len(leaves), operands) if joined.bodies else apart

@@ -89,7 +89,7 @@ class PartialSums:
 
 def choose_partial(graph: gs.Graph, sharding: ShardingState) -> PartialSums:
     """Decides for each partial result whether its only reader reads it partial or reduced. Returns
-    the tensors that stay partial. `sharding` has the axes of all leaves."""
+    the tensors that stay partial. `sharding` has the axes of all leaves (parts of dimensions)."""
     return _Chooser(graph, sharding).run()
 
 

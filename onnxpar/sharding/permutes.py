@@ -45,12 +45,14 @@ def permuted(
     between ranks. `factors` are the tensor's; `parts` gives the sizes of its shards."""
 
     def cut(sharding: FactorSharding) -> list[Key]:
-        """The shard sizes of each leaf, and the reduction with its number of terms."""
+        """The shard sizes of each leaf (a part of a dimension), and the reduction with its number
+        of terms."""
         sizes = [_sizes(i, axes, factors, parts) for i, axes in enumerate(sharding.leaves)]
         return [*sizes, (parts_over(sharding.partial), sharding.reduce)]
 
     def held(sharding: FactorSharding) -> Array:
-        """The shards of all ranks, each as the coordinates along the leaves, in sorted order."""
+        """The shards of all ranks, each as the coordinates along the leaves (parts of dimensions),
+        in sorted order."""
         ranks: Any = np.arange(mesh.size)
         splits = (*sharding.leaves, sharding.partial)
         at = [np.broadcast_to(mesh.coordinate(axes, ranks), ranks.shape) for axes in splits]
@@ -60,8 +62,9 @@ def permuted(
 
 
 def _sizes(leaf: int, axes: Axes, factors: TensorFactors, parts: PartSizes | None) -> Key:
-    """Returns the sizes of the shards of a leaf that is split over `axes`. If the leaf's size is
-    open, returns the proportion of the shards and the sizes of the axes instead."""
+    """Returns the sizes of the shards of a leaf (a part of a dimension) that is split over `axes`.
+    If the leaf's size is open, returns the proportion of the shards and the sizes of the axes
+    instead."""
     axes = merge_axes(axes)
     part_sizes = parts(leaf, axes) if parts is not None and axes else None
     if leaf in factors.open:
@@ -71,8 +74,8 @@ def _sizes(leaf: int, axes: Axes, factors: TensorFactors, parts: PartSizes | Non
 
 def _of_leaf(leaf: int, held: Held, factors: TensorFactors, parts: PartSizes | None) -> Key:
     """Returns the sizes of a leaf's shards, and for each run of sub-axes with the same location,
-    this location and the number of parts. States with equal results split the leaf into the same
-    shards."""
+    this location and the number of parts. States with equal results split the leaf (a part of a
+    dimension) into the same shards."""
     runs = groupby(held, lambda pair: pair[1])
     together = [(slot, parts_over(axis for axis, _ in run)) for slot, run in runs]
     sizes = _sizes(leaf, tuple(located(*pair) for pair in held), factors, parts)
@@ -153,8 +156,9 @@ class Permutes:
 
     @cached_property
     def _positions(self) -> list[Array]:
-        """For each leaf and each reduction, [state, sub-axis]: the number of parts into which the
-        sub-axes before this sub-axis divide the leaf; 0 if the sub-axis is elsewhere."""
+        """For each leaf (a part of a dimension) and each reduction, [state, sub-axis]: the number
+        of parts into which the sub-axes before this sub-axis divide the leaf; 0 if the sub-axis is
+        elsewhere."""
         sizes = np.array([axis.size for axis in self.sub_axes], int)
         in_order = np.arange(len(sizes))
         names = [(axis.name, axis.pre) for axis in self.sub_axes]
@@ -173,8 +177,8 @@ class Permutes:
 
 
 def _at(location: Location) -> Iterable[int | ReduceOp]:
-    """Returns the leaves that a sub-axis at this location splits, or the reduction of a partial
-    sum; nothing if the sub-axis is unused."""
+    """Returns the leaves (parts of dimensions) that a sub-axis at this location splits, or the
+    reduction of a partial sum; nothing if the sub-axis is unused."""
     return leaves_at(location) if location is None or isinstance(location, tuple) else (location,)
 
 

@@ -63,7 +63,7 @@ class ReshardGraph:
     parts     gives the sizes of shards; None: default sizes
 
     `has_detours` is False if detours would give too many states. Errors: Unordered if the sub-axes
-    on leaves are in contradicting orders, or overlap.
+    on leaves (parts of dimensions) are in contradicting orders, or overlap.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ReshardGraph:
         self, by_sharding: Sequence[Mapping[Axis, Location]], detours: bool
     ) -> list[list[Location]]:
         """Returns the possible locations of each sub-axis: its locations in wanted shardings and,
-        with `detours`, each leaf that has enough elements."""
+        with `detours`, each leaf (a part of a dimension) that has enough elements."""
         leaves = set(range(len(self.factors.leaves) if detours else 0)) - self.factors.open
         locations: list[list[Location]] = []
         for sub_axis in self.sub_axes:
@@ -244,7 +244,7 @@ class ReshardGraph:
         return np.asarray(seconds[codes])
 
     def _step(self, start: int, end: int) -> ReshardStep:
-        """The single step between two states."""
+        """Returns the single step from state `start` to state `end` (indices into `states`)."""
         before, after = self.states[start], self.states[end]
         run = [i for i in range(len(self.sub_axes)) if before[i] != after[i]]
         ways = {(self.locations[i][before[i]], self.locations[i][after[i]]) for i in run}

@@ -68,8 +68,8 @@ def plan_steps(
 
 
 def _reordered(before: FactorSharding, after: FactorSharding) -> FactorSharding:
-    """Returns `before` with the axes of each leaf in the order of `after`, for leaves that have the
-    same axes in both shardings."""
+    """Returns `before` with the axes of each leaf (a part of a dimension) in the order of `after`,
+    for leaves that have the same axes in both shardings."""
 
     def order(have: Axes, wanted: Axes) -> Axes:
         same = merge_axes(in_mesh_order(have)) == merge_axes(in_mesh_order(wanted))
@@ -108,8 +108,8 @@ def _from_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iter
 def _slots(
     factor_sharding: FactorSharding, factors: TensorFactors
 ) -> Iterator[tuple[list[int], Axes]]:
-    """Yields (leaves of one dimension that are split over the same axes, these axes): one leaf, or
-    one leaf in each segment of a concatenation."""
+    """Yields (leaves of one dimension that are split over the same axes, these axes): one leaf (a
+    part of a dimension), or one leaf in each segment of a concatenation."""
     slots: dict[tuple[int, Axes], list[int]] = defaultdict(list)
     for leaf, axes in enumerate(factor_sharding.leaves):
         if axes:
@@ -119,8 +119,9 @@ def _slots(
 
 
 def _composes(step: ReshardStep, factors: TensorFactors, parts: PartSizes | None) -> bool:
-    """True if on each leaf that a step changes, each of the larger shards is a union of smaller
-    shards: (7, 7) and (4, 3, 4, 3) compose, (7, 7) and (4, 4, 3, 3) do not."""
+    """True if on each leaf (a part of a dimension) that a step changes, each of the larger
+    shards is a union of smaller shards: (7, 7) and (4, 3, 4, 3) compose, (7, 7) and (4, 4, 3, 3)
+    do not."""
     for i, (a, b) in enumerate(zip(step.before.leaves, step.after.leaves, strict=True)):
         if a == b:
             continue
@@ -134,7 +135,8 @@ def _composes(step: ReshardStep, factors: TensorFactors, parts: PartSizes | None
 def _sizes(
     factors: TensorFactors, parts: PartSizes | None, leaf: int, axes: Axes
 ) -> tuple[int, ...]:
-    """Returns the sizes of the shards of a leaf that is split over `axes`."""
+    """Returns the sizes of the shards of a leaf (a part of a dimension) that is split over
+    `axes`."""
     return sizes_of(parts(leaf, axes) if parts else None, factors.leaves[leaf].size, axes)
 
 

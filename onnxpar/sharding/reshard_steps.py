@@ -58,8 +58,8 @@ class StepKinds:
 
     def of(self, axes: Axes, source: Location, target: Location) -> str | None:
         """Returns the kind of the step that moves `axes` from one location to another; None if no
-        single step does. From a leaf to unused it is AllGather, from a leaf to a leaf of another
-        dimension AllToAll, from a partial sum to unused AllReduce."""
+        single step does. From a leaf (a part of a dimension) to unused it is AllGather, from a leaf
+        to a leaf of another dimension AllToAll, from a partial sum to unused AllReduce."""
         factors = self.factors
         if source == target:
             return None
@@ -93,8 +93,8 @@ class StepKinds:
         return self._covers(slot, axes) and (is_even or self.factors.open.isdisjoint(slot))
 
     def _covers(self, slot: Slot, axes: Axes) -> bool:
-        """True if `axes` on a slot split every element of its dimension: a slot may have leaves in
-        only some of the dimension's segments."""
+        """True if `axes` on a slot split every element of its dimension: a slot may have leaves
+        (parts of dimensions) in only some of the dimension's segments."""
         if not self._has_segments[self.factors.dim_of_leaf[slot[0]]]:
             return True
         key = (slot, axes)

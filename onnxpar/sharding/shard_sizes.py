@@ -102,7 +102,7 @@ class ShardSizes:
 
     def _on(self, sub_axis: int, leaves: set[int]) -> list[int]:
         """For each location of a sub-axis, returns the location's index if it has one of these
-        leaves, else -1."""
+        leaves (parts of dimensions), else -1."""
         locations = self.locations[sub_axis]
         return [i if leaves_at(location) & leaves else -1 for i, location in enumerate(locations)]
 
@@ -122,6 +122,6 @@ class ShardSizes:
 @lru_cache(maxsize=1 << 16)
 def _extent_of(dim: Dim, splits: tuple[tuple[Axes, Parts | None], ...]) -> tuple[float, float]:
     """Returns the elements and contiguous runs (`rows_within`) of a dimension in the largest shard;
-    `splits` has the axes and part sizes of each leaf."""
+    `splits` has the axes and part sizes of each leaf (a part of a dimension)."""
     split = with_axes(dim, iter(splits))
     return largest_size(split), rows_within(split)

@@ -27,9 +27,9 @@ there."""
 
 
 def atom_sizes(samples: Sequence[Sample], wanted: Binding) -> Sizes:
-    """Returns the number of elements of each atom whose size is not equal in all samples, at the
-    binding `wanted`: a polynomial in the open sizes that fits the samples gives it. An atom that no
-    polynomial fits keeps its size in the first sample."""
+    """Returns the number of elements of each atom (a part of a dimension) whose size is not equal
+    in all samples, at the binding `wanted`: a polynomial in the open sizes that fits the samples
+    gives it. An atom that no polynomial fits keeps its size in the first sample."""
     sizes_by_sample = [
         {leaf.atom: leaf.size for op in factors.ops for leaf in op.leaves}
         | {leaf.atom: leaf.size for t in factors.tensors.values() for leaf in t.leaves}
@@ -46,8 +46,8 @@ def atom_sizes(samples: Sequence[Sample], wanted: Binding) -> Sizes:
 
 
 def at_sizes(factors: GraphFactors, sizes: Sizes) -> GraphFactors:
-    """Returns the factors with these sizes of atoms in their trees. Leaves keep their old sizes, so
-    that the same leaves can be split."""
+    """Returns the factors with these sizes of atoms (parts of dimensions) in their trees. Leaves
+    keep their old sizes, so that the same leaves can be split."""
     tensors = {name: _tensor(tensor, sizes) for name, tensor in factors.tensors.items()}
     return replace(factors, tensors=tensors, ops=[_op(op, sizes) for op in factors.ops])
 
@@ -67,8 +67,9 @@ def is_alike(one: Rule, other: Rule) -> bool:
 
 
 def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
-    """Returns the factors `other` with the leaves of `base`, the factors of the same graph at other
-    sizes. In `other`, a dimension of one element or none is no leaf; in the result, it is.
+    """Returns the factors `other` with the leaves (parts of dimensions) of `base`, the factors of
+    the same graph at other sizes. In `other`, a dimension of one element or none is no leaf; in the
+    result, it is.
 
     None if the sizes of dimensions do not determine the sizes of all leaves, or contradict each
     other.
@@ -117,8 +118,8 @@ def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
 
 
 def _resize_op(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
-    """Returns the factors of the node `op` at other sizes of atoms; `own` has the factors that the
-    analysis found there."""
+    """Returns the factors of the node `op` at other sizes of atoms (parts of dimensions); `own` has
+    the factors that the analysis found there."""
     resized = _op(op, sizes).trees
     own_leaves = tuple(replace(leaf, size=sizes[leaf.atom]) for leaf in op.leaves)
     rule, trees = own.rule, resized
@@ -134,16 +135,16 @@ def _resize_op(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
 
 
 def _sized_as(dim: Dim, size: int | None, resized: Dim) -> Dim:
-    """Returns `resized`, the tree `dim` with other sizes of its leaves. If `dim` is a single factor
-    of one element, it has no leaf whose size could change, so a factor of `size` is returned, if
-    not None."""
+    """Returns `resized`, the tree `dim` with other sizes of its leaves (parts of dimensions). If
+    `dim` is a single factor of one element, it has no leaf whose size could change, so a factor of
+    `size` is returned, if not None."""
     is_one = isinstance(dim, Factor) and not dim.is_leaf and size is not None
     return Factor(size) if is_one and size is not None else resized
 
 
 def _solve(tree: Dim, atoms: list[int], size: int, sizes: dict[int, int]) -> bool:
-    """Adds to `sizes` the sizes of atoms that follow from a dimension's size and the known sizes:
-    12 = 3 * n gives n = 4. False if sizes contradict each other.
+    """Adds to `sizes` the sizes of atoms (parts of dimensions) that follow from a dimension's size
+    and the known sizes: 12 = 3 * n gives n = 4. False if sizes contradict each other.
 
     atoms  the atoms of the tree's leaves, in order
     size   the size of the dimension
@@ -187,13 +188,15 @@ def priced(factors: GraphFactors, samples: Iterable[tuple[Sizes, float]]) -> Gra
 
 
 def _tensor(tensor: TensorFactors, sizes: Sizes) -> TensorFactors:
-    """Returns the factors of a tensor with these sizes of atoms in its trees."""
+    """Returns the factors of a tensor with these sizes of atoms (parts of dimensions) in its
+    trees."""
     leaf_sizes = iter([sizes.get(leaf.atom) for leaf in tensor.leaves])
     return replace(tensor, dims=tuple(_resized(dim, leaf_sizes) for dim in tensor.dims))
 
 
 def _op(op: OpFactors, sizes: Sizes) -> OpFactors:
-    """Returns the factors of a node with these sizes of atoms in its trees and its rule."""
+    """Returns the factors of a node with these sizes of atoms (parts of dimensions) in its trees
+    and its rule."""
     trees = {
         name: _resized(tree, iter([sizes.get(atom) for atom in op.atoms[name]]))
         for name, tree in op.trees.items()
@@ -203,7 +206,8 @@ def _op(op: OpFactors, sizes: Sizes) -> OpFactors:
 
 
 def _resized(dim: Dim, sizes: Iterator[int | None]) -> Dim:
-    """Returns the tree with these sizes of its leaves, in order; None keeps a leaf's size."""
+    """Returns the tree with these sizes of its leaves (parts of dimensions), in order; None keeps a
+    leaf's size."""
     if isinstance(dim, Factor):
         size = next(sizes) if dim.is_leaf else None
         return dim if size is None else SizedFactor(size)

@@ -35,7 +35,7 @@ from onnxpar.sharding.graph_factors import GraphFactors
 class FactorSharding:
     """The sharding of one tensor, without its sizes.
 
-    leaves   the mesh axes of each splittable leaf; () for a whole leaf
+    leaves   the mesh axes of each splittable leaf (a part of a dimension); () for a whole leaf
     partial  the axes along which ranks hold terms of the value
     reduce   the reduction of these terms
     """
@@ -65,7 +65,8 @@ class FactorSharding:
         return not self.partial and not any(self.leaves)
 
     def reduced(self) -> FactorSharding:
-        """Returns the sharding after a reduction: the same axes on leaves, and no partial axes."""
+        """Returns the sharding after a reduction: the same axes on leaves (parts of dimensions),
+        and no partial axes."""
         return FactorSharding(self.leaves) if self.partial else self
 
 
@@ -76,7 +77,7 @@ Shapes = Sequence[tuple[float, tuple[int, ...]]]
 @dataclass
 class ShardingState:
     """The mesh axes of every tensor's leaves (by tensor) and of every node's leaves (by node); None
-    for an open leaf, which is undecided.
+    for an open leaf (a part of a dimension), which is undecided.
 
     costs    cost model for communication and compute on the mesh
     pinned   tensors with a requested layout; producer and readers do not change the layout
@@ -96,9 +97,9 @@ class ShardingState:
 
     @staticmethod
     def open(mesh: Mesh, factors: GraphFactors, topology: Topology | None = None) -> ShardingState:
-        """Returns a state in which all leaves are open (undecided); costs are those of the topology
-        (None: the default one). Errors: StrategyError if the topology has fewer ranks than the
-        mesh."""
+        """Returns a state in which all leaves (parts of dimensions) are open (undecided); costs are
+        those of the topology (None: the default one). Errors: StrategyError if the topology has
+        fewer ranks than the mesh."""
         return ShardingState(
             mesh,
             factors,
@@ -108,8 +109,9 @@ class ShardingState:
         )
 
     def assign_tensor(self, name: str, leaf: int, axes: Axes) -> bool:
-        """Splits an open leaf of a tensor over `axes`. Returns False, and changes nothing, if the
-        leaf is already decided, or another leaf of the tensor uses the axes."""
+        """Splits an open leaf (a part of a dimension) of a tensor over `axes`. Returns False, and
+        changes nothing, if the leaf is already decided, or another leaf of the tensor uses the
+        axes."""
         have = self.tensors[name]
         if have[leaf] is not None or not _fits(self.factors.tensors[name], have, leaf, axes):
             return False
@@ -117,9 +119,9 @@ class ShardingState:
         return True
 
     def assign_op(self, op: OpFactors, leaf: int, axes: Axes) -> bool:
-        """Splits an open leaf of a node, and all leaves tied to it, over `axes`. Returns False, and
-        changes nothing, if one of these leaves is already decided, or another leaf of its node uses
-        the axes."""
+        """Splits an open leaf (a part of a dimension) of a node, and all leaves tied to it, over
+        `axes`. Returns False, and changes nothing, if one of these leaves is already decided, or
+        another leaf of its node uses the axes."""
         together = self._tied_leaves(op, leaf)
         for other, i in together:
             have = self.ops[other.node.name]
@@ -130,9 +132,9 @@ class ShardingState:
         return True
 
     def fix(self, op: OpFactors, leaf: int, axes: Axes) -> None:
-        """Splits a leaf of a node, and the leaves bonded to it, over `axes`, even if they are
-        decided. A bonded leaf is a leaf of a node that onnxruntime fuses with this one; it stays as
-        it is if another leaf of its node uses the axes."""
+        """Splits a leaf (a part of a dimension) of a node, and the leaves bonded to it, over
+        `axes`, even if they are decided. A bonded leaf is a leaf of a node that onnxruntime fuses
+        with this one; it stays as it is if another leaf of its node uses the axes."""
         self.ops[op.node.name][leaf] = axes
         for other, i in self.factors.bonded(op, leaf):
             have = self.ops[other.node.name]
@@ -140,19 +142,20 @@ class ShardingState:
                 have[i] = axes
 
     def close(self, op: OpFactors, leaf: int) -> None:
-        """Makes a leaf of a node and the leaves bonded to it whole, if they are open; leaves that
-        are decided stay as they are."""
+        """Makes a leaf (a part of a dimension) of a node and the leaves bonded to it whole, if they
+        are open; leaves that are decided stay as they are."""
         for other, i in self.factors.bonded(op, leaf):
             have = self.ops[other.node.name]
             have[i] = () if have[i] is None else have[i]
 
     def close_tensor(self, name: str) -> None:
-        """Makes all open leaves of a tensor whole."""
+        """Makes all open leaves (parts of dimensions) of a tensor whole."""
         self.tensors[name] = [() if axes is None else axes for axes in self.tensors[name]]
 
     def _tied_leaves(self, op: OpFactors, leaf: int) -> list[tuple[OpFactors, int]]:
-        """Returns this leaf, followed by all leaves that must have the same axes, as (node, leaf):
-        bonded leaves (of nodes that onnxruntime fuses) and co-sharded leaves."""
+        """Returns this leaf (a part of a dimension), followed by all leaves that must have the same
+        axes, as (node, leaf): bonded leaves (of nodes that onnxruntime fuses) and co-sharded
+        leaves."""
         leaves = [(op, leaf)]
         for other, i in leaves:
             tied = [(other, j) for group in other.co_sharded if i in group for j in group]
@@ -162,8 +165,9 @@ class ShardingState:
         return leaves
 
     def settle(self) -> None:
-        """Makes the axes of all nodes' leaves legal (see `legalize`). If bonded leaves then have
-        different axes, all of them become whole."""
+        """Makes the axes of all nodes' leaves (parts of dimensions) legal (see `legalize`). Bonded
+        leaves, which must have equal axes because onnxruntime fuses their nodes, all become whole
+        if they then have different axes."""
         todo = list(self.factors.ops)
         while todo:
             op = todo.pop()
@@ -181,7 +185,7 @@ class ShardingState:
 
         - a reduced factor with some segments split (each rank would count the whole segments)
         - a factor whose shards must be contiguous, but would not be
-        - co-sharded leaves with different axes
+        - co-sharded leaves (parts of dimensions) with different axes
         - the second leaf of a ring, if its axes overlap with the first leaf's axes, but differ
         """
         axes = self.ops[op.node.name]
@@ -206,7 +210,7 @@ class ShardingState:
     def _may_overlap(self, op: OpFactors, factor: str, axes: Sequence[Axes | None]) -> bool:
         """True if ranks of a ring may hold some elements of a factor twice. False if the factor's
         size is open: ranks could not tell which elements are double. `axes` are those of all leaves
-        of the node."""
+        (parts of dimensions) of the node."""
 
         def of(name: str) -> list[Axes]:
             return [axes[i] or () for i, leaf in enumerate(op.leaves) if leaf.factor == name]
@@ -221,25 +225,27 @@ class ShardingState:
         return factor not in op.rule.contiguous or isinstance(normalize(tree), Factor)
 
     def op_axes(self, op: OpFactors) -> list[Axes]:
-        """Returns the axes of every leaf of a node; () for an open leaf."""
+        """Returns the axes of every leaf (a part of a dimension) of a node; () for an open leaf."""
         return [axes or () for axes in self.ops[op.node.name]]
 
     def tensor_sharding(self, name: str) -> FactorSharding:
-        """Returns the sharding of a tensor as decided so far; open leaves are whole."""
+        """Returns the sharding of a tensor as decided so far; open leaves (parts of dimensions) are
+        whole."""
         return FactorSharding(tuple(axes or () for axes in self.tensors.get(name, [])))
 
     def operand_sharding(self, op: OpFactors, links: Sequence[int | None]) -> FactorSharding:
         """Returns the sharding that a node requires of an operand, or produces for a result,
-        without partial axes. `links` has the node's leaf for each leaf of the tensor
-        (`op.inputs[i]`, `op.outputs[i]`)."""
+        without partial axes. `links` has the node's leaf (a part of a dimension) for each leaf of
+        the tensor (`op.inputs[i]`, `op.outputs[i]`)."""
         axes = self.op_axes(op)
         return FactorSharding(tuple(() if link is None else axes[link] for link in links))
 
     def state_leaves(
         self, leaves: Sequence[Axes], source: str, result: str, name: str
     ) -> tuple[Axes, ...]:
-        """Returns the axes for the leaves of one tensor of a state pair, an input and the output
-        that is its next value. A dimension that differs between both (a cache that grows) is whole.
+        """Returns the axes for the leaves (parts of dimensions) of one tensor of a state pair, an
+        input and the output that is its next value. A dimension that differs between both (a cache
+        that grows) is whole.
 
         leaves          the axes of the leaves of `source`
         source, result  the names of the input and the output
@@ -268,7 +274,7 @@ class ShardingState:
         return axes, reduce
 
     def parts_of_leaf(self, name: str, leaf: int, axes: Axes) -> Parts | None:
-        """Returns `parts_of` the atom of a tensor's leaf."""
+        """Returns `parts_of` the atom (a part of a dimension) of a tensor's leaf."""
         return self.parts_of(self.factors.tensors[name].leaves[leaf].atom, axes)
 
     def parts_of(self, atom: int, axes: Axes) -> Parts | None:
@@ -283,8 +289,8 @@ class ShardingState:
         return self.costs.proportion(axes) if is_open else self.costs.shares(axes)
 
     def sizes_by_rank(self, atom: int, axes: Axes, size: int) -> Sequence[int]:
-        """Returns each rank's number of elements of an atom of `size` elements that is split over
-        axes."""
+        """Returns each rank's number of elements of an atom (a part of a dimension) of `size`
+        elements that is split over axes."""
         sizes = sizes_of(self.parts_of(atom, axes), size, axes)
         return [sizes[at] for at in self.costs.places(axes)]
 
@@ -345,8 +351,9 @@ def _part(dim: Dim, split: DimSplit, at: tuple[Mesh, int] | None) -> int:
 def _fits(
     factors: TensorFactors | OpFactors, have: list[Axes | None], leaf: int, axes: Axes
 ) -> bool:
-    """True if a leaf of a tensor or node may have these axes: no other leaf uses them, except
-    leaves in other segments of the dimension. `have` has the axes of all leaves."""
+    """True if a leaf (a part of a dimension) of a tensor or node may have these axes: no other
+    leaf uses them, except leaves in other segments of the dimension. `have` has the axes of all
+    leaves."""
     used = (
         a for i, other in enumerate(have) if other and (i, leaf) not in factors.apart for a in other
     )

@@ -22,13 +22,13 @@ Slot = tuple[int, ...]
 
 class HeldSlot(tuple[int, ...]):
     """A slot that a sub-axis does not divide: ranks at one coordinate of the sub-axis, `at`, hold
-    the slot's leaves whole, and all other ranks hold nothing of them."""
+    the slot's leaves (parts of dimensions) whole, and all other ranks hold nothing of them."""
 
     at: int
 
     @staticmethod
     def of(slot: Slot, at: int) -> HeldSlot:
-        """Returns the leaves of a slot, held at the coordinate `at`."""
+        """Returns the leaves (parts of dimensions) of a slot, held at the coordinate `at`."""
         held = HeldSlot(slot)
         held.at = at
         return held
@@ -50,8 +50,8 @@ Locations = Sequence[Sequence[Location]]
 
 
 class Unordered(Exception):
-    """No order of the sub-axes agrees with their order on every leaf; or sub-axes overlap; or no
-    path leads from one factor sharding to another."""
+    """No order of the sub-axes agrees with their order on every leaf (a part of a dimension); or
+    sub-axes overlap; or no path leads from one factor sharding to another."""
 
 
 Cuts = dict[str, tuple[int, ...]]
@@ -97,8 +97,8 @@ def _pieces(axis: Axis, cuts: tuple[int, ...]) -> tuple[tuple[Axis, int | None],
 
 
 def located(sub_axis: Axis, location: Location) -> Axis:
-    """Returns the sub-axis as the leaves of a location have it: with the coordinate `at` if ranks
-    at one coordinate hold these leaves whole (a HeldSlot)."""
+    """Returns the sub-axis as the leaves (parts of dimensions) of a location have it: with the
+    coordinate `at` if ranks at one coordinate hold these leaves whole (a HeldSlot)."""
     return replace(sub_axis, at=location.at) if isinstance(location, HeldSlot) else sub_axis
 
 
@@ -124,7 +124,8 @@ def locations_in(
 
 
 def ordered(chains: Iterable[Axes], by_sharding: Iterable[Mapping[Axis, Location]]) -> list[Axis]:
-    """Returns all sub-axes in an order that agrees with their order on every leaf.
+    """Returns all sub-axes in an order that agrees with their order on every leaf (a part of a
+    dimension).
 
     chains       sub-axes in the order that a leaf has them
     by_sharding  for each factor sharding, the location of each sub-axis
@@ -147,7 +148,8 @@ def ordered(chains: Iterable[Axes], by_sharding: Iterable[Mapping[Axis, Location
 
 
 def leaves_at(location: Location) -> frozenset[int]:
-    """Returns the leaves of a location; none for a reduction or an unused sub-axis."""
+    """Returns the leaves (parts of dimensions) of a location; none for a reduction or an unused
+    sub-axis."""
     return _leaves(tuple(location)) if isinstance(location, tuple) else frozenset()
 
 

@@ -28,7 +28,8 @@ class IndexVar:
         self.parent: IndexVar | None = None
 
     def root(self) -> IndexVar:
-        """The representative of all variables that are unified with this variable."""
+        """Returns the representative of this variable and all variables that are unified with
+        it."""
         node = self
         while node.parent is not None:
             if node.parent.parent is not None:
@@ -49,8 +50,8 @@ def flat(node: IndexVar, kind: str) -> list[IndexVar]:
 
 
 def _refine(node: IndexVar, kind: str, sizes: tuple[int, ...]) -> list[IndexVar] | None:
-    """Turns an atom into a product or concatenation of new variables with these sizes. Returns
-    these variables; None if `node` is no atom."""
+    """Turns an atom (a part of a dimension) into a product or concatenation of new variables with
+    these sizes. Returns these variables; None if `node` is no atom."""
     node = node.root()
     if node.kind:
         return None
@@ -140,7 +141,8 @@ def compose(expr: Expr, factors: Mapping[str, IndexVar]) -> IndexVar:
 
 
 def same(a: IndexVar, b: IndexVar) -> bool:
-    """True if two variables resolve to the same atoms in the same structure."""
+    """True if two variables resolve to the same atoms (parts of dimensions) in the same
+    structure."""
     a, b = a.root(), b.root()
     if a is b or (a.size == b.size and a.size in (0, 1)):
         return True

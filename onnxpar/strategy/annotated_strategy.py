@@ -110,7 +110,7 @@ def check_agreement(
     annotations: Sequence[Annotation], strategy: Sequence[Annotation], mesh: Mesh
 ) -> None:
     """Compares the requests of the model's annotations with those of the user's strategy. Errors:
-    StrategyError if both split a leaf of a node over different axes."""
+    StrategyError if both split a leaf (a part of a dimension) of a node over different axes."""
     annotated = {a.op.node.name: a for a in annotations if isinstance(a, NodeAnnotation)}
     for annotation in strategy:
         if not isinstance(annotation, NodeAnnotation) or annotation.op.node.name not in annotated:
@@ -138,10 +138,10 @@ def node_key(node: gs.Node) -> str:
 def read_axes(
     op: OpFactors, names: Sequence[str], note: NodeConfiguration, sharding: ShardingState
 ) -> dict[int, Axes] | None:
-    """Returns the axes that the standard part of an annotation (without onnxpar's metadata)
-    gives to each leaf of a node, by index of the leaf. None if the annotation also requests a
-    result in a layout that the node does not produce. `names` are the names of the node's
-    operands and results."""
+    """Returns the axes that the standard part of an annotation (without onnxpar's metadata) gives
+    to each leaf (a part of a dimension) of a node, by index of the leaf. None if the annotation
+    also requests a result in a layout that the node does not produce. `names` are the names of the
+    node's operands and results."""
     reader = _NodeReader(op, names, note, sharding)
     return reader.axes if len(list(reader.annotations())) == 1 else None
 
@@ -158,8 +158,8 @@ def _exact_annotation(
     op: OpFactors, note: NodeConfiguration, sharding: ShardingState
 ) -> NodeAnnotation:
     """Returns the request that onnxpar's own metadata in an annotation has: axes and sizes by hand
-    for every leaf. Errors: StrategyError if the standard part of the annotation contradicts the
-    metadata."""
+    for every leaf (a part of a dimension). Errors: StrategyError if the standard part of the
+    annotation contradicts the metadata."""
     axes = dict(enumerate(parse_axes(json.loads(note.metadata[AXES]), sharding.mesh)))
     parts = {int(k): tuple(v) for k, v in json.loads(note.metadata.get(PARTS, "{}")).items()}
     if len(axes) == len(op.leaves):
@@ -210,8 +210,8 @@ class _NodeReader:
         yield from results
 
     def _decide(self, name: str, leaf: int, over: Axes) -> None:
-        """Splits a leaf of the node over axes. Errors: StrategyError if a tensor before has split
-        the leaf over other axes."""
+        """Splits a leaf (a part of a dimension) of the node over axes. Errors: StrategyError if a
+        tensor before has split the leaf over other axes."""
         present = self.axes.setdefault(leaf, over)
         if present != over:
             mesh = self.sharding.mesh
@@ -224,7 +224,8 @@ class _NodeReader:
 
     def _produces(self, name: str, links: Sequence[int | None], requested: Sequence[Axes]) -> bool:
         """True if the node can produce the result `name` in the requested layout (axes of each
-        leaf). If so, splits the leaves of the node that are still open as the layout requires."""
+        leaf). If so, splits the leaves (parts of dimensions) of the node that are still undecided
+        as the layout requires."""
         decided = dict(self.axes)
         for link, over in zip(links, requested, strict=True):
             if (over and link is None) or (link is not None and decided.get(link, over) != over):
@@ -242,8 +243,9 @@ class _NodeReader:
     def _annotated_axes(
         self, name: str, links: Sequence[int | None], blocked: frozenset[int]
     ) -> list[Axes] | None:
-        """Returns the annotated axes of each leaf of a tensor; None if the tensor has no
-        annotation. `blocked` has the indices of the tensor's leaves that the node needs whole."""
+        """Returns the annotated axes of each leaf (a part of a dimension) of a tensor; None if the
+        tensor has no annotation. `blocked` has the indices of the tensor's leaves that the node
+        needs whole."""
         annotation = self.note.shardings.get(name)
         factors = self.sharding.factors.tensors.get(name)
         if annotation is None or factors is None:
@@ -292,7 +294,8 @@ class _NodeReader:
     def _open(self, name: str, count: int, links: Mapping[int, int | None]) -> Axes:
         """Returns the axes for a component with `count` shards but without a list of devices: the
         axes that its factor already has, or else the next axes of a row-major view of the ranks, as
-        for MindSpore's tuples. `links` has the node's leaf for each leaf of the dimension."""
+        for MindSpore's tuples. `links` has the node's leaf (a part of a dimension) for each leaf of
+        the dimension."""
         for link in links.values():
             known = () if link is None else self.axes.get(link, ())
             if count > 1 and known and parts_over(known) == count:
@@ -313,7 +316,8 @@ class _NodeReader:
         links: Mapping[int, int | None],
         blocked: frozenset[int],
     ) -> list[Axes]:
-        """Returns the axes for each leaf of a dimension, in the order of `links`.
+        """Returns the axes for each leaf (a part of a dimension) of a dimension, in the order of
+        `links`.
 
         axis            the dimension's index
         component_axes  (size or None, axes) of each component in the annotation

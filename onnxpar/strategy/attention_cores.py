@@ -16,8 +16,8 @@ class Core:
     """The core of one attention: nodes that need all positions of a sequence.
 
     ops    the nodes, in graph order
-    keys   (node name, leaf) for each leaf of the positions that queries attend to; a factor that
-           the node keeps whole has no leaf
+    keys   (node name, leaf) for each leaf (a part of a dimension) of the positions that queries
+           attend to; a factor that the node keeps whole has no leaf
     masks  (node, leaf) for each leaf of the keys' positions in the nodes outside that compute masks
     """
 
@@ -29,7 +29,7 @@ class Core:
 class Cores:
     """Finds the attention cores of a graph.
 
-    atoms     the atoms that number positions of sequences
+    atoms     the atoms (parts of dimensions) that number positions of sequences
     computed  the names of activations: tensors that are worth splitting, unlike masks and positions
     """
 
@@ -49,7 +49,8 @@ class Cores:
         self.computed = computed
 
     def positions(self, op: OpFactors) -> list[int]:
-        """Returns the indices of a node's leaves that number positions of a sequence."""
+        """Returns the indices of a node's leaves (parts of dimensions) that number positions of a
+        sequence."""
         return [i for i, leaf in enumerate(op.leaves) if leaf.atom in self.atoms]
 
     def find(self) -> list[Core]:
@@ -76,7 +77,8 @@ class Cores:
         return any(t.name in self.computed for t in op.node.outputs)
 
     def _factors(self, op: OpFactors) -> Iterator[tuple[int, str]]:
-        """Yields (leaf, factor of the rule) for each leaf of a node that numbers positions."""
+        """Yields (leaf, factor of the rule) for each leaf (a part of a dimension) of a node that
+        numbers positions."""
         return ((i, op.leaves[i].factor) for i in self.positions(op))
 
     def _needs_whole(self, op: OpFactors) -> bool:
@@ -90,10 +92,10 @@ class Cores:
         return False
 
     def _spread(self, start: OpFactors, keys: list[int]) -> Core:
-        """Returns the core around a node that reduces its leaves `keys`: all nodes that tensors
-        over pairs of positions, such as scores, connect with this node. Nodes that compute masks
-        belong to the core, but the search does not go through them to other layers that read the
-        same mask."""
+        """Returns the core around a node that reduces its leaves (parts of dimensions) `keys`: all
+        nodes that tensors over pairs of positions, such as scores, connect with this node. Nodes
+        that compute masks belong to the core, but the search does not go through them to other
+        layers that read the same mask."""
         roles: set[tuple[str, int]] = set()
         members: dict[str, OpFactors] = {}
         todo: list[tuple[OpFactors, int]] = [(start, i) for i in keys]
@@ -143,7 +145,8 @@ class Cores:
 
 
 def reduces(op: OpFactors, leaf: int) -> bool:
-    """True if a node adds up over this leaf, or normalizes along it, as a softmax does."""
+    """True if a node adds up over this leaf (a part of a dimension), or normalizes along it, as a
+    softmax does."""
     return op.reduction(leaf) is not None or op.leaves[leaf].factor in op.rule.communicating
 
 

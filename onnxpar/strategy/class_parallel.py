@@ -61,9 +61,9 @@ def _classifiers(
     classifier. `products` is the number of products whose results have the classes.
 
     A loss or an output reads the classes of a classifier; no input and no other weight of two or
-    more dimensions has them. If a step samples classes, the atoms number groups of classes, because
-    more products keep the groups than the positions in a group. Groups of two sizes are two
-    segments, each with its own atom.
+    more dimensions has them. If a step samples classes, the atoms (parts of dimensions) number
+    groups of classes, because more products keep the groups than the positions in a group. Groups
+    of two sizes are two segments, each with its own atom.
     """
     known = sharding.factors.tensors
     slots = {slot.input for slot in step.slots} if step else set()
@@ -91,7 +91,8 @@ def _classifiers(
 
 def _segments(factors: TensorFactors) -> Iterator[list[list[Leaf]]]:
     """Yields, for each dimension of a tensor, a list of its segments. A segment is a list of the
-    leaves of one child of a concatenation; any other dimension is one segment."""
+    leaves (parts of dimensions) of one child of a concatenation; any other dimension is one
+    segment."""
     numbers = iter(factors.leaves)
     for dim in factors.dims:
         children = dim.children if isinstance(dim, Concat) else (dim,)
@@ -99,8 +100,8 @@ def _segments(factors: TensorFactors) -> Iterator[list[list[Leaf]]]:
 
 
 def _scored(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> set[int]:
-    """Returns the atoms of the classes for which a loss reads scores. For a model that is no
-    training step, also the atoms of the last dimension of each output."""
+    """Returns the atoms (parts of dimensions) of the classes for which a loss reads scores. For a
+    model that is no training step, also the atoms of the last dimension of each output."""
     known = sharding.factors.tensors
     scores = [(op.node.inputs[0], 1) for op in sharding.factors.ops if op.node.op in _LOSSES]
     if step is None:
@@ -115,8 +116,8 @@ def _scored(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> set[
 
 
 def _kept_atoms(op: OpFactors) -> Iterator[int]:
-    """Yields the atoms that the result of a product has in common with exactly one of its two
-    operands: m and n of a MatMul [m, k] x [k, n]."""
+    """Yields the atoms (parts of dimensions) that the result of a product has in common with
+    exactly one of its two operands: m and n of a MatMul [m, k] x [k, n]."""
     if not is_contraction(op) or convolves(op) or len(op.inputs) < 2:
         return
     for this, other in ((0, 1), (1, 0)):
@@ -126,7 +127,8 @@ def _kept_atoms(op: OpFactors) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SplitClasses:
-    """The annotation that splits all nodes and tensors along the atoms of classes.
+    """The annotation that splits all nodes and tensors along the atoms (parts of dimensions) of
+    classes.
 
     Labels, nodes that compute from labels alone, and nodes that only move embeddings stay whole, so
     that ranks gather each of these tensors once, at its source.
@@ -136,8 +138,8 @@ class SplitClasses:
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits the open leaves of these atoms, and makes the open leaves of nodes whole that must
-        stay whole. True if a leaf was split."""
+        """Splits the undecided leaves (parts of dimensions) of these atoms, and makes the undecided
+        leaves of nodes whole that must stay whole. True if a leaf was split."""
         changed = False
         ops = sharding.factors.ops
         split = [op for op in ops if any(leaf.atom in self.atoms for leaf in op.leaves)]
@@ -172,8 +174,8 @@ def _from_labels(
     ops: Sequence[OpFactors], inside: set[str], read: set[str], sharding: ShardingState
 ) -> Iterator[OpFactors]:
     """Yields the nodes outside the classifier that compute tensors for it from integer inputs
-    (labels) alone. Makes the open leaves of these inputs whole. `inside` and `read` are those of
-    `_moved`."""
+    (labels) alone. Makes the undecided leaves (parts of dimensions) of these inputs whole. `inside`
+    and `read` are those of `_moved`."""
     produced = {t.name for op in ops for t in op.node.outputs}
     source: dict[str, set[str]] = {}
     candidates: list[OpFactors] = []

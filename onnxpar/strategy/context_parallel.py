@@ -39,8 +39,9 @@ def context_annotation(
     graph: gs.Graph, sharding: ShardingState, batch: set[int], step: Step | None, preset: str
 ) -> SplitSequences:
     """Returns the annotation that splits all sequences over the axis `cp`. `batch` has the atoms
-    that number samples, `preset` is context-parallel or ring-attention. Errors: StrategyError if
-    the mesh has no axis `cp`, or if the model has no sequence that ranks can split."""
+    (parts of dimensions) that number samples, `preset` is context-parallel or ring-attention.
+    Errors: StrategyError if the mesh has no axis `cp`, or if the model has no sequence that ranks
+    can split."""
     mesh = sharding.mesh
     if AXIS not in mesh.sizes:
         raise StrategyError(
@@ -77,9 +78,9 @@ def _why_no_sequence(graph: gs.Graph, sharding: ShardingState) -> str:
 
 
 def sequence_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> Iterator[int]:
-    """Yields the atoms that number positions: the atoms of the second dimension of inputs [batch,
-    position] with token ids (which look up rows of a table), and of inputs [batch, position,
-    feature]."""
+    """Yields the atoms (parts of dimensions) that number positions: the atoms of the second
+    dimension of inputs [batch, position] with token ids (which look up rows of a table), and of
+    inputs [batch, position, feature]."""
     states = {slot.input for slot in step.slots} if step is not None else set()
     looked_up = _looked_up(sharding.factors)
     for tensor in graph.inputs:
@@ -94,8 +95,8 @@ def sequence_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) 
 
 
 def _looked_up(factors: GraphFactors) -> set[int]:
-    """Returns the atoms of tensors of ids that look up rows of tables, in the main graph and in
-    bodies."""
+    """Returns the atoms (parts of dimensions) of tensors of ids that look up rows of tables, in the
+    main graph and in bodies."""
     atoms: set[int] = set()
     for op in factors.ops:
         if op.node.op in _LOOK_UP and is_float(op.node.inputs[0]):
@@ -143,7 +144,7 @@ class SplitSequences:
     """The annotation that splits all sequences of the graph over `axes`. It splits the cores of
     attention by queries or by heads, whichever is cheaper.
 
-    atoms     the atoms that number positions of sequences
+    atoms     the atoms (parts of dimensions) that number positions of sequences
     batch     the atoms that number samples
     computed  the names of activations, which are worth splitting
     ring      True if keys and values travel around a ring of ranks where an op supports this
@@ -156,8 +157,9 @@ class SplitSequences:
     ring: bool = False
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits the open leaves of positions in all nodes that compute activations. Nodes that
-        compute only masks and positions follow by propagation. False for one rank."""
+        """Splits the undecided leaves (parts of dimensions) of positions in all nodes that compute
+        activations. Nodes that compute only masks and positions follow by propagation. False for
+        one rank."""
         if parts_over(self.axes) == 1:
             return False
         cores = Cores(sharding.factors, self.atoms, self.computed)

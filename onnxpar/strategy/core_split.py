@@ -23,7 +23,7 @@ from onnxpar.strategy.contraction import is_contraction
 class _Option:
     """One way to split an attention core.
 
-    heads    the atom of the heads that are split; None to split queries
+    heads    the atom (a part of a dimension) of the heads that are split; None to split queries
     ring     True if keys are split like queries, and travel around a ring
     moved    nodes around the core that are split like the core, because ranks then communicate a
              smaller tensor
@@ -39,7 +39,7 @@ class _Option:
 class CoreSplit:
     """Chooses the cheaper way to split one attention core over `axes`.
 
-    batch  the atoms of samples, which are never heads
+    batch  the atoms (parts of dimensions) of samples, which are never heads
     ring   True if the keys of ops that support it travel around a ring of ranks
     """
 
@@ -61,8 +61,9 @@ class CoreSplit:
         self.inside = {op.node.name for op in core.ops}
 
     def decide(self) -> set[str]:
-        """Splits the leaves of the core in the cheapest way, and the leaves of the nodes around the
-        core that are split like it. Returns the names of all these nodes."""
+        """Splits the leaves (parts of dimensions) of the core in the cheapest way, and the
+        leaves of the nodes around the core that are split like it. Returns the names of all
+        these nodes."""
         best = min(self._options(), key=attrgetter("seconds"))
         for op in (*self.core.ops, *best.moved):
             for i in self.cores.positions(op):
@@ -79,8 +80,8 @@ class CoreSplit:
         return self.inside | {op.node.name for op in best.moved}
 
     def _options(self) -> list[_Option]:
-        """Returns the possible ways to split the core: by each atom of heads, and by queries if the
-        core has queries or no heads."""
+        """Returns the possible ways to split the core: by each atom (a part of a dimension) of
+        heads, and by queries if the core has queries or no heads."""
         if self.ring and all(op.rings for op in self.core.ops):
             return [_Option(None, ring=True)]
         options = [self._option(atom) for atom in self._heads]
@@ -90,22 +91,24 @@ class CoreSplit:
         return options if options and not has_queries else [*options, self._option(None)]
 
     def _is_key(self, op: OpFactors, leaf: int) -> bool:
-        """True if a leaf numbers the positions of keys (to which queries attend)."""
+        """True if a leaf (a part of a dimension) numbers the positions of keys (to which queries
+        attend)."""
         return (op.node.name, leaf) in self.core.keys
 
     def _leaf(self, op: OpFactors, atom: int | None) -> int | None:
-        """Returns the index of a node's first leaf with this atom; None if it has none."""
+        """Returns the index of a node's first leaf (a part of a dimension) with this atom; None if
+        it has none."""
         return next((i for i, leaf in enumerate(op.leaves) if leaf.atom == atom), None)
 
     def _axes_of(self, op: OpFactors, leaf: int) -> Axes:
-        """Returns the axes for a leaf of heads: first the axes that split it so far, then the axes
-        of the sequence."""
+        """Returns the axes for a leaf (a part of a dimension) of heads: first the axes that split
+        it so far, then the axes of the sequence."""
         return (*(self.sharding.ops[op.node.name][leaf] or ()), *self.axes)
 
     @cached_property
     def _heads(self) -> list[int]:
-        """The atoms that number heads: every product of the core has them, and they divide evenly
-        among the ranks."""
+        """The atoms (parts of dimensions) that number heads: every product of the core has them,
+        and they divide evenly among the ranks."""
         common: set[int] | None = None
         for op in self.core.ops:
             if len(self.core.ops) == 1 or (is_contraction(op) and self.cores.is_computed(op)):
@@ -114,8 +117,8 @@ class CoreSplit:
         return sorted(common or ())
 
     def _heads_of(self, op: OpFactors) -> Iterator[int]:
-        """Yields the atoms of a node that could number heads: dimensions of its result that are
-        neither positions nor samples, and divide evenly among the ranks."""
+        """Yields the atoms (parts of dimensions) of a node that could number heads: dimensions of
+        its result that are neither positions nor samples, and divide evenly among the ranks."""
         results = {link for links in op.outputs[:1] for link in links}
         positions = self.cores.positions(op)
         for i, leaf in enumerate(op.leaves):
@@ -125,17 +128,19 @@ class CoreSplit:
                 yield leaf.atom
 
     def _exchanges(self, op: OpFactors, leaf: int) -> bool:
-        """True if the node's first operand has both a sequence and this leaf, so that ranks can
-        exchange positions for heads. An Attention with one operand for queries, keys and values has
-        no leaf of heads, because the columns of values are not in the queries."""
+        """True if the node's first operand has both a sequence and this leaf (a part of a
+        dimension), so that ranks can exchange positions for heads. An Attention with one operand
+        for queries, keys and values has no leaf of heads, because the columns of values are not in
+        the queries."""
         tensor, links = op.node.inputs[0], op.inputs[0]
         factors = self.sharding.factors.tensors.get(tensor.name)
         is_sequence = factors and any(x.atom in self.cores.atoms for x in factors.leaves)
         return bool(is_sequence) and tensor.name in self.cores.computed and leaf in links
 
     def _option(self, heads: int | None) -> _Option:
-        """Returns the option that splits the atom `heads` (None: queries), with its cost: the
-        collectives for all tensors at the border of the core, each counted once."""
+        """Returns the option that splits the atom (a part of a dimension) `heads` (None:
+        queries), with its cost: the collectives for all tensors at the border of the core, each
+        counted once."""
         seconds, moved = 0.0, dict[str, OpFactors]()
         sent: dict[str, str] = {}
         for op, tensor, links, is_read in self._borders():

@@ -21,15 +21,16 @@ _EVALUATED = re.compile(r"(evaluate/)?evaluation/(?P<name>.*)|evaluate/(?P<alike
 
 @dataclass(frozen=True)
 class DerivedAnnotation:
-    """Axes for the leaves of a derived node (a gradient or a copy), by index of the leaf. They
-    apply only to leaves that are open, and only if no other leaf of the node uses the axes."""
+    """Axes for the leaves (parts of dimensions) of a derived node (a gradient or a copy), by index
+    of the leaf. They apply only to leaves that are open, and only if no other leaf of the node uses
+    the axes."""
 
     op: OpFactors
     axes: Mapping[int, Axes]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves that are still open: first the leaves to split, then the leaves that
-        stay whole. True if a leaf was split."""
+        """Decides the leaves (parts of dimensions) that are still undecided: first the leaves to
+        split, then the leaves that stay whole. True if a leaf was split."""
         changed = False
         for leaf, axes in self.axes.items():
             if axes:
@@ -44,8 +45,9 @@ def with_derived(annotations: Sequence[Annotation], sharding: ShardingState) -> 
     """Returns the annotations, followed by annotations of the nodes that a training step derives
     from the annotated nodes.
 
-    A leaf of a derived node gets the axes that the annotation requests for the leaf's atom.
-    Annotations of derived nodes come last, so that a user's own annotation of a derived node wins.
+    A leaf (a part of a dimension) of a derived node gets the axes that the annotation requests for
+    the leaf's atom. Annotations of derived nodes come last, so that a user's own annotation of a
+    derived node wins.
     """
     requested = {a.op.node.name: a for a in annotations if isinstance(a, NodeAnnotation)}
     derived: dict[str, list[OpFactors]] = defaultdict(list)
@@ -75,8 +77,8 @@ def sources_of(name: str) -> Iterator[str]:
 
 
 def _axes_of(op: OpFactors, annotation: NodeAnnotation) -> dict[int, Axes]:
-    """Returns the axes for the leaves of a derived node, by index: the axes that the annotation
-    requests for the leaf's atom. Leaves with other atoms are left out."""
+    """Returns the axes for the leaves (parts of dimensions) of a derived node, by index: the axes
+    that the annotation requests for the leaf's atom. Leaves with other atoms are left out."""
     of_atom: dict[int, set[Axes]] = defaultdict(set)
     for leaf, axes in annotation.axes.items():
         of_atom[annotation.op.leaves[leaf].atom].add(axes)

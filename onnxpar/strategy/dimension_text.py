@@ -21,14 +21,15 @@ _BETWEEN = re.compile(r"[\s()]*(?:[*+][\s()]*)?")
 
 
 def is_cut(item: Any) -> bool:
-    """True if a strategy's item splits each leaf of a dimension separately, as `2*tp` does."""
+    """True if a strategy's item splits each leaf (a part of a dimension) of a dimension separately,
+    as `2*tp` does."""
     return isinstance(item, str) and bool(re.search(r"[*+]", item))
 
 
 def read_splits(text: str, dim: Dim, mesh: Mesh, what: str) -> list[LeafSplit]:
-    """Reads the split of each splittable leaf of a dimension from a text such as `2*tp*16`. `what`
-    names the dimension in errors. Errors: StrategyError, naming the leaves of the dimension, if the
-    text does not match them."""
+    """Reads the split of each splittable leaf (a part of a dimension) of a dimension from a text
+    such as `2*tp*16`. `what` names the dimension in errors. Errors: StrategyError, naming the
+    leaves of the dimension, if the text does not match them."""
     splittable = [leaf for leaf in leaves(dim) if leaf.size > 1]
     words = _words(text, what)
     agree = (
@@ -45,8 +46,8 @@ def read_splits(text: str, dim: Dim, mesh: Mesh, what: str) -> list[LeafSplit]:
 
 
 def read_split(text: str, mesh: Mesh, what: str) -> LeafSplit:
-    """Reads the split of one leaf, such as `dp.tp:(1)2` or `tp{9,1}` (parts of 9 and 1 elements).
-    `what` names the dimension in errors. Errors: StrategyError."""
+    """Reads the split of one leaf (a part of a dimension), such as `dp.tp:(1)2` or `tp{9,1}` (parts
+    of 9 and 1 elements). `what` names the dimension in errors. Errors: StrategyError."""
     if not _SPLIT.fullmatch(text):
         raise StrategyError(
             f"{what}: {text!r} is not an axis; write tp, dp.tp, tp:(1)2, tp@0 or tp{{2,1}}"
@@ -115,8 +116,8 @@ def _undealt(text: str, mesh: Mesh, what: str) -> Axis:
 
 
 def dim_text(dim: Dim, splits: Sequence[LeafSplit], mesh: Mesh) -> str:
-    """Returns the text of a dimension whose leaves have these splits; `read_splits` reads it
-    back."""
+    """Returns the text of a dimension whose leaves (parts of dimensions) have these splits;
+    `read_splits` reads it back."""
     remaining = iter(splits)
 
     def text(dim: Dim, nested: bool) -> str:
@@ -131,7 +132,8 @@ def dim_text(dim: Dim, splits: Sequence[LeafSplit], mesh: Mesh) -> str:
 
 
 def split_text(split: LeafSplit, mesh: Mesh) -> str:
-    """Returns the text of a split, such as `dp.tp:(1)2` or `tp{9,1}`; empty for a whole leaf."""
+    """Returns the text of a split, such as `dp.tp:(1)2` or `tp{9,1}`; empty for a whole leaf (a
+    part of a dimension)."""
     axes, parts = split
     sizes = "{" + ",".join(map(str, parts)) + "}" if parts and axes else ""
     return ".".join(map(mesh.text, axes)) + sizes

@@ -69,8 +69,9 @@ def _of_entry(pattern: str, name: str) -> Iterator[None]:
 
 
 def _joined(earlier: NodeAnnotation, later: NodeAnnotation) -> NodeAnnotation:
-    """Returns the annotation of a node that two entries match; for a leaf in both, the later one
-    counts. Errors: StrategyError if both together split two dimensions over one axis."""
+    """Returns the annotation of a node that two entries match; for a leaf (a part of a dimension)
+    in both, the later one counts. Errors: StrategyError if both together split two dimensions over
+    one axis."""
     axes = {**earlier.axes, **later.axes}
     parts = {leaf: sizes for leaf, sizes in earlier.parts.items() if leaf not in later.axes}
     op = later.op
@@ -157,8 +158,8 @@ def _factors_of(op: OpFactors, index: int, axis: int) -> frozenset[str]:
 
 @dataclass
 class _Leaves:
-    """The leaves of a node that its strategy entry has decided so far. An entry has an item for
-    each dimension or factor.
+    """The leaves (parts of dimensions) of a node that its strategy entry has decided so far. An
+    entry has an item for each dimension or factor.
 
     what     names the current item in errors
     factors  the factors of the current item
@@ -174,8 +175,8 @@ class _Leaves:
     parts: dict[int, tuple[int, ...]]
 
     def decide(self, dim: Dim, links: Sequence[int | None], item: Any, pre: int) -> int:
-        """Reads the item of one dimension or factor, and decides its leaves. Returns the product of
-        the numbers of shards in all items up to this one.
+        """Reads the item of one dimension or factor, and decides its leaves (parts of dimensions).
+        Returns the product of the numbers of shards in all items up to this one.
 
         dim    the tree of the dimension or factor
         links  the node's leaf for each leaf of `dim`; None for a leaf that stays whole
@@ -237,8 +238,8 @@ def _counted(item: Any) -> bool:
 def _spread(
     dim: Dim, over: Axes, links: Sequence[int | None], what: str, sharding: ShardingState
 ) -> list[Axes]:
-    """Returns the axes for each leaf of an operand's dimension that is split over `over`. Errors:
-    SizeError if the dimension has no leaf for these axes."""
+    """Returns the axes for each leaf (a part of a dimension) of an operand's dimension that is
+    split over `over`. Errors: SizeError if the dimension has no leaf for these axes."""
     blocked = frozenset(j for j, link in enumerate(links) if link is None)
     spread = spread_dim(dim, over, blocked)
     if spread is None:
@@ -323,9 +324,9 @@ def _hand_parts(
     sizes: tuple[int, ...] | None,
     dim: Dim,
 ) -> dict[int, tuple[int, ...]]:
-    """Returns the sizes by hand of a dimension's parts, by the leaf that they split; none without
-    `sizes`. Errors: SizeError if they do not add up; StrategyError if the dimension has several
-    leaves."""
+    """Returns the sizes by hand of a dimension's parts, by the leaf (a part of a dimension) that
+    they split; none without `sizes`. Errors: SizeError if they do not add up; StrategyError if the
+    dimension has several leaves."""
     if sizes is None:
         return {}
     if len(sizes) != parts_over(over) or sum(sizes) != dim.size:

@@ -34,7 +34,8 @@ def expert_annotations(
     """Returns annotations that split nodes with experts' weights by expert over `axes`. Ranks
     either gather all tokens, or exchange rows, whichever is cheaper.
 
-    beside  the atoms of samples that the nodes with experts' weights split, too, with their axes
+    beside  the atoms (parts of dimensions) of samples that the nodes with experts' weights split,
+            too, with their axes
     batch   the atoms of samples, with their axes in all other nodes if ranks exchange rows
 
     If every layer has fewer experts than there are shards, some ranks have none. Errors:
@@ -83,8 +84,8 @@ def _stacked_weights(node: gs.Node) -> list[gs.Tensor]:
 
 
 def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpFactors]]:
-    """Returns the atoms that number experts, each with the products that have a matrix for each
-    expert."""
+    """Returns the atoms (parts of dimensions) that number experts, each with the products that have
+    a matrix for each expert."""
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
     for op in sharding.factors.ops:  # weights in bodies and in the backward pass are copies
         keeps = op.node.op in ("Cast", "DequantizeLinear", "Identity", "Transpose")
@@ -98,10 +99,10 @@ def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpF
 
 
 def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
-    """Yields the atoms that number the matrices of a product's weight, if the other operand and the
-    result have these atoms, too: e of [e, row, k] x [e, k, n]. In onnxruntime's mixture ops, these
-    are the atoms of the factor of experts. The groups of a convolution do not count: groups are
-    channels."""
+    """Yields the atoms (parts of dimensions) that number the matrices of a product's weight, if the
+    other operand and the result have these atoms, too: e of [e, row, k] x [e, k, n]. In
+    onnxruntime's mixture ops, these are the atoms of the factor of experts. The groups of a
+    convolution do not count: groups are channels."""
     if op.node.op in EXPERT_WEIGHTS:
         yield from (leaf.atom for leaf in op.leaves if leaf.factor == "e")
         return
@@ -116,7 +117,7 @@ def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
 @dataclass(frozen=True)
 class SplitExperts:
     """The annotation that splits nodes by expert: the nodes `ops`, and all nodes connected to them
-    whose operands and results all have the atom of experts.
+    whose operands and results all have the atom (a part of a dimension) of experts.
 
     atom    the atom of experts
     beside  axes of other atoms that are split inside these nodes, too
@@ -138,10 +139,10 @@ class SplitExperts:
         return next(leaf.size for leaf in self.ops[0].leaves if leaf.atom == self.atom)
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits the leaves of nodes that compute separately for each expert. Tensors between these
-        nodes and other nodes are split by tokens, so the atom of experts stays whole there. If
-        ranks exchange rows, such tensors without rows (gradients of weights) are split by expert.
-        True if there are such nodes."""
+        """Splits the leaves (parts of dimensions) of nodes that compute separately for each expert.
+        Tensors between these nodes and other nodes are split by tokens, so the atom of experts
+        stays whole there. If ranks exchange rows, such tensors without rows (gradients of weights)
+        are split by expert. True if there are such nodes."""
         inside = self._inside(sharding)
         touched: dict[str, set[bool]] = defaultdict(set)
         for op in sharding.factors.ops:
@@ -185,10 +186,10 @@ class SplitExperts:
         return inside
 
     def _is_of_experts(self, op: OpFactors, sharding: ShardingState) -> bool:
-        """True if a node computes separately for each expert: all its tensors have the atom of
-        experts, or the tensors without it are smaller than a shard of the tensors with it. A Where
-        that writes tokens into the rows of each expert is such a node; each rank needs its tensors
-        without the atom whole.
+        """True if a node computes separately for each expert: all its tensors have the atom (a part
+        of a dimension) of experts, or the tensors without it are smaller than a shard of the
+        tensors with it. A Where that writes tokens into the rows of each expert is such a node;
+        each rank needs its tensors without the atom whole.
 
         A product with an operand without the atom is not: it dispatches tokens to the rows of
         experts, which ranks exchange.
@@ -207,7 +208,7 @@ class SplitExperts:
         return sizes[True] > 0 and (sizes[True] >= whole if not is_contraction(op) else not whole)
 
     def _has_tokens(self, factors: TensorFactors) -> bool:
-        """True for a tensor with an atom of the batch that is split before and after the exchange
-        of rows."""
+        """True for a tensor with an atom (a part of a dimension) of the batch that is split before
+        and after the exchange of rows."""
         tokens = dict(self.tokens)
         return any(leaf.atom in tokens for leaf in factors.leaves)

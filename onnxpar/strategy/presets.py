@@ -99,8 +99,8 @@ def preset_rounds(
     step: Step | None = None,
     states: Sequence[tuple[str, str]] = (),
 ) -> list[list[Annotation]]:
-    """Returns the annotations of a preset, in rounds: an annotation applies only to leaves that
-    earlier rounds left open.
+    """Returns the annotations of a preset, in rounds: an annotation applies only to leaves (parts
+    of dimensions) that earlier rounds left undecided.
 
     step    the training step, if the model is one
     states  for any other model, the pairs (input, output that is fed back to it)
@@ -155,8 +155,9 @@ def preset_rounds(
 
 
 def _ragged_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> set[int]:
-    """Returns the atoms that number the ids of bags in a training step. Such an input has the ids
-    of all samples one after the other, so the step does not name a batch dimension of it."""
+    """Returns the atoms (parts of dimensions) that number the ids of bags in a training step. Such
+    an input has the ids of all samples one after the other, so the step does not name a batch
+    dimension of it."""
     data = {*step.data} - step.batch.keys() if step is not None else set()
     ids = [t for t in graph.inputs if t.name in data and numpy_dtype(t).kind in "iu" and t.shape]
     known = [sharding.factors.tensors[t.name] for t in ids if t.name in sharding.factors.tensors]
@@ -213,13 +214,13 @@ def batch_annotations(
 
 
 def batch_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None = None) -> set[int]:
-    """Returns the atoms that number the samples of a batch."""
+    """Returns the atoms (parts of dimensions) that number the samples of a batch."""
     inputs = _batched(graph, sharding, step)
     return {atom for _, factors, batch in inputs for atom in _atoms_of(factors, batch)}
 
 
 def _atoms_of(factors: TensorFactors, dim: int) -> Iterator[int]:
-    """Yields the atoms of dimension `dim` of a tensor."""
+    """Yields the atoms (parts of dimensions) of dimension `dim` of a tensor."""
     leaves = zip(factors.leaves, factors.dim_of_leaf, strict=True)
     return (leaf.atom for leaf, at in leaves if at == dim)
 
@@ -235,9 +236,9 @@ def _batched(
 
 
 def _batch_axes(factors: TensorFactors, dim: int, axes: Axes, iterations: int) -> list[Axes | None]:
-    """Returns the axes for each leaf of an input; None for a leaf that stays open. The first leaf
-    of the dimension `dim` takes the axes. If this leaf is too short, the next leaf takes the rest:
-    two groups of samples over dp=4 take dp:(1)2 and dp:(2)2.
+    """Returns the axes for each leaf (a part of a dimension) of an input; None for a leaf that
+    stays open. The first leaf of the dimension `dim` takes the axes. If this leaf is too short, the
+    next leaf takes the rest: two groups of samples over dp=4 take dp:(1)2 and dp:(2)2.
 
     iterations  the iterations of gradient accumulation; leaves that number them are not split
     """

@@ -75,8 +75,8 @@ class Recurrences:
         return (gathering + self.costs.compute(wasted, 0)) / self.small
 
     def annotations(self, chosen: set[int], axes: Axes) -> Iterator[NodeAnnotation]:
-        """Yields annotations that split, over `axes`, the hidden units whose atoms are in
-        `chosen`."""
+        """Yields annotations that split, over `axes`, the hidden units whose atoms (parts of
+        dimensions) are in `chosen`."""
         for op in self.ops.values():
             split = {
                 i: axes

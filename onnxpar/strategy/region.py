@@ -74,8 +74,9 @@ def border_after(start: Border, region: Region) -> Border:
 
 
 def _through(op: OpFactors, at: Border, size: int, region: Region) -> Border | None:
-    """Returns the result of a node that reads the tensor `at`, if the result has the same leaf;
-    else None. `size` is the bytes of `at`: another operand must be much smaller."""
+    """Returns the result of a node that reads the tensor `at`, if the result has the same leaf (a
+    part of a dimension); else None. `size` is the bytes of `at`: another operand must be much
+    smaller."""
     name, leaf = at
     pairs = zip(op.node.inputs, op.inputs, strict=True)
     links = next(tensor_links for t, tensor_links in pairs if t.name == name)
@@ -91,7 +92,8 @@ def _through(op: OpFactors, at: Border, size: int, region: Region) -> Border | N
 
 def border_before(end: Border, region: Region) -> list[Border]:
     """Returns the set of tensors with the fewest bytes from which nodes compute the tensor `end`
-    along its leaf; of equal sets, the nearest. For a sum of gradients, it may be the addends."""
+    along its leaf (a part of a dimension); of equal sets, the nearest. For a sum of gradients, it
+    may be the addends."""
     return _cut(end, region)[1]
 
 

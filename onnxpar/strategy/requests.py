@@ -68,8 +68,8 @@ def check_requested(
 
 
 def _check_node(op: OpFactors, axes: Mapping[int, Axes], sharding: ShardingState) -> None:
-    """Checks that a node's leaves have the requested axes (by index of the leaf). Errors:
-    StrategyError."""
+    """Checks that a node's leaves (parts of dimensions) have the requested axes (by index of the
+    leaf). Errors: StrategyError."""
     what = f"{op.node.op} '{op.node.name}'"
     planned = sharding.op_axes(op)
     for leaf, requested in axes.items():
@@ -81,7 +81,8 @@ def _check_node(op: OpFactors, axes: Mapping[int, Axes], sharding: ShardingState
 
 
 def _why_not(op: OpFactors, leaf: int, sharding: ShardingState) -> str:
-    """Returns the reason why a node cannot split this leaf alone, and the remedy, for an error."""
+    """Returns the reason why a node cannot split this leaf (a part of a dimension) alone, and the
+    remedy, for an error."""
     fused = [o.node for o, _ in sharding.factors.bonded(op, leaf) if o is not op]
     if fused:
         partners = " and ".join(f"{node.op} '{node.name}'" for node in fused)
@@ -104,8 +105,8 @@ def _why_not(op: OpFactors, leaf: int, sharding: ShardingState) -> str:
 def _check_tensor(
     annotation: TensorAnnotation, sharding: ShardingState, fed_by: Mapping[str, str]
 ) -> None:
-    """Checks that a tensor's leaves have the requested axes. `fed_by` has the input to which each
-    output is fed back. Errors: StrategyError with the reason."""
+    """Checks that a tensor's leaves (parts of dimensions) have the requested axes. `fed_by` has the
+    input to which each output is fed back. Errors: StrategyError with the reason."""
     planned = sharding.tensor_sharding(annotation.tensor).leaves
     grown = {source: result for result, source in fed_by.items()}
     mesh = sharding.mesh

@@ -22,14 +22,14 @@ _KEEPS = ("Cast", "Div", "Identity", "Mul", "Reshape", "Transpose")
 
 @dataclass(frozen=True)
 class WholeRows:
-    """The annotation that keeps nodes whole along these atoms, which number the rows to add up:
-    every rank then gathers all rows."""
+    """The annotation that keeps nodes whole along these atoms (parts of dimensions), which number
+    the rows to add up: every rank then gathers all rows."""
 
     ops: Sequence[OpFactors]
     atoms: Collection[int]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Makes the open leaves with these atoms whole."""
+        """Makes the undecided leaves (parts of dimensions) with these atoms whole."""
         for op in self.ops:
             for i, leaf in enumerate(op.leaves):
                 if leaf.atom in self.atoms:

@@ -18,10 +18,11 @@ from onnxpar.strategy.training_presets import SplitTogether
 
 @dataclass(frozen=True)
 class CloseOpen:
-    """The annotation that ends propagation: activations whose leaves are still open stay whole."""
+    """The annotation that ends propagation: activations whose leaves (parts of dimensions) are
+    still undecided stay whole."""
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Makes every open leaf of activations whole."""
+        """Makes every open leaf (a part of a dimension) of activations whole."""
         for op in sharding.factors.ops:
             for tensor in [*op.node.outputs, *op.node.inputs]:
                 if isinstance(tensor, gs.Variable) and tensor.name in sharding.tensors:
@@ -42,8 +43,8 @@ class SplitAlone:
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits leaves of the weight, and splits its readers or makes them whole. False if the
-        weight is split already, or cannot be."""
+        """Splits leaves (parts of dimensions) of the weight, and splits its readers or makes them
+        whole. False if the weight is split already, or cannot be."""
         if any(sharding.tensors[self.tensor]):
             return False
         readers = [op for op in sharding.factors.ops if _reads(op, self.tensor)]
@@ -73,7 +74,7 @@ class SplitAlone:
         weight stays whole, if a reader cannot be split.
 
         links   (reader, its leaf for a chosen leaf of the weight, or None)
-        chosen  the leaves of the weight
+        chosen  the leaves (parts of dimensions) of the weight
         """
         distinct = {(op.node.name, link): (op, link) for op, link in links}.values()
         if not all(
@@ -83,13 +84,14 @@ class SplitAlone:
         return self._store(sharding, chosen)
 
     def _store(self, sharding: ShardingState, chosen: Sequence[int]) -> bool:
-        """Splits the chosen leaves of the weight. False if one of them cannot be split."""
+        """Splits the chosen leaves (parts of dimensions) of the weight. False if one of them cannot
+        be split."""
         return all([sharding.assign_tensor(self.tensor, i, self.axes) for i in chosen])
 
     def _leaves(self, sharding: ShardingState, readers: Sequence[OpFactors]) -> list[int]:
-        """Returns the leaves of the dimension to split: one that splits evenly, or else the
-        longest. If the weight must not be gathered, all its readers must be able to split the
-        dimension. Empty if there is no such dimension."""
+        """Returns the leaves (parts of dimensions) of the dimension to split: one that splits
+        evenly, or else the longest. If the weight must not be gathered, all its readers must be
+        able to split the dimension. Empty if there is no such dimension."""
         is_packed = any(_packs(op, self.tensor) for op in readers)
         factors = sharding.factors.tensors[self.tensor]
         n = parts_over(self.axes)
@@ -136,16 +138,17 @@ def _reads(op: OpFactors, tensor: str) -> bool:
 
 
 def _links(op: OpFactors, tensor: str, leaf: int) -> Iterator[int | None]:
-    """Yields, for each operand of a node that is this tensor, the node's leaf for leaf `leaf` of
-    the tensor; None if the node needs the leaf whole."""
+    """Yields, for each operand of a node that is this tensor, the node's leaf (a part of a
+    dimension) for leaf `leaf` of the tensor; None if the node needs the leaf whole."""
     for operand, links in zip(op.node.inputs, op.inputs, strict=True):
         if operand.name == tensor:
             yield links[leaf]
 
 
 def _moves_less(sharding: ShardingState, op: OpFactors, link: int, weight: str) -> bool:
-    """True if gathering the node's result, split at its leaf `link`, moves no more bytes than
-    gathering the weight. False if this split would also need communication inside the node."""
+    """True if gathering the node's result, split at its leaf (a part of a dimension) `link`, moves
+    no more bytes than gathering the weight. False if this split would also need communication
+    inside the node."""
     if op.leaves[link].factor in op.rule.communicating:
         return False
     result = op.node.outputs[0]

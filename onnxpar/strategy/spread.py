@@ -9,8 +9,8 @@ from onnxpar.layout.mesh import Axes, Axis, parts_over
 
 
 def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> list[Axes] | None:
-    """Returns the axes for each splittable leaf of a dimension, so that together they split the
-    dimension over all `axes`. None if all leaves are blocked.
+    """Returns the axes for each splittable leaf (a part of a dimension) of a dimension, so that
+    together they split the dimension over all `axes`. None if all leaves are blocked.
 
     Of the factors of a product, the first that the axes divide evenly takes them; else the first
     that is large enough; else the largest, where some shards are then empty. In a concatenation,
@@ -31,12 +31,13 @@ def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> l
 
 
 def _splittable(dim: Dim) -> list[Factor]:
-    """Returns the leaves of a dimension with two or more elements."""
+    """Returns the leaves (parts of dimensions) of a dimension with two or more elements."""
     return [leaf for leaf in leaves(dim) if leaf.size > 1]
 
 
 def _spread_over(dim: Dim, axes: Axes, blocked: frozenset[int]) -> list[Axes] | None:
-    """Like `spread_dim`, but without empty shards: None if no leaf is large enough."""
+    """Like `spread_dim`, but without empty shards: None if no leaf (a part of a dimension) is large
+    enough."""
     if isinstance(dim, Factor):
         if not axes:
             return [()] if dim.size > 1 else []
@@ -67,7 +68,8 @@ def _spread_over(dim: Dim, axes: Axes, blocked: frozenset[int]) -> list[Axes] | 
 
 
 def leaf_count(dim: Dim) -> int:
-    """Returns the number of leaves of a dimension with two or more elements."""
+    """Returns the number of leaves (parts of dimensions) of a dimension with two or more
+    elements."""
     return len(_splittable(dim))
 
 

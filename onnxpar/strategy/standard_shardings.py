@@ -40,7 +40,8 @@ def node_shardings(
     op: OpFactors, names: Sequence[str], axes: Mapping[int, Axes], sharding: ShardingState
 ) -> list[TensorSharding]:
     """Returns the sharding of each operand and result of a node, in the form of ONNX's standard, if
-    the node's leaves have these axes (by index). `names` are the names of operands and results.
+    the node's leaves (parts of dimensions) have these axes (by index). `names` are the names of
+    operands and results.
 
     Leaves out tensors that the standard cannot express: tensors with segments, with a dimension
     that only ranks at one coordinate hold, or that the node reads twice in different layouts.

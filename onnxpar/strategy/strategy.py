@@ -112,26 +112,28 @@ def _groups(name: Any, entry: Any, source: str) -> Groups:
 
 class Annotation(Protocol):
     """A request for the layouts of nodes and tensors. Annotations apply in the order of their
-    priority: a later one decides only leaves that earlier ones left open."""
+    priority: a later one decides only leaves (parts of dimensions) that earlier ones left
+    undecided."""
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides leaves that are still open. True if a leaf was split."""
+        """Decides leaves (parts of dimensions) that are still undecided. True if a leaf was
+        split."""
         ...
 
 
 @dataclass(frozen=True)
 class NodeAnnotation:
-    """A request for a node: the axes of some of its leaves, by index, and the sizes of their parts
-    if the user gave them."""
+    """A request for a node: the axes of some of its leaves (parts of dimensions), by index, and the
+    sizes of their parts if the user gave them."""
 
     op: OpFactors
     axes: Mapping[int, Axes]
     parts: Mapping[int, tuple[int, ...]]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Fixes these leaves, also the leaves that shall stay whole, and the leaves that must have
-        the same axes (co-sharded leaves of the node, and leaves of nodes that onnxruntime fuses
-        with it)."""
+        """Fixes these leaves (parts of dimensions), also the leaves that shall stay whole, and the
+        leaves that must have the same axes (co-sharded leaves of the node, and leaves of nodes that
+        onnxruntime fuses with it)."""
         for leaf, axes in with_co_sharded(self.op, self.axes).items():
             sharding.fix(self.op, leaf, axes)
             if leaf in self.parts:
@@ -143,7 +145,8 @@ class NodeAnnotation:
 class TensorAnnotation:
     """A request for a tensor.
 
-    axes   the axes of each leaf; () for whole, None for a leaf that stays open
+    axes   the axes of each leaf (a part of a dimension); () for whole, None for a leaf that stays
+           open
     parts  the sizes of a leaf's parts, by index of the leaf, if the user gave them
     pin    True if the tensor keeps this layout even if its producer or readers require another
     """
@@ -154,7 +157,8 @@ class TensorAnnotation:
     pin: bool = False
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves that are still open. True if a leaf was split."""
+        """Decides the leaves (parts of dimensions) that are still undecided. True if a leaf was
+        split."""
         changed = False
         for leaf, axes in enumerate(self.axes):
             if axes is None:
@@ -172,8 +176,8 @@ class TensorAnnotation:
 
 
 def with_co_sharded(op: OpFactors, axes: Mapping[int, Axes]) -> dict[int, Axes]:
-    """Returns `axes` with axes for co-sharded leaves that have none yet: the rows after a
-    convolution are split over the same axes as the rows before it."""
+    """Returns `axes` with axes for co-sharded leaves (parts of dimensions) that have none yet: the
+    rows after a convolution are split over the same axes as the rows before it."""
     all_axes = dict(axes)
     for group in op.co_sharded:
         split = next((axes[leaf] for leaf in group if axes.get(leaf)), ())

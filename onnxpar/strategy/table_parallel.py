@@ -38,7 +38,7 @@ _COPIES = ("Cast", "Identity")
 class Table:
     """An embedding table, from which nodes look up rows.
 
-    leaf     the leaf of its columns
+    leaf     the leaf (a part of a dimension) of its columns
     bytes    bytes of the table
     rows     number of rows that a run looks up
     lookups  the nodes that look up rows
@@ -56,7 +56,7 @@ class HoldTable:
     """The annotation that puts a table, and the tensors that nodes compute from its rows alone, on
     one rank (or on several ranks, if the mesh has other axes).
 
-    leaf     the leaf of the table's columns
+    leaf     the leaf (a part of a dimension) of the table's columns
     axes     axes with the coordinates (`at`) of the rank that holds the leaf
     borders  the tensors from which on the batch is split instead, each with its leaf of columns
     """
@@ -67,8 +67,8 @@ class HoldTable:
     borders: tuple[Border, ...]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Puts the leaves of columns of all nodes and tensors up to the borders on the rank. False
-        if the table is split already."""
+        """Puts the leaves (parts of dimensions) of columns of all nodes and tensors up to the
+        borders on the rank. False if the table is split already."""
         for name, leaf in self.borders:
             if sharding.tensors[name][leaf] is None:
                 sharding.tensors[name][leaf] = ()
@@ -85,9 +85,9 @@ class HoldTable:
         return True
 
     def _reached(self, op: OpFactors, link: int, sharding: ShardingState) -> Iterator[Border]:
-        """Puts the leaves of a node's tensors that belong to its leaf `link` on the rank. Yields
-        the tensors from which to go on. A constant that several nodes read stays whole, because
-        nodes of other tables may be among them."""
+        """Puts the leaves (parts of dimensions) of a node's tensors that belong to its leaf `link`
+        on the rank. Yields the tensors from which to go on. A constant that several nodes read
+        stays whole, because nodes of other tables may be among them."""
         for tensor, links in op.operands():
             is_shared = is_constant(tensor) and len(tensor.outputs) > 1
             for leaf in (i for i, other in enumerate(links) if other == link):
@@ -103,7 +103,7 @@ class FeedWhole:
     tensor: str
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Makes the open leaves of the input whole."""
+        """Makes the undecided leaves (parts of dimensions) of the input whole."""
         sharding.close_tensor(self.tensor)
         return False
 
@@ -118,7 +118,7 @@ def table_annotations(
     """Returns annotations that deal the tables out to the ranks along `axes`, balanced by bytes and
     by rows looked up. If there are more ranks than tables, some ranks have none.
 
-    batch  the atoms of samples
+    batch  the atoms (parts of dimensions) of samples
     step   the training step, if the model is one
 
     Errors: StrategyError if the model has no tables.
@@ -172,7 +172,8 @@ def deal(shares: Sequence[tuple[float, float]], ranks: int) -> list[int]:
 
 def tables(graph: gs.Graph, sharding: ShardingState, batch: Collection[int]) -> Iterator[Table]:
     """Yields the embedding tables of a graph: weights whose rows are looked up by ids that each
-    sample of the batch has, and that no product reads. `batch` has the atoms of samples."""
+    sample of the batch has, and that no product reads. `batch` has the atoms (parts of dimensions)
+    of samples."""
     region = Region.of(sharding.factors)
     for weight in [t for t in graph.inputs if is_weight(t)] + constants(graph):
         factors = sharding.factors.tensors.get(weight.name)
@@ -224,7 +225,8 @@ def _at(axes: Axes, rank: int) -> Axes:
 
 def _borders(table: Table, region: Region, step: Step | None) -> tuple[Border, ...]:
     """Returns the smallest tensors between a table's lookups and the rest of the model, and between
-    the rest of the model and the table's gradient, each with its leaf of columns."""
+    the rest of the model and the table's gradient, each with its leaf (a part of a dimension) of
+    columns."""
     borders: list[Border] = []
     for op in table.lookups:
         link = op.inputs[0][table.leaf]
@@ -248,7 +250,7 @@ def _only_looked_up(
     graph: gs.Graph, region: Region, sketch: ShardingState, batch: Collection[int]
 ) -> Iterator[str]:
     """Yields the inputs with a batch, such as ids, that only nodes of tables read. `sketch` is a
-    state in which the leaves of tables are decided."""
+    state in which the leaves (parts of dimensions) of tables are decided."""
     inside = {
         op.node.name
         for op in sketch.factors.ops

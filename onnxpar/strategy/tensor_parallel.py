@@ -23,9 +23,9 @@ from onnxpar.strategy.weight_cover import WeightCover
 def tensor_parallel_rounds(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None
 ) -> list[list[Annotation]]:
-    """Returns the annotations that split weights over `axes`, in rounds: first the atoms that cover
-    the weights, then weights that these atoms do not split. In a training `step`, annotations of a
-    parameter also split its optimizer states."""
+    """Returns the annotations that split weights over `axes`, in rounds: first the atoms (parts of
+    dimensions) that cover the weights, then weights that these atoms do not split. In a training
+    `step`, annotations of a parameter also split its optimizer states."""
     if parts_over(axes) == 1:
         return []
     cover = WeightCover(graph, sharding, axes)

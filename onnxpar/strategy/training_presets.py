@@ -45,8 +45,9 @@ def sequence_annotations(
 
 
 def sequence_atom(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> int | None:
-    """Returns the atom that numbers the positions of a sequence. None unless the first input is a
-    sequence: token ids [batch, position], or features [batch, position, feature]."""
+    """Returns the atom (a part of a dimension) that numbers the positions of a sequence. None
+    unless the first input is a sequence: token ids [batch, position], or features [batch, position,
+    feature]."""
     first = _first_input(graph, step)
     leaf = _second_dimension(first, sharding)
     if first is None or leaf is None:
@@ -62,8 +63,8 @@ def _first_input(graph: gs.Graph, step: Step | None) -> gs.Variable | None:
 
 
 def _second_dimension(tensor: gs.Variable | None, sharding: ShardingState) -> Leaf | None:
-    """Returns the leaf of a tensor's second dimension; None unless the dimension has exactly one
-    leaf."""
+    """Returns the leaf (a part of a dimension) of a tensor's second dimension; None unless the
+    dimension has exactly one leaf."""
     factors = sharding.factors.tensors.get(tensor.name) if tensor is not None else None
     at = [i for i, dim in enumerate(factors.dim_of_leaf) if dim == 1] if factors else []
     return factors.leaves[at[0]] if factors is not None and len(at) == 1 else None
@@ -71,16 +72,16 @@ def _second_dimension(tensor: gs.Variable | None, sharding: ShardingState) -> Le
 
 @dataclass(frozen=True)
 class SplitSums:
-    """The annotation that splits activations along an atom where they are sums over ranks along
-    `axes`, so that a reduce-scatter replaces an all-reduce. The split comes after ops that only
-    move the sums, or add them to other sums over ranks."""
+    """The annotation that splits activations along an atom (a part of a dimension) where they are
+    sums over ranks along `axes`, so that a reduce-scatter replaces an all-reduce. The split comes
+    after ops that only move the sums, or add them to other sums over ranks."""
 
     atom: int
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits the leaves of the atom that are still open. True if a leaf was split. Errors:
-        StrategyError if no sum over ranks has the atom."""
+        """Splits the leaves (parts of dimensions) of the atom that are still undecided. True if a
+        leaf was split. Errors: StrategyError if no sum over ranks has the atom."""
         changed = found = False
         for name in self._ends(sharding):
             for i, leaf in enumerate(sharding.factors.tensors[name].leaves):
@@ -96,7 +97,8 @@ class SplitSums:
 
     def _ends(self, sharding: ShardingState) -> list[str]:
         """Returns the names of the sums over ranks, each after the last op that only moves or adds
-        it. Makes the leaves of nodes before an addition of several sums whole."""
+        it. Makes the leaves (parts of dimensions) of nodes before an addition of several sums
+        whole."""
         first: dict[str, str] = {}
         moved: dict[str, list[OpFactors]] = {}
         for op in sharding.factors.ops:
@@ -118,7 +120,8 @@ class SplitSums:
         return list(first.values())
 
     def _close(self, sharding: ShardingState, ops: Iterable[OpFactors]) -> None:
-        """Makes the nodes' leaves of the atom whole, if they are open."""
+        """Makes the nodes' leaves (parts of dimensions) of the atom whole, if they are
+        undecided."""
         for op in ops:
             for i, leaf in enumerate(op.leaves):
                 if leaf.atom == self.atom:
@@ -170,12 +173,13 @@ def updated_with(graph: gs.Graph, step: Step, slot: Slot) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Closed:
-    """The annotation that keeps a tensor whole, except for leaves that are decided already."""
+    """The annotation that keeps a tensor whole, except for leaves (parts of dimensions) that are
+    decided already."""
 
     tensor: str
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Makes the open leaves of the tensor whole."""
+        """Makes the undecided leaves (parts of dimensions) of the tensor whole."""
         sharding.close_tensor(self.tensor)
         return False
 
@@ -206,7 +210,7 @@ class SplitTogether:
         return False
 
     def _assign(self, sharding: ShardingState, tensor: str, leaf: int) -> bool:
-        """Splits a leaf of a tensor, even if it was made whole. False if another leaf uses the
-        axes."""
+        """Splits a leaf (a part of a dimension) of a tensor, even if it was made whole. False if
+        another leaf uses the axes."""
         sharding.tensors[tensor][leaf] = None
         return sharding.assign_tensor(tensor, leaf, self.axes)

@@ -44,8 +44,8 @@ _PACKED = {"int8", "uint8", "int4", "uint4", "int2", "uint2"}
 
 
 class WeightCover:
-    """The search for the set of atoms with the least cost that covers all weights. It starts from
-    all atoms and removes the most expensive ones.
+    """The search for the set of atoms (parts of dimensions) with the least cost that covers all
+    weights. It starts from all atoms and removes the most expensive ones.
 
     events     the collectives that a split of each atom causes
     times      the cost of an event, if not 1
@@ -78,8 +78,8 @@ class WeightCover:
         self.small = [t for t in self.weights if _size(t) <= LARGE]
 
     def free_atoms(self, chosen: set[int]) -> set[int]:
-        """Returns the chosen atoms, and the atoms of small weights whose split causes no collective
-        beyond the collectives of the chosen atoms."""
+        """Returns the chosen atoms (parts of dimensions), and the atoms of small weights whose
+        split causes no collective beyond the collectives of the chosen atoms."""
         caused = {e for a in chosen for e in self.events[a]}
         return chosen | {
             leaf.atom
@@ -105,7 +105,8 @@ class WeightCover:
         return out
 
     def _add_events(self, op: OpFactors) -> None:
-        """Records the collectives that splitting each atom causes at this node."""
+        """Records the collectives that splitting each atom (a part of a dimension) causes at this
+        node."""
         if op.node.name in self.recurrences.ops:
             self.times["reduce", op.node.name] = self.recurrences.collectives(op)
         # the sum of a single number, such as a norm, costs next to nothing
@@ -158,18 +159,19 @@ class WeightCover:
             yield size, frozenset(covering - {-1})
 
     def _splits(self, weight: str, leaf: int) -> bool:
-        """True if every reader of a weight can compute with a shard of this leaf."""
+        """True if every reader of a weight can compute with a shard of this leaf (a part of a
+        dimension)."""
         return all(op.inputs[i][leaf] is not None for op, i in self.readers[weight])
 
     def capacity(self, atom: int, size: int) -> int:
-        """Returns the number of shards into which this mesh can split an atom of this size: 4 for 4
-        heads over 8 ranks."""
+        """Returns the number of shards into which this mesh can split an atom (a part of a
+        dimension) of this size: 4 for 4 heads over 8 ranks."""
         return self.parts if size >= self.parts else gcd(size, self.parts)
 
     def choose(self) -> set[int]:
-        """Returns the atoms to split. Prunes all atoms greedily, then tries to add each removed
-        atom again. Does so in two orders, by cost and by cost relative to the segments that an atom
-        covers, and takes the cheaper result."""
+        """Returns the atoms (parts of dimensions) to split. Prunes all atoms greedily, then tries
+        to add each removed atom again. Does so in two orders, by cost and by cost relative to the
+        segments that an atom covers, and takes the cheaper result."""
         sizes = {
             leaf.atom: leaf.size
             for w in self.weights
@@ -203,7 +205,7 @@ class WeightCover:
         self, weight: gs.Constant, chosen: set[int], axes: Axes
     ) -> Iterator[Annotation]:
         """Yields the annotation that splits one dimension of a weight over `axes`: a dimension that
-        has an atom in `chosen`; of several, the contracted dimension."""
+        has an atom (a part of a dimension) in `chosen`; of several, the contracted dimension."""
         factors = self.sharding.factors.tensors[weight.name]
         candidates = []
         for dim in range(len(factors.dims)):
@@ -219,8 +221,8 @@ class WeightCover:
         yield TensorAnnotation(weight.name, [over.get(i) for i in range(len(factors.leaves))])
 
     def companions(self, chosen: set[int]) -> dict[int, int]:
-        """Returns, for each chosen atom that is too small for the mesh, another atom that takes the
-        remaining axes.
+        """Returns, for each chosen atom (a part of a dimension) that is too small for the mesh,
+        another atom that takes the remaining axes.
 
         With 4 key/value heads on 8 ranks, the 2 query heads of each take the remaining factor of 2.
         The companion shares a dimension with the chosen atom and causes no new collective; of
@@ -245,8 +247,9 @@ class WeightCover:
         }
 
     def _dim_axes(self, name: str, at: list[int], chosen: set[int], axes: Axes) -> dict[int, Axes]:
-        """Returns the axes for the leaves `at` of one dimension of the weight `name`, by index. A
-        chosen leaf takes all axes; if it is too small, its companion takes the rest."""
+        """Returns the axes for the leaves (parts of dimensions) `at` of one dimension of the weight
+        `name`, by index. A chosen leaf takes all axes; if it is too small, its companion takes the
+        rest."""
         factors = self.sharding.factors.tensors[name]
         over: dict[int, Axes] = {}
         for i in at:
@@ -268,7 +271,8 @@ class WeightCover:
         return over
 
     def _reduces(self, name: str, at: list[int], chosen: set[int]) -> bool:
-        """True if a reader of a weight contracts one of the leaves `at` whose atom is chosen."""
+        """True if a reader of a weight contracts one of the leaves (parts of dimensions) `at` whose
+        atom is chosen."""
         factors = self.sharding.factors.tensors[name]
         for op, index in self.readers[name]:
             for i in at:
@@ -292,7 +296,7 @@ def _is_number(tensor: gs.Tensor) -> bool:
 
 def _segments_of(dim: Dim, atoms: Iterator[int]) -> list[tuple[int, set[int]]]:
     """Returns (elements, atoms that split it) for each segment of a dimension; `atoms` yields the
-    atoms of the dimension's leaves."""
+    atoms (parts of dimensions) of the dimension's leaves."""
     if isinstance(dim, Factor):
         return [(dim.size, {next(atoms)} if dim.size > 1 else set())]
     inner = [_segments_of(child, atoms) for child in dim.children]

@@ -10,9 +10,9 @@ Event = tuple[str, str]
 
 
 class CoverState:
-    """A set of atoms and its cost. The cost counts the collectives that splitting the atoms causes;
-    the contractions that have two of the atoms, as only one can take the axes; and the segments of
-    weights that no atom of the set splits.
+    """A set of atoms (parts of dimensions) and its cost. The cost counts the collectives that
+    splitting the atoms causes; the contractions that have two of the atoms, as only one can take
+    the axes; and the segments of weights that no atom of the set splits.
 
     events     for each atom, the collectives that its split causes
     conflicts  for each atom, the number of contractions that it shares with each other atom
@@ -45,7 +45,8 @@ class CoverState:
             self._add(atom)
 
     def size(self, atom: int) -> float:
-        """Returns the cost of leaving uncovered the segments that an atom covers."""
+        """Returns the cost of leaving uncovered the segments that an atom (a part of a dimension)
+        covers."""
         return sum(self.price[i] for i in self.holders[atom])
 
     @property
@@ -59,8 +60,9 @@ class CoverState:
         return caused + met / 2 + uncovered
 
     def order(self, by_cover: bool) -> list[int]:
-        """Returns all atoms, the most expensive first: by the collectives that they cause or, with
-        `by_cover`, by these collectives relative to the cost of the segments that they cover."""
+        """Returns all atoms (parts of dimensions), the most expensive first: by the collectives
+        that they cause or, with `by_cover`, by these collectives relative to the cost of the
+        segments that they cover."""
 
         def key(atom: int) -> tuple[float, float, int]:
             count = sum(self.times.get(e, 1) for e in self.events.get(atom, ()))
@@ -70,36 +72,36 @@ class CoverState:
         return sorted(self.holders, key=key)
 
     def improve(self, order: Sequence[int]) -> None:
-        """Prunes atoms in this order, then tries to add each removed atom, until the set gets no
-        cheaper."""
+        """Prunes atoms (parts of dimensions) in this order, then tries to add each removed atom,
+        until the set gets no cheaper."""
         self.prune(order)
         improved = True
         while improved:
             improved = any([self.try_adding(a) for a in order if a not in self.chosen])
 
     def _add(self, atom: int) -> None:
-        """Adds an atom to the set, whatever it costs."""
+        """Adds an atom (a part of a dimension) to the set, whatever it costs."""
         self.chosen.add(atom)
         self.caused.update(self.events.get(atom, ()))
         self.covered.update(self.holders[atom])
 
     def _remove(self, atom: int) -> None:
-        """Removes an atom from the set, whatever it saves."""
+        """Removes an atom (a part of a dimension) from the set, whatever it saves."""
         self.chosen.discard(atom)
         self.caused.subtract(self.events.get(atom, ()))
         self.covered.subtract(self.holders[atom])
 
     def gain(self, atom: int) -> float:
-        """Returns the cost that the set saves if a chosen atom is removed; negative if the set then
-        costs more."""
+        """Returns the cost that the set saves if a chosen atom (a part of a dimension) is removed;
+        negative if the set then costs more."""
         events = self.events.get(atom, ())
         saved: float = sum(self.times.get(e, 1) for e in events if self.caused[e] == 1)
         saved += sum(n for o, n in self.conflicts.get(atom, {}).items() if o in self.chosen)
         return saved - sum(self.price[i] for i in self.holders[atom] if self.covered[i] == 1)
 
     def prune(self, order: Iterable[int]) -> list[int]:
-        """Removes, in this order, each atom that costs at least as much as the segments that only
-        it covers. Returns the removed atoms."""
+        """Removes, in this order, each atom (a part of a dimension) that costs at least as much as
+        the segments that only it covers. Returns the removed atoms."""
         removed = []
         for atom in order:
             if atom in self.chosen and self.gain(atom) >= 0:
@@ -108,8 +110,8 @@ class CoverState:
         return removed
 
     def try_adding(self, atom: int) -> bool:
-        """Adds an atom and removes atoms that it makes superfluous, if the set gets cheaper by
-        this; else leaves the set as it is. True if the set got cheaper."""
+        """Adds an atom (a part of a dimension) and removes atoms that it makes superfluous, if the
+        set gets cheaper by this; else leaves the set as it is. True if the set got cheaper."""
         neighbours = {
             a for a in self.chosen if not set(self.holders[a]).isdisjoint(self.holders[atom])
         }

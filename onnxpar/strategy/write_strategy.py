@@ -22,8 +22,8 @@ Splits = Sequence[LeafSplit]
 
 
 def node_entry(op: OpFactors, splits: Splits, sharding: ShardingState) -> Any:
-    """Returns the entry of a node whose leaves have these splits: a list with an item for each
-    input."""
+    """Returns the entry of a node whose leaves (parts of dimensions) have these splits: a list with
+    an item for each input."""
     entry: list[Any] = []
     for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
         if all(link is None for link in links):
@@ -52,8 +52,8 @@ def factor_entry(op: OpFactors, splits: Splits, mesh: Mesh) -> Any:
 
 
 def tensor_entry(name: str, splits: Splits, sharding: ShardingState) -> Any:
-    """Returns the entry of a tensor whose leaves have these splits: a list with an item for each
-    dimension."""
+    """Returns the entry of a tensor whose leaves (parts of dimensions) have these splits: a list
+    with an item for each dimension."""
     links = range(len(splits))
     dims, splits_of_dim = _operand(name, links, splits, sharding)
     return [_item(dim, *splits_of_dim[i], sharding.mesh) for i, dim in enumerate(dims)]
@@ -63,8 +63,8 @@ def _operand(
     name: str, links: Sequence[int | None], splits: Splits, sharding: ShardingState
 ) -> tuple[Sequence[Dim], list[tuple[list[LeafSplit], frozenset[int]]]]:
     """Returns the dimensions of a tensor and, for each dimension, (the splits of its leaves, the
-    indices of leaves that must stay whole). `links` has for each leaf its index in `splits`, or
-    None."""
+    indices of leaves that must stay whole). `links` has for each leaf (a part of a dimension) its
+    index in `splits`, or None."""
     factors = sharding.factors.tensors[name]
     splits_of_dim = []
     for axis in range(len(factors.dims)):
@@ -75,8 +75,8 @@ def _operand(
 
 
 def _item(dim: Dim, splits: Splits, blocked: frozenset[int], mesh: Mesh) -> Any:
-    """Returns the shortest item of a dimension that onnxpar reads as these splits of its leaves:
-    "tp", or `2*tp*16` if nothing shorter does."""
+    """Returns the shortest item of a dimension that onnxpar reads as these splits of its leaves
+    (parts of dimensions): "tp", or `2*tp*16` if nothing shorter does."""
     requested = [axes for axes, _ in splits]
     if not any(requested):
         return None
@@ -91,8 +91,8 @@ def _item(dim: Dim, splits: Splits, blocked: frozenset[int], mesh: Mesh) -> Any:
 
 
 def _simple(axes: Axes, parts: tuple[int, ...] | None, mesh: Mesh) -> Any:
-    """Returns the item of a dimension with one leaf to split: "tp", ["dp", "tp"], {"tp": [3, 1]} or
-    text."""
+    """Returns the item of a dimension with one leaf (a part of a dimension) to split: "tp", ["dp",
+    "tp"], {"tp": [3, 1]} or text."""
     names = [mesh.text(axis) for axis in axes]
     is_named = all(name in mesh.sizes for name in names)
     if parts is not None and is_named and len(names) == 1:
@@ -103,7 +103,8 @@ def _simple(axes: Axes, parts: tuple[int, ...] | None, mesh: Mesh) -> Any:
 
 
 def _count(dim: Dim) -> int:
-    """Returns the number of leaves of a dimension with two or more elements."""
+    """Returns the number of leaves (parts of dimensions) of a dimension with two or more
+    elements."""
     if isinstance(dim, Factor):
         return int(dim.size > 1)
     return sum(map(_count, dim.children))

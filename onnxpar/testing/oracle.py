@@ -40,8 +40,8 @@ equal."""
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split a node: for some of its leaves, by index, the mesh axes and the sizes of the
-    shards (None: as equal as possible)."""
+    """One way to split a node: for some of its leaves (parts of dimensions), by index, the mesh
+    axes and the sizes of the shards (None: as equal as possible)."""
 
     mesh: Mesh
     leaves: Mapping[int, tuple[Axes, tuple[int, ...] | None]]
@@ -52,7 +52,7 @@ class Oracle:
 
     cut    another op that divides one of the dimensions, if given
     whole  the unsplit results
-    op     the node's factors: its rule, over leaves that can be split
+    op     the node's factors: its rule, over leaves (parts of dimensions) that can be split
     """
 
     def __init__(self, case: Case, cut: Cut | None = None) -> None:
@@ -77,8 +77,8 @@ class Oracle:
         return graph, factors
 
     def splits(self) -> Iterator[Split]:
-        """Yields the splits to test: each leaf over 2 and 3 ranks, and each pair of leaves over 2 x
-        2 ranks.
+        """Yields the splits to test: each leaf (a part of a dimension) over 2 and 3 ranks, and each
+        pair of leaves over 2 x 2 ranks.
 
         If another op divides a dimension (`cut`), only leaves of this dimension are split, over 2
         ranks; segments also all over the same axis.
@@ -109,8 +109,8 @@ class Oracle:
                 yield from self._pairs(mesh, i, j)
 
     def _pairs(self, mesh: Mesh, i: int, j: int) -> Iterator[Split]:
-        """Yields splits of the leaves i and j over two axes: with elements on every rank, and with
-        empty shards of one leaf on some ranks."""
+        """Yields splits of the leaves (parts of dimensions) i and j over two axes: with elements on
+        every rank, and with empty shards of one leaf on some ranks."""
         axes = {i: (mesh.axis("x"),), j: (mesh.axis("y"),)}
         yield Split(mesh, {k: (over, None) for k, over in axes.items()})
         for empty in (i, j):
@@ -121,8 +121,8 @@ class Oracle:
             yield Split(mesh, {k: (a, none if k == empty else None) for k, a in axes.items()})
 
     def _tied_splits(self) -> Iterator[Split]:
-        """Yields splits of co-sharded leaves, which share axes but have different shard sizes; and,
-        over 2 x 2 ranks, together with other leaves."""
+        """Yields splits of co-sharded leaves (parts of dimensions), which share axes but have
+        different shard sizes; and, over 2 x 2 ranks, together with other leaves."""
         for group in self.op.co_sharded:
             for n in range(2, 5):
                 mesh = Mesh.of([("x", n)])
@@ -142,8 +142,8 @@ class Oracle:
             yield Split(mesh, {i: (x if i in a else y, None) for i in (*a, *b)})
 
     def _ring_splits(self) -> Iterator[Split]:
-        """Yields splits of both leaves of a ring over one axis: evenly, by hand, and with empty
-        shards; and together with other leaves."""
+        """Yields splits of both leaves (parts of dimensions) of a ring over one axis: evenly, by
+        hand, and with empty shards; and together with other leaves."""
         for pair in self.op.rings:
             for n in range(2, 5):
                 mesh = Mesh.of([("x", n)])
@@ -175,14 +175,14 @@ class Oracle:
                         yield Cut(expr.name, tensor.name, dim, (2, size // 2), "product")
 
     def wrong_while_open(self, split: Split) -> str | None:
-        """Like `wrong`, with the node lowered as if the sizes of all its leaves were open (unknown
-        until a run)."""
+        """Like `wrong`, with the node lowered as if the sizes of all its leaves (parts of
+        dimensions) were open (unknown until a run)."""
         return self.wrong(split, frozenset(leaf.atom for leaf in self.op.leaves))
 
     def wrong(self, split: Split, open_atoms: frozenset[int] = frozenset()) -> str | None:
         """Tests a split on simulated ranks. Returns the first error; None if every rank's shards
-        are right, or if the node could not be split like this. `open_atoms` are atoms whose size
-        counts as open."""
+        are right, or if the node could not be split like this. `open_atoms` are atoms (parts of
+        dimensions) whose size counts as open."""
         graph, factors = self._analysed()
         op = factors.ops[0]
         layouts = self._layouts(op, split)
@@ -209,8 +209,8 @@ class Oracle:
         return None
 
     def _layouts(self, op: OpFactors, split: Split) -> dict[str, Layout]:
-        """Returns the layouts of operands and results, by name, if the node's leaves are split like
-        this."""
+        """Returns the layouts of operands and results, by name, if the node's leaves (parts of
+        dimensions) are split like this."""
         own: Axes = ()
         reduce: Any = "sum"
         for leaf, (axes, _) in split.leaves.items():

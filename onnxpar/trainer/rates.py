@@ -119,32 +119,32 @@ class Rate:
         return self.peak
 
     def _linear(self, step: int) -> float:
-        """The rate falls in a line to the least rate at the end of the run."""
+        """Returns a rate that falls in a line to the least rate at the end of the run."""
         return self._between(self._left(step))
 
     def _cosine(self, step: int) -> float:
-        """The rate falls along half a cosine to the least rate at the end of the run."""
+        """Returns a rate that falls along half a cosine to the least rate at the end of the run."""
         return self._between((1 + math.cos(math.pi * (1 - self._left(step)))) / 2)
 
     def _polynomial(self, step: int) -> float:
-        """The rate falls with a power of the steps that are left."""
+        """Returns a rate that falls with a power of the share of steps that are left."""
         power = 1.0 if self.schedule.power is None else self.schedule.power
         return self._between(self._left(step) ** power)
 
     def _steps(self, step: int) -> float:
-        """The rate is multiplied by gamma every `step_size` steps."""
+        """Returns a rate that is multiplied by gamma every `step_size` steps."""
         assert self.schedule.step_size is not None
         gamma = 0.1 if self.schedule.gamma is None else self.schedule.gamma
         fallen = gamma ** (step // self.schedule.step_size)
         return max(self.peak * fallen, self.schedule.min_lr)
 
     def _inverse_root(self, step: int) -> float:
-        """The rate falls with the inverse root of the step."""
+        """Returns a rate that falls with the inverse root of the step."""
         scale = self.schedule.warmup or _TIMESCALE
         return max(self.peak / math.sqrt((step + scale) / scale), self.schedule.min_lr)
 
     def _stable(self, step: int) -> float:
-        """The rate is the peak until the last `decay_steps` steps, in which it falls along half a
+        """Returns the peak until the last `decay_steps` steps, in which the rate falls along half a
         cosine."""
         assert self.schedule.decay_steps is not None and self.steps is not None
         stable = self.steps - self.schedule.warmup - self.schedule.decay_steps

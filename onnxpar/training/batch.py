@@ -145,7 +145,7 @@ def _by_size(
 
 
 class _Search:
-    """Follows the dimension of samples through a graph, by its atoms.
+    """Follows the dimension of samples through a graph, by its atoms (parts of dimensions).
 
     moving  the tensors that depend on the inputs
     makers  the node that computes each tensor, by name
@@ -173,8 +173,8 @@ class _Search:
         return moving
 
     def atoms(self, given: Mapping[str, int]) -> Atoms | None:
-        """Returns the atoms of the dimension that numbers samples; None if they cannot be told.
-        `given` has dimensions that the user gives, by input."""
+        """Returns the atoms (parts of dimensions) of the dimension that numbers samples; None if
+        they cannot be told. `given` has dimensions that the user gives, by input."""
         if given:
             return next((atoms for name, k in given.items() if (atoms := self._of(name, k))), None)
         if not self.compared.axes:
@@ -214,12 +214,12 @@ class _Search:
         return own.index(batch) if batch in own else 0
 
     def _dims(self, name: str) -> list[Atoms]:
-        """Returns the atoms of each dimension of a tensor."""
+        """Returns the atoms (parts of dimensions) of each dimension of a tensor."""
         factors = self.tensors.get(name)
         return [self._of(name, axis) for axis in range(len(factors.dims))] if factors else [()]
 
     def _of(self, name: str, axis: int) -> Atoms:
-        """Returns the atoms of one dimension of a tensor."""
+        """Returns the atoms (parts of dimensions) of one dimension of a tensor."""
         factors = self.tensors.get(name)
         if factors is None:
             return ()
@@ -227,12 +227,12 @@ class _Search:
         return tuple(leaf.atom for leaf, dim in each if dim == axis)
 
     def _has(self, name: str, atom: int) -> bool:
-        """True if a tensor has this atom."""
+        """True if a tensor has this atom (a part of a dimension)."""
         return name in self.tensors and any(x.atom == atom for x in self.tensors[name].leaves)
 
     def _is_kept(self, atom: int) -> bool:
         """True if all nodes that compute the compared tensor compute each sample by itself, where
-        `atom` is the atom that numbers samples."""
+        `atom` is the atom (a part of a dimension) that numbers samples."""
         waiting, seen = [self.compared.tensor.name], set[str]()
         while waiting:
             name = waiting.pop()
@@ -247,9 +247,9 @@ class _Search:
         return True
 
     def _keeps(self, op: OpFactors, atom: int, drops: bool = False) -> bool:
-        """True if each element of a node's results along an atom depends on the same element of its
-        operands alone; with `drops`, also if results do not have the atom. The statistics of a
-        BatchNormalization do not count."""
+        """True if each element of a node's results along an atom (a part of a dimension) depends on
+        the same element of its operands alone; with `drops`, also if results do not have the atom.
+        The statistics of a BatchNormalization do not count."""
         if op.node.op == "BatchNormalization":
             return True
         produced = {i for links in op.outputs for i in links}
@@ -264,15 +264,15 @@ class _Search:
         return True
 
     def _linked(self, name: str, links: Links, atom: int) -> list[int | None]:
-        """Returns the node's leaves for the leaves of an operand that have this atom; None for a
-        leaf that the node needs whole."""
+        """Returns the node's leaves for the leaves (parts of dimensions) of an operand that have
+        this atom; None for a leaf that the node needs whole."""
         leaves = self.tensors[name].leaves if name in self.tensors else ()
         return [i for leaf, i in zip(leaves, links, strict=True) if leaf.atom == atom]
 
     def _of_loss(self) -> Atoms | None:
-        """Returns the atoms of the only dimension of inputs over which the loss is a mean or sum.
-        If there are several such dimensions, the one that is the first dimension in all of its
-        inputs. None if no such dimension remains, or several."""
+        """Returns the atoms (parts of dimensions) of the only dimension of inputs over which the
+        loss is a mean or sum. If there are several such dimensions, the one that is the first
+        dimension in all of its inputs. None if no such dimension remains, or several."""
         dims = [(d, k) for t in self.inputs for k, d in enumerate(self._dims(t.name)) if d]
         averaged = {d for d, _ in dims if self._is_averaged(d[0])}
         if len(averaged) > 1:
@@ -280,8 +280,8 @@ class _Search:
         return next(iter(averaged)) if len(averaged) == 1 else None
 
     def _is_averaged(self, atom: int) -> bool:
-        """True if nodes compute each element along an atom by itself, until a sum or mean over them
-        that ends in the loss."""
+        """True if nodes compute each element along an atom (a part of a dimension) by itself, until
+        a sum or mean over them that ends in the loss."""
         end = self.compared.tensor.name
         on_way = {id(node) for node in needed(self.graph, [end])}
         dropped: set[str] = set()

@@ -50,7 +50,8 @@ class ClassGroups:
         return larger.op("Concat", others, axis=0)
 
     def joined(self, table: Value) -> Value:
-        """The inverse of `apart`."""
+        """The inverse of `apart`: returns a table [group, class of the group, ...] as [class,
+        ...]."""
         rest = table.shape[2:]
         if not self._larger:
             return table.reshape([self.classes, *rest])

@@ -108,9 +108,9 @@ def _decided(sharding: ShardingState) -> dict[str, Decided]:
 
 
 def _near(sharding: ShardingState, seen: dict[str, Decided]) -> Iterable[OpFactors]:
-    """Yields the nodes that have, or whose tensors have, leaves decided since `seen` (an earlier
-    result of `_decided`). Propagation is breadth-first from these nodes, so the nearest annotation
-    wins."""
+    """Yields the nodes that have, or whose tensors have, leaves (parts of dimensions) decided since
+    `seen` (an earlier result of `_decided`). Propagation is breadth-first from these nodes, so the
+    nearest annotation wins."""
     now = _decided(sharding)
     fresh = {name for name, axes in now.items() if any(axes) and seen.get(name) != axes}
     for op in sharding.factors.ops:

@@ -172,9 +172,9 @@ def _counts(graph: gs.Graph, ctx: PassContext) -> Counter[str]:
 
 
 def _atoms_beside(graph: gs.Graph, ctx: PassContext) -> dict[str, object]:
-    """For each fusable all-to-all, returns the atoms of all dimensions except the dimension that
-    ranks at one coordinate hold. Tensors with equal atoms have equal sizes in these dimensions in
-    every run."""
+    """For each fusable all-to-all, returns the atoms (parts of dimensions) of all dimensions except
+    the dimension that ranks at one coordinate hold. Tensors with equal atoms have equal sizes in
+    these dimensions in every run."""
     atoms_by_node: dict[str, object] = {}
     for node in graph.nodes:
         if not is_reshard(node) or node.op not in EXCHANGES:

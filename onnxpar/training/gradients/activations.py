@@ -92,7 +92,7 @@ def softsign(v: Vjp) -> Grads:
 
 @vjp("Mish")
 def mish(v: Vjp) -> Grads:
-    """Mish is x tanh(softplus(x))."""
+    """The gradient rule of Mish, which is x tanh(softplus(x))."""
     t = v.x.op("Softplus").op("Tanh")
     return [v.dy * (t + v.x * (1.0 - t * t) * sigmoid(v.x))]
 

@@ -17,8 +17,9 @@ _MASK, _LENGTHS = 3, 6
 
 @vjp("Attention")
 def attention(v: Vjp) -> Grads:
-    """Computes the attention probabilities again from queries and keys, instead of keeping them.
-    Query heads that share a key head are rows of one matrix product."""
+    """The gradient rule of Attention. Computes the attention probabilities again from queries
+    and keys, instead of keeping them. Query heads that share a key head are rows of one matrix
+    product."""
     query, keys, values = _heads(v, v.x, "q"), _Sequence(v, 1), _Sequence(v, 2)
     batch, heads, rows, width = query.shape
     _, shared, seen, _ = keys.whole.shape
@@ -159,8 +160,8 @@ def _near(v: Vjp, distance: Any) -> list[Any]:
 
 @vjp("RotaryEmbedding")
 def rotary_embedding(v: Vjp) -> Grads:
-    """Rotates the gradient back, by the negative angle. The tables of cosines and sines get the
-    gradient of a product of complex numbers."""
+    """The gradient rule of RotaryEmbedding: rotates the gradient back, by the negative angle. The
+    tables of cosines and sines get the gradient of a product of complex numbers."""
     cosine, sine, positions = v.operands[1], v.operands[2], v.operand(3)
     rotated = v.dy.op("RotaryEmbedding", cosine, -sine, positions, **v.node.attrs)
     (x, y), (dx, dy) = _pairs(v, v.x), _pairs(v, v.dy)

@@ -69,8 +69,8 @@ def all_gather(v: Vjp) -> Grads:
 
 @vjp("AllToAll", domain=DOMAIN)
 def all_to_all(v: Vjp) -> Grads:
-    """Adds the AllToAll in the opposite direction. If one axis is both split and joined, the table
-    of sizes is transposed."""
+    """The gradient rule of AllToAll: adds the AllToAll in the opposite direction. If one axis is
+    both split and joined, the table of sizes is transposed."""
     attrs = v.node.attrs
     split, concat = attrs["split_axis"], attrs["concat_axis"]
     sizes, joined = attrs.get("split_sizes"), attrs.get("concat_sizes")
@@ -90,8 +90,8 @@ def all_to_all(v: Vjp) -> Grads:
 
 @vjp("Broadcast", domain=DOMAIN)
 def broadcast(v: Vjp) -> Grads:
-    """The root gets the sum over all ranks, the other ranks get zero. A rank that is alone in its
-    group is its own root."""
+    """The gradient rule of Broadcast: the operand of the root gets the sum over all ranks, the
+    operands of other ranks get zero. A rank that is alone in its group is its own root."""
     total = _add(v, "AllReduce", v.dy, v.x.shape)
     is_root = _rank(v).equal(v.node.attrs.get("root", 0))
     if "group" in v.node.attrs:
@@ -101,7 +101,8 @@ def broadcast(v: Vjp) -> Grads:
 
 @vjp("CollectivePermute", domain=DOMAIN)
 def collective_permute(v: Vjp) -> Grads:
-    """Adds the inverse permute. A rank whose operand no rank received gets zeros."""
+    """The gradient rule of CollectivePermute: adds the inverse permute. A rank whose operand no
+    rank received gets zeros."""
     sources = list(v.node.attrs["sources"])
     readers = [sources.index(i) if i in sources else -1 for i in range(len(sources))]
     return [_add(v, "CollectivePermute", v.dy, v.x.tensor.shape, sources=readers)]
@@ -109,8 +110,8 @@ def collective_permute(v: Vjp) -> Grads:
 
 @vjp("NeighborExchange", domain=DOMAIN)
 def neighbor_exchange(v: Vjp) -> Grads:
-    """Sends the gradient of each halo back to the neighbour that owns the halo's elements, which
-    adds it at its edge."""
+    """The gradient rule of NeighborExchange: sends the gradient of each halo (elements received
+    from a neighbour) back to the neighbour that owns them, which adds it at its edge."""
     before, after = (list(v.node.attrs[key]) for key in ("before", "after"))
     axis, shape, count = v.node.attrs["axis"] % v.x.rank, v.x.shape, len(before)
     extent = shape[axis]
@@ -144,7 +145,8 @@ def neighbor_exchange(v: Vjp) -> Grads:
 
 @vjp("Send", domain=DOMAIN, message=True)
 def send(v: Vjp) -> Grads:
-    """Receives the gradient from the receiver; a rank without a receiver gets zeros."""
+    """The gradient rule of Send: receives the gradient from the rank that received the operand; a
+    rank without a receiver gets zeros."""
     if not is_float(v.x.tensor):
         return []
     none = v.builder.zeros(v.x.shape, v.x.dtype)
@@ -153,8 +155,8 @@ def send(v: Vjp) -> Grads:
 
 @vjp("Recv", domain=DOMAIN, message=True)
 def receive(v: Vjp) -> Grads:
-    """Sends the gradient to the sender. On a rank without a sender, the Recv returned its operand,
-    so the operand gets the gradient."""
+    """The gradient rule of Recv: sends the gradient to the sender. On a rank without a sender, the
+    Recv returned its operand, so the operand gets the gradient."""
     if not is_float(v.x.tensor):
         return []
     peers = list(v.node.attrs["peer"])

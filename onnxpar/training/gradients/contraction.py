@@ -52,8 +52,8 @@ def gemm(v: Vjp) -> Grads:
 
 @vjp("Det")
 def determinant(v: Vjp) -> Grads:
-    """The derivative by an element is its cofactor: a determinant of the matrix without a row and a
-    column. Cofactors exist for singular matrices, too."""
+    """The gradient rule of Det. The derivative by an element is its cofactor: a determinant of the
+    matrix without a row and a column. Cofactors exist for singular matrices, too."""
     x, size = v.x, v.x.shape[-1]
     dy = v.dy.reshape([*v.dy.shape, 1, 1])
     if size < 2:

@@ -25,8 +25,8 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 @vjp("If")
 def if_(v: Vjp) -> Grads:
-    """The gradient is an If on the same condition, whose branches compute the gradients of the
-    branches."""
+    """The gradient rule of If: adds an If on the same condition, whose branches compute the
+    gradients of the branches."""
     around = read_around(v)
     keys = ("then_branch", "else_branch")
     branches = [_branch(v, keys[i], keys[1 - i], list(around.values())) for i in range(2)]
@@ -217,11 +217,11 @@ class _Loop(Steps):
 
 @vjp("Scan")
 def scan(v: Vjp) -> Grads:
-    """The gradient is a Scan over the same elements in the opposite direction."""
+    """The gradient rule of Scan: adds a Scan over the same elements in the opposite direction."""
     return _Scan(v, len(v.node.inputs) - v.node.attrs["num_scan_inputs"], 0, 0).gradients()
 
 
 @vjp("Loop")
 def loop(v: Vjp) -> Grads:
-    """The gradient is a Loop over the same iterations in the opposite order."""
+    """The gradient rule of Loop: adds a Loop over the same iterations in the opposite order."""
     return _Loop(v, len(v.node.attrs["body"].inputs) - 2, 2, 1).gradients()

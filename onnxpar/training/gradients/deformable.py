@@ -14,8 +14,8 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 @vjp("DeformConv", trained=(1, 3))
 def deform_conv(v: Vjp) -> Grads:
-    """A DeformConv is a product of the weights with samples of the image, which a mask scales; the
-    gradient follows from both."""
+    """The gradient rule of DeformConv, which is a product of the weights with samples of the image
+    that a mask scales; the gradient follows from both."""
     net = _Deformed(v)
     samples, rows = net.samples, net.by_row(v.dy, net.weight.shape[1])
     of_columns = net.as_points(rows @ net.weight)

@@ -93,15 +93,16 @@ def linear(indices: Value, sizes: Sequence[int]) -> Value:
 
 @vjp("TopK")
 def top_k(v: Vjp) -> Grads:
-    """The gradient goes to the elements that the op selected, which its second result, the indices,
-    tells."""
+    """The gradient rule of TopK: the elements that the op selected get the gradient. Its second
+    result has their indices."""
     at = v.output(1, np.int64, v.y.shape)
     return [scatter_each(v.dy, at, v.attr("axis"), v.x.shape)]
 
 
 @vjp("Compress")
 def compress(v: Vjp) -> Grads:
-    """Each slice of the gradient goes back to the position from which the op took it."""
+    """The gradient rule of Compress: each slice of the gradient goes back to the position from
+    which the op took it."""
     x, condition, axis = v.x, v.operands[1], v.attr("axis")
     if v.y.size == 0:
         return [x.builder.zeros(x.shape, x.dtype)]
@@ -139,9 +140,9 @@ def cumulative_sum(v: Vjp) -> Grads:
 
 @vjp("CumProd")
 def cumulative_product(v: Vjp) -> Grads:
-    """The gradient is the product of the elements before each element, times s[i] = dy[i] + x[i +
-    1] s[i + 1]. The recurrence is computed by doubling spans of 1, 2, 4, ... elements, without a
-    division, so elements may be 0."""
+    """The gradient rule of CumProd. The gradient of element i is the product of the elements before
+    it, times s[i] = dy[i] + x[i + 1] s[i + 1]. The recurrence is computed by doubling spans of 1,
+    2, 4, ... elements, without a division, so elements may be 0."""
     axis = v.constant(1)
     if axis is None:
         raise ModelError(

@@ -12,8 +12,8 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 @vjp("SoftmaxCrossEntropyLoss")
 def softmax_cross_entropy(v: Vjp) -> Grads:
-    """The gradient of the scores is the probabilities minus the one-hot labels, times the weights
-    of the labels."""
+    """The gradient rule of SoftmaxCrossEntropyLoss: the gradient of the scores is the probabilities
+    minus the one-hot labels, times the weights of the labels."""
     loss = _ClassLoss(v)
     log_prob = v.output(1, v.x.dtype, v.x.shape)
     target = loss.is_label.cast(v.x.dtype)

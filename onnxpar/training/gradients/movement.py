@@ -50,8 +50,8 @@ def split(v: Vjp) -> Grads:
 
 @vjp("Slice")
 def slice_(v: Vjp) -> Grads:
-    """Each element of the gradient goes back to its position; elements that the slice left out get
-    zero."""
+    """The gradient rule of Slice: each element of the gradient goes back to its position; elements
+    that the slice left out get zero."""
     x, gradient = v.x, v.dy
     starts, stops, axes, steps = (v.constant(i) for i in range(1, 5))
     if v.y.size == 0:
@@ -118,8 +118,8 @@ def _only(axis: int, amount: int, rank: int) -> list[int]:
 
 @vjp("Pad")
 def pad(v: Vjp) -> Grads:
-    """The gradient of the padding goes to the fill value or, in other modes, to the elements that
-    were copied there."""
+    """The gradient rule of Pad: the gradient of the padding goes to the fill value or, in other
+    modes, to the elements that were copied there."""
     x, mode = v.x, v.attr("mode")
     amounts, axes = v.constant(1), v.constant(3)
     if amounts is None or (axes is None and v.operand(3) is not None):
@@ -173,7 +173,7 @@ def along(x: Value, axis: int, matrix: Array) -> Value:
 
 @vjp("Tile")
 def tile(v: Vjp) -> Grads:
-    """Sums over the repeats; their number follows from the shapes."""
+    """The gradient rule of Tile: sums over the repeats, whose number follows from the shapes."""
     shape: list[int] = []
     for size, out in zip(v.x.shape, v.y.shape, strict=True):
         shape += [out // size if size else 0, size]

@@ -55,8 +55,8 @@ def _fitted(v: Vjp, *gradients: Value) -> Grads:
 
 @vjp("LayerNormalization", trained=(1, 2))
 def layer_normalization(v: Vjp) -> Grads:
-    """Uses the node's own mean and deviation, if it computes them in float32; else computes them
-    again."""
+    """The gradient rule of LayerNormalization. Uses the node's own mean and deviation if it
+    computes them in float32; else computes them again."""
     x, dy = v.x.wide(), v.dy.wide()
     axes = _last(v)
     if v.attr("stash_type") == 1 and x.dtype == np.float32:
@@ -120,8 +120,8 @@ def _with_sum(v: Vjp, through: Value) -> Value:
 
 @vjp("BatchNormalization", trained=(1, 2))
 def batch_normalization(v: Vjp) -> Grads:
-    """In training mode, the gradient passes through the statistics of the batch, and running
-    statistics have no gradient."""
+    """The gradient rule of BatchNormalization. In training mode, the gradient passes through the
+    statistics of the batch, and running statistics have no gradient."""
     axes = [0, *range(2, v.x.rank)]
     if v.attr("training_mode"):
         return _by_channel(v, axes)
@@ -163,7 +163,8 @@ def _channels(v: Vjp, index: int, dtype: np.dtype[np.floating]) -> Value:
 
 @vjp("GroupNormalization", trained=(1, 2))
 def group_normalization(v: Vjp) -> Grads:
-    """Scale and bias are per group before opset 21, and per channel from opset 21 on."""
+    """The gradient rule of GroupNormalization. Scale and bias are per group before opset 21, and
+    per channel from opset 21 on."""
     groups, (batch, channels) = v.attr("num_groups"), v.x.shape[:2]
     grouped = [batch, groups, channels // groups, prod(v.x.shape[2:])]
     x, dy = (t.wide().reshape(grouped) for t in (v.x, v.dy))
@@ -185,7 +186,7 @@ def mean_variance_normalization(v: Vjp) -> Grads:
 
 @vjp("LpNormalization")
 def lp_normalization(v: Vjp) -> Grads:
-    """The gradient is zero where the norm is zero."""
+    """The gradient rule of LpNormalization: zero where the norm is zero."""
     x, axis = v.x, [v.attr("axis")]
     is_sum = v.attr("p") == 1
     size = x.op("Abs") if is_sum else x * x

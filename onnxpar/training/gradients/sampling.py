@@ -184,8 +184,9 @@ def _paired(x: Value) -> Value:
 
 @vjp("AffineGrid")
 def affine_grid(v: Vjp) -> Grads:
-    """A grid is the product of the transformation with the points of an image; the gradient of the
-    transformation is the product of the grid's gradient with these points."""
+    """The gradient rule of AffineGrid. A grid is the product of the transformation with the points
+    of an image; the gradient of the transformation is the product of the grid's gradient with these
+    points."""
     count, *space, dims = v.y.shape
     identity = v.builder.constant(np.eye(dims, dims + 1)[None], v.x.dtype)
     sizes = np.array([1, 1, *space], np.int64)
@@ -198,9 +199,9 @@ def affine_grid(v: Vjp) -> Grads:
 
 @vjp("RoiAlign")
 def roi_align(v: Vjp) -> Grads:
-    """A region of the result is the product of the image with two matrices, for rows and for
-    columns; the gradient is the product with their transposes. The coordinates of regions get no
-    gradient, as in torchvision."""
+    """The gradient rule of RoiAlign. A region of the result is the product of the image with two
+    matrices, for rows and for columns; the gradient is the product with their transposes. The
+    coordinates of regions get no gradient, as in torchvision."""
     if v.attr("mode") != "avg":
         raise ModelError(
             f"RoiAlign '{v.node.name}' has no gradient in mode 'max', only in mode 'avg'; export "
@@ -259,8 +260,8 @@ def _samples(v: Vjp, cell: Value) -> tuple[Value, int]:
 
 @vjp("Col2Im")
 def col2im(v: Vjp) -> Grads:
-    """The gradient extracts the blocks from the image's gradient, by a convolution with one kernel
-    for each position in a block."""
+    """The gradient rule of Col2Im: extracts the blocks from the image's gradient, by a convolution
+    with one kernel for each position in a block."""
     block = v.constant(2)
     if block is None:
         raise ModelError(

@@ -37,8 +37,8 @@ def scatter_nd(v: Vjp) -> Grads:
 
 @vjp("TensorScatter")
 def tensor_scatter(v: Vjp) -> Grads:
-    """The updates get the gradient at the positions where they are written; the replaced elements
-    get zero."""
+    """The gradient rule of TensorScatter: the updates get the gradient at the positions where they
+    are written; the replaced elements get zero."""
     cache, update = v.operands[:2]
     axis, mode = v.attr("axis") % cache.rank, v.attr("mode")
     rows = np.arange(update.shape[axis]).reshape(

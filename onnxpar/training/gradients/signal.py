@@ -14,7 +14,8 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 @vjp("DFT")
 def dft(v: Vjp) -> Grads:
-    """The gradient is the transform in the opposite direction, scaled by the length."""
+    """The gradient rule of DFT: the transform of the gradient in the opposite direction, scaled by
+    the length."""
     x, dy, axis = v.x, v.dy, _axis(v)
     inverse, onesided = v.attr("inverse"), v.attr("onesided")
     if inverse and onesided:
@@ -39,7 +40,8 @@ def dft(v: Vjp) -> Grads:
 
 @vjp("STFT")
 def stft(v: Vjp) -> Grads:
-    """The gradient of the signal adds up the gradients of overlapping frames."""
+    """The gradient rule of STFT: the gradient of the signal adds up the gradients of overlapping
+    frames."""
     step, length = _constant(v, 1), _constant(v, 3)
     window = v.operand(2)
     count, total, *rest = v.x.shape

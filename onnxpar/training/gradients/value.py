@@ -123,7 +123,8 @@ class Builder:
         return f"{self.prefix}/{what}.{self._names}"
 
     def _tensor(self, operand: Value | Array | None) -> gs.Tensor:
-        """Returns the tensor of an operand, as `add` takes it."""
+        """Returns the tensor of an operand: a constant for an array, and an empty tensor for None
+        (an optional operand that is absent)."""
         if operand is None:
             return gs.Variable.empty()
         if isinstance(operand, Value):
