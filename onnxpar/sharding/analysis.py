@@ -48,7 +48,7 @@ def analyse(
                       dimensions correspond without an op between them; dimensions of different
                       sizes (a cache that grows) stay separate
     growing           (input, axis) of more dimensions of state pairs that stay separate, because
-                      their sizes differ at other values of the open sizes
+                      their sizes differ at other values of the open sizes (known only at run time)
     whole             by name of a node's first result, the factors that the node must not split;
                       None instead of factors: all of them
     on_host, in_file  fields of the returned `GraphFactors`

@@ -23,7 +23,7 @@ _WORD = 62
 
 @dataclass(frozen=True)
 class Edges:
-    """All steps of a reshard graph that move the same sub-axes, `axes`.
+    """All steps of a reshard graph that move the same sub-axes (factors of mesh axes), `axes`.
 
     kinds    the distinct kinds of the steps, such as "AllGather"
     kind     for each step, the index of its kind in `kinds`
@@ -46,7 +46,8 @@ class Moves:
     location. An all-gather, for example, moves sub-axes from a leaf (a part of a dimension) to
     unused.
 
-    locations  the possible locations of each sub-axis: leaves, a partial reduction, or unused
+    locations  the possible locations of each sub-axis (a factor of a mesh axis): leaves, a partial
+               reduction (each rank holds one term), or unused
     states     the states: the index of a location for each sub-axis
     valid      for each state, True if steps may start or end there
     factors    the factors of the tensor
@@ -59,7 +60,7 @@ class Moves:
     factors: TensorFactors
 
     def edges(self) -> Iterator[Edges]:
-        """Yields the steps, one `Edges` for each set of moved sub-axes."""
+        """Yields the steps, one `Edges` for each set of moved sub-axes (factors of mesh axes)."""
         kinds = StepKinds(self.factors)
         for n in range(1, len(self.sub_axes) + 1):
             for run in combinations(range(len(self.sub_axes)), n):
@@ -94,13 +95,13 @@ class Moves:
         return Edges(axes, names, table[source, targets], start[rows], end, changed)
 
     def _later(self, run: Sequence[int]) -> list[int]:
-        """Returns the indices of the sub-axes behind the first sub-axis of `run`, without those of
-        `run`."""
+        """Returns the indices of the sub-axes behind the first sub-axis (a factor of a mesh axis)
+        of `run`, without those of `run`."""
         return [i for i in range(min(run) + 1, len(self.sub_axes)) if i not in run]
 
     def _places(self, sub_axis: int, common: Sequence[Location]) -> Array:
-        """For each state, the index in `common` of the location where the sub-axis is; -1 if that
-        location is not in `common`."""
+        """For each state, the index in `common` of the location where the sub-axis (a factor of a
+        mesh axis) is; -1 if that location is not in `common`."""
         indices = [common.index(w) if w in common else -1 for w in self.locations[sub_axis]]
         return np.array(indices)[self.states.places[:, sub_axis]]
 
@@ -132,8 +133,8 @@ class Moves:
 
     @cached_property
     def _bits(self) -> list[Array]:
-        """For each sub-axis and each of its locations, the bit set of the location's leaves (parts
-        of dimensions)."""
+        """For each sub-axis (a factor of a mesh axis) and each of its locations, the bit set of the
+        location's leaves (parts of dimensions)."""
         return [np.stack([self._bits_of(w) for w in places]) for places in self.locations]
 
     def _bits_of(self, location: Location) -> Array:

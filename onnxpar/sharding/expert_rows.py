@@ -114,7 +114,7 @@ class ExpertRows:
 
 def known_shapes(graph: gs.Graph) -> Shapes:
     """Returns the shapes of all tensors of a graph and its bodies, by name; a tensor with an
-    unknown or open size is left out."""
+    unknown or open size (known only at run time) is left out."""
     shapes = {}
     for node in all_nodes(graph):
         for tensor in (*node.inputs, *node.outputs):

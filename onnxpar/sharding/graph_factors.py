@@ -112,7 +112,8 @@ class GraphFactors:
 
     def opened(self, other: GraphFactors) -> GraphFactors:
         """Returns these factors with more open atoms (parts of dimensions): the atoms that have
-        another size in `other`, the factors of the same graph at other values of its open sizes."""
+        another size in `other`, the factors of the same graph at other values of its open sizes
+        (known only at run time)."""
         sizes = {leaf.atom: leaf.size for op in other.ops for leaf in op.leaves}
         leaves = [leaf for op in self.ops for leaf in op.leaves]
         atoms = frozenset(x.atom for x in leaves if sizes.get(x.atom, x.size) != x.size)

@@ -187,8 +187,8 @@ def _apart(
     co_sharded: Sequence[tuple[int, ...]],
 ) -> Pairs:
     """Returns the pairs of a node's leaves (parts of dimensions) that may be split over the same
-    axis: leaves in different segments, co-sharded leaves, and leaves that no tensor has in common.
-    `operands` has the links of each operand and result."""
+    axis: leaves in different segments, co-sharded leaves (which must have the same axes), and
+    leaves that no tensor has in common. `operands` has the links of each operand and result."""
     together = {(i, j) for group in co_sharded for i in group for j in group if i != j}
     apart = apart_in_op(operands, tensors) | together
     return apart | never_together(len(leaves), operands) if joined.bodies else apart

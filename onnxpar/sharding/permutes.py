@@ -73,9 +73,9 @@ def _sizes(leaf: int, axes: Axes, factors: TensorFactors, parts: PartSizes | Non
 
 
 def _of_leaf(leaf: int, held: Held, factors: TensorFactors, parts: PartSizes | None) -> Key:
-    """Returns the sizes of a leaf's shards, and for each run of sub-axes with the same location,
-    this location and the number of parts. States with equal results split the leaf (a part of a
-    dimension) into the same shards."""
+    """Returns the sizes of a leaf's shards, and for each run of sub-axes (factors of mesh axes)
+    with the same location, this location and the number of parts. States with equal results split
+    the leaf (a part of a dimension) into the same shards."""
     runs = groupby(held, lambda pair: pair[1])
     together = [(slot, parts_over(axis for axis, _ in run)) for slot, run in runs]
     sizes = _sizes(leaf, tuple(located(*pair) for pair in held), factors, parts)
@@ -92,7 +92,7 @@ def _of_partial(held: Held) -> Key:
 class Permutes:
     """Finds the collective permutes in a reshard graph.
 
-    locations  the possible locations of each sub-axis
+    locations  the possible locations of each sub-axis (a factor of a mesh axis)
     states     [state, sub-axis]: the index of the sub-axis's location
     factors    the factors of the tensor
     parts      gives the sizes of the tensor's shards
@@ -112,8 +112,8 @@ class Permutes:
 
     def by_axes(self, start: Array, end: Array) -> Iterator[tuple[Axes, Array, Array]]:
         """Groups the steps from states `start` to states `end` by the sub-axes that they move: the
-        location of such a sub-axis changes, or its position among the sub-axes at its location.
-        Yields (sub-axes, states before, states after)."""
+        location of such a sub-axis (a factor of a mesh axis) changes, or its position among the
+        sub-axes at its location. Yields (sub-axes, states before, states after)."""
         moved: Array = np.zeros((len(start), len(self.sub_axes)), bool)
         for at in self._positions:
             moved |= at[start] != at[end]
@@ -142,7 +142,7 @@ class Permutes:
 
     def _numbers(self, at: Callable[[Location], bool], key: Callable[[Held], Key]) -> Array:
         """Returns a number for each state. States have equal numbers if `key` is equal for their
-        sub-axes at the locations for which `at` is True."""
+        sub-axes (factors of mesh axes) at the locations for which `at` is True."""
         here = [np.array([at(place) for place in places]) for places in self.locations]
         codes = (np.where(h, np.cumsum(h), 0)[self.states[:, i]] for i, h in enumerate(here))
         examples, which = distinct(codes, [int(h.sum()) + 1 for h in here])
@@ -157,8 +157,8 @@ class Permutes:
     @cached_property
     def _positions(self) -> list[Array]:
         """For each leaf (a part of a dimension) and each reduction, [state, sub-axis]: the number
-        of parts into which the sub-axes before this sub-axis divide the leaf; 0 if the sub-axis is
-        elsewhere."""
+        of parts into which the sub-axes before this sub-axis (a factor of a mesh axis) divide the
+        leaf; 0 if the sub-axis is elsewhere."""
         sizes = np.array([axis.size for axis in self.sub_axes], int)
         in_order = np.arange(len(sizes))
         names = [(axis.name, axis.pre) for axis in self.sub_axes]
@@ -177,8 +177,9 @@ class Permutes:
 
 
 def _at(location: Location) -> Iterable[int | ReduceOp]:
-    """Returns the leaves (parts of dimensions) that a sub-axis at this location splits, or the
-    reduction of a partial sum; nothing if the sub-axis is unused."""
+    """Returns the leaves (parts of dimensions) that a sub-axis (a factor of a mesh axis) at this
+    location splits, or the reduction of a partial sum (each rank holds one term); nothing if the
+    sub-axis is unused."""
     return leaves_at(location) if location is None or isinstance(location, tuple) else (location,)
 
 

@@ -56,7 +56,8 @@ sharding."""
 
 class ReshardGraph:
     """The factor shardings of a tensor that a path between `wanted` shardings may visit. In each, a
-    sub-axis is at its location in a wanted sharding, or on any other leaf (a detour).
+    sub-axis (a factor of a mesh axis) is at its location in a wanted sharding, or on any other leaf
+    (a detour).
 
     wanted    the shardings between which paths may be asked for
     itemsize  the number of bytes of an element
@@ -100,7 +101,8 @@ class ReshardGraph:
         self.valid = self._is_one_reduction()
 
     def _cut_axes(self) -> list[dict[Axis, Location]]:
-        """Sets `sub_axes`; returns the location of each sub-axis in each wanted sharding."""
+        """Sets `sub_axes`; returns the location of each sub-axis (a factor of a mesh axis) in each
+        wanted sharding."""
         mesh = self.costs.mesh
         idle = [(mesh.axis(name),) for name, size in mesh.shape if size > 1]
         cuts = cuts_of([*(a for p in self.wanted for a in (*p.leaves, p.partial)), *idle])
@@ -113,8 +115,9 @@ class ReshardGraph:
     def _locations(
         self, by_sharding: Sequence[Mapping[Axis, Location]], detours: bool
     ) -> list[list[Location]]:
-        """Returns the possible locations of each sub-axis: its locations in wanted shardings and,
-        with `detours`, each leaf (a part of a dimension) that has enough elements."""
+        """Returns the possible locations of each sub-axis (a factor of a mesh axis): its locations
+        in wanted shardings and, with `detours`, each leaf (a part of a dimension) that has enough
+        elements."""
         leaves = set(range(len(self.factors.leaves) if detours else 0)) - self.factors.open
         locations: list[list[Location]] = []
         for sub_axis in self.sub_axes:
@@ -124,15 +127,15 @@ class ReshardGraph:
         return locations
 
     def _number(self, places: Mapping[Axis, Location]) -> int:
-        """Returns the number of the state in which sub-axes are at these locations. A sub-axis that
-        is not in `places` is unused."""
+        """Returns the number of the state in which sub-axes are at these locations. A sub-axis (a
+        factor of a mesh axis) that is not in `places` is unused."""
         rows = zip(self.numbering.strides, self.locations, self.sub_axes, strict=True)
         return sum(s * locations.index(places.get(axis)) for s, locations, axis in rows)
 
     def _between(self, numbers: Sequence[int]) -> Array:
         """Returns [one of `numbers`, number of any state]: True if the second state lies between
-        the first and another state of `numbers`: each sub-axis is unused, or where one of these two
-        states has it."""
+        the first and another state of `numbers`: each sub-axis (a factor of a mesh axis) is unused,
+        or where one of these two states has it."""
         is_between: Array = np.zeros((len(numbers), self.numbering.most), bool)
         strides, states = self.numbering.strides, self.numbering.places_of(np.array(numbers))
         for (i, one), (j, other) in combinations(enumerate(states), 2):
@@ -277,8 +280,9 @@ class ReshardGraph:
         return FactorSharding(tuple(leaves), partial, reduce)
 
     def _is_one_reduction(self) -> Array:
-        """For each state, True if all its sub-axes in a partial reduction have the same reduction:
-        a tensor cannot be a partial sum and a partial maximum."""
+        """For each state, True if all its sub-axes (factors of mesh axes) in a partial reduction
+        (each rank holds one term) have the same reduction: a tensor cannot be a partial sum and a
+        partial maximum."""
         valid: Array = np.ones(len(self.states), bool)
         for i, j in combinations(range(len(self.sub_axes)), 2):
             for a, b in product(self.locations[i], self.locations[j]):

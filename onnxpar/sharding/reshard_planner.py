@@ -80,8 +80,8 @@ def _reordered(before: FactorSharding, after: FactorSharding) -> FactorSharding:
 
 
 def _to_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:
-    """Yields steps to the whole tensor: an all-reduce of partial values, then one all-gather for
-    each slot (see `_slots`)."""
+    """Yields steps to the whole tensor: an all-reduce of partial values (each rank holds one term),
+    then one all-gather for each slot (see `_slots`)."""
     if factor_sharding.partial:
         yield ReshardStep(
             "AllReduce", factor_sharding.partial, factor_sharding, factor_sharding.reduced()
@@ -95,7 +95,7 @@ def _to_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterat
 
 def _from_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:
     """Yields steps from the whole tensor: one cut for each slot (see `_slots`), then a mask if
-    values must become partial."""
+    values must become partial (each rank holds one term)."""
     have = FactorSharding(tuple(() for _ in factor_sharding.leaves))
     for slot, axes in _slots(factor_sharding, factors):
         after = FactorSharding(tuple(axes if i in slot else a for i, a in enumerate(have.leaves)))
@@ -155,7 +155,8 @@ def plan_tree(
     """Returns the cheapest steps that produce every wanted sharding of a tensor, each from `start`
     or from the result of an earlier step.
 
-    Planning for all readers of a tensor together reduces a partial sum once, not once per reader.
+    Planning for all readers of a tensor together reduces a partial sum (each rank holds one term)
+    once, not once per reader.
     """
     goals = list(dict.fromkeys(w for w in wanted if w != start))
     orders = permutations(goals) if len(goals) <= 3 else [goals]
@@ -166,9 +167,9 @@ def plan_tree(
 def exchanges(
     start: FactorSharding, wanted: Sequence[FactorSharding], tensor: ReshardedTensor
 ) -> list[ReshardStep] | None:
-    """Like `plan_tree`, with all-to-alls alone: one from `start` to each wanted sharding, after
-    one all-reduce of partial sums if a wanted sharding is not partial. None if other steps are
-    needed."""
+    """Like `plan_tree`, with all-to-alls alone: one from `start` to each wanted sharding, after one
+    all-reduce of partial sums (each rank holds one term) if a wanted sharding is not partial. None
+    if other steps are needed."""
     goals = [goal for goal in dict.fromkeys(wanted) if goal != start]
     reduced, steps = start.reduced(), list[ReshardStep]()
     if start.partial and not all(goal.partial for goal in goals):

@@ -36,8 +36,8 @@ class ReshardStep:
 
 
 class StepKinds:
-    """Tells which collective or local cut moves sub-axes of a tensor with these factors from one
-    location to another."""
+    """Tells which collective or local cut moves sub-axes (factors of mesh axes) of a tensor with
+    these factors from one location to another."""
 
     def __init__(self, factors: TensorFactors) -> None:
         self.factors = factors
@@ -59,7 +59,8 @@ class StepKinds:
     def of(self, axes: Axes, source: Location, target: Location) -> str | None:
         """Returns the kind of the step that moves `axes` from one location to another; None if no
         single step does. From a leaf (a part of a dimension) to unused it is AllGather, from a leaf
-        to a leaf of another dimension AllToAll, from a partial sum to unused AllReduce."""
+        to a leaf of another dimension AllToAll, from a partial sum (each rank holds one term) to
+        unused AllReduce."""
         factors = self.factors
         if source == target:
             return None

@@ -59,7 +59,7 @@ class StateSizes:
 class ShardSizes:
     """Computes the sizes of shards in all states of a reshard graph.
 
-    locations  the possible locations of each sub-axis
+    locations  the possible locations of each sub-axis (a factor of a mesh axis)
     states     [state, sub-axis]: the index of the sub-axis's location
     parts      gives the sizes of a leaf's shards; None: default sizes
     """
@@ -88,7 +88,8 @@ class ShardSizes:
 
     def _of_dim(self, dim: Dim, leaves: Sequence[int]) -> tuple[Array, Array]:
         """For each state, returns the elements and the contiguous runs of a dimension in the
-        largest shard. States with equal sub-axes on the dimension's `leaves` are computed once."""
+        largest shard. States with equal sub-axes (factors of mesh axes) on the dimension's `leaves`
+        are computed once."""
         on_leaves = [self._on(i, set(leaves)) for i in range(len(self.sub_axes))]
         here = [np.array(places) >= 0 for places in on_leaves]
         codes = (np.where(h, np.cumsum(h), 0)[self.states[:, i]] for i, h in enumerate(here))
@@ -101,14 +102,15 @@ class ShardSizes:
         return extents[which], rows[which]
 
     def _on(self, sub_axis: int, leaves: set[int]) -> list[int]:
-        """For each location of a sub-axis, returns the location's index if it has one of these
-        leaves (parts of dimensions), else -1."""
+        """For each location of a sub-axis (a factor of a mesh axis), returns the location's index
+        if it has one of these leaves (parts of dimensions), else -1."""
         locations = self.locations[sub_axis]
         return [i if leaves_at(location) & leaves else -1 for i, location in enumerate(locations)]
 
     def _extent(self, dim: Dim, leaves: Sequence[int], at: Sequence[int]) -> tuple[float, float]:
         """Returns the elements and contiguous runs of a dimension in the largest shard. `at` has
-        the index of each sub-axis's location; negative if the sub-axis is not on this dimension."""
+        the index of each sub-axis's location; negative if the sub-axis (a factor of a mesh axis) is
+        not on this dimension."""
         splits: list[tuple[Axes, Parts | None]] = []
         columns = zip(self.sub_axes, self.locations, at, strict=True)
         here = [(sub_axis, locations[i]) for sub_axis, locations, i in columns if i >= 0]

@@ -28,8 +28,9 @@ there."""
 
 def atom_sizes(samples: Sequence[Sample], wanted: Binding) -> Sizes:
     """Returns the number of elements of each atom (a part of a dimension) whose size is not equal
-    in all samples, at the binding `wanted`: a polynomial in the open sizes that fits the samples
-    gives it. An atom that no polynomial fits keeps its size in the first sample."""
+    in all samples, at the binding `wanted`: a polynomial in the open sizes (known only at run time)
+    that fits the samples gives it. An atom that no polynomial fits keeps its size in the first
+    sample."""
     sizes_by_sample = [
         {leaf.atom: leaf.size for op in factors.ops for leaf in op.leaves}
         | {leaf.atom: leaf.size for t in factors.tensors.values() for leaf in t.leaves}

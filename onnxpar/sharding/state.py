@@ -66,7 +66,7 @@ class FactorSharding:
 
     def reduced(self) -> FactorSharding:
         """Returns the sharding after a reduction: the same axes on leaves (parts of dimensions),
-        and no partial axes."""
+        and no partial axes (along which ranks hold terms)."""
         return FactorSharding(self.leaves) if self.partial else self
 
 
@@ -235,8 +235,8 @@ class ShardingState:
 
     def operand_sharding(self, op: OpFactors, links: Sequence[int | None]) -> FactorSharding:
         """Returns the sharding that a node requires of an operand, or produces for a result,
-        without partial axes. `links` has the node's leaf (a part of a dimension) for each leaf of
-        the tensor (`op.inputs[i]`, `op.outputs[i]`)."""
+        without partial axes (along which ranks hold terms). `links` has the node's leaf (a part of
+        a dimension) for each leaf of the tensor (`op.inputs[i]`, `op.outputs[i]`)."""
         axes = self.op_axes(op)
         return FactorSharding(tuple(() if link is None else axes[link] for link in links))
 
@@ -263,8 +263,9 @@ class ShardingState:
         return tuple(axes_of_leaves)
 
     def own_partial(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
-        """Returns the axes over which a node itself produces partial results, and the reduction. A
-        MatMul whose inner dimension is split over tp gives ((tp,), "sum")."""
+        """Returns the axes over which a node itself produces partial results (each rank holds one
+        term), and the reduction. A MatMul whose inner dimension is split over tp gives ((tp,),
+        "sum")."""
         axes: Axes = ()
         reduce: ReduceOp = "sum"
         for i, over in enumerate(self.op_axes(op)):
@@ -279,8 +280,8 @@ class ShardingState:
 
     def parts_of(self, atom: int, axes: Axes) -> Parts | None:
         """Returns the sizes of an atom's shards over `axes`: the sizes that the user gave, else the
-        shares of ranks of unequal speed; None for default sizes. For an open size, the result is a
-        proportion, which holds for all sizes."""
+        shares of ranks of unequal speed; None for default sizes. For an open size (known only at
+        run time), the result is a proportion, which holds for all sizes."""
         if not axes or any(axis.at is not None for axis in axes):
             return None
         if self.parts and (by_hand := self.parts.get((atom, axes))):
@@ -376,6 +377,6 @@ def covered_axes(dim: Dim) -> frozenset[Axis] | None:
 
 def overlaps(axes: Iterable[Axis], used: Iterable[Axis]) -> bool:
     """True if one of `axes` has a factor in common with one of the axes `used`: tp and its sub-axis
-    tp:(2)2 have."""
+    (a factor of a mesh axis) tp:(2)2 have."""
     taken = list(used)
     return any(a.overlaps(b) for a in axes for b in taken)

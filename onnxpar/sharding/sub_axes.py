@@ -21,8 +21,9 @@ Slot = tuple[int, ...]
 
 
 class HeldSlot(tuple[int, ...]):
-    """A slot that a sub-axis does not divide: ranks at one coordinate of the sub-axis, `at`, hold
-    the slot's leaves (parts of dimensions) whole, and all other ranks hold nothing of them."""
+    """A slot that a sub-axis (a factor of a mesh axis) does not divide: ranks at one coordinate of
+    the sub-axis, `at`, hold the slot's leaves (parts of dimensions) whole, and all other ranks hold
+    nothing of them."""
 
     at: int
 
@@ -50,8 +51,8 @@ Locations = Sequence[Sequence[Location]]
 
 
 class Unordered(Exception):
-    """No order of the sub-axes agrees with their order on every leaf (a part of a dimension); or
-    sub-axes overlap; or no path leads from one factor sharding to another."""
+    """No order of the sub-axes (factors of mesh axes) agrees with their order on every leaf (a part
+    of a dimension); or sub-axes overlap; or no path leads from one factor sharding to another."""
 
 
 Cuts = dict[str, tuple[int, ...]]
@@ -60,8 +61,8 @@ an axis of size 4 into two sub-axes of size 2."""
 
 
 def cuts_of(axes: Iterable[Axes]) -> Cuts:
-    """Cuts each mesh axis so finely that each of `axes` consists of whole sub-axes. Errors:
-    Unordered if two of `axes` overlap and neither divides the other."""
+    """Cuts each mesh axis so finely that each of `axes` consists of whole sub-axes (factors of mesh
+    axes). Errors: Unordered if two of `axes` overlap and neither divides the other."""
     cuts: dict[str, set[int]] = {}
     for axis in (a for group in axes for a in group):
         cuts.setdefault(axis.name, set()).update((axis.pre, axis.pre * axis.size))
@@ -72,22 +73,22 @@ def cuts_of(axes: Iterable[Axes]) -> Cuts:
 
 
 def cut(axes: Axes, cuts: Cuts) -> Axes:
-    """Returns the sub-axes into which `cuts` divides all axes, in order, without coordinates
-    `at`."""
+    """Returns the sub-axes (factors of mesh axes) into which `cuts` divides all axes, in order,
+    without coordinates `at`."""
     return tuple(sub_axis for sub_axis, _ in _cut(axes, cuts))
 
 
 def _cut(axes: Axes, cuts: Cuts) -> Iterator[tuple[Axis, int | None]]:
-    """Like `cut`; yields each sub-axis with its coordinate `at`, or None if its axis has no
-    `at`."""
+    """Like `cut`; yields each sub-axis (a factor of a mesh axis) with its coordinate `at`, or None
+    if its axis has no `at`."""
     for axis in axes:
         yield from _pieces(axis, cuts[axis.name])
 
 
 @lru_cache(maxsize=1 << 12)
 def _pieces(axis: Axis, cuts: tuple[int, ...]) -> tuple[tuple[Axis, int | None], ...]:
-    """Returns the sub-axes of one axis that is cut at these sizes, each with its coordinate or None
-    (see `_cut`)."""
+    """Returns the sub-axes (factors of mesh axes) of one axis that is cut at these sizes, each with
+    its coordinate or None (see `_cut`)."""
     pieces = []
     for a, b in pairwise(c for c in cuts if axis.pre <= c <= axis.pre * axis.size):
         inner = axis.pre * axis.size // b
@@ -97,17 +98,18 @@ def _pieces(axis: Axis, cuts: tuple[int, ...]) -> tuple[tuple[Axis, int | None],
 
 
 def located(sub_axis: Axis, location: Location) -> Axis:
-    """Returns the sub-axis as the leaves (parts of dimensions) of a location have it: with the
-    coordinate `at` if ranks at one coordinate hold these leaves whole (a HeldSlot)."""
+    """Returns the sub-axis (a factor of a mesh axis) as the leaves (parts of dimensions) of a
+    location have it: with the coordinate `at` if ranks at one coordinate hold these leaves whole (a
+    HeldSlot)."""
     return replace(sub_axis, at=location.at) if isinstance(location, HeldSlot) else sub_axis
 
 
 def locations_in(
     factor_sharding: FactorSharding, cuts: Cuts, factors: TensorFactors
 ) -> dict[Axis, Location]:
-    """Returns the location of each sub-axis that a factor sharding uses. Errors: Unordered if a
-    sub-axis divides some segments of a dimension, but ranks at one of its coordinates hold other
-    segments."""
+    """Returns the location of each sub-axis (a factor of a mesh axis) that a factor sharding uses.
+    Errors: Unordered if a sub-axis divides some segments of a dimension, but ranks at one of its
+    coordinates hold other segments."""
     slots: dict[Axis, Slot] = defaultdict(tuple)
     for leaf, axes in enumerate(factor_sharding.leaves):
         for sub_axis, at in _cut(axes, cuts):
@@ -128,7 +130,7 @@ def ordered(chains: Iterable[Axes], by_sharding: Iterable[Mapping[Axis, Location
     dimension).
 
     chains       sub-axes in the order that a leaf has them
-    by_sharding  for each factor sharding, the location of each sub-axis
+    by_sharding  for each factor sharding, the location of each sub-axis (a factor of a mesh axis)
 
     Errors: Unordered if there is no such order.
     """
@@ -149,7 +151,7 @@ def ordered(chains: Iterable[Axes], by_sharding: Iterable[Mapping[Axis, Location
 
 def leaves_at(location: Location) -> frozenset[int]:
     """Returns the leaves (parts of dimensions) of a location; none for a reduction or an unused
-    sub-axis."""
+    sub-axis (a factor of a mesh axis)."""
     return _leaves(tuple(location)) if isinstance(location, tuple) else frozenset()
 
 

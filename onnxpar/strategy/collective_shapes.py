@@ -44,7 +44,7 @@ def result_types(
 
 def _result_dims(node: NodeProto, x: _Dims, members: int) -> _Dims:
     """Returns the sizes of a collective's result, from the sizes `x` of its operand; None for an
-    open size."""
+    open size (known only at run time)."""
     attrs = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     y = list(x)
 

@@ -87,8 +87,8 @@ def mesh_of_digits(devices: int, used: Iterable[tuple[str, Digit]]) -> Mesh:
 
 
 def axes_of(digits: Iterable[Digit], mesh: Mesh, what: str) -> Axes:
-    """Converts digits of the rank to axes and sub-axes of a mesh. Errors: StrategyError, beginning
-    with `what`, if a digit is neither."""
+    """Converts digits of the rank to axes and sub-axes (factors of mesh axes) of a mesh. Errors:
+    StrategyError, beginning with `what`, if a digit is neither."""
     try:
         return tuple(a for d in digits for a in mesh.flat(mesh.size // (d.stride * d.size), d.size))
     except StrategyError as error:

@@ -100,7 +100,7 @@ def _axis(text: str, mesh: Mesh, what: str) -> Axis:
 
 
 def _undealt(text: str, mesh: Mesh, what: str) -> Axis:
-    """Reads an axis or sub-axis without a coordinate (`@`)."""
+    """Reads an axis or sub-axis (a factor of a mesh axis) without a coordinate (`@`)."""
     name, _, part = text.partition(":")
     whole = named_axis(name, mesh, what)
     if not part:

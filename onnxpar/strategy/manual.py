@@ -124,8 +124,8 @@ class Manual:
         return tuple(a for over in self._read(name, entry, len(entry)) for a in over)
 
     def copies_over(self, name: str) -> Axes:
-        """Returns the axes and sub-axes along which ranks hold the same part of a tensor: those
-        that do not split it."""
+        """Returns the axes and sub-axes (factors of mesh axes) along which ranks hold the same part
+        of a tensor: those that do not split it."""
         used = self.split_over(name)
         free: list[Axis] = []
         for axis, size in self.mesh.shape:

@@ -187,8 +187,9 @@ def has_fixed_sizes(node: gs.Node) -> bool:
 
 
 def _open_shape(tensor: gs.Tensor) -> list[int | str] | None:
-    """Returns a shape with open sizes. A tensor whose sizes shape inference needs keeps its own:
-    tables, operands of a Resize other than the first, and operands of nodes with fixed sizes."""
+    """Returns a shape with open sizes (known only at run time). A tensor whose sizes shape
+    inference needs keeps its own: tables, operands of a Resize other than the first, and operands
+    of nodes with fixed sizes."""
     if any(map(has_fixed_sizes, tensor.outputs)):
         return list(tensor.shape)
     if isinstance(tensor, gs.Constant) and any(

@@ -79,8 +79,8 @@ class FuseElementwise(Pass):
 
 def _kind(tensor: gs.Tensor, ctx: PassContext) -> Hashable | None:
     """Returns a key for a tensor: tensors with equal keys have equal shapes on each rank, at all
-    sizes. The key has the layout and, if the tensor has open sizes, its atoms (parts of
-    dimensions); None for a tensor that no loop may have."""
+    sizes. The key has the layout and, if the tensor has open sizes (known only at run time), its
+    atoms (parts of dimensions); None for a tensor that no loop may have."""
     layout = ctx.layouts.get(tensor.name)
     if layout is None or tensor.dtype != np.float32:
         return None

@@ -137,8 +137,8 @@ class _Insertion:
         return self.changed
 
     def _pending(self) -> PartialSums:
-        """Returns which partial sums stay partial for their readers. A run of the pass at other
-        sizes keeps the choice of the first run."""
+        """Returns which partial sums (each rank holds one term) stay partial for their readers. A
+        run of the pass at other sizes keeps the choice of the first run."""
         choices = self.ctx.choices
         if choices.results is None:
             chosen = choose_partial(self.graph, self.sharding)

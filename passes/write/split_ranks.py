@@ -142,8 +142,8 @@ def _drop_unread(graph: onnx.GraphProto) -> None:
 
 
 def open_constants(graph: gs.Graph, ctx: PassContext) -> OpenConstants | None:
-    """Returns the constants of the lowered graph that depend on open sizes; None if no size is
-    open."""
+    """Returns the constants of the lowered graph that depend on open sizes (known only at run
+    time); None if no size is open."""
     if ctx.model.sizes is None:
         return None
     others = [Lowered(g, c.lowered.per_rank, c.layouts) for g, c in ctx.lowered.replays]
@@ -152,7 +152,8 @@ def open_constants(graph: gs.Graph, ctx: PassContext) -> OpenConstants | None:
 
 
 def check_open(graph: gs.Graph, ctx: PassContext) -> None:
-    """Checks that each rank's shards are a function of the open sizes. Errors: OpenSizesError."""
+    """Checks that each rank's shards are a function of the open sizes (known only at run time).
+    Errors: OpenSizesError."""
     opened = open_constants(graph, ctx)
     if opened is not None:
         check_size_names(ctx.model.names)
@@ -160,8 +161,11 @@ def check_open(graph: gs.Graph, ctx: PassContext) -> None:
 
 
 def _open(graph: onnx.GraphProto, ctx: PassContext, opened: OpenConstants, rank: int) -> None:
-    """Rewrites a rank's graph so that it runs at all values of the open sizes: constants that
-    depend on them are computed from an input with the sizes."""
+    """Rewrites a rank's graph so that it runs at all values of the open sizes (known only at run
+    time): constants that depend on them are computed from an input with the sizes.@
+    onnxpar/sharding/atoms.py Atoms.leaves Yields the leaves of which a dimension consists, in
+    order: the number and size of each atom (a part of a dimension), without atoms of one element. A
+    dimension `heads * 64` has two: heads, and 64."""
     operands = opened.operands(rank)
     parts = {name: part for _, extents in operands.values() for name, part in extents.items()}
     sizes = SizeGraph(graph, opened.sizes.symbols, {**opened.parts(rank), **parts})
