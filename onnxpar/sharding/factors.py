@@ -167,8 +167,9 @@ class OpFactors:
         return self.chosen.share if fits else 1.0
 
     def extent(self, leaf: int) -> int:
-        """Returns a leaf's number of elements in `trees`. It differs from `leaves[leaf].size` if
-        the trees are at other sizes, at which costs are computed."""
+        """Returns the number of elements, in `trees`, of the node's leaf (a part of a dimension)
+        number `leaf`. It differs from `leaves[leaf].size` if the trees are at other sizes, at which
+        costs are computed."""
         op_leaf = self.leaves[leaf]
         sizes = (f.size for f in leaves_of(self.trees[op_leaf.factor]) if f.is_leaf)
         return dict(zip(self.atoms[op_leaf.factor], sizes, strict=True))[op_leaf.atom]

@@ -61,9 +61,9 @@ def _pairs(
 
 
 def delicate(rule: Rule, factors: Collection[str]) -> frozenset[str]:
-    """Returns the factors, of `factors` and the factors co-sharded with them, whose shards depend
-    on more than the factor's size: ranks exchange elements of the factor, or a dimension combines
-    the factor with other factors."""
+    """Returns the factors whose shards depend on more than the factor's size: ranks exchange
+    elements of the factor, or a dimension combines it with other factors. Considers `factors`, and
+    the factors co-sharded with them (always split over the same axes)."""
     exchanged = {
         *rule.ranks.lowered,
         *rule.communicating,

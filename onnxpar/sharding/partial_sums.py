@@ -191,9 +191,10 @@ class _Chooser:
         return linear + [(frozenset({i}), False) for i in op.rule.monotone]
 
     def _through(self, op: OpFactors, entry: tuple[frozenset[int], bool]) -> _Candidate | None:
-        """Returns the candidate for a result if operands of a group stay partial (each rank holds
-        one term) where this is cheaper, and the other operands of the group are reduced or masked;
-        None if no operand stays partial. `entry` is one of `_groups`."""
+        """Returns the candidate for a result if those operands of a group stay partial (each rank
+        holds one term) for which this is cheaper. The group's other operands are reduced, or masked
+        so that one rank alone has them. None if no operand stays partial. `entry` is one of
+        `_groups`."""
         group, is_sum = entry
         offered = {i: c for i in group if (c := self._operand(op, i))}
         fitting = ("sum",) if is_sum else ("max", "min")

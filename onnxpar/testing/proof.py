@@ -92,8 +92,9 @@ def _joins(oracle: Oracle, join: Any, terms: Terms) -> bool:
 
 
 def _addends(oracle: Oracle, group: frozenset[int], noisy: bool) -> Terms:
-    """Returns the node's results for two sets of operands. In `group`, their operands add up to
-    those of the case: random numbers and the rest if `noisy`, else all and zeros."""
+    """Returns the node's results for two sets of operands whose sum is the case's operand, for each
+    operand in `group`; other operands are those of the case in both. If `noisy`, the terms are
+    random; else the whole operand and zeros."""
     rng = np.random.default_rng(0)
     one, other = dict(oracle.feeds), dict(oracle.feeds)
     for name in {f"x{i}" for i in group} & oracle.feeds.keys():

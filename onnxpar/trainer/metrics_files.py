@@ -63,7 +63,7 @@ class JsonLines:
             sink.writelines(f"{line}\n" for line in kept)
 
     def add(self, row: Row) -> None:
-        """Adds a line."""
+        """Adds a line with the metrics of a step."""
         with writing(self._path), self._path.open("a", encoding="utf-8") as sink:
             sink.write(f"{json_text(dict(row))}\n")
 
@@ -80,7 +80,7 @@ class PrintedLines:
         """Does nothing: printed lines stay."""
 
     def add(self, row: Row) -> None:
-        """Prints a line."""
+        """Prints a line with the metrics of a step."""
         print(json_text(dict(row)), flush=True)
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Csv:
         self._write(names, [row for row in rows if int(row["step"]) < first])
 
     def add(self, row: Row) -> None:
-        """Adds a line."""
+        """Adds a line with the metrics of a step."""
         new = [name for name in row if name not in self._names]
         if new:
             self._write([*self._names, *new], self._read()[1])

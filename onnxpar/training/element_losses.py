@@ -40,8 +40,8 @@ def absolute(difference: Value, delta: float) -> Value:
 
 
 def huber(difference: Value, delta: float) -> Value:
-    """Returns half the squares up to delta, and a linear function with the slope at delta
-    beyond."""
+    """Returns the Huber loss of each element: half its square up to `delta`, beyond it a line with
+    the slope at `delta`."""
     length = difference.op("Abs")
     near = length.op("Min", delta)
     return near * (length - near * 0.5)

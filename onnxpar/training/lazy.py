@@ -55,7 +55,7 @@ class LookedUp:
     slots: Value
 
     def values(self) -> Sequence[Value]:
-        """Returns indices and slots."""
+        """Returns the tensors `indices` and `slots`, which identify the rows in the graph."""
         return self.indices, self.slots
 
     def read(self, table: Value) -> Value:
@@ -79,7 +79,8 @@ class Drawn:
     sample: Sample
 
     def values(self) -> Sequence[Value]:
-        """Returns the positions of the rows in their groups."""
+        """Returns the tensor that identifies the rows in the graph: their positions in their
+        groups."""
         return (self.sample.chosen,)
 
     def read(self, table: Value) -> Value:

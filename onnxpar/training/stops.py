@@ -156,8 +156,8 @@ class _Stops:
         self._insert(maker, before, tensor)
 
     def _copy(self, tensor: gs.Tensor) -> gs.Variable:
-        """Returns the tensor behind a stop after `tensor`; inserts the stop if there is none
-        yet."""
+        """Returns the result of the stop (a node that passes no gradient) after `tensor`; inserts
+        the stop if there is none yet."""
         if id(tensor) not in self.stopped:
             copy = gs.Variable(f"{tensor.name}/stopped", tensor.dtype, tensor.shape)
             self._insert(tensor.inputs[0] if tensor.inputs else None, tensor, copy)

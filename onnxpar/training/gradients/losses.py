@@ -42,7 +42,8 @@ class _ClassLoss:
 
     @cached_property
     def is_label(self) -> Value:
-        """True at the score of each sample's label."""
+        """Returns a Boolean tensor of the shape of the scores [sample, class, ...]: true at each
+        sample's label."""
         classes = self.v.builder.arange(self.v.x.shape[1], self.labels.dtype)
         shape = [-1 if a == 1 else 1 for a in range(self.v.x.rank)]
         return self.labels.unsqueeze([1]).equal(classes.reshape(shape))

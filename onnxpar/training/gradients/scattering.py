@@ -84,8 +84,8 @@ class _Scattered:
         return of_x + scatter_each(of_updates, self.at, self.axis, self.x.shape)
 
     def _of_product(self) -> Grads:
-        """The derivative by a factor is the product of the other factors: zero if another factor is
-        zero."""
+        """Returns the gradients with reduction "mul": the derivative by a factor is the product of
+        the other factors, so it is zero if another factor is zero."""
         both = (self.x, self.updates)
         is_zero = [t.equal(0.0) for t in both]
         safe = [z.where(1.0, t) for z, t in zip(is_zero, both, strict=True)]
@@ -101,7 +101,8 @@ class _Scattered:
         return of_x, None, self.pick(self.dy) * picked
 
     def _of_extreme(self) -> Grads:
-        """Equal elements share the gradient, as in PyTorch."""
+        """Returns the gradients of a ScatterElements or ScatterND with reduction "max" or "min":
+        equal elements share the gradient, as in PyTorch."""
         holds = [
             t.equal(y).cast(self.dy.dtype)
             for t, y in ((self.x, self.y), (self.updates, self.pick(self.y)))
