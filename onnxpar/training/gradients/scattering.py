@@ -101,8 +101,8 @@ class _Scattered:
         return of_x, None, self.pick(self.dy) * picked
 
     def _of_extreme(self) -> Grads:
-        """Returns the gradients of a ScatterElements or ScatterND with reduction "max" or "min":
-        equal elements share the gradient, as in PyTorch."""
+        """Returns the gradients with reduction "max" or "min": equal elements share them, as in
+        PyTorch."""
         holds = [
             t.equal(y).cast(self.dy.dtype)
             for t, y in ((self.x, self.y), (self.updates, self.pick(self.y)))
