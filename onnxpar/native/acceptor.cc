@@ -12,13 +12,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// The time of a handshake. Ranks need less than a millisecond and a few round trips.
+/// The longest duration of a handshake. Ranks need a few round trips, and less than a millisecond
+/// of computing.
 constexpr milliseconds kHandshakeTime{5000};
 constexpr size_t kMaxStrangers = 128;
-/// The time until the next attempt to accept a connection, after the process has run out of
-/// descriptors.
+/// The pause before the next attempt to accept, after the process has run out of descriptors.
 constexpr milliseconds kStarved{100};
-/// The largest number of connections to accept before other connections continue.
+/// The most connections that one Advance accepts, so that handshakes under way also continue.
 constexpr int kAtOnce = 32;
 
 }  // namespace
@@ -50,7 +50,8 @@ void Acceptor::Advance(const pollfd* ready) {
   if (arrived) AcceptAll();
 }
 
-/// Continues a handshake; returns true if it is still under way. It may end at once.
+/// Continues a handshake as far as possible without waiting. Returns true if it is still under way,
+/// false if it has succeeded (its connection is then ready for Next) or failed.
 bool Acceptor::Goes(Handshake& handshake) {
   const auto state = handshake.Advance();
   if (state == Handshake::State::kDone) {
@@ -59,8 +60,8 @@ bool Acceptor::Goes(Handshake& handshake) {
   return state == Handshake::State::kUnderWay;
 }
 
-/// Accepts connections. If no descriptor is left, they stay in the kernel's queue, neither refused
-/// nor lost.
+/// Accepts up to kAtOnce waiting connections and starts their handshakes. If this process has no
+/// descriptor left, the connections stay in the kernel's queue, neither refused nor lost.
 void Acceptor::AcceptAll() {
   for (int i = 0; i < kAtOnce; ++i) {
     const int descriptor = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);

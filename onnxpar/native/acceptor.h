@@ -1,4 +1,5 @@
-// Accepts connections from processes that have the key of the world, and drops all others.
+// Accepts connections from processes that have the key (the shared secret) of the world, and drops
+// all others.
 #pragma once
 
 #include <poll.h>
@@ -19,31 +20,36 @@ struct Accepted {
   std::string identity;  // the name that the other end gives itself
 };
 
-/// A socket that listens, and the connections whose handshakes are under way. Strangers cost few
-/// descriptors, little memory and no waiting: each handshake has 5 seconds, and a further
-/// connection replaces the oldest of 128. The owner polls the acceptor together with other
-/// descriptors.
+/// A listening socket, and the accepted connections whose handshakes are not yet done. Unknown
+/// processes can neither block it nor use up its descriptors: a handshake may take 5 seconds, and
+/// with 128 handshakes under way, a further connection replaces the oldest.
+///
+/// The owner polls the acceptor's descriptors together with its own: Watch, poll, Advance, then
+/// Next until there is no connection.
 class Acceptor {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// Listens on `address`, and sets the address's port if it is 0. Throws std::system_error, or
-  /// std::runtime_error as CheckExposure does.
+  /// Listens on `address`; if its port is 0, takes a free port and stores it there. `purpose` is
+  /// the service that connecting processes must name in the handshake, e.g. "hub". Throws
+  /// std::system_error if it cannot listen, or std::runtime_error as CheckExposure does.
   Acceptor(Address* address, Credentials credentials, std::string purpose);
   ~Acceptor();
   Acceptor(const Acceptor&) = delete;
   Acceptor& operator=(const Acceptor&) = delete;
 
-  /// Adds the descriptors to wait for.
+  /// Appends to `descriptors` the descriptors and events for which the acceptor waits.
   void Watch(std::vector<pollfd>* descriptors) const;
-  /// Continues the handshakes after a poll; `ready` are the descriptors that the last Watch added.
-  /// Must be called after each poll, even if none is ready.
+  /// Accepts connections and continues handshakes after a poll. `ready` points to the entries that
+  /// the last Watch appended. Call it after each poll, even if no entry is ready, because it also
+  /// ends handshakes that take too long.
   void Advance(const pollfd* ready);
-  /// The latest time for the next call of Advance.
+  /// Returns the latest time at which Advance must be called again.
   Clock::time_point deadline() const;
-  /// Returns a connection that has proved the key, if there is one.
+  /// Removes and returns a connection whose other end has proved the key; none if there is no such
+  /// connection now.
   std::optional<Accepted> Next();
-  /// True if this process had no descriptor left for the last connection.
+  /// True if the last attempt to accept failed because this process has no descriptor left.
   bool is_starved() const { return is_starved_; }
 
  private:

@@ -11,9 +11,10 @@ namespace {
 
 using Counts = std::vector<int64_t>;
 
-/// Runs body(transport, call) as a collective. Messages are exchanged only between ranks that agree
-/// on its kind and name, on `details`, on the type, and on `common`, the part of the shape that
-/// must be the same. Any failure is thrown on all ranks.
+/// Runs body(transport, call) as a collective of the group of `x`. Ranks exchange messages only if
+/// they agree on `kind`, the name, `details` (the other parameters, as text), the type, and
+/// `common`, the part of the shape that must be the same on all ranks. A failure on one rank throws
+/// on all.
 template <typename Body>
 void RunOn(const Array& x, const char* kind, std::string details, const Shape& common,
            const Body& body) {
@@ -50,8 +51,8 @@ Reduction ReductionOf(const Array& x, const std::string& op) {
                            "; use sum, or cast to a float type first");
 }
 
-/// Returns the number of rows that each member sends to this one; `gives[i]` is the number that
-/// this one sends to member i.
+/// Tells each member i that this rank will send it `gives[i]` rows. Returns the number of rows that
+/// each member will send to this rank.
 Counts ExchangeCounts(Transport& transport, const Call& call, const Counts& gives) {
   Counts takes(gives.size());
   std::vector<Block> blocks;
@@ -70,7 +71,8 @@ void* Allocated(Allocate allocate, const Counts& rows) {
   return memory;
 }
 
-/// Returns consecutive blocks of `rows[i]` rows like those of `x`, one for each member i.
+/// Returns the places, in an array of sum(rows) rows like those of `x`, of consecutive blocks: the
+/// first `rows[0]` rows belong to member 0, the next `rows[1]` to member 1, and so on.
 std::vector<Block> RowsOf(const Array& x, const Counts& rows) {
   return SlicesOf(WithExtent(x.shape, 0, SumOf(rows)), 0, ElementSize(x.type), rows);
 }

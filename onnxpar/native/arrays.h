@@ -1,7 +1,8 @@
-// Collectives on the caller's arrays, without an onnxruntime session. The ranks of a group of
-// the world take part.
+// Collectives on the caller's arrays, without an onnxruntime session, e.g. for onnxpar.hvd. All
+// ranks of the array's group must call the same function.
 //
-// As for the ops, all ranks throw if ranks disagree, for example on the name, or if a rank dies.
+// If ranks disagree, for example on the name or the shape, or if a rank dies, the call throws on
+// all ranks, as for the ops.
 #pragma once
 
 #include <cstdint>
@@ -30,31 +31,35 @@ struct Array {
   }
 };
 
-/// The caller's function that allocates the result: `rows` has each rank's size of dimension 0.
-/// Returns null if there is not enough memory.
+/// The caller's function that allocates the result. `rows[i]` is the number of rows (the size of
+/// dimension 0) that come from member i of the group; the result has their sum. Returns null if
+/// there is not enough memory.
 using Allocate = void* (*)(const int64_t* rows);
 
-/// Reduces over the ranks into `out`, which may be the array's own memory. `op` is sum, max, min,
-/// prod or, for floats, mean.
+/// Writes to `out` on each rank the reduction of all ranks' arrays, of the shape of `x`; `out` may
+/// be the memory of `x`. `op` is sum, max, min, prod or, for floats, mean.
 void AllReduceArray(const Array& x, const std::string& op, void* out);
 
-/// Reduces over the ranks, divides the result along dimension 0, and writes this rank's shard to
-/// `out`. Shards are as equal as possible, larger ones first.
+/// Reduces the ranks' arrays, divides the result along dimension 0 into one shard per rank, and
+/// writes this rank's shard to `out`. Shards are as equal as possible, larger ones first: 5 rows
+/// over 2 ranks become 3 and 2.
 void ReduceScatterArray(const Array& x, const std::string& op, void* out);
 
-/// Joins the ranks' arrays along dimension 0, whose size may differ between ranks, in the memory
-/// that `allocate` returns.
+/// Concatenates the ranks' arrays along dimension 0 in the order of ranks, into the memory that
+/// `allocate` returns. Only dimension 0 may differ between ranks: [2, 8] and [3, 8] become [5, 8].
 void AllGatherArray(const Array& x, Allocate allocate);
 
-/// Sends the next `splits[i]` rows to member i of the group, and joins the received rows, in the
-/// order of ranks, in the memory that `allocate` returns.
+/// Sends consecutive rows of `x` to the members of the group: the first splits[0] rows to member 0,
+/// the next splits[1] to member 1, and so on. Concatenates the rows that this rank receives, in the
+/// order of their senders, in the memory that `allocate` returns.
 void AllToAllArray(const Array& x, const std::vector<int64_t>& splits, Allocate allocate);
 
-/// Copies the array of member `root` of the group to `out` on every rank; `out` may be the array's
-/// own memory.
+/// Writes to `out` on every rank the array of the member with index `root` of the group; `out` may
+/// be the memory of `x`. The arrays of all ranks have the same shape.
 void BroadcastArray(const Array& x, int root, void* out);
 
-/// Returns after all ranks of the group have called it; `nothing` has no elements.
+/// Returns after all ranks of the group have called Barrier. `nothing` names the world, the group
+/// and the barrier; it has no elements.
 void Barrier(const Array& nothing);
 
 }  // namespace onnxpar

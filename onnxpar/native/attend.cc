@@ -14,8 +14,8 @@ constexpr size_t kLanes = 8;
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 typedef int32_t WholeLanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
-/// The number of rows by which keys are fetched ahead: the processor itself does not fetch beyond
-/// the end of a page.
+/// How many rows ahead keys are prefetched. The processor's own prefetching stops at the end of a
+/// memory page.
 constexpr int64_t kAhead = 12;
 constexpr size_t kCacheLine = 64;
 
@@ -30,7 +30,7 @@ ONNXPAR_INLINE float SumOf(const Lanes& x) {
   return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
 }
 
-/// Replaces each x <= 0 by e^x, within 2 units in the last place; below -87, by e^-87.
+/// Replaces each lane x <= 0 by e^x, exact to 2 units in the last place; each x < -87 by e^-87.
 ONNXPAR_INLINE void Power(Lanes& x) {
   x = x < -87.0f ? Lanes{} - 87.0f : x;
   constexpr float kRound = 12582912.0f;  // adding it rounds to an integer
@@ -48,8 +48,9 @@ ONNXPAR_INLINE void Power(Lanes& x) {
   x = p * scale;
 }
 
-/// Scores of `N` queries, `stride` elements apart, for each of `count` keys. Unless null, `values`
-/// are fetched on the way.
+/// Writes scores[n * stride + j] = the dot product of query n and key j, for `N` queries and
+/// `count` keys of `width` floats. If `values` is not null, prefetches the rows of values, which
+/// are read next, and of later keys.
 template <size_t N>
 ONNXPAR_INLINE void Products(const float* query, size_t width, const float* const* keys,
                              const float* const* values, int64_t count, float* scores,
@@ -97,7 +98,8 @@ ONNXPAR_INLINE void AllProducts(const float* query, size_t queries, size_t width
   }
 }
 
-/// Adds to `sums` the values times the weights of `N` queries, two vectors of elements at a time.
+/// Adds weights[n * stride + j] * values[j] to sums[n], a row of `width` floats, for `N` queries
+/// and `count` values. Processes two vectors of elements at a time.
 template <size_t N>
 ONNXPAR_INLINE void Means(const float* weights, size_t stride, const float* const* values,
                           int64_t count, float* sums, size_t width) {
@@ -142,7 +144,7 @@ ONNXPAR_INLINE void AllMeans(const float* weights, size_t stride, const float* c
   }
 }
 
-/// Replaces scores by e^(score - largest).
+/// Replaces each score by e^(score - largest).
 ONNXPAR_INLINE void Powers(float* scores, int64_t count, float largest) {
   constexpr auto kStep = static_cast<int64_t>(kLanes);
   int64_t j = 0;
@@ -162,7 +164,8 @@ ONNXPAR_INLINE void Powers(float* scores, int64_t count, float largest) {
   std::memcpy(scores + j, &x, rest);
 }
 
-/// The sum, always in the same order: that of lanes.
+/// Returns the sum of `count` floats. The order of additions depends on `count` only, so the bits
+/// of the sum are the same on every CPU.
 ONNXPAR_INLINE float Total(const float* x, int64_t count) {
   const int64_t whole = count / static_cast<int64_t>(kLanes) * static_cast<int64_t>(kLanes);
   Lanes sums = {};
@@ -207,8 +210,9 @@ void Attending::Take(int64_t position, const float* const* keys, const float* co
       [&] { AllMeans(weights_.data(), kBlock, values, count, sums_.data(), queries_, width_); });
 }
 
-/// Replaces the scores of one query by weights, and scales the query's sums so far to the largest
-/// score. Weights of positions that the query does not see are zeros.
+/// Replaces the scores of one query for this block by weights e^(score - the largest score so far),
+/// or 0 for positions that the query does not see. If the largest score has grown, scales the
+/// query's earlier sums down to it.
 void Attending::Weigh(size_t query, int64_t position, int64_t count) {
   float* const weights = weights_.data() + query * kBlock;
   const int64_t begin = std::clamp<int64_t>(seen_[query].begin - position, 0, count);

@@ -9,15 +9,14 @@
 
 namespace onnxpar {
 
-/// The thread starts with the first job, and leaves its core to other threads while it waits. A job
-/// must not throw.
+/// The thread starts with the first job, and sleeps while there is no job. A job must not throw.
 class Background {
  public:
-  /// Runs all jobs that were added, and ends the thread.
+  /// Runs the jobs that are left, and ends the thread.
   ~Background();
 
   void Add(std::function<void()> job);
-  /// Waits until all jobs have ended. In a job, returns at once.
+  /// Returns when all jobs that were added have ended. Called by a job itself, returns at once.
   void Await();
 
  private:

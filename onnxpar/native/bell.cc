@@ -11,8 +11,8 @@ bool Reaches(uint32_t count, uint32_t awaited) {
 
 }  // namespace
 
-/// The store and the load are in the opposite order to those in Wait: so either this process sees
-/// the sleeper, or the sleeper sees the new count.
+/// First stores the count and then loads the number of sleepers, while Wait does these in the
+/// opposite order. So either this process sees the sleeper, or the sleeper sees the new count.
 void Bell::Ring(uint32_t awaited) {
   const uint32_t now = count.fetch_add(1, std::memory_order_seq_cst) + 1;
   if (Reaches(now, awaited) && sleepers.load(std::memory_order_seq_cst) != 0) Wake(count);

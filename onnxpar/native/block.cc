@@ -7,8 +7,8 @@
 namespace onnxpar {
 namespace {
 
-/// Returns the offset of byte number `position` of a block, and the number of contiguous bytes from
-/// there.
+/// Returns where byte number `position` of a block, counted without gaps, is in the tensor
+/// (`begin`), and how many bytes of its row are left from there (`size`).
 Range Locate(const Block& block, size_t position) {
   if (block.Contiguous()) return {block.offset + position, block.Bytes() - position};
   const size_t column = position % block.row_bytes;

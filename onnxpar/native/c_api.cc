@@ -43,7 +43,7 @@ std::shared_ptr<onnxpar::World> WorldNamed(const char* id) {
   return world;
 }
 
-/// Ranks of a world that callers use like a world of their own.
+/// A group: some ranks of a world, in the given order. Callers use its id in place of a world's.
 struct Subset {
   std::string world;
   std::vector<int64_t> ranks;
@@ -56,7 +56,8 @@ std::map<std::string, Subset>& Subsets() {
   return *subsets;
 }
 
-/// The subset of this id, or all ranks of the world of this id.
+/// Returns the group with this id; if there is none, `id` is the id of a world, and the subset has
+/// no ranks, which stands for all ranks of the world.
 Subset SubsetNamed(const char* id) {
   std::lock_guard<std::mutex> lock(subsets_mutex);
   const auto found = Subsets().find(id);
@@ -72,10 +73,12 @@ std::map<std::string, std::shared_ptr<onnxpar::Hub>>& Hubs() {
 
 }  // namespace
 
-/// Returns the message of this thread's last failure; valid until the thread's next call.
+/// Returns the message of the last function that failed in this thread; valid until this thread's
+/// next call of the library.
 ONNXPAR_EXPORT const char* onnxpar_last_error() { return last_error.c_str(); }
 
-/// Joins a world of `size` ranks as `rank`; `id` names the world in this process.
+/// Joins a world of `size` ranks as `rank`, and waits for the other ranks. `id` is this process's
+/// name for the world; `store` and `bind_address` are those of Rendezvous::Open.
 ONNXPAR_EXPORT int onnxpar_world_create(const char* id, int rank, int size, const char* store,
                                         const char* bind_address, int64_t timeout_ms) {
   return Guard([&] {
@@ -90,12 +93,13 @@ ONNXPAR_EXPORT int onnxpar_world_create(const char* id, int rank, int size, cons
   });
 }
 
-/// Connects the ranks of a world in `count` streams; see World::OpenStreams.
+/// Connects the ranks of a world in `count` streams, whose collectives can run at the same time;
+/// see World::OpenStreams.
 ONNXPAR_EXPORT int onnxpar_world_open_streams(const char* id, int count) {
   return Guard([&] { WorldNamed(id)->OpenStreams(static_cast<size_t>(count)); });
 }
 
-/// Leaves a world; collectives of its sessions fail from then on.
+/// Leaves a world. From then on, the collectives of sessions that use the world fail.
 ONNXPAR_EXPORT int onnxpar_world_destroy(const char* id) {
   return Guard([&] {
     if (!onnxpar::World::Destroy(id)) {
@@ -104,8 +108,7 @@ ONNXPAR_EXPORT int onnxpar_world_destroy(const char* id) {
   });
 }
 
-/// Sets the reason for which this rank is going to leave a world too early, for the errors of other
-/// ranks.
+/// Stores the reason `why` this rank is about to leave a world early; other ranks' errors quote it.
 ONNXPAR_EXPORT int onnxpar_world_explain(const char* id, const char* why) {
   return Guard([&] { WorldNamed(id)->Explain(why); });
 }
@@ -115,43 +118,44 @@ ONNXPAR_EXPORT int onnxpar_world_abort(const char* id, const char* message) {
   return Guard([&] { WorldNamed(id)->Abort(message); });
 }
 
-/// Sets `shared` to 1 if messages to rank `other` go through memory that both ranks share, else to
-/// 0.
+/// Sets `shared` to 1 if messages between this rank and rank `other` go through memory that both
+/// share, or to 0 if they go over the network.
 ONNXPAR_EXPORT int onnxpar_world_shares_memory(const char* id, int other, int* shared) {
   return Guard([&] { *shared = WorldNamed(id)->SharesMemoryWith(other) ? 1 : 0; });
 }
 
-/// Marks the start of a call on this rank; see World::Begin.
+/// Marks the start of a call (one run of the model) on this rank; see World::Begin.
 ONNXPAR_EXPORT int onnxpar_world_begin(const char* id) {
   return Guard([&] { WorldNamed(id)->Begin(); });
 }
 
-/// Makes every collective of this call fail with `message` until all ranks have called
-/// onnxpar_world_renew.
+/// Ends the current call on all ranks: its collectives fail with `message`, until all ranks have
+/// called onnxpar_world_renew.
 ONNXPAR_EXPORT int onnxpar_world_interrupt(const char* id, const char* message) {
   return Guard([&] { WorldNamed(id)->Interrupt(message); });
 }
 
-/// Waits until all ranks have left the interrupted run, and connects to them again; then
-/// onnxpar_reason() returns, in this thread, the reason, the same on all ranks. Fails if the
-/// world was aborted.
+/// After an interrupted call: waits until all ranks have left the call, and connects to them again.
+/// Then onnxpar_reason() in this thread returns the reason of the interruption, the same on all
+/// ranks. Fails if the world was aborted.
 ONNXPAR_EXPORT int onnxpar_world_renew(const char* id) {
   return Guard([&] { reason = WorldNamed(id)->Renew(); });
 }
 
-/// Makes onnxpar_reason() return, in this thread, the reason why a world has failed for good; "" if
-/// it has not failed.
+/// After this function, onnxpar_reason() in this thread returns the reason why a world has failed
+/// for good, or "" if it has not failed.
 ONNXPAR_EXPORT int onnxpar_world_failure(const char* id) {
   return Guard([&] { reason = WorldNamed(id)->Failure(); });
 }
 
 ONNXPAR_EXPORT const char* onnxpar_reason() { return reason.c_str(); }
 
-/// The level of x86-64 for which this process runs loops; 1 on other processors.
+/// Returns the level of x86-64 (1, 3 or 4) whose version of each loop this process runs; 1 on other
+/// processors.
 ONNXPAR_EXPORT int onnxpar_cpu_level() { return onnxpar::CpuLevel(); }
 
-/// Makes `count` ranks of a world known in this process as `id`, for the collectives of arrays.h.
-/// This rank must be one of them.
+/// Gives the name `id` to a group of `count` ranks of a world, for the collectives of arrays.h. The
+/// group must include this rank.
 ONNXPAR_EXPORT int onnxpar_group_create(const char* world, const char* id, const int64_t* ranks,
                                         int count) {
   return Guard([&] {
@@ -162,7 +166,7 @@ ONNXPAR_EXPORT int onnxpar_group_create(const char* world, const char* id, const
   });
 }
 
-/// Forgets a group.
+/// Forgets the name of a group; the world is not affected.
 ONNXPAR_EXPORT int onnxpar_group_destroy(const char* id) {
   return Guard([&] {
     std::lock_guard<std::mutex> lock(subsets_mutex);
@@ -170,8 +174,9 @@ ONNXPAR_EXPORT int onnxpar_group_destroy(const char* id) {
   });
 }
 
-/// An array in C order, and the name of the collective. `world` is the id of a world or a group,
-/// `type` a number of TensorProto.DataType.
+/// An array in C order, and the parameters that all collectives on arrays have. name the name of
+/// the collective, on which all ranks must agree world the id of a world or of a group type a
+/// number of TensorProto.DataType
 struct onnxpar_array {
   const char* world;
   const char* name;
@@ -229,9 +234,9 @@ ONNXPAR_EXPORT int onnxpar_barrier(const char* world, const char* name) {
   });
 }
 
-/// Serves the hub of one world from this process, which need not be a rank. Listens on `host`; sets
-/// `port` to a free port if it is 0. The ranks join at the store tcp://host:port#key, and fail when
-/// this process ends.
+/// Serves the hub of one world (where its ranks meet and report failures) in this process, which
+/// need not be a rank. Listens on `host` and `port`; if the port is 0, takes a free port and stores
+/// it there. Ranks join at the store tcp://host:port#key, and fail when this process ends.
 ONNXPAR_EXPORT int onnxpar_hub_start(const char* host, int* port, const char* key) {
   return Guard([&] {
     const auto hub = onnxpar::Hub::Start({host, *port}, onnxpar::CredentialsOf(key), -1);
@@ -241,7 +246,8 @@ ONNXPAR_EXPORT int onnxpar_hub_start(const char* host, int* port, const char* ke
   });
 }
 
-/// Ends a hub normally.
+/// Ends the hub that onnxpar_hub_start started at this host and port, without an error on its
+/// ranks.
 ONNXPAR_EXPORT int onnxpar_hub_stop(const char* host, int port) {
   return Guard([&] {
     std::shared_ptr<onnxpar::Hub> hub;
@@ -255,13 +261,14 @@ ONNXPAR_EXPORT int onnxpar_hub_stop(const char* host, int port) {
   });
 }
 
-/// Rings the bell in shared memory at this address; wakes sleepers if the count is now at least
-/// `awaited`.
+/// Adds one to the count of the bell at this address in shared memory; wakes the sleepers if the
+/// count is now at least `awaited`. See Bell::Ring.
 ONNXPAR_EXPORT void onnxpar_bell_ring(void* bell, uint32_t awaited) {
   static_cast<onnxpar::Bell*>(bell)->Ring(awaited);
 }
 
-/// Waits until the bell was rung `count` times; returns 1, or 0 after `longest_ms`.
+/// Waits until the bell's count has reached `count`. Returns 1, or 0 after `longest_ms`
+/// milliseconds. See Bell::Wait for `spins`.
 ONNXPAR_EXPORT int onnxpar_bell_wait(void* bell, uint32_t count, int spins, int64_t longest_ms) {
   const std::chrono::milliseconds longest(longest_ms);
   return static_cast<onnxpar::Bell*>(bell)->Wait(count, spins != 0, longest) ? 1 : 0;

@@ -12,7 +12,7 @@ namespace {
 /// enough for the cache, and a multiple of every element size.
 constexpr size_t kPieceBytes = 512 * 1024;
 
-/// True if two parts are the same bytes, for different members.
+/// True if two parts for different members are the same bytes of the same tensor.
 bool SameBytes(const Part& a, const Part& b) {
   return a.placed && a.base == b.base && a.block.offset == b.block.offset &&
          a.block.rows == b.block.rows && a.block.row_bytes == b.block.row_bytes &&
@@ -75,8 +75,8 @@ Chunks::Lanes Chunks::LanesOf(const std::vector<Part>& parts, bool outgoing) {
   return all;
 }
 
-/// Gives a lane scratch memory if its messages have no other place: messages in shared memory have
-/// one, and Gloo sends contiguous bytes from their own place.
+/// Reserves scratch memory for a lane's chunks if they have no other place. Messages in shared
+/// memory have one, and Gloo sends and receives contiguous bytes of a tensor directly.
 void Chunks::Stage(Lanes& all, Lane& lane, bool outgoing) {
   const Part& first = all.parts[lane.begin];
   const bool in_place = first.placed && lane.end == lane.begin + 1 && first.block.Contiguous();
@@ -88,7 +88,8 @@ void Chunks::Stage(Lanes& all, Lane& lane, bool outgoing) {
   }
 }
 
-/// A phase with a message between hosts, even an empty one, counts as a round.
+/// Adds this phase to the count of bytes and rounds between hosts. A phase with a message between
+/// hosts, even an empty one, is one round; its bytes are the larger of those sent and received.
 void Chunks::CountCrossing() const {
   const auto crossing = [&](const Lanes& all, bool& any) {
     size_t bytes = 0;
@@ -120,7 +121,7 @@ size_t Chunks::BytesOf(const Lanes& all, const Lane& lane, size_t chunk) const {
   return bytes;
 }
 
-/// True if two members get the same bytes.
+/// True if this rank sends the same bytes to the members of two lanes.
 bool Chunks::Alike(const Lane& a, const Lane& b) const {
   const auto begin = sends_.parts.begin();
   return std::equal(begin + a.begin, begin + a.end, begin + b.begin, begin + b.end, SameBytes);
@@ -139,7 +140,8 @@ void Chunks::Pack(const Lane& lane, size_t chunk, char* memory) const {
   }
 }
 
-/// Copies a received message to its place, or remembers where it is.
+/// Divides a received message into the lane's parts: copies a placed part to its tensor, and
+/// remembers the address of an unplaced part for Arrived.
 void Chunks::Unpack(const Lane& lane, size_t chunk, const char* memory) {
   for (size_t i = lane.begin; i < lane.end; ++i) {
     Piece& piece = receives_.parts[i];
@@ -155,7 +157,7 @@ void Chunks::Post(size_t chunk) {
   PostShared(chunk);
 }
 
-/// Members that get the same bytes share one message.
+/// Sends a chunk through shared memory. Members that get the same bytes read one common message.
 void Chunks::PostShared(size_t chunk) {
   const auto goes = [&](const Lane& lane) { return lane.shared && chunk < lane.count; };
   const auto& lanes = sends_.lanes;

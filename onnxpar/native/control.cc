@@ -15,15 +15,15 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// The interval at which the thread looks for slow collectives.
+/// The interval at which the channel's thread looks for slow collectives of this rank.
 constexpr milliseconds kTick{20};
 /// The time between two attempts to join.
 constexpr milliseconds kRetry{10};
 constexpr milliseconds kLookup{250};  // name servers refuse or delay answers to frequent questions
-/// The time that a hub gets to answer. A hub answers at once; without an answer, the program is not
-/// a hub, or a hub that is stopping.
+/// How long to wait for a hub's first answer. A hub answers at once: a program that does not answer
+/// is no hub, or a hub that is stopping.
 constexpr milliseconds kAcceptTime{1000};
-/// Additional time for the hub to send the reason why a world is not complete.
+/// Time beyond the timeout in which the hub can still send the reason why the world is incomplete.
 constexpr milliseconds kGrace{500};
 
 }  // namespace
@@ -74,8 +74,8 @@ void Control::Join(Rendezvous& rendezvous) {
                            " to join the world: " + setback.why);
 }
 
-/// Tries to join through a hub. Returns false and sets `setback` if a later attempt may succeed;
-/// throws if none can.
+/// Makes one attempt to join the world at this hub. Returns true on success. Returns false and sets
+/// `setback` if another attempt may succeed; throws if none can.
 bool Control::TryJoin(const Address& hub, Clock::time_point until, Setback* setback) {
   if (!Reach(hub, setback)) return false;
   network_.hub = hub;
@@ -89,15 +89,16 @@ bool Control::TryJoin(const Address& hub, Clock::time_point until, Setback* setb
   }
 }
 
-/// The address at which this rank listens for others: the given one, or the address by which it
-/// reaches the hub. If this rank serves the hub, others may reach the rank by any of its
-/// interfaces.
+/// Returns the host at which this rank listens for others: `bind_address`, if the user gave one,
+/// else this end of the connection to the hub. A rank that serves the hub itself has no such
+/// connection to other hosts, so it listens where the hub does.
 std::string Control::Listening() const {
   if (!bind_address_.empty()) return bind_address_;
   return hub_ ? hub_->address().host : connection_.LocalHost();
 }
 
-/// Connects to the hub; each end proves that it has the key.
+/// Connects to the hub, and proves to it that this rank has the key, as the hub does in turn.
+/// Returns false and sets `setback` on failure.
 bool Control::Reach(const Address& hub, Setback* setback) {
   const Clock::time_point until = Clock::now() + kAcceptTime;
   TcpSocket socket;
@@ -172,7 +173,8 @@ bool Control::AskToJoin(const Address& hub, Clock::time_point until, Setback* se
   return false;
 }
 
-/// Returns the next frame; none at the end of the connection or after the deadline.
+/// Waits for the next message of the hub and returns it; none if the connection ends or `until`
+/// passes.
 std::optional<Frame> Control::Receive(Clock::time_point until) {
   for (;;) {
     if (auto frame = connection_.Next()) return frame;
@@ -185,8 +187,8 @@ std::optional<Frame> Control::Receive(Clock::time_point until) {
   }
 }
 
-/// Runs the channel's thread. Invalid messages and errors do not end the process: they fail the
-/// world, with the reason.
+/// The channel's thread. Invalid messages and errors do not end the process: they fail the world,
+/// with the reason.
 void Control::Serve() {
   try {
     ServeUntilTheEnd();
@@ -303,7 +305,8 @@ std::string Control::Get(const std::string& key) {
   return values_[key];
 }
 
-/// The text for a value that no rank has set; its key ends with the number of the rank that should.
+/// Returns the error for a value that no rank has set in time. The key ends with "/" and the rank
+/// that should have set it.
 std::string Control::WhyMissing(const std::string& key) const {
   return "rank " + key.substr(key.rfind('/') + 1) + " has not sent '" + key + "' to rank " +
          std::to_string(scope_.rank) + " on host " + HostName() + " within " +

@@ -1,4 +1,5 @@
-// A rank's connection to the hub of its world.
+// The control channel: a rank's connection to the hub, the process that watches all ranks of a
+// world.
 #pragma once
 
 #include <atomic>
@@ -21,61 +22,65 @@
 
 namespace onnxpar {
 
-/// Receives the events of a control channel: implemented by World. All methods are called on the
-/// channel's thread.
+/// Handles the events of a rank's control channel; World implements it. All methods are called on
+/// the channel's thread.
 class ControlListener {
  public:
   virtual ~ControlListener() = default;
   /// The world has failed for good.
   virtual void OnFailure(const std::string& reason) = 0;
-  /// A rank cannot continue call `call` of epoch `epoch`.
+  /// A rank cannot continue call number `call` (one run of the model) of epoch `epoch`. An epoch
+  /// lasts until a run is interrupted.
   virtual void OnInterrupt(uint64_t epoch, uint64_t call, const std::string& reason) = 0;
-  /// All ranks have left the interrupted run, and epoch `epoch` begins; `reason` is the reason why
-  /// the last epoch ended.
+  /// All ranks have left the interrupted run, and epoch `epoch` begins. `reason` is why the last
+  /// epoch ended.
   virtual void OnRenewed(uint64_t epoch, const std::string& reason) = 0;
-  /// Returns reports on the collectives that have become slow and were not reported before.
+  /// Returns a report on each collective of this rank that has become slow since the last question.
   virtual std::vector<Report> NewlySlow() = 0;
+  /// Returns whether this rank has begun collective number `run` of a group, and what it does now.
   virtual Answer HasBegun(const GroupId& group, uint64_t run) = 0;
 };
 
-/// The control channel of one rank, and the store through which it finds the other ranks.
+/// The control channel of one rank. It is also the store, through which ranks exchange the
+/// addresses by which they connect to each other.
 class Control : public Store {
  public:
-  /// Returns when all ranks have joined; throws if they do not join within the timeout. Rank 0 also
-  /// serves the hub, unless another process already serves one at a tcp:// store. If `bind_address`
-  /// is empty, the rank listens where its route to the hub begins. `listener` must outlive this
-  /// object.
+  /// Joins the world, and returns when all ranks have joined; throws if they do not join within
+  /// `timeout`. Rank 0 also serves the hub, unless another process already does so at a tcp://
+  /// store. If `bind_address` is empty, the rank listens for others at the address from which it
+  /// reaches the hub. `listener` must outlive this object.
   Control(int rank, int size, const std::string& store, const std::string& bind_address,
           std::chrono::milliseconds timeout, ControlListener& listener);
   ~Control() override;
 
-  /// The process that serves the hub, e.g. "rank 0 (pid 4711)".
+  /// Returns the process that serves the hub, e.g. "rank 0 (pid 4711)".
   const std::string& host() const { return host_; }
 
-  /// The addresses by which this rank listens and connects.
+  /// Returns the addresses by which this rank listens and connects.
   const Network& network() const { return network_; }
 
   /// True if the hub ended normally; from then on, nothing notices failures of other ranks.
   bool ended() const { return ended_; }
 
-  /// Reports a slow collective to the hub; OnFailure follows if the hub knows why the collective
-  /// does not end.
+  /// Reports to the hub a collective of this rank that takes longer than usual. If the hub can tell
+  /// why (e.g. ranks disagree), it fails the world, and OnFailure follows.
   void Waiting(const Report& report) { Send(messages::Waiting{report}); }
-  /// Reports a collective that has reached the timeout; OnFailure follows.
+  /// Reports to the hub a collective that has reached the timeout. The hub then fails the world,
+  /// and OnFailure follows.
   void Overdue(const Report& report) { Send(messages::Overdue{report}); }
   /// Fails the world on all ranks, permanently.
   void Abort(const std::string& message) { Send(messages::Abort{message}); }
-  /// Ends call `call` on all ranks.
+  /// Ends call number `call` of epoch `epoch` on all ranks, with this error message.
   void Interrupt(uint64_t epoch, uint64_t call, const std::string& message) {
     Send(messages::Interrupt{epoch, call, message});
   }
-  /// Tells the hub that this rank has left the interrupted run of epoch `epoch`; OnRenewed follows
-  /// when all ranks have left it.
+  /// Tells the hub that this rank has left the run whose interruption ended epoch `epoch`.
+  /// OnRenewed follows when all ranks have left it.
   void Ready(uint64_t epoch) { Send(messages::Ready{epoch}); }
-  /// Leaves the world normally; `runs` has the number of collectives that this rank has begun, by
-  /// group.
+  /// Tells the hub that this rank leaves the world. `runs` is the number of collectives that it has
+  /// begun, by group; `why` is empty unless the rank has failed.
   void Leave(const Runs& runs, const std::string& why) { Send(messages::Leave{why, runs}); }
-  /// Ends the hub if this process serves it. Called before the process ends.
+  /// Ends the hub if it is in this process. Called before the process ends.
   void StopHub();
 
   void Set(const std::string& key, const std::string& value) override;
@@ -85,8 +90,8 @@ class Control : public Store {
  private:
   using Clock = std::chrono::steady_clock;
 
-  /// The reason why an attempt to join has failed. A reason from a later stage is better: it is
-  /// kept until another attempt reaches the same stage.
+  /// Why an attempt to join has failed, and how far it came. The reason of a later stage explains
+  /// more, so it is kept until another attempt reaches the same stage.
   struct Setback {
     enum class Stage { kUnknown, kUnreachable, kAnswered, kJoining };
     Stage stage = Stage::kUnknown;

@@ -12,10 +12,11 @@ std::string Joined(const std::vector<std::string>& clauses) {
   return text;
 }
 
-/// The most waits that an error lists.
+/// The most "rank x waits for rank y" that one error lists.
 constexpr size_t kMostWaits = 4;
 
-/// Returns which rank waits for which; first the ranks that wait for a rank of another host.
+/// Returns texts "rank x waits for rank y", at most kMostWaits; `awaited` maps x to y. If some of
+/// these pairs are on two hosts, returns only those.
 std::vector<std::string> Waits(const std::vector<Member>& members,
                                const std::map<int, uint64_t>& awaited) {
   std::vector<std::string> between, inside;
@@ -34,7 +35,8 @@ size_t IndexOf(const std::vector<int>& ranks, int rank) {
   return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
-/// Returns a text if `from` sends another number of elements to `to` than `to` expects.
+/// Returns a text if, in a collective, rank `from` sends to rank `to` another number of elements
+/// than `to` expects; `sender` and `receiver` are their reports. Else returns none.
 std::optional<std::string> FindUnequalMessage(const Member& from, const Report& sender,
                                               const Member& to, const Report& receiver) {
   if (sender.sends.empty() || receiver.receives.empty()) return std::nullopt;
@@ -45,7 +47,8 @@ std::optional<std::string> FindUnequalMessage(const Member& from, const Report& 
          std::to_string(sent) + " to " + to.Name() + ", which expects " + std::to_string(expected);
 }
 
-/// Returns a text if two ranks disagree in reports of one stream.
+/// Returns a text if the report `x` of rank `a` and the report `y` of rank `b`, both of one stream,
+/// contradict each other; else none.
 std::optional<std::string> FindDisagreement(const Member& a, const Report& x, const Member& b,
                                             const Report& y) {
   if (x.ranks != y.ranks || x.run != y.run) return std::nullopt;
@@ -66,7 +69,8 @@ std::optional<std::string> FindDisagreement(const Member& a, const Member& b) {
   return std::nullopt;
 }
 
-/// Returns a text about a rank that left the world before this collective; none if no rank did.
+/// Returns a text about a rank that left the world before it began the collective of `report`; none
+/// if all members have begun it or are still in the world.
 std::optional<std::string> FindDeserter(const std::vector<Member>& members, const Report& report) {
   for (int other : report.ranks) {
     if (members[other].state != Member::State::kLeft) continue;

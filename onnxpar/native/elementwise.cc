@@ -21,11 +21,11 @@
 namespace onnxpar {
 namespace {
 
-/// The number of elements of a block. All steps run for a block before the next block, so that the
-/// registers stay in the first-level cache.
+/// The number of elements for which all steps run before the next elements, so that the
+/// intermediate values stay in the first-level cache.
 constexpr size_t kBlock = 1024;
 
-/// An operand of a step in a block: elements, or one value.
+/// An operand of a step, for one block: its elements, or if `elements` is null, one value for all.
 struct Source {
   const float* elements;
   float value;
@@ -168,9 +168,10 @@ ElementwiseProgram::Operand ElementwiseProgram::Parse(const std::string& name) {
                            "value of an earlier step");
 }
 
-/// Gives each step a register until its last reader has run. A result is computed in place, unless
-/// a later step reads a tensor whose memory the result may share: then the result is copied at the
-/// end of a block.
+/// Decides where each step writes its values. A step gets a register (a block of memory), which is
+/// reused after the last step that reads it. A step whose value is a result writes to the result's
+/// tensor directly. If a later step still reads a tensor, which may be in the same memory, the
+/// result is copied at the end of the block instead.
 void ElementwiseProgram::Place(const std::vector<int64_t>& results) {
   std::vector<size_t> last(steps_.size());
   size_t reads = 0;  // no later step reads a tensor

@@ -1,4 +1,5 @@
-// Programs of elementwise operations, which run in one loop over their operands.
+// Programs of elementwise operations on float32 tensors, which run in one loop over the elements
+// instead of one loop per operation.
 #pragma once
 
 #include <cstddef>
@@ -9,21 +10,24 @@
 namespace onnxpar {
 
 /// A straight-line program. Its steps are separated by ";"; a step is an operation with its
-/// operands: `x0` is element i of tensor 0, `s0` is scalar 0, and `v0` the value of step 0. So "Mul
-/// x0 s0; Sub x1 v0" computes x1[i] - x0[i] * s0.
+/// operands: `x0` is the element of tensor 0, `s0` is scalar 0, and `v0` the value of step 0. For
+/// example, "Mul x0 s0; Sub x1 v0" computes x1[i] - x0[i] * s0 for each i.
 ///
-/// All operations round exactly, so results have the same bits as those of a loop for each step.
+/// Each operation rounds to float32 exactly, so results have the same bits as separate loops would
+/// give.
 class ElementwiseProgram {
  public:
-  /// `results` has the number of a step for each result. Throws for a program that is wrong.
+  /// `results[j]` is the number of the step whose value is result j. Throws if the text is not a
+  /// valid program.
   ElementwiseProgram(const std::string& text, const std::vector<int64_t>& results);
 
-  /// The numbers of tensors and scalars that the program reads.
+  /// The numbers of tensors and of scalars that the program reads, and of results that it computes.
   size_t tensors() const { return tensors_; }
   size_t scalars() const { return scalars_; }
   size_t results() const { return results_; }
 
-  /// Computes the elements from `begin` to `end`. A result may be in the memory of a tensor.
+  /// Computes the elements `begin` to `end` - 1 of all results. A result may have the memory of a
+  /// tensor.
   void Run(const float* const* tensors, const float* scalars, float* const* results, size_t begin,
            size_t end) const;
 

@@ -10,7 +10,7 @@
 namespace onnxpar {
 namespace {
 
-/// The number of elements that a thread computes at a time.
+/// The number of elements that one thread computes before it takes the next ones.
 constexpr size_t kGrain = 16384;
 
 class FusedElementwise : public Kernel {

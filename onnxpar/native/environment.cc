@@ -10,7 +10,8 @@
 namespace onnxpar {
 namespace {
 
-/// Returns the value of the first of these variables that is set, or an empty string.
+/// Returns the value of the first of the environment variables `names` that is set and not empty,
+/// or "".
 std::string Variable(std::initializer_list<const char*> names) {
   for (const char* name : names) {
     const char* value = std::getenv(name);
@@ -26,7 +27,8 @@ double Number(const char* name, const std::string& text) {
   throw std::runtime_error(std::string(name) + "='" + text + "' is not a number");
 }
 
-/// The names of the variables that a launcher sets.
+/// The names of the environment variables by which one launcher tells a process its rank and the
+/// number of ranks.
 struct Launcher {
   const char* rank;
   const char* size;
@@ -53,7 +55,8 @@ struct Place {
   }
 };
 
-/// Returns the values of all launchers that started this process, by priority.
+/// Returns the rank and size from each launcher whose variables are set, in the order of
+/// kLaunchers, so first those that a user set by hand.
 std::vector<Place> Places() {
   std::vector<Place> places;
   for (const Launcher& launcher : kLaunchers) {
@@ -67,7 +70,8 @@ std::vector<Place> Places() {
   return places;
 }
 
-/// Returns rank and size. Throws if two launchers contradict each other.
+/// Returns the first of these places, with the size of a later one if it has none. Throws if two
+/// launchers give different ranks or sizes, unless the first place was set by hand.
 Place Agreed(const std::vector<Place>& places) {
   Place agreed = places.front();
   for (const Place& other : places) {
@@ -83,7 +87,7 @@ Place Agreed(const std::vector<Place>& places) {
   return agreed;
 }
 
-/// True if variables of a launcher say that some ranks are on other hosts.
+/// True if a launcher's variables say that some of the `size` ranks are on other hosts.
 bool HasOtherHosts(const std::string& size) {
   for (const char* name :
        {"ONNXPAR_LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"}) {

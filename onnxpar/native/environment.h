@@ -7,9 +7,10 @@
 
 namespace onnxpar {
 
-/// Returns the world that ONNXPAR_RANK, ONNXPAR_WORLD_SIZE, ONNXPAR_STORE, ONNXPAR_BIND and
-/// ONNXPAR_TIMEOUT (seconds) describe, or the variables of mpirun, srun or torchrun, read as in
-/// onnxpar.runtime.launch.launch; null if they describe none. Joins it on first use.
+/// Returns the world that the variables ONNXPAR_RANK, ONNXPAR_WORLD_SIZE, ONNXPAR_STORE,
+/// ONNXPAR_BIND and ONNXPAR_TIMEOUT (seconds) describe, or those of mpirun, srun or torchrun, read
+/// as in onnxpar.runtime.launch.launch. Joins the world on the first call. Returns null if no
+/// variable gives a rank.
 std::shared_ptr<World> WorldFromEnvironment();
 
 }  // namespace onnxpar

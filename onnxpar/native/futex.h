@@ -1,5 +1,5 @@
-// Lets processes of one host wait for words in shared memory: first they look repeatedly, then they
-// sleep.
+// How processes of one host wait until a word in shared memory changes: first they look at it
+// repeatedly, and after a while they sleep (futex).
 #pragma once
 
 #include <sched.h>
@@ -10,26 +10,27 @@
 
 namespace onnxpar {
 
-/// The time to look before sleeping. Waking a sleeper on an idle core takes up to 75 us in a
-/// virtual machine, and a thread that looks offers its core to all that have work.
+/// How long a thread looks before it sleeps. To wake a thread on an idle core takes up to 75 us in
+/// a virtual machine, and a thread that looks offers its core to threads that have work.
 constexpr std::chrono::microseconds kLookTime{1000};
 
-/// True in threads whose core computes meanwhile: they sleep without looking first.
+/// True in threads whose core is needed for computing while they wait: they sleep without looking
+/// first.
 inline thread_local bool sleeps_at_once = false;
 
-/// Sleeps until another process or thread wakes this word; returns at once if the word has another
-/// value than `value`.
+/// Sleeps, at most `longest`, until a process or thread calls Wake for this word. Returns at once
+/// if the word's value is not `value`.
 void Sleep(const std::atomic<uint32_t>& word, uint32_t value, std::chrono::milliseconds longest);
 
-/// Wakes all threads that sleep on this word.
+/// Wakes all threads, of all processes, that sleep on this word.
 void Wake(const std::atomic<uint32_t>& word);
 
-/// Tells the core that this thread looks at a word repeatedly.
+/// Tells the CPU that this thread is in a loop that looks at a word, so that it saves power.
 void Pause();
 
-/// Looks until has_come() is true; gives up after a while, or if is_over() is true. Returns true if
-/// has_come() was true. Every now and then, offers the core to other threads, as the thread for
-/// which it waits may be among them; if `spins` is false, each time.
+/// Calls has_come() repeatedly until it is true; returns true then. Returns false after kLookTime,
+/// or if is_over() is true. Offers the core to other threads now and then, as they may include the
+/// one for which it waits; if `spins` is false, after each call.
 template <typename HasCome, typename IsOver>
 bool Look(bool spins, const HasCome& has_come, const IsOver& is_over) {
   constexpr int kSpins = 64;

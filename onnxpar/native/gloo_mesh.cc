@@ -21,11 +21,12 @@ namespace {
 
 using gloo::transport::tcp::Device;
 
-/// A message is cut into parts of at least this many bytes.
+/// The least size in bytes of a part, if a message is cut to travel over several connections.
 constexpr size_t kLeastPart = 64 << 10;
 constexpr int kMostConnections = 16;
 
-/// Creates Gloo's device on a thread whose settings Gloo's event loop inherits. With SCHED_BATCH,
+/// Creates Gloo's device, and so the thread of its event loop, which inherits the settings of the
+/// thread that creates it. Therefore this happens in a thread with two settings. With SCHED_BATCH,
 /// the loop's busy polling does not starve the thread that it should wake (otherwise stalls of 4 ms
 /// on few cores). Signals are blocked, because they belong to the host program.
 std::shared_ptr<Device> CreateDevice() {
@@ -47,13 +48,13 @@ std::shared_ptr<Device> CreateDevice() {
   return device;
 }
 
-/// Gloo's text without the prefix "[file:line] ", the place in Gloo's source.
+/// Returns a message of Gloo without its prefix "[file:line] ", a place in Gloo's source.
 std::string WithoutPlace(const std::string& text) {
   const size_t end = text.find("] ");
   return text.empty() || text[0] != '[' || end == std::string::npos ? text : text.substr(end + 2);
 }
 
-/// Adds the number of the other rank to Gloo's errors.
+/// Calls `body`, and turns an exception of Gloo into a TransportError that names the other rank.
 template <typename Body>
 void NameRank(int rank, const Body& body) {
   try {
@@ -106,7 +107,8 @@ GlooMesh::Flight::~Flight() {
   mesh_.flights_.remove(this);
 }
 
-/// Both ends cut a message into the same parts.
+/// Starts to send or receive a message, in parts over the connections to its rank. Both ends
+/// compute the same parts from the message's size.
 void GlooMesh::Flight::Post(const Message& message, bool outgoing) {
   const size_t count = std::clamp<size_t>(message.bytes / kLeastPart, 1, mesh_.contexts_.size());
   for (size_t i = 0; i < count; ++i) {

@@ -16,11 +16,12 @@
 
 namespace onnxpar {
 
-/// Returns the number of connections between two ranks that ONNXPAR_CONNECTIONS requests; 1 if it
-/// is not set. Throws unless it is a number from 1 to 16.
+/// Returns the value of ONNXPAR_CONNECTIONS, the number of connections between each two ranks; 1 if
+/// it is not set. Throws unless it is a number from 1 to 16.
 int ConnectionsFromEnvironment();
 
-/// Bytes to or from one rank. Gloo delivers a message to the receive with the same slot.
+/// Bytes that go to or come from one rank. A message is received by the receive with the same
+/// `slot`, a hash of all values on which the two ranks must agree.
 struct Message {
   int rank;
   uint64_t slot;
@@ -28,14 +29,15 @@ struct Message {
   size_t bytes;
 };
 
-/// The connections of one rank to all other ranks. A long message is sent in parts over all
-/// connections to a rank.
+/// The connections of one rank to all other ranks of the world. A long message is cut into parts,
+/// which travel over all connections to the receiver.
 class GlooMesh {
  public:
   GlooMesh(int rank, int size, Store& store, const Network& network,
            std::chrono::milliseconds timeout);
 
-  /// Messages that are posted together and awaited together.
+  /// Messages to and from several ranks that are posted together, by the constructor, and awaited
+  /// together, by Wait.
   class Flight {
    public:
     Flight(GlooMesh& mesh, const std::vector<Message>& sends, const std::vector<Message>& receives);
@@ -43,8 +45,8 @@ class GlooMesh {
     Flight(const Flight&) = delete;
     Flight& operator=(const Flight&) = delete;
 
-    /// Returns when all messages have been sent and received; throws if a connection breaks, if a
-    /// message does not arrive within the timeout, or after Abort.
+    /// Returns when all messages of the flight have been sent and received. Throws if a connection
+    /// breaks, if a message does not arrive within the timeout, or after Abort.
     void Wait();
 
    private:
@@ -63,11 +65,11 @@ class GlooMesh {
     std::vector<Posted> posted_;
   };
 
-  /// Makes the current flights, and all later ones, throw. Any thread may call it.
+  /// Makes the flights that are under way, and all later ones, throw. Any thread may call it.
   void Abort();
 
-  /// The rank for whose message this rank waits, or has waited until a failure; -1 if it waits for
-  /// none.
+  /// Returns the rank whose message this rank waits for, or was waiting for when a flight failed;
+  /// -1 if none.
   int awaited() const { return awaited_; }
 
  private:

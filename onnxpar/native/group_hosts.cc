@@ -22,7 +22,8 @@ GroupHosts::GroupHosts(const std::vector<int>& ranks, int me, const std::vector<
   FindHandlers();
 }
 
-/// The members of a host take turns with the blocks from elsewhere.
+/// Sets the handler of each block on each host. On hosts other than the owner's, members take
+/// turns.
 void GroupHosts::FindHandlers() {
   handlers_.resize(Members() * Count());
   for (size_t host = 0; host < Count(); ++host) {
@@ -65,9 +66,9 @@ std::vector<Block> GroupHosts::Parts(size_t elements, size_t element_size) const
   return parts;
 }
 
-/// A member sends to each other member of its host the pieces that the other member handles, and to
-/// all of them the pieces that it handles itself. To other hosts go the pieces that it handles for
-/// their owners, and its own pieces; these are in shared memory only if hosts are simulated.
+/// Inside its host, a member sends each other member the pieces that this one handles, and to all
+/// the pieces that it handles itself. To other hosts, it sends the pieces that it handles for their
+/// owners, and its own piece; these are in shared memory only if hosts are simulated.
 size_t GroupHosts::PiecesOfStep() const {
   size_t most = 0;
   for (const auto& members : hosts_) {

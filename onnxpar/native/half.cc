@@ -62,10 +62,11 @@ ONNXPAR_INLINE Bfloat16 ToBfloat16(float value) {
 
 bool HasInstructions() { return CpuLevel() >= 3; }
 
-/// Values that one instruction converts.
+/// The number of values that one instruction converts.
 constexpr size_t kAtOnce = 8;
 
-/// Converts whole vectors from the start; returns the number of values that it has converted.
+/// Converts the values in whole vectors of kAtOnce from the start. Returns how many it has
+/// converted; the caller converts the rest.
 ONNXPAR_F16C size_t WidenVectors(const Float16* in, float* out, size_t count) {
   size_t i = 0;
   for (; i + kAtOnce <= count; i += kAtOnce) {

@@ -18,7 +18,8 @@ constexpr size_t kNonceBytes = 32;
 constexpr size_t kProofBytes = 32;
 constexpr size_t kLongestIdentity = 255;
 
-/// Joins fields, each with its length, so that different lists never have the same bytes.
+/// Concatenates fields, each after its length, so that different lists of fields never give the
+/// same bytes.
 std::string Joined(const std::vector<std::string>& fields) {
   std::string all;
   for (const std::string& field : fields) all += std::to_string(field.size()) + ":" + field;
@@ -75,7 +76,8 @@ Handshake::State Handshake::Advance() {
   return state_;
 }
 
-/// Continues this step; returns true at its end.
+/// Continues the current step; returns true if it is complete, false if it has to wait or has
+/// failed.
 bool Handshake::Next() {
   switch (step_) {
     case Step::kConnect:
@@ -149,7 +151,8 @@ bool Handshake::ReadConfirmation() {
   return SameKey(incoming_, Proof("accepts")) || Fail("another key");
 }
 
-/// A MAC of these two nonces, which only a process with the key can compute.
+/// Returns the MAC by which the end with this role ("accepts" or "connects") proves that it has the
+/// key.
 std::string Handshake::Proof(const char* role) const {
   const std::string& first = accepts_ ? own_nonce_ : other_nonce_;
   const std::string& second = accepts_ ? other_nonce_ : own_nonce_;
@@ -168,8 +171,8 @@ bool Handshake::Write() {
   return true;
 }
 
-/// Reads until this step has this number of bytes, and never more: later bytes belong to the owner
-/// of the connection.
+/// Reads until `incoming_` has `bytes` bytes; returns true when it has. Never reads more, because
+/// later bytes belong to the owner of the connection.
 bool Handshake::Read(size_t bytes) {
   char buffer[kNonceBytes + 1 + kLongestIdentity + kProofBytes];
   while (incoming_.size() < bytes) {
@@ -180,8 +183,8 @@ bool Handshake::Read(size_t bytes) {
   return true;
 }
 
-/// Returns true if a call of the socket made progress; else notes the events for which it waits, or
-/// fails.
+/// Handles the result of a call that reads or writes. Returns true if it made progress. Else
+/// returns false: sets the events to wait for, or fails the handshake.
 bool Handshake::Wait(ssize_t result) {
   if (result > 0) return true;
   if (result == 0) return Fail("the connection was closed");

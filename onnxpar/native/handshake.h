@@ -1,4 +1,5 @@
-// The handshake at the beginning of a connection: each end proves that it has the key of the world.
+// The handshake at the beginning of a connection, in which each end proves that it has the key, the
+// secret that the ranks of a world share.
 #pragma once
 
 #include <poll.h>
@@ -10,49 +11,55 @@
 
 namespace onnxpar {
 
-/// The secret of a world, and the TLS settings of its connections.
+/// The key of a world, and the TLS settings of its connections.
 struct Credentials {
   std::string key;
   std::shared_ptr<Tls> tls;  // null: connections are not encrypted
 };
 
-/// Returns the credentials of a key. Reads the certificates that ONNXPAR_TLS_DIR names.
+/// Returns the credentials with this key, and with the certificates in the folder that
+/// ONNXPAR_TLS_DIR names, if it is set.
 Credentials CredentialsOf(std::string key);
 
-/// Throws std::runtime_error if other hosts can reach `address`, unless connections are encrypted
-/// or ONNXPAR_INSECURE=1 allows connections without encryption.
+/// Throws std::runtime_error if other hosts can reach `address` and connections there would not be
+/// encrypted, unless ONNXPAR_INSECURE=1 allows this.
 void CheckExposure(const Address& address, const Credentials& credentials);
 
-/// The handshake of one end of a connection; its methods never block.
+/// One end of the handshake of a connection; its methods never block.
 ///
-/// It begins with TLS, if TLS is requested. Then the end that accepted sends a nonce. The end that
-/// connects sends a nonce, its identity, and a MAC of both nonces and the identity by the key. The
-/// end that accepted checks this MAC, and answers with its own. Nonces make recorded messages
-/// useless. The MACs cover a secret of the two ends of the TLS session, so nobody can pass messages
-/// on from one session to another. A stranger learns nothing from which to guess the key.
+///   1. If TLS is requested, a TLS handshake.
+///   2. The accepting end sends a nonce (a random number that is used once).
+///   3. The connecting end sends its own nonce, its identity, and a MAC of all these by the key.
+///   4. The accepting end checks the MAC, and answers with its own MAC, which the other end checks.
+///
+/// Nonces make recorded messages useless. The MACs cover a secret of the TLS session, so nobody can
+/// pass messages on from one session to another. A process without the key learns nothing from
+/// which to guess it.
 class Handshake {
  public:
   enum class State { kUnderWay, kDone, kFailed };
 
-  /// Begins the handshake of the end that accepts. `purpose` names the listening service; the other
-  /// end must expect the same service.
+  /// Begins the handshake of the accepting end. `purpose` names its service, e.g. "hub"; it fails
+  /// unless the connecting end expects the same service.
   static Handshake Accepts(TcpSocket socket, const Credentials& credentials, std::string purpose);
-  /// Begins the handshake of the end that connects and sends its identity.
+  /// Begins the handshake of the connecting end, which sends `identity`, e.g. its rank.
   static Handshake Connects(TcpSocket socket, const Credentials& credentials, std::string purpose,
                             std::string identity);
 
-  /// Continues as far as possible without waiting.
+  /// Continues as far as possible without waiting, and returns the new state. Call it again once
+  /// the descriptor has one of events().
   State Advance();
-  /// The events of poll for which the handshake waits.
+  /// Returns the events of poll for which the handshake waits.
   short events() const { return events_; }
   int descriptor() const { return socket_.descriptor(); }
-  /// True once there is a TCP connection.
+  /// True once the TCP connection is established.
   bool connected() const { return step_ != Step::kConnect; }
-  /// The identity that the end that connects has sent; proved once the handshake is done.
+  /// Returns the identity that the connecting end has sent; trust it only when the handshake is
+  /// done.
   const std::string& identity() const { return identity_; }
-  /// The reason of the failure.
+  /// Returns the reason why the handshake failed.
   const std::string& error() const { return error_; }
-  /// Returns the connection, once the handshake is done.
+  /// Returns the connection; call it once, when the handshake is done.
   TcpSocket Take() { return std::move(socket_); }
 
  private:

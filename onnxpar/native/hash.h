@@ -7,7 +7,8 @@
 
 namespace onnxpar {
 
-/// Returns a hash of `seed` and `value` (the finalizer of splitmix64).
+/// Returns a hash of `seed` and `value` (the finalizer of splitmix64). Mix(Mix(0, a), b) is a hash
+/// of the pair (a, b).
 inline uint64_t Mix(uint64_t seed, uint64_t value) {
   uint64_t x = (seed ^ value) + 0x9e3779b97f4a7c15u + (seed << 6);
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;

@@ -13,14 +13,14 @@ Block For(int member, Block block) {
   return block;
 }
 
-/// For a mean, each host divides its sum by the number of members of the largest host, so that
-/// float16 overflows there only if it overflows in the result.
+/// Returns the reduction inside a host. A mean divides the host's sum by the number of members of
+/// the largest host already here, so that a float16 sum overflows only if the result would.
 Reduction Inside(Reduction reduction, const GroupHosts& hosts) {
   if (reduction.op == ReduceOp::kMean) reduction.divisor = static_cast<double>(hosts.Largest());
   return reduction;
 }
 
-/// For a mean, the reduction between hosts does the rest of the division.
+/// Returns the reduction between hosts. A mean does here the rest of the division.
 Reduction Between(Reduction reduction, const GroupHosts& hosts) {
   reduction.divisor = static_cast<double>(hosts.Members()) / static_cast<double>(hosts.Largest());
   return reduction;
@@ -141,8 +141,8 @@ Reducing::Reducing(const Setting& setting, const Reduction& reduction, const voi
       between_(setting.links, setting.call, kReduceBetween, setting.cut, ToTargets(), FromSources(),
                scratch.between) {}
 
-/// The parts that every other member of this host sends: its operands of the blocks that this
-/// member reduces.
+/// Returns the parts that the other members of this host send to this one: from each, its operands
+/// of the blocks that this member reduces.
 std::vector<Part> Reducing::FromLocals() const {
   std::vector<Part> parts;
   for (int local : setting_.hosts.locals()) {
@@ -154,8 +154,8 @@ std::vector<Part> Reducing::FromLocals() const {
   return parts;
 }
 
-/// True if this member computes a partial result. False if it sends its own operand from `in`,
-/// because no other member of its host has operands.
+/// True if this member reduces the block's operands of its host into memory of its own. False if it
+/// is alone on its host: then it sends its operand to other hosts directly from `in`.
 bool Reducing::MakesPartial(const Partial& partial) const {
   return partial.mine || setting_.hosts.locals().size() > 1 || inside_reduction_.divisor != 1;
 }
@@ -212,7 +212,8 @@ void Reducing::Run(const std::function<void(size_t)>& after_chunk) {
   }
 }
 
-/// This member's own operand, contiguous.
+/// Returns the address of these bytes of this member's own operand, contiguous: in `in`, or copied
+/// to scratch memory if the block has gaps.
 const void* Reducing::OwnOperand(const Partial& partial, const Range& range) {
   if (partial.block.Contiguous()) return At(in_, partial.block.offset + range.begin);
   char* const packed = own_.Get(setting_.cut.piece);

@@ -1,5 +1,5 @@
-// The stages of collectives that reduce or gather: the stage inside each host, and the stage
-// between hosts.
+// The stages of collectives that reduce or gather: one stage inside each host, and one between
+// hosts. README.md, "Several hosts", has an overview.
 #pragma once
 
 #include <functional>
@@ -12,11 +12,11 @@
 
 namespace onnxpar {
 
-/// The steps of a collective. They are part of the slot, so that messages of different steps do not
-/// match.
+/// The phases of a collective. The phase is a part of each message's slot (the hash on which both
+/// ends must agree), so messages of different phases never match.
 enum Phase { kMove, kReduceInside, kReduceBetween, kGatherBetween, kGatherInside };
 
-/// The settings that the stages of one collective share.
+/// What the stages of one collective have in common.
 struct Setting {
   Setting(Links& links, const Call& call, const GroupHosts& hosts);
 
@@ -24,36 +24,39 @@ struct Setting {
   const Call& call;
   const GroupHosts& hosts;
   const Cut cut;
-  /// The number of chunks by which a stage that needs messages from other hosts is behind the stage
-  /// before it, so that these messages travel meanwhile.
+  /// How many chunks the stage between hosts is behind the stage inside hosts, so that chunks
+  /// travel over the network while the next chunks are reduced; 0 on one host.
   const size_t lag;
 
-  /// The number of chunks of the largest block.
+  /// Returns the number of chunks of the largest of these blocks.
   size_t CountOf(const std::vector<Block>& blocks) const;
 };
 
-/// Scratch memory of stages.
+/// Scratch memory that stages keep between collectives.
 struct StageScratch {
   Scratch inside, between, own;
 };
 
-/// A reduction in two stages. Inside each host, members send their operands of each block to its
-/// handler there, which reduces them. Between hosts, handlers send these partial results to the
-/// members that need them, which reduce them in the order of hosts.
+/// A reduction in two stages. Inside each host, members send their operands of each block to the
+/// block's handler on that host (see GroupHosts), which reduces them to a partial result. Between
+/// hosts, handlers send partial results to the members that need them, which reduce them in the
+/// order of hosts.
 class Reducing {
  public:
-  /// A reduction in which every member i gets the result of blocks[i] of `in`.
+  /// A ReduceScatter: member i gets the reduction of blocks[i] of all members' `in`, contiguous in
+  /// `out`.
   static Reducing ToOwners(const Setting& setting, const Reduction& reduction, const void* in,
                            const std::vector<Block>& blocks, void* out, StageScratch& scratch);
-  /// A reduction in which every member gets the result of all `bytes` of `in`.
+  /// An AllReduce in one step, for few bytes: every member gets the reduction of all `bytes` of
+  /// `in`.
   static Reducing ToAll(const Setting& setting, const Reduction& reduction, const void* in,
                         size_t bytes, void* out, StageScratch& scratch);
 
-  /// Reduces into `out`; calls after_chunk(i) after chunk i of `out` is complete.
+  /// Reduces into `out`, chunk by chunk; calls after_chunk(i) when chunk i of `out` is complete.
   void Run(const std::function<void(size_t)>& after_chunk);
 
  private:
-  /// A part of its host's operands that this member reduces.
+  /// A block whose operands of this host this member reduces.
   struct Partial {
     Block block;               // of `in`
     bool mine;                 // true if the result goes to `out`
@@ -91,14 +94,16 @@ class Reducing {
 };
 
 /// A gathering in two stages: every member sends its block to the block's handlers, one on each
-/// host, and these send it to the other members of their host.
+/// other host, and each handler sends it to the other members of its host.
 class Gathering {
  public:
-  /// blocks[i] of `out` is the block of member i; this member's block is the part `own`.
+  /// Prepares to fill `out` on every member: blocks[i] is the place in `out` of member i's block.
+  /// `own` is the place from which this member's own block is sent.
   Gathering(const Setting& setting, const Part& own, void* out, const std::vector<Block>& blocks,
             StageScratch& scratch);
 
-  /// Sends chunk number `chunk` of this member's block; chunks must be in order.
+  /// Sends chunk number `chunk` of this member's block, once its bytes are there. Call it for 0, 1,
+  /// ...
   void Post(size_t chunk);
   /// Waits until `out` is complete, after all chunks have been posted.
   void Finish();

@@ -14,21 +14,21 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// The time that a rank gets to answer whether it has begun a collective; a rank on a busy machine
-/// is slow to answer.
+/// How long to wait for ranks' answers whether they have begun a collective. Ranks on busy machines
+/// are slow to answer.
 constexpr milliseconds kAnswerTime{1000};
-/// The time to write Goodbye to all ranks.
+/// How long the hub tries to send Goodbye to all ranks before it ends.
 constexpr milliseconds kGoodbyeTime{200};
-/// The time that a new connection gets to send its Hello.
+/// How long a new connection may take to send its Hello.
 constexpr milliseconds kHelloTime{5000};
-/// The largest number of keys for which a rank may wait at a time; Gloo requests one after another.
+/// The most keys for which a rank may wait at a time. Gloo requests keys one after another.
 constexpr size_t kMaxWanted = 1024;
 
-/// The bytes that count for each value in addition to its key and content.
+/// The bytes that a stored value counts in addition to its key and content.
 constexpr size_t kStoredBytes = 128;
 
-/// Returns the largest number of bytes that a rank may store: its values are the addresses of its
-/// connections to all other ranks.
+/// Returns the most bytes that one rank may store in a world of `ranks` ranks. A rank stores the
+/// addresses of its connections to all others.
 size_t MaxStored(size_t ranks) { return (size_t{64} << 10) + (size_t{1} << 10) * ranks; }
 
 }  // namespace
@@ -53,7 +53,7 @@ void Hub::Stop() {
   end_.wait();
 }
 
-/// Runs the hub's thread. An exception does not end the process; the ranks get its reason.
+/// The hub's thread. An exception does not end the process; the ranks fail with its message.
 void Hub::Serve() {
   try {
     ServeUntilTheEnd();
@@ -143,7 +143,7 @@ void Hub::ForgetClosed() {
                peers_.end());
 }
 
-/// Takes over the connections that have proved the key.
+/// Takes over from the acceptor the connections that have proved the key.
 void Hub::WelcomeAccepted() {
   while (auto accepted = acceptor_.Next()) {
     auto peer = std::make_unique<Peer>();
@@ -234,8 +234,8 @@ void Hub::HandleHello(Peer& peer, const Frame& frame) {
   WelcomeIfComplete();
 }
 
-/// Returns the reason to refuse a Hello; empty if it is valid. Sets `again` if a later attempt may
-/// succeed.
+/// Returns the reason to refuse a rank's Hello, or "" if it may join. Sets `again` if the rank may
+/// try again later.
 std::string Hub::WhyRefused(const messages::Hello& hello, bool* again) const {
   *again = true;
   if (!failure_.empty()) return failure_;
@@ -264,7 +264,7 @@ void Hub::WelcomeIfComplete() {
   Tell(messages::Welcome{Server()});
 }
 
-/// The process that serves this hub.
+/// Returns the process that serves this hub, as errors name it, e.g. "rank 0 (pid 4711)".
 std::string Hub::Server() const {
   if (host_rank_ >= 0) return members_[host_rank_].Name();
   return on_several_hosts_ ? "the launcher on " + HostName() : "the launcher";
@@ -299,7 +299,8 @@ void Hub::HandleGet(Peer& peer, const std::string& key) {
   peer.wanted.insert(key);
 }
 
-/// True if a report is about the current run.
+/// True if a report is about the current epoch, which has not been interrupted; else it is
+/// outdated.
 bool Hub::IsCurrent(const Report& report) const { return report.epoch == epoch_ && !interruption_; }
 
 void Hub::HandleWaiting(int rank, Report report) {
@@ -353,7 +354,8 @@ void Hub::HandleInterrupt(const messages::Interrupt& interrupt) {
   RenewOnceReady();
 }
 
-/// Handles a rank's Ready, which may arrive before its cause, the Interrupt of another rank.
+/// Notes that a rank has left the interrupted run. Its Ready may arrive before the Interrupt of
+/// another rank that caused it.
 void Hub::HandleReady(int rank, uint64_t epoch) {
   if (epoch != epoch_ || !failure_.empty()) return;
   members_[rank].is_ready = true;

@@ -1,5 +1,5 @@
-// The hub of a world. All ranks have a control connection to it, separate from the connections for
-// data.
+// The hub of a world: a thread, on rank 0 or in a launcher, that watches all ranks. Each rank has a
+// control connection to it, separate from the connections for data.
 #pragma once
 
 #include <atomic>
@@ -18,30 +18,30 @@
 
 namespace onnxpar {
 
-/// The purpose of handshakes with a hub.
+/// The name of the hub's service in handshakes; see Handshake::Accepts.
 constexpr char kHubPurpose[] = "hub";
 
-/// Serves one world: waits for its ranks, stores the keys and values through which they find each
-/// other, and informs all ranks if a rank has died, has left too early, or disagrees with another
-/// rank.
+/// Serves one world: waits until all ranks have joined, stores the values by which they find each
+/// other's addresses, and informs all ranks if a rank dies, leaves too early, or disagrees with
+/// another one.
 class Hub {
  public:
-  /// Starts a thread that listens on `address`. Ranks must prove that they have the key.
-  /// `host_rank` is the rank of this process, or -1. The hub ends when its last rank leaves, or by
-  /// Stop.
+  /// Starts the hub's thread, which listens on `address`, and accepts connections that prove the
+  /// key in `credentials`. `host_rank` is the rank of this process, or -1 if it is no rank. The hub
+  /// ends when its last rank leaves, or by Stop.
   static std::shared_ptr<Hub> Start(Address address, Credentials credentials, int host_rank);
   ~Hub();
 
   const Address& address() const { return address_; }
 
-  /// Says goodbye to the ranks, and returns when the hub has ended.
+  /// Tells the ranks that the hub ends normally; returns when it has ended.
   void Stop();
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  /// A connection whose other end has proved the key. It belongs to a rank once a Hello has been
-  /// accepted.
+  /// A connection whose other end has proved the key. It belongs to a rank once the hub has
+  /// accepted the Hello that it sent.
   struct Peer {
     Connection connection;
     int rank = -1;
@@ -57,7 +57,8 @@ class Hub {
     int owner = 0;
   };
 
-  /// A question to ranks about an overdue collective, and their answers.
+  /// The question to all members of a group whether they have begun an overdue collective, and the
+  /// answers so far.
   struct Inquiry {
     uint64_t question = 0;
     Report report;

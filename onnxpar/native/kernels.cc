@@ -18,7 +18,8 @@ namespace {
 
 using Sizes = std::vector<int64_t>;
 
-/// Returns the default sizes of shards along an axis: as equal as possible, larger ones first.
+/// Returns the default sizes of `parts` shards of `extent` elements: as equal as possible, larger
+/// ones first, e.g. [3, 2] for 5 elements.
 Sizes EqualParts(int64_t extent, size_t parts) {
   Sizes sizes;
   for (size_t i = 0; i < parts; ++i) {
@@ -27,7 +28,8 @@ Sizes EqualParts(int64_t extent, size_t parts) {
   return sizes;
 }
 
-/// Reads an operand with a size for each rank of a group.
+/// Returns the content of an operand that has one size for each member of the group. Throws if it
+/// has another shape or a negative size.
 Sizes MemberSizes(const char* operand, const Tensor& sizes, const Group& group) {
   const size_t members = group.ranks.size();
   if (sizes.shape != Shape{static_cast<int64_t>(members)}) {
@@ -41,8 +43,8 @@ Sizes MemberSizes(const char* operand, const Tensor& sizes, const Group& group) 
   throw std::runtime_error(std::string(operand) + "=" + ToText(found) + " has a negative size");
 }
 
-/// Returns the sizes of the shards into which an op cuts X: those of its attribute or of its
-/// optional input; without both, the shards are as equal as possible.
+/// Returns the sizes of the shards into which an op divides X: its attribute if that is not empty,
+/// else its optional input `sizes`; without both, as EqualParts.
 Sizes CutSizes(const Sizes& attribute, const KernelContext& context, int64_t extent,
                const Group& group) {
   if (!attribute.empty()) return attribute;
@@ -52,14 +54,15 @@ Sizes CutSizes(const Sizes& attribute, const KernelContext& context, int64_t ext
   return EqualParts(extent, group.ranks.size());
 }
 
-/// Returns the values on which members must agree: a part of the shape of X, and the sizes of
-/// shards.
+/// Concatenates the values on which members must agree: a part of the shape of X, and the shard
+/// sizes.
 Shape Joined(Shape common, const Sizes& sizes) {
   common.insert(common.end(), sizes.begin(), sizes.end());
   return common;
 }
 
-/// Throws unless X has the size along `axis` that `attribute` requires.
+/// Throws unless X has size `expected` along `axis`; `attribute` is the text that requires this
+/// size.
 void CheckExtent(const std::string& attribute, int64_t expected, const Shape& shape, size_t axis) {
   if (shape[axis] == expected) return;
   throw std::runtime_error("X has shape " + ToText(shape) + ", that is " +
@@ -151,8 +154,8 @@ class ReduceScatter : public Collective {
   const ReduceOp op_;
 };
 
-/// Divides X along one axis into slices, one for each member, and joins the received slices along
-/// another axis.
+/// Divides X along one axis into slices, one for each member, and concatenates the slices that this
+/// rank receives along another axis: with 2 ranks, [4, 6] split on axis 0 becomes [2, 12].
 class AllToAll : public Collective {
  public:
   AllToAll(const KernelInfo& info, std::shared_ptr<World> world)
@@ -208,9 +211,9 @@ class AllToAll : public Collective {
   const Sizes concat_sizes_;
 };
 
-/// AllToAll whose split axis is its concat axis: it only moves the bounds between the members'
-/// shards. Sizes differ between members: the number that one member sends must be the number that
-/// the other member receives.
+/// An AllToAll whose split axis is also its concatenation axis: it moves the bounds between the
+/// members' shards, e.g. from sizes [4, 4] to [5, 3]. Members send different sizes: what one member
+/// sends to another must be what the other expects from it.
 class Redistribute : public Collective {
  public:
   Redistribute(const KernelInfo& info, std::shared_ptr<World> world)
@@ -257,9 +260,9 @@ class Redistribute : public Collective {
   const Sizes takes_;
 };
 
-/// Sends each member i the next `sends[i]` elements along one axis, and joins the received elements
-/// along the same axis. Both lists are data: `receives[i]` must be the number that member i sends
-/// to this rank. The token has the shape [0, bytes sent to other members].
+/// Sends member i the next `sends[i]` elements along one axis, and concatenates the received
+/// elements along the same axis. Both lists are inputs: `receives[i]` must be the number that
+/// member i sends to this rank. The token has the shape [0, bytes sent to other members].
 class AllToAllV : public Collective {
  public:
   AllToAllV(const KernelInfo& info, std::shared_ptr<World> world)
@@ -336,8 +339,8 @@ class Broadcast : public Collective {
   const int64_t root_;
 };
 
-/// Returns X. The token input delays the op until an earlier collective has ended; the op does not
-/// communicate.
+/// Returns X unchanged. Its second input, the token of an earlier collective, makes onnxruntime run
+/// this node, and the nodes that need its result, after that collective. Does not communicate.
 class Gate : public Kernel {
  public:
   void Compute(KernelContext& context) override {
@@ -348,7 +351,8 @@ class Gate : public Kernel {
   }
 };
 
-/// Returns a constant that is known when the session is created, such as this rank's index.
+/// Returns an integer that is known when the session is created: this rank's index in its group, or
+/// the group's size.
 class Scalar : public Kernel {
  public:
   explicit Scalar(int64_t value) : value_(value) {}
@@ -360,7 +364,8 @@ class Scalar : public Kernel {
   const int64_t value_;
 };
 
-/// Creates the kernel of a collective that may be started in the background; null for other ops.
+/// Returns a new kernel for an op of type `kind` that also exists as StartX, which runs the
+/// collective in the background; null for other ops.
 std::unique_ptr<Collective> MakeCollective(const std::string& kind, const KernelInfo& info,
                                            std::shared_ptr<World> world) {
   if (kind == "AllReduce") return std::make_unique<AllReduce>(info, world);

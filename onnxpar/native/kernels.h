@@ -9,15 +9,17 @@
 
 namespace onnxpar {
 
-/// The kernel of one node in a loaded model.
+/// The implementation of one node of a loaded model.
 class Kernel {
  public:
   virtual ~Kernel() = default;
-  /// Runs the node. Throws a std::exception with a message for the user.
+  /// Runs the node once: reads the inputs of `context`, and writes its outputs. Throws a
+  /// std::exception with a message for the user.
   virtual void Compute(KernelContext& context) = 0;
 };
 
-/// Creates the kernel of a node with op type `kind`. Throws if its attributes are wrong.
+/// Returns a new kernel for a node of op type `kind`, e.g. "AllReduce". Throws if its attributes
+/// are invalid.
 std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& info,
                                    std::shared_ptr<World> world);
 

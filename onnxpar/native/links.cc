@@ -15,7 +15,8 @@ Medium MediumFromEnvironment() {
   throw std::runtime_error("ONNXPAR_TRANSPORT='" + name + "' must be auto, gloo or shared-memory");
 }
 
-/// Gloo can only connect all ranks of a world, so it connects them as soon as one pair needs it.
+/// Gloo is needed if one pair of ranks has no shared memory. It then connects all ranks, because it
+/// can only connect a whole world.
 Links::Links(int rank, int size, Store& store, const Network& network,
              std::chrono::milliseconds timeout, Medium medium, std::vector<int> simulated)
     : shared(rank, size, store, medium != Medium::kGloo, timeout),

@@ -1,4 +1,5 @@
-// The connections of one rank to all others: shared memory on one host, Gloo between hosts.
+// The connections of one rank to all other ranks of its world: shared memory inside a host, Gloo
+// between hosts.
 #pragma once
 
 #include <chrono>
@@ -12,29 +13,30 @@
 
 namespace onnxpar {
 
-/// The medium of messages.
+/// How ranks exchange messages.
 enum class Medium {
   kAuto,          // shared memory where two ranks reach each other by it, else Gloo
   kGloo,          // Gloo alone
   kSharedMemory,  // shared memory alone; an error if ranks are on several hosts
 };
 
-/// Returns the medium that ONNXPAR_TRANSPORT names: auto, gloo or shared-memory; auto if it is not
-/// set. Throws for another name.
+/// Returns the value of ONNXPAR_TRANSPORT: auto, gloo or shared-memory; auto if it is not set.
+/// Throws for another value.
 Medium MediumFromEnvironment();
 
 struct Links {
-  /// Connects to all ranks of the world. `simulated` has the host of each rank, if hosts are
-  /// simulated; else it is empty. Throws if a rank cannot be reached within `timeout`.
+  /// Connects to all ranks of the world, whose addresses are in `store`. `simulated` has the host
+  /// of each rank in a simulation, else it is empty. Throws if a rank cannot be reached within
+  /// `timeout`.
   Links(int rank, int size, Store& store, const Network& network, std::chrono::milliseconds timeout,
         Medium medium, std::vector<int> simulated);
 
-  /// True if a rank is on this rank's host.
+  /// True if rank `other` is on this rank's host.
   bool IsHere(int other) const { return hosts[other] == hosts[rank]; }
 
   void Abort();
 
-  /// The rank for whose message this rank waits, or has waited until a failure; -1 if it waits for
+  /// Returns the rank whose message this rank waits for, or was waiting for when it failed; -1 if
   /// none.
   int Awaited() const;
 

@@ -27,7 +27,7 @@ int NewSocket() {
   throw std::system_error(errno, std::generic_category(), "cannot open a Unix socket");
 }
 
-/// The address of an abstract socket, which is not a file.
+/// Returns the address of the socket with this name in the abstract namespace, which has no files.
 sockaddr_un AddressOf(const std::string& name, socklen_t* length) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
@@ -37,7 +37,7 @@ sockaddr_un AddressOf(const std::string& name, socklen_t* length) {
   return address;
 }
 
-/// The control part of a message that passes one descriptor.
+/// The control part of a message that passes one file descriptor.
 union Passed {
   char bytes[CMSG_SPACE(sizeof(int))];
   cmsghdr align;

@@ -1,4 +1,5 @@
-// A rank listens while connections are made, and connects to the ranks below it.
+// Each rank listens while connections are made. A rank connects to all lower ranks, and accepts the
+// connections of all higher ranks.
 #include "mesh_connections.h"
 
 #include <poll.h>
@@ -19,24 +20,26 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// The time between two attempts to connect.
+/// The pause between two attempts to connect to a rank.
 constexpr milliseconds kRetry{20};
-/// The time of one attempt.
+/// The longest duration of one attempt.
 constexpr milliseconds kAttempt{5000};
 /// The interval at which to check whether the world has failed.
 constexpr milliseconds kTick{100};
-/// Additional time for the ranks that connect to this rank: they know better why they cannot.
+/// Time beyond the timeout in which higher ranks, which connect to this one, can report why they
+/// could not: they know the reason, this rank does not.
 constexpr milliseconds kGrace{500};
 constexpr char kSameAsHub[] = "*";
 
-/// The address at which a rank listens.
+/// Where a rank listens for the connections of higher ranks.
 struct Place {
   Address address;
   std::string purpose;  // of handshakes there
   std::string host;     // its name
 };
 
-/// A place on this host.
+/// Returns a place on this host. Its purpose is random, so it differs from that of any other
+/// listening process.
 Place PlaceOn(const std::string& listening) {
   Place place;
   place.address.host = listening;
@@ -45,7 +48,8 @@ Place PlaceOn(const std::string& listening) {
   return place;
 }
 
-/// A connection that this rank makes.
+/// Connection number `number` to rank `rank`, which this rank makes, with as many attempts as it
+/// takes.
 struct Attempt {
   int rank = 0;
   int number = 0;
@@ -114,7 +118,7 @@ class Connecting {
     return place;
   }
 
-  /// Begins the attempts that are due.
+  /// Starts each attempt to connect whose time has come.
   void Begin() {
     const auto now = Clock::now();
     for (Attempt& each : attempts_) {
@@ -162,7 +166,8 @@ class Connecting {
     attempt.next = Clock::now() + kRetry;
   }
 
-  /// Takes a connection that a higher rank has made.
+  /// Stores a connection that a higher rank has made; drops it if its identity is not "rank
+  /// number".
   void Take(Accepted accepted) {
     std::istringstream text(accepted.identity);
     int other = 0, number = 0;

@@ -1,4 +1,4 @@
-// Makes the TCP connections between all ranks of a world, or of one of its streams.
+// Makes the TCP connections between all ranks of a world, for one stream.
 #pragma once
 
 #include <chrono>
@@ -17,13 +17,14 @@ struct Network {
   Credentials credentials;
 };
 
-/// Connections by rank, and for each rank in an order that both ends share; none for this rank
-/// itself.
+/// The connections to each rank, by rank: sockets[r][i] is this end of connection number i to rank
+/// r, and rank r has the other end under the same number. Empty for this rank itself.
 using PeerSockets = std::vector<std::vector<TcpSocket>>;
 
-/// Makes `count` connections to each other rank; all ranks must call it. Drops connections from
-/// processes without the key of the world. Throws std::runtime_error, which names both ends, if a
-/// rank cannot be reached within `timeout`, and with the reason if the world fails meanwhile.
+/// Makes `count` connections to each other rank; all ranks must call it with the same count. Drops
+/// connections from processes without the key of the world. Throws std::runtime_error if a rank
+/// cannot be reached within `timeout` (the message names both ends), or if the world fails
+/// meanwhile.
 PeerSockets ConnectPeers(int rank, int size, int count, Store& store, const Network& network,
                          std::chrono::milliseconds timeout);
 

@@ -14,8 +14,8 @@ namespace {
 
 using Sizes = std::vector<int64_t>;
 
-/// Returns the ranks of a Send and its Recv, in ascending order: two, or only this rank if the peer
-/// is -1.
+/// Returns the group of a Send or a Recv: this rank and its peer, in ascending order; only this
+/// rank if the attribute `peer` is -1.
 Sizes PairWithPeer(const KernelInfo& info, const World& world) {
   const int64_t peer = info.Int("peer");
   if (peer == -1) return {world.rank()};
@@ -25,9 +25,9 @@ Sizes PairWithPeer(const KernelInfo& info, const World& world) {
   return {std::min<int64_t>(peer, world.rank()), std::max<int64_t>(peer, world.rank())};
 }
 
-/// One end of a message. A Send and its Recv are one collective of two ranks; the lower rank is
-/// member 0. A rank without a peer does not communicate: its Send does nothing, and its Recv
-/// returns X.
+/// A Send or a Recv. A Send and its Recv are one collective of two ranks, of which the lower one is
+/// member 0. With peer=-1, a rank does not communicate: its Send does nothing, and its Recv returns
+/// X, its own operand.
 class PointToPoint : public Collective {
  public:
   PointToPoint(const char* kind, bool sends, const KernelInfo& info, std::shared_ptr<World> world)
@@ -54,8 +54,8 @@ class PointToPoint : public Collective {
   const int peer_;
 };
 
-/// Gives each member the whole X of another member. `sources[i]` is the member whose X member i
-/// gets, or -1 for none: then member i gets zeros.
+/// Gives each member the whole X of one member: `sources[i]` is the member whose X member i gets,
+/// or -1 for zeros. E.g. sources=[2, 0, 1] passes each X on to the next of 3 members.
 class CollectivePermute : public Collective {
  public:
   CollectivePermute(const KernelInfo& info, std::shared_ptr<World> world)
@@ -105,13 +105,14 @@ class CollectivePermute : public Collective {
     });
   }
 
-  /// The member that gets the X of `member`, or -1.
+  /// Returns the member that gets the X of `member`; -1 if none does.
   int ReaderOf(int member) const {
     const auto found = std::find(sources_.begin(), sources_.end(), member);
     return found == sources_.end() ? -1 : static_cast<int>(found - sources_.begin());
   }
 
-  /// The part of the shape of X that all members have in common.
+  /// Returns the part of this rank's shape on which all members must agree: the sizes that are -1
+  /// in `shapes`; without `shapes`, only the number of dimensions.
   Shape CommonShape(const Shape& x) const {
     if (shapes_.empty()) return {static_cast<int64_t>(x.size())};
     Shape common;
@@ -121,7 +122,8 @@ class CollectivePermute : public Collective {
     return common;
   }
 
-  /// The shape of X on a member; in `shapes`, -1 stands for this rank's own size.
+  /// Returns the shape of X on a member. `shapes` has the sizes for each member one after the
+  /// other, or once for all; a -1 stands for the size in `own`, this rank's shape.
   Shape ShapeOn(int member, const Sizes& shapes, const Shape& own) const {
     const size_t first = shapes.size() == own.size() ? 0 : own.size() * member;
     Shape shape(shapes.begin() + first, shapes.begin() + first + own.size());
@@ -143,6 +145,8 @@ class CollectivePermute : public Collective {
   const Sizes shapes_;
 };
 
+/// Extends each member's X along one axis by the adjacent elements of its two neighbours: by
+/// `before[i]` elements of member i-1 and `after[i]` of member i+1, as a convolution needs.
 class NeighborExchange : public Collective {
  public:
   NeighborExchange(const KernelInfo& info, std::shared_ptr<World> world)
@@ -206,16 +210,16 @@ class NeighborExchange : public Collective {
   const Sizes after_;
 };
 
-/// Returns to each member a range of a dimension that is sharded over the members: the global
-/// elements from bounds[0] to before bounds[1]. The sizes of shards and the bounds are
-/// data-dependent, so the members exchange them first.
+/// Gives each member a range of a dimension that is sharded over the members: the elements
+/// bounds[0] to bounds[1] - 1, counted over all shards. The sizes of shards and the bounds depend
+/// on data, so the members exchange them first.
 class HaloExchange : public Collective {
  public:
   HaloExchange(const KernelInfo& info, std::shared_ptr<World> world)
       : Collective("HaloExchange", info, std::move(world)), axis_(AgreeInt(info, "axis")) {}
 
  private:
-  /// The global elements from `begin` to before `end`.
+  /// The elements `begin` to `end` - 1 of the sharded dimension, counted over all shards.
   struct Span {
     int64_t begin, end;
   };
@@ -258,8 +262,9 @@ class HaloExchange : public Collective {
     });
   }
 
-  /// Returns the place of the elements that one rank holds and another one needs, in a tensor of
-  /// shape `shape` that has the elements `all`.
+  /// Returns the place of the elements that are both in `both.held` (the shard of one member) and
+  /// in `both.wanted` (what another member needs), in a tensor that has the elements `all` along
+  /// `axis`.
   static Block Shared(const Shape& shape, size_t axis, size_t element, int member, const Span& all,
                       const Member& both) {
     const int64_t begin = std::max(both.held.begin, both.wanted.begin);
@@ -268,8 +273,8 @@ class HaloExchange : public Collective {
     return SliceOf(shape, axis, element, member, begin - all.begin, end - begin);
   }
 
-  /// Returns the members' ranges; `numbers` has the size of the shard and the two bounds of each.
-  /// Throws if they are invalid.
+  /// Returns each member's shard and wanted range. `numbers` has three numbers for each member: the
+  /// size of its shard, and its two bounds. Throws if they are invalid.
   std::vector<Member> MembersOf(const Sizes& numbers) const {
     std::vector<Member> members;
     Sizes held;

@@ -1,4 +1,5 @@
-// The kernels of ops in which ranks send messages to particular other ranks.
+// The kernels of the ops by which ranks send messages to particular other ranks: Send, Recv,
+// CollectivePermute, NeighborExchange and HaloExchange.
 #pragma once
 
 #include <memory>
@@ -8,8 +9,8 @@
 
 namespace onnxpar {
 
-/// Creates the kernel of a node with op type `kind`; null if its op is no such op. Throws if its
-/// attributes are wrong.
+/// Returns a new kernel for a node of op type `kind`; null if this is none of these ops. Throws if
+/// the node's attributes are invalid.
 std::unique_ptr<Kernel> MakeMessageKernel(const std::string& kind, const KernelInfo& info,
                                           std::shared_ptr<World> world);
 

@@ -12,17 +12,18 @@
 namespace onnxpar {
 namespace {
 
-/// An AllReduce in which every member sends at most this many bytes takes one step, in which the
-/// members get all operands, instead of two steps.
+/// An AllReduce takes one step (every member gets all operands, or all hosts' partial results) if
+/// no member then sends more bytes than this; else two steps, a ReduceScatter and an AllGather.
 constexpr size_t kDirectBytes = 384 * 1024;
-/// The most bytes beyond its need that a host may receive in such a step: each of its members
-/// receives all operands.
+/// The most bytes that a host may receive beyond its need in an AllReduce of one step, because each
+/// of its members receives the results of the other hosts.
 constexpr size_t kSpareBytes = 64 * 1024;
-/// In a Broadcast of more bytes, the root sends a part to each host, and the hosts exchange the
-/// parts.
+/// In a Broadcast of more bytes, all other hosts together get one copy from the root, in parts that
+/// they then exchange. With fewer bytes, each other host gets a copy of its own.
 constexpr size_t kScatteredBytes = 64 * 1024;
 
-/// Members of a group, by host, that get a tensor from the root in parts, and exchange the parts.
+/// The members that get one copy of a broadcast tensor together: each gets a part from the root,
+/// and then they exchange their parts. Listed by host.
 using Audience = std::vector<std::vector<int>>;
 
 class MessageTransport : public Transport {
@@ -57,13 +58,13 @@ class MessageTransport : public Transport {
   StageScratch gather_scratch_;
 };
 
-/// Begins to count the bytes and rounds between hosts.
+/// Resets the count of bytes and rounds between hosts, and returns the hosts of the call's group.
 GroupHosts MessageTransport::Begin(const Call& call) {
   links_.crossing = {};
   return {call.ranks, call.me, links_.hosts};
 }
 
-/// True if an AllReduce of this many bytes takes one step.
+/// True if an AllReduce of this many bytes takes one step; see kDirectBytes and kSpareBytes.
 bool IsDirect(const GroupHosts& hosts, size_t bytes) {
   const size_t locals = hosts.Largest() - 1;
   const size_t elsewhere = hosts.Count() - 1;
@@ -72,7 +73,8 @@ bool IsDirect(const GroupHosts& hosts, size_t bytes) {
 
 /// Small operands take one step; large operands take a ReduceScatter and an AllGather, overlapped
 /// chunk by chunk. `out` may be `in`: the result of a part comes from the member to which this
-/// rank, or its host, sent its operand of the part, so no part is overwritten before it was sent.
+/// rank, or its host, has sent its operand of this part, so a part is overwritten only after it was
+/// sent.
 void MessageTransport::AllReduce(const Call& call, const Reduction& reduction, const void* in,
                                  void* out, size_t elements) {
   const GroupHosts hosts = Begin(call);
@@ -98,8 +100,8 @@ void MessageTransport::ReduceScatter(const Call& call, const Reduction& reductio
   Reducing::ToOwners(setting, reduction, in, blocks, out, reduce_scratch_).Run([](size_t) {});
 }
 
-/// A member that has received all blocks knows that all members agree: the key includes the sizes
-/// of all blocks.
+/// Does not need to wait until others have received this rank's block: the key includes the sizes
+/// of all blocks, so a member that has received all blocks knows that all members agree.
 void MessageTransport::AllGather(const Call& call, const void* in, void* out,
                                  const std::vector<Block>& blocks) {
   const GroupHosts hosts = Begin(call);
@@ -115,9 +117,10 @@ void MessageTransport::Gather(const Setting& setting, const Part& own, void* out
   gathering.Finish();
 }
 
-/// Returns the audiences of a tensor: members that get it together. For many bytes, all other hosts
-/// are one audience, so that the root's host sends the tensor only once; the other members of the
-/// root's host are another.
+/// Returns the audiences of a broadcast tensor. For more than kScatteredBytes, there are two: the
+/// members of all other hosts, so that the root's host sends the tensor only once over the network,
+/// and the other members of the root's host. For fewer bytes, each other host is an audience, and
+/// each other member of the root's host.
 std::vector<Audience> AudiencesOf(const GroupHosts& hosts, int root, size_t bytes) {
   const bool together = bytes > kScatteredBytes;
   Audience away;
@@ -137,7 +140,8 @@ std::vector<Audience> AudiencesOf(const GroupHosts& hosts, int root, size_t byte
   return audiences;
 }
 
-/// Divides `bytes` into a part for each member of an audience: all hosts have equal parts.
+/// Divides `bytes` at `data` into a part for each member of an audience: equally over hosts, and on
+/// each host equally over its members.
 std::vector<Part> PartsOf(const Audience& audience, void* data, size_t bytes) {
   std::vector<Part> parts;
   for (size_t host = 0; host < audience.size(); ++host) {
@@ -150,7 +154,8 @@ std::vector<Part> PartsOf(const Audience& audience, void* data, size_t bytes) {
   return parts;
 }
 
-/// The root sends each member of an audience a part, and the members exchange their parts.
+/// The root sends each member of an audience a part of the tensor, and the members of an audience
+/// exchange their parts.
 void MessageTransport::Broadcast(const Call& call, int root, void* data, size_t bytes) {
   const GroupHosts hosts = Begin(call);
   std::vector<Part> sends;
@@ -168,7 +173,8 @@ void MessageTransport::Broadcast(const Call& call, int root, void* data, size_t 
   if (call.me == root) Move(call, sends, {});
 }
 
-/// Exchanges the parts of an audience, which is a group of its own.
+/// Exchanges the parts of an audience, of which this rank is a member: an AllGather whose group is
+/// the audience.
 void MessageTransport::GatherParts(const Call& call, const std::vector<Part>& parts) {
   if (parts.size() == 1) return;
   std::vector<int> ranks;

@@ -1,4 +1,4 @@
-// The collectives, built from messages through shared memory or Gloo.
+// The collectives, made of messages between two ranks through shared memory or Gloo.
 #pragma once
 
 #include <chrono>
@@ -12,8 +12,9 @@
 namespace onnxpar {
 
 /// Connects to the other ranks, whose addresses are in `store`, by the media that ONNXPAR_TRANSPORT
-/// allows (links.h). `simulated` has the host of each rank, if hosts are simulated; else it is
-/// empty. A collective throws if one of its messages does not arrive within `timeout`.
+/// allows (links.h), and returns the transport over these connections. `simulated` has the host of
+/// each rank in a simulation, else it is empty. A collective throws if one of its messages does not
+/// arrive within `timeout`.
 std::unique_ptr<Transport> ConnectRanks(int rank, int size, Store& store, const Network& network,
                                         std::chrono::milliseconds timeout,
                                         const std::vector<int>& simulated);

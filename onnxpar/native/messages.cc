@@ -71,7 +71,8 @@ void Reader::Wait(std::chrono::milliseconds& value) {
   value = std::chrono::milliseconds(number);
 }
 
-/// Reads a number of items of `bytes_each` bytes each. Throws if the frame is too short for them.
+/// Reads the number of items that follow, of at least `bytes_each` bytes each. Throws if the rest
+/// of the frame is too short for so many.
 uint64_t Reader::Count(size_t bytes_each) {
   uint64_t count = 0;
   Number(count);

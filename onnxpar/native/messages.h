@@ -1,5 +1,5 @@
-// The messages of the control channel. Each message lists its fields once, in Visit, for both the
-// writer and the reader; the reader checks each field.
+// The messages of the control channel between a rank and the hub. Each message lists its fields
+// once, in Visit, which both writes and reads them; the reader checks each field.
 #pragma once
 
 #include <chrono>
@@ -12,11 +12,12 @@
 
 namespace onnxpar {
 
-/// The version of the protocol; increase it with every change to the messages.
+/// The version of the protocol; increase it with every change to the messages, because ranks and
+/// hub must have the same.
 constexpr uint64_t kProtocol = 6;
 /// The largest number of ranks in a world.
 constexpr uint64_t kMaxWorld = 1 << 16;
-/// Stands for the awaited rank if a rank waits for none.
+/// The value of `awaited` if a rank waits for no other rank.
 constexpr uint64_t kNobody = UINT64_MAX;
 /// The largest number of streams of a rank.
 constexpr uint64_t kMaxStreams = 64;
@@ -51,31 +52,32 @@ enum class Kind : uint8_t {
   kGoodbye,
 };
 
-/// Received bytes that are not a valid message.
+/// The exception for received bytes that are not a valid message.
 class ProtocolError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// A received message before any check; kind and content may be anything.
+/// A received message before any check: its kind may be unknown, and the bytes of its fields
+/// invalid.
 struct Frame {
   uint8_t kind = 0;
   std::string fields;
 };
 
-/// The owner of a connection, rank `rank` in a world of `size` ranks; used to check ranks in
-/// messages.
+/// The rank and the world whose connection a message comes from: ranks in messages must be less
+/// than `size`, and groups must contain `rank`.
 struct Scope {
   int size = 0;
   int rank = 0;
 };
 
-/// The ranks of a group, and its stream.
+/// A group: its ranks, and the stream in which it runs its collectives.
 using GroupId = std::pair<std::vector<int>, uint64_t>;
 /// The number of collectives that a rank has begun, by group.
 using Runs = std::map<GroupId, uint64_t>;
 
-/// Writes a frame: its length, its kind, and its fields.
+/// Writes a message as a frame: its length, its kind, and the fields that Visit lists.
 class Writer {
  public:
   explicit Writer(Kind kind);
@@ -95,7 +97,8 @@ class Writer {
   std::string bytes_;
 };
 
-/// Reads a frame. Each method reads the next field, and throws ProtocolError if it is invalid.
+/// Reads the fields of a frame in the order of Visit. Each method reads the next field, and throws
+/// ProtocolError if it is invalid.
 class Reader {
  public:
   Reader(const Frame& frame, Scope scope) : bytes_(frame.fields), scope_(scope) {}
@@ -105,13 +108,14 @@ class Reader {
   void Text(std::string& text) { Bytes(text, kMaxText); }
   void Key(std::string& key) { Bytes(key, kMaxKey); }
   void Bytes(std::string& bytes, size_t longest = SIZE_MAX);
-  /// Reads distinct ranks of the world that include the rank of this connection.
+  /// Reads the ranks of a group: distinct, less than the world's size, and including the rank of
+  /// this connection.
   void Group(std::vector<int>& ranks);
   void Stream(uint64_t& stream);
-  /// Reads a number for each of `ranks`, or no numbers.
+  /// Reads one number for each of `ranks`, or an empty list.
   void PerMember(std::vector<int64_t>& values, const std::vector<int>& ranks);
   void GroupRuns(Runs& runs);
-  /// Throws unless the frame ends here.
+  /// Throws if the frame has further bytes.
   void End() const;
 
  private:
@@ -134,7 +138,8 @@ bool Is(const Frame& frame) {
   return frame.kind == static_cast<uint8_t>(Message::kKind);
 }
 
-/// Reads a message from a frame, whose kind the caller has checked. Throws ProtocolError.
+/// Returns the message of this type in a frame, whose kind the caller has checked. Throws
+/// ProtocolError if the frame is not valid.
 template <typename Message>
 Message Decode(const Frame& frame, Scope scope) {
   Reader reader(frame, scope);
@@ -146,6 +151,8 @@ Message Decode(const Frame& frame, Scope scope) {
 
 namespace messages {
 
+/// The first message of a rank, which asks to join the world. The hub answers with Accept or
+/// Refuse.
 struct Hello {
   static constexpr Kind kKind = Kind::kHello;
   uint64_t protocol = kProtocol;
@@ -168,7 +175,7 @@ struct Hello {
   }
 };
 
-/// Stores a value on the hub for other ranks.
+/// Stores a value on the hub, where any rank can get it.
 struct Set {
   static constexpr Kind kKind = Kind::kSet;
   std::string key, value;
@@ -191,7 +198,8 @@ struct Get {
   }
 };
 
-/// A rank's report on its current collective.
+/// What a rank is doing in a collective that has not ended, for the hub's comparison with other
+/// ranks.
 struct Report {
   uint64_t epoch = 0;             // number of runs that were interrupted before
   std::vector<int> ranks;         // of the group
@@ -219,18 +227,18 @@ struct Report {
   }
 };
 
-/// This rank has been in a collective for longer than usual.
+/// Reports a collective that this rank has been in for longer than usual (20 ms).
 struct Waiting : Report {
   static constexpr Kind kKind = Kind::kWaiting;
 };
 
-/// This rank has been in a collective for longer than the timeout.
+/// Reports a collective that this rank has been in for longer than the timeout.
 struct Overdue : Report {
   static constexpr Kind kKind = Kind::kOverdue;
 };
 
-/// Answers Ask: whether the rank has begun the collective, the text of its present state, and the
-/// rank for which it waits.
+/// Answers Ask: whether this rank has begun the collective, what it does now (e.g. "in AllReduce
+/// 'n'"), and the rank for which it waits.
 struct Status {
   static constexpr Kind kKind = Kind::kStatus;
   uint64_t question = 0;
@@ -247,7 +255,7 @@ struct Status {
   }
 };
 
-/// The reason why the world fails.
+/// The content of messages that fail the world: the reason.
 struct Failure {
   std::string message;
 
@@ -257,12 +265,13 @@ struct Failure {
   }
 };
 
-/// Fails the world for good.
+/// A rank asks the hub to fail the world for good, on all ranks.
 struct Abort : Failure {
   static constexpr Kind kKind = Kind::kAbort;
 };
 
-/// A call, and the reason why it ends.
+/// The content of messages that end a call (one run of the model): its epoch and number, and the
+/// reason.
 struct CallEnd {
   uint64_t epoch = 0, call = 0;
   std::string message;
@@ -275,12 +284,13 @@ struct CallEnd {
   }
 };
 
-/// Asks the hub to end a call on all ranks; on a rank that has begun a later call, this later call.
+/// A rank asks the hub to end its current call on all ranks. A rank that has begun a later call
+/// ends that one.
 struct Interrupt : CallEnd {
   static constexpr Kind kKind = Kind::kInterrupt;
 };
 
-/// This rank has left the interrupted run.
+/// Tells the hub that this rank has left the interrupted run of this epoch.
 struct Ready {
   static constexpr Kind kKind = Kind::kReady;
   uint64_t epoch = 0;
@@ -291,8 +301,8 @@ struct Ready {
   }
 };
 
-/// This rank leaves the world normally, after it has begun these numbers of collectives; `why` is
-/// empty unless the rank has failed.
+/// This rank leaves the world. `runs` is the number of collectives that it has begun, by group;
+/// `why` is empty unless it has failed.
 struct Leave {
   static constexpr Kind kKind = Kind::kLeave;
   std::string why;
@@ -305,7 +315,7 @@ struct Leave {
   }
 };
 
-/// The Hello was valid.
+/// Answers a valid Hello: the rank belongs to the world, and Welcome follows when all ranks do.
 struct Accept {
   static constexpr Kind kKind = Kind::kAccept;
 
@@ -313,6 +323,7 @@ struct Accept {
   void Visit(Fields&) {}
 };
 
+/// Answers a Hello that the hub does not accept, with the reason.
 struct Refuse {
   static constexpr Kind kKind = Kind::kRefuse;
   std::string message;
@@ -336,6 +347,7 @@ struct Welcome {
   }
 };
 
+/// Answers Get, once a rank has set the value.
 struct Value {
   static constexpr Kind kKind = Kind::kValue;
   std::string key, value;
@@ -347,7 +359,8 @@ struct Value {
   }
 };
 
-/// Asks a rank whether it has begun collective number `run` of a group.
+/// Asks a rank whether it has begun collective number `run` of a group; the rank answers with
+/// Status.
 struct Ask {
   static constexpr Kind kKind = Kind::kAsk;
   uint64_t question = 0;
@@ -364,17 +377,17 @@ struct Ask {
   }
 };
 
-/// The world has failed permanently.
+/// Tells the ranks that the world has failed for good.
 struct Fail : Failure {
   static constexpr Kind kKind = Kind::kFail;
 };
 
-/// A call has ended because a rank interrupted it.
+/// Tells the ranks that a call has ended, because a rank has interrupted it.
 struct Stop : CallEnd {
   static constexpr Kind kKind = Kind::kStop;
 };
 
-/// All ranks have left the interrupted run.
+/// Tells the ranks that all of them have left the interrupted run, and that a new epoch begins.
 struct Renewed {
   static constexpr Kind kKind = Kind::kRenewed;
   uint64_t epoch = 0;   // the epoch that begins
@@ -387,7 +400,7 @@ struct Renewed {
   }
 };
 
-/// The hub ends normally.
+/// Tells the ranks that the hub ends without a failure.
 struct Goodbye {
   static constexpr Kind kKind = Kind::kGoodbye;
 

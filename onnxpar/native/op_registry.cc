@@ -15,12 +15,17 @@
 namespace onnxpar {
 namespace {
 
-/// The signature of an op. The last output is a token, unless the op has no inputs; the last
-/// required input is a token, too. An optional input with the sizes of shards may follow. A
-/// variadic op has any number of inputs and outputs of one type, and no tokens. An op with
-/// `operands` computes without a world, and has no tokens either. Its `operands` have a letter for
-/// each input, and its `results` a letter for each output: I for int64, F for float32, T for the
-/// fixed type and C for the type of caches; a lower-case letter is optional.
+/// The signature of an op. There are three kinds of ops.
+///
+/// Ops that communicate: the last required input and the last output are tokens, empty tensors that
+/// order nodes. With `has_sizes`, an optional input follows, the sizes of shards. An op without
+/// inputs has no token.
+///
+/// Variadic ops: any number of inputs and outputs of type `fixed_type`, no tokens.
+///
+/// Ops with `operands`: compute without a world, no tokens. `operands` has a letter for each input,
+/// and `results` for each output: I is int64, F float32, T `fixed_type`, C `cache_type`. A
+/// lower-case letter is an optional input.
 struct Schema {
   const char* name;
   size_t inputs;  // required ones
@@ -35,14 +40,15 @@ struct Schema {
   DataType cache_type = DataType::kAny;
 };
 
-/// onnxruntime before 1.24 crashes if an op of several types lacks an optional input.
+/// The onnxruntime 1.x from which on the ops with `operands` are offered: earlier ones crash if an
+/// op that exists for several types lacks an optional input.
 constexpr int kSinceMinor = 24;
 
-/// The execution provider of all kernels, in whose memory their tensors are: `HOST` of
-/// runtime/session/device.py. onnxruntime copies between it and the providers of other nodes.
+/// The execution provider of all kernels, in whose memory their tensors are (`HOST` in
+/// runtime/session/device.py). onnxruntime copies tensors of nodes on other providers.
 constexpr const char* kProvider = "CPUExecutionProvider";
 
-/// PagedAttention for queries and caches of these types.
+/// The schema of PagedAttention for queries of type `type` and caches of type `cache`.
 constexpr Schema PagedAttention(DataType type, DataType cache) {
   Schema schema{"PagedAttention", 11, 3, type, InferPagedAttention, false};
   schema.operands = "TttCCIIIttt";
@@ -51,7 +57,7 @@ constexpr Schema PagedAttention(DataType type, DataType cache) {
   return schema;
 }
 
-/// PagedAttention over a part of each page.
+/// The schema of PagedAttentionPart, whose caches have only some positions of each page.
 constexpr Schema PagedAttentionPart(DataType type, DataType cache) {
   Schema schema{"PagedAttentionPart", 12, 4, type, InferPagedAttentionPart, false};
   schema.operands = "TttCCIIItttI";
@@ -97,7 +103,8 @@ const Schema kSchemas[] = {
     {"GroupSize", 0, 1, DataType::kInt64, InferScalar, false},
 };
 
-/// An op of one world. onnxruntime passes this object, as OrtCustomOp, to each of its functions.
+/// An op, bound to one world. onnxruntime passes this object, as an OrtCustomOp, to each of its
+/// functions.
 struct Op : OrtCustomOp {
   Op(const Schema& op_schema, std::shared_ptr<World> op_world);
 
@@ -107,7 +114,7 @@ struct Op : OrtCustomOp {
 
 const Op& Self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
 
-/// Calls `body`; returns an exception as a status.
+/// Calls `body`. Returns null, or if it throws, a status with the exception's message.
 template <typename Body>
 OrtStatus* Guard(const Body& body) {
   try {
@@ -152,7 +159,7 @@ OrtStatus* InferShape(const OrtCustomOp* op, OrtShapeInferContext* context) {
   });
 }
 
-/// The type for a letter of `operands` or `results`.
+/// Returns the type for a letter of `operands` or `results`; see Schema.
 DataType TypeOf(const Schema& schema, char letter) {
   switch (letter) {
     case 'I':
@@ -179,7 +186,7 @@ size_t InPlaceFirst(int** inputs, int** outputs) {
   return 1;
 }
 
-/// Output 0 may overwrite any of the first inputs.
+/// Tells onnxruntime that output 0 may overwrite any of the first 8 inputs.
 size_t InPlaceAny(int** inputs, int** outputs) {
   constexpr int kInputs = 8;
   *inputs = new int[kInputs];
@@ -240,7 +247,8 @@ Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
   ReleaseAliasMap = ReleaseInPlace;
 }
 
-/// Returns the world that a session's options or the environment name; null if neither does.
+/// Returns the world that the session config entry onnxpar.world names, or without it, the world
+/// that the environment describes; null if there is neither.
 std::shared_ptr<World> WorldOf(const OrtSessionOptions* options) {
   const std::string id = SessionConfigEntry(options, "onnxpar.world");
   if (id.empty()) return WorldFromEnvironment();
@@ -250,9 +258,9 @@ std::shared_ptr<World> WorldOf(const OrtSessionOptions* options) {
                            "' names no world of this process; create it first, and keep it open");
 }
 
-/// Returns the domains with the ops of a world, created on first use; the domain of ops that
-/// compute is included only if onnxruntime is new enough. The ops are never freed, because sessions
-/// keep pointers to them and may outlive their options.
+/// Returns the custom op domains for a world, which are created on first use; if `computes`, with
+/// the domain of ops that need no world. The ops are never freed, because sessions keep pointers to
+/// them and may outlive their options.
 const std::vector<OrtCustomOpDomain*>& DomainsOf(const std::shared_ptr<World>& world,
                                                  bool computes) {
   static std::mutex mutex;
@@ -273,7 +281,8 @@ const std::vector<OrtCustomOpDomain*>& DomainsOf(const std::shared_ptr<World>& w
 }  // namespace
 }  // namespace onnxpar
 
-/// Called by onnxruntime when a session registers this library.
+/// The entry point: onnxruntime calls it when a session registers this library. Returns null or an
+/// error.
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(
     OrtSessionOptions* options, const OrtApiBase* base) {
   if (!onnxpar::NegotiateApi(base)) {

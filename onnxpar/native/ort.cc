@@ -8,7 +8,8 @@
 namespace onnxpar {
 namespace {
 
-/// The function table, one per process: several onnxruntimes in one process are not supported.
+/// The function table, one for the whole process: two onnxruntimes in one process are not
+/// supported.
 std::atomic<const OrtApi*> api{nullptr};
 
 template <typename Result, typename... Arguments>
@@ -17,7 +18,8 @@ Result Invoke(OrtFunction slot, Arguments... arguments) {
       arguments...);
 }
 
-/// Calls a function that returns a status; true if the call succeeds.
+/// Calls the function in this slot of the table, which returns a status. Returns true if the call
+/// succeeds; drops the error otherwise.
 template <typename... Arguments>
 bool Try(OrtFunction slot, Arguments... arguments) {
   auto* status = Invoke<OrtStatus*>(slot, arguments...);
@@ -36,7 +38,7 @@ void Call(OrtFunction slot, Arguments... arguments) {
   throw std::runtime_error(message);
 }
 
-/// Owns a type-and-shape info, and frees it.
+/// Owns the type and shape information of a tensor, and frees it at the end of its scope.
 struct OwnedInfo {
   OrtTensorTypeAndShapeInfo* info = nullptr;
   ~OwnedInfo() {
@@ -58,7 +60,8 @@ DataType ElementType(const OrtTensorTypeAndShapeInfo* info) {
   return type;
 }
 
-/// Returns a symbol that no model uses. A dimension without a symbol would become a literal -1.
+/// Returns a new symbol, which no model uses. onnxruntime would turn a dimension without a symbol
+/// into the size -1.
 std::string NewSymbol() {
   static std::atomic<uint64_t> next{0};
   return "onnxpar_dim_" + std::to_string(next++);
@@ -291,8 +294,8 @@ void* NodeContext::Output(size_t index, const Shape& shape) {
 
 namespace {
 
-/// The function that onnxruntime's threads call. Its name lets ThreadSanitizer recognize such
-/// threads.
+/// The function that onnxruntime's threads call for index i. Its name lets ThreadSanitizer
+/// recognize these threads.
 void InParallelFor(void* body, size_t i) {
   (*static_cast<const std::function<void(size_t)>*>(body))(i);
 }

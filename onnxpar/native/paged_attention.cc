@@ -30,12 +30,13 @@ enum Operand : size_t {
   kHeld,
 };
 
-/// The bytes of the scale of a row of int8.
+/// The bytes at the end of a cache row of int8 that are its scale, a float32.
 constexpr size_t kScaleBytes = sizeof(float);
-/// The largest number of tokens whose queries attend together.
+/// The most consecutive tokens of a text whose queries are computed together, with one pass over
+/// the keys.
 constexpr size_t kTogether = 8;
 
-/// Reads elements of a tensor as float32.
+/// Reads `count` elements of a float32 or float16 tensor, from number `begin` on, as float32.
 void Read(const Tensor& x, size_t begin, size_t count, float* out) {
   if (x.type == DataType::kFloat) {
     std::memcpy(out, static_cast<const float*>(x.data) + begin, count * sizeof(float));
@@ -44,7 +45,8 @@ void Read(const Tensor& x, size_t begin, size_t count, float* out) {
   }
 }
 
-/// Writes float32 as elements of a tensor.
+/// Writes `count` float32 values as elements of a float32 or float16 tensor, from number `begin`
+/// on.
 void Write(const float* in, size_t count, const Tensor& x, size_t begin) {
   if (x.type == DataType::kFloat) {
     std::memcpy(static_cast<float*>(x.data) + begin, in, count * sizeof(float));
@@ -53,7 +55,8 @@ void Write(const float* in, size_t count, const Tensor& x, size_t begin) {
   }
 }
 
-/// Reads a row of a cache. A row of int8 has its scale, a float32, behind its elements.
+/// Reads as float32 the row of `count` elements that begins at element number `begin` of a cache. A
+/// row of int8 is followed by its scale, a float32, by which all elements are multiplied.
 void ReadRow(const Tensor& cache, size_t begin, size_t count, float* out) {
   if (cache.type != DataType::kInt8) return Read(cache, begin, count, out);
   const auto* const row = static_cast<const int8_t*>(cache.data) + begin;
@@ -62,8 +65,9 @@ void ReadRow(const Tensor& cache, size_t begin, size_t count, float* out) {
   for (size_t i = 0; i < count; ++i) out[i] = static_cast<float>(row[i]) * scale;
 }
 
-/// Writes a row of a cache. For int8, the largest element becomes 127 or -127; if an element is not
-/// finite, all are NaN when they are read.
+/// Writes a row of a cache; the inverse of ReadRow. For int8, the scale makes the element with the
+/// largest magnitude 127 or -127. If an element is not finite, the scale is NaN, so all elements of
+/// the row are NaN when they are read.
 void WriteRow(const float* in, size_t count, const Tensor& cache, size_t begin) {
   if (cache.type != DataType::kInt8) return Write(in, count, cache, begin);
   auto* const row = static_cast<int8_t*>(cache.data) + begin;
@@ -80,7 +84,7 @@ void WriteRow(const float* in, size_t count, const Tensor& cache, size_t begin) 
   std::memcpy(row + count, &scale, kScaleBytes);
 }
 
-/// Throws unless the kernel computes a tensor's type.
+/// Throws unless an input is float32 or float16.
 void CheckType(const char* name, const Tensor& x) {
   if (x.type == DataType::kFloat || x.type == DataType::kFloat16) return;
   throw std::runtime_error(std::string(name) + " is " + TypeName(x.type) +
@@ -97,22 +101,23 @@ void CheckShape(const char* name, const Tensor& x, const Shape& expected) {
                            ToText(expected) + " (-1: any size)");
 }
 
-/// Consecutive tokens of one text, in the order of their positions.
+/// Tokens `begin` to `begin + count` - 1, which follow each other in one text.
 struct Run {
   size_t begin;
   size_t count;
 };
 
-/// The positions of each page that the caches of this process have: all positions, or the positions
-/// of a rank.
+/// Which positions of each page the caches of this process hold: all, or a fixed subset if the
+/// positions of a page are divided over ranks.
 class Held {
  public:
-  /// All `size` positions of a page.
+  /// Holds all positions of pages of `size` positions.
   explicit Held(int64_t size) : before_(static_cast<size_t>(size) + 1) {
     std::iota(before_.begin(), before_.end(), 0);
   }
 
-  /// The positions in an operand, of `size` positions of a page.
+  /// Holds the positions in the tensor `positions`, of pages of `size` positions. Throws unless
+  /// they ascend and are less than `size`.
   Held(int64_t size, const Tensor& positions) : before_(static_cast<size_t>(size) + 1) {
     const auto* const named = static_cast<const int64_t*>(positions.data);
     for (int64_t i = 0, last = -1; i < positions.shape[0]; last = named[i++]) {
@@ -126,12 +131,13 @@ class Held {
     std::partial_sum(before_.begin(), before_.end(), before_.begin());
   }
 
-  /// The number of positions of a page, and the number of held positions.
+  /// The number of positions of a page, and how many of them are held.
   int64_t size() const { return static_cast<int64_t>(before_.size()) - 1; }
   int64_t count() const { return before_.back(); }
 
-  /// The number of held positions of a text before `position`; this is the place of `position` if
-  /// it is held itself.
+  /// Returns how many positions of a text before `position` are held. This is the place of
+  /// `position` among the held ones, if it is held itself: with positions 0 and 2 of pages of 4,
+  /// position 6 has place 3.
   int64_t Before(int64_t position) const {
     return position / size() * count() + before_[static_cast<size_t>(position % size())];
   }
@@ -142,8 +148,8 @@ class Held {
   std::vector<int64_t> before_;  // for each position of a page, the held ones before it
 };
 
-/// Returns the held positions: all positions of a page or, if the caches have parts of pages, the
-/// positions in an operand.
+/// Returns the held positions: all positions of a page if `page_size` is 0 (caches of whole pages),
+/// else those in the input `held`.
 Held HeldOf(const KernelContext& context, int64_t page_size, const Tensor& keys) {
   if (page_size == 0) return Held(keys.shape[2]);
   const Tensor held = context.Input(kHeld);
@@ -151,8 +157,8 @@ Held HeldOf(const KernelContext& context, int64_t page_size, const Tensor& keys)
   return Held(page_size, held);
 }
 
-/// The checked operands of one run of the node. A place is the index of a position among the held
-/// positions.
+/// The checked inputs and outputs of one run of the node. The "place" of a position is its index
+/// among the positions that this process holds (see Held::Before).
 class Step {
  public:
   Step(KernelContext& context, size_t heads, size_t shared, int64_t window, bool scaled,
@@ -211,12 +217,13 @@ class Step {
 
   size_t tokens() const { return tokens_; }
   size_t width() const { return width_; }
-  /// The places that a token sees: the places up to its own position; with a window, only the last
-  /// of these.
+  /// Returns the range of places to which a token attends: those up to its own position; with a
+  /// window of w, of the last w positions only.
   Seen SeenBy(size_t token) const {
     return {held_.Before(FirstSeen(token)), held_.Before(positions_[token] + 1)};
   }
-  /// True if this process counts the sinks: one of the processes that attend to parts counts them.
+  /// True if this process adds the sinks (the extra scores in the softmax) to its sums: exactly one
+  /// of the processes that divide the positions does, the one that holds position 0 of pages.
   bool CountsSinks() const { return held_.Has(0); }
   const std::vector<float>& sinks() const { return sinks_; }
   DataType type() const { return query_.type; }
@@ -224,7 +231,7 @@ class Step {
     return {1, static_cast<int64_t>(tokens_), static_cast<int64_t>(heads_ * width_)};
   }
 
-  /// Divides the tokens into runs of at most kTogether.
+  /// Divides the tokens into runs of at most kTogether tokens that follow each other in one text.
   std::vector<Run> Runs() const {
     std::vector<Run> runs;
     for (size_t t = 0; t < tokens_; ++t) {
@@ -238,14 +245,14 @@ class Step {
     return runs;
   }
 
-  /// Reads the query of a token and a head, rotated.
+  /// Reads to `out` the query of a token and a head, with the rotary embedding applied.
   void Query(size_t token, size_t head, bool interleaved, float* out) const {
     Read(query_, (token * Stride() + head) * width_, width_, out);
     Turn(token, interleaved, out);
   }
 
-  /// Writes the keys and values of a token, for all heads, to the caches, if the token's position
-  /// is held.
+  /// Writes a token's keys (with the rotary embedding applied) and values, for all heads, to the
+  /// caches. Does nothing if this process does not hold the token's position.
   void Keep(size_t token, bool interleaved) const {
     if (!held_.Has(positions_[token])) return;
     std::vector<float> x(width_);
@@ -262,8 +269,8 @@ class Step {
     }
   }
 
-  /// Gets the rows of one head's keys and values from `place` on. Converts rows of other types than
-  /// float32 into `scratch`.
+  /// Sets keys[j] and values[j] to the float32 rows of place `place` + j, for one head of the
+  /// token's text. Rows are in the caches, or if these have another type, converted in `scratch`.
   void Rows(size_t token, size_t head, int64_t place, int64_t count, std::vector<float>& scratch,
             const float** keys, const float** values) const {
     const size_t half = Attending::kBlock * width_;
@@ -318,8 +325,8 @@ class Step {
     }
   }
 
-  /// Returns the memory of a cache after the run: the same memory if onnxruntime passes it for
-  /// both, else a copy.
+  /// Allocates an output that is the updated cache, and returns its memory, with the content of
+  /// `cache`: the same memory if onnxruntime lets the output overwrite the input, else a copy.
   static void* Successor(KernelContext& context, size_t output, const Tensor& cache) {
     void* const data = context.Output(output, cache.shape);
     if (data != cache.data) std::memcpy(data, cache.data, cache.Bytes());
@@ -335,7 +342,8 @@ class Step {
   size_t Stride() const { return packed_ ? heads_ + 2 * shared_ : heads_; }
   size_t HalfTurned() const { return static_cast<size_t>(cosine_.shape[1]); }
 
-  /// The index of the first element of a place and a head in a cache.
+  /// Returns the number of the first element, in a cache, of the row for a place and a head of the
+  /// text in row `row` of the block table.
   size_t At(int64_t row, int64_t place, size_t head) const {
     const int64_t each = held_.count(), page = table_[row * pages_ + place / each];
     const int64_t line = (page * static_cast<int64_t>(shared_) + static_cast<int64_t>(head)) * each;
@@ -365,8 +373,9 @@ class Step {
   std::vector<float> sinks_;
 };
 
-/// The memory to which a run of the node writes: the weighted means, in the type of `means`; and in
-/// `log_sums`, unless it is null, the logarithm of the sum of each token and head.
+/// Where a run of the node writes: to `means`, the weighted means of values; and to `log_sums`,
+/// unless it is null, the logarithm of the sum of e^score for each token and head, by which the
+/// results of several ranks are combined.
 struct Results {
   Tensor means;
   float* log_sums;
@@ -374,7 +383,7 @@ struct Results {
 
 class PagedAttention : public Kernel {
  public:
-  /// `page_size` is the size of pages if the caches have parts of them; 0 if the caches have whole
+  /// `page_size` is the size of pages if the caches have only parts of them; 0 if they have whole
   /// pages.
   PagedAttention(const KernelInfo& info, int64_t page_size)
       : page_size_(page_size),
@@ -410,14 +419,16 @@ class PagedAttention : public Kernel {
   }
 
  private:
-  /// Reads a number of heads: 0 on a rank without heads, if there are more ranks than heads.
+  /// Returns an attribute that is a number of heads. It may be 0: with more ranks than heads, some
+  /// ranks have none.
   static size_t Count(const KernelInfo& info, const char* name) {
     const int64_t count = info.Int(name);
     if (count >= 0) return static_cast<size_t>(count);
     throw std::runtime_error(std::string(name) + "=" + std::to_string(count) + " is negative");
   }
 
-  /// Computes the results of a run's queries that read one head of keys and values.
+  /// Computes and writes the results of a run of tokens, for the query heads that read head number
+  /// `shared` of keys and values.
   void Attend(const Step& step, const Run& run, size_t shared, bool has_sink,
               const Results& results) const {
     const size_t group = heads_ / shared_, width = step.width(), queries = run.count * group;

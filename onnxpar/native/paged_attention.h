@@ -1,4 +1,5 @@
-// The kernel of attention over caches in pages.
+// The kernels of attention over caches of keys and values that are divided into pages, of which
+// each text (sequence) has a list.
 #pragma once
 
 #include <memory>
@@ -7,10 +8,11 @@
 
 namespace onnxpar {
 
-/// Creates the kernel of a PagedAttention node.
+/// Returns the kernel of a PagedAttention node, whose caches have whole pages.
 std::unique_ptr<Kernel> MakePagedAttention(const KernelInfo& info);
 
-/// Creates the kernel of a PagedAttentionPart node, which attends to some positions of each page.
+/// Returns the kernel of a PagedAttentionPart node, whose caches have only some positions of each
+/// page; the other positions are on other ranks.
 std::unique_ptr<Kernel> MakePagedAttentionPart(const KernelInfo& info);
 
 }  // namespace onnxpar

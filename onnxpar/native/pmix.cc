@@ -1,5 +1,5 @@
-// The structures here are the same in PMIx 2 to 5. The library is loaded if a launcher has set its
-// variables, so the plugin does not depend on it.
+// The structures here are the same in PMIx 2 to 5. The library is loaded at run time, only if a
+// launcher has set its variables, so the plugin does not depend on it.
 #include "pmix.h"
 
 #include <dlfcn.h>

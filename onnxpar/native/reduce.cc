@@ -13,17 +13,17 @@
 namespace onnxpar {
 namespace {
 
-/// The number of elements that are reduced at a time, so that the accumulator stays in the
-/// first-level cache.
+/// The number of elements that are reduced over all sources before the next elements, so that the
+/// accumulator stays in the first-level cache.
 constexpr size_t kBlock = 1024;
 
-/// The type in which elements of type T are accumulated.
+/// The type in which elements of type T are accumulated: float32 for floats of 16 bits, else T.
 template <typename T>
 using Accumulator =
     std::conditional_t<std::is_same_v<T, Float16> || std::is_same_v<T, Bfloat16>, float, T>;
 
-/// Returns `count` elements as accumulators: in `buffer`, or in their own memory if their type is
-/// the accumulator's.
+/// Returns the address of `count` elements as accumulators: `in` itself if T is the accumulator's
+/// type, else `buffer`, to which it converts them.
 template <typename T>
 const Accumulator<T>* Load(const T* in, Accumulator<T>* buffer, size_t count) {
   if constexpr (std::is_same_v<T, Accumulator<T>>) {
@@ -43,8 +43,8 @@ void Store(const Accumulator<T>* in, T* out, size_t count) {
   }
 }
 
-/// The type in which T is added and multiplied: unsigned for integers, because signed overflow is
-/// undefined.
+/// The type in which T is added and multiplied: unsigned for integers, because the overflow of
+/// signed integers is undefined in C++.
 template <typename T>
 using Wrapping = std::conditional_t<std::is_integral_v<T>, uint64_t, T>;
 

@@ -28,12 +28,13 @@ bool TakePrefix(const std::string& prefix, std::string* text) {
   return true;
 }
 
-/// The address for `bind_address`: all interfaces if it is empty.
+/// Returns the address on which the hub listens, with a free port: on all interfaces if
+/// `bind_address` is empty.
 Address Listening(const std::string& bind_address) {
   return {bind_address.empty() ? "0.0.0.0" : bind_address, 0};
 }
 
-/// Returns the addresses by which ranks may reach a hub.
+/// Returns the addresses by which ranks, on this host or others, may reach a hub.
 std::vector<Address> Reachable(const Hub& hub) {
   const Address& address = hub.address();
   if (address.host != "0.0.0.0") return {address};
@@ -43,8 +44,8 @@ std::vector<Address> Reachable(const Hub& hub) {
   return all;
 }
 
-/// A hub that listens at an address that other processes can find, and the key of its world. If
-/// ONNXPAR_KEY is set, it is a part of the key.
+/// A hub in this process, and what other processes need to join it: its addresses and a random key.
+/// If ONNXPAR_KEY is set, it is put before the random key.
 struct Served {
   std::shared_ptr<Hub> hub;
   HubAddress where;
@@ -57,14 +58,15 @@ Served ServeAt(const std::string& bind_address) {
   return {hub, {Reachable(*hub), key}};
 }
 
-/// The text by which other processes find a hub: its key, its port and its hosts.
+/// Returns the text that Serve publishes: the key, the port and the hosts of a hub, separated by
+/// spaces.
 std::string TextOf(const HubAddress& where) {
   std::string text = where.key + " " + std::to_string(where.addresses.front().port);
   for (const Address& each : where.addresses) text += " " + each.host;
   return text;
 }
 
-/// Returns none for a text that is not complete.
+/// The inverse of TextOf. Returns none for a text that is not complete.
 std::optional<HubAddress> HubOf(const std::string& text) {
   std::istringstream words(text);
   HubAddress found;
@@ -75,7 +77,7 @@ std::optional<HubAddress> HubOf(const std::string& text) {
   return found;
 }
 
-/// A rendezvous of ranks that are threads of this process.
+/// The store hash:NAME, for ranks that are threads of this process.
 class InProcess : public Rendezvous {
  public:
   InProcess(std::string name, std::string host) : name_(std::move(name)), host_(std::move(host)) {}
@@ -117,9 +119,9 @@ class InProcess : public Rendezvous {
 };
 std::mutex InProcess::mutex;
 
-/// A rendezvous by a file in a directory that all ranks share. Rank 0 writes a random key and the
-/// hub's addresses to the file, which only its owner may read. A rank trusts the file only if it
-/// belongs to its own user or to the directory's owner.
+/// The store file:/dir: a directory that all ranks share. Rank 0 writes a random key and the hub's
+/// addresses to a file that only its owner may read. A rank trusts the file only if it belongs to
+/// the rank's own user or to the directory's owner.
 class Directory : public Rendezvous {
  public:
   Directory(const std::string& path, std::string host)
@@ -182,8 +184,9 @@ class Directory : public Rendezvous {
   const std::string host_;
 };
 
-/// A rendezvous of a user's processes on one host, which know the name of their job: a directory of
-/// temporary files that belongs to this user alone, so that no other user can put a hub there.
+/// The store job:NAME, for processes of one user on one host that know the name of their job: a
+/// directory of temporary files that belongs to this user alone, so that no other user can put a
+/// hub there.
 class OwnDirectory : public Directory {
  public:
   OwnDirectory(const std::string& job, std::string host) : Directory(PathOf(job), std::move(host)) {
@@ -212,9 +215,9 @@ class OwnDirectory : public Directory {
   }
 };
 
-/// A rendezvous through the launcher of all ranks, by PMIx. An entry cannot be replaced, because
-/// hosts keep copies of it: each world of a process has its own entry, by its number, which is the
-/// same on all ranks.
+/// The store pmix: the launcher of all ranks passes the hub's addresses on. An entry cannot be
+/// replaced, because hosts keep copies of it. So each world of a process has an entry of its own,
+/// with a number that is the same on all ranks.
 class ByPmix : public Rendezvous {
  public:
   explicit ByPmix(std::string host) : host_(std::move(host)) {
@@ -242,9 +245,9 @@ class ByPmix : public Rendezvous {
   std::optional<HubAddress> own_;
 };
 
-/// A rendezvous at a known address, optionally followed by # and a key. Rank 0 serves the hub
-/// there, unless another process already does. If the text after # is too short for a key, it only
-/// distinguishes worlds, and ONNXPAR_KEY is the key.
+/// The store tcp://host:port, optionally with #key. Rank 0 serves the hub there, unless another
+/// process already does. If the text after # is too short for a key, it only distinguishes worlds,
+/// and ONNXPAR_KEY is the key.
 class KnownAddress : public Rendezvous {
  public:
   explicit KnownAddress(std::string text) {

@@ -17,8 +17,8 @@ using Buffer = gloo::NonOwningPtr<UnboundBuffer>;
 
 namespace {
 
-/// A timeout that Gloo sets on its sockets, without effect, because they do not block; each wait
-/// for a message has its own timeout.
+/// A timeout that Gloo requires for its sockets. It has no effect, because they do not block; each
+/// wait for a message has its own timeout.
 constexpr std::chrono::milliseconds kUnused{60'000};
 
 }  // namespace
@@ -32,7 +32,7 @@ SecurePair::~SecurePair() {
   if (state_ != CLOSED) SecurePair::changeState(CLOSED);
 }
 
-/// Gives the descriptor to Gloo, which closes it.
+/// From here on, Gloo owns the descriptor, and closes it.
 void SecurePair::Open() {
   socket_.Disown();
   auto connected = std::make_shared<gloo::transport::tcp::Socket>(socket_.descriptor());
@@ -45,7 +45,7 @@ void SecurePair::changeState(state next) noexcept {
   Pair::changeState(next);
 }
 
-/// Reads as much of the next message as has arrived; returns true at its end.
+/// Reads as much of the next message as has arrived; returns true when the message is complete.
 bool SecurePair::read() {
   if (state_ == CLOSED) return false;
   Buffer buffer;
@@ -66,7 +66,8 @@ bool SecurePair::read() {
   return true;
 }
 
-/// Returns the number of bytes read; 0 or less if there are none now, or never again.
+/// Returns the number of bytes read, at most `bytes`; 0 or less if there are none now, or if the
+/// connection has ended.
 ssize_t SecurePair::Next(void* data, size_t bytes) {
   for (;;) {
     const ssize_t count = socket_.Read(data, bytes);
@@ -78,7 +79,8 @@ ssize_t SecurePair::Next(void* data, size_t bytes) {
   }
 }
 
-/// Checks from the start of a message that this rank waits for it.
+/// Checks, once the start of a message has arrived, that a receive of its slot and size is posted.
+/// Returns false if not.
 bool SecurePair::Check() {
   const auto& start = rx_.preamble;
   const bool notifies =
@@ -93,8 +95,8 @@ bool SecurePair::Check() {
   return expected;
 }
 
-/// Writes as much of a message as the connection takes; returns true at its end. If the connection
-/// has ended, read reports it.
+/// Writes as much of a message as the connection takes; returns true when the message is complete.
+/// A connection that has ended is reported by read.
 bool SecurePair::write(Op& op) {
   if (state_ == CLOSED) return false;
   Buffer buffer;

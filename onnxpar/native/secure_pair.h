@@ -12,20 +12,20 @@
 
 namespace onnxpar {
 
-/// A pair of Gloo's TCP transport whose bytes go through a TcpSocket, so that they are encrypted if
-/// the socket is.
+/// Gloo's connection to one other rank, whose bytes go through a TcpSocket that is connected
+/// already, so that they are encrypted if the socket is.
 ///
-/// Gloo accepts whoever connects first, trusts the sizes in received messages, and blocks in its
-/// own TLS transport, where both ends may write more than sockets hold. So connections are made
-/// elsewhere, and this class reads and writes: it closes the connection if no receive was posted
-/// for a message, or if the message has another size than the receive.
+/// Gloo itself accepts whoever connects first, trusts the sizes in received messages, and its own
+/// TLS transport blocks when both ends write more than sockets hold. So connections are made
+/// elsewhere (mesh_connections.h), and this class reads and writes. It closes the connection if a
+/// message arrives for which no receive was posted, or which has another size than the receive.
 class SecurePair : public gloo::transport::tcp::Pair {
  public:
   SecurePair(gloo::transport::tcp::Context* context, gloo::transport::tcp::Device* device, int rank,
              TcpSocket socket);
   ~SecurePair() override;
 
-  /// Begins to read.
+  /// Hands the socket's descriptor to Gloo's event loop, and begins to read.
   void Open();
 
  protected:
@@ -40,10 +40,10 @@ class SecurePair : public gloo::transport::tcp::Pair {
   TcpSocket socket_;
 };
 
-/// The pairs of one rank.
+/// Gloo's connections of one rank to all others.
 class SecureContext : public gloo::transport::tcp::Context {
  public:
-  /// `sockets` has one connection for each other rank.
+  /// `sockets[r]` is the connection to rank r; that of `rank` itself is not used.
   SecureContext(std::shared_ptr<gloo::transport::tcp::Device> device, int rank,
                 std::vector<TcpSocket> sockets);
 };

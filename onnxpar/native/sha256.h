@@ -8,7 +8,7 @@ namespace onnxpar {
 /// Returns the 32 bytes of the SHA-256 digest of `bytes`.
 std::string Sha256(const std::string& bytes);
 
-/// Returns the 32 bytes of the HMAC of `message` with SHA-256.
+/// Returns the 32 bytes of the MAC (HMAC with SHA-256) of `message` under `key`.
 std::string HmacSha256(const std::string& key, const std::string& message);
 
 }  // namespace onnxpar

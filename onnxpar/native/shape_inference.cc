@@ -14,7 +14,8 @@ void SetToken(ShapeContext& node, size_t output) {
   node.SetOutput(output, DataType::kBool, {{0, ""}});
 }
 
-/// Returns this rank's index in the node's group, or -1 if it is unknown.
+/// Returns this rank's index in the node's group; -1 if there is no world, or the rank is not in
+/// the group.
 int MemberOf(const ShapeContext& node, const World* world) {
   if (world == nullptr) return -1;
   const std::vector<int64_t> group = node.Ints("group");
@@ -23,18 +24,18 @@ int MemberOf(const ShapeContext& node, const World* world) {
   return me == group.end() ? -1 : static_cast<int>(me - group.begin());
 }
 
-/// Returns this rank's size in `sizes`, as a dimension; unknown if it has none.
+/// Returns sizes[me] as a dimension; an unknown dimension if there is no such element.
 Dimension Mine(const std::vector<int64_t>& sizes, int me) {
   if (me < 0 || me >= static_cast<int>(sizes.size())) return {};
   return {sizes[me], ""};
 }
 
-/// Returns the sum of `sizes`, as a dimension; unknown if there are none.
+/// Returns the sum of `sizes` as a dimension; an unknown dimension if `sizes` is empty.
 Dimension Total(const std::vector<int64_t>& sizes) {
   return sizes.empty() ? Dimension{} : Dimension{SumOf(sizes), ""};
 }
 
-/// Returns the axis that an attribute names, or the number of dimensions if X does not have that
+/// Returns the axis that an attribute gives, counted from 0; x.size() if `x` does not have the
 /// axis.
 size_t AxisOf(const ShapeContext& node, const char* attribute, const Dimensions& x) {
   const int64_t rank = static_cast<int64_t>(x.size());
@@ -43,7 +44,8 @@ size_t AxisOf(const ShapeContext& node, const char* attribute, const Dimensions&
   return static_cast<size_t>(axis < 0 ? axis + rank : axis);
 }
 
-/// Sets the results of attention over caches in pages; the first result has the type `type`.
+/// Sets the shapes of the outputs that PagedAttention and PagedAttentionPart have in common: the
+/// result, of type `type`, and the two caches.
 void InferAttended(ShapeContext& node, DataType type) {
   const Dimensions keys = node.Input(3);
   Dimensions result = node.Input(0);

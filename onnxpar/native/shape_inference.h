@@ -6,8 +6,9 @@
 
 namespace onnxpar {
 
-/// Sets the output shapes of a node, as far as they follow from its inputs and attributes; `world`
-/// may be null.
+/// A function that sets the output shapes of a node as far as they follow from its input shapes and
+/// attributes. `world` is null if the session has none; then shapes that depend on this rank's
+/// index are unknown.
 using InferShapes = void (*)(ShapeContext& node, const World* world);
 
 void InferSameShape(ShapeContext& node, const World* world);
@@ -25,8 +26,8 @@ void InferPagedAttention(ShapeContext& node, const World* world);
 void InferPagedAttentionPart(ShapeContext& node, const World* world);
 void InferElementwise(ShapeContext& node, const World* world);
 
-/// The inference for an op that starts a collective; `infer` sets the shape of the collective's
-/// result.
+/// The shape inference of an op StartX; `infer` is that of the collective X. Output 0 has the shape
+/// [0, number of the started collective, the dimensions of X's result].
 template <InferShapes infer>
 void InferStart(ShapeContext& node, const World* world) {
   node.PrefixOutput({{0, ""}, {}});  // and the number of the started collective

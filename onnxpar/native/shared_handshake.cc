@@ -1,6 +1,6 @@
-// A rank listens on a Unix socket with a random name, which it tells the others through the store
-// of the world, and connects to the sockets of the ranks below it. A socket that can be connected
-// to is on this host: names of hosts and addresses say less, for instance in containers.
+// Each rank listens on a Unix socket with a random name, which it publishes in the store of the
+// world, and connects to the sockets of all lower ranks. If it can connect, the other rank is on
+// this host: this says more than names of hosts and addresses, for instance in containers.
 #include "shared_handshake.h"
 
 #include <poll.h>
@@ -20,13 +20,13 @@ namespace {
 using Clock = LocalSocket::Clock;
 using std::chrono::milliseconds;
 
-/// The time that a connection gets to send its Hello.
+/// How long an accepted connection may take to send its Hello.
 constexpr milliseconds kHelloTime{1000};
-/// The largest number of connections without a Hello; a further connection replaces the oldest.
+/// The most connections that have not sent a Hello yet; a further one replaces the oldest.
 constexpr size_t kMaxAsking = 128;
 constexpr milliseconds kTick{100};
 
-/// The message between two ranks, besides the descriptor of a segment.
+/// The message by which one rank passes another the descriptor of its segment.
 struct Hello {
   char key[32];  // the receiver's key, from the store: strangers do not know it
   uint32_t rank;
@@ -38,9 +38,9 @@ struct Asking {
   Clock::time_point until;  // deadline for its Hello
 };
 
-/// Returns the host of each rank; `reached` has the lower ranks that each rank reaches. A rank
-/// joins the first host all of whose ranks it reaches: it is possible that a rank reaches only some
-/// ranks of a host.
+/// Returns the number of each rank's host. `reached[r][o]` is '+' if rank r can connect to the
+/// lower rank o. A rank joins the first host of whose ranks it reaches all; it may reach only some
+/// ranks of a host, and is then not on that host.
 std::vector<int> HostsOf(const std::vector<std::string>& reached) {
   std::vector<int> hosts;
   for (const std::string& theirs : reached) {
@@ -57,7 +57,7 @@ std::vector<int> HostsOf(const std::vector<std::string>& reached) {
   return hosts;
 }
 
-/// The exchange of segments of one rank.
+/// One rank's exchange of segments with the other ranks of its host; Run does it.
 class Meeting {
  public:
   Meeting(int rank, int size, Store& store, const Segment& own, milliseconds timeout)
@@ -103,7 +103,8 @@ class Meeting {
   }
 
  private:
-  /// Passes this rank's segment to a lower rank; returns false if that rank is on another host.
+  /// Connects to a lower rank's socket and passes it this rank's segment; AnswerAll on that rank
+  /// answers. Returns false if that rank is on another host.
   bool Ask(int other, const std::string& name) {
     LocalSocket socket = LocalSocket::Connect(name);
     if (!socket.open()) return false;
@@ -112,8 +113,8 @@ class Meeting {
     return true;
   }
 
-  /// Passes this rank's segment to `expected` higher ranks that ask for it. Drops other
-  /// connections, which cannot delay these ranks.
+  /// Waits until `expected` higher ranks have asked, and passes each of them this rank's segment.
+  /// Drops the connections of other processes, which cannot delay the ranks.
   void AnswerAll(const LocalSocket& listener, int expected) {
     std::list<Asking> asking;  // oldest first
     while (expected > 0) {
@@ -136,7 +137,8 @@ class Meeting {
     }
   }
 
-  /// Passes this rank's segment to a higher rank that has asked; returns false for a stranger.
+  /// Maps the segment of a higher rank that has asked, and passes it this rank's segment. Returns
+  /// false if the process that asked is not such a rank.
   bool Answer(LocalSocket& socket) {
     Hello hello{};
     const int passed = socket.Receive(&hello, sizeof(hello), Clock::now());

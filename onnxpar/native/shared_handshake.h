@@ -1,4 +1,5 @@
-// Lets the ranks of one host find each other and pass each other their segments.
+// How the ranks of one host find each other, and pass each other their segments (see
+// shared_segment.h).
 #pragma once
 
 #include <sched.h>
@@ -12,7 +13,7 @@
 
 namespace onnxpar {
 
-/// The ranks with which this rank has exchanged segments.
+/// The ranks with which this rank has exchanged segments, so that they share memory.
 struct LocalRanks {
   std::vector<Segment> segments;     // by rank; not mapped for this rank and for ranks elsewhere
   std::vector<LocalSocket> sockets;  // by rank; the other end closes when its rank ends
@@ -22,10 +23,10 @@ struct LocalRanks {
   cpu_set_t cores;                   // the cores on which any local rank may run
 };
 
-/// Passes this rank's segment `own` to every rank of the world that it reaches by a Unix socket,
-/// and maps the segments of these ranks. Both ranks of a pair come to the same result. If `offered`
-/// is false, reaches no rank. All ranks must call it; throws if a rank does not within `timeout`,
-/// or if a reached rank passes no segment.
+/// Passes this rank's segment `own` to each rank of the world that it can reach by a Unix socket,
+/// and maps the segments of these ranks. Both ranks of a pair come to the same result. All ranks
+/// must call it; a rank for which `offered` is false shares no memory. Throws if a rank does not
+/// take part within `timeout`, or if a rank that is reached passes no segment.
 LocalRanks MeetLocalRanks(int rank, int size, Store& store, const Segment& own, bool offered,
                           std::chrono::milliseconds timeout);
 

@@ -17,20 +17,20 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// The size of areas in small worlds. In larger worlds, each rank has room for messages of
-/// kLeastBytes.
+/// The size of a segment's area for messages in small worlds. In larger worlds, the area is larger,
+/// so that messages of kLeastBytes have room.
 constexpr size_t kAreaBytes = 4 << 20;
 constexpr size_t kLeastBytes = 64 << 10;
-/// Pieces of messages are multiples of this, so that they are aligned.
+/// The size of a piece of a message is a multiple of this, so that the next piece is aligned.
 constexpr size_t kPage = 4 << 10;
-/// Room is reserved in units of this many bytes; all elements are aligned to it.
+/// The unit in which room in the area is reserved, so that all elements are aligned.
 constexpr size_t kAlignment = 64;
-/// The time to sleep before checking whether the other rank has ended. The hub reports this at
-/// once, but the rank that serves the hub may have ended, too.
+/// How long to sleep before the next check whether the other rank has ended. The hub would report
+/// this at once, but the process that serves the hub may have ended, too.
 constexpr milliseconds kNap{50};
 
-/// The number of pieces for which an area must have room, if a step has `step` pieces: the pieces
-/// of three steps, and more because messages are not divided at the end of the area.
+/// Returns the number of pieces for which an area has room if a step has `step` pieces: those of
+/// three steps, and more because a message is not divided at the end of the area.
 size_t PiecesInArea(size_t step) { return 4 * step + 4; }
 
 size_t AreaOf(int size) {
@@ -56,8 +56,9 @@ size_t SharedMesh::MaxBytes(size_t pieces) const {
                   room >= kPage ? room / kPage * kPage : room / kAlignment * kAlignment);
 }
 
-/// Reserves memory after the newest region, or at the start of the area if there is not enough
-/// until its end; waits for the readers of the regions that are in the way.
+/// Reserves room in this rank's area and returns its address: after the newest message, or if that
+/// is too near the end, at the start. Waits until readers have released the messages that lie
+/// there.
 char* SharedMesh::Reserve(size_t bytes) {
   const size_t needed = (bytes + kAlignment - 1) / kAlignment * kAlignment;
   size_t begin = regions_.empty() ? 0 : regions_.back().end;
@@ -121,8 +122,10 @@ void SharedMesh::WaitUntilReleased(int rank) {
        [&](uint32_t released) { return released == sent; });
 }
 
-/// The store and the load are in the opposite order to those in Wait: so either this rank sees that
-/// the other rank may sleep, or the other rank sees the new value.
+/// Sets a word in this rank's own segment, and wakes `rank` if it may sleep on the word. First
+/// stores the word and then loads the flag of the sleeper, while Wait does these in the opposite
+/// order: so either this rank sees that the other one may sleep, or the other one sees the new
+/// value.
 void SharedMesh::Publish(int rank, std::atomic<uint32_t>& word, uint32_t value) {
   word.store(value, std::memory_order_seq_cst);
   if (segments_[rank].lane(rank_).sleeping.load(std::memory_order_seq_cst) != 0) Wake(word);
@@ -158,7 +161,7 @@ void SharedMesh::Throw(int rank) const {
   throw TransportError(name + (sockets_[rank].HasEnded() ? " (it has ended)" : " (no message)"));
 }
 
-/// A thread of this rank may sleep on any word of another rank.
+/// Wakes every word of other ranks on which a thread of this rank may sleep.
 void SharedMesh::Abort() {
   aborted_ = true;
   for (const Segment& segment : segments_) {

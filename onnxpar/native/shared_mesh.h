@@ -12,28 +12,28 @@
 
 namespace onnxpar {
 
-/// The ranks of this host, and the messages that this rank exchanges with them. A rank writes a
-/// message into its own segment, once for all its readers, and announces it to each in a cell;
-/// readers read the message there. Between two ranks, messages arrive in the order in which they
-/// were sent.
+/// The ranks on this host, and the messages that this rank exchanges with them. A rank writes a
+/// message once into its own segment, and announces it to each reader in a cell (see Segment);
+/// readers read it there. Messages between two ranks arrive in the order in which they were sent.
 ///
 /// One thread sends and receives; any thread may call Abort.
 class SharedMesh {
  public:
-  /// Finds the ranks of this host; all ranks of the world must call it. If `offered` is false, this
-  /// rank uses no shared memory. Throws if a rank on this host does not take part in time, or if
-  /// limits do not allow the memory.
+  /// Finds the ranks on this host, through `store`; all ranks of the world must call it. If
+  /// `offered` is false, this rank shares no memory. Throws if a rank on this host does not take
+  /// part within `timeout`, or if limits of the process or the machine do not allow the memory.
   SharedMesh(int rank, int size, Store& store, bool offered, std::chrono::milliseconds timeout);
 
-  /// True if messages to this rank can go through shared memory.
+  /// True if messages to this rank can go through shared memory, because it is on this host.
   bool Reaches(int rank) const { return segments_[rank].mapped(); }
-  /// True if all ranks of the world reach each other.
+  /// True if every two ranks of the world share memory.
   bool everyone() const { return everyone_; }
-  /// The host of each rank of the world: all ranks of a host reach each other.
+  /// Returns the number of each rank's host; all ranks with the same number share memory.
   const std::vector<int>& hosts() const { return hosts_; }
 
-  /// Sends a message to each of `readers`; fill(memory) writes it. MaxBytes says how large it may
-  /// be. If there is no room, waits until readers have released earlier messages.
+  /// Sends one message of at most MaxBytes bytes to all of `readers`; fill(memory) writes it.
+  /// `slot` is a hash of all values on which sender and readers must agree. Waits for readers to
+  /// release earlier messages if there is no room.
   template <typename Fill>
   void Send(const std::vector<int>& readers, uint64_t slot, size_t bytes, const Fill& fill) {
     char small[kInlineBytes];
@@ -42,29 +42,30 @@ class SharedMesh {
     for (int reader : readers) Announce(reader, slot, memory, bytes);
   }
 
-  /// Returns the address of the next message of `rank`, in that rank's segment; the message must
-  /// have this slot and size. It stays there until Release. Throws a TransportError if the message
+  /// Waits for the next message of `rank`, and returns its address in that rank's segment, where it
+  /// stays until Release. The message must have this slot and size. Throws a TransportError if it
   /// does not come within the timeout, or after Abort.
   const char* Receive(int rank, uint64_t slot, size_t bytes);
-  /// Returns the memory of the first received message of `rank` to this rank.
+  /// Tells `rank` that this rank has read the oldest message from it that is not released yet, so
+  /// that its memory can be reused.
   void Release(int rank);
-  /// Waits until `rank` has released all messages of this rank.
+  /// Waits until `rank` has released all messages that this rank has sent to it.
   void WaitUntilReleased(int rank);
 
-  /// Makes Send, Receive and WaitUntilReleased throw, now and later.
+  /// Makes Send, Receive and WaitUntilReleased throw, those that wait now and all later ones.
   void Abort();
 
-  /// The rank for which this rank waits, or has waited until a failure; -1 if it waits for none.
+  /// Returns the rank for which this rank waits, or was waiting when it failed; -1 if none.
   int awaited() const { return awaited_; }
 
-  /// The largest number of bytes of a piece of a message, if a collective sends `pieces` pieces in
-  /// each of its steps, and continues while the pieces of three steps are unreleased. Equal on all
-  /// ranks.
+  /// Returns the most bytes that a piece of a message may have, the same on all ranks, if a step of
+  /// a collective sends `pieces` pieces. Then the pieces of three steps fit in the segment, so a
+  /// rank can go on while its last steps are not yet released.
   size_t MaxBytes(size_t pieces) const;
 
  private:
-  /// The bytes of the area from `begin` to before `end`, in use until their readers have released
-  /// the message.
+  /// The bytes `begin` to `end` - 1 of this rank's area, which hold one message until all its
+  /// readers have released it.
   struct Region {
     size_t begin, end;
     std::vector<std::pair<int, uint32_t>> readers;  // with the number of the message
@@ -80,7 +81,8 @@ class SharedMesh {
   void Announce(int reader, uint64_t slot, const char* data, size_t bytes);
   void Publish(int rank, std::atomic<uint32_t>& word, uint32_t value);
 
-  /// Waits until has_come(word's value) is true. `word` belongs to `rank`.
+  /// Waits until has_come(value of word) is true. `word` is in the segment of `rank`, which changes
+  /// it.
   template <typename HasCome>
   void Wait(int rank, const std::atomic<uint32_t>& word, const HasCome& has_come);
   [[noreturn]] void Throw(int rank) const;

@@ -31,8 +31,8 @@ constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 }  // namespace
 
-/// The memory is reserved at once, because a write that finds no memory later would end the process
-/// (SIGBUS). The seals keep other ranks, to which the descriptor is passed, from changing anything.
+/// All memory is reserved now: a later write that found no memory would end the process (SIGBUS).
+/// Seals prevent other ranks, which get the descriptor, from changing the content or the size.
 Segment Segment::Create(size_t lanes, size_t area_bytes) {
   const int descriptor = memfd_create("onnxpar", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   Segment segment(descriptor, lanes, area_bytes);
@@ -55,7 +55,8 @@ Segment Segment::Create(size_t lanes, size_t area_bytes) {
   return segment;
 }
 
-/// A segment that its rank could make smaller could end this process.
+/// Requires that the size is sealed: if its rank made the segment smaller, a read could end this
+/// process.
 Segment Segment::Map(int descriptor, size_t lanes, size_t area_bytes) {
   Segment segment(descriptor, lanes, area_bytes);
   struct stat status{};

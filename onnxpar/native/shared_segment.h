@@ -1,4 +1,4 @@
-// The memory in which one rank leaves messages for the other ranks of its host.
+// The memory in which one rank leaves messages for the other ranks on its host.
 #pragma once
 
 #include <atomic>
@@ -7,12 +7,14 @@
 
 namespace onnxpar {
 
-/// A rank may have announced this many messages to another one that the other one has not released.
+/// The most messages from one rank to another that are announced and not yet released.
 constexpr uint32_t kCells = 8;
-/// A message of at most this many bytes is in its cell: it arrives with one cache line.
+/// The most bytes of a message that lies in its cell itself, so that it arrives with one cache
+/// line.
 constexpr size_t kInlineBytes = 40;
 
-/// The announcement of a message, in one cache line.
+/// The announcement of one message to one reader, in one cache line. The reader waits for its
+/// stamp.
 struct alignas(64) Cell {
   std::atomic<uint32_t> stamp;  // the message's number among those to its reader, from 1
   uint32_t bytes;
@@ -21,26 +23,27 @@ struct alignas(64) Cell {
   char data[kInlineBytes];
 };
 
-/// The words that a rank writes for one other rank.
+/// What a rank tells one other rank: the announcements of its messages, and its progress as a
+/// reader.
 struct Lane {
   Cell cells[kCells];
-  /// The number of the other rank's messages that this rank has released.
+  /// How many messages of the other rank this rank has released.
   alignas(64) std::atomic<uint32_t> released;
-  /// Not 0 while this rank may sleep until the other rank changes a stamp or `released`.
+  /// 1 while this rank may sleep until the other rank changes a stamp or `released`; else 0.
   std::atomic<uint32_t> sleeping;
 };
 
 static_assert(sizeof(Cell) == 64 && std::atomic<uint32_t>::is_always_lock_free);
 
-/// Memory that its own rank can read and write, and that other ranks can only read: a lane for each
-/// rank of the world, and an area for the data of messages.
+/// Memory that one rank can read and write, and other ranks can only read: a lane for each rank of
+/// the world, and then an area for the data of messages.
 class Segment {
  public:
-  /// Creates this rank's segment. Throws if the limits of this process or the memory do not allow
-  /// it.
+  /// Returns a new segment of this rank, for a world of `lanes` ranks. Throws if the limits of this
+  /// process or the memory of the machine do not allow it.
   static Segment Create(size_t lanes, size_t area_bytes);
-  /// Maps the segment of another rank, and takes over the descriptor. Throws unless the segment has
-  /// this size, which its rank cannot change any more.
+  /// Returns the segment of another rank, which passed `descriptor`; the result owns the
+  /// descriptor. Throws unless the segment has this size and its rank cannot change it any more.
   static Segment Map(int descriptor, size_t lanes, size_t area_bytes);
 
   Segment() = default;

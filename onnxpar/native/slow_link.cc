@@ -20,8 +20,8 @@ class SlowLink {
   double bandwidth = 0;  // bytes per second; 0: no limit
   int ranks_per_host = 1;
 
-  /// Returns the time at which the link will have sent these bytes, after the bytes that it sends
-  /// already.
+  /// Adds bytes to those that the link is to send. Returns the time at which it will have sent
+  /// them.
   Clock::time_point Send(double bytes) {
     const std::chrono::duration<double> seconds(bandwidth > 0 ? bytes / bandwidth : 0);
     std::lock_guard<std::mutex> lock(mutex_);
@@ -44,7 +44,9 @@ const char kVariable[] = "ONNXPAR_LINK";
                            "ranks_per_host=4 where several ranks are on one simulated host");
 }
 
-/// Reads a positive number with one of these units. Throws if it is wrong.
+/// Returns the number in `value`, e.g. "100us", in the base unit; `units` has the factor of each
+/// unit. Throws an error about `part` of `text` if it is not a positive number with one of the
+/// units.
 double Quantity(const std::string& text, const std::string& part, const std::string& value,
                 const std::vector<std::pair<const char*, double>>& units) {
   char* end = nullptr;

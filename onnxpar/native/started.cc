@@ -18,7 +18,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Memory that is kept and reused, because the first use of new memory is slow.
+/// Memory that is kept and reused between runs, because the first use of new memory is slow.
 class Pool {
  public:
   struct Memory {
@@ -26,8 +26,9 @@ class Pool {
     size_t size = 0;
   };
 
-  /// Returns memory of at least `size` bytes; reused memory has less than twice `size`. There are
-  /// few sizes of memory, so that sizes that data decide do not each leave memory of their own.
+  /// Returns memory of at least `size` bytes, kept or new; kept memory has less than twice as many.
+  /// Sizes are rounded up to few different ones, so that sizes that depend on data do not each
+  /// leave memory that fits no other.
   Memory Take(size_t size) {
     const size_t step = StepOf(size);
     size = (size + step - 1) / step * step;
@@ -55,7 +56,8 @@ class Pool {
   }
 
  private:
-  /// A quarter of the largest power of two up to `size`.
+  /// Returns the unit to which a size is rounded up: a quarter of the largest power of two up to
+  /// `size`.
   static size_t StepOf(size_t size) {
     size_t step = kLeast;
     while (step < size / 8 + 1) step *= 2;
@@ -77,7 +79,7 @@ int64_t MicrosecondsSince(Clock::time_point then, Clock::time_point now) {
   return std::chrono::duration_cast<std::chrono::microseconds>(now - then).count();
 }
 
-/// Copies of all operands of a node, in one piece of memory.
+/// Copies of all inputs of a node, in one piece of memory of the pool.
 class Operands {
  public:
   explicit Operands(const KernelContext& node) {
@@ -110,15 +112,15 @@ class Operands {
   std::vector<std::optional<Tensor>> tensors_;
 };
 
-/// A collective that was started: its kernel's view of a node, with operands and a result in memory
-/// of the plugin.
+/// A collective that was started. Its kernel sees this as the node, with inputs and outputs in
+/// memory of the plugin.
 class Started : public KernelContext {
  public:
   Started(std::shared_ptr<Collective> collective, const KernelContext& node, bool in_place)
       : collective_(std::move(collective)), operands_(node), in_place_(in_place) {}
   ~Started() override { Buffers().GiveBack(std::move(result_)); }
 
-  /// Runs the collective; keeps its exception for Await.
+  /// Runs the collective, on the plugin's thread; keeps its exception for Await.
   void Run() {
     std::exception_ptr error;
     began_ = Clock::now();
@@ -134,7 +136,7 @@ class Started : public KernelContext {
     changed_.notify_all();
   }
 
-  /// Waits until the collective has ended; returns its result, or throws its exception.
+  /// Waits until the collective has ended. Returns its result, or throws its exception.
   Tensor Await() {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return done_; });
@@ -142,8 +144,7 @@ class Started : public KernelContext {
     return y_;
   }
 
-  /// The shape of a token with the times at which the collective began and ended, and the numbers
-  /// of the collective's own token.
+  /// Returns the shape of Complete's token; see MakeComplete.
   Shape Token() const {
     const Clock::time_point now = Clock::now();
     Shape token{0, MicrosecondsSince(began_, now), MicrosecondsSince(ended_, now)};
@@ -182,7 +183,7 @@ class Started : public KernelContext {
   bool done_ = false;
 };
 
-/// The collectives that were started and not completed, by number.
+/// The collectives of this process that were started and not completed, by number.
 class Numbered {
  public:
   int64_t Add(std::shared_ptr<Started> started) {
@@ -191,7 +192,7 @@ class Numbered {
     return last_;
   }
 
-  /// Removes and returns the collective with this number; null if there is none.
+  /// Removes the collective with this number, and returns it; null if there is none.
   std::shared_ptr<Started> Take(int64_t number) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = started_.find(number);

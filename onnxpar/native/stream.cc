@@ -9,7 +9,8 @@
 namespace onnxpar {
 namespace {
 
-/// The part of the store in which the ranks find each other for one stream.
+/// The part of a store for one stream: adds the stream's number to each key, so that the
+/// connections of different streams do not mix.
 class StreamStore : public Store {
  public:
   StreamStore(Store& store, size_t stream)

@@ -1,4 +1,5 @@
-// Streams: collectives that one rank runs one after the other, beside those of its other streams.
+// Streams: a rank runs the collectives of one stream one after the other, and those of different
+// streams at the same time.
 #pragma once
 
 #include <chrono>
@@ -14,8 +15,8 @@
 
 namespace onnxpar {
 
-/// The ranks that run a collective together, as this rank knows them, and the stream in which they
-/// run it.
+/// The ranks that run a collective together (the members), as one of them knows them, and the
+/// stream in which they run it. `me` is this rank's index in `ranks`.
 struct Group {
   std::vector<int> ranks;
   uint64_t stream = 0;
@@ -24,7 +25,7 @@ struct Group {
   uint64_t runs = 0;  // collectives begun in this epoch; guarded by World::mutex_
 };
 
-/// A collective that a member wants to run, for checks and for messages.
+/// A collective that this rank wants to run: what the members must agree on, and texts for errors.
 struct Operation {
   const std::string& name;     // e.g. AllReduce 'node' (tag 3)
   const std::string& details;  // e.g. axis=0, sizes=[2, 3]
@@ -32,16 +33,16 @@ struct Operation {
   uint64_t signature;  // the same on members that agree
   DataType type;
   const Shape& shape;
-  /// If they may differ between members: the numbers of elements that this member sends to and
-  /// receives from each; else null.
+  /// The numbers of elements that this member sends to and receives from each member; null unless
+  /// they may differ between members.
   const std::vector<int64_t>* sends;
   const std::vector<int64_t>* receives;
 
   std::string Describe() const;
 };
 
-/// A stream has connections and a thread of its own, so that no collective waits for those of
-/// another stream.
+/// One stream of this rank. It has its own connections and its own thread, so that its collectives
+/// never wait for those of another stream.
 struct Stream {
   std::mutex run_mutex;  // held by the collective that runs; taken before World::mutex_
 
@@ -54,8 +55,8 @@ struct Stream {
   Background background;  // the last member: its jobs use the others
 };
 
-/// Waits until all jobs in these streams have ended. Nothing runs in the streams while the result
-/// exists.
+/// Waits until all background jobs in these streams have ended. Returns the locks of the streams:
+/// nothing runs in them while the caller keeps the locks.
 std::vector<std::unique_lock<std::mutex>> Stopped(const std::vector<Stream*>& streams);
 
 }  // namespace onnxpar

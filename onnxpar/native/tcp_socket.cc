@@ -23,7 +23,7 @@ namespace {
 
 using AddressInfo = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
-/// The most bytes that TLS encrypts at once.
+/// The most bytes of one TLS record, which are encrypted together.
 constexpr size_t kTlsRecord = 16384;
 
 socklen_t SizeOf(const sockaddr* address) {
@@ -36,7 +36,7 @@ std::string TextOf(const sockaddr* address) {
   return text;
 }
 
-/// Calls visit(name, address) for each IP address of an interface that is up.
+/// Calls visit(entry) for each IPv4 or IPv6 address of each network interface that is up.
 void EachInterface(const std::function<void(const ifaddrs&)>& visit) {
   ifaddrs* first = nullptr;
   if (getifaddrs(&first) != 0) return;
@@ -56,14 +56,14 @@ bool IsLoopback(const sockaddr* address) {
   return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
 }
 
-/// True if an address is complete only with the name of an interface.
+/// True for an IPv6 address that means something only together with the name of an interface.
 bool IsLinkLocal(const sockaddr* address) {
   if (address->sa_family == AF_INET) return false;
   return IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
 }
 
-/// Returns the first address of an interface, those of IPv4 first; `name` if there is no such
-/// interface.
+/// Returns the first IPv4 address of the interface `name`, else its first IPv6 address; `name`
+/// itself if there is no such interface.
 std::string AddressOfInterface(const std::string& name) {
   std::string found;
   bool is_ipv4 = false;
@@ -90,7 +90,8 @@ AddressInfo Resolve(const Address& address, int flags) {
   return {result, freeaddrinfo};
 }
 
-/// Returns the address for listening, from an address of this host or the name of an interface.
+/// Resolves an address to listen on; its host may be the name of an interface. Throws UnknownHost,
+/// with a list of the interfaces, if it is neither that nor an address of this host.
 AddressInfo ResolveOwn(const Address& address, int flags) {
   try {
     return Resolve({AddressOfInterface(address.host), address.port}, flags);
@@ -169,7 +170,8 @@ ssize_t TcpSocket::Write(const void* data, size_t bytes) {
   return tls_ ? tls_->Write(data, bytes) : send(descriptor_, data, bytes, MSG_NOSIGNAL);
 }
 
-/// TLS writes one buffer at a time: bytes that fit one of its records are copied to one buffer.
+/// TLS writes one buffer at a time. So if the first bytes of all buffers fit in one TLS record,
+/// they are copied to one buffer.
 ssize_t TcpSocket::Write(const iovec* parts, int count) {
   if (!tls_) {
     msghdr message{};

@@ -22,15 +22,15 @@ struct Address {
   std::string Text() const;
 };
 
-/// The name of a host has no address, or none yet: a cluster may publish names of hosts that start
-/// a moment later.
+/// The exception for the name of a host that has no address. It may get one later: a cluster may
+/// publish the names of hosts a moment after ranks start.
 class UnknownHost : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// One end of a TCP connection, closed on destruction. Its calls do not block: if they would have
-/// to wait, they return -1 and set errno to EAGAIN.
+/// One end of a TCP connection, closed on destruction. Read and Write do not block: instead of
+/// waiting, they return -1 with errno EAGAIN.
 class TcpSocket {
  public:
   TcpSocket() = default;
@@ -39,31 +39,34 @@ class TcpSocket {
   TcpSocket(TcpSocket&& other) noexcept;
   TcpSocket& operator=(TcpSocket&& other) noexcept;
 
-  /// Begins to connect. When the attempt is over, poll reports that the descriptor can be written,
-  /// and ConnectError returns its result. Returns a closed socket, and sets errno, if the attempt
-  /// has failed already. Throws std::system_error if this process cannot open a socket.
+  /// Begins to connect, without waiting. Once poll reports that the descriptor is writable,
+  /// ConnectError tells whether it succeeded. Returns a closed socket, and sets errno, if the
+  /// attempt fails at once. Throws std::system_error if this process cannot open a socket.
   static TcpSocket Connect(const Address& address);
-  /// Returns the errno of Connect, 0 if the connection exists.
+  /// Returns 0 if the connection is established, else the errno of the failed attempt.
   int ConnectError() const;
 
   int descriptor() const { return descriptor_; }
   bool open() const { return descriptor_ >= 0; }
   void Close();
-  /// Lets another owner close the descriptor.
+  /// From now on, another object closes the descriptor; the destructor does not.
   void Disown() { is_owner_ = false; }
-  /// From now on, encrypts written bytes, and decrypts read bytes.
+  /// From now on, Write encrypts and Read decrypts, by this TLS session.
   void Encrypt(std::unique_ptr<TlsSession> tls) { tls_ = std::move(tls); }
   TlsSession* tls() { return tls_.get(); }
 
-  /// Reads some bytes; returns 0 at the end of the connection.
+  /// Reads at most `bytes` bytes and returns their number; 0 at the end of the connection, -1 for
+  /// an error.
   ssize_t Read(void* data, size_t bytes);
   ssize_t Write(const void* data, size_t bytes);
-  /// Writes some bytes from several buffers.
+  /// Writes bytes of `count` buffers in sequence, as many as the connection takes, and returns
+  /// their number; -1 for an error.
   ssize_t Write(const iovec* parts, int count);
-  /// True if Read has bytes that the descriptor no longer has.
+  /// True if Read would return bytes that TLS has already taken from the descriptor, so poll does
+  /// not report them.
   bool HasUnread() const { return tls_ && tls_->HasUnread(); }
 
-  /// The host of this end, as the other end knows it.
+  /// Returns the address of this end of the connection, as the other end sees it.
   std::string LocalHost() const;
 
  private:
@@ -72,21 +75,22 @@ class TcpSocket {
   std::unique_ptr<TlsSession> tls_;
 };
 
-/// Listens on `address` and returns the descriptor. If the port is 0, takes a free one and sets it
-/// in `address`. The host may be the name of an interface. Throws std::system_error.
+/// Listens on `address`, whose host may also be the name of a network interface. Returns the
+/// descriptor. If the port is 0, takes a free port and stores it in `address`. Throws
+/// std::system_error.
 int Listen(Address* address);
 
-/// True if no other host can reach the address. Throws if it cannot be resolved.
+/// True if only processes on this host can reach the address. Throws if its host has no address.
 bool IsLoopback(const Address& address);
 
-/// Returns the addresses of this host that others may reach, those of IPv4 first.
+/// Returns the addresses by which other hosts may reach this one, IPv4 addresses first.
 std::vector<std::string> HostAddresses();
 
 /// Returns the name of this host.
 std::string HostName();
 
-/// Returns a text for the user: why this process can open no more sockets and files, and the
-/// remedy.
+/// Returns the text of an error for the user: this process has no descriptors left for sockets and
+/// files, and how to allow more.
 std::string OutOfDescriptors();
 
 }  // namespace onnxpar

@@ -12,13 +12,14 @@ namespace {
 
 constexpr uint32_t Bit(int number) { return uint32_t{1} << number; }
 
-/// The registers that CPUID returns for a leaf; zeros if the CPU does not have the leaf.
+/// The registers that the instruction CPUID returns for leaf number `number`; zeros if the CPU does
+/// not have the leaf.
 struct Leaf {
   uint32_t a = 0, b = 0, c = 0, d = 0;
   explicit Leaf(uint32_t number) { __get_cpuid_count(number, 0, &a, &b, &c, &d); }
 };
 
-/// The registers that the operating system saves, by the bits of XCR0.
+/// Returns which registers the operating system saves, as the bits of XCR0.
 uint32_t SavedRegisters() {
   uint32_t low, high;
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

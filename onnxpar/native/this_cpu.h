@@ -1,10 +1,11 @@
-// Loops that are compiled once for each level of x86-64.
+// Loops that are compiled once for each level of x86-64 (sets of instructions, e.g. level 3 has
+// AVX2), and run in the version for this CPU.
 #pragma once
 
 namespace onnxpar {
 
-/// Returns the CPU's level of x86-64: 1, 3 or 4. The operating system must save the registers of
-/// the level.
+/// Returns the highest level of x86-64 that this CPU has, and whose registers the operating system
+/// saves: 1, 3 or 4.
 int FindCpuLevel();
 
 inline int CpuLevel() {
@@ -12,7 +13,8 @@ inline int CpuLevel() {
   return level;
 }
 
-/// Compiled into its callers: a version for each level has all its code for that level.
+/// For functions that OnThisCpu calls indirectly: compiled into each caller, so that the version
+/// for a level has all its code for that level.
 #define ONNXPAR_INLINE inline __attribute__((always_inline))
 
 #if defined(__x86_64__)
@@ -31,10 +33,11 @@ __attribute__((target(ONNXPAR_LEVEL_3), flatten)) auto AtLevel3(const Work& work
 }
 #endif
 
-/// Runs a function of this file in the version for this CPU. GCC compiles all functions that it
-/// calls into each version; Clang compiles into it the functions that it calls directly, and
-/// functions with ONNXPAR_INLINE. The compiler's target_clones would not do: Clang has no clones of
-/// templates, and asks a library for the level that always says 1 in the compiler of our wheels.
+/// Calls work() in the version for this CPU, and returns its result. `work` is compiled once for
+/// each level, with all functions that it calls under GCC; under Clang, with those that it calls
+/// directly and those with ONNXPAR_INLINE. The compilers' own target_clones would not do: Clang has
+/// none for templates, and chooses by a library that always says level 1 in the compiler of the
+/// wheels.
 template <typename Work>
 inline auto OnThisCpu(const Work& work) {
 #if defined(__x86_64__)

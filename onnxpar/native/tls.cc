@@ -110,7 +110,7 @@ const OpenSsl& Ssl() {
   return ssl;
 }
 
-/// Returns OpenSSL's reason for the last failure of this thread.
+/// Returns OpenSSL's text for the last error of this thread.
 std::string Reason() {
   char text[256] = "no reason is known";
   if (const unsigned long code = Ssl().ERR_peek_last_error()) {
@@ -155,8 +155,8 @@ ssize_t TlsSession::Write(const void* data, size_t bytes) {
 
 bool TlsSession::HasUnread() const { return Ssl().SSL_pending(session_) > 0; }
 
-/// Converts the result of a call of OpenSSL to that of a call of a socket: an end is 0, an error is
-/// -1.
+/// Converts the result of a call of OpenSSL to that of a socket: a number of bytes, 0 at the end of
+/// the connection, or -1 with errno for an error.
 ssize_t TlsSession::Result(int result) {
   const int system_error = errno;
   wants_to_write_ = false;

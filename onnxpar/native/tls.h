@@ -1,4 +1,4 @@
-// TLS 1.3 by the system's OpenSSL, which is loaded if a user requests TLS.
+// TLS 1.3 by the system's OpenSSL, which is loaded only if a user requests TLS.
 #pragma once
 
 #include <sys/types.h>
@@ -8,8 +8,8 @@
 
 namespace onnxpar {
 
-/// One end of an encrypted connection. Its calls do not block: if they would have to wait, they
-/// return -1 and set errno to EAGAIN, like the calls of sockets.
+/// One end of an encrypted connection. Its calls do not block: instead of waiting, they return -1
+/// with errno EAGAIN, as sockets do.
 class TlsSession {
  public:
   TlsSession(void* context, int descriptor, bool accepts);
@@ -17,17 +17,19 @@ class TlsSession {
   TlsSession(const TlsSession&) = delete;
   TlsSession& operator=(const TlsSession&) = delete;
 
-  /// Exchanges certificates; returns 1 when both are valid, else -1.
+  /// Continues the TLS handshake. Returns 1 when both ends have accepted each other's certificate,
+  /// else -1.
   int ShakeHands();
   ssize_t Read(void* data, size_t bytes);
   ssize_t Write(const void* data, size_t bytes);
-  /// True if decrypted bytes wait to be read.
+  /// True if decrypted bytes are ready, so that Read returns without reading from the socket.
   bool HasUnread() const;
-  /// True if the last call waits until it can write.
+  /// True if the last call, which returned -1, waits until the socket can be written.
   bool wants_to_write() const { return wants_to_write_; }
-  /// Returns 32 bytes that only the two ends of this connection know. Throws std::runtime_error.
+  /// Returns 32 bytes that both ends of this session, and nobody else, can compute. Throws
+  /// std::runtime_error.
   std::string Binding() const;
-  /// The reason why the last call failed.
+  /// Returns the reason why the last call failed.
   const std::string& error() const { return error_; }
 
  private:
@@ -38,12 +40,13 @@ class TlsSession {
   std::string error_;
 };
 
-/// The certificate of this process, and the authority whose certificates it accepts.
+/// The TLS settings of this process: its certificate and key, and the authority whose certificates
+/// it accepts.
 class Tls {
  public:
-  /// Reads ca.crt, tls.crt and tls.key of the folder that ONNXPAR_TLS_DIR names; returns null if
-  /// the variable is not set. Throws std::runtime_error if files are missing or invalid, or if
-  /// OpenSSL is missing.
+  /// Reads the files ca.crt, tls.crt and tls.key in the folder that ONNXPAR_TLS_DIR names. Returns
+  /// null if the variable is not set. Throws std::runtime_error if a file is missing or invalid, or
+  /// if OpenSSL is missing.
   static std::shared_ptr<Tls> FromEnvironment();
   explicit Tls(const std::string& folder);
   ~Tls();

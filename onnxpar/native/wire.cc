@@ -11,12 +11,13 @@ namespace onnxpar {
 namespace {
 
 constexpr size_t kLengthBytes = sizeof(uint32_t);
-/// The largest number of bytes to read at once, so that no connection delays the others.
+/// The most bytes to read from one connection at a time, so that no connection delays the others.
 constexpr size_t kChunk = 64 << 10;
 
 }  // namespace
 
-/// The caller has called Next until it returned no frame, so `incoming_` has less than a frame.
+/// Expects that Next was called until it returned no frame, so that `incoming_` has less than one
+/// frame.
 bool Connection::Fill() {
   char buffer[4096];
   const auto wants = [&](size_t read) {

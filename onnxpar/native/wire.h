@@ -1,4 +1,5 @@
-// Connections that carry frames: a length, a kind, and fields.
+// Connections of the control channel, which carry frames. A frame is its length, a kind, and
+// fields.
 #pragma once
 
 #include <chrono>
@@ -12,11 +13,11 @@
 
 namespace onnxpar {
 
-/// The longest frame in bytes; longer ones are skipped.
+/// The most bytes of a frame; longer frames are skipped.
 constexpr size_t kMaxFrame = 16 << 20;
 
-/// A connection whose methods never block. It buffers at most one incoming frame, and outgoing
-/// bytes of at most twice the longest frame.
+/// A connection whose methods never block. It keeps at most one incoming frame, and unsent bytes of
+/// at most twice the longest frame.
 class Connection {
  public:
   Connection() = default;
@@ -25,25 +26,26 @@ class Connection {
   int descriptor() const { return socket_.descriptor(); }
   bool open() const { return socket_.open(); }
   void Close() { socket_.Close(); }
-  /// The host of this end, as the other end knows it.
+  /// Returns the address of this end of the connection, as the other end sees it.
   std::string LocalHost() const { return socket_.LocalHost(); }
 
-  /// Reads some of the bytes that have arrived. Returns false at the end of the connection; Next
-  /// still returns the frames before it.
+  /// Reads bytes that have arrived, for Next. Returns false at the end of the connection; Next then
+  /// still returns the frames that came before.
   bool Fill();
-  /// Returns the next frame, if it is complete. Throws ProtocolError for a frame that is too long
-  /// or empty; the next call continues after that frame.
+  /// Returns the next frame; none if it is not complete yet. Throws ProtocolError for a frame that
+  /// is empty or too long; the next call continues after that frame.
   std::optional<Frame> Next();
 
-  /// Queues a message and writes as much as the socket accepts.
+  /// Adds a message to the unsent bytes, and writes as many of them as the socket accepts.
   template <typename Message>
   void Send(const Message& message) {
     Queue(Encode(message));
   }
-  /// Writes queued bytes; discards them if the connection is broken, which Fill reports.
+  /// Writes unsent bytes, as many as the socket accepts. Discards them if the connection is broken,
+  /// which Fill then reports.
   void Flush();
   bool wants_to_write() const { return !outgoing_.empty(); }
-  /// True if frames were discarded because the other end did not read for too long.
+  /// True if messages were discarded because the other end did not read for too long.
   bool overflowed() const { return overflowed_; }
 
  private:
@@ -56,11 +58,12 @@ class Connection {
   std::string outgoing_;
 };
 
-/// Returns a descriptor for waking a thread that polls it. Throws std::system_error.
+/// Returns a new descriptor (eventfd) by which one thread can wake another one that polls it.
+/// Throws std::system_error.
 int NewEvent();
 
-/// Returns a timeout for poll(), at most an hour, because poll() takes an int; -1 for a negative
-/// timeout.
+/// Returns a timeout as the argument of poll(): at most an hour, because that is an int; -1 (no
+/// limit) for a negative timeout.
 int PollTime(std::chrono::milliseconds timeout);
 
 }  // namespace onnxpar

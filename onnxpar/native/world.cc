@@ -14,14 +14,14 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// A rank reports to the hub each collective that takes longer; the hub compares the members'
-/// collectives.
+/// The time after which a rank reports its collective to the hub, which compares it with those of
+/// the other members.
 constexpr milliseconds kSlow{20};
-/// The time to wait for the hub to send the reason of a failure; the hub may ask other ranks first.
+/// How long to wait for the hub's reason of a failure. The hub may ask other ranks first.
 constexpr milliseconds kVerdictTime{2000};
 
-/// Makes a write to a socket whose other end is closed return an error instead of ending the
-/// process; Gloo may write to such sockets.
+/// Ignores SIGPIPE, unless the program handles it: a write to a socket whose other end is closed
+/// then returns an error instead of ending the process. Gloo may write to such sockets.
 void IgnoreBrokenPipes() {
   struct sigaction action{};
   sigaction(SIGPIPE, nullptr, &action);
@@ -162,7 +162,7 @@ Report World::ReportOf(const Stream& stream, const Operation& operation) const {
   return report;
 }
 
-/// The rank for which a stream waits.
+/// Returns the rank for which this rank waits in a stream; kNobody if for none.
 uint64_t World::AwaitedIn(const Stream& stream) {
   const int other = stream.transport ? stream.transport->Awaited() : -1;
   return other < 0 ? kNobody : static_cast<uint64_t>(other);

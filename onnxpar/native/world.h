@@ -1,4 +1,4 @@
-// World: one rank's membership in a world.
+// World: one rank's membership in a world, the ranks that run collectives together.
 #pragma once
 
 #include <chrono>
@@ -28,23 +28,23 @@ struct WorldConfig {
   std::chrono::milliseconds timeout{60000};
 };
 
-/// The exception of a collective that did not run, because its world has failed or its run has been
-/// interrupted; it has the reason.
+/// The exception of a collective that fails, or cannot run, because the world has failed or the run
+/// was interrupted. Its text is the reason.
 class WorldFailure : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// One rank's membership in a world. Any thread may call any method; the collectives of a stream
-/// run one at a time. A world has one stream, until OpenStreams.
+/// One rank's membership in a world. Any thread may call any method. The collectives of one stream
+/// run one at a time; a world has one stream until OpenStreams.
 ///
 /// Ranks never wait for each other in a circle if all ranks start, run and complete collectives in
-/// the same order, and members agree on the stream of each collective: of the collectives that
+/// the same order, and members agree on the stream of each collective: then of all collectives that
 /// wait, the first in this order can continue.
 class World : public ControlListener {
  public:
-  /// Joins the other ranks, and registers the world under `config.id`. Throws if they do not join
-  /// within the timeout.
+  /// Joins the other ranks, registers the world under `config.id` in this process, and returns it.
+  /// Throws if the ranks do not join within the timeout.
   static std::shared_ptr<World> Create(const WorldConfig& config);
   /// Returns the world registered under `id`, or null.
   static std::shared_ptr<World> Find(const std::string& id);
@@ -57,17 +57,16 @@ class World : public ControlListener {
   int rank() const { return config_.rank; }
   int size() const { return config_.size; }
 
-  /// Returns the group of these ranks of the world, of all ranks if `ranks` is empty, in a stream.
-  /// Throws unless they are distinct and include this rank, and if there is no such stream.
+  /// Returns the group of these ranks of the world in a stream; of all ranks if `ranks` is empty.
+  /// Throws if ranks repeat, if they do not include this rank, or if there is no such stream.
   Group& GroupOf(const std::vector<int64_t>& ranks, int64_t stream = 0);
 
-  /// Connects the ranks of the world in `count` streams, if there are fewer. All ranks must call
-  /// it. In a world of n streams, stream i is a part of stream i modulo n.
+  /// Connects the ranks of the world in further streams, until there are `count`. All ranks must
+  /// call it. In a world of n streams, a group of stream i runs in stream i modulo n.
   void OpenStreams(size_t count);
 
-  /// Runs a collective: calls body(transport, call). First waits until the collectives in the
-  /// background of its stream have ended. Throws a WorldFailure with the reason if the collective
-  /// fails or cannot run.
+  /// Runs a collective: calls body(transport, call). Waits first until background jobs in its
+  /// stream have ended. Throws a WorldFailure if the collective fails or cannot run.
   template <typename Body>
   void Run(const Operation& operation, const Body& body) {
     Stream& stream = StreamOf(operation.group);
@@ -81,38 +80,41 @@ class World : public ControlListener {
     }
   }
 
-  /// Adds a job that runs a collective of a group; the thread of the group's stream runs jobs one
-  /// after the other, in the order in which they were added. The job must not throw.
+  /// Adds a job that runs a collective of a group. The thread of the group's stream runs jobs one
+  /// after the other, in the order in which they were added. A job must not throw.
   void InBackground(const Group& group, std::function<void()> job) {
     StreamOf(group).background.Add(std::move(job));
   }
 
-  /// True if messages to this rank of the world go through memory that both ranks share. Throws if
-  /// the world has no such rank.
+  /// True if messages to rank `other` of the world go through memory that both ranks share. Throws
+  /// if the world has no such rank.
   bool SharesMemoryWith(int other);
 
-  /// Interrupts the run, because this rank cannot run the collective `name`, and throws.
+  /// Interrupts the current call on all ranks, because this rank cannot run the collective `name`,
+  /// and throws a WorldFailure with the reason.
   [[noreturn]] void Reject(const std::string& name, const std::string& reason);
   /// Makes every collective of this world, current and later, fail with `message` on all ranks.
   void Abort(const std::string& message);
-  /// Marks the start of a call on this rank, so that a rank that fails in its next call does not
-  /// interrupt this call. Without Begin, all collectives count as one call.
+  /// Marks the start of a call (one run of the model) on this rank. Calls are counted, so that a
+  /// rank that already fails in its next call does not interrupt this call on the others. Without
+  /// Begin, all collectives count as one call.
   void Begin();
-  /// Makes every collective of this call fail with `message` on all ranks, until all ranks have
-  /// called Renew.
+  /// Makes all collectives of the current call fail with `message`, on all ranks, until all ranks
+  /// have called Renew.
   void Interrupt(const std::string& message);
-  /// Waits until all ranks have left the interrupted run, and connects to them again. Returns the
-  /// reason of the interruption, the same on all ranks. Throws if the world was aborted. If the
-  /// ranks cannot connect, the next call fails.
+  /// After an interrupted call: waits until all ranks have left it, and connects to them again.
+  /// Returns the reason of the interruption, the same on all ranks. Throws if the world was
+  /// aborted. If the ranks cannot connect, the next call fails with the reason.
   std::string Renew();
-  /// The reason why every collective fails from now on; empty if the world has not failed.
+  /// Returns the reason why every collective fails from now on; "" if the world has not failed.
   std::string Failure();
-  /// Sets the reason for which this rank is going to leave the world too early, for the errors of
-  /// other ranks.
+  /// Stores the reason why this rank is about to leave the world too early, which the errors of
+  /// other ranks quote.
   void Explain(const std::string& why);
   /// Leaves the world.
   void Close();
-  /// Leaves the world without freeing its threads and memory, because the process is about to end.
+  /// Tells the other ranks that this rank leaves, but frees no threads and no memory, because the
+  /// process is about to end.
   void LeaveAtExit();
 
  private:

@@ -19,8 +19,8 @@ std::map<std::string, std::shared_ptr<World>>& Worlds() {
   return *worlds;
 }
 
-/// Leaves all worlds when the process ends, so that other ranks can distinguish the end from a
-/// crash. Does nothing in a forked child.
+/// Called when the process ends: leaves all worlds, so that the other ranks can tell this from a
+/// crash. Does nothing in a forked child, which has not joined them.
 void LeaveWorldsAtExit() {
   if (getpid() != process) return;
   std::lock_guard<std::mutex> lock(worlds_mutex);

@@ -1,5 +1,6 @@
 """Finds sums that a loop carries: each iteration adds a term, and no other node reads the sum
-before the loop ends. A loop may carry such a sum as a partial sum, because Add is linear."""
+before the loop ends. A loop may carry such a sum as a partial sum, because Add is linear: one
+all-reduce after the loop then replaces an all-reduce in each iteration."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from onnxpar.graph.tensors import is_float
 
 @dataclass(frozen=True)
 class Accumulator:
-    """A sum that a loop carries.
+    """A sum that a Scan or a Loop carries from each iteration to the next.
 
     operand, result  indices of the sum among the loop's operands and results
     given, back      the sum as input and as output of the loop's body
     add              the Add in the body that computes `back` from `given`
-    term             index of the Add's other operand, the term of an iteration
+    term             index of the Add's other operand: the term that an iteration adds to the sum
     """
 
     operand: int
@@ -31,12 +32,13 @@ class Accumulator:
     term: int
 
     def tensors(self, node: gs.Node) -> list[gs.Tensor]:
-        """The sum before the loop, at both ends of its body, and after the loop."""
+        """Returns the four tensors that have the sum's value: the operand of the loop `node`, the
+        input and the output of the body, and the result of the loop."""
         return [node.inputs[self.operand], self.given, self.back, node.outputs[self.result]]
 
 
 def accumulators(node: gs.Node) -> Iterator[Accumulator]:
-    """Yields the carried sums of a Scan or a Loop; none for other nodes."""
+    """Yields the sums that a Scan or a Loop carries. Any other node has none."""
     if node.op not in ("Scan", "Loop"):
         return
     inner = bodies(node)
@@ -59,7 +61,8 @@ def accumulators(node: gs.Node) -> Iterator[Accumulator]:
 
 
 def source(tensor: gs.Tensor) -> gs.Tensor:
-    """The tensor before the chain of reshards that ends in `tensor`; else `tensor` itself."""
+    """Returns the tensor from which a chain of reshard nodes (changes of layout) computes `tensor`;
+    `tensor` itself if no reshard node computes it."""
     while tensor.inputs and is_reshard(tensor.inputs[0]):
         tensor = tensor.inputs[0].inputs[0]
     return tensor

@@ -1,7 +1,8 @@
-"""Factors of a whole graph, found by unification.
+"""Finds the factors of a whole graph by unification.
 
-The rule of a node relates the dimensions of its operands and results. Unifying them over all nodes
-refines each dimension to atoms, which no op cuts further.
+The sharding rule of a node relates the dimensions of its operands and results: MatMul is
+`m k, k n -> m n`. Unifying these dimensions over all nodes divides each dimension into atoms, the
+parts that no op divides further.
 """
 
 from __future__ import annotations
@@ -40,21 +41,30 @@ def analyse(
     growing: Collection[tuple[str, int]] = (),
     in_file: Mapping[str, str] | None = None,
 ) -> GraphFactors:
-    """Refines every dimension of the graph to atoms; with `in_bodies`, also the dimensions in
-    bodies of control flow.
+    """Returns the atoms (parts of dimensions) of every dimension of the graph; with `in_bodies`,
+    also of dimensions in the bodies of If, Loop and Scan.
 
-    pairs             state pairs: tensors with corresponding dimensions that no op connects;
-                      dimensions of different sizes (a cache that grows) stay separate
-    growing           (input, axis) of dimensions of state pairs that stay separate, too, because
-                      their sizes differ at other open sizes
-    whole             for the first result of a node, the factors that the node must not split
-    on_host, in_file  fields of the returned factors
+    pairs             state pairs (an input, and the output that is its next value): their
+                      dimensions correspond without an op between them; dimensions of different
+                      sizes (a cache that grows) stay separate
+    growing           (input, axis) of more dimensions of state pairs that stay separate, because
+                      their sizes differ at other values of the open sizes (known only at run time)
+    whole             by name of a node's first result, the factors that the node must not split;
+                      None instead of factors: all of them
+    on_host, in_file  fields of the returned `GraphFactors`
     """
     factors = _Analysis(graph, pairs, in_bodies, whole or {}, growing).run()
     return replace(factors, on_host=frozenset(on_host), in_file=in_file or {})
 
 
 class _Analysis:
+    """The unification of one graph's dimensions. Its fields are the parameters of `analyse`, and:
+
+    dims    the index variables of each tensor's dimensions, by name; None for an unknown rank
+    joined  the nodes whose rules have been applied, in graph order
+    atoms   gives numbers to atoms (parts of dimensions)
+    """
+
     def __init__(
         self,
         graph: gs.Graph,
@@ -73,6 +83,7 @@ class _Analysis:
         self.atoms = Atoms()
 
     def run(self) -> GraphFactors:
+        """Applies the rules of all nodes, then returns the factors of all tensors and nodes."""
         self._join_all(self.graph)
         for a, b in self.pairs:
             both = zip(self.dims.get(a) or (), self.dims.get(b) or (), strict=False)
@@ -92,11 +103,12 @@ class _Analysis:
         return GraphFactors(tensors, ops, fused=fused, mixtures=mixtures)
 
     def _ops(self, tensors: Mapping[str, TensorFactors], fused: frozenset[str]) -> list[OpFactors]:
-        """The factors of all nodes.
+        """Returns the factors of all nodes, in graph order.
 
-        A leaf stays whole if the producer and a reader of a fused tensor cannot split the leaf the
-        same way. Partial sums do not pass nodes that read a fused tensor, because such a node may
-        round its other operands.
+        A fused tensor lies between two nodes that onnxruntime fuses, so it is never resharded. A
+        leaf (a part of a dimension) stays whole if the producer and a reader of a fused tensor
+        cannot both split it. Partial sums do not pass a node that reads a fused tensor, because the
+        node may round its other operands.
         """
         for n, joined in enumerate(self.joined):
             if not fused.isdisjoint(t.name for t in joined.node.inputs):
@@ -112,6 +124,8 @@ class _Analysis:
         return ops
 
     def _dims(self, tensor: gs.Tensor) -> list[IndexVar] | None:
+        """Returns a tensor's index variables, one per dimension, new at the first call; None if the
+        tensor's rank is unknown."""
         if tensor.name not in self.dims:
             shape = tensor_shape(tensor)
             self.dims[tensor.name] = (
@@ -120,6 +134,8 @@ class _Analysis:
         return self.dims[tensor.name]
 
     def _join_all(self, graph: gs.Graph) -> None:
+        """Applies the rules of all nodes of a graph. Nodes of a body come before the node with the
+        body."""
         for node in graph.nodes:
             inner = bodies(node)
             opened: list[gs.Graph] = []
@@ -139,7 +155,8 @@ class _Analysis:
             self._join(Joined(node, graph, rule, factors, opened))
 
     def _join(self, joined: Joined) -> None:
-        """Unifies the dimensions of a node's operands and results with the factors of its rule."""
+        """Unifies the dimensions of a node's operands and results with the factors of the node's
+        rule."""
         for tensor, spec in joined.operands():
             dims = self._dims(tensor) if tensor.name else None
             if spec is None or dims is None:
@@ -151,6 +168,8 @@ class _Analysis:
         self.joined.append(joined)
 
     def _tensor(self, dims: list[IndexVar]) -> TensorFactors:
+        """Returns the factors of a tensor from the index variables of its dimensions, after all
+        rules are applied."""
         per_dim = [list(self.atoms.leaves(d)) for d in dims]
         trees = tuple(unsplit_tree(d) for d in dims)
         return TensorFactors(
@@ -164,7 +183,8 @@ class _Analysis:
 def _with_chosen(
     mixtures: Iterable[Mixture], ops: Sequence[OpFactors], tensors: Mapping[str, TensorFactors]
 ) -> list[OpFactors]:
-    """The factors of the nodes, with `chosen` set for nodes of mixtures of experts."""
+    """Returns the factors `ops` of the nodes, in order. A node of a mixture of experts gets
+    `chosen`: the share of rows that the mixture's router chooses."""
     chosen: dict[int, Chosen] = {}
     for mixture in mixtures:
         mask = mixture.rows.chosen.name

@@ -1,5 +1,6 @@
-"""Finds pairs of leaves that may be split over the same mesh axis: leaves in different segments of
-a concatenation, or leaves that no tensor has in common."""
+"""Finds pairs of leaves of a tensor or node that may be split over the same mesh axis: leaves in
+different segments of a concatenation (Q and K in a fused QKV weight), or leaves that no tensor has
+in common. Any other two leaves need different axes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from onnxpar.sharding.factors import Links, Pairs, TensorFactors
 
 
 def apart_in_dims(dims: Sequence[Dim], counts: Sequence[int]) -> Pairs:
-    """Pairs of a tensor's leaves in different segments of a dimension; `counts` has the number of
+    """Returns the pairs of a tensor's leaves (parts of dimensions) that lie in different segments
+    of one dimension. Leaves are numbered through all dimensions `dims`; `counts` has the number of
     leaves of each dimension."""
     apart: set[tuple[int, int]] = set()
     at = 0
@@ -23,7 +25,8 @@ def apart_in_dims(dims: Sequence[Dim], counts: Sequence[int]) -> Pairs:
 
 
 def _apart(dim: Dim, at: int) -> set[tuple[int, int]]:
-    """Pairs of leaves, numbered from `at`, in different segments of a concatenation."""
+    """Returns the pairs of a dimension's leaves (parts of dimensions) that lie in different
+    segments of a concatenation. The first leaf of the dimension has the number `at`."""
     if isinstance(dim, Factor):
         return set()
     pairs: set[tuple[int, int]] = set()
@@ -41,7 +44,13 @@ def _apart(dim: Dim, at: int) -> set[tuple[int, int]]:
 def apart_in_op(
     operands: Iterable[tuple[str, Links]], tensors: Mapping[str, TensorFactors]
 ) -> Pairs:
-    """Pairs of a node's leaves; every tensor with both leaves has them in different segments."""
+    """Returns the pairs of a node's leaves (parts of dimensions) that may be split over the same
+    axis: at least one tensor has the two leaves in different segments, and no tensor has them
+    otherwise.
+
+    operands  the names of the node's operands and results, each with its links: the node's leaf for
+              each leaf of the tensor
+    """
     operands = list(operands)
     if not any(name in tensors and tensors[name].apart for name, _ in operands):
         return frozenset()
@@ -57,7 +66,7 @@ def apart_in_op(
 
 
 def never_together(count: int, operands: Iterable[tuple[str, Links]]) -> Pairs:
-    """Pairs of a node's `count` leaves that no tensor has in common: values on different paths
-    through a body."""
+    """Returns the pairs of a node's `count` leaves (parts of dimensions) that no operand or result
+    has in common: values on different paths through a body. `operands` is that of `apart_in_op`."""
     pairs = {(i, j) for i in range(count) for j in range(count) if i != j}
     return frozenset(pairs.difference(*(product(links, links) for _, links in operands)))

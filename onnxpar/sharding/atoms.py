@@ -1,4 +1,5 @@
-"""Resolved index variables as trees of atoms."""
+"""Numbers the atoms of a graph, and turns unified index variables into trees of atoms. An atom is a
+part of a dimension that no op divides further."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ from onnxpar.sharding.unify import IndexVar, flat
 
 
 class Atoms:
-    """The atoms of a graph, numbered in the order of first use."""
+    """The atoms (parts of dimensions) of a graph, numbered in the order of first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
 
     def leaves(self, variable: IndexVar) -> Iterator[Leaf]:
-        """The splittable leaves of a variable, in order."""
+        """Yields the leaves (number and size of an atom) of which a dimension consists, in order,
+        without atoms (parts of dimensions) of one element. A dimension `heads * 64` has two: heads,
+        and 64."""
         variable = variable.root()
         if variable.kind:
             for child in flat(variable, variable.kind):
@@ -26,7 +29,7 @@ class Atoms:
 
 
 def unsplit_tree(variable: IndexVar) -> Dim:
-    """A resolved variable as an unsplit dimension."""
+    """Returns the dimension that a variable stands for as a tree of factors, without mesh axes."""
     variable = variable.root()
     if not variable.kind or variable.size <= 1:
         return Factor(variable.size)
@@ -36,6 +39,7 @@ def unsplit_tree(variable: IndexVar) -> Dim:
 
 
 def has_major(variable: IndexVar) -> bool:
-    """True if a split of the first leaf gives contiguous shards."""
+    """True if a split of the dimension's first leaf (a part of a dimension) gives contiguous
+    shards: the dimension has more than one element, and is not a concatenation."""
     variable = variable.root()
     return variable.size > 1 and variable.kind != "concat"

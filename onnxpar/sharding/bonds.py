@@ -1,5 +1,5 @@
 """Finds bonded leaves: leaves of different nodes that must be split over the same axes or stay
-whole, because onnxruntime fuses the nodes."""
+whole, because onnxruntime fuses the nodes and no reshard may come between them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from onnxpar.sharding.factors import OpFactors
 Member = tuple[int, int]
 """A leaf of a node: (index of the node, index of the leaf in the node)."""
 Edge = tuple[Member, Member]
-"""Producer and reader of a tensor: (node, result) and (node, operand), all indices."""
+"""A tensor as (producer, reader): ((node, result), (node, operand)), all indices."""
 
 
 def edges_of(ops: Sequence[OpFactors], fused: Collection[str]) -> list[Edge]:
-    """An edge from the producer of each fused tensor to each of its readers."""
+    """Returns an edge from the producer of each tensor named in `fused` to each of its readers."""
     if not fused:
         return []
     producers = {t.name: (n, i) for n, op in enumerate(ops) for i, t in enumerate(op.node.outputs)}
@@ -29,7 +29,8 @@ def edges_of(ops: Sequence[OpFactors], fused: Collection[str]) -> list[Edge]:
 
 
 def groups(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> list[frozenset[Member]]:
-    """Groups of leaves that are connected by chains of edges."""
+    """Returns the groups of bonded leaves (parts of dimensions): leaves that the tensors of `edges`
+    connect, directly or through other nodes."""
     group_of: dict[Member, set[Member]] = {}
     for (m, o), (r, i) in edges:
         for a, b in zip(ops[m].outputs[o], ops[r].inputs[i], strict=True):
@@ -40,8 +41,13 @@ def groups(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> list[frozenset[Me
 
 
 def not_alike(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> Mapping[int, set[int]]:
-    """Leaves that must stay whole, by index of the node: the node at the other end of an edge
-    cannot split the leaf, or a split would make the tensor between the nodes partial."""
+    """Returns the leaves (parts of dimensions) that must stay whole, by index of the node, because
+    the two nodes of an edge cannot split them over the same axes without communication between the
+    nodes.
+
+    Such a leaf has no counterpart at the other end of its edge, or a split of it would make the
+    tensor between the nodes partial, or two leaves of one node would need the same axes.
+    """
     held: dict[int, set[int]] = defaultdict(set)
     for (m, o), (r, i) in edges:
         for a, b in zip(ops[m].outputs[o], ops[r].inputs[i], strict=True):
@@ -60,7 +66,8 @@ def not_alike(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> Mapping[int, s
 
 
 def _communicating(op: OpFactors) -> Iterator[int]:
-    """Yields leaves whose split needs communication within or after the node."""
+    """Yields the leaves (parts of dimensions) whose split makes ranks communicate within the node
+    or after it."""
     exchanged = {*op.rule.communicating, *(f for group in op.rule.co_sharded for f in group)}
     for i, leaf in enumerate(op.leaves):
         if op.reduction(i) or leaf.factor in exchanged:

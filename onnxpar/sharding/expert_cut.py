@@ -1,12 +1,13 @@
-"""Decides which nodes of a mixture run at the ranks of experts if ranks exchange rows.
+"""Decides which nodes of a mixture of experts run at the ranks of experts, if ranks exchange rows.
+A row has the values of one token.
 
 x = Where(chosen, tokens, 0)                  at the rank of the tokens
 ...    nodes with weights of experts          at the rank of the expert
 ReduceSum(Where(chosen, z * weight, 0))       at the rank of the tokens
 
 A training step has several such parts: its backward pass takes gradients of z to the experts, and
-gradients of x back. The nodes at the experts are one side of a minimum cut: rows that cross between
-ranks have the fewest bytes.
+gradients of x back. The nodes at the experts are one side of a minimum cut: the rows that cross
+between ranks have the fewest bytes.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ _MOST_FLOW = 2**29
 
 
 def nodes_at_experts(rows: ExpertRows, shapes: Shapes) -> tuple[gs.Node, ...]:
-    """The nodes of a mixture that run at the ranks of experts if ranks exchange rows, in graph
-    order. Empty if ranks cannot exchange rows: a node needs both a weight of its expert and a value
-    of its row from outside the mixture.
+    """Returns the nodes of a mixture that run at the ranks of experts if ranks exchange rows, in
+    graph order. Empty if ranks cannot exchange rows: some node needs both a weight of its expert
+    and a value of its row from outside the mixture.
 
     Nodes with weights of experts, and sums of gradients for these weights, run at the experts;
-    nodes that read values of rows from outside the mixture, at the tokens. If the bytes are the
-    same, other nodes run at the experts if a node with weights depends on them, else at the tokens.
+    nodes that read values of rows from outside the mixture, at the tokens. The bytes of crossing
+    rows decide about all other nodes. Of two sides with equal bytes, a node runs at the experts if
+    a node with weights depends on it, else at the tokens.
     """
     stored: dict[int, bool] = {}
     owners = [n for n in rows.nodes if _is_owner(n, rows, shapes, stored)]
@@ -69,8 +71,9 @@ def nodes_at_experts(rows: ExpertRows, shapes: Shapes) -> tuple[gs.Node, ...]:
 
 
 def reads_rows(node: gs.Node, rows: ExpertRows, shapes: Shapes) -> bool:
-    """True if a node reads or writes rows outside the mixture: a mask, a sum over experts, or an
-    elementwise node with such an operand."""
+    """True if a node reads or writes rows outside the mixture, so it must run at the ranks of
+    tokens: a mask, a sum over experts, or an elementwise node with an operand of rows from
+    outside."""
     if rows.roles[id(node)] in (Role.MASK, Role.TOTAL):
         return True
     count = shapes[rows.chosen.name][1]
@@ -79,7 +82,8 @@ def reads_rows(node: gs.Node, rows: ExpertRows, shapes: Shapes) -> bool:
 
 
 def moved_tensors(rows: ExpertRows, at_experts: Collection[gs.Node]) -> list[gs.Tensor]:
-    """The tensors of rows that cross between the ranks of tokens and of experts."""
+    """Returns the tensors of rows that cross between the ranks of tokens and the ranks of experts,
+    if the nodes `at_experts` run at the ranks of experts."""
     inside = {id(node) for node in at_experts}
     leaving = {id(tensor) for tensor in rows.leaving}
     return [
@@ -91,15 +95,18 @@ def moved_tensors(rows: ExpertRows, at_experts: Collection[gs.Node]) -> list[gs.
 
 
 def crosses_to_experts(node: gs.Node) -> bool:
-    """True for an exchange that takes rows to the ranks of their experts, which splits experts and
-    joins rows; False for one that takes them back."""
+    """True if an all-to-all takes rows to the ranks of their experts: it splits the dimension of
+    experts and joins the dimension of rows. False if it takes rows back."""
     return (node.attrs.get("split_axis"), node.attrs.get("concat_axis")) == (0, 1)
 
 
 def between_exchanges(rows: ExpertRows, shapes: Shapes) -> frozenset[int] | None:
-    """The ids of the nodes of a rank's graph whose results are at the ranks of experts, from an
-    exchange to the next. None if ranks cannot exchange chosen rows alone there: a node reads rows
-    of both sides, or is on the side of `nodes_at_experts` where it cannot run."""
+    """Returns the ids of the nodes of a rank's graph that run at the ranks of experts: the nodes
+    between an all-to-all to the experts and the next all-to-all back.
+
+    None if ranks cannot exchange the chosen rows alone: a node reads rows from both sides, or is on
+    a side where it cannot run (`nodes_at_experts` says which nodes run where).
+    """
     inside: set[int] = set()
     for node in rows.nodes:
         role = rows.roles[id(node)]
@@ -122,7 +129,8 @@ def between_exchanges(rows: ExpertRows, shapes: Shapes) -> frozenset[int] | None
 
 
 def is_stored(tensor: gs.Tensor, known: dict[int, bool]) -> bool:
-    """True if a tensor is stored with the model, or is computed from stored tensors alone."""
+    """True if a tensor is stored with the model, or is computed from stored tensors by ops such as
+    Cast or Transpose alone. `known` keeps results by the tensor's id."""
     if id(tensor) not in known:
         known[id(tensor)] = False
         maker = tensor.inputs[0] if tensor.inputs else None
@@ -135,8 +143,9 @@ def is_stored(tensor: gs.Tensor, known: dict[int, bool]) -> bool:
 
 
 def _is_owner(node: gs.Node, rows: ExpertRows, shapes: Shapes, stored: dict[int, bool]) -> bool:
-    """True if a node multiplies by a matrix of each expert, sums gradients for each expert, or
-    reads a stored operand with a matrix for each expert."""
+    """True if a node must run at the ranks of experts: it multiplies by a matrix of each expert,
+    sums gradients for each expert, or reads a stored operand [expert, ..., ...]. `stored` is the
+    `known` of `is_stored`."""
     experts = shapes[rows.chosen.name][0]
     return rows.roles[id(node)] in _OF_EXPERTS or any(
         t.name in shapes
@@ -148,7 +157,8 @@ def _is_owner(node: gs.Node, rows: ExpertRows, shapes: Shapes, stored: dict[int,
 
 
 def _upstream(owners: Iterable[gs.Node], nodes: Collection[gs.Node]) -> Mapping[int, bool]:
-    """For each node, by id: True for owners, and for nodes on which owners depend."""
+    """For each of the `nodes`, by id: True if it is one of the owners, or an owner depends on
+    it."""
     needed = {id(node): False for node in nodes}
     todo = list(owners)
     while todo:
@@ -160,14 +170,16 @@ def _upstream(owners: Iterable[gs.Node], nodes: Collection[gs.Node]) -> Mapping[
 
 
 def _bytes_per_row(tensor: gs.Tensor, rows: ExpertRows, shapes: Shapes) -> int | None:
-    """The bytes of a row of a tensor; None if ranks cannot exchange its rows."""
+    """Returns the bytes of one row of a tensor [expert, row, column]; None if ranks cannot exchange
+    its rows."""
     shape = shapes[tensor.name]
     is_rows = len(shape) == RANK and id(tensor) in rows.zeros
     return math.ceil(math.prod(shape[2:]) * element_bytes(tensor)) if is_rows else None
 
 
 class _Cut:
-    """A minimum cut between nodes at the tokens and nodes at the experts."""
+    """A minimum cut between nodes at the ranks of tokens and nodes at the ranks of experts. The
+    capacity of an edge is the number of bytes per row that cross if the cut separates its ends."""
 
     def __init__(self, nodes: Collection[gs.Node]) -> None:
         self.nodes = nodes
@@ -179,18 +191,18 @@ class _Cut:
         """Capacities by start and end; None for an edge that the cut must not cross."""
 
     def fix(self, node: gs.Node, side: int) -> None:
-        """Places a node that has no choice."""
+        """Puts a node on a side, `_TOKENS` or `_EXPERTS`, for good."""
         at = self.number[id(node)]
         self.edges[(at, _EXPERTS) if side == _EXPERTS else (_TOKENS, at)] = None
 
     def prefer_tokens(self, node: gs.Node) -> None:
-        """Places a node at the tokens if the bytes are the same."""
+        """Puts a node at the tokens if the cut has as many bytes with the node on either side."""
         self.edges[_TOKENS, self.number[id(node)]] = 1
 
     def add(self, tensor: gs.Tensor, producer: gs.Node, size: int | None) -> None:
-        """Adds a tensor, of `size` bytes per row: it crosses once if its producer and readers are
-        on both sides, or must not cross if `size` is None. Readers outside the mixture are at the
-        tokens."""
+        """Adds a tensor of `size` bytes per row. Its rows cross once if its producer and its
+        readers are not all on one side; with `size` None, they must be on one side. Readers outside
+        the mixture are at the tokens."""
         first, last = self.count, self.count + 1
         self.count += 2
         self.edges[first, last] = None if size is None else size * self.weight
@@ -199,8 +211,8 @@ class _Cut:
             self.edges[at, first] = self.edges[last, at] = None
 
     def nodes_at_experts(self) -> tuple[gs.Node, ...]:
-        """The nodes that no path with free capacity connects to the tokens; empty if each cut
-        crosses an edge that it must not cross."""
+        """Returns the nodes on the experts' side of the minimum cut, in graph order; empty if every
+        cut separates nodes that must be on one side."""
         unit = sum(size or 0 for size in self.edges.values()) // _MOST_FLOW + 1
         sizes = [size and -(-size // unit) for size in self.edges.values()]
         total = sum(size or 0 for size in sizes)

@@ -1,4 +1,5 @@
-"""The nodes of a mixture of experts that compute rows, and their roles."""
+"""The nodes of a mixture of experts that compute rows [expert, row, column], and the role of each
+node. A router chooses rows for each expert; all other rows are zeros."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from onnxpar.load.row_program import BINARY, UNARY
 Shapes = Mapping[str, tuple[int, ...]]
 """The global shapes of tensors, by name."""
 RANK = 3
-"""The number of dimensions: expert, row, column."""
+"""The number of dimensions of a tensor of rows: expert, row, column."""
 _LOGIC = frozenset(
     ["And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or", "Xor"]
 )
@@ -23,16 +24,16 @@ ELEMENTWISE = UNARY | BINARY | _LOGIC | frozenset(["IsInf", "IsNaN", "Sign", "Su
 
 
 class Role(Enum):
-    """The effect of a node on the rows of experts.
+    """What a node does with the rows [expert, row, column] of a mixture of experts.
 
     MASK      chooses rows: Where(chosen, x, 0)
     FLIP      transposes each expert's rows, for products that sum over rows
     ROWS      computes each row from the same row
-    REDUCED   adds up rows over ranks that choose the same rows
-    CROSSING  takes rows to the ranks of their experts, or back
-    PRODUCT   multiplies each expert's rows by its own matrix
-    MATRICES  sums products of rows, to a matrix for each expert
-    VECTORS   sums rows, to a vector for each expert
+    REDUCED   adds up rows over ranks that choose the same rows (all-reduce)
+    CROSSING  takes rows to the ranks of their experts, or back (all-to-all)
+    PRODUCT   multiplies each expert's rows by the expert's own matrix
+    MATRICES  sums products of rows, to a matrix for each expert (gradients of weights)
+    VECTORS   sums rows, to a vector for each expert (gradients of biases)
     TOTAL     sums over experts
     """
 
@@ -48,16 +49,17 @@ class Role(Enum):
 
 
 MEETINGS = {"AllReduce": Role.REDUCED, "AllToAll": Role.CROSSING}
-"""The roles of collectives between nodes of a mixture: ranks send the chosen rows alone."""
+"""The roles of collectives between nodes of a mixture. Such a collective may send the chosen rows
+alone."""
 INSIDE = (Role.ROWS, Role.PRODUCT, Role.REDUCED, Role.CROSSING)
-"""The roles of nodes that compute or exchange rows."""
+"""The roles of nodes whose results are rows behind a mask: they compute or exchange rows."""
 
 
 @dataclass
 class ExpertRows:
-    """The nodes of a mixture, with those of its backward pass in a training step; `chosen` [expert,
-    row, 1] chooses the rows of all tensors.
+    """The nodes of one mixture of experts; in a training step, with the nodes of its backward pass.
 
+    chosen   [expert, row, 1], bool: the rows that the router chooses for each expert
     nodes    the nodes, in graph order
     roles    the role of each node, by id
     zeros    for each tensor [expert, row, ...], by id: True if rows that are not chosen are zeros
@@ -73,12 +75,12 @@ class ExpertRows:
     leaving: list[gs.Tensor] = field(default_factory=list)
 
     def of(self, *roles: Role) -> list[gs.Node]:
-        """The nodes with these roles, in graph order."""
+        """Returns the nodes with these roles, in graph order."""
         return [node for node in self.nodes if self.roles[id(node)] in roles]
 
     @property
     def enter(self) -> list[gs.Node]:
-        """The masks that give experts their rows."""
+        """The masks through which rows of tokens come to the experts."""
         return [node for node in self.of(Role.MASK) if id(node.inputs[1]) not in self.zeros]
 
     @property
@@ -88,8 +90,8 @@ class ExpertRows:
 
     @property
     def computing(self) -> list[gs.Node]:
-        """All nodes, and the nodes before that transpose experts' matrices: each expert that has a
-        row transposes its own."""
+        """All nodes of the mixture, and the nodes that transpose experts' matrices for them: an
+        expert without chosen rows needs neither."""
         matrices = [node.inputs[1] for node in self.of(Role.PRODUCT)]
         makers = {id(maker): maker for tensor in matrices for maker in tensor.inputs}
         return [*self.nodes, *(maker for maker in makers.values() if flips(maker))]
@@ -101,7 +103,8 @@ class ExpertRows:
 
     @property
     def leave(self) -> gs.Node | None:
-        """The mask before the sum over experts; None unless all results of experts leave by it."""
+        """The mask before the sum over experts, if all results of experts leave the mixture through
+        it; else None. A mixture with a backward pass has none."""
         masks = [node for node in self.of(Role.MASK) if id(node.inputs[1]) in self.zeros]
         if len(masks) != 1 or self.leaving or len(self.of(Role.TOTAL)) != 1:
             return None
@@ -110,7 +113,8 @@ class ExpertRows:
 
 
 def known_shapes(graph: gs.Graph) -> Shapes:
-    """The shapes of all tensors of a graph that have no open sizes."""
+    """Returns the shapes of all tensors of a graph and its bodies, by name; a tensor with an
+    unknown or open size (known only at run time) is left out."""
     shapes = {}
     for node in all_nodes(graph):
         for tensor in (*node.inputs, *node.outputs):
@@ -122,12 +126,13 @@ def known_shapes(graph: gs.Graph) -> Shapes:
 
 
 def flips(node: gs.Node) -> bool:
-    """True if a node transposes the experts' matrices."""
+    """True if a node transposes the matrix of each expert: [expert, m, n] to [expert, n, m]."""
     return node.op == "Transpose" and list(node.attrs.get("perm") or ()) == [0, 2, 1]
 
 
 def expert_matrix(tensor: gs.Tensor) -> tuple[gs.Tensor, bool]:
-    """The stack of matrices before all transpositions, and True if `tensor` is its transpose."""
+    """Returns (the experts' matrices before all transpositions, True if `tensor` is their
+    transpose)."""
     is_flipped = False
     while tensor.inputs and flips(tensor.inputs[0]):
         tensor, is_flipped = tensor.inputs[0].inputs[0], not is_flipped
@@ -135,8 +140,9 @@ def expert_matrix(tensor: gs.Tensor) -> tuple[gs.Tensor, bool]:
 
 
 def before_experts(tensor: gs.Tensor, shapes: Shapes) -> gs.Tensor:
-    """The tensor that an Expand repeats for each expert, to [expert, row, column]; `tensor` itself
-    if it repeats nothing."""
+    """Returns the tensor of rows that an Expand repeats for each expert: [row, column] or [1,
+    row, column], if `tensor` is the Expand's result [expert, row, column]. Else returns `tensor`
+    itself."""
     if not tensor.inputs or tensor.inputs[0].op != "Expand":
         return tensor
     source = tensor.inputs[0].inputs[0]

@@ -1,8 +1,9 @@
-"""The factors of a whole graph: the atoms that each dimension of each tensor consists of.
+"""The factors of a whole graph: the atoms of which each dimension of each tensor consists.
 
-An *atom* is an index variable that no op cuts further: the 192 columns of a fused QKV weight are
-`h d + h d + h d`, because a Reshape far downstream separates heads. A sharding assigns mesh axes to
-atoms, so no split cuts a unit of any op. `analysis.py` finds the atoms.
+An *atom* is a part of a dimension that no op divides further: the 192 columns of a fused QKV weight
+are `h d + h d + h d`, because a Reshape far downstream separates heads. A *leaf* is an occurrence
+of an atom in a tensor or node. A sharding assigns mesh axes to leaves, so no split cuts a unit of
+any op. `analysis.py` finds the atoms.
 """
 
 from __future__ import annotations
@@ -21,24 +22,29 @@ from onnxpar.rules.rule import Rule
 
 @dataclass(frozen=True)
 class Leaf:
-    """An occurrence of an atom in a tensor; a leaf of two or more elements can be split."""
+    """An occurrence of an atom in a tensor. Only atoms of two or more elements are leaves: they can
+    be split. `atom` is the atom's number, `size` its number of elements."""
 
     atom: int
     size: int
 
 
 Pairs = frozenset[tuple[int, int]]
-"""Pairs of leaves (in both orders) in different segments, which may be split over the same axis."""
+"""Pairs of leaves, in both orders, that may be split over the same axis; `apart.py` says why."""
 
 
 @dataclass(frozen=True)
 class TensorFactors:
-    """Dimensions of a tensor as unsplit trees, and their splittable leaves in order.
+    """The dimensions of a tensor as trees of factors without mesh axes, and the trees' leaves
+    (parts of dimensions).
 
-    apart   pairs of leaves that may be split over the same axis
-    open    leaves of the dimensions whose size is data-dependent
-    priced  (weight, dimensions) at the sizes for which costs are computed; weights add up to 1.
-            Empty: costs are computed at the sizes of `dims`
+    dims         a tree for each dimension
+    leaves       the splittable leaves of all trees, in order
+    dim_of_leaf  for each leaf, the index of its dimension
+    apart        pairs of leaves that may be split over the same axis
+    open         indices of the leaves of dimensions whose size is data-dependent
+    priced       (weight, trees of the dimensions) for each set of sizes at which costs are
+                 computed; weights add up to 1. Empty: costs are computed at the sizes of `dims`
     """
 
     dims: tuple[Dim, ...]
@@ -50,13 +56,14 @@ class TensorFactors:
 
     @property
     def costed(self) -> tuple[tuple[float, tuple[Dim, ...]], ...]:
-        """(weight, dimensions) at each of the sizes for which costs are computed."""
+        """(weight, trees of the dimensions) for each set of sizes at which costs are computed."""
         return self.priced or ((1.0, self.dims),)
 
 
 @dataclass(frozen=True)
 class OpLeaf:
-    """A splittable index variable of a node: an atom in one of its rule's factors."""
+    """An occurrence of an atom (a part of a dimension) in a node, which can be split. `factor` is
+    the factor of the node's rule that contains the atom: k in `m k, k n -> m n`."""
 
     atom: int
     size: int
@@ -65,12 +72,14 @@ class OpLeaf:
 
 Links = tuple[int | None, ...]
 """For each leaf of a tensor, the index of the node's leaf that has the same axes; None for a leaf
-that stays whole."""
+that the node needs whole."""
 
 
 @dataclass(frozen=True, eq=False)
 class BodyFactors:
-    """A subgraph that is split together with its node, with the links of its inputs and outputs."""
+    """The body of an If, Loop or Scan whose dimensions are split as its node's are. `inputs` and
+    `outputs` are the links of the body's inputs and outputs to leaves (parts of dimensions) of the
+    node."""
 
     graph: gs.Graph
     inputs: tuple[Links, ...]
@@ -79,12 +88,12 @@ class BodyFactors:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The choice of a mixture's router.
+    """How many rows the router of a mixture of experts chooses.
 
-    share  the share of pairs of an expert and a row that the router chooses, on average
-    atom   the atom of experts
-    rows   the atoms of rows, which distinguish tensors of rows from gradients of weights; may be
-           empty
+    share  the share of all pairs (expert, row) that the router chooses, on average
+    atom   the atom (a part of a dimension) of the dimension of experts
+    rows   the atoms of rows: a tensor without any of them is a gradient of weights, of which all
+           elements are computed; empty if there is no backward pass
     """
 
     share: float
@@ -94,19 +103,23 @@ class Chosen:
 
 @dataclass(eq=False)
 class OpFactors:
-    """A node's rule over atoms.
+    """A node, and the leaves (parts of dimensions) that mesh axes may split: its sharding rule,
+    expressed in atoms.
 
-    graph      the scope of the node
+    graph      the graph or body that contains the node
+    leaves     the splittable leaves of all factors
     inputs     links of each operand: `inputs[i][j]` is the node's leaf for leaf j of operand i
     outputs    links of each result
     whole      factors that stay whole, each with the reason
-    trees      the rule's factors, unsplit
+    trees      the rule's factors, as trees without mesh axes
     atoms      the atoms of each factor's leaves
-    co_sharded leaves that are split over the same axes, or not at all
-    rings      pairs of leaves of the rule's rings, in order; `apart` has these pairs, too
+    apart      pairs of leaves that may be split over the same axis
+    co_sharded groups of leaves that are split over the same axes, or not at all
+    rings      pairs of leaves (first, second) that the same axes may split: the shards of the
+               second travel in a ring. `apart` has these pairs, too
     bodies     subgraphs that are split together with the node
     result     name of the first result before passes replace it
-    priced     the node at the sizes for which costs are computed, as in `TensorFactors`
+    priced     (weight, this node's factors) for each set of sizes at which costs are computed
     chosen     of a node of a mixture of experts: the rows that ranks compute
     """
 
@@ -129,12 +142,12 @@ class OpFactors:
 
     @property
     def costed(self) -> tuple[tuple[float, OpFactors], ...]:
-        """Returns (weight, factors of the node) for each set of sizes at which costs are computed.
-        Weights add up to 1; without such sizes, the node itself has the weight 1."""
+        """(weight, factors of the node) for each set of sizes at which costs are computed. Weights
+        add up to 1; without such sizes, there is one entry, this object with the weight 1."""
         return self.priced or ((1.0, self),)
 
     def operands(self) -> Iterator[tuple[gs.Tensor, Links]]:
-        """The operands and results of the node, then of its bodies, each with its links."""
+        """Yields the operands and results of the node, then of its bodies, each with its links."""
         yield from zip(self.node.inputs, self.inputs, strict=True)
         yield from zip(self.node.outputs, self.outputs, strict=True)
         for body in self.bodies:
@@ -142,8 +155,10 @@ class OpFactors:
             yield from zip(body.graph.inputs, body.inputs, strict=True)
 
     def computed(self, axes: Sequence[Axes]) -> float:
-        """The share of its rows that a rank computes if the node's leaves are split over these
-        axes: 1, unless the pass compact-experts leaves rows out."""
+        """Returns the share of its rows that a rank computes if the node's leaves (parts of
+        dimensions) are split over `axes` (axes of each leaf). The share is below 1 only for a node
+        of a mixture of experts: ranks then leave out rows that the router does not choose (pass
+        compact-experts)."""
         if self.chosen is None:
             return 1.0
         split = zip(self.leaves, axes, strict=True)
@@ -152,30 +167,36 @@ class OpFactors:
         return self.chosen.share if fits else 1.0
 
     def extent(self, leaf: int) -> int:
-        """The number of a leaf's elements in the node's trees; may differ from the leaf's size."""
+        """Returns the number of elements, in `trees`, of the node's leaf (a part of a dimension)
+        number `leaf`. It differs from `leaves[leaf].size` if the trees are at other sizes, at which
+        costs are computed."""
         op_leaf = self.leaves[leaf]
         sizes = (f.size for f in leaves_of(self.trees[op_leaf.factor]) if f.is_leaf)
         return dict(zip(self.atoms[op_leaf.factor], sizes, strict=True))[op_leaf.atom]
 
     def reduction(self, leaf: int) -> str | None:
-        """The reduction that results need if this leaf is split; None if no reduction is needed."""
+        """Returns the reduction ("sum", "max", ...) that the results need if this leaf (a part of a
+        dimension) is split; None if they need none."""
         return self.rule.reduce.get(self.leaves[leaf].factor)
 
 
 Parts = tuple[int, ...] | Shares | Proportion
-"""Sizes of the shards of a leaf, or the ranks' shares, which determine the sizes."""
+"""Sizes of a leaf's shards, or the ranks' shares of the leaf, which determine the sizes."""
 
 
 def sizes_of(parts: Parts | None, size: int, axes: Axes) -> tuple[int, ...]:
-    """Sizes of the shards of a leaf that is split over axes; without `parts`, default sizes."""
+    """Returns the sizes of the shards of a leaf (a part of a dimension) of `size` elements that is
+    split over `axes`. Without `parts`, they are as equal as possible: 14 elements over 4 ranks
+    become (4, 4, 3, 3)."""
     if size > 0 and isinstance(parts, (Shares, Proportion)):
         return parts.sizes(size)
     return parts if isinstance(parts, tuple) else default_parts(size, axes)
 
 
 def with_axes(dim: Dim, axes: Iterator[tuple[Axes, Parts | None]]) -> Dim:
-    """Assigns axes and part sizes to the splittable leaves of a tree, in order; leaves after the
-    end of the iterator are whole."""
+    """Returns a tree with mesh axes and part sizes for its splittable leaves (parts of dimensions).
+    `axes` has (axes, sizes of parts or None) for each leaf, in order; leaves after its end stay
+    whole."""
     if isinstance(dim, Factor):
         if not dim.is_leaf:
             return dim

@@ -52,9 +52,12 @@ _ZERO_IF_ALL = frozenset(["Add", "Concat", "Max", "Min", "Sub", "Sum"])
 
 
 def find_expert_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[ExpertRows]:
-    """Yields the mixtures of a graph whose nodes are in execution order. A mixture has a matrix for
-    each expert and a sum over experts; tensors that nodes outside the mixture read do not depend on
-    rows that are not chosen. No node is in two mixtures."""
+    """Yields the mixtures of experts of a graph whose nodes are in execution order. No node is in
+    two mixtures.
+
+    A mixture has a mask, a product with a matrix for each expert, and a sum over experts. Tensors
+    that nodes outside the mixture read do not depend on rows that are not chosen.
+    """
     masks: dict[int, list[gs.Node]] = {}
     for node in graph.nodes:
         if _is_mask(node, shapes):
@@ -75,7 +78,7 @@ def find_expert_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[ExpertRows]:
 
 
 def _is_mask(node: gs.Node, shapes: Shapes) -> bool:
-    """True for Where(chosen, x, 0) on [expert, row, column]."""
+    """True for Where(chosen, x, 0) with `chosen` [expert, row, 1]."""
     if node.op != "Where" or node.domain not in (None, "", "ai.onnx"):
         return False
     shape = shapes.get(node.inputs[0].name, ())
@@ -85,8 +88,11 @@ def _is_mask(node: gs.Node, shapes: Shapes) -> bool:
 
 
 class _Search:
-    """Assigns roles to nodes, from the masks on, except to nodes whose ids are in `apart`. `order`
-    has the index of each node in the graph, by id."""
+    """Follows the rows behind masks, and gives a role to each node of the mixture `region`.
+
+    order  the index of each node in the graph, by id
+    apart  ids of nodes that must stay outside the mixture
+    """
 
     def __init__(
         self, graph: gs.Graph, shapes: Shapes, region: ExpertRows, order: Mapping[int, int],
@@ -98,12 +104,14 @@ class _Search:
 
     @property
     def is_complete(self) -> bool:
-        """True if the nodes form a mixture."""
+        """True if the nodes form a mixture: there is a mask, a product with experts' matrices, and
+        a sum over experts."""
         return {Role.MASK, Role.PRODUCT, Role.TOTAL} <= set(self.region.roles.values())
 
     def fill(self, masks: Sequence[gs.Node]) -> set[int]:
-        """Collects nodes; returns the ids of nodes to keep apart: another node needs rows of their
-        results that are not chosen."""
+        """Collects the nodes behind `masks`. Returns the ids of collected nodes that cannot belong
+        to the mixture: a node outside needs rows of their results that are not chosen. The caller
+        then searches again without these nodes."""
         region = self.region
         todo = [self.order[id(node)] for node in masks]  # a heap, as they are in order
         seen = set(todo)
@@ -127,7 +135,8 @@ class _Search:
         return set(self._leaks())
 
     def _leaks(self) -> Iterator[int]:
-        """Yields the ids of nodes that cannot belong to the mixture; adds leaving tensors."""
+        """Yields the ids of nodes that cannot belong to the mixture, as for `fill`. Adds the
+        tensors that other nodes outside may read to the mixture's `leaving`."""
         region = self.region
         ports = {id(t) for t in self.graph.outputs}
         for node in region.nodes:
@@ -141,7 +150,7 @@ class _Search:
                     yield id(node)
 
     def _role(self, node: gs.Node) -> Role | None:
-        """The role of a node; None if the node does not belong to the mixture."""
+        """Returns the role of a node; None if the node does not belong to the mixture."""
         zeros, flipped = self.region.zeros, self.region.flipped
         if _is_mask(node, self.shapes) and node.inputs[0] is self.region.chosen:
             return Role.MASK if self._enters(*node.inputs[1:2], *node.outputs) else None
@@ -166,7 +175,8 @@ class _Search:
         return Role.ROWS if self._is_row_wise(node) else None
 
     def _matrices(self, node: gs.Node) -> Role | None:
-        """MATRICES for a product of flipped rows and rows, if one of both operands has zeros."""
+        """Returns MATRICES for a product of transposed rows and rows, if rows that are not chosen
+        are zeros in one of both; else None."""
         if node.op != "MatMul" or id(node.inputs[0]) not in self.region.flipped:
             return None
         left, right = self.region.flipped[id(node.inputs[0])], node.inputs[1]
@@ -174,7 +184,8 @@ class _Search:
         return Role.MATRICES if None not in is_zero and any(is_zero) else None
 
     def _product(self, node: gs.Node) -> Role | None:
-        """PRODUCT for a product with experts' matrices, ROWS with one matrix for all experts."""
+        """Returns PRODUCT for a product of rows and a matrix for each expert, ROWS for a product
+        with one matrix for all experts, and None for any other product."""
         left, right = node.inputs
         shape = self.shapes.get(right.name, ())
         is_outer = id(left) in self.region.zeros and id(right) not in self.region.zeros
@@ -185,7 +196,8 @@ class _Search:
         return Role.ROWS if all(size == 1 for size in shape[:-2]) else None
 
     def _enters(self, x: gs.Tensor, masked: gs.Tensor) -> bool:
-        """True if a mask reads rows of experts, or rows that it repeats for each expert."""
+        """True if a mask's operand `x` has rows [expert, row, column] of the mixture, or rows from
+        outside that the mask gives to every expert. `masked` is the mask's result."""
         shape = self.shapes.get(x.name, ())
         return id(x) in self.region.zeros or (
             len(shape) in (RANK - 1, RANK)
@@ -194,12 +206,13 @@ class _Search:
         )
 
     def _is_known(self, tensor: gs.Tensor) -> bool:
-        """True for an operand from outside the mixture if each row's part of it is known."""
+        """True for an operand from outside the mixture if it is clear which of its elements belong
+        to which row: a single value, or at most three dimensions."""
         shape = self.shapes.get(tensor.name)
         return _is_single(tensor) or (shape is not None and len(shape) <= RANK)
 
     def _is_row_wise(self, node: gs.Node) -> bool:
-        """True if each row of the results depends on the same row of the operands alone."""
+        """True if each row of a node's results depends on the same row of its operands alone."""
         zeros = self.region.zeros
         rows = [self.shapes.get(t.name, ()) for t in (*node.outputs, *node.inputs[:1])]
         if node.op in ELEMENTWISE:
@@ -223,10 +236,11 @@ class _Search:
         return along is not None and bool(along) and min(along) > 1
 
     def _has_rows(self, shape: tuple[int, ...]) -> bool:
+        """True if a shape is [expert, row, ...]."""
         return len(shape) >= RANK and shape[:2] == (self.experts, self.rows)
 
     def _keeps_zero(self, node: gs.Node) -> bool:
-        """True if rows of the results that are not chosen are zeros."""
+        """True if the rows of a node's results that are not chosen are zeros."""
         read = node.inputs[1:3] if node.op == "Where" else [t for t in node.inputs if t.name]
         if node.op in _ZERO_IF_FIRST:
             return self._is_zero(read[0])
@@ -235,6 +249,7 @@ class _Search:
         return node.op == "Mul" and any(map(self._is_zero, read))
 
     def _is_zero(self, tensor: gs.Tensor) -> bool:
+        """True if the rows of a tensor that are not chosen are zeros, or a constant is 0."""
         if id(tensor) in self.region.zeros:
             return self.region.zeros[id(tensor)]
         return _is_single(tensor) and not peeked(tensor).any()
@@ -258,8 +273,8 @@ def _pads_columns(node: gs.Node) -> bool:
 
 
 def _axes_of(node: gs.Node, rank: int) -> list[int]:
-    """The dimensions along which a node works on operands with `rank` dimensions; none if they are
-    unknown."""
+    """Returns the dimensions along which a node sums, concatenates or cuts its operand of `rank`
+    dimensions; empty if they are unknown."""
     if node.op not in _ALONG_COLUMNS:
         return []
     if node.op in ("Concat", "Split", "Softmax"):

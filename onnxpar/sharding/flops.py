@@ -1,4 +1,4 @@
-"""Floating-point operations of a contraction."""
+"""Counts floating-point operations of contractions (MatMul, Gemm, Conv, Einsum), whole or split."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from onnxpar.sharding.state import ShardingState
 
 
 def flops(op: OpFactors, sharding: ShardingState | None = None) -> int:
-    """Multiplications and additions of a contraction: of the unsplit op, or with `sharding`, of the
-    rank with the largest shards."""
+    """Returns the multiplications and additions of a contraction. Without `sharding`, of the
+    unsplit op; with it, of the rank with the largest shards."""
     if sharding is None:
         whole: Axes = ()
         return _count(op, op.rule.sizes, [whole] * len(op.leaves))
@@ -24,7 +24,7 @@ def flops(op: OpFactors, sharding: ShardingState | None = None) -> int:
 
 
 def flops_of_ranks(op: OpFactors, sharding: ShardingState, ranks: Sequence[int]) -> list[int]:
-    """Multiplications and additions of each of these ranks."""
+    """Returns the multiplications and additions of a contraction on each of `ranks`, in order."""
     axes = without_rings(op, sharding.op_axes(op))
     sizes_by_factor: dict[str, list[int]] = {}
     for name in op.rule.sizes.keys() - op.whole.keys():
@@ -48,8 +48,9 @@ def flops_of_ranks(op: OpFactors, sharding: ShardingState, ranks: Sequence[int])
 def flops_over(
     op: OpFactors, axes: Sequence[Axes], sharding: ShardingState, rank: int | None = None
 ) -> int:
-    """Multiplications and additions of a rank (without `rank`, of the rank with the largest shards)
-    if the node's leaves are split over these axes."""
+    """Returns the multiplications and additions of a contraction on a rank if the node's leaves
+    (parts of dimensions) are split over `axes` (axes of each leaf). Without `rank`, of the rank
+    with the largest shards."""
     sizes = dict(op.rule.sizes)
     axes = without_rings(op, axes)
     for name in sizes.keys() - op.whole.keys():
@@ -67,13 +68,15 @@ def flops_over(
 
 
 def _count(op: OpFactors, sizes: Mapping[str, Size], axes: Sequence[Axes]) -> int:
-    """Multiplications and additions for shards of these sizes, counting computed rows only."""
+    """Returns the multiplications and additions for factors of these sizes. For a mixture of
+    experts, only the chosen rows count."""
     return round(2 * _products(op.rule, sizes) * op.computed(axes))
 
 
 def without_rings(op: OpFactors, axes: Sequence[Axes]) -> list[Axes]:
-    """The axes of a node's leaves; no axes for a leaf whose shards travel in a ring, because a rank
-    computes with all these shards."""
+    """Returns the axes of each leaf (a part of a dimension) of a node, with no axes for a leaf
+    whose shards travel in a ring: a rank computes with all of that leaf's shards, one after the
+    other."""
     remaining = list(axes)
     for i, j in op.rings:
         if axes[i] == axes[j]:
@@ -82,8 +85,9 @@ def without_rings(op: OpFactors, axes: Sequence[Axes]) -> list[Axes]:
 
 
 def _products(rule: Rule, sizes: Mapping[str, Size]) -> int:
-    """Multiplications of a contraction. A window relates each position of the larger image to few
-    positions of the smaller one, so only the positions of the smaller image count."""
+    """Returns the number of multiplications of a contraction with factors of these sizes: m * k * n
+    for `m k, k n -> m n`. A convolution relates each position of the larger image to few positions
+    of the smaller one, so only the positions of the smaller image count."""
     if rule.ranks.products is not None:
         return rule.ranks.products(sizes)
     operands = [{v for expr in spec or () for v in expr_vars(expr)} for spec in rule.inputs[:2]]

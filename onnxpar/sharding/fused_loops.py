@@ -1,5 +1,5 @@
-"""Finds elementwise nodes that ranks run together in one loop. A loop reads only tensors from
-outside the loop, and writes only tensors that nodes outside read."""
+"""Finds elementwise nodes that a rank runs together in one loop over elements. The loop reads only
+tensors that nodes outside it write, and writes only tensors that nodes outside it read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from onnxpar.sharding.factors import OpFactors, TensorFactors
 
 @dataclass(frozen=True)
 class InLoop:
-    """The memory accesses of a node in a loop.
+    """The tensors that a node in a fused elementwise loop reads from memory and writes to memory.
+    The cost model counts the bytes of these tensors only.
 
-    operands  indices of operands that the loop reads from memory, first for this node
-    results   indices of results that the loop writes to memory
+    operands  indices of operands that no earlier node of the loop has read or computed
+    results   indices of results that nodes outside the loop read
     is_first  True for the first node of the loop
     """
 
@@ -28,7 +29,8 @@ class InLoop:
 
 
 def in_loops(ops: Sequence[OpFactors], tensors: Mapping[str, TensorFactors]) -> dict[str, InLoop]:
-    """The nodes that ranks run in loops, by name, if no reshard separates the nodes of a loop."""
+    """Returns the nodes that ranks run in loops, by name, provided that no reshard comes between
+    the nodes of a loop."""
 
     def kind(tensor: gs.Tensor) -> Hashable | None:
         factors = tensors.get(tensor.name)
@@ -46,6 +48,8 @@ def in_loops(ops: Sequence[OpFactors], tensors: Mapping[str, TensorFactors]) -> 
 
 
 def _nodes_of_loop(unit: Sequence[gs.Node], outputs: set[str]) -> dict[str, InLoop]:
+    """Returns the nodes of one loop, by name. `unit` has these nodes in order, `outputs` the names
+    of the graph's outputs."""
     names = {node.name for node in unit}
     in_registers = set()
     nodes = {}

@@ -1,4 +1,5 @@
-"""The factors of all tensors and nodes of a graph; `analysis.py` finds them."""
+"""The factors of all tensors and nodes of a graph: which parts of their dimensions can be split.
+`analysis.py` finds the factors."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ class GraphFactors:
     """The factors of all tensors, by name, and of all nodes.
 
     ops         in graph order; nodes of a body come before the node that has the body
-    open_atoms  atoms whose size is data-dependent
+    open_atoms  atoms (parts of dimensions) whose size is data-dependent
     fused       tensors between nodes that onnxruntime fuses, and weights in attributes; they are
                 never resharded
-    on_host     tables that stay in files, and the results that replace them
+    on_host     embedding tables that stay in files on the host, and the results that replace them
     in_file     the names in the file of tensors that the loader has renamed
     mixtures    the mixtures of experts
 
@@ -45,17 +46,18 @@ class GraphFactors:
     mixtures: Sequence[Mixture] = ()
 
     def op(self, name: str) -> OpFactors:
-        """The factors of the node of that name. Errors: KeyError."""
+        """Returns the factors of the node of that name. Errors: KeyError."""
         return self._by_name[name]
 
     @property
     def file_names(self) -> dict[str, str]:
-        """Current names of renamed tensors, by name in the file; without names that are in use."""
+        """The current names of tensors that the loader has renamed, by name in the file. A name in
+        the file that another tensor now has is left out."""
         renamed = ((old, new) for new, old in self.in_file.items() if new in self.tensors)
         return {old: new for old, new in renamed if old not in self.tensors}
 
     def find(self, name: str) -> OpFactors | None:
-        """The factors of the node of that name; None if there is no such node."""
+        """Returns the factors of the node of that name; None if there is no such node."""
         return self._by_name.get(name)
 
     def __post_init__(self) -> None:
@@ -80,25 +82,27 @@ class GraphFactors:
         return in_loops(self.ops, self.tensors)
 
     def bonded(self, op: OpFactors, leaf: int) -> Sequence[tuple[OpFactors, int]]:
-        """All leaves that must be split over the same axes as this leaf, including this leaf, as
-        (node, leaf)."""
+        """Returns all leaves (parts of dimensions) that must be split over the same axes as a leaf
+        of the node `op`, including this leaf, as (node, index of the leaf)."""
         return self._bonded.get((op.node.name, leaf)) or [(op, leaf)]
 
     def share(self, name: str, layout: Layout) -> float:
-        """The share of a tensor that ranks compute: less than 1 for rows of experts, if each rank
-        has an expert. `name` may be the name of the tensor's copy in another layout."""
+        """Returns the share of a tensor's elements that ranks compute in this layout: less than 1
+        for rows of a mixture of experts, if each rank has an expert. `name` may be the name of a
+        copy in another layout ("x@2" is a copy of x)."""
         share = self._shares.get(name) or self._shares.get(name.rpartition("@")[0]) or 1.0
         return share if share < 1 and all(map(min, _parts(layout.dims[0]))) else 1.0
 
     def share_over(self, name: str, axes: Sequence[Axes]) -> float:
-        """Like `share`, for a tensor whose leaves are split over these axes."""
+        """Like `share`, for a tensor whose leaves (parts of dimensions) are split over `axes` (axes
+        of each leaf)."""
         share = self._shares.get(name, 1.0)
         fits = share == 1 or parts_over(axes[0]) <= self.tensors[name].leaves[0].size
         return share if fits else 1.0
 
     def is_of_experts(self, tensor: gs.Tensor, chosen: Chosen) -> bool:
-        """True if a tensor's first dimension is the dimension of experts, and the tensor is neither
-        a weight nor the gradient of a weight."""
+        """True if a tensor has rows of experts: its first dimension is the dimension of experts,
+        and it is neither a weight nor the gradient of a weight."""
         factors = self.tensors.get(tensor.name)
         if factors is None or is_weight(tensor) or not factors.leaves:
             return False
@@ -107,7 +111,9 @@ class GraphFactors:
         return factors.leaves[0].atom == chosen.atom and factors.dim_of_leaf[0] == 0
 
     def opened(self, other: GraphFactors) -> GraphFactors:
-        """These factors; atoms that have another size in `other` become open."""
+        """Returns these factors with more open atoms (parts of dimensions): the atoms that have
+        another size in `other`, the factors of the same graph at other values of its open sizes
+        (known only at run time)."""
         sizes = {leaf.atom: leaf.size for op in other.ops for leaf in op.leaves}
         leaves = [leaf for op in self.ops for leaf in op.leaves]
         atoms = frozenset(x.atom for x in leaves if sizes.get(x.atom, x.size) != x.size)
@@ -116,11 +122,13 @@ class GraphFactors:
 
 
 def _parts(dim: Dim) -> list[tuple[int, ...]]:
+    """Returns the part sizes of each leaf (a part of a dimension) of a dimension."""
     return [leaf.part_sizes() for leaf in leaves_of(dim)]
 
 
 def _open(tensor: TensorFactors, atoms: frozenset[int]) -> frozenset[int]:
-    """The leaves of dimensions that contain an open atom."""
+    """Returns the indices of a tensor's leaves (parts of dimensions) whose dimension contains one
+    of the open `atoms`."""
     pairs = list(zip(tensor.leaves, tensor.dim_of_leaf, strict=True))
     dims = {dim for leaf, dim in pairs if leaf.atom in atoms}
     return frozenset(i for i, (_, dim) in enumerate(pairs) if dim in dims)

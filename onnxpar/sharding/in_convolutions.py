@@ -12,9 +12,9 @@ ACTIVATIONS = frozenset(("Relu", "Clip", "Sigmoid", "Tanh", "LeakyRelu", "HardSi
 
 
 def in_convolutions(nodes: Iterable[gs.Node]) -> frozenset[str]:
-    """The names of nodes that onnxruntime runs inside a convolution: an Add of its result and
-    another tensor, and an activation. The node must be the only reader of the result. `nodes` are
-    in graph order."""
+    """Returns the names of nodes that onnxruntime runs inside the preceding convolution: an Add of
+    the convolution's result and another tensor, and an activation. Such a node must be the only
+    reader of the result before it. `nodes` are in graph order."""
     inside: set[str] = set()
     fusable: set[str] = set()
     for node in nodes:

@@ -1,4 +1,5 @@
-"""Lifetimes of tensors in a run, in bytes written: is a tensor still in cache at its last use?"""
+"""Lifetimes of tensors, as bytes that a run writes from the computation of a tensor to its last
+use. From a lifetime, the cost model tells whether the tensor is still in cache at its last use."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ from onnxpar.sharding.factors import TensorFactors
 VIEWS = frozenset(
     ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant")
 )
-"""Ops that move no data."""
+"""Ops that move no data: their result is a view of the operand, or a few numbers."""
 
 
 def lifetimes(nodes: Iterable[gs.Node], tensors: Mapping[str, TensorFactors]) -> dict[str, float]:
-    """The lifetime of each computed tensor: the bytes that nodes write from its computation
-    (included) to its last use. `nodes` are unsplit, in graph order. A view counts as the only
-    reader of its operand. Bytes are means over the sizes for which costs are computed.
+    """Returns the lifetime of each computed tensor, by name: the bytes that nodes write from its
+    computation (included) to its last use. A tensor's last reader may be a view, such as a Reshape.
+
+    `nodes` are unsplit, in graph order. Bytes are means over the sizes for which costs are
+    computed.
     """
     written = 0.0
     start: dict[str, float] = {}
@@ -37,5 +40,7 @@ def lifetimes(nodes: Iterable[gs.Node], tensors: Mapping[str, TensorFactors]) ->
 
 
 def _bytes(tensor: gs.Tensor, factors: TensorFactors) -> float:
+    """Returns the bytes of a whole tensor, on average over the sizes for which costs are
+    computed."""
     shapes = ((weight, Layout(dims).shape) for weight, dims in factors.costed)
     return sum(weight * shape_bytes(tensor, shape) for weight, shape in shapes)

@@ -23,14 +23,14 @@ _MATCHES = ("Equal", "OneHot")
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts.
+    """A mixture of experts in a graph.
 
-    rows        the nodes that compute rows
-    share       the share of pairs of an expert and a row that the router chooses; None if unknown
-    entering    the tensors with rows outside the mixture that its masks read
+    rows        its nodes that compute rows [expert, row, column]
+    share       the share of all pairs (expert, row) that the router chooses; None if unknown
+    entering    the tensors with rows of tokens from outside that its masks read
     at_experts  the nodes that run at the ranks of experts if ranks exchange rows; empty if ranks
                 cannot exchange rows
-    moved       the tensors of rows that then cross between ranks
+    moved       the tensors of rows that cross between ranks if ranks exchange rows
     """
 
     rows: ExpertRows
@@ -42,11 +42,11 @@ class Mixture:
 
 @dataclass(frozen=True)
 class CompactedMixture:
-    """A mixture of which ranks compute the chosen rows alone.
+    """A mixture of experts for which ranks compute only the rows that the router chooses.
 
-    name    its result in the unsplit model
-    node    the node of the ranks' graphs that splits the numbers of rows by expert
-    layout  of [expert, row, column] where experts compute
+    name    the mixture's result in the unsplit model
+    node    the node of the ranks' graphs that gives the number of chosen rows of each expert
+    layout  the layout of [expert, row, column] where experts compute
     """
 
     name: str
@@ -54,14 +54,15 @@ class CompactedMixture:
     layout: Layout
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the mixture in the form that plan.json has."""
+        """Returns the mixture as an entry of plan.json."""
         layout, experts = self.layout.to_json(), self.layout.shape[0]
         return {"name": self.name, "node": self.node, "experts": experts, "layout": layout}
 
 
 def chosen_share(mixture: ExpertRows, shapes: Shapes) -> float | None:
-    """The share of pairs of an expert and a row that the router chooses; None if unknown. The
-    router gives its choices as expert indices; a choice is at most one row of one expert."""
+    """Returns the share of all pairs (expert, row) that a mixture's router chooses: 0.25 for 2 of 8
+    experts. None if unknown. The router gives its choices as expert indices, and each index stands
+    for at most one row of one expert."""
     experts, rows, _ = shapes[mixture.chosen.name]
     todo, seen = deque([mixture.chosen]), {id(mixture.chosen)}
     while todo:
@@ -81,7 +82,7 @@ def chosen_share(mixture: ExpertRows, shapes: Shapes) -> float | None:
 
 
 def find_mixtures(graph: gs.Graph) -> Iterator[Mixture]:
-    """Yields the mixtures of a graph and its bodies."""
+    """Yields the mixtures of experts of a graph and of the bodies of its nodes."""
     shapes = known_shapes(graph)
     for scope in scopes(graph):
         for rows in find_expert_rows(scope, shapes):

@@ -1,4 +1,5 @@
-"""Restricts rules to splits whose shards have a closed form in the open sizes."""
+"""Restricts sharding rules in models with open sizes: a split stays allowed only if the size of
+each shard has a closed form in the open sizes."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ OPEN = "its shards are unknown, because the model has open sizes; fix them with 
 
 
 def narrowed(node: gs.Node, rule: Rule, factors: Collection[str] | None) -> Rule:
-    """The rule with these factors whole: each dimension that contains one of them becomes a
-    separate whole factor. None: every factor stays whole."""
+    """Returns the rule with these factors whole. Each dimension that contains one of `factors`
+    becomes a factor of its own, which is whole. With `factors` None, every factor stays whole."""
     if factors is None:
         return whole_rule(node, OPEN)
     sizes: dict[str, Size] = dict(rule.sizes)
@@ -55,13 +56,14 @@ def narrowed(node: gs.Node, rule: Rule, factors: Collection[str] | None) -> Rule
 def _pairs(
     tensors: list[gs.Tensor], specs: tuple[Spec | None, ...]
 ) -> enumerate[tuple[gs.Tensor, Spec | None]]:
+    """Yields (index, (tensor, the rule's expressions of its dimensions))."""
     return enumerate(zip(tensors, specs, strict=False))
 
 
 def delicate(rule: Rule, factors: Collection[str]) -> frozenset[str]:
-    """Of these factors and the factors co-sharded with them, the factors whose shards depend not
-    only on the factor's size: ranks exchange elements of the factor, or a dimension combines the
-    factor with other factors."""
+    """Returns the factors whose shards depend on more than the factor's size: ranks exchange
+    elements of the factor, or a dimension combines it with other factors. Considers `factors`, and
+    the factors co-sharded with them (always split over the same axes)."""
     exchanged = {
         *rule.ranks.lowered,
         *rule.communicating,
@@ -73,6 +75,6 @@ def delicate(rule: Rule, factors: Collection[str]) -> frozenset[str]:
 
 
 def joint(rule: Rule) -> list[tuple[str, ...]]:
-    """The factors of each dimension that combines several factors."""
+    """Returns the factors of each dimension that combines several factors: ("h", "d") for `h d`."""
     specs = [expr for spec in (*rule.inputs, *rule.outputs) for expr in spec or ()]
     return [tuple(expr_vars(expr)) for expr in specs if not isinstance(expr, Var)]

@@ -1,4 +1,5 @@
-"""Numbers states. A state has a place for each item; in a reshard graph, items are sub-axes."""
+"""Numbers the states of a set of items. A state has a place for each item; in a reshard graph,
+items are the sub-axes of the mesh, and places are leaves, a partial reduction, or unused."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from onnxpar.base.arrays import Array
 
 
 class Numbering:
-    """All states, or the kept states; item `i` has `counts[i]` possible places.
+    """Numbers all states of `len(counts)` items, of which item `i` has `counts[i]` possible places,
+    and lists the kept states.
 
-    A state's number is the sum of `strides` times places, below `most`. `numbers` are the numbers
-    of kept states, in rising order; a state's index is its position in `numbers`.
+    A state's number is the sum of `strides` times places; it is less than `most`. `numbers` has the
+    numbers of kept states, in rising order. A state's index is its position in `numbers`.
     """
 
     def __init__(self, counts: Sequence[int], kept: Array | None = None) -> None:
-        """`kept`, by number, is true for states to keep; None keeps all states."""
+        """`kept[number]` is true for the states to keep; None keeps all states."""
         self.counts = counts
         self.strides = [math.prod(counts[i + 1 :]) for i in range(len(counts))]
         self.most = math.prod(counts)
@@ -27,26 +29,30 @@ class Numbering:
 
     @cached_property
     def places(self) -> Array:
-        """[kept state, item]: the place of the item in the state."""
+        """[kept state, item]: the item's place in the state."""
         return self.places_of(self.numbers)
 
     def places_of(self, numbers: Array) -> Array:
-        """[number, item]: the place of the item in the state with this number."""
+        """Returns [number, item]: the item's place in the state with this number."""
         pairs = zip(self.strides, self.counts, strict=True)
         columns = [numbers // stride % count for stride, count in pairs]
         return np.array(columns, int).reshape(len(self.counts), len(numbers)).T
 
     @cached_property
     def index(self) -> Array:
-        """The index of each state, by number; -1 if the state is not kept."""
+        """[number]: the index of the state with this number; -1 if the state is not kept."""
         index_of: Array = np.full(self.most, -1)
         index_of[self.numbers] = np.arange(len(self.numbers))
         return index_of
 
 
 def distinct(columns: Iterable[Array], counts: Sequence[int]) -> tuple[Array, Array]:
-    """Finds the distinct rows of integer columns; values of a column are 0 to count - 1. Returns an
-    example's index for each distinct row, and each row's position among the distinct rows."""
+    """Finds the distinct rows of a table. Returns (for each distinct row, the index of one such row
+    in the table; for each row of the table, its position among the distinct rows).
+
+    columns  the columns of the table, of integers
+    counts   for each column, a number above all its values; no value is negative
+    """
     codes: Array = np.zeros(1, int)
     for column, count in zip(columns, counts, strict=True):
         codes = codes * count + column

@@ -1,4 +1,5 @@
-"""A node's rule, expressed in the atoms of the graph."""
+"""Expresses a node's sharding rule in the atoms of the graph (parts of dimensions that no op
+divides further)."""
 
 from __future__ import annotations
 
@@ -33,8 +34,12 @@ Held = Collection[tuple[str, int]]
 
 
 class Joined(NamedTuple):
-    """A node, its graph and rule, the index variables of the rule's factors, and the bodies that
-    are split together with the node."""
+    """A node with its rule, after the rule has been unified with the dimensions of its tensors.
+
+    graph    the graph or body that contains the node
+    factors  the index variables of the rule's factors
+    bodies   the bodies that are split together with the node
+    """
 
     node: gs.Node
     graph: gs.Graph
@@ -43,8 +48,8 @@ class Joined(NamedTuple):
     bodies: list[gs.Graph]
 
     def operands(self) -> Iterator[tuple[gs.Tensor, Spec | None]]:
-        """Yields every operand and result of the node and of its bodies, each with the rule's spec
-        of its dimensions (None: no layout)."""
+        """Yields every operand and result of the node and of its bodies, each with the rule's
+        expressions of its dimensions; None for a tensor that has no layout."""
         operands, results = ports(self.node, self.bodies)
         for tensors, specs in ((operands, self.rule.inputs), (results, self.rule.outputs)):
             yield from zip(tensors, [*specs, *[None] * (len(tensors) - len(specs))], strict=True)
@@ -57,8 +62,13 @@ def op_factors(
     atoms: Atoms,
     held: Held = (),
 ) -> OpFactors:
-    """A node's factors over atoms, after unification of all index variables; leaves in `held` stay
-    whole."""
+    """Returns the factors of a node in atoms (parts of dimensions), after the dimensions of the
+    whole graph are unified.
+
+    dims     the index variables of each tensor's dimensions, by name; None for an unknown rank
+    tensors  the factors of each tensor, by name
+    held     leaves of the node, as (factor, atom), that must stay whole
+    """
     node, bodies = joined.node, joined.bodies
     whole = _whole_factors(joined, dims, held)
     by_factor = {name: list(atoms.leaves(factor)) for name, factor in joined.factors.items()}
@@ -107,7 +117,8 @@ def op_factors(
 def _whole_factors(
     joined: Joined, dims: Mapping[str, Sequence[IndexVar] | None], held: Held
 ) -> dict[str, str]:
-    """The factors that stay whole, each with the reason."""
+    """Returns the factors of a node that stay whole, each with the reason. The parameters are those
+    of `op_factors`."""
     rule, factors = joined.rule, joined.factors
     whole = dict(rule.whole)
     for name, size in rule.sizes.items():
@@ -128,8 +139,9 @@ def _whole_factors(
 def _op_leaves(
     rule: Rule, by_factor: Mapping[str, Sequence[Leaf]], whole: dict[str, str], held: Held
 ) -> tuple[tuple[OpLeaf, ...], dict[str, list[int | None]]]:
-    """The node's splittable leaves, and for each factor the indices of its leaves (None for a leaf
-    that stays whole). A factor with all leaves in `held` is added to `whole`."""
+    """Returns the node's splittable leaves (parts of dimensions), and for each factor the indices
+    of its leaves; None instead of an index for a leaf that stays whole. A factor of which all
+    leaves are in `held` is added to `whole`."""
     co_sharded = {f for group in rule.co_sharded for f in group}
     leaves: list[OpLeaf] = []
     index: dict[str, list[int | None]] = {}
@@ -150,6 +162,9 @@ def _op_leaves(
 def _links(
     tensor: TensorFactors | None, spec: Spec | None, index: Mapping[str, Sequence[int | None]]
 ) -> Links:
+    """For each leaf (a part of a dimension) of a tensor, returns the index of the node's leaf with
+    the same axes; None if the node needs the leaf whole. `index` has the indices of the node's
+    leaves, by factor."""
     if tensor is None or spec is None:
         return (None,) * (len(tensor.leaves) if tensor else 0)
     links: list[int | None] = []
@@ -171,7 +186,9 @@ def _apart(
     leaves: Sequence[OpLeaf],
     co_sharded: Sequence[tuple[int, ...]],
 ) -> Pairs:
-    """Pairs of leaves of the node that may be split over the same axis."""
+    """Returns the pairs of a node's leaves (parts of dimensions) that may be split over the same
+    axis: leaves in different segments, co-sharded leaves (which must have the same axes), and
+    leaves that no tensor has in common. `operands` has the links of each operand and result."""
     together = {(i, j) for group in co_sharded for i in group for j in group if i != j}
     apart = apart_in_op(operands, tensors) | together
     return apart | never_together(len(leaves), operands) if joined.bodies else apart

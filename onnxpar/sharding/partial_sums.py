@@ -1,8 +1,9 @@
-"""Decides where to reduce partial results: at once, or after the linear ops that pass them on.
+"""Decides where to reduce partial results (terms on several ranks, of which the sum is the value):
+at once, or after the linear ops that pass them on.
 
 A partial sum may pass an op if exactly one of the op's jointly linear groups of operands has the
 partial sum. Passing is cheaper where two sums meet (attention and MLP joined by an Add need one
-all-reduce, not two) or where the tensor gets smaller. Chains of single readers form trees; on a
+all-reduce, not two) or where the tensor gets smaller. Tensors with a single reader form trees; on a
 tree, the cheapest set of reductions is found exactly.
 """
 
@@ -23,13 +24,16 @@ from onnxpar.sharding.state import FactorSharding, ShardingState, overlaps
 
 @dataclass
 class _Candidate:
-    """A result that can stay partial over `axes`.
+    """A result that can stay partial over `axes`, with the cost of both choices.
 
-    graph    the scope of its node: partial values do not enter or leave a body
-    keep     seconds of all nodes up to this result, if the result stays partial
-    reduce   seconds of all nodes up to this result, if the result is reduced
+    graph    the graph or body of its node: partial values (each rank holds one term) do not enter
+             or leave a body
+    op       the reduction that gives the value
+    keep     seconds of all reductions up to this result, if the result stays partial
+    reduce   seconds of all reductions up to this result, if the result is reduced
     through  True if it is cheaper to reduce this result than the operands
-    group    operands that are partial, or are masked to count once, if the result stays partial
+    group    operands that are partial if the result stays partial; an operand that is not partial
+             already is masked, so that one rank alone has it and the sum counts it once
     carried  operands in `group` that are partial already
     passed   the axes over which `carried` are partial; the node itself adds the other axes
     """
@@ -47,10 +51,10 @@ class _Candidate:
 
 @dataclass
 class PartialSums:
-    """The values that stay partial, each with its axes and reduction.
+    """The tensors that stay partial (each rank holds one term), each with its axes and reduction.
 
-    results   by tensor, without the axes of the node's own partial sum; by `node::tensor` for
-              inputs and outputs of a node's bodies
+    results   by name of the tensor, without the axes over which the node itself sums; by
+              `node::tensor` for inputs and outputs of the bodies of a node
     operands  by node and operand index
     """
 
@@ -59,7 +63,8 @@ class PartialSums:
     operands: dict[tuple[str, int], tuple[Axes, ReduceOp]] = field(default_factory=dict)
 
     def required(self, op: OpFactors, index: int) -> FactorSharding:
-        """The sharding in which a node reads an operand."""
+        """Returns the sharding in which a node reads the operand `index`, with partial axes (along
+        which ranks hold terms)."""
         base = self.sharding.operand_sharding(op, op.inputs[index])
         axes, reduce = self.operands.get((op.node.name, index), ((), "sum"))
         own, own_reduce = self.sharding.own_partial(op)
@@ -68,13 +73,15 @@ class PartialSums:
         return FactorSharding(base.leaves, axes, reduce)
 
     def at_body(self, op: OpFactors, tensor: gs.Tensor, links: Links) -> FactorSharding:
-        """The sharding of an input or output of one of the node's bodies."""
+        """Returns the sharding of an input or output of one of the node's bodies, with partial
+        axes (along which ranks hold terms)."""
         base = self.sharding.operand_sharding(op, links)
         axes, reduce = self.results.get(f"{op.node.name}::{tensor.name}", ((), "sum"))
         return FactorSharding(base.leaves, axes, reduce)
 
     def produced(self, op: OpFactors, index: int) -> FactorSharding:
-        """The sharding in which a node produces a result."""
+        """Returns the sharding in which a node produces the result `index`, with partial axes
+        (along which ranks hold terms)."""
         base = self.sharding.operand_sharding(op, op.outputs[index])
         own, reduce = self.sharding.own_partial(op)
         passed = self.results.get(op.node.outputs[index].name)
@@ -84,11 +91,17 @@ class PartialSums:
 
 
 def choose_partial(graph: gs.Graph, sharding: ShardingState) -> PartialSums:
-    """Decides for each partial result whether its only reader reads it partial."""
+    """Decides for each partial result (each rank holds one term) whether its only reader reads it
+    partial or reduced. Returns the tensors that stay partial. `sharding` has the axes of all leaves
+    (parts of dimensions)."""
     return _Chooser(graph, sharding).run()
 
 
 class _Chooser:
+    """Computes candidates in graph order, from the costs of their operands, then keeps partial
+    (each rank holds one term), from the last node on, each result that is cheaper to reduce
+    later."""
+
     def __init__(self, graph: gs.Graph, sharding: ShardingState) -> None:
         self.sharding = sharding
         self.outputs = {t.name for scope in scopes(graph) for t in scope.outputs}
@@ -107,6 +120,8 @@ class _Chooser:
         return self.decided
 
     def _consider(self, op: OpFactors) -> None:
+        """Adds the candidate of a node's result, if the result can be partial (each rank holds one
+        term)."""
         for sum_ in accumulators(op.node) if op.bodies else ():
             self._carry(op, sum_)
         if op.bodies or len([t for t in op.node.outputs if t.name in self.sharding.tensors]) != 1:
@@ -131,9 +146,10 @@ class _Chooser:
         self.candidates[result.name] = best
 
     def _passing(self, op: OpFactors, own: Axes, reduce: ReduceOp) -> _Candidate | None:
-        """The best candidate for a result whose operands pass the node as partial values; None if
-        no operand may pass. If the node itself sums partially, only sums may pass, and only if the
-        rule has no additive operand."""
+        """Returns the cheapest candidate for a result whose operands pass the node as partial
+        values (each rank holds one term); None if no operand may pass. If the node produces a
+        partial sum itself (over the axes `own`), only sums may pass, and only if the rule has no
+        additive operand (a bias, which one rank alone adds)."""
         once = any(i < len(op.node.inputs) and op.node.inputs[i].name for i in op.rule.additive)
         if own and (reduce != "sum" or once):
             return None
@@ -142,7 +158,8 @@ class _Chooser:
         return min(fitting, key=lambda c: c.keep, default=None)
 
     def _carry(self, op: OpFactors, carried: Accumulator) -> None:
-        """Lets a loop carry a sum as a partial value; one reduction after the loop is enough."""
+        """Lets a loop carry a sum as a partial value (each rank holds one term): one reduction
+        after the loop replaces a reduction in each iteration."""
         add = self.sharding.factors.op(carried.add.name)
         term = self._operand(add, carried.term)
         used = [a for over in self.sharding.op_axes(add) for a in over]
@@ -168,13 +185,16 @@ class _Chooser:
         self.candidates[result.name] = candidate
 
     def _groups(self, op: OpFactors) -> list[tuple[frozenset[int], bool]]:
+        """Returns the groups of operands that may stay partial (each rank holds one term) together,
+        each with True if sums pass the node, False if maxima and minima do."""
         linear = [(group, True) for group in op.rule.linear]
         return linear + [(frozenset({i}), False) for i in op.rule.monotone]
 
     def _through(self, op: OpFactors, entry: tuple[frozenset[int], bool]) -> _Candidate | None:
-        """The candidate for a result if operands of a group stay partial where that is cheaper, and
-        the others are reduced or masked; None if none stays partial. `entry` is the group, and True
-        if sums pass the node, False if maxima and minima do."""
+        """Returns the candidate for a result if those operands of a group stay partial (each rank
+        holds one term) for which this is cheaper. The group's other operands are reduced, or masked
+        so that one rank alone has them. None if no operand stays partial. `entry` is one of
+        `_groups`."""
         group, is_sum = entry
         offered = {i: c for i in group if (c := self._operand(op, i))}
         fitting = ("sum",) if is_sum else ("max", "min")
@@ -203,8 +223,9 @@ class _Chooser:
         )
 
     def _operand(self, op: OpFactors, index: int) -> _Candidate | None:
-        """The candidate of an operand; None if the operand must be reduced: it is a graph output,
-        its layout is requested, or other nodes or another scope read it."""
+        """Returns the candidate of an operand; None if the operand cannot be partial (each rank
+        holds one term), or must be reduced because it is a graph output, its layout is requested,
+        or several nodes or a body read it."""
         tensor = op.node.inputs[index]
         candidate = self.candidates.get(tensor.name)
         if candidate is None or tensor.name in self.outputs or tensor.name in self.sharding.pinned:
@@ -216,6 +237,8 @@ class _Chooser:
         return candidate
 
     def _select(self, op: OpFactors, index: int) -> float:
+        """Returns the seconds of masking an operand: ranks other than the first replace it by
+        zeros."""
         tensor = op.node.inputs[index]
         if isinstance(tensor, gs.Constant) or not tensor.name:
             return 0.0
@@ -224,13 +247,15 @@ class _Chooser:
         return self.sharding.costs.local("Select", size)
 
     def _reduction(self, op: OpFactors, axes: Axes, reduce: ReduceOp) -> float:
+        """Returns the seconds of an all-reduce of a node's result over `axes`."""
         tensor = op.node.outputs[0]
         factor_sharding = self.sharding.operand_sharding(op, op.outputs[0])
         size = mean_bytes(tensor, factor_sharding, self.sharding)
         return self.sharding.costs.collective("AllReduce", axes, size)
 
     def _keep(self, op: OpFactors, candidate: _Candidate) -> None:
-        """Records that a result stays partial, and the operands that must stay partial, too."""
+        """Records that a node's result stays partial (each rank holds one term); also, recursively,
+        the operands that then must stay partial."""
         if not candidate.group:
             return
         self.decided.results[op.node.outputs[0].name] = (candidate.passed, candidate.op)

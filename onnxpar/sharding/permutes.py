@@ -1,8 +1,8 @@
-"""Finds layout changes that only move whole shards between ranks: a collective permute, with one
-message per rank.
+"""Finds layout changes that only move whole shards between ranks: collective permutes, in which
+each rank sends one message.
 
 Such a change keeps the grid of shards: the shards before and after are the same, and as many ranks
-hold each shard.
+hold each shard. An example is a change from axes (x, y) to (y, x) on one dimension.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from onnxpar.sharding.state import FactorSharding
 from onnxpar.sharding.sub_axes import Location, Locations, leaves_at, located
 
 MOST_PAIRS = 1 << 16
-"""Most pairs of states with equal grids. If there are more, only pairs with a wanted state count.
-"""
+"""Most pairs of states with equal grids of shards that are examined. If there are more, only pairs
+with a wanted state count."""
 
 Held = Sequence[tuple[Axis, Location]]
-"""(sub-axis, location) pairs at one leaf or reduction, in order."""
+"""The sub-axes at one leaf or in a reduction, in order, each with its location."""
 Key = tuple[object, ...]
 
 
@@ -41,15 +41,18 @@ def permuted(
     parts: PartSizes | None,
     mesh: Mesh,
 ) -> bool:
-    """True if the change from one sharding to another only moves whole shards."""
+    """True if the change of a tensor from the sharding `before` to `after` only moves whole shards
+    between ranks. `factors` are the tensor's; `parts` gives the sizes of its shards."""
 
     def cut(sharding: FactorSharding) -> list[Key]:
-        """The shard sizes of each leaf, and the reduction with its number of terms."""
+        """The shard sizes of each leaf (a part of a dimension), and the reduction with its number
+        of terms."""
         sizes = [_sizes(i, axes, factors, parts) for i, axes in enumerate(sharding.leaves)]
         return [*sizes, (parts_over(sharding.partial), sharding.reduce)]
 
     def held(sharding: FactorSharding) -> Array:
-        """The shards of all ranks, each as the coordinates along the leaves, in sorted order."""
+        """The shards of all ranks, each as the coordinates along the leaves (parts of dimensions),
+        in sorted order."""
         ranks: Any = np.arange(mesh.size)
         splits = (*sharding.leaves, sharding.partial)
         at = [np.broadcast_to(mesh.coordinate(axes, ranks), ranks.shape) for axes in splits]
@@ -59,8 +62,9 @@ def permuted(
 
 
 def _sizes(leaf: int, axes: Axes, factors: TensorFactors, parts: PartSizes | None) -> Key:
-    """The sizes of the shards of a leaf that is split over axes; if the leaf's size is open, the
-    proportion of the shards and the sizes of the axes."""
+    """Returns the sizes of the shards of a leaf (a part of a dimension) that is split over `axes`.
+    If the leaf's size is open, returns the proportion of the shards and the sizes of the axes
+    instead."""
     axes = merge_axes(axes)
     part_sizes = parts(leaf, axes) if parts is not None and axes else None
     if leaf in factors.open:
@@ -69,7 +73,9 @@ def _sizes(leaf: int, axes: Axes, factors: TensorFactors, parts: PartSizes | Non
 
 
 def _of_leaf(leaf: int, held: Held, factors: TensorFactors, parts: PartSizes | None) -> Key:
-    """The sizes of the shards of a leaf, and the slots of leaves that sub-axes split together."""
+    """Returns the sizes of a leaf's shards, and for each run of sub-axes (factors of mesh axes)
+    with the same location, this location and the number of parts. States with equal results split
+    the leaf (a part of a dimension) into the same shards."""
     runs = groupby(held, lambda pair: pair[1])
     together = [(slot, parts_over(axis for axis, _ in run)) for slot, run in runs]
     sizes = _sizes(leaf, tuple(located(*pair) for pair in held), factors, parts)
@@ -77,14 +83,20 @@ def _of_leaf(leaf: int, held: Held, factors: TensorFactors, parts: PartSizes | N
 
 
 def _of_partial(held: Held) -> Key:
-    """The number of terms of a partial tensor, and its reduction."""
+    """Returns the number of terms of a partial tensor, and its reduction; () if it is not
+    partial."""
     return (parts_over(axis for axis, _ in held), held[0][1]) if held else ()
 
 
 @dataclass(frozen=True)
 class Permutes:
-    """Finds the collective permutes in a reshard graph. `states` [state, sub-axis] are indices of
-    locations."""
+    """Finds the collective permutes in a reshard graph.
+
+    locations  the possible locations of each sub-axis (a factor of a mesh axis)
+    states     [state, sub-axis]: the index of the sub-axis's location
+    factors    the factors of the tensor
+    parts      gives the sizes of the tensor's shards
+    """
 
     sub_axes: Sequence[Axis]
     locations: Locations
@@ -93,14 +105,15 @@ class Permutes:
     parts: PartSizes | None
 
     def edges(self, valid: Array, wanted: Array) -> Iterator[tuple[Axes, Array, Array]]:
-        """Yields the permutes between valid states as (sub-axes, states before, states after). If
-        there are too many, only permutes from or to a wanted state."""
+        """Yields the permutes between valid states as (moved sub-axes, states before, states
+        after). If there are more than MOST_PAIRS, only permutes from or to a wanted state. `valid`
+        is True for states that steps may visit, by state; `wanted` are indices of states."""
         return self.by_axes(*_pairs(self._grids, valid, wanted))
 
     def by_axes(self, start: Array, end: Array) -> Iterator[tuple[Axes, Array, Array]]:
-        """Groups steps between states by the moved sub-axes: their location changes, or their
-        position among the sub-axes at a location. Yields (sub-axes, states before, states after).
-        """
+        """Groups the steps from states `start` to states `end` by the sub-axes that they move: the
+        location of such a sub-axis (a factor of a mesh axis) changes, or its position among the
+        sub-axes at its location. Yields (sub-axes, states before, states after)."""
         moved: Array = np.zeros((len(start), len(self.sub_axes)), bool)
         for at in self._positions:
             moved |= at[start] != at[end]
@@ -111,7 +124,7 @@ class Permutes:
 
     @cached_property
     def _grids(self) -> Array:
-        """A number for each state; states with equal numbers have equal grids of shards."""
+        """For each state, a number; states with equal numbers have equal grids of shards."""
 
         def of_leaf(leaf: int) -> Array:
             return self._numbers(
@@ -128,8 +141,8 @@ class Permutes:
         return grids
 
     def _numbers(self, at: Callable[[Location], bool], key: Callable[[Held], Key]) -> Array:
-        """A number for each state; states with equal numbers have equal keys of the sub-axes at
-        the locations where `at` is True."""
+        """Returns a number for each state. States have equal numbers if `key` is equal for their
+        sub-axes (factors of mesh axes) at the locations for which `at` is True."""
         here = [np.array([at(place) for place in places]) for places in self.locations]
         codes = (np.where(h, np.cumsum(h), 0)[self.states[:, i]] for i, h in enumerate(here))
         examples, which = distinct(codes, [int(h.sum()) + 1 for h in here])
@@ -143,8 +156,9 @@ class Permutes:
 
     @cached_property
     def _positions(self) -> list[Array]:
-        """For each leaf and reduction, [state, sub-axis]: the number of parts into which earlier
-        sub-axes divide the leaf; 0 if the sub-axis is elsewhere."""
+        """For each leaf (a part of a dimension) and each reduction, [state, sub-axis]: the number
+        of parts into which the sub-axes before this sub-axis (a factor of a mesh axis) divide the
+        leaf; 0 if the sub-axis is elsewhere."""
         sizes = np.array([axis.size for axis in self.sub_axes], int)
         in_order = np.arange(len(sizes))
         names = [(axis.name, axis.pre) for axis in self.sub_axes]
@@ -163,14 +177,16 @@ class Permutes:
 
 
 def _at(location: Location) -> Iterable[int | ReduceOp]:
-    """Returns where a sub-axis is used: the leaves that it splits, or the reduction of a partial
-    sum; nothing if it is unused."""
+    """Returns the leaves (parts of dimensions) that a sub-axis (a factor of a mesh axis) at this
+    location splits, or the reduction of a partial sum (each rank holds one term); nothing if the
+    sub-axis is unused."""
     return leaves_at(location) if location is None or isinstance(location, tuple) else (location,)
 
 
 def _pairs(grid: Array, valid: Array, wanted: Array) -> tuple[Array, Array]:
-    """All ordered pairs of different valid states with equal grids, as two arrays; if there are too
-    many, only pairs with a wanted state."""
+    """Returns all ordered pairs of different valid states with equal grids of shards, as two arrays
+    of states. If there are more than MOST_PAIRS, only pairs with a wanted state. `grid` has the
+    number of each state's grid."""
     states = np.flatnonzero(valid)
     ones = np.ones(len(states), np.int32)
     shape = (len(grid), int(grid.max()) + 1)

@@ -1,4 +1,4 @@
-"""Collectives of a graph, as a plan lists them."""
+"""Describes the collectives of a graph as plan.json and the tables of a plan list them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from onnxpar.sharding.shard_bytes import reshard_bytes
 class Collective:
     """One collective of a plan.
 
-    group    the group of rank 0; another group if rank 0 takes no part
+    kind     the op, such as AllReduce
+    group    the ranks of rank 0's group; of another group if rank 0 takes no part
     groups   the number of groups
     bytes    bytes that the rank with the largest shard sends, over all iterations of a Scan
+    tensor   the resharded tensors, or the node in which the collective is
+    before   the layout of the operand, as text
+    after    the layout of the result, as text
     operand  bytes of the operands on the rank with the largest shards
     """
 
@@ -36,12 +40,12 @@ class Collective:
     operand: int = 0
 
     def repeated(self, iterations: int) -> Collective:
-        """The collective in a loop of this many iterations."""
+        """Returns the collective with the bytes of this many iterations of a loop."""
         return replace(self, bytes=self.bytes * iterations, operand=self.operand * iterations)
 
 
 def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
-    """The plan's entry for a reshard node."""
+    """Returns the plan's entry for a reshard node, a collective that changes a tensor's layout."""
     members = operands_of(node)
     group = mesh.group(reshard_of(node).axes, 0)
     size = reshard_bytes(node)
@@ -53,7 +57,8 @@ def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
 
 
 def inner_collective(node: gs.Node, mesh: Mesh) -> Collective:
-    """The plan's entry for a collective inside an op; removes the plan's data from the node."""
+    """Returns the plan's entry for a collective inside an op, such as the all-reduce of a split
+    softmax. Removes the data for this entry from the node."""
     inner = take_inner(node)
     group = mesh.group(inner.axes, 0)
     size = math.prod(inner.shape) * numpy_dtype(node.inputs[0]).itemsize

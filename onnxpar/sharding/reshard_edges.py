@@ -1,4 +1,5 @@
-"""The single steps between states of a reshard graph, as arrays."""
+"""The single steps (one collective or local cut) between states of a reshard graph, as arrays. A
+state is a factor sharding: it has a location for each sub-axis of the mesh."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ _WORD = 62
 
 @dataclass(frozen=True)
 class Edges:
-    """Steps that move the same sub-axes, `axes`.
+    """All steps of a reshard graph that move the same sub-axes (factors of mesh axes), `axes`.
 
-    kinds    the distinct kinds of the steps
+    kinds    the distinct kinds of the steps, such as "AllGather"
     kind     for each step, the index of its kind in `kinds`
-    start    for each step, the state before it
-    end      for each step, the state after it
+    start    for each step, the index of the state before the step
+    end      for each step, the index of the state after the step
     changed  [step, dimension]: True if the step cuts or joins shards of the tensor's dimension
     """
 
@@ -41,8 +42,16 @@ class Edges:
 
 @dataclass(frozen=True)
 class Moves:
-    """Finds the steps that move sub-axes from one common location to another. A state is a location
-    for each sub-axis; only steps between `valid` states count."""
+    """Finds the steps that move one or more sub-axes from a common location to another common
+    location. An all-gather, for example, moves sub-axes from a leaf (a part of a dimension) to
+    unused.
+
+    locations  the possible locations of each sub-axis (a factor of a mesh axis): leaves, a partial
+               reduction (each rank holds one term), or unused
+    states     the states: the index of a location for each sub-axis
+    valid      for each state, True if steps may start or end there
+    factors    the factors of the tensor
+    """
 
     sub_axes: Sequence[Axis]
     locations: Locations
@@ -51,15 +60,16 @@ class Moves:
     factors: TensorFactors
 
     def edges(self) -> Iterator[Edges]:
-        """Yields the steps, one `Edges` for each set of moved sub-axes."""
+        """Yields the steps, one `Edges` for each set of moved sub-axes (factors of mesh axes)."""
         kinds = StepKinds(self.factors)
         for n in range(1, len(self.sub_axes) + 1):
             for run in combinations(range(len(self.sub_axes)), n):
                 yield self._of_run(run, kinds)
 
     def _of_run(self, run: Sequence[int], kinds: StepKinds) -> Edges:
-        """The steps that move the sub-axes `run`. No other sub-axis may come after them on the
-        leaves that they leave or reach."""
+        """Returns the steps that move the sub-axes with indices `run`. Sub-axes on a leaf (a part
+        of a dimension) are ordered, so a step is possible only if no other sub-axis comes after the
+        moved ones on a leaf that it changes."""
         common = [w for w in self.locations[run[0]] if all(w in self.locations[i] for i in run)]
         axes = tuple(self.sub_axes[i] for i in run)
         names, table = kinds.table(axes, common)
@@ -85,42 +95,51 @@ class Moves:
         return Edges(axes, names, table[source, targets], start[rows], end, changed)
 
     def _later(self, run: Sequence[int]) -> list[int]:
+        """Returns the indices of the sub-axes behind the first sub-axis (a factor of a mesh axis)
+        of `run`, without those of `run`."""
         return [i for i in range(min(run) + 1, len(self.sub_axes)) if i not in run]
 
     def _places(self, sub_axis: int, common: Sequence[Location]) -> Array:
-        """For each state, the index of a sub-axis's location in `common`, or -1."""
+        """For each state, the index in `common` of the location where the sub-axis (a factor of a
+        mesh axis) is; -1 if that location is not in `common`."""
         indices = [common.index(w) if w in common else -1 for w in self.locations[sub_axis]]
         return np.array(indices)[self.states.places[:, sub_axis]]
 
     def _touched(self, common: Sequence[Location]) -> Array:
-        """Bit sets of the leaves that a step touches, by [location before, location after]."""
+        """Returns [location before, location after, word]: bit sets of the leaves (parts of
+        dimensions) that a step between two locations of `common` changes."""
         bits = np.stack([self._bits_of(location) for location in common])
         touched: Array = bits[:, None] ^ bits[None, :]
         return touched
 
     def _changed(self, touched: Array) -> Array:
-        """[..., dimension]: True if the bit set in `touched` has a leaf of the dimension."""
+        """Returns [..., dimension]: True if a bit set of `touched` [..., word] has a leaf (a part
+        of a dimension) of the dimension."""
         return np.asarray((touched[..., None, :] & self._dims).any(-1))
 
     @cached_property
     def _valid(self) -> Array:
-        """The index of each valid state, by number; -1 for all other numbers."""
+        """For each number of a state, the state's index; -1 if the state is not valid."""
         index = self.states.index
         return np.where((index >= 0) & self.valid[index], index, -1)
 
     @cached_property
     def _dims(self) -> Array:
-        """The bit set of each dimension's leaves."""
+        """Returns [dimension, word]: the bit set of each dimension's leaves (parts of
+        dimensions)."""
         of, count = self.factors.dim_of_leaf, len(self.factors.dims)
         by_dim = [tuple(i for i, at in enumerate(of) if at == dim) for dim in range(count)]
         return np.stack([np.zeros_like(self._bits_of(None)), *map(self._bits_of, by_dim)])[1:]
 
     @cached_property
     def _bits(self) -> list[Array]:
-        """For each sub-axis and each of its locations, the bit set of the location's leaves."""
+        """For each sub-axis (a factor of a mesh axis) and each of its locations, the bit set of the
+        location's leaves (parts of dimensions)."""
         return [np.stack([self._bits_of(w) for w in places]) for places in self.locations]
 
     def _bits_of(self, location: Location) -> Array:
+        """Returns the bit set of the leaves (parts of dimensions) of a location, as an array of
+        words."""
         leaves = leaves_at(location)
         if leaves not in self._bits_cache:
             self._bits_cache[leaves] = self._words(leaves)

@@ -1,9 +1,9 @@
 """The graph of all factor shardings of a tensor. Its edges are single collectives and local cuts;
 the cheapest reshard is a shortest path.
 
-A state of the graph has a location for each sub-axis of the mesh: unused, on a slot of leaves, or
-in a partial reduction. The sub-axes on a leaf are in mesh order: only the last one can leave, and
-only a later one can join.
+A state (a vertex) has a location for each sub-axis of the mesh: unused, on a slot (one leaf, or one
+leaf in each of several segments of a dimension), or in a partial reduction. The sub-axes on a leaf
+are in mesh order: only the last sub-axis can leave, and only a later one can join.
 """
 
 from __future__ import annotations
@@ -55,12 +55,16 @@ sharding."""
 
 
 class ReshardGraph:
-    """All factor shardings of a tensor that a path between `wanted` shardings may visit: each
-    sub-axis is at its location in a wanted sharding, or (a detour) on any leaf.
+    """The factor shardings of a tensor that a path between `wanted` shardings may visit. In each, a
+    sub-axis (a factor of a mesh axis) is at its location in a wanted sharding, or on any other leaf
+    (a detour).
 
-    `itemsize` is the number of bytes of an element; `has_detours` is False if detours would give
-    too many states. Errors: Unordered if the sub-axes on leaves are in contradicting orders, or
-    overlap.
+    wanted    the shardings between which paths may be asked for
+    itemsize  the number of bytes of an element
+    parts     gives the sizes of shards; None: default sizes
+
+    `has_detours` is False if detours would give too many states. Errors: Unordered if the sub-axes
+    on leaves (parts of dimensions) are in contradicting orders, or overlap.
     """
 
     def __init__(
@@ -97,7 +101,8 @@ class ReshardGraph:
         self.valid = self._is_one_reduction()
 
     def _cut_axes(self) -> list[dict[Axis, Location]]:
-        """Sets `sub_axes`; returns the location of each sub-axis in each wanted sharding."""
+        """Sets `sub_axes`; returns the location of each sub-axis (a factor of a mesh axis) in each
+        wanted sharding."""
         mesh = self.costs.mesh
         idle = [(mesh.axis(name),) for name, size in mesh.shape if size > 1]
         cuts = cuts_of([*(a for p in self.wanted for a in (*p.leaves, p.partial)), *idle])
@@ -110,8 +115,9 @@ class ReshardGraph:
     def _locations(
         self, by_sharding: Sequence[Mapping[Axis, Location]], detours: bool
     ) -> list[list[Location]]:
-        """The possible locations of each sub-axis: its locations in wanted shardings and, with
-        `detours`, any leaf."""
+        """Returns the possible locations of each sub-axis (a factor of a mesh axis): its locations
+        in wanted shardings and, with `detours`, each leaf (a part of a dimension) that has enough
+        elements."""
         leaves = set(range(len(self.factors.leaves) if detours else 0)) - self.factors.open
         locations: list[list[Location]] = []
         for sub_axis in self.sub_axes:
@@ -121,13 +127,15 @@ class ReshardGraph:
         return locations
 
     def _number(self, places: Mapping[Axis, Location]) -> int:
-        """The number of the state in which sub-axes are at these locations."""
+        """Returns the number of the state in which sub-axes are at these locations. A sub-axis (a
+        factor of a mesh axis) that is not in `places` is unused."""
         rows = zip(self.numbering.strides, self.locations, self.sub_axes, strict=True)
         return sum(s * locations.index(places.get(axis)) for s, locations, axis in rows)
 
     def _between(self, numbers: Sequence[int]) -> Array:
-        """[given state, any state by number]: True if the second state lies between the first and
-        some other given state: each sub-axis is unused, or at its location in one of these two."""
+        """Returns [one of `numbers`, number of any state]: True if the second state lies between
+        the first and another state of `numbers`: each sub-axis (a factor of a mesh axis) is unused,
+        or where one of these two states has it."""
         is_between: Array = np.zeros((len(numbers), self.numbering.most), bool)
         strides, states = self.numbering.strides, self.numbering.places_of(np.array(numbers))
         for (i, one), (j, other) in combinations(enumerate(states), 2):
@@ -138,12 +146,12 @@ class ReshardGraph:
         return is_between
 
     def seconds(self) -> Array:
-        """[start, goal]: seconds of the cheapest path between two wanted shardings."""
+        """Returns [start, goal]: seconds of the cheapest path between two wanted shardings."""
         return self._paths()[0][:, self.at]
 
     def seconds_apart(self) -> Array:
-        """Seconds of the cheapest paths between wanted shardings as two matrices: of local cuts,
-        and of collectives."""
+        """Like `seconds`, as two matrices [2, start, goal]: seconds of the path's local cuts, and
+        seconds of its collectives."""
         local: Array = np.zeros((len(self.at), len(self.at)))
         seconds, before = self._paths()
         now = np.broadcast_to(self.at, local.shape).copy()
@@ -157,8 +165,8 @@ class ReshardGraph:
             now[rows, columns] = steps[0]
 
     def _paths(self) -> tuple[Array, Array]:
-        """Two matrices [wanted sharding, state]: seconds of the cheapest path to the state, and the
-        state before the last step (negative if there is none)."""
+        """Returns two matrices [wanted sharding, state]: seconds of the cheapest path to the state,
+        and the state before the path's last step (negative if there is none)."""
         seconds: Array
         if self.near is None:
             seconds, before = dijkstra(self.graph, indices=self.at, return_predecessors=True)
@@ -173,7 +181,8 @@ class ReshardGraph:
         return seconds, before
 
     def steps(self, start: FactorSharding, goal: FactorSharding) -> list[ReshardStep]:
-        """The cheapest path between two wanted shardings. Errors: Unordered if there is none."""
+        """Returns the steps of the cheapest path between two wanted shardings, in order. Errors:
+        Unordered if there is no path."""
         first, last = self.at[self.wanted[start]], self.at[self.wanted[goal]]
         _, before = dijkstra(self.graph, indices=first, return_predecessors=True)
         steps: list[ReshardStep] = []
@@ -186,13 +195,13 @@ class ReshardGraph:
 
     @cached_property
     def graph(self) -> Any:
-        """Seconds of each single step, as a sparse matrix over all states."""
+        """Seconds of each single step, as a sparse matrix [state before, state after]."""
         permutes = self.permutes.edges(self.valid, self.at)
         return self._matrix([*self._moves, *(self._permuting(*each) for each in permutes)])
 
     @cached_property
     def local_steps(self) -> Any:
-        """Seconds of each local cut, as a sparse matrix over all states."""
+        """Seconds of each local cut, as a sparse matrix [state before, state after]."""
         return self._matrix([_only(LOCAL_STEPS, edges) for edges in self._moves])
 
     @cached_property
@@ -201,10 +210,12 @@ class ReshardGraph:
         return list(Moves(self.sub_axes, self.locations, *states, self.factors).edges())
 
     def _permuting(self, axes: Axes, start: Array, end: Array) -> Edges:
+        """Returns the permutes that move `axes` from states `start` to states `end`, as edges."""
         changed = np.zeros((len(start), len(self.factors.dims)), bool)
         return Edges(axes, [PERMUTE], np.zeros(len(start), int), start, end, changed)
 
     def _matrix(self, steps: Iterable[Edges]) -> Any:
+        """Returns the seconds of steps as a sparse matrix [state before, state after]."""
         every = list(steps)
         none = np.zeros(0, int)
         start = np.concatenate([none, *(edges.start for edges in every)])
@@ -224,8 +235,8 @@ class ReshardGraph:
         return csr_array((seconds, ends_of), shape=(len(self.states), len(self.states)))
 
     def _step_seconds(self, edges: Edges, larger: Array, at: StateSizes) -> Array:
-        """Seconds of each step, without the time for rows; `larger` is the index of the larger
-        shard's bytes."""
+        """Returns the seconds of each step without the time for copying rows. `larger` has for each
+        step the index into `at.bytes` of the larger shard, before or after the step."""
         count = len(at.bytes)
         codes = edges.kind * count + larger
         seconds = np.zeros(len(edges.kinds) * count)
@@ -236,7 +247,7 @@ class ReshardGraph:
         return np.asarray(seconds[codes])
 
     def _step(self, start: int, end: int) -> ReshardStep:
-        """The single step between two states."""
+        """Returns the single step from state `start` to state `end` (indices into `states`)."""
         before, after = self.states[start], self.states[end]
         run = [i for i in range(len(self.sub_axes)) if before[i] != after[i]]
         ways = {(self.locations[i][before[i]], self.locations[i][after[i]]) for i in run}
@@ -255,6 +266,7 @@ class ReshardGraph:
         return ReshardStep(kind, merge_axes(axes), *factor_shardings, round(rows))
 
     def _factor_sharding(self, state: Array) -> FactorSharding:
+        """Returns the factor sharding of a state (for each sub-axis, the index of its location)."""
         leaves: list[Axes] = [()] * len(self.factors.leaves)
         partial: Axes = ()
         reduce: ReduceOp = "sum"
@@ -268,7 +280,9 @@ class ReshardGraph:
         return FactorSharding(tuple(leaves), partial, reduce)
 
     def _is_one_reduction(self) -> Array:
-        """For each state, True if all its partial sub-axes have the same reduction."""
+        """For each state, True if all its sub-axes (factors of mesh axes) in a partial reduction
+        (each rank holds one term) have the same reduction: a tensor cannot be a partial sum and a
+        partial maximum."""
         valid: Array = np.ones(len(self.states), bool)
         for i, j in combinations(range(len(self.sub_axes)), 2):
             for a, b in product(self.locations[i], self.locations[j]):
@@ -280,7 +294,7 @@ class ReshardGraph:
 
 
 def _only(kinds: Collection[str], edges: Edges) -> Edges:
-    """The steps of these kinds."""
+    """Returns those steps of `edges` that have one of these kinds."""
     chosen = np.array([kind in kinds for kind in edges.kinds], bool)[edges.kind]
     columns = (edges.kind, edges.start, edges.end, edges.changed)
     return Edges(edges.axes, edges.kinds, *(column[chosen] for column in columns))

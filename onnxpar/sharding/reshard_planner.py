@@ -1,5 +1,5 @@
-"""Plans reshards: the collectives from one factor sharding to another, their order, and their
-cost."""
+"""Plans reshards: which collectives take a tensor from one factor sharding to another, in which
+order, and at which cost."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ from onnxpar.sharding.state import FactorSharding
 from onnxpar.sharding.sub_axes import Unordered
 
 Bytes = Callable[[FactorSharding], float]
-"""Bytes of the largest shard under a factor sharding."""
+"""A function from a tensor's factor sharding to the bytes of its largest shard."""
 
 
 @dataclass(frozen=True)
 class ReshardedTensor:
-    """A tensor to be resharded; `itemsize` is the number of bytes of an element."""
+    """A tensor for which reshards are planned.
+
+    factors   the tensor's factors
+    costs     the cost model of the mesh
+    itemsize  the number of bytes of an element
+    parts     gives the sizes of shards; None: default sizes
+    """
 
     factors: TensorFactors
     costs: Costs
@@ -35,7 +41,8 @@ class ReshardedTensor:
 def plan_steps(
     before: FactorSharding, after: FactorSharding, tensor: ReshardedTensor
 ) -> list[ReshardStep]:
-    """The cheapest steps from one factor sharding of a tensor to another.
+    """Returns the cheapest steps from one factor sharding of a tensor to another, in order. A
+    tensor [4, 6] split over tp by rows takes one AllToAll to be split over tp by columns.
 
     If both shardings split a dimension over the same axes in different orders, a collective permute
     comes first. If shards do not compose (sub-axes that do not divide each other, 14 elements over
@@ -61,8 +68,8 @@ def plan_steps(
 
 
 def _reordered(before: FactorSharding, after: FactorSharding) -> FactorSharding:
-    """Returns `before`, except that a leaf with the same axes in both shardings has them in the
-    order of `after`."""
+    """Returns `before` with the axes of each leaf (a part of a dimension) in the order of `after`,
+    for leaves that have the same axes in both shardings."""
 
     def order(have: Axes, wanted: Axes) -> Axes:
         same = merge_axes(in_mesh_order(have)) == merge_axes(in_mesh_order(wanted))
@@ -73,7 +80,8 @@ def _reordered(before: FactorSharding, after: FactorSharding) -> FactorSharding:
 
 
 def _to_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:
-    """Yields steps that reduce partial values, then gather slot by slot."""
+    """Yields steps to the whole tensor: an all-reduce of partial values (each rank holds one term),
+    then one all-gather for each slot (see `_slots`)."""
     if factor_sharding.partial:
         yield ReshardStep(
             "AllReduce", factor_sharding.partial, factor_sharding, factor_sharding.reduced()
@@ -86,7 +94,8 @@ def _to_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterat
 
 
 def _from_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:
-    """Yields steps that cut slot by slot, then mask values that must become partial."""
+    """Yields steps from the whole tensor: one cut for each slot (see `_slots`), then a mask if
+    values must become partial (each rank holds one term)."""
     have = FactorSharding(tuple(() for _ in factor_sharding.leaves))
     for slot, axes in _slots(factor_sharding, factors):
         after = FactorSharding(tuple(axes if i in slot else a for i, a in enumerate(have.leaves)))
@@ -99,7 +108,8 @@ def _from_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iter
 def _slots(
     factor_sharding: FactorSharding, factors: TensorFactors
 ) -> Iterator[tuple[list[int], Axes]]:
-    """Yields (leaves of one dimension that are split over the same axes, these axes)."""
+    """Yields (leaves of one dimension that are split over the same axes, these axes): one leaf (a
+    part of a dimension), or one leaf in each segment of a concatenation."""
     slots: dict[tuple[int, Axes], list[int]] = defaultdict(list)
     for leaf, axes in enumerate(factor_sharding.leaves):
         if axes:
@@ -109,7 +119,9 @@ def _slots(
 
 
 def _composes(step: ReshardStep, factors: TensorFactors, parts: PartSizes | None) -> bool:
-    """True if on each changed leaf, the larger shards are unions of smaller shards."""
+    """True if on each leaf (a part of a dimension) that a step changes, each of the larger
+    shards is a union of smaller shards: (7, 7) and (4, 3, 4, 3) compose, (7, 7) and (4, 4, 3, 3)
+    do not."""
     for i, (a, b) in enumerate(zip(step.before.leaves, step.after.leaves, strict=True)):
         if a == b:
             continue
@@ -123,11 +135,14 @@ def _composes(step: ReshardStep, factors: TensorFactors, parts: PartSizes | None
 def _sizes(
     factors: TensorFactors, parts: PartSizes | None, leaf: int, axes: Axes
 ) -> tuple[int, ...]:
+    """Returns the sizes of the shards of a leaf (a part of a dimension) that is split over
+    `axes`."""
     return sizes_of(parts(leaf, axes) if parts else None, factors.leaves[leaf].size, axes)
 
 
 def cost(steps: Sequence[ReshardStep], size: Bytes, costs: Costs) -> float:
-    """Seconds of the steps, by the cost model."""
+    """Returns the seconds of the steps by the cost model `costs`; `size` gives the bytes of
+    shards."""
     return sum(
         costs.step(s.kind, s.axes, max(size(s.before), size(s.after))) + costs.rows(s.rows)
         for s in steps
@@ -137,10 +152,11 @@ def cost(steps: Sequence[ReshardStep], size: Bytes, costs: Costs) -> float:
 def plan_tree(
     start: FactorSharding, wanted: Sequence[FactorSharding], size: Bytes, tensor: ReshardedTensor
 ) -> list[ReshardStep]:
-    """The cheapest steps that produce every wanted sharding, each from `start` or from the result
-    of an earlier step.
+    """Returns the cheapest steps that produce every wanted sharding of a tensor, each from `start`
+    or from the result of an earlier step.
 
-    Planning for all readers of a tensor together reduces a partial sum once, not once per reader.
+    Planning for all readers of a tensor together reduces a partial sum (each rank holds one term)
+    once, not once per reader.
     """
     goals = list(dict.fromkeys(w for w in wanted if w != start))
     orders = permutations(goals) if len(goals) <= 3 else [goals]
@@ -151,8 +167,9 @@ def plan_tree(
 def exchanges(
     start: FactorSharding, wanted: Sequence[FactorSharding], tensor: ReshardedTensor
 ) -> list[ReshardStep] | None:
-    """One all-to-all from `start` to each wanted sharding, after one all-reduce of partial sums if
-    a wanted sharding has none; None if a sharding needs other steps."""
+    """Like `plan_tree`, with all-to-alls alone: one from `start` to each wanted sharding, after one
+    all-reduce of partial sums (each rank holds one term) if a wanted sharding is not partial. None
+    if other steps are needed."""
     goals = [goal for goal in dict.fromkeys(wanted) if goal != start]
     reduced, steps = start.reduced(), list[ReshardStep]()
     if start.partial and not all(goal.partial for goal in goals):
@@ -167,7 +184,8 @@ def exchanges(
 
 
 def _exchange(start: FactorSharding, goal: FactorSharding) -> ReshardStep | None:
-    """The all-to-all between two shardings; None if it is not one step."""
+    """Returns the all-to-all between two shardings; None if one all-to-all does not lead from
+    `start` to `goal`."""
     pairs = [(plain(a), plain(b)) for a, b in zip(start.leaves, goal.leaves, strict=True)]
     removed = [tuple(x for x in a if x not in b) for a, b in pairs if a[: len(b)] == b != a]
     added = [tuple(x for x in b if x not in a) for a, b in pairs if b[: len(a)] == a != b]
@@ -181,6 +199,8 @@ def _exchange(start: FactorSharding, goal: FactorSharding) -> ReshardStep | None
 def _grow(
     start: FactorSharding, goals: Iterable[FactorSharding], size: Bytes, tensor: ReshardedTensor
 ) -> list[ReshardStep]:
+    """Returns steps that produce the goals in this order, each from `start` or from the cheapest
+    earlier result."""
     produced = [start]
     tree: list[ReshardStep] = []
     for goal in goals:

@@ -1,5 +1,5 @@
-"""Single steps of a reshard: a collective or a local cut moves sub-axes from one location to
-another."""
+"""Single steps of a reshard: a collective or a local cut moves sub-axes of the mesh from one
+location (leaves of the tensor, a partial reduction, or unused) to another."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PERMUTE = "CollectivePermute"
 class ReshardStep:
     """One collective or local cut: `kind` over `axes`, from one factor sharding to another.
 
-    LocalSlice keeps this rank's shard; Select keeps the value on coordinate 0 of `axes` and the
-    neutral element of the reduction elsewhere (from whole to partial). `rows` is the number of
-    contiguous runs that the step copies, as in `rows_moved`.
+    LocalSlice keeps this rank's shard. Select turns a whole value into a partial one: ranks at
+    coordinate 0 of `axes` keep the value, and all others get the neutral element of the reduction
+    (0 for a sum). `rows` is the number of contiguous runs that the step copies, as in `rows_moved`.
     """
 
     kind: str
@@ -36,7 +36,8 @@ class ReshardStep:
 
 
 class StepKinds:
-    """The kinds of a tensor's single steps between locations of sub-axes."""
+    """Tells which collective or local cut moves sub-axes (factors of mesh axes) of a tensor with
+    these factors from one location to another."""
 
     def __init__(self, factors: TensorFactors) -> None:
         self.factors = factors
@@ -44,8 +45,9 @@ class StepKinds:
         self._covered: dict[tuple[Slot, Axes], bool] = {}
 
     def table(self, axes: Axes, locations: Sequence[Location]) -> tuple[list[str], Array]:
-        """The kinds of steps that move axes between these locations; and a matrix [location before,
-        location after] of indices into these kinds, -1 if there is no single step."""
+        """Returns the kinds of steps that move `axes` between these locations, and a matrix
+        [location before, location after] of indices into these kinds; -1 if no single step leads
+        there."""
         numbers: dict[str | None, int] = {None: -1}
         rows = [
             [numbers.setdefault(self.of(axes, a, b), len(numbers) - 1) for b in locations]
@@ -55,8 +57,10 @@ class StepKinds:
         return [kind for kind in numbers if kind is not None], np.array(rows, int).reshape(shape)
 
     def of(self, axes: Axes, source: Location, target: Location) -> str | None:
-        """The collective or local cut that moves axes from one location to another; None if there
-        is no such step."""
+        """Returns the kind of the step that moves `axes` from one location to another; None if no
+        single step does. From a leaf (a part of a dimension) to unused it is AllGather, from a leaf
+        to a leaf of another dimension AllToAll, from a partial sum (each rank holds one term) to
+        unused AllReduce."""
         factors = self.factors
         if source == target:
             return None
@@ -82,14 +86,16 @@ class StepKinds:
         return "LocalSlice" if set(source) < set(target) else None
 
     def _may_scatter(self, slot: Slot, axes: Axes) -> bool:
-        """True if a collective can scatter shards to a slot: the shards must cover all elements;
-        if the size is data-dependent, they must also be as equal as possible."""
+        """True if a collective (reduce-scatter or all-to-all) can cut a tensor over `axes` at a
+        slot: the shards cover all elements and, if the size is data-dependent, are as equal as
+        possible."""
         dim = self.factors.dims[self.factors.dim_of_leaf[slot[0]]]
         is_even = isinstance(dim, Factor) and len(axes) == 1
         return self._covers(slot, axes) and (is_even or self.factors.open.isdisjoint(slot))
 
     def _covers(self, slot: Slot, axes: Axes) -> bool:
-        """True if axes on a slot split every element of its dimension."""
+        """True if `axes` on a slot split every element of its dimension: a slot may have leaves
+        (parts of dimensions) in only some of the dimension's segments."""
         if not self._has_segments[self.factors.dim_of_leaf[slot[0]]]:
             return True
         key = (slot, axes)
@@ -111,8 +117,8 @@ def _segments(dim: Dim) -> Iterator[Concat]:
 
 
 def _is_known(location: Location, factors: TensorFactors) -> bool:
-    """True if the bounds of shards at this location are known. In a dimension of data-dependent
-    size, the bounds are known only if each shard is contiguous."""
+    """True if the bounds of shards at this location are known before a run. In a dimension of
+    data-dependent size, the bounds are known only if each shard is contiguous."""
     if factors.open.isdisjoint(leaves_at(location)):
         return True
     assert isinstance(location, tuple)

@@ -1,4 +1,4 @@
-"""Sizes of a tensor's largest shard in every state of its reshard graph."""
+"""Sizes of a tensor's largest shard in every state (factor sharding) of its reshard graph."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from onnxpar.sharding.numbering import distinct
 from onnxpar.sharding.sub_axes import Locations, leaves_at, located
 
 PartSizes = Callable[[int, Axes], Parts | None]
-"""A function from a leaf and its axes to the sizes of the leaf's shards; None: default sizes."""
+"""A function from a leaf and its axes to the sizes of the leaf's shards; it returns None for
+default sizes."""
 
 
 @dataclass(frozen=True)
 class StateSizes:
-    """The largest shard in every state, at one of the sizes for which costs are computed.
+    """The largest shard in every state of a reshard graph, at one set of sizes at which costs are
+    computed.
 
-    weight   the weight of these sizes in costs
+    weight   the weight of this set of sizes in costs
     bytes    the distinct sizes of the largest shard in bytes, in rising order
     which    for each state, the index into `bytes`
     extents  for each dimension, the shard's number of elements in each state
@@ -38,9 +40,12 @@ class StateSizes:
     rows: list[Array]
 
     def rows_moved(self, changed: Array, start: Array, end: Array) -> Array:
-        """The number of contiguous runs that each step copies, as `rows_moved` of layout/rows.py.
-        `start` and `end` are the states before and after the steps; `changed` [step, dimension] is
-        True if the step cuts or joins the dimension."""
+        """Returns the number of contiguous runs that each step copies, as `rows_moved` of
+        layout/rows.py.
+
+        start, end  for each step, the states before and after it
+        changed     [step, dimension]: True if the step cuts or joins the dimension
+        """
         rows: Array = np.zeros(len(start))
         outer: Array = np.ones(len(start))
         for dim, (extents, runs) in enumerate(zip(self.extents, self.rows, strict=True)):
@@ -52,7 +57,12 @@ class StateSizes:
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Computes sizes of shards. `states` [state, sub-axis] are indices of locations."""
+    """Computes the sizes of shards in all states of a reshard graph.
+
+    locations  the possible locations of each sub-axis (a factor of a mesh axis)
+    states     [state, sub-axis]: the index of the sub-axis's location
+    parts      gives the sizes of a leaf's shards; None: default sizes
+    """
 
     sub_axes: Sequence[Axis]
     locations: Locations
@@ -61,8 +71,8 @@ class ShardSizes:
     parts: PartSizes | None
 
     def of(self, dims: Sequence[Dim], itemsize: float, weight: float) -> StateSizes:
-        """The sizes in all states, for a tensor with these dimensions and elements of `itemsize`
-        bytes."""
+        """Returns the largest shard in all states, for a tensor with these dimensions and elements
+        of `itemsize` bytes; `weight` is the weight of these dimensions in costs."""
         sizes = np.full(len(self.states), float(itemsize))
         every_extent, every_rows = [], []
         first = 0
@@ -77,8 +87,9 @@ class ShardSizes:
         return StateSizes(weight, different, which, every_extent, every_rows)
 
     def _of_dim(self, dim: Dim, leaves: Sequence[int]) -> tuple[Array, Array]:
-        """For each state, elements and contiguous runs of a dimension with these leaves; computed
-        once for all states with equal sub-axes on these leaves."""
+        """For each state, returns the elements and the contiguous runs of a dimension in the
+        largest shard. States with equal sub-axes (factors of mesh axes) on the dimension's `leaves`
+        are computed once."""
         on_leaves = [self._on(i, set(leaves)) for i in range(len(self.sub_axes))]
         here = [np.array(places) >= 0 for places in on_leaves]
         codes = (np.where(h, np.cumsum(h), 0)[self.states[:, i]] for i, h in enumerate(here))
@@ -91,13 +102,15 @@ class ShardSizes:
         return extents[which], rows[which]
 
     def _on(self, sub_axis: int, leaves: set[int]) -> list[int]:
-        """For each location of a sub-axis, its index if it is on one of these leaves, else -1."""
+        """For each location of a sub-axis (a factor of a mesh axis), returns the location's index
+        if it has one of these leaves (parts of dimensions), else -1."""
         locations = self.locations[sub_axis]
         return [i if leaves_at(location) & leaves else -1 for i, location in enumerate(locations)]
 
     def _extent(self, dim: Dim, leaves: Sequence[int], at: Sequence[int]) -> tuple[float, float]:
-        """Elements and contiguous runs of a dimension in the largest shard; `at` has the index of
-        each sub-axis's location (negative: not on this dimension)."""
+        """Returns the elements and contiguous runs of a dimension in the largest shard. `at` has
+        the index of each sub-axis's location; negative if the sub-axis (a factor of a mesh axis) is
+        not on this dimension."""
         splits: list[tuple[Axes, Parts | None]] = []
         columns = zip(self.sub_axes, self.locations, at, strict=True)
         here = [(sub_axis, locations[i]) for sub_axis, locations, i in columns if i >= 0]
@@ -110,7 +123,7 @@ class ShardSizes:
 
 @lru_cache(maxsize=1 << 16)
 def _extent_of(dim: Dim, splits: tuple[tuple[Axes, Parts | None], ...]) -> tuple[float, float]:
-    """Elements and contiguous runs (`rows_within`) of a dimension in the largest shard; `splits`
-    has the axes and part sizes of each leaf."""
+    """Returns the elements and contiguous runs (`rows_within`) of a dimension in the largest shard;
+    `splits` has the axes and part sizes of each leaf (a part of a dimension)."""
     split = with_axes(dim, iter(splits))
     return largest_size(split), rows_within(split)

@@ -1,4 +1,4 @@
-"""Recomputes the factors of a graph for other sizes than the sizes of its analysis.
+"""Recomputes the factors of a graph for other sizes than those at which the graph was analysed.
 
 The compiler analyses a graph at distinct sizes, so that no two dimensions are equal by chance. It
 computes costs at the sizes of real runs, where a batch may be 1: there, a dimension that can be
@@ -20,14 +20,17 @@ from onnxpar.sharding.factors import OpFactors, TensorFactors
 from onnxpar.sharding.graph_factors import GraphFactors
 
 Sizes = Mapping[int, int]
-"""The number of elements of each atom."""
+"""The number of elements of each atom, by the atom's number."""
 Sample = tuple[Mapping[Variable, int], GraphFactors]
-"""The values of symbols and quotients at one binding, and the graph's factors at that binding."""
+"""The values of symbols and quotients at one binding of the open sizes, and the graph's factors
+there."""
 
 
 def atom_sizes(samples: Sequence[Sample], wanted: Binding) -> Sizes:
-    """The number of elements of each open atom at the binding `wanted`, interpolated from several
-    samples. An atom that no polynomial fits keeps its size in the first sample."""
+    """Returns the number of elements of each atom (a part of a dimension) whose size is not equal
+    in all samples, at the binding `wanted`: a polynomial in the open sizes (known only at run time)
+    that fits the samples gives it. An atom that no polynomial fits keeps its size in the first
+    sample."""
     sizes_by_sample = [
         {leaf.atom: leaf.size for op in factors.ops for leaf in op.leaves}
         | {leaf.atom: leaf.size for t in factors.tensors.values() for leaf in t.leaves}
@@ -44,29 +47,34 @@ def atom_sizes(samples: Sequence[Sample], wanted: Binding) -> Sizes:
 
 
 def at_sizes(factors: GraphFactors, sizes: Sizes) -> GraphFactors:
-    """The factors with these sizes of atoms in their trees. Leaves keep their old sizes, so the
-    same leaves can be split."""
+    """Returns the factors with these sizes of atoms (parts of dimensions) in their trees. Leaves
+    keep their old sizes, so that the same leaves can be split."""
     tensors = {name: _tensor(tensor, sizes) for name, tensor in factors.tensors.items()}
     return replace(factors, tensors=tensors, ops=[_op(op, sizes) for op in factors.ops])
 
 
 def is_hidden(rule: Rule, other: OpFactors) -> bool:
     """True if the node `other` tells nothing about its dimensions: its tensors are empty at its
-    binding, so its rule names other dimensions than `rule`."""
+    sizes, so its rule names other dimensions than `rule`, the same node's rule at the base
+    sizes."""
     tensors = (*other.node.inputs, *other.node.outputs)
     return not is_alike(rule, other.rule) and any(0 in (tensor_shape(t) or ()) for t in tensors)
 
 
 def is_alike(one: Rule, other: Rule) -> bool:
-    """True if two rules of a node name the same dimensions."""
+    """True if two rules of a node give each operand and result the same number of dimensions."""
     pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True)
     return all(len(a or ()) == len(b or ()) for a, b in pairs)
 
 
 def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
-    """The factors `other` with the leaves of `base`, the same graph at other sizes: in `other`, a
-    dimension of one element or none is no leaf. None if the sizes of dimensions do not determine
-    the sizes of all leaves, or contradict each other."""
+    """Returns the factors `other` with the leaves (parts of dimensions) of `base`, the factors of
+    the same graph at other sizes. In `other`, a dimension of one element or none is no leaf; in the
+    result, it is.
+
+    None if the sizes of dimensions do not determine the sizes of all leaves, or contradict each
+    other.
+    """
     sizes: dict[int, int] = {}
     common = {name: base.tensors[name] for name in other.tensors}  # passes add tensors to `base`
     equations = [
@@ -111,7 +119,8 @@ def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
 
 
 def _resize_op(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
-    """The factors of `op` at other sizes of atoms; `own` is the same node's factors there."""
+    """Returns the factors of the node `op` at other sizes of atoms (parts of dimensions); `own` has
+    the factors that the analysis found there."""
     resized = _op(op, sizes).trees
     own_leaves = tuple(replace(leaf, size=sizes[leaf.atom]) for leaf in op.leaves)
     rule, trees = own.rule, resized
@@ -127,15 +136,20 @@ def _resize_op(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
 
 
 def _sized_as(dim: Dim, size: int | None, resized: Dim) -> Dim:
-    """Returns `resized`, unless `dim` is a single factor that is no leaf: it has one element at the
-    base sizes, so `resized` cannot have its size; then a factor of `size`, if there is one."""
+    """Returns `resized`, the tree `dim` with other sizes of its leaves (parts of dimensions). If
+    `dim` is a single factor of one element, it has no leaf whose size could change, so a factor of
+    `size` is returned, if not None."""
     is_one = isinstance(dim, Factor) and not dim.is_leaf and size is not None
     return Factor(size) if is_one and size is not None else resized
 
 
 def _solve(tree: Dim, atoms: list[int], size: int, sizes: dict[int, int]) -> bool:
-    """Adds sizes of atoms that the size of a dimension and known sizes determine. False if sizes
-    contradict each other."""
+    """Adds to `sizes` the sizes of atoms (parts of dimensions) that follow from a dimension's size
+    and the known sizes: 12 = 3 * n gives n = 4. False if sizes contradict each other.
+
+    atoms  the atoms of the tree's leaves, in order
+    size   the size of the dimension
+    """
     if isinstance(tree, Factor):
         return not tree.is_leaf or sizes.setdefault(atoms[0], size) == size
     parts: list[list[int]] = []
@@ -161,7 +175,7 @@ def _solve(tree: Dim, atoms: list[int], size: int, sizes: dict[int, int]) -> boo
 
 
 def priced(factors: GraphFactors, samples: Iterable[tuple[Sizes, float]]) -> GraphFactors:
-    """The factors with costs computed at these (sizes, weight) samples."""
+    """Returns the factors with costs computed at these (sizes of atoms, weight) samples."""
     sized = [(weight, at_sizes(factors, sizes)) for sizes, weight in samples]
     tensors = {
         name: replace(tensor, priced=tuple((w, at.tensors[name].dims) for w, at in sized))
@@ -175,12 +189,15 @@ def priced(factors: GraphFactors, samples: Iterable[tuple[Sizes, float]]) -> Gra
 
 
 def _tensor(tensor: TensorFactors, sizes: Sizes) -> TensorFactors:
+    """Returns the factors of a tensor with these sizes of atoms (parts of dimensions) in its
+    trees."""
     leaf_sizes = iter([sizes.get(leaf.atom) for leaf in tensor.leaves])
     return replace(tensor, dims=tuple(_resized(dim, leaf_sizes) for dim in tensor.dims))
 
 
 def _op(op: OpFactors, sizes: Sizes) -> OpFactors:
-    """The node with these sizes of atoms."""
+    """Returns the factors of a node with these sizes of atoms (parts of dimensions) in its trees
+    and its rule."""
     trees = {
         name: _resized(tree, iter([sizes.get(atom) for atom in op.atoms[name]]))
         for name, tree in op.trees.items()
@@ -190,7 +207,8 @@ def _op(op: OpFactors, sizes: Sizes) -> OpFactors:
 
 
 def _resized(dim: Dim, sizes: Iterator[int | None]) -> Dim:
-    """The tree with these sizes of its leaves, in order; None keeps the leaf's size."""
+    """Returns the tree with these sizes of its leaves (parts of dimensions), in order; None keeps a
+    leaf's size."""
     if isinstance(dim, Factor):
         size = next(sizes) if dim.is_leaf else None
         return dim if size is None else SizedFactor(size)

@@ -1,4 +1,5 @@
-"""The sharding of a graph during the decision: mesh axes for the leaves of tensors and nodes.
+"""The sharding of a graph while it is being decided: mesh axes for the leaves of tensors and nodes.
+A leaf is a part of a dimension that can be split.
 
 Each leaf of a tensor or node has axes, or None while it is open (undecided). A `FactorSharding` is
 the decided assignment of one tensor; applied to the tensor's dimensions, it becomes a `Layout`.
@@ -32,7 +33,12 @@ from onnxpar.sharding.graph_factors import GraphFactors
 
 @dataclass(frozen=True)
 class FactorSharding:
-    """Axes per splittable leaf of a tensor, and the axes over which it is partial."""
+    """The sharding of one tensor, without its sizes.
+
+    leaves   the mesh axes of each splittable leaf (a part of a dimension); () for a whole leaf
+    partial  the axes along which ranks hold terms of the value
+    reduce   the reduction of these terms
+    """
 
     leaves: tuple[Axes, ...]
     partial: Axes = ()
@@ -55,20 +61,23 @@ class FactorSharding:
 
     @property
     def is_whole(self) -> bool:
+        """True if every rank holds the whole tensor."""
         return not self.partial and not any(self.leaves)
 
     def reduced(self) -> FactorSharding:
-        """The same axes, without partial axes."""
+        """Returns the sharding after a reduction: the same axes on leaves (parts of dimensions),
+        and no partial axes (along which ranks hold terms)."""
         return FactorSharding(self.leaves) if self.partial else self
 
 
 Shapes = Sequence[tuple[float, tuple[int, ...]]]
-"""Shapes of a shard, with their weights."""
+"""(weight, shape of a shard) for each set of sizes at which costs are computed."""
 
 
 @dataclass
 class ShardingState:
-    """Axes of every tensor's leaves (by tensor) and of every node's leaves (by node).
+    """The mesh axes of every tensor's leaves (by tensor) and of every node's leaves (by node); None
+    for an open leaf (a part of a dimension), which is undecided.
 
     costs    cost model for communication and compute on the mesh
     pinned   tensors with a requested layout; producer and readers do not change the layout
@@ -88,8 +97,9 @@ class ShardingState:
 
     @staticmethod
     def open(mesh: Mesh, factors: GraphFactors, topology: Topology | None = None) -> ShardingState:
-        """A state with all leaves open; costs are those of the topology (None: the default one).
-        Errors: StrategyError if the topology has fewer ranks than the mesh."""
+        """Returns a state in which all leaves (parts of dimensions) are open (undecided); costs are
+        those of the topology (None: the default one). Errors: StrategyError if the topology has
+        fewer ranks than the mesh."""
         return ShardingState(
             mesh,
             factors,
@@ -99,7 +109,9 @@ class ShardingState:
         )
 
     def assign_tensor(self, name: str, leaf: int, axes: Axes) -> bool:
-        """Splits an open leaf of a tensor; False if the leaf is decided, or the axes are in use."""
+        """Splits an open leaf (a part of a dimension) of a tensor over `axes`. Returns False, and
+        changes nothing, if the leaf is already decided, or another leaf of the tensor uses the
+        axes."""
         have = self.tensors[name]
         if have[leaf] is not None or not _fits(self.factors.tensors[name], have, leaf, axes):
             return False
@@ -107,8 +119,9 @@ class ShardingState:
         return True
 
     def assign_op(self, op: OpFactors, leaf: int, axes: Axes) -> bool:
-        """Splits an open leaf of a node, and all leaves tied to it; False if one of these leaves is
-        decided, or the axes are in use."""
+        """Splits an open leaf (a part of a dimension) of a node, and all leaves tied to it, over
+        `axes`. Returns False, and changes nothing, if one of these leaves is already decided, or
+        another leaf of its node uses the axes."""
         together = self._tied_leaves(op, leaf)
         for other, i in together:
             have = self.ops[other.node.name]
@@ -119,8 +132,9 @@ class ShardingState:
         return True
 
     def fix(self, op: OpFactors, leaf: int, axes: Axes) -> None:
-        """Splits a leaf of a node over `axes`, and the leaves bonded to it, even decided leaves. A
-        bonded leaf stays as it is if another leaf uses the axes."""
+        """Splits a leaf (a part of a dimension) of a node, and the leaves bonded to it, over
+        `axes`, even if they are decided. A bonded leaf is a leaf of a node that onnxruntime fuses
+        with this one; it stays as it is if another leaf of its node uses the axes."""
         self.ops[op.node.name][leaf] = axes
         for other, i in self.factors.bonded(op, leaf):
             have = self.ops[other.node.name]
@@ -128,17 +142,20 @@ class ShardingState:
                 have[i] = axes
 
     def close(self, op: OpFactors, leaf: int) -> None:
-        """Makes a leaf of a node and the leaves bonded to it whole, as far as they are open."""
+        """Makes a leaf (a part of a dimension) of a node and the leaves bonded to it whole, if they
+        are open; leaves that are decided stay as they are."""
         for other, i in self.factors.bonded(op, leaf):
             have = self.ops[other.node.name]
             have[i] = () if have[i] is None else have[i]
 
     def close_tensor(self, name: str) -> None:
-        """Makes all open leaves of a tensor whole."""
+        """Makes all open leaves (parts of dimensions) of a tensor whole."""
         self.tensors[name] = [() if axes is None else axes for axes in self.tensors[name]]
 
     def _tied_leaves(self, op: OpFactors, leaf: int) -> list[tuple[OpFactors, int]]:
-        """This leaf, followed by all leaves that must have the same axes: bonded or co-sharded."""
+        """Returns this leaf (a part of a dimension), followed by all leaves that must have the same
+        axes, as (node, leaf): bonded leaves (of nodes that onnxruntime fuses) and co-sharded
+        leaves."""
         leaves = [(op, leaf)]
         for other, i in leaves:
             tied = [(other, j) for group in other.co_sharded if i in group for j in group]
@@ -148,7 +165,9 @@ class ShardingState:
         return leaves
 
     def settle(self) -> None:
-        """Legalizes every node; bonded leaves whose axes differ then become whole."""
+        """Makes the axes of all nodes' leaves (parts of dimensions) legal (see `legalize`). Bonded
+        leaves, which must have equal axes because onnxruntime fuses their nodes, all become whole
+        if they then have different axes."""
         todo = list(self.factors.ops)
         while todo:
             op = todo.pop()
@@ -166,7 +185,7 @@ class ShardingState:
 
         - a reduced factor with some segments split (each rank would count the whole segments)
         - a factor whose shards must be contiguous, but would not be
-        - co-sharded leaves with different axes
+        - co-sharded leaves (parts of dimensions) with different axes
         - the second leaf of a ring, if its axes overlap with the first leaf's axes, but differ
         """
         axes = self.ops[op.node.name]
@@ -189,8 +208,9 @@ class ShardingState:
                 axes[j] = ()
 
     def _may_overlap(self, op: OpFactors, factor: str, axes: Sequence[Axes | None]) -> bool:
-        """True if ranks of a ring may hold some elements of a factor twice. Not if its size is
-        open: ranks could not tell which elements are double."""
+        """True if ranks of a ring may hold some elements of a factor twice. False if the factor's
+        size is open: ranks could not tell which elements are double. `axes` are those of all leaves
+        (parts of dimensions) of the node."""
 
         def of(name: str) -> list[Axes]:
             return [axes[i] or () for i, leaf in enumerate(op.leaves) if leaf.factor == name]
@@ -201,27 +221,36 @@ class ShardingState:
         return not is_open and op.rule.may_overlap(factor, of)
 
     def _is_contiguous(self, op: OpFactors, factor: str, tree: Dim) -> bool:
+        """True if the shards of the split `tree` are contiguous, or need not be."""
         return factor not in op.rule.contiguous or isinstance(normalize(tree), Factor)
 
     def op_axes(self, op: OpFactors) -> list[Axes]:
-        """The axes of every leaf of a node; an open leaf counts as whole."""
+        """Returns the axes of every leaf (a part of a dimension) of a node; () for an open leaf."""
         return [axes or () for axes in self.ops[op.node.name]]
 
     def tensor_sharding(self, name: str) -> FactorSharding:
-        """The sharding of a tensor as decided so far; an open leaf counts as whole."""
+        """Returns the sharding of a tensor as decided so far; open leaves (parts of dimensions) are
+        whole."""
         return FactorSharding(tuple(axes or () for axes in self.tensors.get(name, [])))
 
     def operand_sharding(self, op: OpFactors, links: Sequence[int | None]) -> FactorSharding:
-        """The sharding that a node requires of an operand, or produces for a result, without
-        partial axes."""
+        """Returns the sharding that a node requires of an operand, or produces for a result,
+        without partial axes (along which ranks hold terms). `links` has the node's leaf (a part of
+        a dimension) for each leaf of the tensor (`op.inputs[i]`, `op.outputs[i]`)."""
         axes = self.op_axes(op)
         return FactorSharding(tuple(() if link is None else axes[link] for link in links))
 
     def state_leaves(
         self, leaves: Sequence[Axes], source: str, result: str, name: str
     ) -> tuple[Axes, ...]:
-        """Axes for the leaves of `name`, the `source` or `result` of a state pair, if the leaves of
-        `source` have the axes `leaves`; dimensions that grow are whole."""
+        """Returns the axes for the leaves (parts of dimensions) of one tensor of a state pair, an
+        input and the output that is its next value. A dimension that differs between both (a cache
+        that grows) is whole.
+
+        leaves          the axes of the leaves of `source`
+        source, result  the names of the input and the output
+        name            the tensor of the pair for which the axes are
+        """
         tensors = self.factors.tensors
         by_dim: dict[int, list[Axes]] = defaultdict(list)
         for axes, dim in zip(leaves, tensors[source].dim_of_leaf, strict=True):
@@ -234,7 +263,9 @@ class ShardingState:
         return tuple(axes_of_leaves)
 
     def own_partial(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
-        """The axes over which the node produces partial results, and the reduction."""
+        """Returns the axes over which a node itself produces partial results (each rank holds one
+        term), and the reduction. A MatMul whose inner dimension is split over tp gives ((tp,),
+        "sum")."""
         axes: Axes = ()
         reduce: ReduceOp = "sum"
         for i, over in enumerate(self.op_axes(op)):
@@ -244,12 +275,13 @@ class ShardingState:
         return axes, reduce
 
     def parts_of_leaf(self, name: str, leaf: int, axes: Axes) -> Parts | None:
-        """The result of `parts_of` for a leaf of a tensor."""
+        """Returns `parts_of` the atom (a part of a dimension) of a tensor's leaf."""
         return self.parts_of(self.factors.tensors[name].leaves[leaf].atom, axes)
 
     def parts_of(self, atom: int, axes: Axes) -> Parts | None:
-        """Sizes of an atom's shards that the user gave, else the shares of the ranks along the
-        axes; None for default sizes. An open size has a proportion that holds for all sizes."""
+        """Returns the sizes of an atom's shards over `axes`: the sizes that the user gave, else the
+        shares of ranks of unequal speed; None for default sizes. For an open size (known only at
+        run time), the result is a proportion, which holds for all sizes."""
         if not axes or any(axis.at is not None for axis in axes):
             return None
         if self.parts and (by_hand := self.parts.get((atom, axes))):
@@ -258,20 +290,21 @@ class ShardingState:
         return self.costs.proportion(axes) if is_open else self.costs.shares(axes)
 
     def sizes_by_rank(self, atom: int, axes: Axes, size: int) -> Sequence[int]:
-        """Each rank's number of elements of an atom that is split over axes."""
+        """Returns each rank's number of elements of an atom (a part of a dimension) of `size`
+        elements that is split over axes."""
         sizes = sizes_of(self.parts_of(atom, axes), size, axes)
         return [sizes[at] for at in self.costs.places(axes)]
 
     def layout(self, tensor: gs.Tensor | str, factor_sharding: FactorSharding) -> Layout:
-        """The factor sharding as a layout of the tensor's dimensions."""
+        """Returns the layout that the factor sharding gives a tensor."""
         name = tensor if isinstance(tensor, str) else tensor.name
         return self._layout(name, factor_sharding, self.factors.tensors[name].dims)
 
     def costed_shapes(
         self, name: str, factor_sharding: FactorSharding, rank: int | None = None
     ) -> Shapes:
-        """(weight, shape of the largest shard, or of the shard of `rank`) at each of the sizes for
-        which costs are computed."""
+        """Returns (weight, shape of the tensor's largest shard) for each set of sizes at which
+        costs are computed; with `rank`, the shape of this rank's shard."""
         if self.parts or rank is not None:
             return self._costed_shapes(name, factor_sharding, rank)
         key = name, factor_sharding
@@ -310,8 +343,8 @@ DimSplit = tuple[tuple[Axes, Parts | None], ...]
 
 @lru_cache(maxsize=1 << 16)
 def _part(dim: Dim, split: DimSplit, at: tuple[Mesh, int] | None) -> int:
-    """The number of elements of a split dimension in the largest shard, or in the shard of a rank
-    (`at`: mesh and rank)."""
+    """Returns the number of elements of a split dimension in the largest shard; with `at` (mesh and
+    rank), in this rank's shard."""
     tree = with_axes(dim, iter(split))
     return largest_size(tree) if at is None else estimated_size(tree, *at)
 
@@ -319,7 +352,9 @@ def _part(dim: Dim, split: DimSplit, at: tuple[Mesh, int] | None) -> int:
 def _fits(
     factors: TensorFactors | OpFactors, have: list[Axes | None], leaf: int, axes: Axes
 ) -> bool:
-    """True if no other leaf uses the axes; leaves in different segments may share them."""
+    """True if a leaf (a part of a dimension) of a tensor or node may have these axes: no other
+    leaf uses them, except leaves in other segments of the dimension. `have` has the axes of all
+    leaves."""
     used = (
         a for i, other in enumerate(have) if other and (i, leaf) not in factors.apart for a in other
     )
@@ -327,7 +362,8 @@ def _fits(
 
 
 def covered_axes(dim: Dim) -> frozenset[Axis] | None:
-    """The axes that split every element; None if the segments' axes differ."""
+    """Returns the axes that split every element of a dimension; None if its segments have different
+    axes."""
     if isinstance(dim, Factor):
         return frozenset(dim.axes)
     by_child = [covered_axes(c) for c in dim.children if c.size]
@@ -340,6 +376,7 @@ def covered_axes(dim: Dim) -> frozenset[Axis] | None:
 
 
 def overlaps(axes: Iterable[Axis], used: Iterable[Axis]) -> bool:
-    """True if one of the axes overlaps one of the axes `used`."""
+    """True if one of `axes` has a factor in common with one of the axes `used`: tp and its sub-axis
+    (a factor of a mesh axis) tp:(2)2 have."""
     taken = list(used)
     return any(a.overlaps(b) for a in axes for b in taken)

@@ -1,4 +1,6 @@
-"""Cuts mesh axes into sub-axes, so that each sub-axis has one location in every factor sharding."""
+"""Cuts mesh axes into sub-axes, so that each sub-axis has one location in every factor sharding
+of a tensor: tp=4 becomes tp:(1)2 and tp:(2)2 if a sharding splits one leaf by 2 and another leaf
+by 2."""
 
 from __future__ import annotations
 
@@ -19,17 +21,15 @@ Slot = tuple[int, ...]
 
 
 class HeldSlot(tuple[int, ...]):
-    """A slot that a sub-axis does not divide: ranks at one coordinate of the sub-axis hold the
-    slot's leaves whole.
-
-    at  this coordinate
-    """
+    """A slot that a sub-axis (a factor of a mesh axis) does not divide: ranks at one coordinate of
+    the sub-axis, `at`, hold the slot's leaves (parts of dimensions) whole, and all other ranks hold
+    nothing of them."""
 
     at: int
 
     @staticmethod
     def of(slot: Slot, at: int) -> HeldSlot:
-        """The leaves of a slot, at a coordinate."""
+        """Returns the leaves (parts of dimensions) of a slot, held at the coordinate `at`."""
         held = HeldSlot(slot)
         held.at = at
         return held
@@ -45,23 +45,24 @@ class HeldSlot(tuple[int, ...]):
 
 
 Location = Slot | ReduceOp | None
-"""The location of a sub-axis: on leaves, in a partial reduction, or unused."""
+"""The location of a sub-axis: on the leaves of a slot, in a partial reduction, or unused (None)."""
 Locations = Sequence[Sequence[Location]]
 """The possible locations of each sub-axis."""
 
 
 class Unordered(Exception):
-    """No order of the sub-axes agrees with their order on every leaf; or sub-axes overlap; or no
-    path leads from one factor sharding to another."""
+    """No order of the sub-axes (factors of mesh axes) agrees with their order on every leaf (a part
+    of a dimension); or sub-axes overlap; or no path leads from one factor sharding to another."""
 
 
 Cuts = dict[str, tuple[int, ...]]
-"""The sizes at which each mesh axis is cut, from the major end on."""
+"""For each mesh axis, the products of sub-axis sizes at which it is cut, from 1 up: (1, 2, 4) cuts
+an axis of size 4 into two sub-axes of size 2."""
 
 
 def cuts_of(axes: Iterable[Axes]) -> Cuts:
-    """Cuts each mesh axis so finely that every used axis or sub-axis is a union of cut ones.
-    Errors: Unordered if two overlap and neither divides the other."""
+    """Cuts each mesh axis so finely that each of `axes` consists of whole sub-axes (factors of mesh
+    axes). Errors: Unordered if two of `axes` overlap and neither divides the other."""
     cuts: dict[str, set[int]] = {}
     for axis in (a for group in axes for a in group):
         cuts.setdefault(axis.name, set()).update((axis.pre, axis.pre * axis.size))
@@ -72,19 +73,22 @@ def cuts_of(axes: Iterable[Axes]) -> Cuts:
 
 
 def cut(axes: Axes, cuts: Cuts) -> Axes:
-    """The sub-axes of all axes, in order, without `at`."""
+    """Returns the sub-axes (factors of mesh axes) into which `cuts` divides all axes, in order,
+    without coordinates `at`."""
     return tuple(sub_axis for sub_axis, _ in _cut(axes, cuts))
 
 
 def _cut(axes: Axes, cuts: Cuts) -> Iterator[tuple[Axis, int | None]]:
-    """Yields the sub-axes of axes, each with its coordinate if its axis has `at`, else None."""
+    """Like `cut`; yields each sub-axis (a factor of a mesh axis) with its coordinate `at`, or None
+    if its axis has no `at`."""
     for axis in axes:
         yield from _pieces(axis, cuts[axis.name])
 
 
 @lru_cache(maxsize=1 << 12)
 def _pieces(axis: Axis, cuts: tuple[int, ...]) -> tuple[tuple[Axis, int | None], ...]:
-    """The sub-axes of one axis that is cut at these sizes; see `_cut`."""
+    """Returns the sub-axes (factors of mesh axes) of one axis that is cut at these sizes, each with
+    its coordinate or None (see `_cut`)."""
     pieces = []
     for a, b in pairwise(c for c in cuts if axis.pre <= c <= axis.pre * axis.size):
         inner = axis.pre * axis.size // b
@@ -94,15 +98,18 @@ def _pieces(axis: Axis, cuts: tuple[int, ...]) -> tuple[tuple[Axis, int | None],
 
 
 def located(sub_axis: Axis, location: Location) -> Axis:
-    """The sub-axis as the leaves of a location have it: with `at` for a HeldSlot."""
+    """Returns the sub-axis (a factor of a mesh axis) as the leaves (parts of dimensions) of a
+    location have it: with the coordinate `at` if ranks at one coordinate hold these leaves whole (a
+    HeldSlot)."""
     return replace(sub_axis, at=location.at) if isinstance(location, HeldSlot) else sub_axis
 
 
 def locations_in(
     factor_sharding: FactorSharding, cuts: Cuts, factors: TensorFactors
 ) -> dict[Axis, Location]:
-    """The location of each sub-axis that a factor sharding uses. Errors: Unordered if a sub-axis
-    divides some segments, but ranks at one of its coordinates hold other segments."""
+    """Returns the location of each sub-axis (a factor of a mesh axis) that a factor sharding uses.
+    Errors: Unordered if a sub-axis divides some segments of a dimension, but ranks at one of its
+    coordinates hold other segments."""
     slots: dict[Axis, Slot] = defaultdict(tuple)
     for leaf, axes in enumerate(factor_sharding.leaves):
         for sub_axis, at in _cut(axes, cuts):
@@ -119,7 +126,14 @@ def locations_in(
 
 
 def ordered(chains: Iterable[Axes], by_sharding: Iterable[Mapping[Axis, Location]]) -> list[Axis]:
-    """All sub-axes in an order that agrees with their order on every leaf. Errors: Unordered."""
+    """Returns all sub-axes in an order that agrees with their order on every leaf (a part of a
+    dimension).
+
+    chains       sub-axes in the order that a leaf has them
+    by_sharding  for each factor sharding, the location of each sub-axis (a factor of a mesh axis)
+
+    Errors: Unordered if there is no such order.
+    """
     sorter: TopologicalSorter[Axis] = TopologicalSorter()
     added: set[Axis] = set()
     for locations in by_sharding:
@@ -136,7 +150,8 @@ def ordered(chains: Iterable[Axes], by_sharding: Iterable[Mapping[Axis, Location
 
 
 def leaves_at(location: Location) -> frozenset[int]:
-    """The leaves of a location; none for a reduction or an unused sub-axis."""
+    """Returns the leaves (parts of dimensions) of a location; none for a reduction or an unused
+    sub-axis (a factor of a mesh axis)."""
     return _leaves(tuple(location)) if isinstance(location, tuple) else frozenset()
 
 

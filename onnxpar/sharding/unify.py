@@ -1,4 +1,7 @@
-"""Unifies dimensions: union-find over products and concatenations of index variables."""
+"""Unifies dimensions: union-find over products and concatenations of index variables.
+
+If a Reshape makes `12` of `3 * 4`, unification turns the variable of size 12 into a product of two.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,12 @@ from onnxpar.rules.notation import Cat, Expr, Prod, Var
 
 
 class IndexVar:
-    """A dimension, or a factor or segment of a dimension, during refinement (a union-find node)."""
+    """A dimension, or a factor or segment of a dimension, during unification (a union-find node).
+
+    size      its number of elements
+    kind      "product" or "concat" of `children`; "" for an atom, which has no parts
+    children  its factors (major first) or segments, in order
+    """
 
     __slots__ = ("children", "kind", "parent", "size")
 
@@ -20,7 +28,8 @@ class IndexVar:
         self.parent: IndexVar | None = None
 
     def root(self) -> IndexVar:
-        """The representative of all variables that are unified with this variable."""
+        """Returns the representative of this variable and all variables that are unified with
+        it."""
         node = self
         while node.parent is not None:
             if node.parent.parent is not None:
@@ -30,8 +39,9 @@ class IndexVar:
 
 
 def flat(node: IndexVar, kind: str) -> list[IndexVar]:
-    """The children of a product or concatenation, with nested nodes of the same kind flattened; for
-    any other variable, the variable itself."""
+    """Returns the children of a product or concatenation, with nested nodes of the same kind
+    flattened and trivial children left out. For a variable of another kind, returns the variable
+    itself."""
     node = node.root()
     if node.kind != kind:
         return [node]
@@ -40,8 +50,8 @@ def flat(node: IndexVar, kind: str) -> list[IndexVar]:
 
 
 def _refine(node: IndexVar, kind: str, sizes: tuple[int, ...]) -> list[IndexVar] | None:
-    """Turns an atom into a product or concatenation of variables with these sizes; returns these
-    variables, or None if `node` is no atom."""
+    """Turns an atom (a part of a dimension) into a product or concatenation of new variables with
+    these sizes. Returns these variables; None if `node` is no atom."""
     node = node.root()
     if node.kind:
         return None
@@ -50,7 +60,8 @@ def _refine(node: IndexVar, kind: str, sizes: tuple[int, ...]) -> list[IndexVar]
 
 
 def _only(node: IndexVar) -> IndexVar:
-    """The variable, or its only non-trivial child."""
+    """Returns the variable's representative; for a product or concatenation with one non-trivial
+    child, this child's."""
     node = node.root()
     children = flat(node, node.kind) if node.kind and node.size > 1 else [node]
     if len(children) == 1 and children[0] is not node:
@@ -59,8 +70,9 @@ def _only(node: IndexVar) -> IndexVar:
 
 
 def unify(a: IndexVar, b: IndexVar) -> bool:
-    """Makes two variables the same; if they are cut differently, refines both. Returns False if
-    they cannot be the same; some of their parts may be unified even then."""
+    """Makes two variables stand for the same dimension; if they are divided differently, both are
+    divided further, until they agree. Returns False if they cannot agree; some of their parts may
+    be unified even then."""
     a, b = _only(a), _only(b)
     if a is b:
         return True
@@ -84,14 +96,15 @@ def unify(a: IndexVar, b: IndexVar) -> bool:
 
 
 def _contains(whole: IndexVar, part: IndexVar) -> bool:
-    """True if `part` is a child of a product or concatenation, or a child of a nested node of the
-    same kind: all other children then are trivial."""
+    """True if the product or concatenation `whole` has `part` as a child, directly or in nested
+    nodes of the same kind. After unification, all its other children are trivial."""
     children = [child.root() for child in whole.children]
     return any(c is part or (c.kind == whole.kind and _contains(c, part)) for c in children)
 
 
 def _align(kind: str, a: list[IndexVar], b: list[IndexVar]) -> bool:
-    """Unifies the children of two products, or of two concatenations, in order."""
+    """Unifies the children of two products, or of two concatenations, in order, and divides
+    children whose sizes differ. Returns False if they cannot agree."""
     a, b = a[::-1], b[::-1]
     while a and b:
         x, y = a.pop(), b.pop()
@@ -115,7 +128,8 @@ def _align(kind: str, a: list[IndexVar], b: list[IndexVar]) -> bool:
 
 
 def compose(expr: Expr, factors: Mapping[str, IndexVar]) -> IndexVar:
-    """The variable for a rule's expression of a dimension, over the variables of its factors."""
+    """Returns the variable for a rule's expression of a dimension, such as `h d`. `factors` has the
+    variables of the rule's factors, by name."""
     if isinstance(expr, Var):
         return factors[expr.name]
     children = tuple(compose(c, factors) for c in expr.children)
@@ -127,7 +141,8 @@ def compose(expr: Expr, factors: Mapping[str, IndexVar]) -> IndexVar:
 
 
 def same(a: IndexVar, b: IndexVar) -> bool:
-    """True if two variables resolve to the same atoms in the same structure."""
+    """True if two variables resolve to the same atoms (parts of dimensions) in the same
+    structure."""
     a, b = a.root(), b.root()
     if a is b or (a.size == b.size and a.size in (0, 1)):
         return True

@@ -35,8 +35,9 @@ factors."""
 
 
 def annotated_mesh(annotated: Configuration, requested: Mesh | None) -> Mesh:
-    """The mesh of the annotations: `requested` if there is one, else the mesh in the metadata, else
-    the coarsest mesh whose axes give all device lists. Errors: StrategyError if no mesh does."""
+    """Returns the mesh for a model's annotations: `requested` if not None, else the mesh in the
+    model's metadata, else the coarsest mesh on which the annotations' device lists are axes.
+    Errors: StrategyError if no mesh fits."""
     written = annotated.metadata.get(MESH)
     if requested is not None:
         if requested.size != annotated.devices or (written and Mesh.parse(written) != requested):
@@ -56,7 +57,8 @@ def annotated_mesh(annotated: Configuration, requested: Mesh | None) -> Mesh:
 
 
 def onnx_annotations(annotated: Configuration, sharding: ShardingState) -> Iterator[Annotation]:
-    """Yields the model's annotations: first for nodes, then for tensors.
+    """Yields the requests of a model's ONNX multi-device annotations: first for nodes, then for
+    tensors. `sharding` has the factors of the graph and the mesh.
 
     Errors: StrategyError for an annotation that cannot be met; it names the node and the tensor.
     """
@@ -91,7 +93,7 @@ def onnx_annotations(annotated: Configuration, sharding: ShardingState) -> Itera
 
 
 def _warn_of_gone(annotated: Configuration, sharding: ShardingState) -> None:
-    """Warns about annotations of nodes that are no longer in the graph."""
+    """Warns about each annotated node that is no longer in the graph: it was folded or fused."""
     known = {node_key(op.node) for op in sharding.factors.ops}
     for key, note in annotated.nodes.items():
         if key not in known and any(
@@ -107,8 +109,8 @@ def _warn_of_gone(annotated: Configuration, sharding: ShardingState) -> None:
 def check_agreement(
     annotations: Sequence[Annotation], strategy: Sequence[Annotation], mesh: Mesh
 ) -> None:
-    """Raises StrategyError if the strategy and an annotation of the model split a node
-    differently."""
+    """Compares the requests of the model's annotations with those of the user's strategy. Errors:
+    StrategyError if both split a leaf (a part of a dimension) of a node over different axes."""
     annotated = {a.op.node.name: a for a in annotations if isinstance(a, NodeAnnotation)}
     for annotation in strategy:
         if not isinstance(annotation, NodeAnnotation) or annotation.op.node.name not in annotated:
@@ -129,22 +131,25 @@ def check_agreement(
 
 
 def node_key(node: gs.Node) -> str:
-    """The name that identifies a node in annotations: that of its first result."""
+    """Returns the name that identifies a node in annotations: the name of its first result."""
     return next((str(t.name) for t in node.outputs if t.name), "")
 
 
 def read_axes(
     op: OpFactors, names: Sequence[str], note: NodeConfiguration, sharding: ShardingState
 ) -> dict[int, Axes] | None:
-    """The axes that the standard part of an annotation gives to each leaf of a node, whose operands
-    and results have these names. None if the annotation also requests a result in a layout that the
-    node does not produce."""
+    """Returns the axes that the standard part of an annotation (without onnxpar's metadata) gives
+    to each leaf (a part of a dimension) of a node, by index of the leaf. None if the annotation
+    also requests a result in a layout that the node does not produce. `names` are the names of the
+    node's operands and results."""
     reader = _NodeReader(op, names, note, sharding)
     return reader.axes if len(list(reader.annotations())) == 1 else None
 
 
 def _listed(tensor_sharding: TensorSharding, what: str) -> list[list[Digit]] | None:
-    """The digits of each component from the list of devices; None if there is no list."""
+    """Returns the digits of the rank (`device_lists.py`) that number the shards of each component
+    of a sharding, from its list of devices; None if it has no list. `what` names the tensor in
+    errors."""
     counts = [n for components in tensor_sharding.dims.values() for _, n in components]
     return shard_digits(tensor_sharding.devices, counts, what) if tensor_sharding.devices else None
 
@@ -152,8 +157,9 @@ def _listed(tensor_sharding: TensorSharding, what: str) -> list[list[Digit]] | N
 def _exact_annotation(
     op: OpFactors, note: NodeConfiguration, sharding: ShardingState
 ) -> NodeAnnotation:
-    """The axes of every leaf, from onnxpar's metadata. Errors: StrategyError if the standard part
-    of the annotation contradicts the metadata."""
+    """Returns the request that onnxpar's own metadata in an annotation has: axes and sizes by hand
+    for every leaf (a part of a dimension). Errors: StrategyError if the standard part of the
+    annotation contradicts the metadata."""
     axes = dict(enumerate(parse_axes(json.loads(note.metadata[AXES]), sharding.mesh)))
     parts = {int(k): tuple(v) for k, v in json.loads(note.metadata.get(PARTS, "{}")).items()}
     if len(axes) == len(op.leaves):
@@ -168,7 +174,11 @@ def _exact_annotation(
 
 
 class _NodeReader:
-    """Reads the standard part of one node's annotation."""
+    """Reads the standard part of one node's annotation, without onnxpar's metadata.
+
+    names  the names of the node's operands and results
+    axes   the axes of the node's leaves as decided so far, by index of the leaf
+    """
 
     def __init__(
         self, op: OpFactors, names: Sequence[str], note: NodeConfiguration, sharding: ShardingState
@@ -182,8 +192,8 @@ class _NodeReader:
         self.parts_in_use = 1
 
     def annotations(self) -> Iterator[Annotation]:
-        """Yields an annotation of the node, then an annotation of each result whose annotated
-        layout differs from the layout that the node produces."""
+        """Yields a request for the node, then a request for each result whose annotated layout
+        differs from the layout that the node produces."""
         for name, links in self.inputs:
             blocked = frozenset(j for j, k in enumerate(links) if k is None)
             for link, over in zip(
@@ -200,6 +210,8 @@ class _NodeReader:
         yield from results
 
     def _decide(self, name: str, leaf: int, over: Axes) -> None:
+        """Splits a leaf (a part of a dimension) of the node over axes. Errors: StrategyError if a
+        tensor before has split the leaf over other axes."""
         present = self.axes.setdefault(leaf, over)
         if present != over:
             mesh = self.sharding.mesh
@@ -211,8 +223,9 @@ class _NodeReader:
             )
 
     def _produces(self, name: str, links: Sequence[int | None], requested: Sequence[Axes]) -> bool:
-        """True if the node produces the result in this layout. If so, splits the leaves of the node
-        that are still open as the layout requires."""
+        """True if the node can produce the result `name` in the requested layout (axes of each
+        leaf). If so, splits the leaves (parts of dimensions) of the node that are still undecided
+        as the layout requires."""
         decided = dict(self.axes)
         for link, over in zip(links, requested, strict=True):
             if (over and link is None) or (link is not None and decided.get(link, over) != over):
@@ -230,7 +243,9 @@ class _NodeReader:
     def _annotated_axes(
         self, name: str, links: Sequence[int | None], blocked: frozenset[int]
     ) -> list[Axes] | None:
-        """The annotated axes of each leaf of a tensor; None if it has no annotation."""
+        """Returns the annotated axes of each leaf (a part of a dimension) of a tensor; None if the
+        tensor has no annotation. `blocked` has the indices of the tensor's leaves that the node
+        needs whole."""
         annotation = self.note.shardings.get(name)
         factors = self.sharding.factors.tensors.get(name)
         if annotation is None or factors is None:
@@ -273,12 +288,14 @@ class _NodeReader:
         return out
 
     def _over(self, name: str, digits: Sequence[Digit]) -> Axes:
+        """Returns the axes of the mesh that have these digits of the rank."""
         return axes_of(digits, self.sharding.mesh, f"{self.note.what}, tensor {name!r}")
 
     def _open(self, name: str, count: int, links: Mapping[int, int | None]) -> Axes:
-        """The axes for a component with a number of shards but without devices: the axes of its
-        factor, if they are decided, or else the next axes of a row-major view of the ranks, as for
-        MindSpore's tuples."""
+        """Returns the axes for a component with `count` shards but without a list of devices: the
+        axes that its factor already has, or else the next axes of a row-major view of the ranks, as
+        for MindSpore's tuples. `links` has the node's leaf (a part of a dimension) for each leaf of
+        the dimension."""
         for link in links.values():
             known = () if link is None else self.axes.get(link, ())
             if count > 1 and known and parts_over(known) == count:
@@ -299,8 +316,13 @@ class _NodeReader:
         links: Mapping[int, int | None],
         blocked: frozenset[int],
     ) -> list[Axes]:
-        """Distributes the axes of a dimension's components over the dimension's leaves, in the
-        order of `links`."""
+        """Returns the axes for each leaf (a part of a dimension) of a dimension, in the order of
+        `links`.
+
+        axis            the dimension's index
+        component_axes  (size or None, axes) of each component in the annotation
+        links           the node's leaf for each leaf of the dimension
+        """
         decided = [() if k is None else self.axes.get(k, ()) for k in links.values()]
         if len(component_axes) == 1 and [a for axes in decided for a in axes] == [
             *component_axes[0][1]
@@ -341,8 +363,9 @@ class _NodeReader:
 
 
 def _components(dim: Dim, component_axes: Sequence[tuple[int | None, Axes]]) -> list[Dim] | None:
-    """The dimension cut into components of these sizes; one size may be open. None if no factors of
-    the dimension make up a component."""
+    """Cuts a dimension into components of these sizes, each a factor or a product of consecutive
+    factors; one size may be None. Returns None if no factors make up a component: 8 = 2 * 4 has no
+    component of size 1 or 8 beside one of size 4."""
     known = math.prod(size for size, _ in component_axes if size is not None)
     rest = list(dim.children) if isinstance(dim, Product) else [dim]
     out: list[Dim] = []

@@ -1,5 +1,5 @@
-"""Finds the cores of attention: nodes that relate each position of a sequence to all other
-positions."""
+"""Finds the cores of attention: the nodes (scores, softmax, weighted sum) that relate each position
+of a sequence to all other positions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Core:
     """The core of one attention: nodes that need all positions of a sequence.
 
     ops    the nodes, in graph order
-    keys   (node, leaf) for each leaf of the positions that queries attend to; a factor that the
-           node keeps whole has no leaf
-    masks  (node, leaf) for each leaf of these positions in the nodes outside that compute masks
+    keys   (node name, leaf) for each leaf (a part of a dimension) of the positions that queries
+           attend to; a factor that the node keeps whole has no leaf
+    masks  (node, leaf) for each leaf of the keys' positions in the nodes outside that compute masks
     """
 
     ops: list[OpFactors]
@@ -27,8 +27,11 @@ class Core:
 
 
 class Cores:
-    """Finds the cores of a graph. `atoms` number positions of sequences; `computed` has the names
-    of the tensors that are worth splitting."""
+    """Finds the attention cores of a graph.
+
+    atoms     the atoms (parts of dimensions) that number positions of sequences
+    computed  the names of activations: tensors that are worth splitting, unlike masks and positions
+    """
 
     def __init__(
         self, factors: GraphFactors, atoms: Collection[int], computed: Collection[str]
@@ -46,11 +49,12 @@ class Cores:
         self.computed = computed
 
     def positions(self, op: OpFactors) -> list[int]:
-        """The leaves of a node that number positions of a sequence."""
+        """Returns the indices of a node's leaves (parts of dimensions) that number positions of a
+        sequence."""
         return [i for i, leaf in enumerate(op.leaves) if leaf.atom in self.atoms]
 
     def find(self) -> list[Core]:
-        """All cores, in graph order."""
+        """Returns all attention cores, in graph order."""
         cores: list[Core] = []
         seen: set[str] = set()
         for op in self.factors.ops:
@@ -73,10 +77,12 @@ class Cores:
         return any(t.name in self.computed for t in op.node.outputs)
 
     def _factors(self, op: OpFactors) -> Iterator[tuple[int, str]]:
+        """Yields (leaf, factor of the rule) for each leaf (a part of a dimension) of a node that
+        numbers positions."""
         return ((i, op.leaves[i].factor) for i in self.positions(op))
 
     def _needs_whole(self, op: OpFactors) -> bool:
-        """True if the node keeps the sequence of an operand whole."""
+        """True if a node needs the sequence of an operand whole."""
         for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
             factors = self.factors.tensors.get(tensor.name)
             if factors is not None and tensor.name in self.computed:
@@ -86,9 +92,10 @@ class Cores:
         return False
 
     def _spread(self, start: OpFactors, keys: list[int]) -> Core:
-        """The core around a node that reduces its leaves `keys`: all nodes that are connected with
-        this node through tensors over pairs of positions. Nodes of masks belong to the core, but
-        the search does not continue through them to other layers that read the same mask."""
+        """Returns the core around a node that reduces its leaves (parts of dimensions) `keys`: all
+        nodes that tensors over pairs of positions, such as scores, connect with this node. Nodes
+        that compute masks belong to the core, but the search does not go through them to other
+        layers that read the same mask."""
         roles: set[tuple[str, int]] = set()
         members: dict[str, OpFactors] = {}
         todo: list[tuple[OpFactors, int]] = [(start, i) for i in keys]
@@ -112,7 +119,8 @@ class Cores:
         return core
 
     def _masks(self, core: Core) -> list[tuple[OpFactors, int]]:
-        """The leaves of keys in the nodes outside a core that compute its masks."""
+        """Returns (node, leaf) for the positions of keys in the nodes outside a core that compute
+        its masks."""
         todo = [(op, i) for op in core.ops for i in range(len(op.leaves))]
         todo = [(op, i) for op, i in todo if (op.node.name, i) in core.keys]
         seen = set(core.keys)
@@ -137,11 +145,12 @@ class Cores:
 
 
 def reduces(op: OpFactors, leaf: int) -> bool:
-    """True if the node adds up over a leaf, or normalizes along it."""
+    """True if a node adds up over this leaf (a part of a dimension), or normalizes along it, as a
+    softmax does."""
     return op.reduction(leaf) is not None or op.leaves[leaf].factor in op.rule.communicating
 
 
 def _has_pairs(factors: TensorFactors | None, atoms: Collection[int]) -> bool:
-    """True if two dimensions of a tensor number positions."""
+    """True if two dimensions of a tensor number positions, as in scores [query, key]."""
     numbered = zip(factors.leaves, factors.dim_of_leaf, strict=True) if factors is not None else ()
     return len({dim for leaf, dim in numbered if leaf.atom in atoms}) > 1

@@ -33,8 +33,9 @@ _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 def class_annotations(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None
 ) -> list[SplitClasses]:
-    """The annotation that splits the classes of the model's largest classifier; none for one rank.
-    Errors: StrategyError if the model has no classifier, or too few classes."""
+    """Returns the annotation that splits the classes of the model's largest classifier over `axes`;
+    none for one rank. `step` is the training step, if the model is one. Errors: StrategyError if
+    the model has no classifier, or fewer classes than ranks."""
     parts = parts_over(axes)
     if parts == 1:
         return []
@@ -57,12 +58,12 @@ def _classifiers(
     graph: gs.Graph, sharding: ShardingState, step: Step | None
 ) -> Iterator[tuple[int, int, int, tuple[int, ...], str]]:
     """Yields (elements, products, classes, atoms of the classes, name) for each weight that is a
-    classifier: the results of products have its classes, and a loss or an output reads the classes;
-    no other weight of two or more dimensions and no input has them.
+    classifier. `products` is the number of products whose results have the classes.
 
-    Where a step samples classes, the atoms number groups of classes, as more products keep the
-    groups than the positions in a group. Groups of two sizes are two segments, each with its own
-    atom.
+    A loss or an output reads the classes of a classifier; no input and no other weight of two or
+    more dimensions has them. If a step samples classes, the atoms (parts of dimensions) number
+    groups of classes, because more products keep the groups than the positions in a group. Groups
+    of two sizes are two segments, each with its own atom.
     """
     known = sharding.factors.tensors
     slots = {slot.input for slot in step.slots} if step else set()
@@ -89,8 +90,9 @@ def _classifiers(
 
 
 def _segments(factors: TensorFactors) -> Iterator[list[list[Leaf]]]:
-    """Yields, for each dimension of a tensor, a list of its segments; a segment is a list of
-    leaves."""
+    """Yields, for each dimension of a tensor, a list of its segments. A segment is a list of the
+    leaves (parts of dimensions) of one child of a concatenation; any other dimension is one
+    segment."""
     numbers = iter(factors.leaves)
     for dim in factors.dims:
         children = dim.children if isinstance(dim, Concat) else (dim,)
@@ -98,8 +100,8 @@ def _segments(factors: TensorFactors) -> Iterator[list[list[Leaf]]]:
 
 
 def _scored(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> set[int]:
-    """The atoms of the classes that a loss reads; for a model that is no training step, the atoms
-    of the last dimension of each output."""
+    """Returns the atoms (parts of dimensions) of the classes for which a loss reads scores. For a
+    model that is no training step, also the atoms of the last dimension of each output."""
     known = sharding.factors.tensors
     scores = [(op.node.inputs[0], 1) for op in sharding.factors.ops if op.node.op in _LOSSES]
     if step is None:
@@ -114,8 +116,8 @@ def _scored(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> set[
 
 
 def _kept_atoms(op: OpFactors) -> Iterator[int]:
-    """Yields the atoms that the result of a product has in common with only one of its two
-    operands."""
+    """Yields the atoms (parts of dimensions) that the result of a product has in common with
+    exactly one of its two operands: m and n of a MatMul [m, k] x [k, n]."""
     if not is_contraction(op) or convolves(op) or len(op.inputs) < 2:
         return
     for this, other in ((0, 1), (1, 0)):
@@ -125,16 +127,19 @@ def _kept_atoms(op: OpFactors) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SplitClasses:
-    """Splits all nodes and tensors along the atoms of classes. Labels, nodes that compute from
-    labels alone, and embeddings that nodes only move stay whole: so ranks gather each of them once,
-    at its source."""
+    """The annotation that splits all nodes and tensors along the atoms (parts of dimensions) of
+    classes.
+
+    Labels, nodes that compute from labels alone, and nodes that only move embeddings stay whole, so
+    that ranks gather each of these tensors once, at its source.
+    """
 
     atoms: tuple[int, ...]
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits the open leaves of these atoms; closes the open leaves of nodes that stay
-        whole."""
+        """Splits the undecided leaves (parts of dimensions) of these atoms, and makes the undecided
+        leaves of nodes whole that must stay whole. True if a leaf was split."""
         changed = False
         ops = sharding.factors.ops
         split = [op for op in ops if any(leaf.atom in self.atoms for leaf in op.leaves)]
@@ -155,8 +160,9 @@ class SplitClasses:
 
 
 def _moved(ops: Sequence[OpFactors], inside: set[str], read: set[str]) -> Iterator[OpFactors]:
-    """Yields the nodes outside that only move tensors which nodes inside read. `inside` has names
-    of nodes, `read` has names of tensors."""
+    """Yields the nodes outside the classifier that only move tensors which the classifier reads.
+    `inside` has the names of the classifier's nodes, `read` the names of the tensors that they
+    read."""
     needed = set(read)
     for op in reversed(ops):
         if op.node.op in MOVES and op.node.name not in inside and op.node.outputs[0].name in needed:
@@ -167,8 +173,9 @@ def _moved(ops: Sequence[OpFactors], inside: set[str], read: set[str]) -> Iterat
 def _from_labels(
     ops: Sequence[OpFactors], inside: set[str], read: set[str], sharding: ShardingState
 ) -> Iterator[OpFactors]:
-    """Yields the nodes outside that compute, from integer inputs alone, tensors which nodes inside
-    read. Closes the leaves of these inputs."""
+    """Yields the nodes outside the classifier that compute tensors for it from integer inputs
+    (labels) alone. Makes the undecided leaves (parts of dimensions) of these inputs whole. `inside`
+    and `read` are those of `_moved`."""
     produced = {t.name for op in ops for t in op.node.outputs}
     source: dict[str, set[str]] = {}
     candidates: list[OpFactors] = []

@@ -1,4 +1,4 @@
-"""Infers the types of the results of the plugin's ops on one rank."""
+"""Infers the types (element type and shape) of the results of the plugin's ops on one rank."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ _Dims = list[int | str | None]
 def result_types(
     node: NodeProto, types: Mapping[str, TypeProto], members: int
 ) -> dict[str, TypeProto]:
-    """The types of a node's results, by name, as far as they agree on all ranks.
+    """Returns the type of each result of a node, by name. A size stays open if it differs between
+    ranks or depends on data. An AllGather of [4, 6] along axis 0 with 2 members gives [8, 6].
 
-    `members` is the number of ranks in the node's group; a group of one rank keeps its operand. A
-    size that differs between ranks or depends on data stays open. Errors: ValueError for an axis
-    that the operand does not have.
+    types    the types of the node's operands, by name
+    members  the number of ranks in the node's group; a group of one rank keeps its operand
+
+    Errors: ValueError for an axis that the operand does not have.
     """
     names = list(node.output)
     if node.op_type in RANK_CONSTANTS:
@@ -41,6 +43,8 @@ def result_types(
 
 
 def _result_dims(node: NodeProto, x: _Dims, members: int) -> _Dims:
+    """Returns the sizes of a collective's result, from the sizes `x` of its operand; None for an
+    open size (known only at run time)."""
     attrs = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     y = list(x)
 
@@ -66,18 +70,23 @@ def _result_dims(node: NodeProto, x: _Dims, members: int) -> _Dims:
 
 
 def _joined(extent: int | str | None, sizes: Sequence[int] | None, members: int) -> int | None:
+    """Returns the size of a dimension that `members` ranks join; None if it is open. `sizes` are
+    the sizes of the members' parts, if the node has them."""
     if sizes:
         return sum(sizes)
     return extent * members if isinstance(extent, int) else None
 
 
 def _cut(extent: int | str | None, sizes: Sequence[int] | None, members: int) -> int | None:
+    """Returns the size of each part of a dimension that is cut for `members` ranks; None if parts
+    differ or the size is open. `sizes` are the sizes of the parts, if the node has them."""
     if sizes:
         return sizes[0] if len(set(sizes)) == 1 else None
     return extent // members if isinstance(extent, int) and extent % members == 0 else None
 
 
 def _dims(type_: TypeProto) -> _Dims:
+    """Returns the sizes of a tensor type: numbers, names, or None for an unknown size."""
     return [
         d.dim_value if d.HasField("dim_value") else d.dim_param or None
         for d in type_.tensor_type.shape.dim

@@ -38,9 +38,10 @@ _LOOK_UP = ("Gather", "GatherND", "GatherElements")
 def context_annotation(
     graph: gs.Graph, sharding: ShardingState, batch: set[int], step: Step | None, preset: str
 ) -> SplitSequences:
-    """The annotation that splits all sequences; the atoms in `batch` number samples. Errors:
-    StrategyError if the mesh has no axis `cp`, or if the model has no sequence that ranks can
-    split."""
+    """Returns the annotation that splits all sequences over the axis `cp`. `batch` has the atoms
+    (parts of dimensions) that number samples, `preset` is context-parallel or ring-attention.
+    Errors: StrategyError if the mesh has no axis `cp`, or if the model has no sequence that ranks
+    can split."""
     mesh = sharding.mesh
     if AXIS not in mesh.sizes:
         raise StrategyError(
@@ -58,7 +59,8 @@ def context_annotation(
 
 
 def _why_no_sequence(graph: gs.Graph, sharding: ShardingState) -> str:
-    """The reason why no dimension of an input is a sequence that ranks can split."""
+    """Returns the reason why no dimension of an input is a sequence that ranks can split, for an
+    error."""
     for tensor in graph.inputs:
         factors = sharding.factors.tensors.get(tensor.name)
         shape = tuple(tensor.shape or ())
@@ -76,8 +78,9 @@ def _why_no_sequence(graph: gs.Graph, sharding: ShardingState) -> str:
 
 
 def sequence_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> Iterator[int]:
-    """Yields the atoms that number positions: those of the second dimension of inputs that are
-    token ids (which look up rows of a table) or features of each position."""
+    """Yields the atoms (parts of dimensions) that number positions: the atoms of the second
+    dimension of inputs [batch, position] with token ids (which look up rows of a table), and of
+    inputs [batch, position, feature]."""
     states = {slot.input for slot in step.slots} if step is not None else set()
     looked_up = _looked_up(sharding.factors)
     for tensor in graph.inputs:
@@ -92,7 +95,8 @@ def sequence_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) 
 
 
 def _looked_up(factors: GraphFactors) -> set[int]:
-    """The atoms of ids that look up rows of tables, in the main graph and in bodies."""
+    """Returns the atoms (parts of dimensions) of tensors of ids that look up rows of tables, in the
+    main graph and in bodies."""
     atoms: set[int] = set()
     for op in factors.ops:
         if op.node.op in _LOOK_UP and is_float(op.node.inputs[0]):
@@ -102,8 +106,9 @@ def _looked_up(factors: GraphFactors) -> set[int]:
 
 
 def _computed(graph: gs.Graph) -> set[str]:
-    """The names of tensors that depend on weights through a product or a lookup, or on inputs of
-    features. Masks, positions, and tensors that depend on weights alone are not among them."""
+    """Returns the names of activations: tensors that depend on weights through a product or a
+    lookup, or on inputs of features. Masks, positions, and tensors that depend on weights alone are
+    left out."""
     stored: set[str] = set()
     features = [t for t in graph.inputs if is_float(t) and len(t.shape or ()) > 1]
     computed = {t.name for t in features if not is_weight(t)}
@@ -117,7 +122,7 @@ def _computed(graph: gs.Graph) -> set[str]:
 
 def _follow(node: gs.Node, stored: set[str], computed: set[str]) -> None:
     """Adds the names of a node's results to `stored` if they depend on weights alone, or to
-    `computed` if they depend on weights and data."""
+    `computed` if they depend on weights and data (activations)."""
     read = [t for t in node.inputs if t.name]
     stored |= {t.name for t in read if is_weight(t) and is_float(t)}
     results = {t.name for t in node.outputs}
@@ -136,13 +141,13 @@ def _follow(node: gs.Node, stored: set[str], computed: set[str]) -> None:
 
 @dataclass(frozen=True)
 class SplitSequences:
-    """Splits all sequences of the graph over axes. Splits the cores of attention by queries or by
-    heads, whichever is cheaper.
+    """The annotation that splits all sequences of the graph over `axes`. It splits the cores of
+    attention by queries or by heads, whichever is cheaper.
 
-    atoms     numbers of the atoms that number positions of sequences
-    batch     numbers of the atoms that number samples
-    computed  names of the tensors that are worth splitting
-    ring      True if keys travel around rings where this is possible
+    atoms     the atoms (parts of dimensions) that number positions of sequences
+    batch     the atoms that number samples
+    computed  the names of activations, which are worth splitting
+    ring      True if keys and values travel around a ring of ranks where an op supports this
     """
 
     atoms: frozenset[int]
@@ -152,8 +157,9 @@ class SplitSequences:
     ring: bool = False
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits the open leaves of positions in all nodes that compute activations. Nodes that
-        compute only masks and positions follow by propagation."""
+        """Splits the undecided leaves (parts of dimensions) of positions in all nodes that compute
+        activations. Nodes that compute only masks and positions follow by propagation. False for
+        one rank."""
         if parts_over(self.axes) == 1:
             return False
         cores = Cores(sharding.factors, self.atoms, self.computed)

@@ -1,4 +1,5 @@
-"""Tells which nodes are contractions (products that add up), and which weights they read."""
+"""Tells which nodes are contractions (they multiply two operands and add up products), and which
+weights contractions read."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _WEIGHT = {
     **dict.fromkeys((GRADIENT, SCORED), 1),
     **dict.fromkeys(("QLinearMatMul", "QLinearConv", "QGemm"), 3),
 }
-"""The index of the weight among the operands, for ops with more operands than two, such as scales
-and zero points."""
+"""The index of the weight among the operands, for ops that have more than two operands, such as
+scales and zero points."""
 CONTRACTIONS = _CONTRACT | _WEIGHT.keys() | EXPERT_WEIGHTS.keys()
 """Ops that multiply two operands and add up the products."""
 _NORMALIZE = {"LpNormalization", "Div"}
@@ -25,7 +26,8 @@ _LOOK_UP = {"Gather", "GatherND", "GatherElements"}
 
 
 def is_contraction(op: OpFactors) -> bool:
-    """True if the node multiplies two operands and reduces a factor."""
+    """True if a node is a product that adds up, such as MatMul, Conv or Einsum: it multiplies two
+    operands and reduces a factor."""
     return op.node.op in CONTRACTIONS and bool(op.rule.reduce or op.rule.communicating)
 
 

@@ -1,4 +1,5 @@
-"""Finds leaves that together split every element of a dimension."""
+"""Finds leaves that together split every element of a dimension: one leaf of a product of factors,
+one leaf of each segment of a concatenation."""
 
 from __future__ import annotations
 
@@ -9,16 +10,17 @@ from onnxpar.sharding.factors import TensorFactors
 
 
 def covering_leaves(factors: TensorFactors, parts: int) -> Iterator[list[int]]:
-    """Yields a list of leaves for each dimension that `parts` ranks can split completely. Together,
-    the leaves of a list split every element of the dimension; they are indices into the tensor's
-    leaves."""
+    """Yields a list of leaves (indices into the tensor's leaves) for each dimension that `parts`
+    ranks can split completely. Together, the leaves (parts of dimensions) of a list split every
+    element of the dimension."""
     numbers = iter(range(len(factors.leaves)))
     yield from filter(None, [_covering_of(dim, numbers, parts) for dim in factors.dims])
 
 
 def _covering_of(dim: Dim, numbers: Iterator[int], parts: int) -> list[int]:
-    """The covering leaves of one dimension; none if some segment is too short. `numbers` yields the
-    indices of the leaves, in order."""
+    """Returns the covering leaves (parts of dimensions) of one dimension; an empty list if a
+    segment has fewer elements than `parts`. `numbers` yields the indices of the dimension's leaves,
+    in order."""
     if isinstance(dim, Factor):
         number = [next(numbers)] if dim.size > 1 else []
         return number if dim.size >= parts else []

@@ -21,15 +21,16 @@ _EVALUATED = re.compile(r"(evaluate/)?evaluation/(?P<name>.*)|evaluate/(?P<alike
 
 @dataclass(frozen=True)
 class DerivedAnnotation:
-    """Axes for leaves of a derived node. They apply only to leaves that are open, and only if no
-    other leaf of the node uses the axes."""
+    """Axes for the leaves (parts of dimensions) of a derived node (a gradient or a copy), by index
+    of the leaf. They apply only to leaves that are open, and only if no other leaf of the node uses
+    the axes."""
 
     op: OpFactors
     axes: Mapping[int, Axes]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves that are still open: first the leaves to split, then the leaves that
-        stay whole."""
+        """Decides the leaves (parts of dimensions) that are still undecided: first the leaves to
+        split, then the leaves that stay whole. True if a leaf was split."""
         changed = False
         for leaf, axes in self.axes.items():
             if axes:
@@ -41,10 +42,12 @@ class DerivedAnnotation:
 
 
 def with_derived(annotations: Sequence[Annotation], sharding: ShardingState) -> list[Annotation]:
-    """The annotations, followed by annotations of nodes that are derived from the annotated nodes.
+    """Returns the annotations, followed by annotations of the nodes that a training step derives
+    from the annotated nodes.
 
-    A derived node gets the axes that the annotation requests for the same atoms. Annotations of
-    derived nodes come last: so an annotation of the user for a derived node wins.
+    A leaf (a part of a dimension) of a derived node gets the axes that the annotation requests for
+    the leaf's atom. Annotations of derived nodes come last, so that a user's own annotation of a
+    derived node wins.
     """
     requested = {a.op.node.name: a for a in annotations if isinstance(a, NodeAnnotation)}
     derived: dict[str, list[OpFactors]] = defaultdict(list)
@@ -62,7 +65,8 @@ def with_derived(annotations: Sequence[Annotation], sharding: ShardingState) -> 
 
 
 def sources_of(name: str) -> Iterator[str]:
-    """Yields possible names of the node from which the node `name` is derived."""
+    """Yields possible names of the node from which the node `name` is derived: `fc/MatMul` for
+    `fc/MatMul.grad/x`, which computes a gradient of it."""
     evaluated = _EVALUATED.fullmatch(name)
     if evaluated:
         source = evaluated["name"] or evaluated["alike"]
@@ -73,8 +77,8 @@ def sources_of(name: str) -> Iterator[str]:
 
 
 def _axes_of(op: OpFactors, annotation: NodeAnnotation) -> dict[int, Axes]:
-    """The axes that the annotation requests for the atom of each leaf of a derived node. Leaves
-    with other atoms are left out."""
+    """Returns the axes for the leaves (parts of dimensions) of a derived node, by index: the axes
+    that the annotation requests for the leaf's atom. Leaves with other atoms are left out."""
     of_atom: dict[int, set[Axes]] = defaultdict(set)
     for leaf, axes in annotation.axes.items():
         of_atom[annotation.op.leaves[leaf].atom].add(axes)

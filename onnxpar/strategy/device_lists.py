@@ -1,7 +1,8 @@
 """Converts the device lists of ONNX's shardings to digits of the rank, and back.
 
-A mesh numbers its ranks in a mixed radix system: each axis is a digit. A list of devices, row-major
-over the shards, can be expressed on a mesh if such digits make up the index of each shard.
+A mesh numbers its ranks in a mixed radix system, in which each axis is a digit: on dp=2,tp=4, rank
+5 is dp 1, tp 1. A device list, row-major over the shards, can be expressed on a mesh if digits of
+the rank make up the index of each shard.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from onnxpar.layout.mesh import Axes, Mesh
 
 @dataclass(frozen=True)
 class Digit:
-    """A digit of the rank: it has `size` values, and one more in the digit adds `stride` to the
-    rank."""
+    """A digit of the rank: it has `size` values, and its value times `stride` adds to the rank. On
+    dp=2,tp=4, the axis dp is Digit(2, 4)."""
 
     size: int
     stride: int
@@ -30,9 +31,15 @@ class Digit:
 def shard_digits(
     devices: Sequence[Sequence[int]], counts: Sequence[int], what: str
 ) -> list[list[Digit]]:
-    """The digits that number the shards of each component, major first; a component is split into
-    `counts` shards. Errors: StrategyError, naming `what`, for a list that no order of mesh axes
-    produces."""
+    """Returns for each component of a sharding the digits of the rank that number its shards, major
+    first.
+
+    devices  the ranks that hold each shard, row-major over all components' shards
+    counts   the number of shards of each component
+    what     names the tensor in errors
+
+    Errors: StrategyError for a list that no order of mesh axes produces.
+    """
     digits = _mixed_radix(tuple(tuple(sorted(group)) for group in devices), tuple(counts))
     if digits is None:
         raise StrategyError(
@@ -47,6 +54,7 @@ def shard_digits(
 def _mixed_radix(
     devices: tuple[tuple[int, ...], ...], counts: tuple[int, ...]
 ) -> list[list[Digit]] | None:
+    """Like `shard_digits`; returns None for a list that no order of mesh axes produces."""
     at = np.array(devices).reshape(*counts, -1)
     by_component = [_digits(_along(at, i)) for i in range(at.ndim)]
     all_digits = sorted((d for digits in by_component for d in digits), key=lambda d: d.stride)
@@ -58,9 +66,9 @@ def _mixed_radix(
 
 
 def mesh_of_digits(devices: int, used: Iterable[tuple[str, Digit]]) -> Mesh:
-    """The coarsest mesh of this number of devices on which all digits are axes. Each digit comes
-    with the name of its user. Errors: StrategyError, naming two users, if no mesh has axes for
-    both."""
+    """Returns the coarsest mesh of this number of devices on which all digits in `used` are axes;
+    `used` has (name of the user, digit). Errors: StrategyError, naming two users, if there is no
+    such mesh."""
     bounds: dict[int, str] = {1: "", devices: ""}
     for what, digit in used:
         for bound in (digit.stride, digit.stride * digit.size):
@@ -79,8 +87,8 @@ def mesh_of_digits(devices: int, used: Iterable[tuple[str, Digit]]) -> Mesh:
 
 
 def axes_of(digits: Iterable[Digit], mesh: Mesh, what: str) -> Axes:
-    """Converts digits to axes and sub-axes of a mesh. Errors: StrategyError if a digit is
-    neither."""
+    """Converts digits of the rank to axes and sub-axes (factors of mesh axes) of a mesh. Errors:
+    StrategyError, beginning with `what`, if a digit is neither."""
     try:
         return tuple(a for d in digits for a in mesh.flat(mesh.size // (d.stride * d.size), d.size))
     except StrategyError as error:
@@ -89,7 +97,8 @@ def axes_of(digits: Iterable[Digit], mesh: Mesh, what: str) -> Axes:
 
 @lru_cache(maxsize=1024)
 def devices_of(axes: Axes, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """The ranks that hold each shard, row-major over axes."""
+    """Returns for each shard of a tensor that is split over `axes` the ranks that hold it; shards
+    are row-major over the axes."""
     groups: list[list[int]] = [[] for _ in range(math.prod(a.size for a in axes))]
     for rank in range(mesh.size):
         groups[mesh.coordinate(axes, rank)].append(rank)
@@ -97,14 +106,16 @@ def devices_of(axes: Axes, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 
 
 def _along(at: np.ndarray[tuple[int, ...], np.dtype[np.int64]], dim: int) -> list[int]:
-    """The devices of the shards along one direction, as distances from the first device."""
+    """Returns the devices of the shards along dimension `dim` of the table `at`, as distances from
+    the first device."""
     index = tuple(slice(None) if i == dim else 0 for i in range(at.ndim))
     return [int(v - at[index][0]) for v in at[index]]
 
 
 def _digits(values: Sequence[int]) -> list[Digit]:
-    """The digits that count these values, major first. The values start at 0; each digit extends as
-    far as the values rise evenly."""
+    """Returns the digits of the rank that count these values, major first: [0, 4, 1, 5] gives
+    Digit(2, 1) and Digit(2, 4). The values start at 0. If no digits give them, returns one digit
+    with stride 0."""
     out: list[Digit] = []
     while len(values) > 1:
         step = values[1]
@@ -119,6 +130,7 @@ def _digits(values: Sequence[int]) -> list[Digit]:
 
 
 def _values(digits: Sequence[Digit]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Returns the numbers that these digits count, in order; the inverse of `_digits`."""
     out = np.zeros(1, np.int64)
     for digit in digits:
         out = (out[:, None] + np.arange(digit.size) * digit.stride).reshape(-1)

@@ -1,5 +1,5 @@
 """Reads and writes the item of one dimension in a strategy's entry as text, in the form in which
-layouts are printed."""
+layouts are printed: `2*tp*16` splits the middle one of three factors over tp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxpar.layout.layout import Dim, Factor, Product, leaves
 from onnxpar.layout.mesh import Axes, Axis, Mesh
 
 LeafSplit = tuple[Axes, tuple[int, ...] | None]
-"""The axes of a splittable leaf, and the sizes of its parts if they are given by hand."""
+"""The axes of a splittable leaf, and the sizes of its parts if the user gave them, else None."""
 
 _AXIS = r"[^\W\d]\w*(?::\(\d+\)\d+)?(?:@\d+)?"
 _SPLIT = re.compile(rf"{_AXIS}(?:\.{_AXIS})*(?:\{{\d+(?:,\d+)*\}})?|\d+|-")
@@ -21,13 +21,15 @@ _BETWEEN = re.compile(r"[\s()]*(?:[*+][\s()]*)?")
 
 
 def is_cut(item: Any) -> bool:
-    """True if a strategy's item splits each leaf of a dimension separately, as `2*tp` does."""
+    """True if a strategy's item splits each leaf (a part of a dimension) of a dimension separately,
+    as `2*tp` does."""
     return isinstance(item, str) and bool(re.search(r"[*+]", item))
 
 
 def read_splits(text: str, dim: Dim, mesh: Mesh, what: str) -> list[LeafSplit]:
-    """Reads the split of each splittable leaf of a dimension from a text such as `2*tp*16`. Errors:
-    StrategyError, naming the leaves of the dimension, if the text does not match them."""
+    """Reads the split of each splittable leaf (a part of a dimension) of a dimension from a text
+    such as `2*tp*16`. `what` names the dimension in errors. Errors: StrategyError, naming the
+    leaves of the dimension, if the text does not match them."""
     splittable = [leaf for leaf in leaves(dim) if leaf.size > 1]
     words = _words(text, what)
     agree = (
@@ -44,7 +46,8 @@ def read_splits(text: str, dim: Dim, mesh: Mesh, what: str) -> list[LeafSplit]:
 
 
 def read_split(text: str, mesh: Mesh, what: str) -> LeafSplit:
-    """Reads a split such as `dp.tp:(1)2` or `tp{9,1}`. Errors: StrategyError."""
+    """Reads the split of one leaf (a part of a dimension), such as `dp.tp:(1)2` or `tp{9,1}` (parts
+    of 9 and 1 elements). `what` names the dimension in errors. Errors: StrategyError."""
     if not _SPLIT.fullmatch(text):
         raise StrategyError(
             f"{what}: {text!r} is not an axis; write tp, dp.tp, tp:(1)2, tp@0 or tp{{2,1}}"
@@ -55,6 +58,7 @@ def read_split(text: str, mesh: Mesh, what: str) -> LeafSplit:
 
 
 def _words(text: str, what: str) -> list[str]:
+    """Returns the words of a text such as `2*tp*16`: 2, tp and 16."""
     words, at = [], _BETWEEN.match(text).end()  # type: ignore[union-attr]
     while at < len(text):
         word = _SPLIT.match(text, at)
@@ -69,8 +73,8 @@ def _words(text: str, what: str) -> list[str]:
 
 
 def named_axis(name: str, mesh: Mesh, what: str) -> Axis:
-    """The whole axis of this name. Errors: StrategyError that begins with `what` and lists the axes
-    of the mesh."""
+    """Returns the whole axis with this name. Errors: StrategyError that begins with `what` and
+    lists the axes of the mesh."""
     if name not in mesh.sizes:
         known = ", ".join(mesh.sizes) or "none"
         raise StrategyError(
@@ -81,7 +85,8 @@ def named_axis(name: str, mesh: Mesh, what: str) -> Axis:
 
 
 def _axis(text: str, mesh: Mesh, what: str) -> Axis:
-    """Reads an axis or sub-axis in the form that `Mesh.text` writes."""
+    """Reads an axis, a sub-axis `tp:(1)2`, or an axis at a coordinate, `tp@0`: the form of
+    `Mesh.text`."""
     text, _, at = text.partition("@")
     axis = _undealt(text, mesh, what)
     if not at:
@@ -95,7 +100,7 @@ def _axis(text: str, mesh: Mesh, what: str) -> Axis:
 
 
 def _undealt(text: str, mesh: Mesh, what: str) -> Axis:
-    """Reads an axis or sub-axis without a coordinate (`@`)."""
+    """Reads an axis or sub-axis (a factor of a mesh axis) without a coordinate (`@`)."""
     name, _, part = text.partition(":")
     whole = named_axis(name, mesh, what)
     if not part:
@@ -111,7 +116,8 @@ def _undealt(text: str, mesh: Mesh, what: str) -> Axis:
 
 
 def dim_text(dim: Dim, splits: Sequence[LeafSplit], mesh: Mesh) -> str:
-    """The text of a dimension whose leaves have these splits; `read_splits` reads the text."""
+    """Returns the text of a dimension whose leaves (parts of dimensions) have these splits;
+    `read_splits` reads it back."""
     remaining = iter(splits)
 
     def text(dim: Dim, nested: bool) -> str:
@@ -126,14 +132,16 @@ def dim_text(dim: Dim, splits: Sequence[LeafSplit], mesh: Mesh) -> str:
 
 
 def split_text(split: LeafSplit, mesh: Mesh) -> str:
-    """The text of a split, such as `dp.tp:(1)2` or `tp{9,1}`; empty for a whole leaf."""
+    """Returns the text of a split, such as `dp.tp:(1)2` or `tp{9,1}`; empty for a whole leaf (a
+    part of a dimension)."""
     axes, parts = split
     sizes = "{" + ",".join(map(str, parts)) + "}" if parts and axes else ""
     return ".".join(map(mesh.text, axes)) + sizes
 
 
 def axis_names(entry: object) -> Iterator[str]:
-    """Yields the names of axes in an entry: in text, in lists, or as keys of sizes by hand."""
+    """Yields the names of axes in a strategy's entry: in texts, in lists, or as keys of sizes by
+    hand."""
     if isinstance(entry, str):
         yield from re.findall(r"[^\W\d]\w*", entry)
     elif isinstance(entry, Mapping):

@@ -1,5 +1,5 @@
-"""Matches the entries of a strategy with the names in a graph, and converts them to axes of
-leaves."""
+"""Matches the entries of a strategy with the names of nodes and tensors in a graph, and converts
+the entries to axes of leaves."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from onnxpar.strategy.strategy import NodeAnnotation, Strategy, TensorAnnotation
 def annotations_of(
     strategy: Strategy, sharding: ShardingState
 ) -> list[NodeAnnotation | TensorAnnotation]:
-    """The annotations of all nodes and tensors that entries of the strategy match, one for each; a
-    later entry overrides an earlier one.
+    """Returns the annotations (requests for axes of leaves) of all nodes and tensors that entries
+    of the strategy match, one for each; a later entry overrides an earlier one.
 
     Errors: StrategyError for a pattern that matches nothing, and for a request that cannot be met.
     The error names the node or tensor, and the remedy.
@@ -58,8 +58,8 @@ def annotations_of(
 
 @contextmanager
 def _of_entry(pattern: str, name: str) -> Iterator[None]:
-    """Adds the pattern of an entry to an error about the node or tensor that the entry matches,
-    unless the pattern is its name."""
+    """Puts the pattern of an entry before an error about the node or tensor that the entry matches,
+    unless the pattern is the name itself."""
     try:
         yield
     except StrategyError as error:
@@ -69,8 +69,9 @@ def _of_entry(pattern: str, name: str) -> Iterator[None]:
 
 
 def _joined(earlier: NodeAnnotation, later: NodeAnnotation) -> NodeAnnotation:
-    """The annotation of a node that two entries match; the later one overrides the earlier one.
-    Errors: StrategyError if both together split two dimensions over one axis."""
+    """Returns the annotation of a node that two entries match; for a leaf (a part of a dimension)
+    in both, the later one counts. Errors: StrategyError if both together split two dimensions over
+    one axis."""
     axes = {**earlier.axes, **later.axes}
     parts = {leaf: sizes for leaf, sizes in earlier.parts.items() if leaf not in later.axes}
     op = later.op
@@ -79,6 +80,8 @@ def _joined(earlier: NodeAnnotation, later: NodeAnnotation) -> NodeAnnotation:
 
 
 def _node_annotation(op: OpFactors, entry: Any, sharding: ShardingState) -> NodeAnnotation:
+    """Returns the annotation that an entry of `shard` gives a node. The entry is a list with an
+    item for each input, a mapping of factors, or has MindSpore's keys. Errors: StrategyError."""
     what = f"{op.node.op} '{op.node.name}'"
     if has_keys(entry):
         entry = plain_entry(op, entry, sharding.mesh, what)
@@ -126,7 +129,8 @@ def _node_annotation(op: OpFactors, entry: Any, sharding: ShardingState) -> Node
 def _factor_annotation(
     op: OpFactors, entry: Mapping[str, Any], sharding: ShardingState, what: str
 ) -> NodeAnnotation:
-    """The annotation that an entry by factors of the node's rule gives."""
+    """Returns the annotation that an entry such as {m: dp, n: tp}, by factors of the node's rule,
+    gives a node."""
     axes: dict[int, Axes] = {}
     parts: dict[int, tuple[int, ...]] = {}
     pre = 1
@@ -147,19 +151,20 @@ def _factor_annotation(
 
 
 def _factors_of(op: OpFactors, index: int, axis: int) -> frozenset[str]:
-    """The factors in one dimension of an operand, from the node's rule."""
+    """Returns the factors in dimension `axis` of the operand `index`, by the node's rule."""
     spec = op.rule.inputs[index] if index < len(op.rule.inputs) else None
     return frozenset(expr_vars(spec[axis])) if spec and axis < len(spec) else frozenset()
 
 
 @dataclass
 class _Leaves:
-    """The leaves of a node that its entry has decided so far.
+    """The leaves (parts of dimensions) of a node that its strategy entry has decided so far. An
+    entry has an item for each dimension or factor.
 
     what     names the current item in errors
     factors  the factors of the current item
     axes     the axes of each decided leaf
-    parts    the sizes by hand of leaves that have them
+    parts    the sizes by hand of the parts of a leaf, for leaves that have them
     """
 
     op: OpFactors
@@ -170,8 +175,13 @@ class _Leaves:
     parts: dict[int, tuple[int, ...]]
 
     def decide(self, dim: Dim, links: Sequence[int | None], item: Any, pre: int) -> int:
-        """Reads the item of one dimension or factor. `pre` is the product of the numbers of shards
-        in earlier items; returns the product that includes this item."""
+        """Reads the item of one dimension or factor, and decides its leaves (parts of dimensions).
+        Returns the product of the numbers of shards in all items up to this one.
+
+        dim    the tree of the dimension or factor
+        links  the node's leaf for each leaf of `dim`; None for a leaf that stays whole
+        pre    the product of the numbers of shards in earlier items
+        """
         if is_cut(item):
             splits = read_splits(item, dim, self.sharding.mesh, self.what)
             spread = [over for over, _ in splits]
@@ -200,13 +210,15 @@ class _Leaves:
         return pre
 
     def _reasons(self) -> str:
-        """The reasons why the item's factors stay whole."""
+        """Returns the reasons why the item's factors stay whole, for an error."""
         whole = self.op.whole
         reasons = [whole[f] for f in sorted(self.factors) if f in whole] or whole.values()
         return "; ".join(dict.fromkeys(reasons)) or "it has no factor"
 
 
 def _check_once(what: str, factors: OpFactors | TensorFactors, axes: Mapping[int, Axes]) -> None:
+    """Checks that no axis splits a node or tensor twice. Errors: StrategyError, beginning with
+    `what`."""
     for leaf_axes in axes.values():
         twice = next((a for a, b in combinations(leaf_axes, 2) if a.overlaps(b)), None)
         if twice is not None:
@@ -219,14 +231,15 @@ def _check_once(what: str, factors: OpFactors | TensorFactors, axes: Mapping[int
 
 
 def _counted(item: Any) -> bool:
+    """True if an item is a number of shards, not axes."""
     return isinstance(item, int) and item != 1
 
 
 def _spread(
     dim: Dim, over: Axes, links: Sequence[int | None], what: str, sharding: ShardingState
 ) -> list[Axes]:
-    """The axes for the leaves of an operand's dimension. Errors: SizeError if the axes do not
-    fit."""
+    """Returns the axes for each leaf (a part of a dimension) of an operand's dimension that is
+    split over `over`. Errors: SizeError if the dimension has no leaf for these axes."""
     blocked = frozenset(j for j, link in enumerate(links) if link is None)
     spread = spread_dim(dim, over, blocked)
     if spread is None:
@@ -237,8 +250,11 @@ def _spread(
 def read_item(
     item: Any, mesh: Mesh, what: str, pre: int
 ) -> tuple[Axes, tuple[int, ...] | None, int]:
-    """Reads the item of one dimension. Returns its axes, its sizes by hand, and the product of the
-    numbers of shards up to this item (`pre` is the product before it)."""
+    """Reads a strategy's item of one dimension: None, 1, "tp", ["dp", "tp"], 4 or {"tp": [3, 1]}.
+    Returns (axes, sizes by hand or None, product of the numbers of shards up to this item).
+
+    pre  the product of the numbers of shards before this item: a number takes the next axes
+    """
     if item in (None, 1, "-"):
         return (), None, pre
     if isinstance(item, int) and not isinstance(item, bool):
@@ -268,6 +284,8 @@ def read_item(
 
 
 def _tensor_annotation(name: str, entry: Any, sharding: ShardingState) -> TensorAnnotation:
+    """Returns the annotation that an entry of `tensors`, a list with an item for each dimension,
+    gives a tensor. Errors: StrategyError."""
     factors = sharding.factors.tensors[name]
     what = f"tensor '{name}'"
     if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != len(factors.dims):
@@ -306,6 +324,9 @@ def _hand_parts(
     sizes: tuple[int, ...] | None,
     dim: Dim,
 ) -> dict[int, tuple[int, ...]]:
+    """Returns the sizes by hand of a dimension's parts, by the leaf (a part of a dimension) that
+    they split; none without `sizes`. Errors: SizeError if they do not add up; StrategyError if the
+    dimension has several leaves."""
     if sizes is None:
         return {}
     if len(sizes) != parts_over(over) or sum(sizes) != dim.size:
@@ -323,6 +344,7 @@ def _hand_parts(
 
 
 def _does_not_split(what: str, dim: Dim, axes: Axes, sharding: ShardingState) -> str:
+    """Returns the text of an error: these axes cannot split the dimension; with the remedy."""
     over = ".".join(sharding.mesh.text(a) for a in axes)
     n = parts_over(axes)
     fitting = [d for d in range(min(n, dim.size), 1, -1) if dim.size % d == 0]

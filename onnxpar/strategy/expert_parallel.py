@@ -1,4 +1,4 @@
-"""The preset expert-parallel: splits tokens and experts over the same axes.
+"""The preset expert-parallel: splits tokens and experts of a mixture of experts over the same axes.
 
 Lepikhin et al., "GShard" (2020): tokens are split like a batch. Between dispatch and combination,
 each rank computes for its own experts: one all-to-all comes before, and another after.
@@ -31,11 +31,16 @@ def expert_annotations(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, beside: Mapping[int, Axes],
     batch: Mapping[int, Axes],
 ) -> list[SplitExperts]:  # fmt: skip
-    """Annotations that split nodes with experts' weights by expert over `axes`. Inside these nodes,
-    the atoms in `beside` are split, too, over their own axes. Where it is cheaper that ranks
-    exchange the rows of experts, the atoms in `batch` are split outside over their axes. If every
-    layer has fewer experts than there are shards, some ranks have none. Errors: StrategyError if
-    the model has no experts."""
+    """Returns annotations that split nodes with experts' weights by expert over `axes`. Ranks
+    either gather all tokens, or exchange rows, whichever is cheaper.
+
+    beside  the atoms (parts of dimensions) of samples that the nodes with experts' weights split,
+            too, with their axes
+    batch   the atoms of samples, with their axes in all other nodes if ranks exchange rows
+
+    If every layer has fewer experts than there are shards, some ranks have none. Errors:
+    StrategyError if the model has no experts.
+    """
     atoms = expert_atoms(graph, sharding)
     inside = tuple(beside.items())
     annotations = [SplitExperts(atom, tuple(ops), axes, inside) for atom, ops in atoms.items()]
@@ -56,8 +61,8 @@ def expert_annotations(
 
 def apart_annotations(sharding: ShardingState, axes: Axes) -> Iterator[Annotation]:
     """Yields annotations for the weights of experts that a training step stores one by one. Each
-    splits a weight inside the expert's matrix: a rank stores its share of all experts, and an
-    all-to-all gives it the whole matrices of its own experts."""
+    annotation splits a weight inside the expert's matrix: a rank stores its share of every expert,
+    and an all-to-all gives it the whole matrices of its own experts."""
     for op in sharding.factors.ops:
         for weight in _stacked_weights(op.node):
             factors = sharding.factors.tensors.get(weight.name)
@@ -69,8 +74,8 @@ def apart_annotations(sharding: ShardingState, axes: Axes) -> Iterator[Annotatio
 
 
 def _stacked_weights(node: gs.Node) -> list[gs.Tensor]:
-    """The weights that a node stacks: each has one element along the node's axis once it is
-    reshaped. Empty for other nodes."""
+    """Returns the weights that a Concat stacks along a new axis, one matrix for each expert; none
+    for any other node."""
     reshapes = [t.inputs[0] for t in node.inputs if t.inputs] if node.op == "Concat" else []
     weights = [r.inputs[0] for r in reshapes if r.op == "Reshape" and is_weight(r.inputs[0])]
     axis = node.attrs.get("axis", 0)
@@ -79,8 +84,8 @@ def _stacked_weights(node: gs.Node) -> list[gs.Tensor]:
 
 
 def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpFactors]]:
-    """The atoms that number experts. Each has the list of products that have a matrix for each
-    expert."""
+    """Returns the atoms (parts of dimensions) that number experts, each with the products that have
+    a matrix for each expert."""
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
     for op in sharding.factors.ops:  # weights in bodies and in the backward pass are copies
         keeps = op.node.op in ("Cast", "DequantizeLinear", "Identity", "Transpose")
@@ -94,9 +99,10 @@ def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpF
 
 
 def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
-    """Yields the atoms that number the matrices of a product's weight, if the other operand and the
-    result have them, too. In onnxruntime's mixtures, these are the atoms of the factor of experts.
-    The groups of a convolution are not among them: groups are channels."""
+    """Yields the atoms (parts of dimensions) that number the matrices of a product's weight, if the
+    other operand and the result have these atoms, too: e of [e, row, k] x [e, k, n]. In
+    onnxruntime's mixture ops, these are the atoms of the factor of experts. The groups of a
+    convolution do not count: groups are channels."""
     if op.node.op in EXPERT_WEIGHTS:
         yield from (leaf.atom for leaf in op.leaves if leaf.factor == "e")
         return
@@ -110,12 +116,13 @@ def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SplitExperts:
-    """Splits nodes along an atom of experts: the nodes `ops`, and all nodes connected to them whose
-    operands and results all have this atom.
+    """The annotation that splits nodes by expert: the nodes `ops`, and all nodes connected to them
+    whose operands and results all have the atom (a part of a dimension) of experts.
 
+    atom    the atom of experts
     beside  axes of other atoms that are split inside these nodes, too
-    part    if ranks exchange rows, the names of the nodes at the experts; of the nodes that read
-            or write tokens, only these are split by expert
+    part    if ranks exchange rows, the names of the nodes at the experts; of all nodes that read or
+            write tokens, only these are split by expert
     tokens  if ranks exchange rows, the axes of the batch's atoms before and after the exchange
     """
 
@@ -132,9 +139,10 @@ class SplitExperts:
         return next(leaf.size for leaf in self.ops[0].leaves if leaf.atom == self.atom)
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits the leaves of nodes that compute separately for each expert. Keeps the atom whole
-        in tensors at the border of these nodes, which are split by tokens. If ranks exchange rows,
-        tensors at the border without rows, such as gradients of weights, are split by expert."""
+        """Splits the leaves (parts of dimensions) of nodes that compute separately for each expert.
+        Tensors between these nodes and other nodes are split by tokens, so the atom of experts
+        stays whole there. If ranks exchange rows, such tensors without rows (gradients of weights)
+        are split by expert. True if there are such nodes."""
         inside = self._inside(sharding)
         touched: dict[str, set[bool]] = defaultdict(set)
         for op in sharding.factors.ops:
@@ -162,7 +170,7 @@ class SplitExperts:
         return bool(inside)
 
     def _inside(self, sharding: ShardingState) -> dict[str, OpFactors]:
-        """The nodes that compute separately for each expert, by name."""
+        """Returns the nodes that compute separately for each expert, by name."""
         by_tensor: dict[str, list[OpFactors]] = defaultdict(list)
         for op in sharding.factors.ops:
             for tensor, _ in op.operands():
@@ -178,10 +186,14 @@ class SplitExperts:
         return inside
 
     def _is_of_experts(self, op: OpFactors, sharding: ShardingState) -> bool:
-        """True if all tensors of a node have the atom, or if the tensors without it are smaller
-        than a shard of the tensors with it: a Where writes tokens into the rows of each expert.
-        Each rank needs the tensors without it whole. A product with an operand without the atom
-        stays outside: it dispatches tokens to the rows of experts, which ranks exchange."""
+        """True if a node computes separately for each expert: all its tensors have the atom (a part
+        of a dimension) of experts, or the tensors without it are smaller than a shard of the
+        tensors with it. A Where that writes tokens into the rows of each expert is such a node;
+        each rank needs its tensors without the atom whole.
+
+        A product with an operand without the atom is not: it dispatches tokens to the rows of
+        experts, which ranks exchange.
+        """
         is_outside = bool(self.part) and op.node.name not in self.part
         sizes = {True: 0, False: 0}
         for tensor, links in op.operands():
@@ -196,6 +208,7 @@ class SplitExperts:
         return sizes[True] > 0 and (sizes[True] >= whole if not is_contraction(op) else not whole)
 
     def _has_tokens(self, factors: TensorFactors) -> bool:
-        """True for a tensor with an atom of the batch that is split outside the exchange."""
+        """True for a tensor with an atom (a part of a dimension) of the batch that is split before
+        and after the exchange of rows."""
         tokens = dict(self.tokens)
         return any(leaf.atom in tokens for leaf in factors.leaves)

@@ -1,4 +1,5 @@
-"""Handwritten collectives of a manual program: their groups, tags, peers and order.
+"""Checks and completes the handwritten collectives of a manual program (a model that its author
+wrote for one rank): their groups, tags, peers and order.
 
 In the model, the attribute `axes` of a collective names mesh axes, as text, or `group` lists ranks
 or names a group of the strategy; without both, the collective runs over all ranks. `peer` of Send
@@ -28,8 +29,13 @@ from onnxpar.strategy.rank_groups import GroupOf
 
 @dataclass(frozen=True)
 class Event:
-    """A collective in the sequence of collectives of one rank. Ranks meet in events with the same
-    key; `side` distinguishes a Send from its Recv."""
+    """One collective in the sequence of collectives that a rank runs.
+
+    what     names the collective in errors
+    key      equal for the events in which ranks meet in one collective
+    members  the ranks that take part
+    side     "Send" or "Recv" of a message; "" for other collectives
+    """
 
     what: str
     key: tuple[object, ...]
@@ -38,8 +44,8 @@ class Event:
 
 
 class Handwritten:
-    """Prepares handwritten collectives, node by node in graph order. `events` has the sequence of
-    collectives of each rank."""
+    """Completes handwritten collectives, node by node in graph order; attributes that differ by
+    rank go into `per_rank`. `events[rank]` has the collectives that a rank runs, in order."""
 
     def __init__(self, graph: gs.Graph, manual: Manual, per_rank: PerRank) -> None:
         self.mesh = manual.mesh
@@ -56,8 +62,8 @@ class Handwritten:
         self._count: Counter[tuple[str, tuple[int, int]]] = Counter()
 
     def settle(self, node: gs.Node) -> None:
-        """Gives a collective the attributes that the runtime needs. Errors: StrategyError that
-        names the collective."""
+        """Gives a collective the attributes that the runtime needs, and adds it to `events`.
+        Errors: StrategyError that names the collective."""
         if node.op not in OPS:
             self._fail(node, f"no such collective; use one of {', '.join(OPS)}")
         if node.op in RANK_CONSTANTS:
@@ -80,8 +86,8 @@ class Handwritten:
                 self.events[rank].append(Event(f"{node.op} '{node.name}'", key, members))
 
     def _refuse_inner(self, graph: gs.Graph) -> None:
-        """Refuses collectives in bodies, because ranks could take different paths through
-        bodies."""
+        """Refuses collectives in bodies of If, Loop and Scan, because ranks could take different
+        paths through bodies. Errors: StrategyError."""
         for outer in graph.nodes:
             for inner in subgraphs(outer):
                 self._refuse_inner(inner)
@@ -94,7 +100,9 @@ class Handwritten:
                         )
 
     def _strip_token(self, node: gs.Node) -> None:
-        """Removes the tokens of a collective; a chain in graph order replaces them."""
+        """Removes the tokens (tensors that only order collectives) of a collective: ranks run
+        collectives in graph order. Errors: StrategyError if other nodes read or write its
+        tokens."""
         results = 0 if node.op == "Send" else 1
         if not 1 <= len(node.inputs) <= 2 or not results <= len(node.outputs) <= results + 1:
             self._fail(
@@ -124,8 +132,8 @@ class Handwritten:
             node.outputs.pop()
 
     def _group(self, node: gs.Node) -> None:
-        """Sets the attribute `group` of each rank from the mesh axes, the list of ranks or the
-        name."""
+        """Sets the attribute `group` for each rank from the node's mesh axes, list of ranks, or
+        group name."""
         of = self._groups[node.name] = self.manual.group_of(f"{node.op} '{node.name}'", node.attrs)
         is_given = "axes" in node.attrs or bool(node.attrs.get("group"))
         node.attrs.pop("axes", None)
@@ -135,20 +143,20 @@ class Handwritten:
                 self.per_rank.attributes[node.name, "group"] = lambda rank: list(of(rank))
 
     def members(self, node: gs.Node, rank: int) -> tuple[int, ...]:
-        """The ranks that run the node together with this rank, itself included. The two ends of a
-        message are in rising order."""
+        """Returns the ranks that run the node together with this rank, including the rank itself.
+        The two ends of a message are in rising order."""
         peer = self.per_rank.attributes.get((node.name, "peer"))
         if peer is not None:
             return tuple(sorted({rank, peer(rank)} - {-1}))
         return self._groups[node.name](rank)
 
     def _count_members(self, node: gs.Node) -> int:
-        """The number of members of the node's groups, apart from ranks that are alone."""
+        """Returns the number of members of the node's largest group."""
         return max(len(self.members(node, rank)) for rank in range(self.mesh.size))
 
     def _lists(self, node: gs.Node) -> None:
-        """Checks that attributes with an entry for each member suit all groups. A rank that is
-        alone gets attributes for a group of one."""
+        """Checks that attributes with an entry for each member fit all groups. A rank that is alone
+        in its group gets attributes for a group of one. Errors: StrategyError."""
         counts = {len(self.members(node, rank)) for rank in range(self.mesh.size)}
         several = sorted(counts - {1})
         lists = [key for key in KINDS[node.op].by_member if node.attrs.get(key)]
@@ -172,7 +180,8 @@ class Handwritten:
                 self._give_alone(node, key)
 
     def _give_alone(self, node: gs.Node, key: str) -> None:
-        """Changes an attribute on ranks that are alone in their group, to suit a group of one."""
+        """Changes an attribute on ranks that are alone in their group, so that it fits a group of
+        one."""
         value = node.attrs[key]
         of_rank = self.per_rank.attributes.get((node.name, key))
         alone = {"root": 0, "sources": [0]}.get(key)
@@ -185,6 +194,8 @@ class Handwritten:
         self.per_rank.attributes[node.name, key] = on
 
     def _tag(self, node: gs.Node) -> None:
+        """Gives a collective its tag if it has none. Errors: StrategyError if another collective
+        has the tag."""
         tag = node.attrs.setdefault("tag", None)
         if tag is None:
             node.attrs["tag"] = tag = self._fresh()
@@ -194,7 +205,8 @@ class Handwritten:
 
     def _table(self, node: gs.Node) -> None:
         """Gives each member of an AllToAll its row of the table `split_sizes` (the sizes that it
-        sends) and its column (the sizes that it receives)."""
+        sends) and its column (the sizes that it receives). Errors: StrategyError for a table of
+        another size."""
         sizes = node.attrs.get("split_sizes") or []
         count = self._count_members(node)
         if len(sizes) != count * count or "concat_sizes" in node.attrs:
@@ -216,8 +228,9 @@ class Handwritten:
         self.per_rank.attributes[node.name, "concat_sizes"] = column
 
     def _permute(self, node: gs.Node) -> None:
-        """Checks the sources. If the shape of X is the same on all ranks, notes this, so that
-        members need not tell each other their shapes."""
+        """Checks the attribute `sources` of a CollectivePermute. If the shape of X is the same on
+        all ranks, notes this, so that members need not tell each other their shapes. Errors:
+        StrategyError."""
         sources = node.attrs.get("sources")
         count = self._count_members(node)
         members = sources if isinstance(sources, list) else []
@@ -233,12 +246,15 @@ class Handwritten:
             node.attrs["shapes"] = [-1] * len(shape)
 
     def _fresh(self) -> int:
+        """Returns a tag that no collective has."""
         tag = next(i for i in range(1, len(self._taken) + 2) if i not in self._taken)
         self._taken.add(tag)
         return tag
 
     def _message(self, node: gs.Node) -> None:
-        """Pairs the k-th Send from one rank to another with the k-th Recv there."""
+        """Sets the peer and the tag of a Send or Recv on each rank: the k-th Send from one rank
+        to another has the tag of the k-th Recv there. Errors: StrategyError for a wrong list of
+        peers."""
         peers = node.attrs.get("peer")
         size = self.mesh.size
         is_list = isinstance(peers, list) and len(peers) == size
@@ -260,6 +276,7 @@ class Handwritten:
         self.per_rank.attributes[node.name, "tag"] = lambda rank: tags[rank]
 
     def _message_tag(self, node: gs.Node, rank: int, peer: int) -> int:
+        """Returns the tag of a message between two ranks; 0 for a rank without a peer."""
         if "tag" in node.attrs:
             return int(node.attrs["tag"])
         if peer < 0:
@@ -277,7 +294,8 @@ class Handwritten:
 
 
 def check_order(events: list[list[Event]], size: int) -> None:
-    """Raises StrategyError if ranks would wait for each other forever; the error names two of
+    """Checks that the collectives of all ranks run to the end. `events` has the sequence of each of
+    `size` ranks. Errors: StrategyError if ranks would wait for each other forever; it names two of
     them."""
     at = [0] * size
     heads = set(range(size))
@@ -301,7 +319,7 @@ def check_order(events: list[list[Event]], size: int) -> None:
 
 
 def _meet(event: Event, other: Event | None) -> bool:
-    """True if two ranks at these events are in the same collective."""
+    """True if two ranks at these events are in the same collective: they can go on."""
     return (
         other is not None
         and event.key == other.key
@@ -310,6 +328,8 @@ def _meet(event: Event, other: Event | None) -> bool:
 
 
 def _report_wait(event: Event, rank: int, met: Event | None, other: int) -> NoReturn:
+    """Raises StrategyError: `rank` waits in `event` for the rank `other`, which is at the event
+    `met`, or has ended (None)."""
     state = f"waits in {met.what}" if met else "has ended"
     raise StrategyError(
         f"deadlock: {event.what} of rank {rank} waits for rank {other}, which {state}; a Send ends "

@@ -41,9 +41,14 @@ REPLICAS = "@replicas"
 
 @dataclass(frozen=True)
 class Manual:
-    """The mesh of a manual program, and the sharding of its tensors. `deal` has the sharding that a
-    training step declares, if the program is one. Errors: StrategyError for a strategy that splits
-    ops."""
+    """The mesh of a manual program (a model that its author wrote for one rank), and the sharding
+    of its tensors.
+
+    strategy  its `tensors` say how inputs, weights and outputs are sharded
+    deal      the sharding that a training step declares, if the program is one; else None
+
+    Errors: StrategyError for a strategy that splits ops.
+    """
 
     mesh: Mesh
     strategy: Strategy
@@ -57,8 +62,9 @@ class Manual:
             )
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Raises StrategyError for an entry that matches no input, weight or output, or that
-        contradicts the training step."""
+        """Checks the entries of the strategy against the names of inputs, weights and outputs.
+        Errors: StrategyError for an entry that matches no name, or that contradicts the training
+        step."""
         deal = self.deal or StepSharding([], {}, {})
         names = [*deal.tensors, *deal.like] if self.deal else list(names)
         for pattern in self.strategy.tensors:
@@ -79,18 +85,19 @@ class Manual:
                 )
 
     def deal_entry(self, name: str) -> list[Any]:
-        """The entry that the training step declares for a tensor."""
+        """Returns the entry that the training step declares for a tensor, such as ["dp", None]."""
         assert self.deal is not None
         return self.deal.tensors[self.deal.like.get(name, name)]
 
     def input_layout(self, name: str, local: Sequence[int]) -> Layout:
-        """The layout of a tensor whose shards have the shape `local`."""
+        """Returns the layout of the global tensor whose shards have the shape `local`: [4, 3] with
+        the entry [None, "tp"] over tp=2 has the global shape [4, 6]."""
         axes = self.axes(name, len(local))
         return Layout(tuple(Factor(n * parts_over(a), a) for n, a in zip(local, axes, strict=True)))
 
     def weight_layout(self, name: str, shape: Sequence[int]) -> Layout:
-        """The layout of a weight of this global shape. Errors: StrategyError if a size does not
-        divide."""
+        """Returns the layout of a weight with this global shape. Errors: StrategyError if a size
+        does not divide evenly."""
         axes = self.axes(name, len(shape))
         for i, (size, over) in enumerate(zip(shape, axes, strict=True)):
             if size % parts_over(over):
@@ -102,21 +109,23 @@ class Manual:
         return Layout(tuple(Factor(n, a) for n, a in zip(shape, axes, strict=True)))
 
     def is_dealt(self, name: str) -> bool:
-        """True if an entry splits the tensor."""
+        """True if an entry splits the tensor, so that ranks hold different parts."""
         entry = self.entry(name)
         return not isinstance(entry, Sequence) or any(item not in (None, 1) for item in entry)
 
     def part_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a shard of a weight of this global shape. Errors: StrategyError."""
+        """Returns the shape of a rank's shard of a weight with this global shape. Errors:
+        StrategyError."""
         return self.weight_layout(name, shape).local_shape(self.mesh, 0)
 
     def split_over(self, name: str) -> Axes:
-        """The axes over which a tensor is split."""
+        """Returns the axes over which a tensor is split, in the order of its dimensions."""
         entry = self.entry(name)
         return tuple(a for over in self._read(name, entry, len(entry)) for a in over)
 
     def copies_over(self, name: str) -> Axes:
-        """The axes and sub-axes along which ranks hold the same part of a tensor."""
+        """Returns the axes and sub-axes (factors of mesh axes) along which ranks hold the same part
+        of a tensor: those that do not split it."""
         used = self.split_over(name)
         free: list[Axis] = []
         for axis, size in self.mesh.shape:
@@ -131,14 +140,15 @@ class Manual:
 
     @property
     def groups(self) -> Mapping[str, Groups]:
-        """The named groups of the training step, or without one, of the strategy."""
+        """The named groups of ranks: of the training step if the program is one, else of the
+        strategy."""
         if self.deal is None:
             return self.strategy.groups
         return {name: tuple(map(tuple, lists)) for name, lists in self.deal.groups.items()}
 
     def group_of(self, what: str, attrs: Mapping[str, Any]) -> GroupOf:
-        """The group of each rank, for a node with these attributes. Errors: StrategyError that
-        begins with `what`."""
+        """Returns the function from a rank to its group, for a node with these attributes. Errors:
+        StrategyError that begins with `what`."""
         return group_of(what, attrs, self.mesh, self.groups)
 
     def infer(
@@ -149,8 +159,9 @@ class Manual:
     ) -> None:
         """Declares the types of a rank's tensors in the model, in place.
 
-        Inputs in `defaults` get the whole shape of their default values. With `for_training`, folds
-        values that are the same on all ranks and do not depend on weights; else folds nothing.
+        defaults      inputs that have default values: they get the whole shape of these values
+        for_training  True folds values that are the same on all ranks and do not depend on weights;
+                      False folds nothing
         """
         exchanges = expand_exchanges(
             model, lambda node: max(len(group) for group, _ in self._members(node))
@@ -187,6 +198,8 @@ class Manual:
                 _refine(output.type, walk.types[output.name])
 
     def _types(self, node: NodeProto, walk: Walk) -> dict[str, onnx.TypeProto]:
+        """Returns the types of a collective's results, by name, with sizes that differ between
+        ranks left open. Errors: StrategyError."""
         if node.op_type not in OPS:
             raise StrategyError(f"{_title(node)}: no such collective; use one of {', '.join(OPS)}")
         counts = sorted({len(group) for group, _ in self._members(node)})
@@ -200,26 +213,28 @@ class Manual:
         return {name: type_ for name, type_ in common.items() if type_ is not None}
 
     def _members(self, node: NodeProto) -> list[tuple[tuple[int, ...], int]]:
-        """For each rank, the ranks of its group, and its position in the group."""
+        """For each rank, returns the ranks of its group for a node, and its position in the
+        group."""
         attrs = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         of = self.group_of(_title(node), attrs)
         return [(of(rank), of(rank).index(rank)) for rank in range(self.mesh.size)]
 
     def axes(self, name: str, rank: int) -> list[Axes]:
-        """The axes that split each dimension of a tensor with `rank` dimensions. Errors:
+        """Returns the axes that split each dimension of a tensor with `rank` dimensions. Errors:
         StrategyError."""
         return self._read(name, self.entry(name) or [None] * rank, rank)
 
     def entry(self, name: str) -> Any:
-        """The strategy's entry for a tensor; empty if the tensor is whole."""
+        """Returns the entry for a tensor, such as ["dp", None], from the training step or else the
+        strategy; [] if there is none, which leaves the tensor whole."""
         if self.deal is None:
             return self._requested(name) or []
         known = name in self.deal.tensors or name in self.deal.like
         return self.deal_entry(name) if known else []
 
     def _requested(self, name: str, exactly: bool = False) -> Any:
-        """The strategy's last entry for a tensor; None if no entry matches. With `exactly`, only an
-        entry with the tensor's own name matches."""
+        """Returns the strategy's last entry that matches a tensor's name; None if no entry does.
+        With `exactly`, only an entry with the tensor's own name matches, no pattern."""
         all_entries = self.strategy.tensors.items()
         entries = [
             e for p, e in all_entries if p == name or (not exactly and _matches(str(p), name))
@@ -227,6 +242,8 @@ class Manual:
         return entries[-1] if entries else None
 
     def _read(self, name: str, entry: Any, rank: int) -> list[Axes]:
+        """Returns the axes of each dimension from an entry of a tensor with `rank` dimensions.
+        Errors: StrategyError for sizes by hand, or for an axis that splits two dimensions."""
         what = f"tensor '{name}'"
         if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != rank:
             raise StrategyError(f"{what} has {rank} dimensions, but the strategy gives {entry!r}")
@@ -248,7 +265,8 @@ class Manual:
 
 
 def _put_folded(graph: onnx.GraphProto, walk: Walk) -> None:
-    """Replaces the nodes that a walk has folded by constants."""
+    """Replaces the nodes that a walk through the graph has folded by constants with their
+    values."""
     keep_nodes(graph, [n for n in graph.node if walk.folded.isdisjoint(n.output)])
     read = {name for node in nodes_of(graph) for name in node.input}
     read |= {output.name for output in graph.output}
@@ -256,8 +274,8 @@ def _put_folded(graph: onnx.GraphProto, walk: Walk) -> None:
 
 
 def _refine(declared: onnx.TypeProto, inferred: onnx.TypeProto) -> None:
-    """Replaces a declared type by the inferred type, but keeps sizes that only the declared type
-    has."""
+    """Replaces a declared type by the inferred type, in place; sizes that only the declared type
+    knows stay."""
     if declared.HasField("tensor_type") and not inferred.tensor_type.HasField("shape"):
         return
     merged = onnx.TypeProto()
@@ -275,11 +293,13 @@ def _title(node: NodeProto) -> str:
 
 
 def _matches(pattern: str, name: str) -> bool:
+    """True if a name equals a pattern or, as a glob, matches it."""
     return pattern == name or fnmatchcase(name, pattern)
 
 
 def refuse_collectives(graph: gs.Graph) -> None:
-    """Raises StrategyError if a model that onnxpar is to split already has collectives."""
+    """Refuses a model that already has collectives, since onnxpar is to split it. Errors:
+    StrategyError."""
     for node in graph.nodes:
         if node.domain == DOMAIN:
             raise StrategyError(

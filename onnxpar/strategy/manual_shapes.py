@@ -1,4 +1,5 @@
-"""Infers the shapes of a manual program, as far as they agree on all ranks."""
+"""Infers the shapes of a manual program (a model that its author wrote for one rank), as far as
+they agree on all ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +14,19 @@ from onnxpar.graph.collectives import DOMAIN, RANK_CONSTANTS
 from onnxpar.graph.shape_inference import Walk
 
 Results = list[tuple[TypeProto | None, Array | None]]
-"""The types of a node's results, and their values if they are known."""
+"""The type of each result of a node, and its value if that is known."""
 
 
 class RankWalk:
-    """Infers types node by node. Values that nodes compute from a rank's number differ between
-    ranks.
+    """Infers types node by node. The op Rank gives each rank its own number; a value computed from
+    it is evaluated for each rank, and a size that then differs between ranks stays open.
 
     members       a function from a node to a list with, for each rank, the ranks of its group and
                   its position in the group
     types         a function that infers the results of collectives, Rank and GroupSize
-    for_training  folds nodes into their values, unless these depend on weights
+    for_training  True replaces nodes by their values, unless these depend on weights
+
+    The inferred types are in the field `walk`.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class RankWalk:
                 self.walk.infer(node)
 
     def _constant(self, node: NodeProto, members: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Notes the result of a Rank or GroupSize node."""
+        """Notes the value of a Rank or GroupSize node: one value, or a value for each rank."""
         values = [at if node.op_type == "Rank" else len(group) for group, at in members]
         if node.op_type == "GroupSize" and len(set(values)) == 1:
             self._known(node, [np.array(values[0])])
@@ -58,8 +61,8 @@ class RankWalk:
             self._varying[node.output[0]] = [np.array(value) for value in values]
 
     def _by_rank(self, node: NodeProto) -> None:
-        """Infers a node once for each rank. Keeps the sizes of its results that agree on all
-        ranks."""
+        """Infers a node once for each rank, as an operand has another value on each rank. Keeps the
+        sizes of its results that agree on all ranks."""
         reads = [name for name in dict.fromkeys(node.input) if name in self._varying]
         by_operands: dict[tuple[bytes, ...], Results] = {}
         ranks = []
@@ -79,8 +82,8 @@ class RankWalk:
                 self._varying[name] = [np.asarray(value) for value in values]
 
     def _with(self, operands: dict[str, Array], node: NodeProto) -> Results:
-        """The node's results if its operands have the values `operands`; leaves the walk
-        unchanged."""
+        """Returns the node's results if its operands have the values `operands`. The walk's own
+        types and values stay as they were."""
         walk = self.walk
         before = {name: walk.types[name] for name in operands}
         for name, array in operands.items():
@@ -105,8 +108,8 @@ class RankWalk:
 
 
 def common_type(types: Sequence[TypeProto | None]) -> TypeProto | None:
-    """A type that agrees with all these types, with differing sizes left open. None if one of the
-    types is unknown."""
+    """Returns a type that fits all these types, with sizes that differ left open: [2, 3] and [2, 4]
+    give [2, ?]. None if one of the types is unknown."""
     first = types[0]
     if first is None or any(t is None for t in types):
         return None
@@ -123,6 +126,7 @@ def common_type(types: Sequence[TypeProto | None]) -> TypeProto | None:
 
 
 def _dims(type_: TypeProto) -> list[int | str] | None:
+    """Returns the sizes of a tensor type, as numbers or names; None if it has no shape."""
     if not type_.tensor_type.HasField("shape"):
         return None
     return [

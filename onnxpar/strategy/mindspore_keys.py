@@ -1,4 +1,5 @@
-"""Reads MindSpore's attributes of operators and parameters, as keys of an entry of `shard`.
+"""Reads MindSpore's attributes of operators and parameters, as keys of an entry of a strategy's
+`shard`.
 
 table: {manual_split: [20000, 10000], primitive_target: CPU}
 w1: {in_strategy: [[4, 1], [1, 2]], comm_fusion: 2}
@@ -22,10 +23,12 @@ _HOSTS = ("CPU", "host")
 
 
 def _check_split(value: Any) -> None:
+    """Checks the number of rows of each part of a table. Errors: StrategyError."""
     _sizes(value)
 
 
 def _check_target(value: Any) -> None:
+    """Checks the place of a table: CPU or host. Errors: StrategyError."""
     if value not in _HOSTS:
         raise StrategyError(
             f"give {' or '.join(_HOSTS)} for a table in files of the host, or leave it out for a "
@@ -34,6 +37,7 @@ def _check_target(value: Any) -> None:
 
 
 def _check_fusion(value: Any) -> None:
+    """Checks the number of a bucket of gradients. Errors: StrategyError."""
     if type(value) is not int or value < 0:
         raise StrategyError(
             "give the number of a bucket from 1, or 0 for a gradient that is reduced by itself"
@@ -41,6 +45,7 @@ def _check_fusion(value: Any) -> None:
 
 
 def _check_recompute(value: Any) -> None:
+    """Refuses a request to recompute, which belongs to the training step. Errors: StrategyError."""
     if value is not False:
         raise StrategyError(
             "the training step decides what is recomputed: give `onnxpar grad --recompute-nodes "
@@ -59,7 +64,7 @@ KEYS: Mapping[str, Callable[[Any], None]] = {
     COMM_FUSION: _check_fusion,
     "recompute": _check_recompute,
 }
-"""The keys. Each has a function that raises StrategyError for a value that onnxpar cannot
+"""The keys, each with a function that raises StrategyError for a value that onnxpar cannot
 follow."""
 
 
@@ -69,13 +74,14 @@ def has_keys(entry: Any) -> bool:
 
 
 def axes_in(entry: Mapping[str, Any]) -> list[Any]:
-    """The parts of an entry that may name axes."""
+    """Returns the parts of an entry that may name mesh axes."""
     return [value for key, value in entry.items() if key == IN_STRATEGY or key not in KEYS]
 
 
 def plain_entry(op: OpFactors, entry: Mapping[str, Any], mesh: Mesh, what: str) -> Any:
-    """The entry without MindSpore's keys: a list with an item for each input, or a mapping of
-    factors. Errors: StrategyError, naming the node and the key."""
+    """Returns an entry of the node `op` without MindSpore's keys: a list with an item for each
+    input, or a mapping of factors. Errors: StrategyError that names the node (`what`) and the
+    key."""
     for key, value in entry.items():
         if key in KEYS:
             try:
@@ -95,8 +101,9 @@ def plain_entry(op: OpFactors, entry: Mapping[str, Any], mesh: Mesh, what: str) 
 
 
 def _sizes(value: Any) -> list[int]:
-    """The number of rows of each part of a table, from numbers of rows or from pairs of a number of
-    rows and the first row. Errors: StrategyError."""
+    """Returns the number of rows of each part of a table, from numbers of rows [20000, 10000], or
+    from pairs of a number of rows and the first row [[20000, 0], [10000, 20000]]. Errors:
+    StrategyError."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     pairs = [[item] if type(item) is int else item for item in value] if is_list else [[]]
     if not all(isinstance(p, Sequence) and len(p) in (1, 2) and _are_sizes(p) for p in pairs):
@@ -116,8 +123,8 @@ def _are_sizes(pair: Sequence[Any]) -> bool:
 
 
 def _split_by_hand(op: OpFactors, sizes: list[int], mesh: Mesh, what: str) -> list[Any]:
-    """An entry that splits the rows of a Gather's table over the first axis of the mesh with as
-    many ranks as there are sizes."""
+    """Returns an entry that splits the rows of a Gather's table into parts of these sizes, over the
+    first axis of the mesh that has as many ranks as there are sizes. Errors: StrategyError."""
     if op.node.op != "Gather":
         raise StrategyError(
             f"{what}: {MANUAL_SPLIT} is for a Gather, whose first input is the table; for another "
@@ -136,9 +143,9 @@ def _split_by_hand(op: OpFactors, sizes: list[int], mesh: Mesh, what: str) -> li
 
 
 def fusion_buckets(shard: Mapping[str, Any], parameters: Sequence[str]) -> dict[str, int]:
-    """The bucket of each parameter that has `comm_fusion` in an entry of `shard`; of several
-    entries, the last one counts. Errors: StrategyError if an entry with this key matches no
-    parameter."""
+    """Returns the bucket of each parameter that has `comm_fusion` in an entry of `shard`: gradients
+    in one bucket are reduced together. Of several entries, the last one counts. Errors:
+    StrategyError if an entry with this key matches no parameter."""
     buckets: dict[str, int] = {}
     for pattern, entry in shard.items():
         if not isinstance(entry, Mapping) or COMM_FUSION not in entry:

@@ -29,7 +29,8 @@ class NamedOps:
 
     @staticmethod
     def of(factors: GraphFactors, source: str) -> NamedOps:
-        """The named nodes of a graph; `source` is the file of the strategy."""
+        """Returns the nodes of a graph by name; `source` is the file of the strategy, for
+        errors."""
         by_name = {op.node.name: [op] for op in factors.ops}
         known_names = {*by_name}
         for op in factors.ops:
@@ -39,9 +40,9 @@ class NamedOps:
         return NamedOps(by_name, readers_of_sources(factors), Stacks.in_graph(factors, source))
 
     def matching(self, pattern: str, source: str) -> list[OpFactors]:
-        """The nodes whose names match a pattern; if there are none, the nodes that read a weight or
-        input whose name matches. Errors: StrategyError if nothing matches, as in the function
-        `matching`."""
+        """Returns the nodes whose names match a pattern; if there are none, the nodes that read a
+        weight or input whose name matches. Errors: StrategyError if nothing matches; `source` is
+        the file of the strategy."""
         names = [*self.ops]
         if not _matches(pattern, self.ops):
             names += [*self.readers, *self.stacks.names(pattern, self.readers)]
@@ -64,16 +65,16 @@ _WEIGHT = {"MatMul": 1, "Gemm": 1, "Conv": 1, "ConvTranspose": 1, "Gather": 0}
 
 
 def _modules(op: OpFactors) -> list[str]:
-    """The name of a layer in torch, such as `/mlp/fc1`, for the node that reads the layer's
-    weight."""
+    """Returns the name of a layer in torch, such as `/mlp/fc1` for `/mlp/fc1/MatMul`, if the node
+    reads the layer's weight; else an empty list."""
     path, _, _ = op.node.name.rpartition("/")
     at = _WEIGHT.get(op.node.op)
     return [path] if path and at is not None and not op.node.inputs[at].inputs else []
 
 
 def readers_of_sources(factors: GraphFactors) -> dict[str, list[OpFactors]]:
-    """The nodes that read each weight and each input of the graph, by its name in the graph and by
-    its name in the file."""
+    """Returns the nodes that read each weight and each input of the graph, by the tensor's name in
+    the graph and by its name in the file."""
     readers: dict[str, list[OpFactors]] = {}
     for op in factors.ops:
         for tensor in op.node.inputs:
@@ -84,13 +85,14 @@ def readers_of_sources(factors: GraphFactors) -> dict[str, list[OpFactors]]:
 
 
 def _matches(pattern: str, names: Iterable[str]) -> bool:
+    """True if one of the names equals a pattern or, as a glob, matches it."""
     return any(name == pattern or fnmatchcase(name, pattern) for name in names)
 
 
 def matching(pattern: str, names: Iterable[str], what: str, source: str) -> list[str]:
-    """The names that match a pattern; if one name equals the pattern, only this name. Errors:
-    StrategyError if no name matches, with `source` (the place of the pattern) and `what` (the kind
-    of names)."""
+    """Returns the names that match a pattern; if one name equals the pattern, only this name.
+    Errors: StrategyError if no name matches, with `source` (the place of the pattern) and `what`
+    (the kind of names)."""
     names = list(names)
     matches = [n for n in names if n == pattern] or [n for n in names if fnmatchcase(n, pattern)]
     if not matches:

@@ -1,5 +1,5 @@
-"""Expands MindSpore's NeighborExchange and NeighborExchangeV2 in a manual program to collective
-permutes.
+"""Replaces MindSpore's NeighborExchange and NeighborExchangeV2 in a manual program (a model for one
+rank) by collective permutes.
 
 One program serves all ranks, so lists of ranks become tables with a row for each member of the
 group. Each permute sends the tensors that members send in one direction; the gradients are the
@@ -30,10 +30,16 @@ _EXCHANGE = Op(("NeighborExchange", "NeighborExchangeV2"), domain=DOMAIN, before
 """With MindSpore's attributes: a NeighborExchange with `before` and `after` is the plugin's own."""
 
 Table = list[list[int]]
+"""A row for each member of the group: the members with which it exchanges (-1: none), or widths."""
 
 
 class _Exchange:
-    """Adds the nodes that replace one exchange."""
+    """Adds the nodes that replace one exchange node.
+
+    at       the matched node, to which new nodes are added
+    members  the number of ranks in the node's group
+    longest  the most rows and columns that a member sends, for a later check
+    """
 
     def __init__(self, at: Match, members: int) -> None:
         self.at, self.node = at, at.node
@@ -44,8 +50,9 @@ class _Exchange:
         self.longest: dict[str, int] = {}
 
     def table(self, key: str, width: int) -> Table:
-        """An attribute as a table with a row for each member; its entries are indices into the
-        group, or -1."""
+        """Returns the attribute `key` as a table with `width` entries for each member: indices into
+        the group, or -1. Errors: StrategyError for another number of entries, or for no such
+        member."""
         entries = [int(n) for n in self.attrs.get(key, [])]
         if len(entries) != self.members * width:
             self.fail(
@@ -58,12 +65,14 @@ class _Exchange:
         return [entries[i * width : (i + 1) * width] for i in range(self.members)]
 
     def permute(self, x: str, sources: Sequence[int]) -> str:
+        """Adds a collective permute of the tensor `x`; `sources` has for each member the member
+        whose `x` it gets, or -1 for zeros. Returns the name of the result."""
         sources = list(sources)
         return self.at.add("CollectivePermute", [x], domain=DOMAIN, sources=sources, **self.group)
 
     def check_extents(self, types: Mapping[str, TypeProto]) -> None:
-        """Checks that X has as many rows and columns as the slices of it need, once types are
-        known: a Slice returns fewer without an error."""
+        """Checks, once types are known, that X has as many rows and columns as the exchange takes
+        from it: a Slice of too few rows gives no error. Errors: StrategyError."""
         x = self.node.input[0]
         dims = types[x].tensor_type.shape.dim if x in types else []
         for (what, longest), dim in zip(self.longest.items(), dims[2:], strict=False):
@@ -78,11 +87,13 @@ class _Exchange:
 
 
 class _Lists(_Exchange):
-    """NeighborExchange: each member sends input i to the i-th member of its list, and receives
-    output j from the j-th member of its other list. The k-th tensor that member A sends to member B
-    is the k-th tensor that B receives from A."""
+    """Replaces a NeighborExchange: each member sends input i to the i-th member of its list
+    `send_rank_ids`, and receives output j from the j-th member of its list `recv_rank_ids`. The
+    k-th tensor that member A sends to member B is the k-th tensor that B receives from A."""
 
     def build(self) -> None:
+        """Adds a permute for each pair of an input and an output between which members send.
+        Errors: StrategyError if members' lists disagree."""
         inputs, outputs = list(self.node.input), list(self.node.output)
         sends = self.table("send_rank_ids", len(inputs))
         receives = self.table("recv_rank_ids", len(outputs))
@@ -108,8 +119,8 @@ class _Lists(_Exchange):
             self.at.nodes[-1].output[0] = y
 
     def _sum(self, parts: Sequence[tuple[str, list[int]]]) -> None:
-        """Adds up permutes. Each member receives from at most one of them, and zeros from the
-        others."""
+        """Adds up permutes of tensors, each with its sources. A member receives from at most one of
+        them, and zeros from the others, so the sum is the tensor that it receives."""
         total = ""
         for x, sources in parts:
             received = self.permute(x, sources)
@@ -117,11 +128,13 @@ class _Lists(_Exchange):
 
 
 class _Grid(_Exchange):
-    """NeighborExchangeV2: the eight neighbors of a member in a grid give the member a frame around
-    its X, with zeros where it has no neighbor. If widths differ between members, all members
-    exchange the largest widths, and cut their frames afterwards."""
+    """Replaces a NeighborExchangeV2: the eight neighbors of a member in a grid give it a frame of
+    rows and columns around its X, with zeros where it has no neighbor. If widths differ between
+    members, all members exchange the largest widths, and cut their frames afterwards."""
 
     def build(self) -> None:
+        """Adds a slice and a permute for each of the eight directions, and joins the results around
+        X. Errors: StrategyError if members' lists disagree."""
         if self.attrs.get("data_format", b"NCHW") not in (b"NCHW", "NCHW"):
             self.fail(f"data_format={self.attrs['data_format'].decode()}: only NCHW is supported")
         sends, receives = (self.table(f"{key}_rank_ids", 8) for key in ("send", "recv"))
@@ -147,8 +160,8 @@ class _Grid(_Exchange):
         self.at.add("Identity", [whole])
 
     def _widths(self, key: str) -> Table:
-        """The four widths of each member, from one list for all members or a row for each
-        member."""
+        """Returns the four widths [top, bottom, left, right] of each member, from one list for all
+        members or a row for each member. Errors: StrategyError."""
         widths = [int(n) for n in self.attrs.get(key, [])]
         if len(widths) == 4:
             widths = widths * self.members
@@ -160,7 +173,12 @@ class _Grid(_Exchange):
         return [widths[4 * i : 4 * i + 4] for i in range(self.members)]
 
     def _check(self, sends: Table, receives: Table, give: Table, take: Table) -> None:
-        """Checks that senders and receivers agree, and that their widths do."""
+        """Checks that each member that receives from another member gets the width that this member
+        sends. Errors: StrategyError.
+
+        sends, receives  for each member, the member in each of the eight directions, or -1
+        give, take       for each member, the four widths that it sends and receives
+        """
         self._check_answers(receives, sends, "receives from", "sends to")
         self._check_answers(sends, receives, "sends to", "receives from")
         for member in range(self.members):
@@ -169,8 +187,8 @@ class _Grid(_Exchange):
                     self._check_widths(member, direction, other, take[member], give[other])
 
     def _check_answers(self, table: Table, opposite: Table, does: str, answers: str) -> None:
-        """Checks that if member A names member B in `table`, B names A in the opposite direction of
-        `opposite`."""
+        """Checks that if member A names member B in `table`, B names A in `opposite` in the
+        opposite direction. `does` and `answers` are verbs for the error."""
         for member, row in enumerate(table):
             for direction, other in enumerate(row):
                 back = (direction + 4) % 8
@@ -183,6 +201,8 @@ class _Grid(_Exchange):
     def _check_widths(
         self, member: int, direction: int, other: int, take: list[int], give: list[int]
     ) -> None:
+        """Checks that a member receives from its neighbor `other` the widths that the neighbor
+        sends. Errors: StrategyError."""
         row, column = _PLACES[direction]
         sides = [side for side in (_SIDES[0][row], _SIDES[1][column]) if side is not None]
         for side in sides:
@@ -193,8 +213,8 @@ class _Grid(_Exchange):
                 )
 
     def _slice(self, x: str, row: int, column: int, height: int | None, width: int | None) -> str:
-        """The part of X that the neighbor in this direction sends: its last rows if it is above
-        this member, its first rows if it is below."""
+        """Adds a slice of X: the part that the neighbor in this direction sends (the last rows of a
+        neighbor above, the first rows of a neighbor below). Returns the name of the result."""
         starts, ends, axes = [], [], []
         for axis, place, size in ((2, row, height), (3, column, width)):
             if size is not None:
@@ -204,12 +224,14 @@ class _Grid(_Exchange):
         return self.at.add("Slice", [x, starts, ends, axes])
 
     def _concat(self, pieces: Sequence[str], axis: int) -> str:
+        """Joins tensors along an axis. Returns the name of the result."""
         if len(pieces) == 1:
             return pieces[0]
         return self.at.add("Concat", pieces, axis=axis)
 
     def _cut(self, whole: str, take: Table, frame: list[int]) -> str:
-        """Cuts the frame of each member to its own widths."""
+        """Cuts the result of each member to the member's own widths, from the largest widths
+        `frame`. Returns the name of the result."""
         starts = [[frame[0] - own[0], frame[2] - own[2]] for own in take]
         ends = [[own[side] - frame[side] or _END for side in (1, 3)] for own in take]
         rank = self.at.add("Rank", [], domain=DOMAIN, **self.group)
@@ -220,10 +242,12 @@ class _Grid(_Exchange):
 def expand_exchanges(
     model: onnx.ModelProto, members: Callable[[NodeProto], int]
 ) -> list[_Exchange]:
-    """Replaces the exchanges of a program, in place; `members` is a function from a node to the
-    number of ranks in its largest group. Returns the exchanges, so that the caller can check their
-    sizes once types are known. Errors: StrategyError, naming the node, for lists that do not fit
-    together."""
+    """Replaces the exchange nodes of a manual program by collective permutes, in place. Returns the
+    exchanges, so that the caller can check their sizes once types are known. `members` is a
+    function from a node to the number of ranks in its largest group.
+
+    Errors: StrategyError, naming the node, for lists that do not fit together.
+    """
     exchanges: list[_Exchange] = []
 
     def expand(at: Match) -> bool:

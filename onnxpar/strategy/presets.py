@@ -1,4 +1,5 @@
-"""The presets: annotations that are derived from the structure of a graph."""
+"""The presets (data-parallel, tensor-parallel, ...): requests for layouts that are derived from the
+structure of a graph."""
 
 from __future__ import annotations
 
@@ -49,11 +50,13 @@ Preset = Literal[
 PRESETS: tuple[str, ...] = get_args(Preset)
 
 ADDING = ("tensor-parallel", "hybrid", EXPERT)
-"""Presets whose ranks add up activations, and that leave the nodes behind these sums open."""
+"""Presets whose ranks add up activations, and that leave it open how the nodes after these sums are
+split."""
 
 
 def preset_mesh(preset: str | None, devices: int) -> Mesh:
-    """The default mesh of a preset: one axis; for hybrid, dp=2 and the rest tp.
+    """Returns the default mesh of a preset over this number of devices: one axis, such as tp=4; for
+    hybrid, dp=2 and the rest tp.
 
     Errors: StrategyError for fewer than 1 device, or for hybrid over an odd number of devices.
     """
@@ -80,8 +83,8 @@ def preset_mesh(preset: str | None, devices: int) -> Mesh:
 def default_rounds(
     graph: gs.Graph, sharding: ShardingState, step: Step | None = None
 ) -> list[list[Annotation]]:
-    """Annotations for nodes and tensors that a strategy leaves open: data-parallel over the axis
-    `dp`, if the mesh has this axis."""
+    """Returns the annotations for nodes and tensors that a strategy leaves open: data-parallel over
+    the axis `dp`, if the mesh has this axis and the batch is large enough; else none."""
     mesh = sharding.mesh
     size = _batch_size(graph, step)
     if "dp" not in mesh.sizes or size is None or size < mesh.sizes["dp"]:
@@ -96,10 +99,14 @@ def preset_rounds(
     step: Step | None = None,
     states: Sequence[tuple[str, str]] = (),
 ) -> list[list[Annotation]]:
-    """The annotations of a preset, in rounds of falling priority. `step` is the training step, if
-    the model is one. `states` are the pairs of an input and the output that is fed back to it, for
-    any other model. Errors: StrategyError if the preset is unknown, or does not fit the model or
-    the mesh."""
+    """Returns the annotations of a preset, in rounds: an annotation applies only to leaves (parts
+    of dimensions) that earlier rounds left undecided.
+
+    step    the training step, if the model is one
+    states  for any other model, the pairs (input, output that is fed back to it)
+
+    Errors: StrategyError if the preset is unknown, or does not fit the model or the mesh.
+    """
     mesh = sharding.mesh
     if preset is None:
         return []
@@ -148,8 +155,9 @@ def preset_rounds(
 
 
 def _ragged_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> set[int]:
-    """The atoms that number the ids of bags. An input has the ids of all samples one after the
-    other, so that a training step has no batch there."""
+    """Returns the atoms (parts of dimensions) that number the ids of bags in a training step. Such
+    an input has the ids of all samples one after the other, so the step does not name a batch
+    dimension of it."""
     data = {*step.data} - step.batch.keys() if step is not None else set()
     ids = [t for t in graph.inputs if t.name in data and numpy_dtype(t).kind in "iu" and t.shape]
     known = [sharding.factors.tensors[t.name] for t in ids if t.name in sharding.factors.tensors]
@@ -159,9 +167,9 @@ def _ragged_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) -
 def _expert_rounds(
     graph: gs.Graph, sharding: ShardingState, step: Step | None
 ) -> list[list[Annotation]]:
-    """The annotations of expert-parallel: experts over the axis `ep`, the batch over all axes but
-    `tp`, and weights over `tp` as in tensor-parallel; without an axis `ep`, experts and the batch
-    over all axes."""
+    """Returns the rounds of expert-parallel: experts over the axis `ep`, the batch over all axes
+    but `tp`, and weights over `tp` as in tensor-parallel; without an axis `ep`, experts and the
+    batch over all axes."""
     mesh = sharding.mesh
     if "ep" not in mesh.sizes:
         inner: Axes = ()
@@ -185,9 +193,10 @@ def _expert_rounds(
 def batch_annotations(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None = None
 ) -> Iterator[Annotation]:
-    """Yields annotations that split the batch. In a training step, these are the dimensions that
-    the step names; in another model, the first dimension of the first input, and of every input in
-    which this dimension has the same size. Gradients that are sums of few rows stay whole.
+    """Yields annotations that split the batch over `axes`. In a training step, the step names the
+    dimensions of the batch; in another model, they are the first dimension of the first input, and
+    of every input whose first dimension has the same size. Gradients that are sums of few rows stay
+    whole.
 
     If the batch has fewer elements than shards, some ranks have none; a batch of one element stays
     whole. Errors: StrategyError for a model without a batch.
@@ -205,13 +214,13 @@ def batch_annotations(
 
 
 def batch_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None = None) -> set[int]:
-    """The atoms that number the samples of a batch."""
+    """Returns the atoms (parts of dimensions) that number the samples of a batch."""
     inputs = _batched(graph, sharding, step)
     return {atom for _, factors, batch in inputs for atom in _atoms_of(factors, batch)}
 
 
 def _atoms_of(factors: TensorFactors, dim: int) -> Iterator[int]:
-    """The atoms of a dimension of a tensor."""
+    """Yields the atoms (parts of dimensions) of dimension `dim` of a tensor."""
     leaves = zip(factors.leaves, factors.dim_of_leaf, strict=True)
     return (leaf.atom for leaf, at in leaves if at == dim)
 
@@ -227,9 +236,12 @@ def _batched(
 
 
 def _batch_axes(factors: TensorFactors, dim: int, axes: Axes, iterations: int) -> list[Axes | None]:
-    """The axes for the leaves of a dimension. The first leaf takes them; if it is too short, it
-    shares them with the next leaf, as for two groups of samples, each over two ranks. Leaves that
-    number the `iterations` of gradient accumulation are not split."""
+    """Returns the axes for each leaf (a part of a dimension) of an input; None for a leaf that
+    stays open. The first leaf of the dimension `dim` takes the axes. If this leaf is too short, the
+    next leaf takes the rest: two groups of samples over dp=4 take dp:(1)2 and dp:(2)2.
+
+    iterations  the iterations of gradient accumulation; leaves that number them are not split
+    """
     out: list[Axes | None] = [None] * len(factors.leaves)
     remaining = axes
     own_leaves = [i for i, at in enumerate(factors.dim_of_leaf) if at == dim]
@@ -246,8 +258,9 @@ def _batch_axes(factors: TensorFactors, dim: int, axes: Axes, iterations: int) -
 
 
 def _batch_dims(graph: gs.Graph, step: Step | None) -> dict[str, int]:
-    """The dimension that numbers samples, by name of an input. In a model that is no training step,
-    this is the first dimension of each input where it has the same size as in the first input."""
+    """Returns the dimension that numbers samples, by name of an input. In a model that is no
+    training step, it is the first dimension of each input where this has the size that it has in
+    the first input."""
     if step is not None:
         return step.batch
     size = _first_size(graph)
@@ -256,6 +269,7 @@ def _batch_dims(graph: gs.Graph, step: Step | None) -> dict[str, int]:
 
 
 def _batch_size(graph: gs.Graph, step: Step | None) -> int | None:
+    """Returns the number of samples in a batch; None if the model has no batch."""
     if step is None:
         return _first_size(graph)
     sizes = [t.shape[step.batch[t.name]] for t in graph.inputs if t.name in step.batch]
@@ -263,6 +277,7 @@ def _batch_size(graph: gs.Graph, step: Step | None) -> int | None:
 
 
 def _first_size(graph: gs.Graph) -> int | None:
+    """Returns the first size of the first input that has a shape; None if there is none."""
     for tensor in graph.inputs:
         if not is_weight(tensor) and tensor.shape and isinstance(tensor.shape[0], int):
             return int(tensor.shape[0])
@@ -270,7 +285,7 @@ def _first_size(graph: gs.Graph) -> int | None:
 
 
 def _no_batch(graph: gs.Graph) -> str:
-    """The reason why no input has a batch, and the remedy."""
+    """Returns the reason why no input has a batch, and the remedy, for an error."""
     data = [tensor for tensor in graph.inputs if not is_weight(tensor)]
     if not data:
         return "the model has no input; use tensor-parallel"

@@ -1,4 +1,5 @@
-"""Groups of ranks in a manual program: by mesh axes, by a list of ranks, or by name.
+"""Groups of ranks in a manual program (a model for one rank): by mesh axes, by a list of ranks, or
+by name.
 
 A rank that is in no list runs the node, too, because all ranks run one program: this rank is alone
 in its group, and keeps its operand.
@@ -22,8 +23,9 @@ GroupOf = Callable[[int], tuple[int, ...]]
 def group_of(
     what: str, attrs: Mapping[str, Any], mesh: Mesh, named: Mapping[str, Groups]
 ) -> GroupOf:
-    """The groups of a node with these attributes: `axes`, `group` (ranks, or a name in `named`), or
-    neither, for one group of all ranks. Errors: StrategyError that begins with `what`."""
+    """Returns the groups of a node with these attributes, as a function from a rank to its group.
+    The attributes have `axes`, or `group` (ranks, or a name in `named`), or neither, for one group
+    of all ranks. Errors: StrategyError that begins with `what`."""
     axes, group = attrs.get("axes"), attrs.get("group")
     if axes is not None and group is not None:
         raise StrategyError(f"{what}: has both axes and group; give one of them")
@@ -45,8 +47,8 @@ def group_of(
 
 
 def of_lists(what: str, lists: Groups, mesh: Mesh) -> GroupOf:
-    """The groups in these lists of ranks. Errors: StrategyError if a list is empty, or if a rank
-    does not exist or is named twice."""
+    """Returns the groups in these lists of ranks, as a function from a rank to its group. Errors:
+    StrategyError if a list is empty, or if a rank does not exist or is named twice."""
     groups: dict[int, tuple[int, ...]] = {}
     for members in lists:
         shown = list(members)
@@ -65,7 +67,7 @@ def of_lists(what: str, lists: Groups, mesh: Mesh) -> GroupOf:
 
 
 def axes_of(what: str, names: Sequence[str | bytes], mesh: Mesh) -> Axes:
-    """The mesh axes with these names. Errors: StrategyError that begins with `what`."""
+    """Returns the mesh axes with these names. Errors: StrategyError that begins with `what`."""
     texts = [name.decode() if isinstance(name, bytes) else name for name in names]
     try:
         return tuple(a for axes in parse_axes(texts, mesh) for a in axes)

@@ -1,5 +1,5 @@
-"""Weighs whether to split the hidden units of recurrent ops: the split costs a collective in every
-step, so it pays only for large weights."""
+"""Weighs whether to split the hidden units of recurrent ops (RNN, GRU, LSTM): the split costs a
+collective in every time step, so it pays only for large weights."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from onnxpar.sharding.graph_factors import GraphFactors
 from onnxpar.strategy.strategy import NodeAnnotation
 
 WEIGHTS = (1, 2)
-"""The indices of the two operands that are weights: of the input, and of the state."""
+"""The indices of the two weights among a recurrent op's operands: of the input, and of the
+state."""
 MOVES = {"Transpose", "Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Slice", "Split"}
 """Ops that do not change values."""
 
 
 def is_recurrence(node: gs.Node) -> bool:
-    """True for a recurrent op. If its units are split, ranks gather the state in every step."""
+    """True for a recurrent op. If its hidden units are split, ranks gather the state in every time
+    step."""
     return node.op in GATES and node.domain in (None, "", "ai.onnx")
 
 
 def recurrences(weight: gs.Tensor) -> Iterator[gs.Node]:
-    """Yields the recurrent ops that multiply by a weight, also after ops that move, cast or join
-    it."""
+    """Yields the recurrent ops that multiply by a weight, directly or after ops that move, cast or
+    join the weight."""
     for node in weight.outputs:
         if is_recurrence(node):
             yield from [node] if any(node.inputs[i] is weight for i in WEIGHTS) else []
@@ -38,8 +40,8 @@ def recurrences(weight: gs.Tensor) -> Iterator[gs.Node]:
 
 
 class Recurrences:
-    """The costs and savings of splitting the hidden units of a graph's recurrent ops; the unit is
-    the time of a small collective."""
+    """The costs and savings of splitting the hidden units of a graph's recurrent ops over `axes`.
+    The unit is the time of a small collective."""
 
     def __init__(self, factors: GraphFactors, costs: Costs, axes: Axes) -> None:
         self.costs, self.axes = costs, axes
@@ -51,16 +53,16 @@ class Recurrences:
         }
 
     def collectives(self, op: OpFactors) -> int:
-        """The cost of the collectives in all steps of a recurrent op, in small collectives, at
-        least 1."""
+        """Returns the cost of the collectives in all time steps of a recurrent op, in small
+        collectives, at least 1."""
         sizes = op.rule.sizes
         state = 4 * (sizes["b"] or 1) * (sizes["d"] or 1) * (sizes["h"] or 1)
         step_seconds = self.costs.collective("AllGather", self.axes, state)
         return max(1, round((sizes["s"] or 1) * step_seconds / self.small))
 
     def price(self, weight: gs.Tensor) -> float:
-        """The cost of a weight that stays whole, in small collectives: the time to gather it and to
-        multiply by all of it on every rank. 0 for a weight that no recurrent op reads."""
+        """Returns the cost of a weight that stays whole, in small collectives: the time to gather
+        it and to multiply by all of it on every rank. 0 for a weight that no recurrent op reads."""
         names = dict.fromkeys(node.name for node in recurrences(weight))
         ops = [self.ops[name] for name in names if name in self.ops]
         if not ops:
@@ -73,7 +75,8 @@ class Recurrences:
         return (gathering + self.costs.compute(wasted, 0)) / self.small
 
     def annotations(self, chosen: set[int], axes: Axes) -> Iterator[NodeAnnotation]:
-        """Yields annotations that split the hidden units with the atoms in `chosen`."""
+        """Yields annotations that split, over `axes`, the hidden units whose atoms (parts of
+        dimensions) are in `chosen`."""
         for op in self.ops.values():
             split = {
                 i: axes

@@ -1,5 +1,5 @@
-"""Finds regions of a graph around a table: from its lookups, or to its gradient, up to the smallest
-tensor on the way."""
+"""Finds the part of a graph around an embedding table that belongs to the table: from its lookups,
+or to its gradient, up to the smallest tensor on the way, where ranks can communicate cheaply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from onnxpar.sharding.factors import Links, OpFactors, TensorFactors
 from onnxpar.sharding.graph_factors import GraphFactors
 
 Border = tuple[str, int]
-"""A tensor at the border of a region: its name, and the leaf that is split inside the region."""
+"""A tensor at the border of a region: its name, and the index of its leaf that is split inside the
+region."""
 _JOINS = ("Add", "Sum", "Concat")
 _SCATTERS = ("ScatterElements", "ScatterND")
 _SMALL = 0.25
@@ -24,10 +25,10 @@ region follows: other operands are whole on every rank."""
 
 @dataclass(frozen=True)
 class Region:
-    """The graph as a map, to walk from tensor to tensor.
+    """The nodes and tensors of a graph, to walk from tensor to tensor.
 
     tensors   the factors of each tensor, by name
-    touching  the nodes that read or produce each tensor, by name, each with its links
+    touching  the nodes that read or produce each tensor, by name, each with its links of the tensor
     """
 
     tensors: Mapping[str, TensorFactors]
@@ -35,7 +36,7 @@ class Region:
 
     @staticmethod
     def of(factors: GraphFactors) -> Region:
-        """The map of a graph."""
+        """Returns the nodes and tensors of this graph."""
         touching: dict[str, list[tuple[OpFactors, Links]]] = defaultdict(list)
         for op in factors.ops:
             for tensor, links in op.operands():
@@ -44,21 +45,21 @@ class Region:
         return Region(factors.tensors, touching)
 
     def readers(self, name: str) -> list[OpFactors]:
-        """The nodes that read a tensor; a node is listed once for each operand that is the
+        """Returns the nodes that read a tensor; a node is listed once for each operand that is the
         tensor."""
         plain = [op for op, _ in self.touching[name] if not op.bodies]
         return [op for op in plain if any(t.name == name for t in op.node.inputs)]
 
     def producer(self, name: str) -> OpFactors | None:
-        """The node that computes a tensor; None for an input or weight."""
+        """Returns the node that computes a tensor; None for an input or weight."""
         nodes = (op for op, _ in self.touching[name])
         return next((op for op in nodes if any(t.name == name for t in op.node.outputs)), None)
 
 
 def border_after(start: Border, region: Region) -> Border:
-    """The smallest tensor along the path of nodes after a tensor; the nearest of several. Each node
-    on the path is the only reader of the tensor before it, and has no other operand of similar
-    size."""
+    """Returns the smallest tensor on the path of nodes after the tensor `start`; of equal ones, the
+    nearest. Each node on the path is the only reader of the tensor before it, and has no other
+    operand of similar size."""
     best, at = start, start
     least = size = _bytes(start[0], region)
     while True:
@@ -73,7 +74,9 @@ def border_after(start: Border, region: Region) -> Border:
 
 
 def _through(op: OpFactors, at: Border, size: int, region: Region) -> Border | None:
-    """The result of a node that reads `at`, if the result has the same leaf; else None."""
+    """Returns the result of a node that reads the tensor `at`, if the result has the same leaf (a
+    part of a dimension); else None. `size` is the bytes of `at`: another operand must be much
+    smaller."""
     name, leaf = at
     pairs = zip(op.node.inputs, op.inputs, strict=True)
     links = next(tensor_links for t, tensor_links in pairs if t.name == name)
@@ -88,13 +91,15 @@ def _through(op: OpFactors, at: Border, size: int, region: Region) -> Border | N
 
 
 def border_before(end: Border, region: Region) -> list[Border]:
-    """The tensors from which nodes compute a tensor along this leaf, with the fewest bytes
-    together; the nearest of several such sets."""
+    """Returns the set of tensors with the fewest bytes from which nodes compute the tensor `end`
+    along its leaf (a part of a dimension); of equal sets, the nearest. For a sum of gradients, it
+    may be the addends."""
     return _cut(end, region)[1]
 
 
 def _cut(at: Border, region: Region) -> tuple[int, list[Border]]:
-    """The bytes of the cheapest cut before a tensor, and the tensors of the cut."""
+    """Returns the bytes of the cheapest set of tensors before the tensor `at`, and this set, as
+    `border_before` does."""
     size = _bytes(at[0], region)
     uncut = (size, [at])
     op = region.producer(at[0])
@@ -118,7 +123,7 @@ def _cut(at: Border, region: Region) -> tuple[int, list[Border]]:
 
 
 def _computed(op: OpFactors, region: Region) -> Iterator[tuple[str, Links]]:
-    """Yields the floating-point operands that nodes compute, with their links."""
+    """Yields the names and links of a node's floating-point operands that other nodes compute."""
     for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
         if not tensor.inputs or is_constant(tensor) or tensor.name not in region.tensors:
             continue
@@ -136,6 +141,7 @@ def is_constant(tensor: gs.Tensor) -> bool:
 
 
 def _bytes(name: str, region: Region) -> int:
+    """Returns the bytes of a whole tensor."""
     factors = region.tensors[name]
     op = next(op for op, _ in region.touching[name])
     tensor = next(t for t, _ in op.operands() if t.name == name)

@@ -28,8 +28,14 @@ def requests(
     annotated: Configuration | None, strategy: Strategy | None, sharding: ShardingState
 ) -> tuple[list[Annotation], Rounds]:
     """Returns all annotations that the model and the user request, and the rounds in which they
-    apply: first the model's round, then the user's. The rounds also have annotations of derived
-    nodes (gradients, copies). Errors: StrategyError if model and user split a node differently."""
+    apply: first the model's, then the user's. The rounds also have annotations of nodes that a
+    training step derives from annotated nodes (gradients, copies).
+
+    annotated  the model's own annotations; None if there are none
+    strategy   the user's strategy; None if there is none
+
+    Errors: StrategyError if model and user split a node differently.
+    """
     requested: list[Annotation] = []
     rounds: Rounds = []
     if annotated is not None:
@@ -48,9 +54,9 @@ def check_requested(
     sharding: ShardingState,
     states: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Raises StrategyError if a node or a tensor is not split as requested; the error names it,
-    both layouts, and the reason. `states` are the pairs of an input and the output that is fed back
-    to it."""
+    """Checks that all nodes and tensors are split as the annotations request. `states` are the
+    pairs (input, output that is fed back to it). Errors: StrategyError that names the node or
+    tensor, both layouts, and the reason."""
     fed_by = {result: source for source, result in states}
     for annotation in annotations:
         if isinstance(annotation, NodeAnnotation):
@@ -62,6 +68,8 @@ def check_requested(
 
 
 def _check_node(op: OpFactors, axes: Mapping[int, Axes], sharding: ShardingState) -> None:
+    """Checks that a node's leaves (parts of dimensions) have the requested axes (by index of the
+    leaf). Errors: StrategyError."""
     what = f"{op.node.op} '{op.node.name}'"
     planned = sharding.op_axes(op)
     for leaf, requested in axes.items():
@@ -73,7 +81,8 @@ def _check_node(op: OpFactors, axes: Mapping[int, Axes], sharding: ShardingState
 
 
 def _why_not(op: OpFactors, leaf: int, sharding: ShardingState) -> str:
-    """The reason why a node cannot split this leaf alone, and the remedy."""
+    """Returns the reason why a node cannot split this leaf (a part of a dimension) alone, and the
+    remedy, for an error."""
     fused = [o.node for o, _ in sharding.factors.bonded(op, leaf) if o is not op]
     if fused:
         partners = " and ".join(f"{node.op} '{node.name}'" for node in fused)
@@ -96,6 +105,8 @@ def _why_not(op: OpFactors, leaf: int, sharding: ShardingState) -> str:
 def _check_tensor(
     annotation: TensorAnnotation, sharding: ShardingState, fed_by: Mapping[str, str]
 ) -> None:
+    """Checks that a tensor's leaves (parts of dimensions) have the requested axes. `fed_by` has the
+    input to which each output is fed back. Errors: StrategyError with the reason."""
     planned = sharding.tensor_sharding(annotation.tensor).leaves
     grown = {source: result for result, source in fed_by.items()}
     mesh = sharding.mesh
@@ -120,8 +131,8 @@ def _check_tensor(
 
 
 def _check_sizes(annotation: NodeAnnotation | TensorAnnotation, sharding: ShardingState) -> None:
-    """Raises StrategyError if two entries give different sizes by hand for shards of the same
-    elements."""
+    """Checks that no two entries give different sizes by hand for shards of the same elements.
+    Errors: StrategyError."""
     if isinstance(annotation, NodeAnnotation):
         what = f"{annotation.op.node.op} '{annotation.op.node.name}'"
         atoms = [leaf.atom for leaf in annotation.op.leaves]

@@ -1,5 +1,5 @@
 """Annotations for gradients that are sums of few rows, such as the gradient of an embedding: ranks
-exchange the rows instead of the sum."""
+exchange the rows instead of an all-reduce of the sum, which has mostly zeros."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from onnxpar.sharding.state import ShardingState
 
 _EXPANDS = ("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 _KEEPS = ("Cast", "Div", "Identity", "Mul", "Reshape", "Transpose")
-"""Ops whose result is partial if their first operand is."""
+"""Ops whose result is partial (a term of a sum over ranks) if their first operand is."""
 
 
 @dataclass(frozen=True)
 class WholeRows:
-    """Keeps nodes whole along these atoms, which number the rows to add up."""
+    """The annotation that keeps nodes whole along these atoms (parts of dimensions), which number
+    the rows to add up: every rank then gathers all rows."""
 
     ops: Sequence[OpFactors]
     atoms: Collection[int]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Closes the leaves of these atoms that are still open."""
+        """Makes the undecided leaves (parts of dimensions) with these atoms whole."""
         for op in self.ops:
             for i, leaf in enumerate(op.leaves):
                 if leaf.atom in self.atoms:
@@ -38,9 +39,12 @@ class WholeRows:
 
 def sparse_sums(sharding: ShardingState, step: Step, axes: Axes) -> Iterator[WholeRows]:
     """Yields an annotation for each scatter that adds rows to the gradient of a parameter, if
-    gathering rows and indices over `axes` takes less time than the all-reduce of the gradient. A
-    gradient that is also a sum of other addends is all-reduced. The indices of a lazily trained
-    table are gathered in any case, because each rank needs all of them."""
+    gathering rows and indices over `axes` takes less time than the all-reduce of the gradient.
+
+    A gradient that has other addends, too, is all-reduced. The indices of a lazily trained table
+    (only rows that a batch reads are updated) are gathered in any case, because each rank needs all
+    of them.
+    """
     ops = {t.name: op for op in sharding.factors.ops for t in op.node.outputs}
     for name in (*step.gradients.values(), *step.rows.values()):
         addends = list(_addends(ops[name].node)) if name in ops else []
@@ -55,7 +59,7 @@ def sparse_sums(sharding: ShardingState, step: Step, axes: Axes) -> Iterator[Who
 
 
 def _addends(node: gs.Node) -> Iterator[gs.Node]:
-    """Yields the nodes whose results a node adds up."""
+    """Yields the nodes whose results `node` adds up; the node itself if it adds up none."""
     added = node.inputs if node.op in ("Add", "Sum") else node.inputs[:1]
     if node.op not in ("Add", "Sum", *_KEEPS) or not all(t.inputs for t in added):
         yield node
@@ -65,15 +69,15 @@ def _addends(node: gs.Node) -> Iterator[gs.Node]:
 
 
 def _adds_rows(node: gs.Node) -> bool:
-    """True for a scatter that adds rows."""
+    """True for a scatter that adds rows to a tensor."""
     scatters = node.op in ("ScatterElements", "ScatterND")
     return scatters and node.attrs.get("reduction") == "add"
 
 
 def _adds_few_rows(node: gs.Node, sharding: ShardingState, axes: Axes) -> bool:
     """True for a scatter if gathering its rows and indices takes less time than the all-reduce of
-    its sum together with other gradients. Other axes of the mesh may split the sum, but perhaps not
-    the rows."""
+    its sum in a bucket with other gradients. Other axes of the mesh may split the sum, but perhaps
+    not the rows."""
     if not _adds_rows(node):
         return False
     expanding = _expanding(node)
@@ -87,7 +91,7 @@ def _adds_few_rows(node: gs.Node, sharding: ShardingState, axes: Axes) -> bool:
 
 
 def _expanding(scatter: gs.Node) -> list[gs.Node]:
-    """The nodes that expand indices of rows to indices of elements, the last node first."""
+    """Returns the nodes that expand indices of rows to indices of elements, the last node first."""
     nodes: list[gs.Node] = []
     at = scatter.inputs[1]
     while at.inputs and at.inputs[0].op in _EXPANDS and len(at.outputs) == 1:
@@ -97,8 +101,8 @@ def _expanding(scatter: gs.Node) -> list[gs.Node]:
 
 
 def _index_nodes(scatter: gs.Node) -> list[gs.Node]:
-    """The nodes that compute a scatter's indices, backwards up to nodes that read anything but
-    integers, or more integers than there are rows."""
+    """Returns the nodes that compute a scatter's indices, backwards up to nodes that read anything
+    but integers, or more integers than there are rows."""
     nodes = _expanding(scatter)
     ends = [nodes[-1].inputs[0] if nodes else scatter.inputs[1]]
     rows = numel(ends[0].shape)
@@ -111,6 +115,7 @@ def _index_nodes(scatter: gs.Node) -> list[gs.Node]:
 
 
 def _are_indices(tensors: Sequence[gs.Tensor], most: int) -> bool:
+    """True if all these tensors are integers or booleans of at most `most` elements."""
     known = [t for t in tensors if t.name]
     return all(
         t.shape is not None and numpy_dtype(t).kind in "iub" and numel(t.shape) <= most

@@ -1,4 +1,5 @@
-"""Annotations for weights that no covering atom splits (`weight_cover.py`)."""
+"""Annotations for weights that tensor-parallel leaves whole: no atom that the preset splits is in
+them (`weight_cover.py` chooses these atoms)."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from onnxpar.strategy.training_presets import SplitTogether
 
 @dataclass(frozen=True)
 class CloseOpen:
-    """Ends propagation: activations that are still open stay whole."""
+    """The annotation that ends propagation: activations whose leaves (parts of dimensions) are
+    still undecided stay whole."""
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Closes every open leaf of activations."""
+        """Makes every open leaf (a part of a dimension) of activations whole."""
         for op in sharding.factors.ops:
             for tensor in [*op.node.outputs, *op.node.inputs]:
                 if isinstance(tensor, gs.Variable) and tensor.name in sharding.tensors:
@@ -30,7 +32,8 @@ class CloseOpen:
 
 @dataclass(frozen=True)
 class SplitAlone:
-    """Splits a weight that propagation has not reached, for the weight's own readers only.
+    """The annotation that splits a weight which propagation has not reached, for the weight's own
+    readers only.
 
     Either the readers are split with the weight (by the columns of a product), or only its storage
     is split and each run gathers it, whichever moves fewer bytes.
@@ -40,7 +43,8 @@ class SplitAlone:
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits leaves of the weight, and splits or closes those of its readers."""
+        """Splits leaves (parts of dimensions) of the weight, and splits its readers or makes them
+        whole. False if the weight is split already, or cannot be."""
         if any(sharding.tensors[self.tensor]):
             return False
         readers = [op for op in sharding.factors.ops if _reads(op, self.tensor)]
@@ -66,8 +70,12 @@ class SplitAlone:
         links: Sequence[tuple[OpFactors, int | None]],
         chosen: Sequence[int],
     ) -> bool:
-        """Splits a weight that must not be gathered together with its readers; if these cannot be
-        split, the weight stays whole."""
+        """Splits a weight that must not be gathered, together with its readers. False, and the
+        weight stays whole, if a reader cannot be split.
+
+        links   (reader, its leaf for a chosen leaf of the weight, or None)
+        chosen  the leaves (parts of dimensions) of the weight
+        """
         distinct = {(op.node.name, link): (op, link) for op, link in links}.values()
         if not all(
             link is not None and sharding.assign_op(op, link, self.axes) for op, link in distinct
@@ -76,12 +84,14 @@ class SplitAlone:
         return self._store(sharding, chosen)
 
     def _store(self, sharding: ShardingState, chosen: Sequence[int]) -> bool:
+        """Splits the chosen leaves (parts of dimensions) of the weight. False if one of them cannot
+        be split."""
         return all([sharding.assign_tensor(self.tensor, i, self.axes) for i in chosen])
 
     def _leaves(self, sharding: ShardingState, readers: Sequence[OpFactors]) -> list[int]:
-        """The leaves of the dimension that splits best: a dimension that splits evenly, or else the
-        longest. If the weight must not be gathered, all its readers must be able to split the
-        dimension."""
+        """Returns the leaves (parts of dimensions) of the dimension to split: one that splits
+        evenly, or else the longest. If the weight must not be gathered, all its readers must be
+        able to split the dimension. Empty if there is no such dimension."""
         is_packed = any(_packs(op, self.tensor) for op in readers)
         factors = sharding.factors.tensors[self.tensor]
         n = parts_over(self.axes)
@@ -97,24 +107,27 @@ class SplitAlone:
 
 @dataclass(frozen=True)
 class SplitUpdate:
-    """Splits a parameter of a training step that propagation has not reached, together with its
-    optimizer states and its next value; `tensors` begins with the parameter.
+    """The annotation that splits a parameter of a training step which propagation has not reached,
+    together with its optimizer states and its next value; `tensors` begins with the parameter.
 
-    Each run gathers the parameter, as in stage 3 of ZeRO. Activations that are closed stay whole.
+    Each run gathers the parameter, as in stage 3 of ZeRO. Activations that were made whole stay
+    whole.
     """
 
     tensors: tuple[str, ...]
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits the dimension that splits best."""
+        """Splits the dimension that divides most evenly. False if the parameter is split already,
+        or cannot be."""
         if any(sharding.tensors[self.tensors[0]]):
             return False
         return SplitTogether(self.tensors, self.axes).apply(sharding)
 
 
 def _packs(op: OpFactors, tensor: str) -> bool:
-    """True if onnxruntime runs the node differently when the weight is not a constant."""
+    """True if onnxruntime runs the node differently when this weight is not a constant: it must
+    then not be gathered in each run."""
     return any(
         t.name == tensor for i, t in enumerate(op.node.inputs) if i in op.rule.ranks.constants
     )
@@ -125,15 +138,17 @@ def _reads(op: OpFactors, tensor: str) -> bool:
 
 
 def _links(op: OpFactors, tensor: str, leaf: int) -> Iterator[int | None]:
-    """Yields, for each operand that is this tensor, the node's leaf for this leaf of the tensor."""
+    """Yields, for each operand of a node that is this tensor, the node's leaf (a part of a
+    dimension) for leaf `leaf` of the tensor; None if the node needs the leaf whole."""
     for operand, links in zip(op.node.inputs, op.inputs, strict=True):
         if operand.name == tensor:
             yield links[leaf]
 
 
 def _moves_less(sharding: ShardingState, op: OpFactors, link: int, weight: str) -> bool:
-    """True if gathering the node's result moves fewer bytes than gathering the weight; False if the
-    split would also need communication inside the node."""
+    """True if gathering the node's result, split at its leaf (a part of a dimension) `link`, moves
+    no more bytes than gathering the weight. False if this split would also need communication
+    inside the node."""
     if op.leaves[link].factor in op.rule.communicating:
         return False
     result = op.node.outputs[0]

@@ -17,8 +17,9 @@ from onnxpar.sharding.state import ShardingState
 
 
 def cache_atoms(sharding: ShardingState, states: Iterable[tuple[str, str]]) -> frozenset[int]:
-    """The atoms that number the positions of caches. A cache is a state with four dimensions; its
-    positions are a dimension over which a softmax is taken. A cache that grows has no such atom."""
+    """Returns the atoms (parts of dimensions) that number the positions of caches. A cache is a
+    state pair (input, output that is its next value) with four dimensions; its positions are a
+    dimension over which a softmax is taken. A cache that grows from run to run has no such atom."""
     normalized = {
         leaf.atom
         for op in sharding.factors.ops
@@ -32,7 +33,8 @@ def cache_atoms(sharding: ShardingState, states: Iterable[tuple[str, str]]) -> f
 
 
 def _fixed(before: TensorFactors, after: TensorFactors) -> set[int]:
-    """The atoms of a state's dimensions whose size a run does not change."""
+    """Returns the atoms (parts of dimensions) of a state's dimensions whose size a run does not
+    change."""
     same = {i for i, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if a == b}
     pairs = zip(before.leaves, before.dim_of_leaf, strict=True)
     return {leaf.atom for leaf, dim in pairs if dim in same}
@@ -41,8 +43,8 @@ def _fixed(before: TensorFactors, after: TensorFactors) -> set[int]:
 def cache_heads(
     sharding: ShardingState, states: Iterable[tuple[str, str]], positions: frozenset[int]
 ) -> frozenset[int]:
-    """The atoms that number the heads of caches: those of the two middle dimensions that do not
-    number positions."""
+    """Returns the atoms (parts of dimensions) that number the heads of caches: the atoms of the two
+    middle dimensions that do not number positions. `positions` is the result of `cache_atoms`."""
     middle: set[int] = set()
     for cache, _ in _caches(sharding, states):
         if any(leaf.atom in positions for leaf in cache.leaves):
@@ -64,8 +66,11 @@ def _caches(
 
 @dataclass(frozen=True)
 class SplitCaches:
-    """Splits the positions of caches (the atoms in `positions`) over the axes `over`, and their
-    heads (the atoms in `heads`) over `axes`."""
+    """The annotation that splits caches of keys and values.
+
+    positions  the atoms (parts of dimensions) of positions, which are split over the axes `over`
+    heads      the atoms of heads, which are split over `axes`
+    """
 
     positions: frozenset[int]
     over: Axes
@@ -73,8 +78,8 @@ class SplitCaches:
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits the open leaves of positions and heads, in all nodes that write to caches or
-        attend to them."""
+        """Splits the undecided leaves (parts of dimensions) of positions and heads, in all nodes
+        that write to caches or attend to them. True if a leaf was split."""
         changed = False
         for op in sharding.factors.ops:
             atoms = [leaf.atom for leaf in op.leaves]

@@ -1,4 +1,4 @@
-"""Distributes the axes of a whole dimension over its factors and segments."""
+"""Distributes the axes that shall split a dimension over the dimension's factors and segments."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from onnxpar.layout.mesh import Axes, Axis, parts_over
 
 
 def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> list[Axes] | None:
-    """Distributes `axes` over the splittable leaves of a dimension so that the dimension is split
-    over all of them.
+    """Returns the axes for each splittable leaf (a part of a dimension) of a dimension, so that
+    together they split the dimension over all `axes`. None if all leaves are blocked.
 
-    Among merged factors, the first that the axes divide evenly takes them; else the first that is
-    large enough; else the largest, where some shards are then empty. Among segments, each segment
-    that can be split takes them. Leaves in `blocked` stay whole. None if all leaves are blocked.
+    Of the factors of a product, the first that the axes divide evenly takes them; else the first
+    that is large enough; else the largest, where some shards are then empty. In a concatenation,
+    each segment that can be split takes them. Leaves in `blocked` (indices) stay whole.
     """
     spread = _spread_over(dim, axes, blocked)
     if spread is not None or not axes:
@@ -31,11 +31,12 @@ def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> l
 
 
 def _splittable(dim: Dim) -> list[Factor]:
+    """Returns the leaves (parts of dimensions) of a dimension with two or more elements."""
     return [leaf for leaf in leaves(dim) if leaf.size > 1]
 
 
 def _spread_over(dim: Dim, axes: Axes, blocked: frozenset[int]) -> list[Axes] | None:
-    """Distributes axes like `spread_dim`, but without empty shards; None if no leaf is large
+    """Like `spread_dim`, but without empty shards: None if no leaf (a part of a dimension) is large
     enough."""
     if isinstance(dim, Factor):
         if not axes:
@@ -67,12 +68,15 @@ def _spread_over(dim: Dim, axes: Axes, blocked: frozenset[int]) -> list[Axes] | 
 
 
 def leaf_count(dim: Dim) -> int:
+    """Returns the number of leaves (parts of dimensions) of a dimension with two or more
+    elements."""
     return len(_splittable(dim))
 
 
 def nest(sizes: Sequence[int], axes: Axes) -> list[Axes] | None:
-    """Distributes axes over merged factors that share them: 2 groups of 4 heads over tp=8 take
-    tp:(1)2 and tp:(2)4. None if the factors cannot use all axes."""
+    """Distributes axes over consecutive factors that share them: 2 groups of 4 heads over tp=8
+    take tp:(1)2 and tp:(2)4. Returns the axes of each factor; None if the factors cannot use all
+    axes."""
     out: list[Axes] = []
     rest = list(axes)
     for size in sizes:

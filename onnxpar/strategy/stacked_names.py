@@ -1,5 +1,6 @@
-"""Finds the weights that the loader stacked, by their names in the model file, and combines their
-entries of a strategy into the entry of the stack."""
+"""Finds the weights that the loader stacked (one weight per expert becomes one tensor with the
+experts as its first dimension) by their names in the model file, and combines their entries of a
+strategy into the entry of the stack."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from onnxpar.sharding.graph_factors import GraphFactors
 
 @dataclass(frozen=True)
 class Stacks:
-    """The names of stacked weights.
+    """The names of weights that the loader stacked.
 
     parts    the names of the weights in each stack, in the order of the experts
     of       the stack of each of these names
@@ -32,7 +33,8 @@ class Stacks:
 
     @staticmethod
     def in_graph(factors: GraphFactors, source: str) -> Stacks:
-        """The stacks that the nodes of a graph read; `source` is the file of the strategy."""
+        """Returns the stacks that the nodes of a graph read; `source` is the file of the strategy,
+        for errors."""
         tensors = (t for op in factors.ops for t in op.node.inputs if isinstance(t, gs.Constant))
         parts = {
             t.name: [p.name for p in stack_parts]
@@ -43,17 +45,17 @@ class Stacks:
         return Stacks(parts, {n: s for n, s in of.items() if n not in factors.tensors}, source)
 
     def names(self, pattern: str, known: Collection[str]) -> list[str]:
-        """The names of stacked weights that an entry may mean. If the pattern matches the name of a
-        stack itself, and this name is in `known`, the weights of the stack are not among them."""
+        """Returns the names of stacked weights that an entry with this pattern may mean. If the
+        pattern matches the name of a stack itself, and this name is in `known`, it means the stack,
+        so the names of its weights are left out."""
         named_stacks = {
             s for s in self.parts if s in known and (s == pattern or fnmatchcase(s, pattern))
         }
         return [name for name, stack in self.of.items() if stack not in named_stacks]
 
     def add(self, name: str, entry: Any, rank: int) -> Any:
-        """Notes the entry of a stacked weight. Once all weights of its stack have an entry, returns
-        the entry of the stack, which has `rank` dimensions; before that, None. Errors:
-        StrategyError if entries differ."""
+        """Notes the entry of a stacked weight. Once all weights of the stack have equal entries,
+        returns the entry of the stack, which has `rank` dimensions; before that, None."""
         stack = self.of[name]
         if not isinstance(entry, Sequence) or isinstance(entry, str):
             return [entry]
@@ -71,12 +73,13 @@ class Stacks:
         return None
 
     def check(self) -> None:
-        """Raises StrategyError if entries name only some weights of a stack, or differ."""
+        """Checks that each stack has an entry for all of its weights, or for none. Errors:
+        StrategyError if entries name only some weights of a stack, or differ."""
         for stack, entries in self.entries.items():
             self.check_all(stack, entries)
 
     def check_all(self, stack: str, names: Collection[str]) -> None:
-        """Raises StrategyError if these names lack a weight of the stack."""
+        """Checks that these names have all weights of a stack. Errors: StrategyError."""
         parts = self.parts[stack]
         missing = [name for name in parts if name not in names]
         if missing:
@@ -89,7 +92,7 @@ class Stacks:
 
 
 def common_pattern(names: Sequence[str]) -> str:
-    """A pattern that matches all these names.
+    """Returns a pattern that matches all these names.
 
     >>> common_pattern(["experts.0.w1", "experts.10.w1"])
     'experts.*.w1'

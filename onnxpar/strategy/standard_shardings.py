@@ -15,12 +15,13 @@ from onnxpar.strategy.device_lists import devices_of
 
 
 def axes_text(axes: Axes, mesh: Mesh) -> str:
-    """Axes as text, such as `dp.tp:(1)2`, or `-` if there are none."""
+    """Returns axes as text, such as `dp.tp:(1)2`; `-` if there are none."""
     return ".".join(mesh.text(a) for a in axes) or "-"
 
 
 def parse_axes(entries: Sequence[str], mesh: Mesh) -> list[Axes]:
-    """Reads texts in the form of `axes_text`. Errors: StrategyError for an unknown axis."""
+    """Returns the axes that each text stands for, such as `dp.tp:(1)2` or `-`; the inverse of
+    `axes_text`. Errors: StrategyError for an unknown axis."""
     out: list[Axes] = []
     for entry in entries:
         axes: list[Axis] = []
@@ -38,8 +39,9 @@ def parse_axes(entries: Sequence[str], mesh: Mesh) -> list[Axes]:
 def node_shardings(
     op: OpFactors, names: Sequence[str], axes: Mapping[int, Axes], sharding: ShardingState
 ) -> list[TensorSharding]:
-    """The standard's shardings of a node's operands and results, whose names are `names`, if its
-    leaves have these axes.
+    """Returns the sharding of each operand and result of a node, in the form of ONNX's standard, if
+    the node's leaves (parts of dimensions) have these axes (by index). `names` are the names of
+    operands and results.
 
     Leaves out tensors that the standard cannot express: tensors with segments, with a dimension
     that only ranks at one coordinate hold, or that the node reads twice in different layouts.
@@ -58,6 +60,8 @@ def node_shardings(
 
 
 def _tensor_sharding(name: str, dims: Sequence[Dim], mesh: Mesh) -> TensorSharding | None:
+    """Returns the sharding of one tensor in the form of ONNX's standard; None if it cannot express
+    it."""
     split: dict[int, tuple[Component, ...]] = {}
     order: Axes = ()
     for axis, dim in enumerate(dims):
@@ -71,8 +75,8 @@ def _tensor_sharding(name: str, dims: Sequence[Dim], mesh: Mesh) -> TensorShardi
 
 
 def _components(dim: Dim) -> list[tuple[int, Axes]] | None:
-    """The factors of a normalized dimension and their axes. None if the dimension has segments, or
-    if only ranks at one coordinate of an axis hold it."""
+    """Returns (size, axes) of each factor of a normalized dimension. None if the dimension has
+    segments, or if only ranks at one coordinate of an axis hold it."""
     if any(axis.at is not None for axis in dim_axes(dim)):
         return None
     if isinstance(dim, Product):

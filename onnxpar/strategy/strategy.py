@@ -1,5 +1,5 @@
-"""Strategies as users write them, and the annotations of nodes and tensors into which they
-convert."""
+"""Strategies as users write them, and annotations: the requests for layouts of single nodes and
+tensors into which strategies, presets and a model's own annotations are converted."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ class Strategy:
     """A strategy as written: entries of `shard` by node glob, of `tensors` by tensor glob. The name
     of a weight or input in `shard` stands for the nodes that read it.
 
-    An entry of `tensors` is a list with one item per dimension: null or 1 (whole), a number of
-    parts, an axis name, a list of axis names, {axis: [sizes by hand]}, or text as layouts are
-    printed. An entry of `shard` is a list of such lists, one per input of the node (null leaves an
-    input open), or a mapping from factors of the node's rule to such items. `place` says where
-    tables are, by glob: `host` keeps them in files. `context` has settings under the names of
-    MindSpore's `set_auto_parallel_context`.
+    mesh     the mesh; None if the strategy has none
+    shard    by node: a list with an item of `tensors` for each input of the node (null leaves an
+             input open), or a mapping from factors of the node's rule to items
+    tensors  by tensor: a list with one item per dimension: null or 1 (whole), a number of parts, an
+             axis name, a list of axis names, {axis: [sizes by hand]}, or text as layouts are
+             printed
+    source   the file, for errors
+    groups   named groups of ranks, for collectives of a manual program
+    context  settings under the names of MindSpore's `set_auto_parallel_context`
+    place    by table: `host` keeps an embedding table in files
     """
 
     mesh: Mesh | None = None
@@ -46,7 +50,8 @@ class Strategy:
     def from_argument(
         strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None,
     ) -> Strategy | None:
-        """The strategy from a caller's argument: a file, a mapping, or a Strategy."""
+        """Returns the strategy that a caller gives as a file, a mapping, or a Strategy; None stays
+        None."""
         if isinstance(strategy, Mapping):
             return Strategy.of(strategy)
         if isinstance(strategy, (str, os.PathLike)):
@@ -67,8 +72,8 @@ class Strategy:
 
     @staticmethod
     def of(data: Any, source: str = "strategy") -> Strategy:
-        """The strategy from a mapping with the structure of a strategy file. Errors:
-        StrategyError."""
+        """Returns the strategy in a mapping with the structure of a strategy file; `source` names
+        the file in errors. Errors: StrategyError."""
         if not isinstance(data, Mapping):
             raise StrategyError(f"{source}: expected a mapping with mesh, shard and tensors")
         unknown = sorted(set(map(str, data)) - set(_KEYS))
@@ -94,7 +99,8 @@ class Strategy:
 
 
 def _groups(name: Any, entry: Any, source: str) -> Groups:
-    """A named group: one list of ranks, or several disjoint lists."""
+    """Returns the lists of ranks of a named group: one list of ranks, or several disjoint lists.
+    Errors: StrategyError."""
     lists = entry if isinstance(entry, list) and entry and type(entry[0]) is list else [entry]
     if not all(isinstance(r, list) and r and all(type(n) is int for n in r) for r in lists):
         raise StrategyError(
@@ -105,24 +111,29 @@ def _groups(name: Any, entry: Any, source: str) -> Groups:
 
 
 class Annotation(Protocol):
-    """A request for layouts. Annotations are applied in the order of their priority."""
+    """A request for the layouts of nodes and tensors. Annotations apply in the order of their
+    priority: a later one decides only leaves (parts of dimensions) that earlier ones left
+    undecided."""
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides leaves that are still open; True if there was an open leaf."""
+        """Decides leaves (parts of dimensions) that are still undecided. True if a leaf was
+        split."""
         ...
 
 
 @dataclass(frozen=True)
 class NodeAnnotation:
-    """Requested axes of a node's leaves, and sizes by hand of their parts."""
+    """A request for a node: the axes of some of its leaves (parts of dimensions), by index, and the
+    sizes of their parts if the user gave them."""
 
     op: OpFactors
     axes: Mapping[int, Axes]
     parts: Mapping[int, tuple[int, ...]]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Fixes these leaves, also leaves that stay whole, and the leaves that are co-sharded or
-        bonded with them."""
+        """Fixes these leaves (parts of dimensions), also the leaves that shall stay whole, and the
+        leaves that must have the same axes (co-sharded leaves of the node, and leaves of nodes that
+        onnxruntime fuses with it)."""
         for leaf, axes in with_co_sharded(self.op, self.axes).items():
             sharding.fix(self.op, leaf, axes)
             if leaf in self.parts:
@@ -132,9 +143,13 @@ class NodeAnnotation:
 
 @dataclass(frozen=True)
 class TensorAnnotation:
-    """Requested axes of a tensor's leaves, and sizes by hand of their parts; None for a leaf that
-    stays open. With `pin`, the tensor keeps this layout even if its producer or readers require
-    another."""
+    """A request for a tensor.
+
+    axes   the axes of each leaf (a part of a dimension); () for whole, None for a leaf that stays
+           open
+    parts  the sizes of a leaf's parts, by index of the leaf, if the user gave them
+    pin    True if the tensor keeps this layout even if its producer or readers require another
+    """
 
     tensor: str
     axes: Sequence[Axes | None]
@@ -142,7 +157,8 @@ class TensorAnnotation:
     pin: bool = False
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves that are still open."""
+        """Decides the leaves (parts of dimensions) that are still undecided. True if a leaf was
+        split."""
         changed = False
         for leaf, axes in enumerate(self.axes):
             if axes is None:
@@ -160,8 +176,8 @@ class TensorAnnotation:
 
 
 def with_co_sharded(op: OpFactors, axes: Mapping[int, Axes]) -> dict[int, Axes]:
-    """Adds axes for co-sharded leaves that have none yet: the rows after a convolution are split
-    over the same axes as the rows before it."""
+    """Returns `axes` with axes for co-sharded leaves (parts of dimensions) that have none yet: the
+    rows after a convolution are split over the same axes as the rows before it."""
     all_axes = dict(axes)
     for group in op.co_sharded:
         split = next((axes[leaf] for leaf in group if axes.get(leaf)), ())

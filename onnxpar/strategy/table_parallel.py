@@ -36,9 +36,9 @@ _COPIES = ("Cast", "Identity")
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding table.
+    """An embedding table, from which nodes look up rows.
 
-    leaf     the leaf of its columns
+    leaf     the leaf (a part of a dimension) of its columns
     bytes    bytes of the table
     rows     number of rows that a run looks up
     lookups  the nodes that look up rows
@@ -53,11 +53,12 @@ class Table:
 
 @dataclass(frozen=True)
 class HoldTable:
-    """Puts a table, and the tensors that nodes compute from its rows alone, on the ranks at some
-    coordinates.
+    """The annotation that puts a table, and the tensors that nodes compute from its rows alone, on
+    one rank (or on several ranks, if the mesh has other axes).
 
-    axes     the axes, with coordinates (`at`), that split the leaf of the table
-    borders  the leaves of columns of the tensors from which on the batch is split instead
+    leaf     the leaf (a part of a dimension) of the table's columns
+    axes     axes with the coordinates (`at`) of the rank that holds the leaf
+    borders  the tensors from which on the batch is split instead, each with its leaf of columns
     """
 
     table: str
@@ -66,7 +67,8 @@ class HoldTable:
     borders: tuple[Border, ...]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves of columns of all nodes and tensors up to the borders."""
+        """Puts the leaves (parts of dimensions) of columns of all nodes and tensors up to the
+        borders on the rank. False if the table is split already."""
         for name, leaf in self.borders:
             if sharding.tensors[name][leaf] is None:
                 sharding.tensors[name][leaf] = ()
@@ -83,9 +85,9 @@ class HoldTable:
         return True
 
     def _reached(self, op: OpFactors, link: int, sharding: ShardingState) -> Iterator[Border]:
-        """Decides the leaves of a node's tensors with this link; yields the tensors from which to
-        go on. A constant that several nodes read stays whole: nodes of other tables may be among
-        them."""
+        """Puts the leaves (parts of dimensions) of a node's tensors that belong to its leaf `link`
+        on the rank. Yields the tensors from which to go on. A constant that several nodes read
+        stays whole, because nodes of other tables may be among them."""
         for tensor, links in op.operands():
             is_shared = is_constant(tensor) and len(tensor.outputs) > 1
             for leaf in (i for i, other in enumerate(links) if other == link):
@@ -96,12 +98,12 @@ class HoldTable:
 
 @dataclass(frozen=True)
 class FeedWhole:
-    """Gives every rank all elements of an input that only lookups read."""
+    """The annotation that gives every rank all elements of an input that only lookups read."""
 
     tensor: str
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Closes the leaves of the input that are still open."""
+        """Makes the undecided leaves (parts of dimensions) of the input whole."""
         sharding.close_tensor(self.tensor)
         return False
 
@@ -113,9 +115,14 @@ def table_annotations(
     batch: Collection[int],
     step: Step | None = None,
 ) -> list[HoldTable | FeedWhole]:
-    """Annotations that deal the tables out to the ranks along `axes`, balanced by bytes and by rows
-    looked up. `batch` has the atoms of samples. If there are more ranks than tables, some ranks
-    have none. Errors: StrategyError if the model has no tables."""
+    """Returns annotations that deal the tables out to the ranks along `axes`, balanced by bytes and
+    by rows looked up. If there are more ranks than tables, some ranks have none.
+
+    batch  the atoms (parts of dimensions) of samples
+    step   the training step, if the model is one
+
+    Errors: StrategyError if the model has no tables.
+    """
     all_tables = list(tables(graph, sharding, batch))
     if not all_tables:
         raise StrategyError(
@@ -140,9 +147,9 @@ def table_annotations(
 
 
 def deal(shares: Sequence[tuple[float, float]], ranks: int) -> list[int]:
-    """A rank for each table, so that no rank has much more than the mean of either share (bytes,
-    and rows looked up). The largest table comes first; each goes to the rank that has least after
-    it.
+    """Returns a rank for each table, so that no rank has much more than the mean of either share:
+    of bytes, or of rows looked up. The largest table comes first; each goes to the rank that has
+    least after it. `shares` has (bytes, rows) of each table.
 
     >>> deal([(6, 1), (4, 1), (3, 1), (3, 1)], 2)
     [0, 1, 1, 0]
@@ -164,8 +171,9 @@ def deal(shares: Sequence[tuple[float, float]], ranks: int) -> list[int]:
 
 
 def tables(graph: gs.Graph, sharding: ShardingState, batch: Collection[int]) -> Iterator[Table]:
-    """Yields the weights of a graph that are embedding tables: ids with a batch look up their rows,
-    and no product reads them."""
+    """Yields the embedding tables of a graph: weights whose rows are looked up by ids that each
+    sample of the batch has, and that no product reads. `batch` has the atoms (parts of dimensions)
+    of samples."""
     region = Region.of(sharding.factors)
     for weight in [t for t in graph.inputs if is_weight(t)] + constants(graph):
         factors = sharding.factors.tensors.get(weight.name)
@@ -193,6 +201,8 @@ def _readers(name: str, region: Region, moves: Collection[str]) -> Iterator[OpFa
 
 
 def _lookups(name: str, region: Region, batch: Collection[int]) -> Iterator[OpFactors]:
+    """Yields the nodes that look up rows of the tensor `name` by ids that samples of the batch
+    have."""
     for op in _readers(name, region, _COPIES):
         node = op.node
         if node.op == "Gather" and not node.attrs.get("axis", 0) and node.inputs[1].name != name:
@@ -202,18 +212,21 @@ def _lookups(name: str, region: Region, batch: Collection[int]) -> Iterator[OpFa
 
 
 def _is_multiplied(name: str, region: Region) -> bool:
+    """True if a product reads the tensor `name`, directly or after nodes that copy or move it."""
     return any(is_contraction(op) for op in _readers(name, region, (*_COPIES, *MOVES)))
 
 
 def _at(axes: Axes, rank: int) -> Axes:
-    """The axes with the coordinates of a rank along them."""
+    """Returns the axes with the coordinates (`at`) of a rank along them: rank 1 on (dp=2) gives
+    dp@1."""
     mesh = Mesh(tuple((axis.name, axis.size) for axis in axes))
     return tuple(replace(axis, at=mesh.coordinate((axis,), rank)) for axis in axes)
 
 
 def _borders(table: Table, region: Region, step: Step | None) -> tuple[Border, ...]:
-    """The smallest tensors between a table's lookups and the rest of the model, and between the
-    rest of the model and the table's gradient."""
+    """Returns the smallest tensors between a table's lookups and the rest of the model, and between
+    the rest of the model and the table's gradient, each with its leaf (a part of a dimension) of
+    columns."""
     borders: list[Border] = []
     for op in table.lookups:
         link = op.inputs[0][table.leaf]
@@ -236,8 +249,8 @@ def _borders(table: Table, region: Region, step: Step | None) -> tuple[Border, .
 def _only_looked_up(
     graph: gs.Graph, region: Region, sketch: ShardingState, batch: Collection[int]
 ) -> Iterator[str]:
-    """Yields the inputs with a batch, such as ids, that serve only the nodes of tables. `sketch`
-    has the decisions about the tables."""
+    """Yields the inputs with a batch, such as ids, that only nodes of tables read. `sketch` is a
+    state in which the leaves (parts of dimensions) of tables are decided."""
     inside = {
         op.node.name
         for op in sketch.factors.ops
@@ -256,7 +269,7 @@ def _only_looked_up(
 def _leaves_region(
     name: str, region: Region, inside: Collection[str], outputs: Collection[str]
 ) -> bool:
-    """True if an output of the graph depends on a tensor through a path without nodes in
+    """True if an output of the graph depends on a tensor through a path of nodes that are not in
     `inside`."""
     seen: set[str] = set()
     todo = [name]

@@ -1,5 +1,5 @@
-"""The preset tensor-parallel: finds the cheapest set of atoms whose split splits every large
-weight.
+"""The preset tensor-parallel: finds the cheapest set of atoms (parts of dimensions that no op
+divides further) whose split splits every large weight.
 
 An atom covers a weight if a dimension of the weight has it. An atom costs the collectives that its
 split causes, where it is reduced or must be whole. The cheapest set that covers all weights gives
@@ -23,8 +23,9 @@ from onnxpar.strategy.weight_cover import WeightCover
 def tensor_parallel_rounds(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None
 ) -> list[list[Annotation]]:
-    """Annotations of the weights: first by covering atoms, then of weights that no covering atom
-    splits. In a training `step`, annotations of a parameter also split its optimizer states."""
+    """Returns the annotations that split weights over `axes`, in rounds: first the atoms (parts of
+    dimensions) that cover the weights, then weights that these atoms do not split. In a training
+    `step`, annotations of a parameter also split its optimizer states."""
     if parts_over(axes) == 1:
         return []
     cover = WeightCover(graph, sharding, axes)

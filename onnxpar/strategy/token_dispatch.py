@@ -23,7 +23,8 @@ _LAUNCHES = 30
 
 
 def exchanged_mixtures(sharding: ShardingState, over: Axes, beside: Axes) -> Iterator[Mixture]:
-    """Yields the mixtures for which the exchange of rows is cheaper.
+    """Yields the mixtures of experts for which the exchange of rows is cheaper than gathering all
+    tokens.
 
     over    the axes that split experts
     beside  the other axes, which split tokens
@@ -43,8 +44,9 @@ def exchanged_mixtures(sharding: ShardingState, over: Axes, beside: Axes) -> Ite
 def _exchange(
     moved: Sequence[float], experts: int, sharding: ShardingState, over: Axes, beside: Axes
 ) -> float:
-    """Seconds of the exchange: the chosen rows, of `moved` bytes, go there and back, after their
-    numbers."""
+    """Returns the seconds of an exchange of rows: the numbers of rows for each of the experts go
+    first, then the chosen rows, there and back. `moved` has the bytes of each exchanged tensor's
+    chosen rows."""
     ranks, costs = parts_over(over) * parts_over(beside), sharding.costs
     sizes = [*(size / ranks for size in moved), _COUNT_BYTES * experts]
     launches = _LAUNCHES * max(device.launch for device in costs.devices)
@@ -54,9 +56,9 @@ def _exchange(
 def _gather(
     mixture: Mixture, share: float, sharding: ShardingState, over: Axes, beside: Axes
 ) -> float:
-    """Seconds in which each rank gathers all tokens, and ranks add up the results, in both passes
-    of a training step. If other axes split the batch, every rank along `over` has its tokens
-    already."""
+    """Returns the seconds if each rank gathers all tokens and ranks add up the results, in both
+    passes of a training step. If the axes `beside` split the batch, every rank along `over` has its
+    tokens already. `share` is the share of chosen rows."""
     parts, costs, rows = parts_over(beside), sharding.costs, mixture.rows
     results = [_bytes(node.outputs[0], sharding) / parts for node in rows.of(Role.TOTAL)]
     if beside:
@@ -70,6 +72,7 @@ def _gather(
 
 
 def _bytes(tensor: gs.Tensor, sharding: ShardingState) -> float:
-    """Bytes of a whole tensor, as the mean over the sizes for which costs are computed."""
+    """Returns the bytes of a whole tensor, on average over the sizes at which costs are
+    computed."""
     leaves = sharding.factors.tensors[tensor.name].leaves
     return mean_bytes(tensor, FactorSharding(tuple(() for _ in leaves)), sharding)

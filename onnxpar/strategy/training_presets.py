@@ -31,9 +31,10 @@ _MOVES = ("Reshape", "Transpose", "Identity")
 def sequence_annotations(
     graph: gs.Graph, axes: Axes, sharding: ShardingState, step: Step | None
 ) -> list[Annotation]:
-    """Annotations that split activations along the sequence, the second dimension of the first
-    input. The split begins where tensor-parallel sums up an activation. Errors: StrategyError if
-    the input has no such dimension."""
+    """Returns the annotation that splits activations along the sequence (the second dimension of
+    the first input) over `axes`. The split begins where tensor-parallel sums up an activation, so a
+    reduce-scatter replaces the all-reduce. Errors: StrategyError if the input has no such
+    dimension."""
     leaf = _second_dimension(_first_input(graph, step), sharding)
     if leaf is None:
         raise StrategyError(
@@ -44,8 +45,9 @@ def sequence_annotations(
 
 
 def sequence_atom(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> int | None:
-    """The atom that numbers the positions of a sequence. None unless the first input is a sequence:
-    token ids, or features of each position."""
+    """Returns the atom (a part of a dimension) that numbers the positions of a sequence. None
+    unless the first input is a sequence: token ids [batch, position], or features [batch, position,
+    feature]."""
     first = _first_input(graph, step)
     leaf = _second_dimension(first, sharding)
     if first is None or leaf is None:
@@ -55,13 +57,14 @@ def sequence_atom(graph: gs.Graph, sharding: ShardingState, step: Step | None) -
 
 
 def _first_input(graph: gs.Graph, step: Step | None) -> gs.Variable | None:
-    """The first data input of more than one dimension."""
+    """Returns the first data input of more than one dimension; None if there is none."""
     data = (t for t in graph.inputs if step is None or t.name in step.data)
     return next((t for t in data if len(t.shape or ()) > 1), None)
 
 
 def _second_dimension(tensor: gs.Variable | None, sharding: ShardingState) -> Leaf | None:
-    """The leaf of the second dimension; None if the dimension has several leaves."""
+    """Returns the leaf (a part of a dimension) of a tensor's second dimension; None unless the
+    dimension has exactly one leaf."""
     factors = sharding.factors.tensors.get(tensor.name) if tensor is not None else None
     at = [i for i, dim in enumerate(factors.dim_of_leaf) if dim == 1] if factors else []
     return factors.leaves[at[0]] if factors is not None and len(at) == 1 else None
@@ -69,16 +72,16 @@ def _second_dimension(tensor: gs.Variable | None, sharding: ShardingState) -> Le
 
 @dataclass(frozen=True)
 class SplitSums:
-    """Splits sums along an atom, where they are partial over axes, so that they are
-    reduce-scattered. The split is after ops that only move the sums, or add them to other partial
-    sums."""
+    """The annotation that splits activations along an atom (a part of a dimension) where they are
+    sums over ranks along `axes`, so that a reduce-scatter replaces an all-reduce. The split comes
+    after ops that only move the sums, or add them to other sums over ranks."""
 
     atom: int
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Splits the leaves of the atom that are still open. Errors: StrategyError if no partial
-        sum has the atom."""
+        """Splits the leaves (parts of dimensions) of the atom that are still undecided. True if a
+        leaf was split. Errors: StrategyError if no sum over ranks has the atom."""
         changed = found = False
         for name in self._ends(sharding):
             for i, leaf in enumerate(sharding.factors.tensors[name].leaves):
@@ -93,8 +96,9 @@ class SplitSums:
         return changed
 
     def _ends(self, sharding: ShardingState) -> list[str]:
-        """Names of the partial sums after the last op that only moves or adds them. Closes the
-        leaves of nodes before an addition of several sums."""
+        """Returns the names of the sums over ranks, each after the last op that only moves or adds
+        it. Makes the leaves (parts of dimensions) of nodes before an addition of several sums
+        whole."""
         first: dict[str, str] = {}
         moved: dict[str, list[OpFactors]] = {}
         for op in sharding.factors.ops:
@@ -116,6 +120,8 @@ class SplitSums:
         return list(first.values())
 
     def _close(self, sharding: ShardingState, ops: Iterable[OpFactors]) -> None:
+        """Makes the nodes' leaves (parts of dimensions) of the atom whole, if they are
+        undecided."""
         for op in ops:
             for i, leaf in enumerate(op.leaves):
                 if leaf.atom == self.atom:
@@ -125,8 +131,8 @@ class SplitSums:
 def zero_rounds(
     graph: gs.Graph, sharding: ShardingState, step: Step | None, preset: str, axes: Axes
 ) -> tuple[list[Annotation], list[Annotation]]:
-    """Returns two lists of annotations: the first must come before, and the second after, all
-    annotations that split the computation.
+    """Returns two lists of annotations for a ZeRO stage: the first must come before, and the second
+    after, all annotations that split the computation.
 
     Stages 1 and 2 shard the optimizer state and the update of each parameter; stage 3 also shards
     the parameter. Stages 1 and 2 of one step are the same program, as both reduce-scatter the
@@ -153,8 +159,8 @@ def zero_rounds(
 
 
 def updated_with(graph: gs.Graph, step: Step, slot: Slot) -> tuple[str, ...]:
-    """Names of the tensors in an optimizer's elementwise update of a parameter: the optimizer's
-    states of the parameter, and the parameter's next value."""
+    """Returns the names of the tensors in an optimizer's elementwise update of a parameter: the
+    optimizer's states of the parameter (momentum, ...), and the parameter's next value."""
     output = next(t for t in graph.outputs if t.name == slot.output)
     shapes = {t.name: list(t.shape) for t in graph.inputs}
     states = [
@@ -167,19 +173,20 @@ def updated_with(graph: gs.Graph, step: Step, slot: Slot) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Closed:
-    """Keeps the open leaves of a tensor whole."""
+    """The annotation that keeps a tensor whole, except for leaves (parts of dimensions) that are
+    decided already."""
 
     tensor: str
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Closes the leaves that no annotation of higher priority has decided."""
+        """Makes the undecided leaves (parts of dimensions) of the tensor whole."""
         sharding.close_tensor(self.tensor)
         return False
 
 
 @dataclass(frozen=True)
 class SplitTogether:
-    """Splits tensors of the same shape along one dimension."""
+    """The annotation that splits tensors of the same shape along one dimension."""
 
     tensors: tuple[str, ...]
     axes: Axes
@@ -187,7 +194,7 @@ class SplitTogether:
     def apply(self, sharding: ShardingState) -> bool:
         """Splits the dimension that divides most evenly, or else the longest one. The dimension
         must be open in all tensors, long enough, and not requested to be whole. In each of its
-        segments, one factor is split."""
+        segments, one factor is split. False if there is no such dimension."""
         factors = sharding.factors.tensors[self.tensors[0]]
         parts = parts_over(self.axes)
         choices = []
@@ -203,5 +210,7 @@ class SplitTogether:
         return False
 
     def _assign(self, sharding: ShardingState, tensor: str, leaf: int) -> bool:
+        """Splits a leaf (a part of a dimension) of a tensor, even if it was made whole. False if
+        another leaf uses the axes."""
         sharding.tensors[tensor][leaf] = None
         return sharding.assign_tensor(tensor, leaf, self.axes)

@@ -1,4 +1,5 @@
-"""Finds the cheapest set of atoms that covers all weights of a graph."""
+"""Finds the cheapest set of atoms that covers all weights of a graph: if each atom of the set is
+split, each weight is split."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from onnxpar.strategy.weight_cover_state import CoverState, Event
 LARGE = 1024
 """Weights of up to this many elements may be whole on every rank."""
 SLACK = 0.03
-"""Fraction of all weights that may stay whole, to save the collectives of splitting them."""
+"""Fraction of all weights' elements that may stay whole, to save the collectives of splitting
+them."""
 LOCAL_COVER = 1.5
 """The cost, in collectives, of a weight that is split only for its own readers."""
 
@@ -42,8 +44,16 @@ _PACKED = {"int8", "uint8", "int4", "uint4", "int2", "uint2"}
 
 
 class WeightCover:
-    """The cover of the weights by atoms with the least cost. Starts from all atoms and removes the
-    most expensive atoms."""
+    """The search for the set of atoms (parts of dimensions) with the least cost that covers all
+    weights. It starts from all atoms and removes the most expensive ones.
+
+    events     the collectives that a split of each atom causes
+    times      the cost of an event, if not 1
+    conflicts  for each atom, the number of products that could split it or another atom, not both
+    readers    the nodes that read each weight, each with the index of the operand
+    companion  for each chosen atom that is too small for the mesh, the atom that takes the other
+               axes
+    """
 
     def __init__(self, graph: gs.Graph, sharding: ShardingState, axes: Axes) -> None:
         self.sharding = sharding
@@ -68,8 +78,8 @@ class WeightCover:
         self.small = [t for t in self.weights if _size(t) <= LARGE]
 
     def free_atoms(self, chosen: set[int]) -> set[int]:
-        """The chosen atoms, and the atoms of small weights whose split causes no collective beyond
-        those of the chosen atoms."""
+        """Returns the chosen atoms (parts of dimensions), and the atoms of small weights whose
+        split causes no collective beyond the collectives of the chosen atoms."""
         caused = {e for a in chosen for e in self.events[a]}
         return chosen | {
             leaf.atom
@@ -81,8 +91,8 @@ class WeightCover:
         }
 
     def worth_splitting(self) -> list[gs.Constant]:
-        """The large weights except the smallest of them, which together are a negligible
-        fraction."""
+        """Returns the large weights without the smallest of them, which together have a negligible
+        fraction of all elements."""
         total = sum(map(_size, self.large))
         contracted = {w.name for w in self.weights}
         out: list[gs.Constant] = []
@@ -95,7 +105,8 @@ class WeightCover:
         return out
 
     def _add_events(self, op: OpFactors) -> None:
-        """Records the collectives that splitting each atom causes at this node."""
+        """Records the collectives that splitting each atom (a part of a dimension) causes at this
+        node."""
         if op.node.name in self.recurrences.ops:
             self.times["reduce", op.node.name] = self.recurrences.collectives(op)
         # the sum of a single number, such as a norm, costs next to nothing
@@ -117,9 +128,9 @@ class WeightCover:
                     self.events[factor.atom].add(("gather", tensor.name))
 
     def _weigh_large_sums(self) -> float:
-        """Raises the cost of sums whose results are far larger than those of most products, such as
-        the scores of millions of classes. Returns the number of elements of the median product's
-        result."""
+        """Raises the cost of sums whose results are far larger than the results of most products,
+        such as the scores of millions of classes. Returns the number of elements of the median
+        product's result."""
         sizes = {
             op.node.name: numel(tensor_shape(op.node.outputs[0]) or ())
             for op in self.sharding.factors.ops
@@ -133,8 +144,8 @@ class WeightCover:
         return middle
 
     def _segments(self, weight: gs.Constant) -> Iterator[tuple[int, frozenset[int]]]:
-        """Yields (elements, atoms that split it) for each segment of a weight; each segment needs a
-        cover of its own."""
+        """Yields (elements, atoms that split it) for each segment of a weight (Q, K and V of a
+        fused QKV weight); each segment needs a cover of its own."""
         factors = self.sharding.factors.tensors[weight.name]
         atoms = (
             leaf.atom if self._splits(weight.name, i) else -1
@@ -148,17 +159,19 @@ class WeightCover:
             yield size, frozenset(covering - {-1})
 
     def _splits(self, weight: str, leaf: int) -> bool:
-        """True if every reader can compute with a shard of this leaf."""
+        """True if every reader of a weight can compute with a shard of this leaf (a part of a
+        dimension)."""
         return all(op.inputs[i][leaf] is not None for op, i in self.readers[weight])
 
     def capacity(self, atom: int, size: int) -> int:
-        """The number of shards into which this mesh can split an atom of this size."""
+        """Returns the number of shards into which this mesh can split an atom (a part of a
+        dimension) of this size: 4 for 4 heads over 8 ranks."""
         return self.parts if size >= self.parts else gcd(size, self.parts)
 
     def choose(self) -> set[int]:
-        """The covering atoms: prunes all atoms greedily, then tries to add each removed atom again.
-        Does so in two orders, by cost and by cost relative to the segments that an atom covers, and
-        takes the cheaper result."""
+        """Returns the atoms (parts of dimensions) to split. Prunes all atoms greedily, then tries
+        to add each removed atom again. Does so in two orders, by cost and by cost relative to the
+        segments that an atom covers, and takes the cheaper result."""
         sizes = {
             leaf.atom: leaf.size
             for w in self.weights
@@ -174,8 +187,8 @@ class WeightCover:
         return min(results, key=lambda state: state.cost).chosen
 
     def _segments_to_cover(self) -> list[tuple[float, frozenset[int]]]:
-        """(cost of leaving the segment uncovered, atoms that cover it) for each segment of each
-        weight."""
+        """Returns (cost of leaving the segment uncovered, atoms that cover it) for each segment of
+        each weight."""
         small = {w.name for w in self.small}
         out = []
         for weight in self.weights:
@@ -191,8 +204,8 @@ class WeightCover:
     def annotations(
         self, weight: gs.Constant, chosen: set[int], axes: Axes
     ) -> Iterator[Annotation]:
-        """Yields the annotation that splits one dimension of a weight: of several, the contracted
-        dimension."""
+        """Yields the annotation that splits one dimension of a weight over `axes`: a dimension that
+        has an atom (a part of a dimension) in `chosen`; of several, the contracted dimension."""
         factors = self.sharding.factors.tensors[weight.name]
         candidates = []
         for dim in range(len(factors.dims)):
@@ -208,8 +221,8 @@ class WeightCover:
         yield TensorAnnotation(weight.name, [over.get(i) for i in range(len(factors.leaves))])
 
     def companions(self, chosen: set[int]) -> dict[int, int]:
-        """For each chosen atom that is too small for the mesh, another atom that takes the
-        remaining axes.
+        """Returns, for each chosen atom (a part of a dimension) that is too small for the mesh,
+        another atom that takes the remaining axes.
 
         With 4 key/value heads on 8 ranks, the 2 query heads of each take the remaining factor of 2.
         The companion shares a dimension with the chosen atom and causes no new collective; of
@@ -234,8 +247,9 @@ class WeightCover:
         }
 
     def _dim_axes(self, name: str, at: list[int], chosen: set[int], axes: Axes) -> dict[int, Axes]:
-        """Axes for the leaves of one dimension: a chosen leaf takes them; if it is too small, it
-        shares them with its companion."""
+        """Returns the axes for the leaves (parts of dimensions) `at` of one dimension of the weight
+        `name`, by index. A chosen leaf takes all axes; if it is too small, its companion takes the
+        rest."""
         factors = self.sharding.factors.tensors[name]
         over: dict[int, Axes] = {}
         for i in at:
@@ -257,6 +271,8 @@ class WeightCover:
         return over
 
     def _reduces(self, name: str, at: list[int], chosen: set[int]) -> bool:
+        """True if a reader of a weight contracts one of the leaves (parts of dimensions) `at` whose
+        atom is chosen."""
         factors = self.sharding.factors.tensors[name]
         for op, index in self.readers[name]:
             for i in at:
@@ -267,7 +283,7 @@ class WeightCover:
 
 
 def _size(weight: gs.Constant) -> int:
-    """Elements of a weight."""
+    """Returns the number of elements of a weight."""
     return numel(weight.shape)
 
 
@@ -279,8 +295,8 @@ def _is_number(tensor: gs.Tensor) -> bool:
 
 
 def _segments_of(dim: Dim, atoms: Iterator[int]) -> list[tuple[int, set[int]]]:
-    """(elements, atoms that split it) for each segment of a dimension; `atoms` yields the atoms of
-    its leaves."""
+    """Returns (elements, atoms that split it) for each segment of a dimension; `atoms` yields the
+    atoms (parts of dimensions) of the dimension's leaves."""
     if isinstance(dim, Factor):
         return [(dim.size, {next(atoms)} if dim.size > 1 else set())]
     inner = [_segments_of(child, atoms) for child in dim.children]

@@ -10,14 +10,16 @@ Event = tuple[str, str]
 
 
 class CoverState:
-    """A set of atoms and its cost: the collectives that it causes; the contractions with two of its
-    atoms, of which only one can take the axes; and the segments of weights that it leaves
-    uncovered.
+    """A set of atoms (parts of dimensions) and its cost. The cost counts the collectives that
+    splitting the atoms causes; the contractions that have two of the atoms, as only one can take
+    the axes; and the segments of weights that no atom of the set splits.
 
-    segments  for each segment of a weight, the cost of leaving it uncovered, and the atoms that
-              cover it
-    usable    the atoms that ranks can split
-    times     the cost of an event, in collectives, where it is not 1
+    events     for each atom, the collectives that its split causes
+    conflicts  for each atom, the number of contractions that it shares with each other atom
+    segments   for each segment of a weight, the cost of leaving it uncovered, and the atoms that
+               cover it
+    usable     the atoms that ranks can split
+    times      the cost of an event, in collectives, where it is not 1
     """
 
     def __init__(
@@ -43,7 +45,8 @@ class CoverState:
             self._add(atom)
 
     def size(self, atom: int) -> float:
-        """The cost of leaving uncovered the segments that an atom covers."""
+        """Returns the cost of leaving uncovered the segments that an atom (a part of a dimension)
+        covers."""
         return sum(self.price[i] for i in self.holders[atom])
 
     @property
@@ -57,8 +60,9 @@ class CoverState:
         return caused + met / 2 + uncovered
 
     def order(self, by_cover: bool) -> list[int]:
-        """All atoms, the most expensive first: by the collectives that they cause; with `by_cover`,
-        by these collectives relative to the cost of the segments that they cover."""
+        """Returns all atoms (parts of dimensions), the most expensive first: by the collectives
+        that they cause or, with `by_cover`, by these collectives relative to the cost of the
+        segments that they cover."""
 
         def key(atom: int) -> tuple[float, float, int]:
             count = sum(self.times.get(e, 1) for e in self.events.get(atom, ()))
@@ -68,32 +72,36 @@ class CoverState:
         return sorted(self.holders, key=key)
 
     def improve(self, order: Sequence[int]) -> None:
-        """Prunes atoms, then tries to add each removed atom, until the set gets no cheaper."""
+        """Prunes atoms (parts of dimensions) in this order, then tries to add each removed atom,
+        until the set gets no cheaper."""
         self.prune(order)
         improved = True
         while improved:
             improved = any([self.try_adding(a) for a in order if a not in self.chosen])
 
     def _add(self, atom: int) -> None:
+        """Adds an atom (a part of a dimension) to the set, whatever it costs."""
         self.chosen.add(atom)
         self.caused.update(self.events.get(atom, ()))
         self.covered.update(self.holders[atom])
 
     def _remove(self, atom: int) -> None:
+        """Removes an atom (a part of a dimension) from the set, whatever it saves."""
         self.chosen.discard(atom)
         self.caused.subtract(self.events.get(atom, ()))
         self.covered.subtract(self.holders[atom])
 
     def gain(self, atom: int) -> float:
-        """The cost that the set saves without a chosen atom; negative if it then costs more."""
+        """Returns the cost that the set saves if a chosen atom (a part of a dimension) is removed;
+        negative if the set then costs more."""
         events = self.events.get(atom, ())
         saved: float = sum(self.times.get(e, 1) for e in events if self.caused[e] == 1)
         saved += sum(n for o, n in self.conflicts.get(atom, {}).items() if o in self.chosen)
         return saved - sum(self.price[i] for i in self.holders[atom] if self.covered[i] == 1)
 
     def prune(self, order: Iterable[int]) -> list[int]:
-        """Removes, in this order, each atom that costs more than the segments that only it covers.
-        Returns the removed atoms."""
+        """Removes, in this order, each atom (a part of a dimension) that costs at least as much as
+        the segments that only it covers. Returns the removed atoms."""
         removed = []
         for atom in order:
             if atom in self.chosen and self.gain(atom) >= 0:
@@ -102,8 +110,8 @@ class CoverState:
         return removed
 
     def try_adding(self, atom: int) -> bool:
-        """Adds an atom and removes atoms that it makes superfluous, if the set gets cheaper by
-        this. True if it did."""
+        """Adds an atom (a part of a dimension) and removes atoms that it makes superfluous, if the
+        set gets cheaper by this; else leaves the set as it is. True if the set got cheaper."""
         neighbours = {
             a for a in self.chosen if not set(self.holders[a]).isdisjoint(self.holders[atom])
         }

@@ -1,5 +1,5 @@
-"""Writes splits of nodes and tensors as entries of a strategy file; onnxpar reads the same splits
-from these entries."""
+"""Writes splits of nodes and tensors as entries of a strategy file, from which onnxpar reads the
+same splits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Splits = Sequence[LeafSplit]
 
 
 def node_entry(op: OpFactors, splits: Splits, sharding: ShardingState) -> Any:
-    """The entry of a node whose leaves have these splits: a list for each input."""
+    """Returns the entry of a node whose leaves (parts of dimensions) have these splits: a list with
+    an item for each input."""
     entry: list[Any] = []
     for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
         if all(link is None for link in links):
@@ -36,7 +37,8 @@ def node_entry(op: OpFactors, splits: Splits, sharding: ShardingState) -> Any:
 
 
 def factor_entry(op: OpFactors, splits: Splits, mesh: Mesh) -> Any:
-    """The entry of a node by factors of its rule; this form can express every split."""
+    """Returns the entry of a node by factors of its rule, such as {"n": "tp"}; this form can
+    express every split."""
     entry: dict[str, Any] = {}
     for name, tree in op.trees.items():
         factor_splits = [
@@ -50,7 +52,8 @@ def factor_entry(op: OpFactors, splits: Splits, mesh: Mesh) -> Any:
 
 
 def tensor_entry(name: str, splits: Splits, sharding: ShardingState) -> Any:
-    """The entry of a tensor whose leaves have these splits."""
+    """Returns the entry of a tensor whose leaves (parts of dimensions) have these splits: a list
+    with an item for each dimension."""
     links = range(len(splits))
     dims, splits_of_dim = _operand(name, links, splits, sharding)
     return [_item(dim, *splits_of_dim[i], sharding.mesh) for i, dim in enumerate(dims)]
@@ -59,8 +62,9 @@ def tensor_entry(name: str, splits: Splits, sharding: ShardingState) -> Any:
 def _operand(
     name: str, links: Sequence[int | None], splits: Splits, sharding: ShardingState
 ) -> tuple[Sequence[Dim], list[tuple[list[LeafSplit], frozenset[int]]]]:
-    """Returns the dimensions of a tensor and, for each dimension, the splits of its leaves and the
-    leaves that must stay whole."""
+    """Returns the dimensions of a tensor and, for each dimension, (the splits of its leaves, the
+    indices of leaves that must stay whole). `links` has for each leaf (a part of a dimension) its
+    index in `splits`, or None."""
     factors = sharding.factors.tensors[name]
     splits_of_dim = []
     for axis in range(len(factors.dims)):
@@ -71,7 +75,8 @@ def _operand(
 
 
 def _item(dim: Dim, splits: Splits, blocked: frozenset[int], mesh: Mesh) -> Any:
-    """The shortest item of a dimension that onnxpar reads as these splits of its leaves."""
+    """Returns the shortest item of a dimension that onnxpar reads as these splits of its leaves
+    (parts of dimensions): "tp", or `2*tp*16` if nothing shorter does."""
     requested = [axes for axes, _ in splits]
     if not any(requested):
         return None
@@ -86,6 +91,8 @@ def _item(dim: Dim, splits: Splits, blocked: frozenset[int], mesh: Mesh) -> Any:
 
 
 def _simple(axes: Axes, parts: tuple[int, ...] | None, mesh: Mesh) -> Any:
+    """Returns the item of a dimension with one leaf (a part of a dimension) to split: "tp", ["dp",
+    "tp"], {"tp": [3, 1]} or text."""
     names = [mesh.text(axis) for axis in axes]
     is_named = all(name in mesh.sizes for name in names)
     if parts is not None and is_named and len(names) == 1:
@@ -96,13 +103,15 @@ def _simple(axes: Axes, parts: tuple[int, ...] | None, mesh: Mesh) -> Any:
 
 
 def _count(dim: Dim) -> int:
+    """Returns the number of leaves (parts of dimensions) of a dimension with two or more
+    elements."""
     if isinstance(dim, Factor):
         return int(dim.size > 1)
     return sum(map(_count, dim.children))
 
 
 def strategy_text(strategy: Strategy, comment: str) -> str:
-    """The strategy as YAML, one entry per line."""
+    """Returns the strategy as YAML, one entry per line, after `comment`."""
     lines = [f"# {comment}"]
     if strategy.mesh is not None:
         sizes = ", ".join(f"{name}: {size}" for name, size in strategy.mesh.shape)
@@ -114,11 +123,12 @@ def strategy_text(strategy: Strategy, comment: str) -> str:
 
 
 def _key(name: str) -> str:
+    """Returns a name as a key in YAML, quoted if it must be."""
     is_plain = re.fullmatch(r"[A-Za-z_/][\w./*-]*", name) and yaml.safe_load(name) == name
     return name if is_plain else json.dumps(name)
 
 
 def _value(entry: Any) -> str:
-    """An entry as YAML on one line, in flow style."""
+    """Returns an entry as YAML on one line, in flow style."""
     text: str = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=1 << 20)
     return text.strip()

@@ -18,14 +18,18 @@ from onnxpar.graph.paged_attention import COMPUTE
 from onnxpar.runtime.ranks.library import library_path
 
 Operand = tuple[int, ...] | Array | None
+"""A shape (random floats are fed), an array (a constant of the model), or None (a missing
+operand)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
     """One node with concrete operands.
 
-    An operand is a shape (then random floats are fed), an array (a constant of the model, but fed
-    if its index is in `fed`), or None if it is missing.
+    operands  the operands, in order: a shape (then random floats are fed), an array (a constant of
+              the model, but fed if its index is in `fed`), or None if the operand is missing
+    outputs   the number of results
+    version   the version of the operator set `domain`, if it is not ONNX's own (`opset`)
     """
 
     op: str
@@ -51,7 +55,7 @@ class Case:
 
     def graph(self, results: Sequence[Array] = ()) -> gs.Graph:
         """Returns the graph with the node; the node's results get the dtypes and shapes of
-        `results`."""
+        `results`, the arrays that an earlier run has given."""
         feeds = [self._operand(i) for i in range(len(self.operands))]
         made = [gs.Variable(f"y{i}") for i in range(self.outputs)]
         for tensor, value in zip(made, results, strict=False):
@@ -65,6 +69,8 @@ class Case:
         )
 
     def _operand(self, index: int) -> gs.Tensor:
+        """Returns the operand `index`: a variable that is fed, a constant, or an empty variable if
+        missing."""
         name = f"x{index}"
         if name not in self.values:
             return gs.Variable.empty()
@@ -75,14 +81,21 @@ class Case:
 
 
 def _known_shape(value: Array) -> tuple[int, ...] | None:
-    """The shape of an array; None of strings and maps, which have none in a graph."""
+    """Returns the shape of an array; None for strings and maps, which have no shape in a graph."""
     return None if value.dtype == object else value.shape
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A dimension of a tensor that another op divides into atoms: into a product `(2 n)` or into
-    segments `k + n`, as `kind` says."""
+    """A dimension of a tensor that another op divides, so that a rule is tested on a part of a
+    dimension: a Reshape divides it into a product `(2 n)`, or a Split into segments `k + n`.
+
+    factor  the factor of the rule that is the dimension
+    tensor  the name of the tensor
+    dim     the index of the dimension
+    sizes   the sizes of its two factors or segments
+    kind    "product" or "concat"
+    """
 
     factor: str
     tensor: str
@@ -109,14 +122,18 @@ _SESSIONS: dict[bytes, ort.InferenceSession] = {}
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A graph that is ready to run. Its constants are operands, too, with `values` as defaults."""
+    """A compiled graph. Its constants are operands, too, so that a run may replace them.
+
+    operands  the names of all operands
+    values    the default values of operands that are constants
+    """
 
     session: ort.InferenceSession
     operands: frozenset[str]
     values: Mapping[str, Array]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Runs the graph, and returns its results; `feeds` are operands by name."""
+        """Runs the graph with these operands, by name. Returns its results, in order."""
         given = {**self.values, **feeds}
         found = self.session.run(None, {k: np.asarray(given[k]) for k in self.operands})
         return [np.array(v, object) if isinstance(v, list) else v for v in found]
@@ -170,8 +187,9 @@ def has_fixed_sizes(node: gs.Node) -> bool:
 
 
 def _open_shape(tensor: gs.Tensor) -> list[int | str] | None:
-    """Returns a shape with open sizes, or the tensor's own if shape inference needs it: for tables,
-    for operands of a Resize other than the first, and for nodes of fixed sizes."""
+    """Returns a shape with open sizes (known only at run time). A tensor whose sizes shape
+    inference needs keeps its own: tables, operands of a Resize other than the first, and operands
+    of nodes with fixed sizes."""
     if any(map(has_fixed_sizes, tensor.outputs)):
         return list(tensor.shape)
     if isinstance(tensor, gs.Constant) and any(
@@ -186,5 +204,5 @@ def _open_shape(tensor: gs.Tensor) -> list[int | str] | None:
 
 
 def run(graph: gs.Graph, feeds: Mapping[str, Array]) -> list[Array]:
-    """Runs the graph, and returns its results; `feeds` are operands by name."""
+    """Runs a graph in onnxruntime with these operands, by name. Returns its results, in order."""
     return compiled(graph).run(feeds)

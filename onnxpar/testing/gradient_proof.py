@@ -1,8 +1,8 @@
 """Tests gradient rules, one node at a time.
 
 Compares gradients in float64 with central differences, and gradients in float32 under onnxruntime
-with those in float64. In float64, a graph runs in onnxruntime if that has the kernels, else in
-ONNX's reference implementation.
+with the float64 gradients. In float64, a graph runs in onnxruntime if onnxruntime has the kernels,
+else in ONNX's reference implementation.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Gelu(OpRun):
 
 
 class Program:
-    """A graph that is ready to run: in onnxruntime or, with `reference`, in ONNX's reference
+    """A graph that is ready to run in onnxruntime. With `reference`, it runs in ONNX's reference
     implementation if onnxruntime lacks kernels for float64."""
 
     def __init__(self, graph: gs.Graph, reference: bool) -> None:
@@ -78,17 +78,18 @@ class Program:
             self.session = ReferenceEvaluator(model, new_ops=[Erf, Gelu, *REFERENCE_OPS])
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Runs the graph, and returns its results by name."""
+        """Runs the graph with these inputs, by name. Returns its results by name."""
         results = self.session.run(None, dict(feeds))
         return dict(zip(self.outputs, results, strict=True))
 
 
 class Gradient:
-    """A case with operands of one floating-point dtype, and the graph of its gradients.
+    """A case with operands of one floating-point dtype, and the graph that computes its gradients.
 
-    `wrt` has the indices of the operands to differentiate by; None stands for all floating-point
-    operands. Other operands that are arrays stay constants, unless they are fed. The first
-    `results` results of the node have incoming gradients.
+    dtype    np.float32 or np.float64
+    wrt      the indices of the operands to differentiate by; None: all floating-point operands.
+             Other operands that are arrays stay constants, unless they are fed
+    results  the number of the node's results, from the first, that have incoming gradients
     """
 
     def __init__(self, case: Case, dtype: Any, wrt: Sequence[int] | None, results: int) -> None:
@@ -110,8 +111,8 @@ class Gradient:
         self.program = Program(self._differentiated(), reference=is_double)
 
     def seeds(self) -> dict[str, Array]:
-        """Returns the incoming gradients of the results by name: random numbers, the same in every
-        dtype."""
+        """Returns the incoming gradients of the results, by name (`dy0`): random numbers, which are
+        the same in every dtype."""
         rng = np.random.default_rng(100)  # another generator than the operands'
         return {
             f"d{y}": _as(rng.standard_normal(self.whole[y].shape), self.whole[y].dtype)
@@ -119,17 +120,20 @@ class Gradient:
         }
 
     def run(self) -> dict[str, Array]:
-        """Returns the gradients that the rule computes, by name (`d0` for operand 0); zeros for an
-        operand without a gradient."""
+        """Returns the gradients that the gradient rule computes, by name (`d0` for operand 0);
+        zeros for an operand without a gradient."""
         given = {k: v for k, v in {**self.feeds, **self.seeds()}.items() if k in self.read}
         found = self.program.run(given) if self.program.outputs else {}
         return {f"d{i}": found.get(f"d{i}", np.zeros_like(self.feeds[f"x{i}"])) for i in self.wrt}
 
     def differences(self, step: float = STEP) -> dict[str, Array]:
-        """Returns the gradients by central differences with this step, by name."""
+        """Returns the gradients by central differences with this step, by name (`d0` for operand
+        0)."""
         return {f"d{i}": self._difference(f"x{i}", step) for i in self.wrt}
 
     def _difference(self, name: str, step: float) -> Array:
+        """Returns the gradient by the operand `name`: each of its elements is moved by the step,
+        both ways."""
         seeds = self.seeds()
         value = self.feeds[name]
         found = np.zeros_like(value)
@@ -144,8 +148,8 @@ class Gradient:
         return found
 
     def _graph(self, whole: Mapping[str, Array]) -> gs.Graph:
-        """Returns the graph with the node; the node's results get the dtypes and shapes of
-        `whole`."""
+        """Returns the graph with the node; the node's results get the dtypes and shapes of `whole`,
+        the results of an earlier run."""
         graph = self.case.graph()
         node = graph.nodes[0]
         for i, tensor in enumerate(node.inputs):
@@ -185,8 +189,8 @@ class Gradient:
 
 
 def prove_gradient(case: Case, wrt: Sequence[int] | None = None, results: int = 1) -> list[str]:
-    """Returns messages about wrong gradients of a node; empty if all are right. `Gradient`
-    describes the arguments."""
+    """Returns a message for each wrong gradient of a node; empty if all are right. `wrt` and
+    `results` are as in `Gradient`."""
     double = Gradient(case, np.float64, wrt, results)
     single = Gradient(case, np.float32, wrt, results)
     found = double.run()
@@ -208,6 +212,8 @@ def prove_linear_gradient(
 def _compare(
     have: Mapping[str, Array], want: Mapping[str, Array], tolerance: float, what: str
 ) -> list[str]:
+    """Returns a message for each gradient in `have` that differs from `want` by more than
+    `tolerance`, relative to its largest value. `what` names `want` in messages."""
     wrong = []
     for name, expected in want.items():
         found = have[name]

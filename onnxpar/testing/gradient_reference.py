@@ -16,8 +16,9 @@ Slices = tuple[Any, ...]
 
 
 class Taps:
-    """Windows over the spatial dimensions: element k of window i is at `i * stride + k * dilation -
-    before`."""
+    """The windows of a convolution or pool over the spatial dimensions. Along each dimension,
+    element k of window i is at `i * stride + k * dilation - before`, where `before` is the
+    padding."""
 
     def __init__(self, kernel: Sequence[int], attrs: Mapping[str, Any]) -> None:
         rank = len(kernel)
@@ -36,15 +37,15 @@ class Taps:
         return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True)]
 
     def divide(self, totals: Sequence[int]) -> None:
-        """Divides these totals of padding between start and end. If a total is odd, the larger half
-        is at the end for SAME_UPPER, else at the start."""
+        """Divides these totals of padding, one for each dimension, between start and end. If a
+        total is odd, the larger half is at the end for SAME_UPPER, else at the start."""
         self.before = [t // 2 if self.auto == "SAME_UPPER" else -(-t // 2) for t in totals]
         self.after = [t - b for t, b in zip(totals, self.before, strict=True)]
 
     def over(self, sizes: Sequence[int], reaches: Sequence[int], by_ceil: Any = 0) -> list[int]:
-        """Returns the number of windows along each dimension of these sizes, after setting
-        automatic padding. `reaches` are the window sizes that automatic padding assumes; `by_ceil`
-        rounds the number up."""
+        """Returns the number of windows along each dimension of an image with these sizes. Sets
+        automatic padding first; `reaches` are the window sizes that it assumes. `by_ceil` rounds
+        the number up."""
         if self.auto.startswith("SAME"):
             every = zip(sizes, self.strides, reaches, strict=True)
             self.divide([max((-(-n // s) - 1) * s + r - n, 0) for n, s, r in every])
@@ -63,7 +64,7 @@ class Taps:
         return [(n - 1) * s + w for n, s, w in zip(out, self.strides, self.spans, strict=True)]
 
     def each(self, out: Sequence[int]) -> Iterator[tuple[Slices, Slices]]:
-        """Yields each element of the kernel, as an index, with the slices of the image that have
+        """Yields each element of the kernel, as an index, with the slices of the image that pick
         this element of all `out` windows."""
         for tap in np.ndindex(*self.kernel):
             element: Slices = (..., *tap)
@@ -72,7 +73,7 @@ class Taps:
             yield element, (..., *(slice(a, a + (n - 1) * s + 1, s) for a, n, s in every))
 
     def padded(self, x: Array, out: Sequence[int], fill: float = 0) -> Array:
-        """Returns `x`, padded with `fill` by the padding, and then with zeros at the end, as far as
+        """Returns the image `x` with its padding (`fill`), and with zeros at the end as far as
         `out` windows reach."""
         lead = [(0, 0)] * (x.ndim - len(out))
         pads = [*lead, *zip(self.before, self.after, strict=True)]
@@ -81,16 +82,19 @@ class Taps:
         return np.pad(x, [*lead, *((0, a) for a in after)])
 
     def total(self, x: Array, out: Sequence[int], fill: float = 0) -> Array:
-        """Returns the sum over each window; `out` is their number along each dimension."""
+        """Returns the sum over each window of the image `x`, padded with `fill`; `out` is the
+        number of windows along each dimension."""
         wide = self.padded(x, out, fill)
         return sum((wide[at] for _, at in self.each(out)), np.zeros((), x.dtype))
 
 
 def _grouped(x: Array, group: int, axis: int) -> Array:
+    """Divides dimension `axis` of an array into (group, channels of the group)."""
     return x.reshape(*x.shape[:axis], group, x.shape[axis] // group, *x.shape[axis + 1 :])
 
 
 def _joined(y: Array, bias: Array | None) -> Array:
+    """Joins dimensions 1 and 2 (group, channel) of an array, and adds the bias of each channel."""
     y = y.reshape(y.shape[0], y.shape[1] * y.shape[2], *y.shape[3:])
     return y if bias is None else y + bias.reshape(-1, *[1] * (y.ndim - 2))
 

@@ -40,16 +40,20 @@ equal."""
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split a node: axes and shard sizes (None: even) for some of its leaves, by index
-    of the leaf."""
+    """One way to split a node: for some of its leaves (parts of dimensions), by index, the mesh
+    axes and the sizes of the shards (None: as equal as possible)."""
 
     mesh: Mesh
     leaves: Mapping[int, tuple[Axes, tuple[int, ...] | None]]
 
 
 class Oracle:
-    """A case, its unsplit results, and its rule over atoms. With `cut`, another op divides a
-    dimension into atoms."""
+    """Tests the sharding rule of a case.
+
+    cut    another op that divides one of the dimensions, if given
+    whole  the unsplit results
+    op     the node's factors: its rule, over leaves (parts of dimensions) that can be split
+    """
 
     def __init__(self, case: Case, cut: Cut | None = None) -> None:
         self.case = case
@@ -61,6 +65,8 @@ class Oracle:
         self.op = self.factors.ops[0]
 
     def _analysed(self) -> tuple[gs.Graph, GraphFactors]:
+        """Returns a new graph of the case, and its factors. The op of `cut` takes part in the
+        analysis, and is then removed."""
         graph = self.case.graph(self.whole)
         expose(graph)
         if self.cut is None:
@@ -71,11 +77,11 @@ class Oracle:
         return graph, factors
 
     def splits(self) -> Iterator[Split]:
-        """Yields the splits to test: each leaf over 2 and 3 ranks, and each pair of leaves over 2 x
-        2 ranks.
+        """Yields the splits to test: each leaf (a part of a dimension) over 2 and 3 ranks, and each
+        pair of leaves over 2 x 2 ranks.
 
-        If a dimension is cut, only leaves of this dimension are split, over 2 ranks; segments also
-        all over the same axis.
+        If another op divides a dimension (`cut`), only leaves of this dimension are split, over 2
+        ranks; segments also all over the same axis.
         """
         tied = {i for group in self.op.co_sharded for i in group}
         leaves = [
@@ -103,8 +109,8 @@ class Oracle:
                 yield from self._pairs(mesh, i, j)
 
     def _pairs(self, mesh: Mesh, i: int, j: int) -> Iterator[Split]:
-        """Yields splits of two leaves: with elements on every rank, and with empty shards of one
-        leaf on some ranks."""
+        """Yields splits of the leaves (parts of dimensions) i and j over two axes: with elements on
+        every rank, and with empty shards of one leaf on some ranks."""
         axes = {i: (mesh.axis("x"),), j: (mesh.axis("y"),)}
         yield Split(mesh, {k: (over, None) for k, over in axes.items()})
         for empty in (i, j):
@@ -115,8 +121,8 @@ class Oracle:
             yield Split(mesh, {k: (a, none if k == empty else None) for k, a in axes.items()})
 
     def _tied_splits(self) -> Iterator[Split]:
-        """Yields splits of co-sharded leaves, which share axes but have different shard sizes; and,
-        over 2 x 2 ranks, together with other leaves."""
+        """Yields splits of co-sharded leaves (parts of dimensions), which share axes but have
+        different shard sizes; and, over 2 x 2 ranks, together with other leaves."""
         for group in self.op.co_sharded:
             for n in range(2, 5):
                 mesh = Mesh.of([("x", n)])
@@ -136,8 +142,8 @@ class Oracle:
             yield Split(mesh, {i: (x if i in a else y, None) for i in (*a, *b)})
 
     def _ring_splits(self) -> Iterator[Split]:
-        """Yields splits of both leaves of a ring over one axis: evenly, by hand, and with empty
-        shards; and together with other leaves."""
+        """Yields splits of both leaves (parts of dimensions) of a ring over one axis: evenly, by
+        hand, and with empty shards; and together with other leaves."""
         for pair in self.op.rings:
             for n in range(2, 5):
                 mesh = Mesh.of([("x", n)])
@@ -155,8 +161,8 @@ class Oracle:
                 yield Split(mesh, {**dict.fromkeys(pair, (x, None)), other: (y, None)})
 
     def cuts(self) -> Iterator[Cut]:
-        """Yields cuts of each dimension that is a single factor which may be split: into segments
-        and into a product."""
+        """Yields cuts to test, into two segments and into a product, of each dimension that is a
+        single factor which may be split."""
         node, rule = self.op.node, self.op.rule
         operands = zip(node.inputs, rule.inputs, strict=False)
         for tensor, spec in chain(operands, zip(node.outputs, rule.outputs, strict=False)):
@@ -169,11 +175,14 @@ class Oracle:
                         yield Cut(expr.name, tensor.name, dim, (2, size // 2), "product")
 
     def wrong_while_open(self, split: Split) -> str | None:
-        """Like `wrong`, with the node lowered as if the sizes of all its leaves were open."""
+        """Like `wrong`, with the node lowered as if the sizes of all its leaves (parts of
+        dimensions) were open (unknown until a run)."""
         return self.wrong(split, frozenset(leaf.atom for leaf in self.op.leaves))
 
     def wrong(self, split: Split, open_atoms: frozenset[int] = frozenset()) -> str | None:
-        """Tests a split; returns the first error, None if every shard is right."""
+        """Tests a split on simulated ranks. Returns the first error; None if every rank's shards
+        are right, or if the node could not be split like this. `open_atoms` are atoms (parts of
+        dimensions) whose size counts as open."""
         graph, factors = self._analysed()
         op = factors.ops[0]
         layouts = self._layouts(op, split)
@@ -200,7 +209,8 @@ class Oracle:
         return None
 
     def _layouts(self, op: OpFactors, split: Split) -> dict[str, Layout]:
-        """Returns the layouts of operands and results that a split implies, by tensor."""
+        """Returns the layouts of operands and results, by name, if the node's leaves (parts of
+        dimensions) are split like this."""
         own: Axes = ()
         reduce: Any = "sum"
         for leaf, (axes, _) in split.leaves.items():
@@ -250,8 +260,8 @@ class Oracle:
 
 
 def compare_parts(layout: Layout, expected: Array, parts: list[Array], mesh: Mesh) -> str | None:
-    """Returns the first error in `parts`, the ranks' shards of the result `expected`; None if there
-    is none."""
+    """Compares the ranks' shards `parts` of a result with the same shards of the unsplit result
+    `expected`. Returns the first error; None if there is none."""
     for rank, part in enumerate(parts):
         if part.shape != layout.local_shape(mesh, rank):
             return f"rank {rank} computes {part.shape}, not {layout.local_shape(mesh, rank)}"
@@ -265,8 +275,8 @@ def compare_parts(layout: Layout, expected: Array, parts: list[Array], mesh: Mes
 def close(
     have: Array, want: Array, scale: Array | None = None, tolerance: float | None = None
 ) -> bool:
-    """True if two arrays agree up to rounding. Errors are relative to the largest value of `scale`,
-    by default of `want`."""
+    """True if two arrays agree up to rounding. `tolerance` (by default, that of the dtype) is
+    relative to the largest value of `scale`, by default of `want`."""
     if have.shape != want.shape or have.dtype != want.dtype:
         return False
     if tolerance is None:

@@ -1,5 +1,5 @@
-"""Tests the rule of a case: the splits that it allows, its claims about linearity, and splits that
-it forbids without need.
+"""Tests the sharding rule of a case: the splits that it allows, its claims about linearity, and
+splits that it forbids without need.
 
 If the rule calls a group of operands jointly linear, the op must commute with a sum; if it calls an
 operand monotone, with max and min. If it says that a factor must stay whole, splitting the factor
@@ -25,14 +25,20 @@ from onnxpar.testing.case import Case
 from onnxpar.testing.oracle import TOLERANCE, Oracle, close
 
 Terms = tuple[list[Array], list[Array]]
+"""The results of a node for two sets of operands."""
 Cut = tuple[int | None, ...]
 """The dimension of each operand that is halved, None if it stays whole."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The outcome of testing a rule: its text, the number of tested splits, errors, and splits that
-    the rule forbids without need."""
+    """The outcome of testing a sharding rule.
+
+    text    the rule, such as `m k, k n -> m n {sum: k}`
+    splits  the number of tested splits
+    wrong   a message for each error
+    missed  splits that the rule forbids without need
+    """
 
     text: str
     splits: int
@@ -41,8 +47,12 @@ class Proof:
 
 
 def prove(case: Case, every: int = 1, libraries: Iterable[str | PathLike[str]] = ()) -> Proof:
-    """Tests the splits that the rule of the case allows, all or one of `every` so many, and tries
-    splits that it forbids. `libraries` are the files of the custom ops of the case."""
+    """Tests the sharding rule of a case: runs the splits that it allows, and tries splits that it
+    forbids.
+
+    every      1 for all splits, N for one in N
+    libraries  the files of the custom ops of the case
+    """
     use_libraries(libraries)
     oracle = Oracle(case)
     cuts = {(cut.factor, cut.kind): cut for cut in oracle.cuts()}.values()
@@ -55,8 +65,8 @@ def prove(case: Case, every: int = 1, libraries: Iterable[str | PathLike[str]] =
 
 
 def false_claims(oracle: Oracle) -> list[str]:
-    """Returns messages about groups of operands that are not jointly linear, and operands that are
-    not monotone, although the rule says so."""
+    """Returns a message for each group of operands that is not jointly linear, and for each operand
+    that is not monotone, although the rule says so."""
     rule = oracle.op.rule
     found = []
     numbers = all(v.dtype != np.bool_ for v in oracle.whole)
@@ -73,6 +83,7 @@ def false_claims(oracle: Oracle) -> list[str]:
 
 
 def _joins(oracle: Oracle, join: Any, terms: Terms) -> bool:
+    """True if joining the two sets of results in `terms` by `join` gives the unsplit results."""
     rounding = max(TOLERANCE.get(str(v.dtype), 0.0) for v in oracle.feeds.values())
     return all(
         close(join(a, b), whole, tolerance=max(rounding, TOLERANCE.get(str(whole.dtype), 0.0)))
@@ -81,8 +92,9 @@ def _joins(oracle: Oracle, join: Any, terms: Terms) -> bool:
 
 
 def _addends(oracle: Oracle, group: frozenset[int], noisy: bool) -> Terms:
-    """Returns the node's results for two sets of operands that add up to the case's operands in
-    `group`; one set is zero unless `noisy`."""
+    """Returns the node's results for two sets of operands whose sum is the case's operand, for each
+    operand in `group`; other operands are those of the case in both. If `noisy`, the terms are
+    random; else the whole operand and zeros."""
     rng = np.random.default_rng(0)
     one, other = dict(oracle.feeds), dict(oracle.feeds)
     for name in {f"x{i}" for i in group} & oracle.feeds.keys():
@@ -94,7 +106,8 @@ def _addends(oracle: Oracle, group: frozenset[int], noisy: bool) -> Terms:
 
 
 def _extremes(oracle: Oracle, name: str, reduce: ReduceOp) -> Iterator[Terms]:
-    """Yields the node's results for pairs of values whose max (or min) is the operand `name`."""
+    """Yields the node's results for pairs of values whose elementwise max (or min, as `reduce`
+    says) is the operand `name`."""
     rng = np.random.default_rng(0)
     value = oracle.feeds[name]
     step = np.abs(rng.standard_normal(value.shape) * 3 + 1).astype(value.dtype)
@@ -107,8 +120,8 @@ def _extremes(oracle: Oracle, name: str, reduce: ReduceOp) -> Iterator[Terms]:
 
 
 def missed_splits(oracle: Oracle) -> list[str]:
-    """Returns the findings of `missed_cuts` as text: `halved dimensions -> how to join the
-    results`."""
+    """Returns the result of `missed_cuts` as text, one line per cut: `x0.1 x1.0 -> sum` if halving
+    dimension 1 of operand 0 and dimension 0 of operand 1 gives two terms of the result."""
     return [
         f"{' '.join(f'x{i}.{d}' for i, d in enumerate(cut) if d is not None)} -> "
         f"{' '.join(results)}"
@@ -118,8 +131,8 @@ def missed_splits(oracle: Oracle) -> list[str]:
 
 def missed_cuts(oracle: Oracle) -> dict[Cut, list[str]]:
     """Returns the cuts that the rule forbids although the results of the two halves can be joined
-    to the unsplit results, each with how to join each result. If a cut contains a smaller one, only
-    the smaller one is returned."""
+    to the unsplit results, each with the operation that joins each result ("sum", "concat 0"). A
+    cut that contains another cut of this kind is left out."""
     found: dict[Cut, list[str]] = {}
     for cut in sorted(_cuts(oracle), key=lambda c: len(c) - c.count(None)):
         if not any(_contains(cut, smaller) for smaller in found):
@@ -130,11 +143,12 @@ def missed_cuts(oracle: Oracle) -> dict[Cut, list[str]]:
 
 
 def _contains(cut: Cut, smaller: Cut) -> bool:
+    """True if `smaller` halves the same dimensions as `cut`, or fewer."""
     return all(b is None or a == b for a, b in zip(cut, smaller, strict=True))
 
 
 def _cuts(oracle: Oracle) -> Iterator[Cut]:
-    """Yields cuts of up to 4 operands that halve at least one dimension which must stay whole
+    """Yields cuts of up to 4 operands. Each halves at least one dimension that must stay whole
     according to the rule."""
     options: list[list[int | None]] = []
     blocked = set()
@@ -156,8 +170,8 @@ def _cuts(oracle: Oracle) -> Iterator[Cut]:
 
 
 def halved(oracle: Oracle, cut: Cut) -> list[str] | None:
-    """Runs a node on both halves of a cut. Returns the operation that joins the halves of each
-    result to the unsplit result; None if there is none."""
+    """Runs a node on both halves of a cut. Returns for each result the operation that joins the
+    halves to the unsplit result ("sum", "concat 0"); None if there is none."""
     parts = []
     for half in (0, 1):
         feeds = dict(oracle.feeds)
@@ -184,6 +198,8 @@ _JOINS: Sequence[tuple[str, Any]] = (
 
 
 def _join(a: Array, b: Array, whole: Array) -> str | None:
+    """Returns the operation that joins two halves `a` and `b` to `whole`: "whole" if both equal it,
+    "concat 1", "sum", ...; None if there is none."""
     if close(a, whole) and close(b, whole):
         return "whole"
     for dim in range(min(a.ndim, whole.ndim)):

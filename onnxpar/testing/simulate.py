@@ -1,7 +1,8 @@
-"""Simulates all ranks of a localized graph in one process, node by node, with collectives in NumPy.
+"""Simulates all ranks of a rank's graph (as lowering writes it) in one process, node by node, with
+collectives in NumPy.
 
 This is a second definition of each collective, independent of the plugin. The oracle uses it to
-test rules of communicating ops.
+test rules of ops inside which ranks communicate.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from onnxpar.graph.per_rank import PerRank
 from onnxpar.testing.case import Program, compiled, has_fixed_sizes
 
 Values = dict[str, Array]
+"""The tensors that a rank has, by name."""
 
 _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 
@@ -25,7 +27,11 @@ _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.
 def run_ranks(
     graph: gs.Graph, feeds: Sequence[Mapping[str, Array]], per_rank: PerRank
 ) -> list[list[Array]]:
-    """Returns every rank's results; `feeds` has each rank's operands, by name."""
+    """Runs a graph on all ranks. Returns each rank's results, in order.
+
+    feeds     each rank's operands, by name
+    per_rank  the constants and attributes that differ between ranks
+    """
     values: list[Values] = [
         {**feed, **{name: value(rank) for name, value in per_rank.constants.items()}}
         for rank, feed in enumerate(feeds)
@@ -35,7 +41,7 @@ def run_ranks(
 
 
 def _run_nodes(graph: gs.Graph, values: Sequence[Values], per_rank: PerRank) -> None:
-    """Runs all nodes on all ranks, and adds their results to the values of each rank."""
+    """Runs all nodes on all ranks, and adds their results to each rank's `values`."""
     for node in graph.nodes:
         attrs = [_attributes(node, per_rank, rank) for rank in range(len(values))]
         if node.domain == DOMAIN:
@@ -61,7 +67,8 @@ def _run_nodes(graph: gs.Graph, values: Sequence[Values], per_rank: PerRank) -> 
 def _scan(
     node: gs.Node, attrs: Sequence[Mapping[str, Any]], values: Sequence[Values], per_rank: PerRank
 ) -> None:
-    """Runs a Scan; each iteration runs on all ranks before the next one. Scan axes must be 0."""
+    """Runs a Scan: each iteration runs on all ranks before the next one, as bodies may have
+    collectives. Scan axes must be 0."""
     body = node.attrs["body"]
     carried = len(node.inputs) - node.attrs["num_scan_inputs"]
     states = [[held[t.name] for t in node.inputs[:carried]] for held in values]
@@ -88,12 +95,13 @@ def _scan(
 
 
 def _attributes(node: gs.Node, per_rank: PerRank, rank: int) -> dict[str, Any]:
+    """Returns the attributes of a node on a rank."""
     varying = {k: f(rank) for (n, k), f in per_rank.attributes.items() if n == node.name}
     return {**node.attrs, **varying}
 
 
 def _program(node: gs.Node, attrs: dict[str, Any], graph: gs.Graph, held: Values) -> Program:
-    """Returns a program with one node, for the values of a rank. Ranks with the same attributes
+    """Returns a program that runs one node with a rank's values `held`. Ranks with equal attributes
     share it; its random generator continues from run to run."""
     inputs = [
         gs.Variable.empty() if not t.name else _operand(t, held.get(t.name)) for t in node.inputs
@@ -110,6 +118,7 @@ def _program(node: gs.Node, attrs: dict[str, Any], graph: gs.Graph, held: Values
 
 
 def _operand(tensor: gs.Tensor, value: Array | None) -> gs.Tensor:
+    """Returns a tensor as an operand: a variable like `value`, or a constant if `value` is None."""
     if value is None:
         return gs.Constant(tensor.name, tensor.values)
     return gs.Variable(tensor.name, value.dtype, value.shape)
@@ -118,6 +127,7 @@ def _operand(tensor: gs.Tensor, value: Array | None) -> gs.Tensor:
 def _communicate(
     node: gs.Node, attrs: Sequence[Mapping[str, Any]], values: Sequence[Values]
 ) -> None:
+    """Runs a collective on all ranks, and adds its result to each rank's `values`."""
     source, result = node.inputs[0].name, node.outputs[0].name
     held = [own[source] if source in own else np.asarray(node.inputs[0].values) for own in values]
     if node.op == "HaloExchange":
@@ -137,6 +147,11 @@ def _communicate(
 
 
 def _all_reduce(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    """Returns the reduction of all members' parts.
+
+    In this function and the next ones, `parts` are the operands of the members of a group, `attrs`
+    their attributes, and `me` the index of the member whose result is returned.
+    """
     return np.asarray(_REDUCTIONS[attrs[me]["op"]].reduce(parts)).astype(parts[me].dtype)
 
 
@@ -147,6 +162,8 @@ def _all_gather(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: 
 
 
 def _exchange(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    """Returns this member's part between the last elements of the member before and the first
+    elements of the member after."""
     axis, before, after = (attrs[me][key] for key in ("axis", "before", "after"))
     pieces = [parts[me]]
     if before[me]:
@@ -158,6 +175,7 @@ def _exchange(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: in
 
 
 def _halo_exchange(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    """Returns the elements of the members' joined parts between this member's bounds."""
     axis, (first, end) = attrs[me]["axis"], attrs[me]["bounds"]
     whole = np.concatenate(parts, axis)
     assert 0 <= first <= end <= whole.shape[axis]

@@ -1,4 +1,5 @@
-"""The Python calls of `onnxpar grad` and `onnxpar train`."""
+"""The Python functions `onnxpar.grad` and `onnxpar.train`, which do what the commands of these
+names do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Makes batches of samples; for a step for several lengths, of samples of similar length."""
+"""Joins samples to batches. For a step with programs for several lengths, a batch has samples of
+similar length, and is as short as its longest sample allows."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Batches:
-    """Makes batches for a step that reads `needs`.
+    """Joins samples to batches for a step that reads `needs`.
 
     lengths  the shapes of the inputs in the programs of the step, the shortest first; the last are
-             also in `needs`
+             also in `needs`. Empty for a step with one program
 
-    The length of a sample ends with its last value other than the fill value. So an epoch has as
-    many batches as without lengths: all are full but the last.
+    The length of a sample ends with its last value other than the fill value. An epoch has as many
+    batches as without lengths: all are full but the last.
     """
 
     needs: Needs
@@ -31,8 +32,8 @@ class Batches:
 
     @staticmethod
     def of(needs: Needs, lengths: Sequence[Shapes]) -> Batches:
-        """Returns batches of these lengths. Errors: InputError if an input that is shorter in some
-        of them has no fill value."""
+        """Returns a maker of batches for these lengths. Errors: InputError if an input that is
+        shorter in some programs has no fill value, by which lengths are measured."""
         batches = Batches(needs, sorted(lengths, key=_elements))
         for name, _ in batches._open:
             if name in needs.dims and name not in needs.pad:
@@ -44,7 +45,7 @@ class Batches:
 
     @property
     def _open(self) -> list[tuple[str, int]]:
-        """The inputs and dimensions that programs have in different sizes."""
+        """The (input, dimension) pairs whose size differs between programs."""
         last = self.lengths[-1] if self.lengths else {}
         return [
             (name, axis)
@@ -54,7 +55,7 @@ class Batches:
         ]
 
     def made(self, chunks: Iterable[Chunk], first: int = 0) -> Iterator[Chunk]:
-        """Yields the samples of chunks (each of at most a batch) in batches, without the first
+        """Yields batches of the samples in `chunks` (each of at most a batch), without the first
         `first` batches. The last batch may have fewer samples. Samples that fill no batch of their
         length join a batch of longer samples."""
         for number, batch in enumerate(self._every(chunks)):
@@ -62,6 +63,7 @@ class Batches:
                 yield batch
 
     def _every(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """Like `made`, from the first batch on."""
         rests: list[Chunk | None] = [None] * max(len(self.lengths), 1)
         for chunk in chunks:
             for at, part in self._by_length(chunk):
@@ -76,8 +78,8 @@ class Batches:
             yield self._cut(rests[-1])
 
     def _full(self, parts: Sequence[Chunk | None]) -> tuple[Chunk | None, Chunk | None]:
-        """Returns a full batch of some samples, if there are enough, and the rest, if there is
-        one. Both parts have at most a batch."""
+        """Joins two parts of at most a batch each (None: no samples). Returns (a full batch, or
+        None if there are too few samples; the rest, or None)."""
         needs, size = self.needs, self.needs.batch
         present = [part for part in parts if part is not None]
         if not present:
@@ -91,8 +93,8 @@ class Batches:
         return needs.take(joined, np.arange(size)), needs.take(joined, np.arange(size, have))
 
     def _by_length(self, chunk: Chunk) -> Iterator[tuple[int, Chunk]]:
-        """Yields the samples of a chunk in groups, each with the number of the shortest program
-        that holds them."""
+        """Yields groups of a chunk's samples, each with the number of the shortest program that has
+        room for them."""
         if len(self.lengths) < 2:
             yield 0, chunk
             return
@@ -101,6 +103,8 @@ class Batches:
             yield number, self.needs.take(chunk, np.flatnonzero(each == number))
 
     def _numbers(self, chunk: Chunk) -> Array:
+        """Returns for each sample of a chunk the number of the shortest program that has room for
+        it."""
         fit = np.ones((len(self.lengths), self.needs.count(chunk)), bool)
         for name, axis in self._open:
             if name in self.needs.dims:
@@ -120,7 +124,8 @@ class Batches:
         return np.where(is_own.any(1), ends, 0)
 
     def _cut(self, batch: Chunk) -> Chunk:
-        """Returns a batch as long as the shortest program that holds all of its samples."""
+        """Returns a batch cut to the shapes of the shortest program that has room for all of its
+        samples."""
         shapes = self.lengths[self._numbers(batch).max()] if self.lengths else {}
         shorter = {
             name: batch[name][tuple(slice(size) for size in shape)]
@@ -130,4 +135,5 @@ class Batches:
 
 
 def _elements(shapes: Shapes) -> int:
+    """Returns the number of elements of all inputs together."""
     return sum(int(np.prod(shape)) for shape in shapes.values())

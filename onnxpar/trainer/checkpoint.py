@@ -54,8 +54,8 @@ _NAME = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old\.onnxpar")
 on a file system that cannot swap names."""
 _RESTORE = "restore it from a copy, or go on from another checkpoint"
 _ROUND = (1 << 29) // BLOCK
-"""Blocks that a process reads between two exchanges with the others: the limit bounds how long they
-wait for each other."""
+"""Blocks that a process compares with their digests between two exchanges with the other processes:
+this bounds how long processes wait for each other."""
 _LATE = 20.0
 """Seconds that other processes wait for files that rank 0 already sees."""
 
@@ -76,13 +76,13 @@ _OF_SCHEDULE = {
 class Settings:
     """The settings that decide which samples a run takes, and how its learning rate changes.
 
-    batch    number of samples in a batch
-    samples  number of samples in the data; None if only the end of an epoch tells
-    data     digest of the data; "" if there is none
-    shuffle  False if samples are used in the order of the file
-    seed     decides the order of samples, and the random numbers of steps
-    schedule of the learning rate: the fields of `rates.Schedule`
-    epochs   passes over the data, if the rates of the schedule depend on them; else None
+    batch      number of samples in a batch
+    samples    number of samples in the data; None if only the end of an epoch tells
+    data       digest of the data; "" if there is none
+    shuffle    False if samples are used in the order of the file
+    seed       decides the order of samples, and the random numbers of steps
+    schedule   of the learning rate: the fields of `rates.Schedule`
+    epochs     passes over the data, if the rates of the schedule depend on them; else None
     max_steps  most steps of the run, if the rates depend on them; else None
     """
 
@@ -96,8 +96,8 @@ class Settings:
     max_steps: int | None = None
 
     def differences(self, now: Settings) -> list[str]:
-        """Returns a text for each setting in which the run that goes on, `now`, differs from
-        these."""
+        """Returns a text for each setting in which `now`, the settings of a run that resumes,
+        differs from these: "batches of 4 samples, now 8"."""
         texts = {
             "batch": "batches of {} samples",
             "samples": "{} samples",
@@ -119,6 +119,7 @@ class Settings:
 
 
 def _shown(value: Any) -> str:
+    """Returns a setting's value as text for an error."""
     words = {None: "not given", True: "on", False: "off", "": "unknown"}
     return words[value] if value in ("", None) or isinstance(value, bool) else str(value)
 
@@ -129,9 +130,10 @@ class Progress:
 
     step       number of steps that it has taken
     epoch      number of the current epoch, from 0
-    samples    number of samples that it has taken in that epoch
+    samples    number of samples that it has taken in the current epoch
     settings   the settings of the run; None if steps were taken without a run
-    best       the least loss of an evaluation so far, after step `best_step`; None if there is none
+    best       the least loss of an evaluation so far; None if there is none
+    best_step  the step after which the evaluation had this loss
     worse      number of evaluations since then
     """
 
@@ -145,9 +147,9 @@ class Progress:
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> Progress:
-        """Returns the progress of which `data` is the form by `dataclasses.asdict`. Errors:
-        TypeError, KeyError; ModelError if it counts steps, not samples, in the middle of an
-        epoch."""
+        """Returns the progress from `data`, the form of `dataclasses.asdict` in checkpoint.json.
+        Errors: TypeError, KeyError; ModelError for the older form of a checkpoint in the middle of
+        an epoch, which counts steps, not samples."""
         if "in_epoch" in data:
             if data["in_epoch"]:
                 raise ModelError(
@@ -163,14 +165,15 @@ class Progress:
         return replace(self, epoch=self.epoch + 1, samples=0)
 
     def after_evaluation(self, loss: float) -> Progress:
-        """Returns the progress after an evaluation with this loss."""
+        """Returns the progress after an evaluation with this loss: a new best, or one more that is
+        not better."""
         if math.isfinite(loss) and (self.best is None or loss < self.best):
             return replace(self, best=loss, best_step=self.step, worse=0)
         return replace(self, worse=self.worse + 1)
 
     @property
     def name(self) -> str:
-        """The name of a checkpoint with this progress."""
+        """The name of a checkpoint with this progress: step_00000100 after 100 steps."""
         return f"step_{self.step:08d}"
 
 
@@ -179,12 +182,12 @@ class Checkpoint:
     """A checkpoint on disk.
 
     progress  how far the run was
-    taken     number of steps of the trainer that wrote it, and of trainers before
-    slots     the states
+    taken     number of steps of the trainer that wrote it, including steps before it resumed
+    slots     the states: parameters, statistics, and optimizer states
     states    the files of the states
-    files     digests of all files, by name
-    digest    the SHA-256 of checkpoint.json, which identifies the content; in the format without
-              digests of files, it covers only checkpoint.json
+    files     digests of all files, by name; empty in the oldest format
+    digest    the SHA-256 of checkpoint.json. As this file has the digests of all others, it
+              identifies the content, except in the oldest format
     """
 
     path: Path
@@ -197,15 +200,17 @@ class Checkpoint:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Checkpoint:
-        """Opens a checkpoint, or the newest complete checkpoint in a folder, after comparing every
-        byte with the digests. Skips damaged checkpoints in a folder, each with a warning on stderr.
-        Errors: ModelError, also if `path` itself is a damaged checkpoint."""
+        """Opens a checkpoint after comparing every byte with the digests. If `path` is a folder of
+        checkpoints, opens the newest complete one, and prints a warning for each newer damaged one.
+
+        Errors: ModelError, also if `path` itself is a damaged checkpoint.
+        """
         return load_together(Path(path), ALONE)
 
 
 def load_together(path: Path, together: Together) -> Checkpoint:
-    """Like `Checkpoint.load`, called in all processes of a run: each verifies its share of the
-    bytes, and all return the same checkpoint."""
+    """Like `Checkpoint.load`, called in all processes of a run: each process verifies its share of
+    the bytes, and all return the same checkpoint."""
     checkpoint, damaged = _find(path, together)
     if together.leads:
         for reason in damaged:
@@ -219,8 +224,8 @@ def load_together(path: Path, together: Together) -> Checkpoint:
 
 
 def damage(path: Path, together: Together) -> str:
-    """Returns a description of the damage to a checkpoint, the same in all processes; empty if
-    there is none, or if the checkpoint is of a newer format."""
+    """Returns a description of the damage to the checkpoint `path`, the same in all processes.
+    Empty if there is none, or if the checkpoint has a newer format."""
     try:
         _find(path, together)
     except DamagedError as error:
@@ -237,8 +242,8 @@ def warn(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Prints a line on stderr; on rank 0, also on the launcher's terminal if stderr is a log
-    file. Nothing if the logger is to be quiet."""
+    """Prints a line on stderr; on rank 0, also on the launcher's terminal if stderr is a log file.
+    Prints nothing if the log level is above warnings."""
     if LOG.isEnabledFor(logging.WARNING):
         print(f"onnxpar: {text}", file=sys.stderr)
         report_for_all_ranks(text)
@@ -246,8 +251,10 @@ def tell(text: str) -> None:
 
 def check_seen(missing: Callable[[], str], together: Together) -> None:
     """Waits until every process sees the files that rank 0 sees, because a network file system may
-    show new files late. `missing` returns a description of a missing file, empty if there is none.
-    Errors: ModelError, in all processes, after _LATE seconds."""
+    show new files late. `missing` returns a description of a missing file, or "".
+
+    Errors: ModelError, in all processes, after _LATE seconds.
+    """
     deadline = time.monotonic() + (0 if together.leads else _LATE)
     while (absent := missing()) and time.monotonic() < deadline:
         time.sleep(_LATE / 100)
@@ -276,8 +283,8 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def _find(path: Path, together: Together) -> tuple[Checkpoint, list[str]]:
-    """Returns the checkpoint to load, and a description of the damage to each newer checkpoint.
-    Errors: ModelError."""
+    """Returns the checkpoint to load from `path` (a checkpoint or a folder of checkpoints), and a
+    description of the damage to each newer checkpoint. Errors: ModelError."""
     damaged: dict[str, str] = {}
     while True:
         name, text = together.first(lambda: _candidate(path, damaged))
@@ -291,9 +298,9 @@ def _find(path: Path, together: Together) -> tuple[Checkpoint, list[str]]:
 
 
 def _candidate(path: Path, damaged: dict[str, str]) -> tuple[str, str]:
-    """Returns the name of the newest checkpoint of a folder that is not in `damaged` (empty: `path`
-    is a checkpoint itself), and the text of its checkpoint.json. Adds damage that it notices to
-    `damaged`, by name. Errors: ModelError."""
+    """Returns (name, text of checkpoint.json) of the newest checkpoint in the folder `path` that is
+    not in `damaged`; the name is "" if `path` is a checkpoint itself. Adds checkpoints with missing
+    files to `damaged`, by name. Errors: ModelError."""
     if (path / RECORD).is_file() or _NAME.fullmatch(path.name):
         try:
             return "", _complete(path)
@@ -317,8 +324,8 @@ def _candidate(path: Path, damaged: dict[str, str]) -> tuple[str, str]:
 
 
 def _complete(folder: Path) -> str:
-    """Returns the text of checkpoint.json. Errors: ModelError if a file of the checkpoint is
-    missing or has another size."""
+    """Returns the text of a checkpoint's checkpoint.json. Errors: DamagedError if a file of the
+    checkpoint is missing or has another size."""
     file = folder / RECORD
     try:
         text = read_bounded(file)
@@ -369,6 +376,7 @@ def _read(folder: Path, text: bytes) -> Checkpoint:
 
 
 def _check_sealed(file: Path, text: bytes) -> None:
+    """Checks the digest that ends checkpoint.json. Errors: DamagedError."""
     try:
         check_seal(file, text, "")
     except ModelError as error:
@@ -376,8 +384,8 @@ def _check_sealed(file: Path, text: bytes) -> None:
 
 
 def _missing(checkpoint: Checkpoint) -> str:
-    """Returns a description of a file that is missing or has another size; empty if there is
-    none."""
+    """Returns a description of a file of the checkpoint that is missing or has another size; "" if
+    all are there."""
     try:
         for name, digests in checkpoint.files.items():
             check_size(checkpoint.path / name, digests, "")
@@ -387,9 +395,11 @@ def _missing(checkpoint: Checkpoint) -> str:
 
 
 def _fault(checkpoint: Checkpoint, together: Together) -> str:
-    """Compares every byte with the digests; each process reads its share. Returns a description of
-    the damage, the same in all processes; empty if there is none. Errors: ModelError if a process
-    does not see the files that rank 0 sees."""
+    """Compares every byte of a checkpoint with the digests; each process reads its share. Returns a
+    description of the damage, the same in all processes; "" if there is none.
+
+    Errors: ModelError if a process does not see the files that rank 0 sees.
+    """
     check_seen(lambda: _missing(checkpoint), together)
     blocks = blocks_of(checkpoint.files)
     step = _ROUND * together.size
@@ -401,8 +411,8 @@ def _fault(checkpoint: Checkpoint, together: Together) -> str:
 
 
 def _unopened(checkpoint: Checkpoint) -> str:
-    """Opens the files of a checkpoint, because a run may remove them later. Returns a description
-    of the error; empty if there is none."""
+    """Opens the files of a checkpoint, so that they stay readable if a run removes the checkpoint.
+    Returns a description of the error; "" if there is none."""
     try:
         if checkpoint.files:
             checkpoint.states.open()
@@ -412,6 +422,8 @@ def _unopened(checkpoint: Checkpoint) -> str:
 
 
 def _changed(checkpoint: Checkpoint, blocks: list[Block]) -> str:
+    """Compares blocks of a checkpoint's files with their digests. Returns a description of the
+    first difference; "" if there is none."""
     try:
         check_blocks(checkpoint.path, blocks, "")
     except ModelError as error:

@@ -25,9 +25,13 @@ from onnxpar.trainer.sources import Source, in_memory
 
 @dataclass(frozen=True)
 class Rest:
-    """How a step leaves out samples that only fill a batch: by labels that do not count, or by an
-    input for the number of samples that do. `of_labels` is the dimension of labels that numbers
-    samples."""
+    """How a step ignores samples that only fill a batch: their labels get the value that does not
+    count, or an input has the number of samples that count.
+
+    labels     the input of labels; None if the step has none
+    samples    the input for the number of samples that count; None if the step has none
+    of_labels  the dimension of the labels that numbers samples
+    """
 
     labels: str | None
     samples: str | None
@@ -35,14 +39,15 @@ class Rest:
 
     @staticmethod
     def of(step: Step, in_training: bool) -> Rest | None:
-        """Returns how a training step (or with `in_training` False, its evaluation) leaves out
-        samples; None if it cannot."""
+        """Returns how a training step ignores samples; None if it cannot. With `in_training` False,
+        this is about the evaluation in the step."""
         if (in_training and step.full_batches) or not (step.labels or step.samples):
             return None
         return Rest(step.labels, step.samples, step.batch.get(step.labels or "", 0))
 
     def without(self, batch: Mapping[str, Array], count: int) -> dict[str, Array]:
-        """Returns the inputs of a batch in which only the first `count` samples count."""
+        """Returns new values for the inputs of a batch that make only its first `count` samples
+        count."""
         inputs = {self.samples: np.array(count, np.float32)} if self.samples else {}
         if self.labels:
             labels, at = batch[self.labels], self.of_labels
@@ -57,8 +62,8 @@ class Data:
     """Training data: samples from a source, in batches for a step.
 
     needs    the inputs of the step
-    rest     how the step leaves out samples that only fill a batch; None if it cannot, so that the
-             last samples of each epoch are not used
+    rest     how the step ignores samples that only fill a batch; None if it cannot: the last
+             samples of each epoch are then left out
     lengths  the shapes of the inputs in each program of a step for several lengths
     arrays   the arrays that were in memory from the start
     """
@@ -79,14 +84,16 @@ class Data:
         labels: str | None = None,
         lengths: Sequence[Shapes] = (),
     ) -> Data:
-        """Returns samples for the inputs `ports` (`NodeArg`s).
+        """Returns batches of samples for the inputs `ports` (`NodeArg`s).
 
-        data  an .npz file of arrays by input name, a .parquet file of columns, or a folder of
-              shards; arrays by input name, or lists of samples; a sequence of samples (dicts); an
-              iterable of samples or batches, or a function that returns one
-        dims  the dimensions that number samples, of inputs and of arrays
-        pad   by input, the value that fills samples which are shorter than the step's; by default,
-              `labels` are filled with one that does not count
+        data     an .npz file of arrays by input name, a .parquet file of columns, or a folder of
+                 shards; arrays by input name, or lists of samples; a sequence of samples (dicts);
+                 an iterable of samples or batches, or a function that returns one
+        dims     the dimension that numbers samples, by name of an input
+        rest     how the step ignores samples that only fill a batch
+        pad      by input, the value that fills samples which are shorter than the step's; by
+                 default, `labels` are filled with the label that does not count
+        labels   the input of labels
         lengths  the shapes of the inputs in each program of a step for several lengths
 
         Errors: InputError if an input is missing or has another shape or number of samples, or if
@@ -107,7 +114,8 @@ class Data:
         return self.source.count
 
     def check_batch(self, batch: int | None) -> None:
-        """Errors: InputError if the user expects another batch size; None: expects none."""
+        """Checks the batch size that the user expects (None: any). Errors: InputError if the step
+        has another."""
         if batch not in (None, self.batch):
             raise InputError(
                 f"--batch {batch}: this step was written for batches of {self.batch} samples; to "
@@ -116,12 +124,12 @@ class Data:
 
     @property
     def batches(self) -> int | None:
-        """Number of batches in an epoch; None if only its end tells."""
+        """Number of batches in an epoch; None if only the end of an epoch tells."""
         return self.left(0)
 
     def left(self, first: int) -> int | None:
-        """Returns the number of batches that an epoch has after its `first` samples; None if only
-        its end tells."""
+        """Returns the number of batches in the rest of an epoch, after its `first` samples; None if
+        only the end of an epoch tells."""
         if self.count is None:
             return None
         rest = max(self.count - first, 0)
@@ -133,7 +141,8 @@ class Data:
         return self.source.digest()
 
     def left_out(self) -> str:
-        """Says how many samples an epoch leaves out, and why; "" if none."""
+        """Returns a sentence that says how many samples an epoch leaves out, and why; "" if
+        none."""
         if self.count is None or self.rest is not None or not self.count % self.batch:
             return ""
         left = self.count % self.batch
@@ -141,9 +150,9 @@ class Data:
         return f"each epoch uses {used} of {self.batch}; the other {left} do not fill a batch"
 
     def epoch(self, number: int, seed: int | None, first: int = 0) -> Iterator[dict[str, Array]]:
-        """Yields the batches of epoch `number`, after its `first` samples. Each epoch has its own
-        order; without a seed, samples are not shuffled. Errors: InputError for a shard or a sample
-        that cannot be read."""
+        """Yields the batches of epoch `number`, after its `first` samples, as arrays by input name.
+        The seed and the number of the epoch decide the order; without a seed, samples are not
+        shuffled. Errors: InputError for a shard or a sample that cannot be read."""
         size, batches = self.batch, Batches.of(self.needs, self.lengths)
         if self.lengths:  # a batch depends on all samples before it
             chunks = batches.made(self.source.chunks(number, seed, 0, size), first // size)
@@ -159,6 +168,7 @@ class Data:
 
 
 def _read(data: Samples, needs: Needs, rest: Rest | None) -> Data:
+    """Returns the data in a file, a folder or an object, as `Data.of` takes it."""
     if isinstance(data, Mapping):
         return _in_memory(data, needs, rest, "data")
     if not isinstance(data, str | os.PathLike):
@@ -172,13 +182,15 @@ def _read(data: Samples, needs: Needs, rest: Rest | None) -> Data:
 
 
 def _in_memory(arrays: Mapping[str, Any], needs: Needs, rest: Rest | None, name: str) -> Data:
+    """Returns the data in arrays by input name; `name` names it in errors."""
     chunk = needs.chunk(arrays, name)
     data = _checked(in_memory(chunk, needs), needs, rest, name)
     return replace(data, arrays=chunk)
 
 
 def _checked(source: Source, needs: Needs, rest: Rest | None, name: str) -> Data:
-    """Returns the data of a source. Errors: InputError, with the name of the source."""
+    """Returns the data of a source. Errors: InputError, beginning with `name`, if the step has no
+    input with samples, or if there are too few samples."""
     if rest is not None and rest.labels is not None and rest.labels not in needs.dims:
         rest = None
     if not needs.dims:

@@ -1,7 +1,8 @@
-"""Training that lives on when ranks die: generations of ranks that are children of this process.
+"""Training that goes on when ranks die: generations of ranks that are child processes of this
+process.
 
-When a rank dies, its generation ends. The next one loads the newest complete checkpoint, resharded
-if it has fewer ranks, and takes the steps after it again, on the same batches.
+When a rank dies, its generation ends. The next generation loads the newest complete checkpoint,
+resharded if there are fewer ranks, and takes the steps after it again, on the same batches.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _HERE = "localhost"
 
 @dataclass(frozen=True)
 class Elastic:
-    """How a run lives on when ranks die: the options of `train` by the same names."""
+    """How a run goes on when ranks die: the options `--min-ranks`, `--max-restarts` and `--step` of
+    `train`."""
 
     min_ranks: int = 1
     max_restarts: int = MAX_RESTARTS
@@ -43,8 +45,7 @@ class Elastic:
         is_profiled: bool,
     ) -> Elastic | None:
         """Returns the options that a user gave; None unless `is_elastic`. Errors: InputError for
-        options that do not go together: others without --elastic, or --elastic with --profile
-        (`is_profiled`)."""
+        these options without --elastic, or for --elastic with --profile (`is_profiled`)."""
         options = {"min_ranks": min_ranks, "max_restarts": max_restarts, "step": step}
         options = {name: value for name, value in options.items() if value is not None}
         if not is_elastic:
@@ -60,12 +61,14 @@ class Elastic:
 
 
 class Generations(Closing):
-    """The trainers of a run, one after the other: when ranks die, the next generation of ranks gets
-    a new one. Without `elastic`, there is one, whose errors end the run.
+    """The trainers of a run, one after the other: when ranks die, new ranks start with a new
+    trainer. Without `elastic`, there is one trainer, and its errors end the run.
 
     par        the folder of the sharded step
+    run        the options of the run
     must_stop  as in `loop.records`
-    options    those of `Trainer`
+    options    the options of `Trainer`
+    trainer    (field) the current trainer
 
     Errors: those of `Trainer`; InputError if the run cannot be elastic.
     """
@@ -84,9 +87,9 @@ class Generations(Closing):
         self.trainer = self._begin()
 
     def records(self, data: Data, held_out: Data | None = None) -> Iterator[Record]:
-        """Yields the records of `loop.records`. After a rank has died, the steps since the last
-        checkpoint are taken again, so that `total` goes back. Errors: those of `loop.records`;
-        RankError if too few ranks are left."""
+        """Yields the records of `loop.records`, one per step. After a rank has died, the steps
+        since the last checkpoint are taken again, so that a record's `total` goes back. Errors:
+        those of `loop.records`; RankError if too few ranks are left."""
         run = self._run
         while True:
             try:
@@ -103,7 +106,8 @@ class Generations(Closing):
         self.trainer.close()
 
     def _begin(self) -> Trainer:
-        """Starts the ranks of the next generation. Errors: OnnxparError."""
+        """Starts the ranks of the next generation, and returns their trainer. Errors:
+        OnnxparError."""
         if self._places is None:
             return Trainer(self._par, **self._options)
         while True:
@@ -117,16 +121,15 @@ class Generations(Closing):
                 self._lose(error)
 
     def _lose(self, error: RankError) -> None:
-        """Called after an error: records that ranks have died. Raises the error if no rank has, or
-        if the run ends with it."""
+        """Records the ranks that have died, according to an error. Raises the error if no rank has
+        died, or if too few are left."""
         if self._places is None or not error.lost:
             raise error
         self._places.lose(error)
 
 
 class _Places:
-    """The slots for ranks on this host, and the folder of the sharded step for the slots that are
-    left."""
+    """The places for ranks on this host, and which sharded step the ranks of a generation run."""
 
     def __init__(self, par: Path, run: Run, elastic: Elastic) -> None:
         self._folder = checkpoint_folder(run)
@@ -140,8 +143,8 @@ class _Places:
             self._plans = StepPlans(par, self._folder, elastic.step, tell)
 
     def next(self) -> tuple[Path, int]:
-        """Returns the folder for the ranks of the next generation, and its number. Errors:
-        OnnxparError."""
+        """Returns the folder of the sharded step for the next generation's ranks, and the
+        generation's number. Errors: OnnxparError."""
         members = self._members
         par = self._par
         if self._plans is not None:
@@ -150,8 +153,8 @@ class _Places:
         return par, self._generation.number
 
     def lose(self, error: RankError) -> None:
-        """Records that the ranks which an error names have died, and prints it. Raises the error if
-        too few are left."""
+        """Records that the ranks which an error names have died, and prints the error with what
+        happens next. Raises the error if too few ranks are left."""
         members = self._members
         starts_again = members.lose([self._generation.slots[rank] for rank in error.lost])
         first, *others = str(error).split("\n")
@@ -169,7 +172,8 @@ class _Places:
 
 
 def checkpoint_folder(run: Run) -> Path:
-    """Returns the folder of checkpoints of an elastic run. Errors: InputError if it saves none."""
+    """Returns the folder of checkpoints of an elastic run. Errors: InputError if the run saves none
+    while it goes on."""
     if run.checkpoint is None or not run.every:
         raise InputError(
             "--elastic: a run goes on from its last checkpoint; give --checkpoint DIR and --every N"
@@ -178,5 +182,6 @@ def checkpoint_folder(run: Run) -> Path:
 
 
 def generation_logs(logs: Path, number: int) -> Path:
-    """Returns the folder for the logs of a generation; logs of earlier generations stay."""
+    """Returns the folder for the logs of generation `number`, in `logs`; logs of earlier
+    generations stay."""
     return logs / f"generation.{number}" if number else logs

@@ -1,4 +1,4 @@
-"""The batches of an epoch, the same in all processes of a run."""
+"""The batches of an epoch, checked to be the same in all processes of a run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from onnxpar.trainer.together import Together
 def batches(
     together: Together, data: Data, epoch: int, seed: int | None, first: int = 0
 ) -> Iterator[dict[str, Array]]:
-    """Yields the batches of an epoch, after its `first` samples. Data without a digest, such as a
-    loader that shuffles, may give the processes of a run different samples, so each batch is
-    compared. Errors: InputError."""
+    """Yields the batches of an epoch, after its `first` samples, as arrays by input name. Data
+    without a digest, such as a loader that shuffles, may give the processes of a run different
+    samples, so the processes compare each batch. Errors: InputError if they differ."""
     in_epoch = data.epoch(epoch, seed, first)
     is_compared = together.size > 1 and not data.digest
     while True:
@@ -30,6 +30,7 @@ def batches(
 
 
 def _checksum(batch: Mapping[str, Array]) -> int:
+    """Returns a CRC-32 of all arrays of a batch."""
     checksum = 0
     for _, array in sorted(batch.items()):
         checksum = zlib.crc32(array.tobytes(), checksum)
@@ -37,8 +38,8 @@ def _checksum(batch: Mapping[str, Array]) -> int:
 
 
 def check_same(together: Together, own: Any) -> None:
-    """Errors: InputError in all processes of a run unless they pass the same value, such as a
-    checksum of what they have read."""
+    """Checks that all processes of a run pass the same value `own`, such as a checksum of what they
+    have read. Errors: InputError in all processes."""
     each = together.each(own)
     odd = next((rank for rank, other in enumerate(each) if other != each[0]), None)
     if odd is not None:
@@ -49,7 +50,7 @@ def check_same(together: Together, own: Any) -> None:
 
 
 def with_ends(items: Iterator[dict[str, Array]]) -> Iterator[tuple[dict[str, Array], bool]]:
-    """Yields each batch, and True with the last one."""
+    """Yields (batch, True if it is the last one)."""
     batch = next(items, None)
     while batch is not None:
         following = next(items, None)

@@ -30,8 +30,8 @@ def export_weights(
     max_shard_size: int = SHARD_SIZE,
 ) -> int:
     """Writes the trained weights and running statistics of a checkpoint to a new folder, under the
-    names that they have in the model, or in torch if the exporter recorded these; returns their
-    number.
+    names that they have in the model, or in torch if the exporter recorded these. Returns the
+    number of weights and statistics.
 
     checkpoint      a checkpoint, or a folder whose newest complete checkpoint is used
     output          the folder: `model.safetensors`, or several files and an index of them
@@ -66,7 +66,8 @@ def export_weights(
 
 
 def library(module: str) -> Any:
-    """Returns a module of the package safetensors. Errors: ModelError if it is not installed."""
+    """Imports a module of the package safetensors, and returns it. Errors: ModelError if it is not
+    installed."""
     try:
         return import_module(module)
     except ImportError:
@@ -76,14 +77,15 @@ def library(module: str) -> Any:
 
 
 def _value(source: Checkpoint, slot: Slot) -> Array:
-    """Returns the weight of a slot in the form that torch has."""
+    """Returns the weight of a slot as torch has it: transposed if the model stores the
+    transpose."""
     value = source.states.read(slot.input)
     return np.ascontiguousarray(value.T if slot.transposed else value)
 
 
 def _files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
-    """Divides weights of these sizes among files of at most `most` bytes; returns the weights by
-    name of the file."""
+    """Divides weights of these sizes (in bytes, by name) among files of at most `most` bytes.
+    Returns the names of the weights, by name of the file."""
     groups: list[list[str]] = [[]]
     room = most
     for name, size in sizes.items():
@@ -99,6 +101,7 @@ def _files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
 
 
 def _foreign(folder: Path) -> str | None:
-    """The reason why a folder must not be replaced; None if it has only files of this module."""
+    """Returns the reason why a folder must not be replaced; None if it has only files of this
+    module."""
     other = [f.name for f in folder.iterdir() if f.suffix != ".safetensors" and f.name != INDEX]
     return f"has other files, such as {other[0]}" if other else None

@@ -37,7 +37,8 @@ GROUPS = (NEEDED, LOSS, OPTIMIZER, TRAINED, STEP, MANUAL_PROGRAMS, OUTPUT, EXTEN
 
 
 def _hyperparameters() -> Mapping[str, Option]:
-    """Returns the option of each hyperparameter."""
+    """Returns the option (text and group of --help) of each hyperparameter of an optimizer, by
+    name."""
     of: dict[str, list[str]] = {}
     for optimizer, kind in OPTIMIZERS.items():
         for field in fields(kind):

@@ -1,4 +1,5 @@
-"""Reads weights from safetensors files, as libraries of Hugging Face write them, into a step."""
+"""Reads weights from safetensors files, as libraries of Hugging Face write them, into a training
+step."""
 
 from __future__ import annotations
 
@@ -22,10 +23,13 @@ from onnxpar.trainer.export_weights import INDEX, library
 
 
 def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProto) -> Values:
-    """Returns the values of a step's parameters and statistics that a safetensors file has, or the
-    files of a folder. Weights are found by name: in torch, if the exporter recorded it, else in the
-    model. All names of one side may begin with further modules, such as `network.` of a wrapper.
-    Weights that the files lack are among the step's cautions. Errors: InputError."""
+    """Returns the values of a step's parameters and statistics from the safetensors file `place`,
+    or from the files of a folder. Weights that the files lack are added to the step's cautions.
+
+    A weight is looked up by its name in torch, if the exporter recorded it, else in the model. All
+    names of one side may begin with further modules, such as `network.` of a wrapper. Errors:
+    InputError.
+    """
     files = _keys(Path(place))
     slots = {slot.input: slot for slot in step.slots if slot.kind in IN_MODEL}
     wanted = {name: list(slot.torch) or [name] for name, slot in slots.items()}
@@ -79,8 +83,8 @@ def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProt
 
 
 def _check_equal(weight: str, keys: Sequence[str], files: Mapping[str, Path]) -> None:
-    """Errors: InputError if tensors `keys` of the files, which are all the step's weight `weight`,
-    differ."""
+    """Checks that the tensors `keys` of the files are equal, since all of them are the step's one
+    weight `weight`. Errors: InputError."""
     if len(keys) < 2:
         return
     values = []
@@ -96,14 +100,16 @@ def _check_equal(weight: str, keys: Sequence[str], files: Mapping[str, Path]) ->
 
 
 def _fill(file: Path, key: str, is_transposed: bool, target: Array) -> None:
+    """Copies the tensor `key` of a file, or its transpose, to the array `target`."""
     with _opened(file) as opened:
         value = opened.get_tensor(key)
     target[...] = value.T if is_transposed else value
 
 
 def _prefixes(wanted: Iterable[str], files: Mapping[str, Path]) -> tuple[str, str]:
-    """Returns the prefix that names in the files have in addition to the step's names, and the
-    prefix that the step's names have in addition: the pair with which most names are equal."""
+    """Returns (the prefix that names in the files have and the step's names lack, the prefix that
+    the step's names have and names in the files lack): the pair with which most names agree. One of
+    both is empty: ("network.", "") if the files have `network.fc.weight` for `fc.weight`."""
     matches: Counter[tuple[str, str]] = Counter()
     ends: dict[str, list[str]] = {}
     for key in files:
@@ -125,7 +131,8 @@ def _ends(name: str) -> list[str]:
 
 
 def _keys(place: Path) -> dict[str, Path]:
-    """The file of each tensor, by its name. Errors: InputError."""
+    """Returns the file of each tensor in a safetensors file or folder, by the tensor's name.
+    Errors: InputError."""
     index = place / INDEX
     if place.is_file():
         names = [place]

@@ -1,4 +1,5 @@
-"""Training data that a program has as objects: sequences of samples, loaders, functions."""
+"""Training data that a program has as objects: sequences of samples, loaders, functions that return
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from onnxpar.trainer.needs import Chunk, Needs, check_keys
 from onnxpar.trainer.sources import Shard, Shards, Source
 
 Items = Iterable[Mapping[str, Any]]
-"""Samples or batches, by input name."""
+"""Samples or batches, each a mapping from input names to values."""
 Samples = (
     str
     | os.PathLike[str]
@@ -24,12 +25,13 @@ Samples = (
     | Items
     | Callable[[], Items]
 )
-"""Training data: a path, arrays by input name, samples, batches, or a function of them."""
+"""Training data: a path, arrays by input name, a sequence of samples, an iterable of samples or
+batches, or a function that returns such an iterable."""
 
 
 def source_of(data: Any, needs: Needs) -> Source:
-    """Returns the samples of an object. If it has a length and numbered samples, they are taken in
-    any order; otherwise as they come. Errors: InputError for an object that is neither."""
+    """Returns the samples of an object. An object with a length and numbered samples gives them in
+    any order; an iterable, in its own order. Errors: InputError for an object that is neither."""
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         if not len(data):
             raise InputError("data has no samples; its length is 0")
@@ -60,6 +62,7 @@ def source_of(data: Any, needs: Needs) -> Source:
 
 
 def _taken(data: Sequence[Any], rows: Array, needs: Needs) -> Chunk:
+    """Returns the samples of `data` with the numbers `rows`, as arrays by input name."""
     numbers = [int(i) for i in rows]
     if hasattr(data, "__getitems__"):  # torch's optional method for several at once
         samples = data.__getitems__(numbers)
@@ -70,23 +73,24 @@ def _taken(data: Sequence[Any], rows: Array, needs: Needs) -> Chunk:
 
 @dataclass(frozen=True)
 class Stream:
-    """A source of samples in an order of their own. `make` returns the samples or batches of an
-    epoch."""
+    """Samples in an order of their own, which cannot be shuffled. `make` returns the samples or
+    batches of an epoch."""
 
     make: Callable[[], Items]
     needs: Needs
 
     @property
     def count(self) -> None:
-        """Only the end of an epoch tells the number of samples."""
+        """None: only the end of an epoch tells the number of samples."""
 
     def digest(self) -> str:
-        """Returns "": there is no digest."""
+        """Returns "": the samples have no digest."""
         return ""
 
     def chunks(self, number: int, seed: int | None, first: int, size: int) -> Iterator[Chunk]:
-        """Yields the samples of an epoch as they come. An object with a method `set_epoch`, as
-        samplers and data sets of PyTorch and Hugging Face have, is told the number of the epoch."""
+        """Yields the samples of epoch `number` as they come, without the `first` ones, in chunks of
+        up to `size`. Calls `set_epoch(number)` of an object that has this method, as samplers and
+        data sets of PyTorch and Hugging Face have. The seed is not used."""
         items = self.make()
         if hasattr(items, "set_epoch"):
             items.set_epoch(number)
@@ -98,7 +102,8 @@ class Stream:
             first = max(first - count, 0)
 
     def _chunk(self, item: Mapping[str, Any], source: str) -> Chunk:
-        """Returns the samples of a batch of any size, or of a sample. Errors: InputError."""
+        """Returns an item, which is one sample or a batch of any size, as arrays by input name.
+        `source` names the item in errors. Errors: InputError."""
         check_keys(item, self.needs.ports, source)
         if self.needs.is_sample(item):
             return self.needs.stacked([item], [source])

@@ -1,5 +1,5 @@
-"""One generation of a run that lives on, in a process that is one of its ranks: a launcher that
-outlives the ranks starts the next one (`runtime/launch/supervision.py`)."""
+"""One generation of an elastic run, in a process that is one of its ranks. The launcher, which
+outlives the ranks, starts the next generation (`runtime/launch/supervision.py`)."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ locks of a lost host after 90."""
 
 
 class NotNeededError(OnnxparError):
-    """This rank is left over: there is no plan for all ranks of its generation."""
+    """This rank is left over: the step is sharded for fewer ranks than were started."""
 
 
 @dataclass(frozen=True)
 class LaunchedGeneration:
-    """The trainer of this rank; it has the interface of `Generations`."""
+    """The trainer of one rank of an elastic run under a launcher; it has the interface of
+    `Generations`."""
 
     trainer: Trainer
     run: Run
     must_stop: Callable[[], bool]
 
     def records(self, data: Data, held_out: Data | None = None) -> Iterator[Record]:
-        """Yields the records of `loop.records`. Errors: as there."""
+        """Yields the records of `loop.records`, one per step. Errors: those of `loop.records`."""
         return records(self.trainer, data, self.run, held_out, self.must_stop)
 
 
@@ -54,13 +55,14 @@ class LaunchedGeneration:
 def launched_generation(
     par: Path, run: Run, elastic: Elastic, launched: Launched, **options: Any
 ) -> Iterator[LaunchedGeneration]:
-    """Joins the ranks of this generation, with a sharded step for as many ranks. In the block,
-    SIGTERM makes the run save a checkpoint and end.
+    """Joins the ranks of this generation, with a step that is sharded for as many ranks. In the
+    block, SIGTERM makes the run save a checkpoint and end.
 
     par       the folder of the sharded step, for any number of ranks
-    elastic   how the run lives on when ranks die
+    run       the options of the run
+    elastic   how the run goes on when ranks die
     launched  the rank of this process
-    options   those of `Trainer`
+    options   the options of `Trainer`
 
     Errors: those of `Trainer`; InputError if the run cannot be elastic; NotNeededError.
     """
@@ -81,7 +83,8 @@ def launched_generation(
 
 
 def _for_ranks(ranks: int, par: Path, folder: Path, elastic: Elastic) -> Path:
-    """Returns the folder of the step for `ranks` ranks or fewer. Errors: OnnxparError."""
+    """Returns the folder of the step that is sharded for `ranks` ranks, or for fewer. Shards the
+    step again if there is none. Errors: OnnxparError."""
     if ranks < elastic.min_ranks:
         raise StrategyError(
             f"{ranks} processes were started, fewer than --min-ranks {elastic.min_ranks}"
@@ -92,9 +95,12 @@ def _for_ranks(ranks: int, par: Path, folder: Path, elastic: Elastic) -> Path:
 
 
 def _agreed(launched: Launched, par: Path, prepare: Callable[[], str]) -> Path:
-    """Returns the folder that `prepare` returns on rank 0, for all ranks: `par`, or a folder that
-    all hosts see. If the step in it is for fewer ranks than were started, sets this process's
-    number of ranks. Errors: NotNeededError if this rank is not among them; OnnxparError."""
+    """Calls `prepare` on rank 0, and returns the folder that it returns there on all ranks: `par`,
+    or a folder that all hosts see. If the step in it is for fewer ranks than were started, sets
+    this process's number of ranks.
+
+    Errors: NotNeededError if this rank is left over; OnnxparError.
+    """
     rank, size, store = launched.rank, launched.size, launched.store
     with World.create("elastic", rank, size, store, launched.bind_address, _PREPARING) as world:
         together = Together(rank, size, lambda payload: gather_bytes(world, payload, "plan"))

@@ -1,4 +1,5 @@
-"""The ranks of a training run: of one generation, or of as many as it takes."""
+"""Starts the ranks of a training run: of one generation or, if the run is elastic, of one
+generation after the other when ranks die."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from onnxpar.trainer.trainer import held_by_first
 
 @contextmanager
 def held_unless_launched(run: Run, elastic: Elastic | None) -> Iterator[FolderLock | None]:
-    """Locks the folder of checkpoints as `held_by_first` does; but the ranks of an elastic run
-    under a launcher lock it together, later. Errors: those of `held_by_first`."""
+    """Locks the folder of checkpoints as `held_by_first` does, and yields the lock. The ranks of an
+    elastic run under a launcher lock it later, together; then yields None. Errors: those of
+    `held_by_first`."""
     is_later = elastic is not None and launched_rank() is not None
     with held_by_first(None if is_later else run.checkpoint) as held:
         yield held
@@ -33,11 +35,12 @@ def living(
     the block, SIGTERM makes a run that saves checkpoints save one and end (StoppedError).
 
     par      the folder of the sharded step
-    elastic  how the run lives on when ranks die; None: it does not
+    run      the options of the run
+    elastic  how the run goes on when ranks die; None: it ends
     held     the lock of `held_unless_launched`
-    options  those of `Trainer`
+    options  the options of `Trainer`
 
-    Errors: as of `Generations` and `launched_generation`.
+    Errors: those of `Generations` and `launched_generation`.
     """
     launched = launched_rank()
     if elastic is not None and launched is not None:

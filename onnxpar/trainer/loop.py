@@ -26,9 +26,9 @@ different seeds never use the same seed for a step."""
 
 @dataclass(frozen=True)
 class Run:
-    """The options of a training run: those of `TrainOptions` by the same names, and `rate`, the
-    learning rate, of which `schedule` says how it rises and falls. Errors: InputError for an option
-    that no run can have."""
+    """The options of a training run: options of `TrainOptions` by the same names; `rate`, the
+    (peak) learning rate; and `schedule`, which says how the rate rises and falls. Errors:
+    InputError for an option that no run can have."""
 
     epochs: int | None
     rate: float
@@ -46,7 +46,7 @@ class Run:
     max_steps: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks what needs neither the data nor the step, before these are read."""
+        """Checks the options as far as this needs neither the data nor the step."""
         for option, number in (("--epochs", self.epochs), ("--max-steps", self.max_steps)):
             if number is not None and number < 1:
                 raise InputError(f"{option} {number}: must be at least 1")
@@ -83,21 +83,23 @@ class Run:
                     )
 
     def check_evaluation(self, is_given: bool) -> None:
-        """Errors: InputError if the run needs an evaluation, and none is given."""
+        """Checks that a run whose options are about evaluations has data for them (`is_given`).
+        Errors: InputError."""
         for option, needs in (("--patience", self.patience), ("--keep-best", self.keep_best)):
             if needs and not is_given:
                 raise InputError(f"{option} is about the loss of an evaluation; give --eval, too")
 
     @property
     def passes(self) -> float:
-        """Number of passes over all samples after which the run ends, at the latest."""
+        """Number of passes over all samples after which the run ends, at the latest; inf if only
+        `max_steps` ends it."""
         if self.epochs is None:
             return 1 if self.max_steps is None else inf
         return self.epochs
 
     def steps(self, data: Data, done: Progress) -> int | None:
-        """Returns the number of all steps of the run, the past ones (`done`) included; None if only
-        its end tells."""
+        """Returns the number of all steps of the run, including the steps before `done`; None if
+        only its end tells."""
         left, each = data.left(done.samples), data.batches
         if left is None or each is None or self.passes == inf:
             return self.max_steps
@@ -106,7 +108,7 @@ class Run:
         return total if self.max_steps is None else min(total, max(self.max_steps, done.step))
 
     def is_over(self, progress: Progress) -> bool:
-        """True if no step is to be taken after this progress."""
+        """True if the run takes no step after this progress."""
         return self.has_ended(progress) or self.has_stalled(progress)
 
     def has_ended(self, progress: Progress) -> bool:
@@ -115,13 +117,13 @@ class Run:
         return is_last or progress.epoch >= self.passes
 
     def has_stalled(self, progress: Progress) -> bool:
-        """True if the loss of evaluations has not become lower for too long."""
+        """True if the last `patience` evaluations have not had a lower loss than before."""
         return bool(self.patience) and progress.worse >= self.patience
 
 
 @dataclass(frozen=True)
 class Record:
-    """One step of a run.
+    """One step of a run, as the loop reports it.
 
     epoch       number of the epoch, from 1
     step        number of the step in its epoch, from 1
@@ -143,9 +145,9 @@ class Record:
     best_step: int = 0
 
     def lines(self, loss: str) -> list[str]:
-        """The lines that a run prints for the step, in MindSpore's form, with the number of the
-        step in the run, which checkpoints have in their names; `loss` is the name of the loss among
-        the values."""
+        """Returns the lines that a run prints for the step, in MindSpore's form, with the number of
+        the step in the run, which the names of checkpoints have. `loss` is the name of the loss
+        among the values."""
         value = f"loss is {self.values[loss]:.6g}"
         lines = [f"epoch: {self.epoch} step: {self.step}, {value} (step {self.total} of the run)"]
         if self.evaluation is not None:
@@ -161,7 +163,7 @@ def records(
     held_out: Data | None = None,
     must_stop: Callable[[], bool] | None = None,
 ) -> Iterator[Record]:
-    """Trains, and yields a record after each step; the record of an epoch's last step has an
+    """Trains, and yields a record after each step. The record of an epoch's last step has an
     evaluation on `held_out`, if given. The lines of each record also go to the ranks' logs.
 
     A checkpoint is saved only when the caller asks for the next record, so that a killed run has a
@@ -235,8 +237,8 @@ def records(
 
 
 def _tell_start(run: Run, data: Data, progress: Progress) -> None:
-    """Tells, when a run resumes from `progress`, that nothing is left to do, or that the samples of
-    the epoch that were taken already are read again."""
+    """Prints a line, if a run that resumes from `progress` has nothing left to do, or must first
+    read and skip the samples that it took before."""
     nothing = f"nothing to do: {run.checkpoint} has"
     if run.max_steps is not None and progress.step >= run.max_steps:
         steps = f"{progress.step} of --max-steps {run.max_steps}"
@@ -252,8 +254,8 @@ def _tell_start(run: Run, data: Data, progress: Progress) -> None:
 
 
 def _after_nothing(progress: Progress) -> Progress:
-    """Returns the progress after an epoch that had no batch left. Errors: InputError if it had none
-    at all."""
+    """Returns the progress after an epoch that had no batch left. Errors: InputError if the epoch
+    had no batch at all."""
     if not progress.samples:
         raise InputError(
             f"epoch {progress.epoch + 1} of the data has no batch; give an iterable that each "
@@ -263,7 +265,8 @@ def _after_nothing(progress: Progress) -> Progress:
 
 
 def _save(trainer: Trainer, run: Run, progress: Progress) -> None:
-    """Saves a checkpoint, or begins to, and removes old ones, if the run saves any."""
+    """Saves a checkpoint and removes old ones; with `async_checkpoint`, only begins to save. Does
+    nothing if the run saves no checkpoints."""
     if run.checkpoint is None:
         return
     if run.async_checkpoint:
@@ -275,7 +278,8 @@ def _save(trainer: Trainer, run: Run, progress: Progress) -> None:
 
 
 def _finish_save(trainer: Trainer, run: Run) -> None:
-    """Waits for a checkpoint that is still being written, and removes old ones then."""
+    """Waits for the checkpoint that is still being written, if there is one, and then removes old
+    ones."""
     finished = trainer.finish_save()
     if finished is not None:
         _keep(trainer, run, finished)
@@ -290,7 +294,8 @@ def _keep(trainer: Trainer, run: Run, progress: Progress) -> None:
 
 @contextmanager
 def _named(trainer: Trainer, batch: Mapping[str, Array], step: str) -> Iterator[None]:
-    """Makes a DivergenceError in its block say in which step, and what helps."""
+    """Adds the step's name (`step`) and a remedy to a DivergenceError in the block. Raises
+    InputError instead if no label of the batch counts."""
     try:
         yield
     except DivergenceError as error:
@@ -309,8 +314,8 @@ def _named(trainer: Trainer, batch: Mapping[str, Array], step: str) -> Iterator[
 
 
 def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
-    """Returns the metrics of the model, by name: means over all that counts in the data. Errors:
-    InputError if nothing does."""
+    """Returns the metrics of the model on held-out data, by name: means over all labels that count.
+    Errors: InputError if none counts."""
     measured = [trainer.measure(batch) for batch in batches(trainer.together, data, 0, None)]
     if not measured:
         raise InputError("--eval: the data has no batch; give an iterable with samples")
@@ -324,8 +329,8 @@ def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
 
 
 def last_checkpoint(run: Run, goes_on: bool = False) -> str:
-    """Says where the newest checkpoint of a stopped run is and, unless the run goes on by itself,
-    how to continue."""
+    """Returns a sentence that says where the newest checkpoint of a stopped run is and, unless the
+    run goes on by itself (`goes_on`), how to continue."""
     if run.checkpoint is None:
         return "there is no checkpoint, because --checkpoint is not given"
     newest = list(checkpoints(run.checkpoint).values())[-1:]
@@ -337,8 +342,8 @@ def last_checkpoint(run: Run, goes_on: bool = False) -> str:
 
 
 def _has_checkpoint(folder: Path, may: bool) -> bool:
-    """True if a folder has a checkpoint, complete or damaged. Errors: InputError if it has one and
-    `may` is False."""
+    """True if a folder has a checkpoint, complete or damaged. Errors: InputError if it has one, and
+    the run may not continue it (`may` is False)."""
     each = list(checkpoints(folder).values())
     if each and not may:
         raise InputError(
@@ -349,7 +354,8 @@ def _has_checkpoint(folder: Path, may: bool) -> bool:
 
 
 def _settings(run: Run, data: Data) -> Settings:
-    """Returns the settings of a run, which its checkpoints record."""
+    """Returns the settings of a run, which its checkpoints record so that a later run can compare
+    them."""
     order = data.batch, data.count, data.digest, run.shuffle, run.seed
     ends = run.schedule.kind in ENDING
     epochs = int(run.passes) if ends and run.passes < inf else None

@@ -13,8 +13,8 @@ invisible."""
 
 
 def draw_losses(metrics: Path, picture: Path) -> None:
-    """Draws the loss of steps, and of evaluations if there are any, to the file `picture`.
-    `metrics` is a file with one JSON object per line."""
+    """Draws the loss of each step, and of each evaluation if there are any, to the file `picture`.
+    `metrics` is a file with one JSON object per line, as a run writes it."""
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     figure_of(rows).savefig(picture, dpi=120)
 

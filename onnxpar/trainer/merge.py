@@ -27,15 +27,15 @@ def merge(
     training: bool = False,
     ema: bool = False,
 ) -> int:
-    """Writes the model with the weights of a checkpoint, which may be from any mesh; returns the
+    """Writes the model with the weights of a checkpoint, which may be from any mesh. Returns the
     number of replaced weights.
 
     checkpoint  a checkpoint, or a folder whose newest complete checkpoint is used
     model       the model that was trained: a file, an onnx.ModelProto, or its bytes
     output      the file to write
-    ema         True for the moving averages of the weights (`grad --ema`)
     training    True to leave Dropout and batch-norm in training mode; by default they are switched
                 to inference
+    ema         True for the moving averages of the weights (`grad --ema`)
 
     A shared vector that was given a copy per node for training becomes several weights. Errors:
     ModelError if the model lacks a weight of the checkpoint, or has it with another shape.
@@ -102,8 +102,8 @@ def _oriented(value: Array, is_transposed: bool) -> Array:
 
 
 def _to_inference(graph: GraphProto) -> None:
-    """Switches Dropout and BatchNormalization to inference: Dropout returns its input,
-    BatchNormalization uses its running statistics. Removes constants that nothing reads any
+    """Switches Dropout and BatchNormalization to inference, in place: Dropout returns its input,
+    BatchNormalization uses its running statistics. Removes constants that no node reads any
     more."""
     flags: set[str] = set()
     for node in nodes_of(graph):

@@ -1,4 +1,5 @@
-"""The files to which a run writes the metrics of each step, while it goes on."""
+"""The files to which a run writes the metrics of each step, while it goes on: lines of JSON, CSV,
+or TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -18,24 +19,26 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 """The name of the file in the folder of logs."""
 Row = Mapping[str, float]
+"""The metrics of a step, by name."""
 
 
 class MetricsFile(Protocol):
-    """A file, or a folder, of metrics."""
+    """A file or folder to which a run adds the metrics of each step."""
 
     def begin(self, first: int) -> None:
-        """Called when a run begins or resumes: removes step `first` and later ones, which run
-        again. Errors: OnnxparError."""
+        """Prepares the file when a run begins or resumes: removes step `first` and later steps,
+        which run again. Errors: OnnxparError."""
 
     def add(self, row: Row) -> None:
         """Adds the metrics of a step. Errors: OnnxparError."""
 
     def close(self) -> None:
-        """Writes the rest."""
+        """Writes what is still in memory."""
 
 
 def row_of(record: Record) -> dict[str, float]:
-    """Returns the metrics of a step by name; those of an evaluation begin with eval_."""
+    """Returns the metrics of a step by name. The names of an evaluation's metrics begin with
+    eval_."""
     row: dict[str, float] = {
         "epoch": record.epoch,
         "step": record.total,
@@ -60,24 +63,24 @@ class JsonLines:
             sink.writelines(f"{line}\n" for line in kept)
 
     def add(self, row: Row) -> None:
-        """Adds a line."""
+        """Adds a line with the metrics of a step."""
         with writing(self._path), self._path.open("a", encoding="utf-8") as sink:
             sink.write(f"{json_text(dict(row))}\n")
 
     def close(self) -> None:
-        """Makes an empty file if there is none."""
+        """Creates an empty file if there is none."""
         with writing(self._path):
             self._path.touch()
 
 
 class PrintedLines:
-    """Standard output, with a line of JSON for each step."""
+    """Standard output as a file of metrics: a line of JSON for each step."""
 
     def begin(self, first: int) -> None:
-        """Does nothing: what is printed stays."""
+        """Does nothing: printed lines stay."""
 
     def add(self, row: Row) -> None:
-        """Prints a line."""
+        """Prints a line with the metrics of a step."""
         print(json_text(dict(row)), flush=True)
 
     def close(self) -> None:
@@ -85,24 +88,23 @@ class PrintedLines:
 
 
 class Csv:
-    """A file of comma-separated values with a line for each step. When metrics appear that have no
-    column yet, such as those of the first evaluation, the file is written anew, with more
-    columns."""
+    """A file of comma-separated values with a line for each step. If a metric has no column yet,
+    such as the metrics of the first evaluation, the file is written anew with more columns."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._names: list[str] = []
 
     def begin(self, first: int) -> None:
-        """Removes the lines of step `first` and later ones. Errors: InputError if the file has no
-        steps."""
+        """Removes the lines of step `first` and later ones. Errors: InputError if the file is not
+        one of metrics: it has no column of steps."""
         names, rows = self._read()
         if names and "step" not in names:
             raise InputError(f"--csv {self._path}: this file is not of a run; give another name")
         self._write(names, [row for row in rows if int(row["step"]) < first])
 
     def add(self, row: Row) -> None:
-        """Adds a line."""
+        """Adds a line with the metrics of a step."""
         new = [name for name in row if name not in self._names]
         if new:
             self._write([*self._names, *new], self._read()[1])
@@ -110,9 +112,10 @@ class Csv:
             self._writer(sink).writerow(row)
 
     def close(self) -> None:
-        """All is written."""
+        """Does nothing: each line is written at once."""
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        """Returns the columns and the rows of the file; both empty if there is none."""
         if not self._path.exists():
             return [], []
         with self._path.open(encoding="utf-8", newline="") as source:
@@ -133,7 +136,8 @@ class Csv:
 
 
 class TensorBoard:
-    """A folder of event files for TensorBoard. Errors: InputError without tensorboardX."""
+    """A folder of event files for TensorBoard. Errors: InputError if tensorboardX is not
+    installed."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -147,7 +151,8 @@ class TensorBoard:
         self._writer: Any = None
 
     def begin(self, first: int) -> None:
-        """Begins a file that hides step `first` and later ones of earlier files."""
+        """Begins a file that makes TensorBoard ignore step `first` and later steps of earlier
+        files."""
         from tensorboardX import SummaryWriter
 
         self.close()

@@ -1,4 +1,5 @@
-"""The data that a step reads: the shape of each input, and how samples become such arrays."""
+"""The data that a step reads: the shape of each input, and how samples are joined and filled to
+become arrays of these shapes."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from onnxpar.graph.training_spec import IGNORED
 from onnxpar.runtime.session.tensors import dtype_of
 
 Chunk = dict[str, Array]
-"""Samples by input, along the dimensions that number them, and the arrays that they share."""
+"""An array for each input, by name: some samples, along the dimension that numbers samples; or, for
+an input that all samples share, its value."""
 Sizes = Sequence[int | None]
-"""The sizes of samples of an input; None for the dimension that numbers them."""
+"""The sizes of an input; None for the dimension that numbers samples."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,9 @@ class Needs:
     """The inputs for which a step needs data.
 
     ports  the inputs (`NodeArg`s), by name
-    dims   by input that has samples, the dimension that numbers them
-    pad    by input, the value that fills samples which are shorter than those of the step
+    dims   the dimension that numbers samples, by name of an input; an input that all samples share
+           is not there
+    pad    by input, the value that fills samples which are shorter than the step's
     """
 
     ports: Mapping[str, Any]
@@ -39,9 +42,9 @@ class Needs:
         pad: Mapping[str, float] | None = None,
         labels: str | None = None,
     ) -> Needs:
-        """Returns the needs of a step. Shorter `labels` are filled with labels that do not count,
-        unless `pad` says otherwise. Errors: InputError if `pad` names no input whose samples can be
-        shorter, or a value that the input cannot have."""
+        """Returns the needs of a step. Shorter `labels` are filled with the label that does not
+        count, unless `pad` says otherwise. Errors: InputError if `pad` names an input whose samples
+        cannot be shorter, or a value that the input cannot have."""
         by_name = {port.name: port for port in ports}
         dims = {name: dims[name] for name in by_name if name in dims}
         may_be_short = [name for name in dims if len(by_name[name].shape) > 1]
@@ -64,12 +67,13 @@ class Needs:
         return sizes[0] if sizes else 1
 
     def sizes(self, name: str) -> Sizes:
-        """The sizes that samples of an input have."""
+        """Returns the sizes of an input; None for the dimension that numbers samples."""
         shape = self.ports[name].shape
         return [None if k == self.dims.get(name) else int(size) for k, size in enumerate(shape)]
 
     def check_shape(self, name: str, shape: Sequence[int], source: str) -> None:
-        """Errors: InputError, with the name of the source, unless samples with this shape fit."""
+        """Checks that an array of samples fits an input. `source` names the data in errors. Errors:
+        InputError."""
         wanted = self.sizes(name)
         differ = [(w, s) for w, s in zip(wanted, shape, strict=False) if w not in (None, s)]
         is_short = len(shape) == len(wanted) and all(w is not None and s < w for w, s in differ)
@@ -83,8 +87,8 @@ class Needs:
         )
 
     def filled(self, name: str, array: Array, source: str) -> Array:
-        """Returns samples of an input with the sizes that the step needs: shorter ones are filled
-        at their end. `source` names the data in errors. Errors: InputError."""
+        """Returns samples of an input with the sizes that the step needs: shorter samples are
+        filled at their end. `source` names the data in errors. Errors: InputError."""
         self.check_shape(name, array.shape, source)
         sizes = zip(self.sizes(name), array.shape, strict=True)
         widths = [(0, 0 if wanted is None else wanted - size) for wanted, size in sizes]
@@ -94,9 +98,9 @@ class Needs:
         return np.pad(array, widths, constant_values=value)
 
     def counted(self, shapes: Mapping[str, Sequence[int]], source: str) -> int:
-        """Returns the number of samples in arrays of these shapes. `source` names the data in
-        errors. Errors: InputError if an array is missing or does not fit, or if the numbers
-        differ."""
+        """Returns the number of samples in arrays of these shapes, by input name. `source` names
+        the data in errors. Errors: InputError if an array is missing or does not fit, or if numbers
+        of samples differ."""
         check_keys(shapes, self.ports, source)
         for name in self.ports:
             self.check_shape(name, shapes[name], source)
@@ -109,22 +113,23 @@ class Needs:
         return next(iter(counts.values()), 0)
 
     def chunk(self, values: Mapping[str, Any], source: str) -> Chunk:
-        """Returns samples that are given as an array, or as a list of samples, for each input.
-        `source` names the data in errors. Errors: InputError."""
+        """Returns arrays for all inputs from samples that are given, for each input, as an array or
+        as a list of samples. `source` names the data in errors. Errors: InputError."""
         check_keys(values, self.ports, source)
         arrays = {name: self._whole(name, values[name], source) for name in self.ports}
         self.counted({name: array.shape for name, array in arrays.items()}, source)
         return arrays
 
     def _whole(self, name: str, value: Any, source: str) -> Array:
+        """Returns the array of one input from an array or a list of samples."""
         if _is_list(value) and self.dims.get(name) == 0:
             return self._stack(name, value, [f"{source}: sample {i}" for i in range(len(value))])
         return self.filled(name, self._array(name, value, source), source)
 
     def stacked(self, samples: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> Chunk:
-        """Returns samples, each with a value for each input, as one chunk. An input that all
-        samples share gets the value of the first one. Errors: InputError, with the sample's entry
-        in `sources`."""
+        """Returns arrays for all inputs from single samples, each a mapping from input names to
+        values. An input that all samples share gets the value of the first sample. `sources` has a
+        name for each sample, for errors. Errors: InputError."""
         for sample, source in zip(samples, sources, strict=True):
             check_keys(sample, self.ports, source)
         arrays = {}
@@ -137,6 +142,7 @@ class Needs:
         return arrays
 
     def _stack(self, name: str, values: Sequence[Any], sources: Sequence[str]) -> Array:
+        """Returns the array of one input from the values of single samples."""
         at, rows = self.dims[name], []
         for value, source in zip(values, sources, strict=True):
             array = self._array(name, value, source)
@@ -145,7 +151,7 @@ class Needs:
         return np.concatenate(rows, at) if rows else np.zeros([n or 0 for n in self.sizes(name)])
 
     def _array(self, name: str, value: Any, source: str) -> Array:
-        """Returns a value as an array. Only Python's numbers and lists, which have no dtype, get
+        """Returns a value as an array. A value without a dtype (Python's numbers and lists) gets
         the input's dtype. Errors: InputError."""
         try:
             array = np.asarray(value)
@@ -157,24 +163,24 @@ class Needs:
         return converted(array, dtype, f"{source}: {name!r}")
 
     def is_sample(self, values: Mapping[str, Any]) -> bool:
-        """True if each value has one dimension less than the input has: the values are one sample,
-        not a batch."""
+        """True if values by input name are one sample, not a batch: each has one dimension less
+        than the input."""
         return all(_depth(values[n]) == len(self.ports[n].shape) - 1 for n in self.dims)
 
     def count(self, chunk: Chunk) -> int:
-        """The number of samples in a chunk."""
+        """Returns the number of samples in a chunk."""
         name, at = next(iter(self.dims.items()))
         return int(chunk[name].shape[at])
 
     def take(self, chunk: Chunk, rows: Array) -> Chunk:
-        """Returns a copy of some samples of a chunk."""
+        """Returns a copy of the samples with the numbers `rows`."""
         return {
             name: np.take(array, rows, self.dims[name]) if name in self.dims else array
             for name, array in chunk.items()
         }
 
     def joined(self, chunks: Sequence[Chunk]) -> Chunk:
-        """Returns the samples of several chunks as one."""
+        """Returns the samples of several chunks as one chunk."""
         if len(chunks) == 1:
             return chunks[0]
         parts = {name: [chunk[name] for chunk in chunks] for name in chunks[0]}
@@ -185,7 +191,8 @@ class Needs:
 
 
 def check_keys(values: Any, names: Mapping[str, Any], source: str) -> None:
-    """Errors: InputError unless values are given by name, one for each input."""
+    """Checks that values are a mapping with an entry for each input in `names`. `source` names the
+    data in errors. Errors: InputError."""
     if not isinstance(values, Mapping):
         raise InputError(
             f"{source} is a {type(values).__name__}; give a dict of arrays by input name: "
@@ -198,8 +205,8 @@ def check_keys(values: Any, names: Mapping[str, Any], source: str) -> None:
 
 
 def converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:
-    """Returns numbers in another dtype. Errors: InputError if that changes them by more than the
-    rounding of floats."""
+    """Returns numbers in another dtype; `what` names them in errors. Errors: InputError if this
+    changes them by more than the rounding of floats."""
     if array.dtype == dtype:
         return array
     if array.dtype.kind not in "biuf":
@@ -212,13 +219,14 @@ def converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:
 
 
 def _depth(value: Any) -> int:
-    """The number of dimensions of an array, or of lists in lists, which may differ in length."""
+    """Returns the number of dimensions of an array, or of nested lists, whose lengths may
+    differ."""
     if _is_list(value):
         return 1 + (_depth(value[0]) if len(value) else 0)
     return int(getattr(value, "ndim", 0))
 
 
 def _is_list(value: Any) -> bool:
-    """True for a list, also for one in an array of objects."""
+    """True for a list, a tuple, or an array of objects, which serves as a list."""
     is_objects = isinstance(value, np.ndarray) and value.dtype.kind == "O" and value.ndim == 1
     return is_objects or isinstance(value, list | tuple)

@@ -22,8 +22,8 @@ SUFFIX = ".parquet"
 
 
 def parquet_shards(files: Sequence[Path], needs: Needs) -> Shards:
-    """Returns the samples of files, whose row groups are shards. Errors: InputError, also without
-    pyarrow."""
+    """Returns the samples of Parquet files; each row group is a shard. Errors: InputError, also if
+    pyarrow is not installed."""
     try:
         import pyarrow  # noqa: F401
     except ImportError:
@@ -41,14 +41,14 @@ def parquet_shards(files: Sequence[Path], needs: Needs) -> Shards:
 
 
 def _described(parquet: Any) -> tuple[list[str], list[int]]:
-    """Returns the names of the columns, and the number of rows of each group."""
+    """Returns the names of a file's columns, and the number of rows of each row group."""
     groups = range(parquet.num_row_groups)
     return parquet.schema_arrow.names, [parquet.metadata.row_group(i).num_rows for i in groups]
 
 
 def _open(file: Path, group: int, count: int, needs: Needs) -> Take:
-    """Reads a row group of `count` rows. Errors: InputError, with the names of the file and the
-    column."""
+    """Reads row group `group`, of `count` rows, of a file. Returns the function that takes samples
+    by number. Errors: InputError that names the file and the column."""
     # Threads of pyarrow would keep what they read until they read more.
     how: dict[str, Any] = {"columns": list(needs.ports), "use_threads": False}
     table = _read(file, lambda parquet: parquet.read_row_group(group, **how))
@@ -63,7 +63,8 @@ def _open(file: Path, group: int, count: int, needs: Needs) -> Take:
 
 
 def _read(file: Path, read: Any) -> Any:
-    """Opens a Parquet file, and returns the result of `read` on it. Errors: InputError."""
+    """Opens a Parquet file, and returns the result of the function `read` on it. Errors:
+    InputError."""
     import pyarrow
     import pyarrow.parquet
 
@@ -77,8 +78,9 @@ def _read(file: Path, read: Any) -> Any:
 
 
 def _rows(column: Any, name: str, needs: Needs, source: str) -> Array:
-    """Returns a column as an array of rows. A list has the elements of a sample, or the rows of its
-    first dimension, which are lists. Errors: InputError."""
+    """Returns a column as an array [row, ...] of samples. A sample of several dimensions is a list
+    of lists, or a flat list of all its elements. `source` names the file in errors. Errors:
+    InputError."""
     sizes = [size for size in needs.sizes(name) if size is not None]
     depth = _depth(column.type)
     if depth == 1 and len(sizes) > 1:
@@ -93,6 +95,7 @@ def _rows(column: Any, name: str, needs: Needs, source: str) -> Array:
 
 
 def _depth(kind: Any) -> int:
+    """Returns how deep lists are nested in a type: 2 for lists of lists of numbers."""
     from pyarrow import types
 
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
@@ -100,7 +103,7 @@ def _depth(kind: Any) -> int:
 
 
 def _lists(column: Any, sizes: Sequence[int], name: str, needs: Needs, source: str) -> Array:
-    """Returns a column of lists, of lists, of numbers as an array of these sizes; shorter lists are
+    """Returns a column of (nested lists of) numbers as an array [row, *sizes]; shorter lists are
     filled at their end. Errors: InputError."""
     import pyarrow.compute
 

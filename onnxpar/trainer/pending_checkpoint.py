@@ -1,4 +1,4 @@
-"""A checkpoint that ranks write while they train."""
+"""A checkpoint that ranks write while they train on."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ hangs."""
 
 class PendingCheckpoint:
     """Completes a checkpoint in a thread, once all ranks have written their files to the folder
-    `written`; ranks that fail, or take too long, leave no checkpoint.
+    `written`. If a rank fails, or takes too long, the folder is removed, and no checkpoint remains.
 
-    finish  completes the checkpoint, given the digests of all files
+    finish  a function that completes the checkpoint; it takes the digests of all files
     """
 
     def __init__(
@@ -41,8 +41,9 @@ class PendingCheckpoint:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Returns True once the checkpoint is complete, False if it is not after `seconds`. Errors:
-        OnnxparError if it cannot be completed; then nothing is left of it."""
+        """Waits up to `seconds`. Returns True if the checkpoint is complete, False if it is
+        still being written. Errors: OnnxparError if it cannot be completed; then no file of it
+        remains."""
         if not self._has_ended.wait(seconds):
             return False
         if self._error is not None:
@@ -51,12 +52,13 @@ class PendingCheckpoint:
 
     def abandon(self, seconds: float) -> None:
         """Waits up to `seconds` for the ranks, and then gives the checkpoint up, unless all have
-        written. Returns when the checkpoint is complete, or nothing is left of it."""
+        written. Returns when the checkpoint is complete, or no file of it remains."""
         self._has_ended.wait(seconds)
         self._is_abandoned.set()
         self._thread.join(STALLED)
 
     def _run(self) -> None:
+        """The body of the thread: waits for the ranks, then completes or removes the checkpoint."""
         try:
             if self._all_written():
                 with writing(self._written):
@@ -94,8 +96,8 @@ class PendingCheckpoint:
             self._is_abandoned.wait(min((time.monotonic() - start) / 8 + 0.001, _LOOK))
 
     def _look(self) -> int:
-        """Looks which ranks have written, and records them; returns the bytes in the folder.
-        Errors: OnnxparError if a rank cannot write."""
+        """Records which ranks have written their files. Returns the bytes in the folder so far,
+        which tell whether ranks still write. Errors: OnnxparError if a rank cannot write."""
         sizes = _sizes_in(self._written)
         for rank in range(self._ranks):
             if rank not in self._files and marker(rank) in sizes:
@@ -104,7 +106,7 @@ class PendingCheckpoint:
 
 
 def _sizes_in(folder: Path) -> dict[str, int]:
-    """The sizes of the files in a folder, by name. Errors: OnnxparError."""
+    """Returns the sizes of the files in a folder in bytes, by name. Errors: OnnxparError."""
     sizes: dict[str, int] = {}
     with writing(folder), os.scandir(folder) as entries:
         for entry in entries:

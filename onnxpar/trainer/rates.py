@@ -13,7 +13,7 @@ _TIMESCALE = 10_000
 
 
 def check_rate(peak: float) -> None:
-    """Errors: InputError for a learning rate that no run can have."""
+    """Checks a (peak) learning rate. Errors: InputError unless it is finite, and 0 or more."""
     if not 0 <= peak < math.inf:
         raise InputError(f"--lr {peak}: the learning rate must be finite, and 0 or more")
 
@@ -22,12 +22,12 @@ def check_rate(peak: float) -> None:
 class Schedule:
     """How a learning rate falls from its peak, after it has risen linearly over `warmup` steps.
 
-    kind         constant: it does not fall; linear, cosine (half of one), polynomial (of degree
-                 `power`, 1 by default): to `min_lr` at the end of the run; step: by the factor
-                 `gamma` (0.1 by default) every `step_size` steps; inverse-sqrt: with the root of
-                 the number of steps; wsd (warm-up, stable, decay): along half a cosine in the last
-                 `decay_steps` steps
-    min_lr       the least rate after warm-up
+    kind    constant: it does not fall; linear, cosine (half of one), polynomial (of degree
+            `power`, 1 by default): to `min_lr` at the end of the run; step: by the factor
+            `gamma` (0.1 by default) every `step_size` steps; inverse-sqrt: with the root of
+            the number of steps; wsd (warm-up, stable, decay): along half a cosine in the last
+            `decay_steps` steps
+    min_lr  the least rate after warm-up
     """
 
     kind: str = "constant"
@@ -39,7 +39,7 @@ class Schedule:
     decay_steps: int | None = None
 
     def __post_init__(self) -> None:
-        """Errors: InputError for a schedule that no run can have."""
+        """Checks the fields. Errors: InputError for a schedule that no run can have."""
         if self.kind not in SCHEDULES:
             raise InputError(f"--schedule {self.kind!r}: give one of {', '.join(SCHEDULES)}")
         if self.warmup < 0:
@@ -66,7 +66,8 @@ ENDING = ("linear", "cosine", "polynomial", "wsd")
 
 @dataclass(frozen=True)
 class Rate:
-    """The learning rate of a run of `steps` steps; None if only its end tells the number."""
+    """The learning rate of each step of a run of `steps` steps (None: unknown until the run ends).
+    Errors: InputError if the schedule does not fit the run."""
 
     peak: float
     steps: int | None
@@ -103,38 +104,48 @@ class Rate:
         return SCHEDULES[self.schedule.kind](self, step - self.schedule.warmup)
 
     def _between(self, share: float) -> float:
-        """Returns the rate at this share of the way from the schedule's least rate to the peak."""
+        """Returns the rate at a share of the way from the least rate (0) to the peak (1)."""
         return self.schedule.min_lr + (self.peak - self.schedule.min_lr) * share
 
     def _left(self, step: int) -> float:
-        """Returns the share of the steps after warm-up that is left."""
+        """Returns the share of the steps after warm-up that is left at `step`, counted after
+        warm-up."""
         assert self.steps is not None
         return 1 - step / max(self.steps - self.schedule.warmup, 1)
 
     def _constant(self, step: int) -> float:
+        """Returns the rate at a step after warm-up, as the functions below do: here, always the
+        peak."""
         return self.peak
 
     def _linear(self, step: int) -> float:
+        """Returns a rate that falls in a line to the least rate at the end of the run."""
         return self._between(self._left(step))
 
     def _cosine(self, step: int) -> float:
+        """Returns a rate that falls along half a cosine to the least rate at the end of the run."""
         return self._between((1 + math.cos(math.pi * (1 - self._left(step)))) / 2)
 
     def _polynomial(self, step: int) -> float:
+        """Returns a rate that falls with a power of the share of steps that are left."""
         power = 1.0 if self.schedule.power is None else self.schedule.power
         return self._between(self._left(step) ** power)
 
     def _steps(self, step: int) -> float:
+        """Returns a rate that is multiplied by gamma every `step_size` steps."""
         assert self.schedule.step_size is not None
         gamma = 0.1 if self.schedule.gamma is None else self.schedule.gamma
         fallen = gamma ** (step // self.schedule.step_size)
         return max(self.peak * fallen, self.schedule.min_lr)
 
     def _inverse_root(self, step: int) -> float:
+        """Returns a rate that falls with the inverse root of the step."""
         scale = self.schedule.warmup or _TIMESCALE
         return max(self.peak / math.sqrt((step + scale) / scale), self.schedule.min_lr)
 
     def _stable(self, step: int) -> float:
+        """Returns the peak until the last `decay_steps` steps, in which the rate falls along half a
+        cosine."""
         assert self.schedule.decay_steps is not None and self.steps is not None
         stable = self.steps - self.schedule.warmup - self.schedule.decay_steps
         done = max(step - stable, 0) / self.schedule.decay_steps

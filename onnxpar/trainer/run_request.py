@@ -1,4 +1,4 @@
-"""Reads the options of a training run."""
+"""Turns the options of `train` into the objects that a training run needs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from onnxpar.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The options of a call of `train`, read.
+    """The options of a call of `train`, checked and converted.
 
     run         the options of the run
-    elastic     how the run lives on when ranks die; None: it does not
+    elastic     how the run goes on when ranks die; None: it ends
     of_trainer  the options of its `Trainer`
-    profile     the file for a trace, if any
-    values      the values of all options
+    profile     the file for a trace; None for none
+    values      the values of all options, with defaults
     """
 
     run: Run
@@ -39,8 +39,8 @@ class RunRequest:
     values: Mapping[str, Any]
 
     def data(self, trainer: Trainer, data: Samples) -> tuple[Data, Data | None]:
-        """Returns the samples of training, and those of evaluations, if any. Errors:
-        InputError."""
+        """Returns the samples for training, and the samples for evaluations (None if there are
+        none). `data` is as in `train`. Errors: InputError."""
         pad, held_out = self.values["pad"], self.values["eval"]
         batches = trainer.batches_of(data, pad=pad)
         evaluated = None if held_out is None else trainer.batches_of(held_out, False, pad)
@@ -49,7 +49,7 @@ class RunRequest:
 
 
 def run_request(options: TrainOptions) -> RunRequest:
-    """Reads the options of `train`. Errors: TypeError, StrategyError, InputError."""
+    """Checks and converts the options of `train`. Errors: TypeError, StrategyError, InputError."""
     check_options(options, TrainOptions, "train")
     values = with_defaults(options, TrainOptions)
     use_libraries(values["libraries"])

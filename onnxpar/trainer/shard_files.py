@@ -1,4 +1,4 @@
-"""Folders of training data: files of NumPy arrays; one shard at a time is in memory."""
+"""Folders of training data: shards are files of NumPy arrays; one shard at a time is in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onnxpar.trainer.sources import Shard, Shards, Take, check_unchanged, digest
 def folder_shards(folder: Path, needs: Needs) -> Shards:
     """Returns the samples in a folder: .npz files with an array for each input; .parquet files; or
     for each input a file NAME.npy, or a folder NAME of .npy files of the same names. Errors:
-    InputError, with the name of the file."""
+    InputError that names the file."""
     names = _names(folder)
     npz, parquet = ([n for n in names if n.endswith(end)] for end in (".npz", SUFFIX))
     npy = [name for name in needs.ports if f"{name}.npy" in names or (folder / name).is_dir()]
@@ -40,7 +40,8 @@ def folder_shards(folder: Path, needs: Needs) -> Shards:
 
 
 def _names(folder: Path) -> list[str]:
-    """The names of the files in a folder, in their order. Errors: InputError."""
+    """Returns the names of the files in a folder, sorted, without hidden ones. Errors:
+    InputError."""
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as error:
@@ -48,6 +49,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _npz_shards(files: Sequence[Path], folder: Path, needs: Needs) -> Shards:
+    """Returns the samples of .npz files; each file is a shard."""
     shards = []
     for file in files:
         count = needs.counted(npz_shapes(file), str(file))
@@ -56,13 +58,16 @@ def _npz_shards(files: Sequence[Path], folder: Path, needs: Needs) -> Shards:
 
 
 def _open_npz(file: Path, count: int, needs: Needs) -> Take:
-    """Reads a file. Errors: InputError."""
+    """Reads an .npz file of `count` samples. Returns the function that takes samples by number.
+    Errors: InputError."""
     chunk = needs.chunk(read_npz(file, needs.ports), str(file))
     check_unchanged(file, needs.count(chunk) == count)
     return partial(needs.take, chunk)
 
 
 def _npy_shards(folder: Path, needs: Needs) -> Shards:
+    """Returns the samples of .npy files: a shard has one file of each input, all with the same
+    name."""
     each = {name: _npy_files(folder, name, name in needs.dims) for name in needs.ports}
     first = next(iter(needs.dims), "")
     for name in needs.dims:
@@ -83,8 +88,8 @@ def _npy_shards(folder: Path, needs: Needs) -> Shards:
 
 
 def _npy_files(folder: Path, name: str, has_samples: bool) -> dict[str, Path]:
-    """Returns the files of an input by their names in its folder; the key "" is a file beside the
-    folder. Errors: InputError if there is none."""
+    """Returns the .npy files of an input, by their names in the input's folder; {"": file} for a
+    single file NAME.npy. Errors: InputError if there is none."""
     file, inner = folder / f"{name}.npy", folder / name
     if file.is_file():
         return {"": file}
@@ -97,8 +102,7 @@ def _npy_files(folder: Path, name: str, has_samples: bool) -> dict[str, Path]:
 
 
 def _mapped(file: Path) -> Array:
-    """Returns an array over a mapped file: the system reads its elements when they are used.
-    Errors: InputError."""
+    """Returns an array over a memory-mapped .npy file. Errors: InputError."""
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
         if isinstance(array, np.ndarray):
@@ -118,8 +122,9 @@ def _take_npy(
     needs: Needs,
     rows: Array,
 ) -> Chunk:
-    """Returns samples from mapped files. They are mapped anew each time, so that what was read
-    before does not count as memory of this process. Errors: InputError."""
+    """Returns the samples with the numbers `rows` from .npy files (by input name). Maps the files
+    anew each time, so that pages that were read before do not count as memory of this process.
+    Errors: InputError if a file has another shape than in `shapes`."""
     mapped = {name: _mapped(file) for name, file in files.items()}
     for name, array in mapped.items():
         check_unchanged(files[name], array.shape == shapes[name])

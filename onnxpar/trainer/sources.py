@@ -1,4 +1,4 @@
-"""Sources of the samples of an epoch, and their order."""
+"""Where the samples of an epoch come from, and in which order."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from onnxpar.trainer.needs import Chunk, Needs
 _DIGESTED = 1 << 28
 """Most bytes of data that a digest reads completely."""
 _BLOCK = 1 << 16
-"""Bytes that the digest of a larger file reads at a place."""
+"""Bytes that the digest of a larger file reads at each of its sampled places."""
 Take = Callable[[Array], Chunk]
-"""Returns the samples with these numbers."""
+"""A function from numbers of samples to these samples, as arrays by input name."""
 
 
 class Source(Protocol):
-    """Samples of an epoch, again for each epoch."""
+    """The samples of an epoch, which can be read again for each epoch."""
 
     @property
     def count(self) -> int | None:
         """The number of samples; None if only the end of an epoch tells."""
 
     def digest(self) -> str:
-        """Returns a digest of the samples; "" if there is none."""
+        """Returns a digest of the samples, by which a run that resumes notices other data; "" if
+        there is none."""
 
     def chunks(self, number: int, seed: int | None, first: int, size: int) -> Iterator[Chunk]:
-        """Yields the samples of epoch `number` without its `first` ones, in chunks of up to `size`;
-        `seed` decides their order."""
+        """Yields the samples of epoch `number` without its `first` ones, in chunks of up to `size`.
+        `seed` decides their order; None: unshuffled."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Some of the samples. `open` returns a function that takes samples by number; when that is
-    dropped, the shard is closed."""
+    """Some of the samples. `open` reads the shard, and returns a function that takes samples by
+    number; the shard's memory is freed when that function is dropped."""
 
     count: int
     open: Callable[[], Take]
@@ -51,8 +52,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Shards:
-    """A source of shards, of which one is open at a time. The seed decides the order of shards, and
-    of samples in each."""
+    """The samples of several shards, of which one is open at a time. The seed decides the order of
+    shards, and of samples in each shard."""
 
     shards: Sequence[Shard]
     make_digest: Callable[[], str]
@@ -67,7 +68,7 @@ class Shards:
         return self.make_digest()
 
     def chunks(self, number: int, seed: int | None, first: int, size: int) -> Iterator[Chunk]:
-        """Yields the samples of an epoch."""
+        """Yields the samples of an epoch; the parameters are those of `Source.chunks`."""
         draw = None if seed is None else np.random.default_rng([seed, number])
         each = np.arange(len(self.shards))
         for i in each if draw is None else draw.permutation(each):
@@ -79,15 +80,15 @@ class Shards:
 
 
 def _opened(shard: Shard, rows: Array, size: int) -> Iterator[Chunk]:
-    """Yields samples of a shard; a function of its own, so that the shard is dropped before the
-    next one is opened."""
+    """Opens a shard, and yields its samples with the numbers `rows` in chunks of up to `size`. A
+    function of its own, so that the shard is dropped before the next one is opened."""
     take = shard.open()
     for start in range(0, len(rows), size):
         yield take(rows[start : start + size])
 
 
 def in_memory(chunk: Chunk, needs: Needs) -> Shards:
-    """Returns the source of samples that are in memory."""
+    """Returns the samples of arrays in memory as one shard."""
     shard = Shard(needs.count(chunk) if needs.dims else 0, lambda: partial(needs.take, chunk))
     return Shards([shard], lambda: _digest_of_arrays(chunk, needs))
 
@@ -107,7 +108,7 @@ def _digest_of_arrays(arrays: Chunk, needs: Needs) -> str:
 
 
 def check_unchanged(file: Path, is_same: bool) -> None:
-    """Errors: InputError for a file that is not as it was when the run began."""
+    """Errors: InputError unless `is_same`: the file has changed since the run began."""
     if not is_same:
         raise InputError(f"{file} has changed since the run began; begin the run again")
 

@@ -1,5 +1,5 @@
-"""A sharded training step for any number of ranks: the one that a run began with, and others, made
-from the same model by the same request when needed."""
+"""Finds or makes the sharded training step for a number of ranks: the one that a run began with, or
+another, sharded from the same model with the same options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WITHOUT = "topology"
 
 
 class StepPlans:
-    """Finds or makes the folder of a step for a number of ranks.
+    """Finds or makes the folder of a training step that is sharded for a given number of ranks.
 
     par     the folder that `onnxpar shard` wrote
     folder  where further folders are put, under names such as `ranks_0003.par`
@@ -61,9 +61,12 @@ class StepPlans:
         return [self._model.parent / name for name in self._shorter]
 
     def at_most(self, ranks: int, least: int) -> Path:
-        """Returns the folder of the step for `ranks` ranks or, without a plan for these, for the
-        next smaller number, down to `least`. Errors: StrategyError without a plan for any;
-        ModelError if the model has changed."""
+        """Returns the folder of the step for `ranks` ranks. If the step cannot be sharded for that
+        number, returns the folder for the next smaller number, down to `least`.
+
+        Errors: StrategyError if it cannot be sharded for any of them; ModelError if the model has
+        changed.
+        """
         reason = ""
         for count in range(ranks, least - 1, -1):
             if count == self._bundle.mesh.size:
@@ -79,8 +82,8 @@ class StepPlans:
         )
 
     def _for(self, ranks: int) -> Path:
-        """Returns the folder for `ranks` ranks; makes it unless it exists. Errors:
-        StrategyError."""
+        """Returns the folder for exactly `ranks` ranks; shards the step unless the folder exists.
+        Errors: StrategyError."""
         # A pass imports onnxpar.training, whose entrance imports this module.
         from onnxpar.planner.convert_options import options_of
         from onnxpar.planner.sharder import shard
@@ -105,14 +108,16 @@ class StepPlans:
         raise failed
 
     def _requests(self, ranks: int) -> list[dict[str, Any]]:
-        """The requests to try for `ranks` ranks: first all as they are, then without `topology`."""
+        """Returns the sets of options to try for `ranks` ranks: first with all options, then
+        without `topology`."""
         mesh = self._bundle.mesh
         requests = list(requests_for(self._request["options"], mesh, ranks))
         bare = [{n: v for n, v in one.items() if n != _WITHOUT} for one in requests]
         return requests + (bare if bare != requests else [])
 
     def _is_made(self, target: Path, tries: list[dict[str, Any]]) -> bool:
-        """True if the folder `target` has the complete step for one of the requests `tries`."""
+        """True if the folder `target` has the complete step, sharded with one of the sets of
+        options `tries`."""
         try:
             bundle = Bundle.load(target)
             bundle.files.check_complete()
@@ -124,7 +129,7 @@ class StepPlans:
         return same and request.get("options") in tries
 
     def _check_model(self) -> None:
-        """Errors: ModelError if the model is not the one that was sharded."""
+        """Checks that the model file is the one that was sharded. Errors: ModelError."""
         digests = [self._request["sha256"], *self._shorter.values()]
         for file, digest in zip((self._model, *self._beside), digests, strict=True):
             if model_digest(file) != digest:

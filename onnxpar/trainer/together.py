@@ -1,4 +1,5 @@
-"""Makes the processes of a run agree: all take over a decision or an error of rank 0."""
+"""Makes the processes of a run agree: all get the result, or the error, of a function that rank 0
+calls."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ message."""
 
 
 class Together:
-    """All processes of a run: a single process or, under a launcher, one per rank. All must make
-    the same calls of its methods. `exchange` sends bytes to all processes and returns the bytes of
-    all, by rank."""
+    """All processes of a run: a single process or, under a launcher, one per rank. All processes
+    must make the same calls of its methods, in the same order.
+
+    exchange  a function that sends bytes to all processes and returns the bytes of all, by rank
+    """
 
     def __init__(
         self,
@@ -39,12 +42,12 @@ class Together:
         return self.rank == 0
 
     def each(self, own: Any) -> list[Any]:
-        """Returns the values that all processes pass as `own`, by rank; values are sent as JSON.
+        """Returns the values that all processes pass as `own`, by rank. Values are sent as JSON.
         Errors: RankError."""
         return [json.loads(text) for text in self._exchange(json.dumps(own).encode())]
 
     def first(self, make: Callable[[], Any]) -> Any:
-        """Calls `make` on rank 0 only, and returns its result in all processes, sent as JSON. If
+        """Calls `make` on rank 0 only, and returns its result, sent as JSON, in all processes. If
         `make` raises an OnnxparError, all processes raise it."""
         if not self.leads:
             result = self.each(None)[0]
@@ -60,4 +63,4 @@ class Together:
 
 
 ALONE = Together()
-"""A single process."""
+"""The only process of a run."""

@@ -58,7 +58,8 @@ _CLOSING = 10.0
 
 
 class Trainer(Closing):
-    """A session of a sharded training step (`onnxpar shard step.onnx`).
+    """A session of a sharded training step (`onnxpar shard step.onnx`), which takes steps,
+    evaluates, and saves and loads checkpoints.
 
     par      the folder of the sharded step
     held     the lock of a checkpoint folder, if the caller has locked it already
@@ -106,16 +107,16 @@ class Trainer(Closing):
 
     @property
     def data(self) -> list[NodeArg]:
-        """The inputs for which a batch needs arrays; for a step for several lengths, with the
-        longest."""
+        """The inputs for which a batch needs arrays. For a step for several lengths, with the
+        longest shapes."""
         ports = [self.bundle.inputs[name] for name in self.spec.data]
         longest = self._lengths[-1] if self._lengths else {}
         return [replace(p.arg, shape=list(longest.get(p.name, p.arg.shape))) for p in ports]
 
     @cached_property
     def _lengths(self) -> list[dict[str, tuple[int, ...]]]:
-        """The shapes of these inputs in each program of a step for several lengths, the shortest
-        first."""
+        """The shapes of the data inputs in each program of a step for several lengths, the shortest
+        first; empty for any other step."""
         bundle = self.bundle
         lengths = []
         for sizes in bundle.programs:
@@ -127,9 +128,15 @@ class Trainer(Closing):
     def batches_of(
         self, data: Samples, trains: bool = True, pad: Mapping[str, float] | None = None
     ) -> Data:
-        """Returns samples as batches for training, or for evaluation: from a file or folder, from
-        arrays by input name, or from an iterable or function of samples or batches, as in `train`.
-        `pad` fills shorter samples, by input. Errors: InputError."""
+        """Returns samples as batches.
+
+        data    a file or folder, arrays by input name, or an iterable or function of samples or
+                batches, as in `train`
+        trains  True for training, False for evaluation
+        pad     by input, the value that fills samples which are shorter than the step's
+
+        Errors: InputError.
+        """
         rest = Rest.of(self.spec, trains)
         options = self.spec.batch, rest, pad, self.spec.labels, self._lengths
         batches = Data.of(data, self.data, *options)
@@ -137,7 +144,8 @@ class Trainer(Closing):
         return batches
 
     def _check_labels(self, arrays: Mapping[str, Array]) -> None:
-        """Errors: InputError for a label that is no class. onnxruntime takes -1 for the last."""
+        """Checks the labels among the arrays (by input name). Errors: InputError for a label that
+        is no class; onnxruntime would take -1 for the last class."""
         for lookup in self.bundle.lookups:
             labels = None if lookup.table else arrays.get(lookup.input)
             fault = None if labels is None else lookup.fault(np.asarray(labels))
@@ -147,9 +155,9 @@ class Trainer(Closing):
     def step(
         self, batch: Mapping[str, Array], rate: float, seed: int | None = None
     ) -> dict[str, float]:
-        """Takes one step on a global batch at learning rate `rate`; returns the loss before the
+        """Takes one step on a global batch at learning rate `rate`. Returns the loss before the
         update, and other metrics, by name. `seed` decides the random numbers of the step; by
-        default, the number of steps before it, so that each step has others.
+        default, it is the number of steps before, so that each step has others.
 
         If a parameter would not be finite, all states stay as before the step: the metric `skipped`
         is 1, and `problem` says why. Errors: InputError, RankError; DivergenceError if the loss is
@@ -184,8 +192,8 @@ class Trainer(Closing):
         return [values[name] for name in names]
 
     def _problem(self, values: Mapping[str, Array]) -> str:
-        """Returns the reason why a step must not change the states, from its outputs; empty if it
-        may."""
+        """Returns the reason why a step must not change the states, from its outputs by name; "" if
+        it may."""
         if values.get(SKIPPED):
             return "gradients are not finite"
         if not isfinite(loss := float(values[self.spec.loss])):
@@ -195,8 +203,8 @@ class Trainer(Closing):
         return f"the update of {_first(odd, 'of ', 'parameter')} is not finite" if odd else ""
 
     def _fed(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Returns a batch with the input for the number of samples that count; by default, all.
-        Errors: InputError."""
+        """Returns a batch with a value for the input that has the number of samples that count, if
+        the step has such an input and the batch lacks it: all count. Errors: InputError."""
         self._check_labels(batch)
         name = self.spec.samples
         if name is None or name in batch:
@@ -205,19 +213,20 @@ class Trainer(Closing):
 
     @cached_property
     def _all_samples(self) -> Array:
-        """The number of samples of a batch, as the step takes it."""
+        """The number of samples of a batch, in the form of the input that takes it."""
         dims = self.spec.batch
         sizes = (port.shape[dims[port.name]] for port in self.data if port.name in dims)
         return np.asarray(next(sizes), np.float32)
 
     def evaluate(self, batch: Mapping[str, Array]) -> dict[str, float]:
-        """Returns the loss and other metrics, by name, of the model in inference mode on a batch.
+        """Returns the loss and other metrics of the model in inference mode on a batch, by name.
         Changes no state. Errors: InputError, RankError."""
         return {name: value for name, (value, _) in self.measure(batch).items()}
 
     def measure(self, batch: Mapping[str, Array]) -> dict[str, tuple[float, float]]:
-        """Like `evaluate`; each mean comes with its weight, by which the caller can average it over
-        batches of different lengths: the number of elements that count."""
+        """Like `evaluate`; returns (mean, weight) for each metric. The weight is the number of
+        elements that count, by which the caller can average means over batches of different
+        lengths."""
         names = self.spec.evaluation
         outputs = self.session.run(names, self._fed(batch))
         values = dict(zip(names, map(float, outputs), strict=True))
@@ -234,8 +243,8 @@ class Trainer(Closing):
 
     def hold(self, folder: str | os.PathLike[str]) -> None:
         """Locks a folder for checkpoints until `close`, so that no other run writes there; creates
-        it if it does not exist. Errors: InputError if another run has locked it; ModelError if not
-        all processes see the folder; OnnxparError."""
+        the folder if it does not exist. Errors: InputError if another run has locked it; ModelError
+        if not all processes see the folder; OnnxparError."""
         place = Path(folder)
         if place not in self._held:
             self.together.first(lambda: self._lock(place))
@@ -243,13 +252,15 @@ class Trainer(Closing):
             self._held.add(place)
 
     def _check_shared(self, lock: Path) -> None:
-        """Errors: ModelError in all processes if one does not see the lock of rank 0."""
+        """Checks that all processes see the lock file that rank 0 sees. Errors: ModelError in all
+        processes."""
         holder = self.together.first(lambda: _text(lock))
         check_seen(
             lambda: "" if _text(lock) == holder else f"it does not see {lock}", self.together
         )
 
     def _lock(self, folder: Path) -> None:
+        """Locks a folder, unless this trainer has locked it already."""
         locks = [*self._locks, *([self._given] if self._given else [])]
         if not any(lock.is_of(folder) for lock in locks):
             self._locks.append(FolderLock(folder))
@@ -267,9 +278,9 @@ class Trainer(Closing):
         self._note(folder, progress)
 
     def async_save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
-        """Like `save`, but returns as soon as each rank has copied its shards in memory: they are
-        written while the ranks run on. First waits for the checkpoint before, if one is still being
-        written. Errors: OnnxparError, also of the checkpoint before."""
+        """Like `save`, but returns as soon as each rank has copied its shards in memory: the copies
+        are written while the ranks run on. First waits for the checkpoint before, if it is still
+        being written. Errors: OnnxparError, also of the checkpoint before."""
         self.finish_save()
         folder = Path(folder)
         with self._begun(folder, progress) as written:
@@ -280,7 +291,7 @@ class Trainer(Closing):
         self._unfinished = folder, progress
 
     def finish_save(self) -> Progress | None:
-        """Waits until the checkpoint that `async_save` began is complete and on disk; returns its
+        """Waits until the checkpoint that `async_save` began is complete and on disk. Returns its
         progress, or None if there is none. Errors: OnnxparError if it cannot be written, or if
         nothing is written for a long time; RankError if a rank has died."""
         if self._unfinished is None:
@@ -297,14 +308,15 @@ class Trainer(Closing):
         return progress
 
     def _is_finished(self) -> bool:
-        """On rank 0: waits a moment for the pending checkpoint; True if it is complete. Errors:
-        OnnxparError."""
+        """On rank 0: waits a moment for the checkpoint that is being written. True if it is
+        complete. Errors: OnnxparError."""
         assert self._pending is not None, "async_save has begun it"
         return self._pending.wait(_MOMENT)
 
     @property
     def _saved(self) -> Step:
-        """The step with the slots that checkpoints have: without frozen weights of the model."""
+        """The step with the states that checkpoints have: without frozen weights of the model,
+        except those that a loaded checkpoint had."""
         slots = [s for s in self.spec.slots if s.kind != FROZEN or s.input in self._restored]
         return replace(self.spec, slots=slots)
 
@@ -325,7 +337,7 @@ class Trainer(Closing):
             raise
 
     def _note(self, folder: Path, progress: Progress) -> None:
-        """Records which checkpoint was saved last."""
+        """Records that this checkpoint was saved last, and is complete."""
         self.checkpoint = folder / progress.name
         self._is_whole[self.checkpoint] = True
 
@@ -337,7 +349,7 @@ class Trainer(Closing):
         besides: Collection[str] = (),
     ) -> None:
         """Removes old checkpoints from a folder, except the newest `count` complete ones, and those
-        named in `besides`. Ignores checkpoints with more steps than `progress`. Errors:
+        named in `besides`. Leaves checkpoints with more steps than `progress` alone. Errors:
         OnnxparError."""
         folder = Path(folder)
         names = self.together.first(lambda: _names(folder, progress.step))
@@ -349,8 +361,8 @@ class Trainer(Closing):
         self.together.first(lambda: remove(folder / name for name in old))
 
     def _check_whole(self, path: Path) -> bool:
-        """True if a checkpoint is complete. Compares the files with their digests, once, unless
-        this trainer saved or loaded the checkpoint."""
+        """True if a checkpoint is complete. Compares its files with their digests, once; a
+        checkpoint that this trainer saved or loaded needs no comparison."""
         if path not in self._is_whole:
             reason = damage(path, self.together)
             self._is_whole[path] = not reason
@@ -366,12 +378,15 @@ class Trainer(Closing):
     def load(
         self, checkpoint: Checkpoint | str | os.PathLike[str], allow_changed: bool = False
     ) -> Checkpoint:
-        """Sets all states from a checkpoint, or from the newest complete one in a folder; returns
-        the checkpoint. It may be from a run on another mesh, or with another compression of
-        gradients; with `allow_changed`, also from a step that trains other weights or keeps other
+        """Sets all states from a checkpoint, or from the newest complete checkpoint in a folder.
+        Returns the checkpoint. It may be from a run on another mesh, or with another compression of
+        gradients.
+
+        With `allow_changed`, it may also be from a step that trains other weights or keeps other
         states: states that this step does not keep are left out; if it keeps others, the optimizer
         starts anew. Errors: ModelError if it belongs to another step, or if the processes pass
-        different checkpoints."""
+        different checkpoints.
+        """
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = self.find(checkpoint)
         each = self.together.each([checkpoint.digest, str(checkpoint.path)])
@@ -388,6 +403,8 @@ class Trainer(Closing):
         return checkpoint
 
     def _load(self, checkpoint: Checkpoint, allow_changed: bool) -> None:
+        """Sets the states from a checkpoint, each from its shards if they are equal to this mesh's,
+        else from the whole tensor. Errors: ModelError."""
         known = {slot.input for slot in checkpoint.slots}
         kinds = {slot.input: slot.kind for slot in self.spec.slots}
         frozen = frozenset(name for name, kind in kinds.items() if kind == FROZEN)
@@ -426,7 +443,7 @@ class Trainer(Closing):
 
     def close(self) -> None:
         """Ends the ranks, and unlocks the folders of checkpoints. A checkpoint that is still being
-        written gets a moment to be completed."""
+        written gets up to 10 seconds to be completed."""
         try:
             if self._pending is not None:
                 self._pending.abandon(_CLOSING if self._is_alive() else 0)
@@ -445,7 +462,7 @@ class Trainer(Closing):
 
 
 def _text(file: Path) -> str:
-    """The text of a file; empty if it cannot be read."""
+    """Returns the text of a file; "" if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -453,8 +470,9 @@ def _text(file: Path) -> str:
 
 
 def check_step(step: Step | None, inputs: Collection[str], where: str | os.PathLike[str]) -> Step:
-    """Returns a training step of the model `where`, which has these inputs. Errors: ModelError if
-    it is none, or one that updates nothing."""
+    """Returns the training step of a model with these inputs; `where` names the model in errors.
+    Errors: ModelError if the model is no training step (`step` is None), or one that updates
+    nothing."""
     if step is None:
         raise ModelError(
             f"{where} is not a training step; write one with `onnxpar grad`, then shard that"
@@ -470,7 +488,7 @@ def check_step(step: Step | None, inputs: Collection[str], where: str | os.PathL
 @contextmanager
 def held_by_first(folder: Path | None) -> Iterator[FolderLock | None]:
     """Locks a folder of checkpoints on rank 0 and yields the lock; yields None on other ranks, or
-    without a folder. Use it before anything is written, and give the lock to a Trainer. Errors:
+    if `folder` is None. Use it before anything is written, and give the lock to a Trainer. Errors:
     InputError if another process has locked the folder; OnnxparError."""
     rank = launched_rank()
     if folder is None or (rank is not None and rank.rank):
@@ -481,7 +499,8 @@ def held_by_first(folder: Path | None) -> Iterator[FolderLock | None]:
 
 
 def _first(names: Sequence[str], of: str, what: str) -> str:
-    """Returns the first of several names with what it is, and the number of others."""
+    """Returns the first of several names, and the number of others: "'fc.w' and 2 other states".
+    `what` is the kind of thing that has the names, `of` a word before the number."""
     more = len(names) - 1
     others = f" and {of}{more} other {what}{'s' if more > 1 else ''}" if more else ""
     return f"{names[0]!r}{others}"
@@ -505,6 +524,7 @@ def _not_here(slots: Sequence[Slot]) -> str:
 
 
 def _names(folder: Path, most: int) -> list[str]:
-    """Returns the names of the checkpoints with at most `most` steps, newest first."""
+    """Returns the names of the checkpoints in a folder that have at most `most` steps, newest
+    first."""
     each = checkpoints(folder)
     return [path.name for step, path in reversed(each.items()) if step <= most]

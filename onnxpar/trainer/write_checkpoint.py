@@ -29,8 +29,8 @@ _UNFINISHED = ".unfinished"
 
 
 def begin(folder: Path, progress: Progress) -> str:
-    """Makes an empty unfinished checkpoint for the ranks to write to, and returns its name. First
-    removes the remains of earlier unfinished ones. Errors: OnnxparError."""
+    """Creates an empty folder for an unfinished checkpoint, to which the ranks write, and returns
+    its name. First removes the remains of earlier unfinished ones. Errors: OnnxparError."""
     with writing(folder):
         for left in folder.glob(f".step_*{_UNFINISHED}"):
             discard(left)
@@ -52,9 +52,15 @@ def finish(
     files: Mapping[str, Digests],
 ) -> None:
     """Completes a checkpoint after all ranks have written their states to the folder `written`:
-    writes checkpoint.json, with the digests `files` and the number of steps `taken`, and gives the
-    folder its final name. Replaces a checkpoint of that name, which stays complete until then.
-    Errors: OnnxparError."""
+    writes checkpoint.json, and gives the folder its final name. A complete checkpoint of that name
+    is replaced.
+
+    taken  the number of steps of the trainer, for checkpoint.json
+    step   the training step, whose slots are the states
+    files  the digests of all files, by name
+
+    Errors: OnnxparError.
+    """
     layouts = {slot.input: bundle.inputs[slot.input].layout for slot in step.slots}
     data: Mapping[str, Any] = {
         "format": FORMAT,
@@ -77,7 +83,7 @@ def finish(
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Removes checkpoints. Errors: OnnxparError."""
+    """Removes these checkpoints. Errors: OnnxparError."""
     for path in paths:
         with writing(path):
             left = path.with_name(_unfinished(path.name.removeprefix(".")))
@@ -90,8 +96,8 @@ _TRIES = 10
 
 
 def discard(left: Path) -> None:
-    """Removes a folder or file that is not a complete checkpoint, and ignores errors. Removes a
-    link, but not its target."""
+    """Removes a folder or file that is not a complete checkpoint, and ignores errors. Of a link,
+    removes the link alone."""
     if left.is_dir() and not left.is_symlink():
         for _ in range(_TRIES):
             shutil.rmtree(left, ignore_errors=True)
@@ -103,6 +109,7 @@ def discard(left: Path) -> None:
 
 
 def _unfinished(name: str) -> str:
-    """Returns a new unfinished name for a checkpoint. It differs each time, because a rank of a
-    killed run may still write to an earlier folder."""
+    """Returns a new name for an unfinished checkpoint, such as
+    `.step_00000100.1f2e3d4c.unfinished`. It differs each time, because a rank of a killed run may
+    still write to an earlier folder."""
     return f".{name}.{secrets.token_hex(4)}{_UNFINISHED}"

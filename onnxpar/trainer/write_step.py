@@ -1,4 +1,4 @@
-"""Writes a training step by the options of `grad`."""
+"""Writes a training step with the options of `grad`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from onnxpar.training.step_state import StepRequest
 
 
 def _values_of(options: GradOptions) -> dict[str, Any]:
-    """Returns the values of all options, with the optimizer itself. Errors: TypeError for an option
-    that is missing; StrategyError."""
+    """Returns the values of all options, with defaults, and with an optimizer object in place of
+    its name and hyperparameters. Errors: TypeError for an option that is missing; StrategyError."""
     own = {name: value for name, value in options.items() if name in table(GradOptions)}
     check_options(own, GradOptions, "grad")
     values = with_defaults(own, GradOptions)
@@ -59,7 +59,7 @@ def _values_of(options: GradOptions) -> dict[str, Any]:
 
 
 def _request_of(values: Mapping[str, Any]) -> StepRequest:
-    """Returns the request of the step from the values of options. Errors: StrategyError."""
+    """Returns the request for `make_step` from the values of options. Errors: StrategyError."""
     margin = values["margin"], values["logit_scale"], values["interclass_filtering_threshold"]
     of_loss = {
         "margin": Margin(*margin),
@@ -80,8 +80,8 @@ def _request_of(values: Mapping[str, Any]) -> StepRequest:
 
 
 def _source_of(values: Mapping[str, Any], times: PassTimes | None) -> Options:
-    """Returns the options of the loader: the sizes of the model and, if it is one rank's program,
-    its mesh and strategy. Errors: OnnxparError."""
+    """Returns the options with which the model is loaded: its sizes and, if it is a program for one
+    rank, its mesh and strategy. Errors: OnnxparError."""
     mesh, strategy = Mesh.from_argument(values["mesh"]), Strategy.from_argument(values["strategy"])
     use_libraries(values["libraries"])
     own = {name: values[name] for name in ("devices", "preset", "dims")}
@@ -95,9 +95,15 @@ def write_step(
     dump: str | os.PathLike[str] | None = None,
     times: PassTimes | None = None,
 ) -> tuple[Model, Weights]:
-    """Writes a training step; returns the step, and its trained and untrained weights. `dump` is a
-    folder for the model after each rewrite, `times` collects wall times. Errors: OnnxparError;
-    TypeError for an option that is missing."""
+    """Writes a training step of the model `path` to the file `output`. Returns the step, and its
+    trained and untrained weights.
+
+    options  as in `grad`
+    dump     folder for the model as text after each rewrite
+    times    collects the wall time of each rewrite
+
+    Errors: OnnxparError; TypeError for an option that is missing.
+    """
     values = _values_of(options)
     request, source = _request_of(values), _source_of(values, times)
     if not output.parent.is_dir():

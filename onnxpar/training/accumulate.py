@@ -18,9 +18,10 @@ from onnxpar.training.step_state import StepState
 
 
 def accumulate(to: StepState) -> None:
-    """Makes the graph process `request.accumulate` micro-batches per step. The batch dimensions of
-    inputs grow by this factor, loss and gradients become sums over the micro-batches, and each
-    micro-batch in turn updates the running statistics. Random numbers differ between micro-batches.
+    """Makes the graph process `request.accumulate` micro-batches per step: the batch dimensions of
+    inputs grow by this factor, the loss and the gradients become sums over the micro-batches, and
+    each micro-batch in turn updates the running statistics. Random numbers differ between
+    micro-batches.
 
     Each micro-batch has the model's batch size. All micro-batches read the same value of an input
     that has no batch. Errors: StrategyError.
@@ -49,7 +50,12 @@ def accumulate(to: StepState) -> None:
 
 
 class _Iterations:
-    """Builds Scans whose bodies are copies of a graph's nodes."""
+    """Builds Scans whose bodies are copies of a graph's nodes, with one iteration per micro-batch.
+
+    dims   the dimension that numbers samples, by name of an input
+    split  the inputs that have a batch
+    long   by name of such an input, the input for all micro-batches of a step
+    """
 
     def __init__(self, to: StepState) -> None:
         assert to.batch is not None
@@ -77,8 +83,8 @@ class _Iterations:
         running: Sequence[tuple[gs.Variable, gs.Variable]],
         known: Sequence[tuple[gs.Tensor, gs.Tensor]] = (),
     ) -> list[Value]:
-        """Adds a Scan over the micro-batches; returns the totals and the last statistics. Adds
-        nothing if there are no sums.
+        """Adds a Scan over the micro-batches. Returns the totals of `sums`, then the last values of
+        `running`. Adds nothing, and returns [], if there are no sums.
 
         sums     values of the graph that the Scan sums up
         running  pairs (running statistic, its next value), carried from one iteration to the next
@@ -134,8 +140,8 @@ class _Iterations:
         return [outside.value(t) for t in results]
 
     def _micro_batches(self, outside: Builder, tensor: gs.Variable) -> Value:
-        """Returns an input of the graph for several micro-batches, with a dimension of
-        micro-batches before the others; `outside` adds the Reshape."""
+        """Returns an input of the graph for several micro-batches as a sequence [micro-batch, ...]
+        for the Scan; `outside` adds the Reshape and Transpose."""
         at, shape = self.dims[tensor.name], list(tensor.shape)
         apart = outside.value(self.long[tensor.name]).reshape(
             [*shape[:at], self.count, *shape[at:]]
@@ -146,15 +152,16 @@ class _Iterations:
     def _read_inside(
         self, inside: Builder, nodes: Sequence[gs.Node], known: Mapping[int, gs.Tensor]
     ) -> dict[int, gs.Tensor]:
-        """Adds an Identity to the body for each parameter that nodes read, and returns the results
-        by id of the parameter. With them, a sharded parameter can be gathered in each iteration
-        instead of once before the loop."""
+        """Adds an Identity to the body for each parameter that nodes read, and returns the
+        Identities' results by id of the parameter. With them, a sharded parameter can be gathered
+        in each iteration, instead of once before the loop."""
         weights = {id(t): t for t in self.graph.inputs if getattr(t, "onnx_default", None)}
         read = {id(t): t for n in nodes for t in n.inputs if id(t) in weights.keys() - known.keys()}
         return {key: inside.value(tensor).op("Identity").tensor for key, tensor in read.items()}
 
     def finish(self) -> None:
-        """Replaces the graph's nodes by the Scans, and its inputs by the longer ones."""
+        """Replaces the graph's nodes by the Scans, and its inputs by the longer inputs for all
+        micro-batches."""
         for node in self.nodes:
             node.inputs.clear()
             node.outputs.clear()

@@ -13,7 +13,8 @@ from onnxpar.training.optimizer import Optimizer, Slots, State, Update, norm, tr
 
 @dataclass(frozen=True)
 class Moments(Optimizer):
-    """The moving averages of gradients and of their squares, as in Adam."""
+    """The part that Adam and its relatives share: moving averages of gradients and of their
+    squares."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -31,7 +32,8 @@ class Moments(Optimizer):
         return mean, state["exp_avg_sq"] * self.beta2 + g * g * (1 - self.beta2)
 
     def corrections(self, g: Value, step: Value | None) -> tuple[Value, Value]:
-        """Returns the bias corrections: divisors of the averages, which started as zeros."""
+        """Returns the bias corrections 1 - beta1 ** step and 1 - beta2 ** step, by which the
+        averages are divided because they started as zeros."""
         assert step is not None
         of_mean, of_square = (
             (1.0 - step.builder.constant(beta, step.dtype) ** step).cast(g.dtype)
@@ -40,8 +42,8 @@ class Moments(Optimizer):
         return of_mean, of_square
 
     def direction(self, g: Value, state: State, step: Value | None) -> Update:
-        """Returns Adam's direction, and the next state: the moving average of gradients over the
-        root of that of squares, both with bias correction."""
+        """Returns Adam's direction and the next state. The direction is the moving average of
+        gradients over the root of the moving average of squares, both with bias correction."""
         mean, square = self.averages(g, state)
         of_mean, of_square = self.corrections(g, step)
         largest, following = self.kept(square, state)
@@ -49,8 +51,8 @@ class Moments(Optimizer):
         return along, {"exp_avg": mean, "exp_avg_sq": square, **following}
 
     def kept(self, square: Value, state: State) -> Update:
-        """Returns the average of squares by which Adam divides, given the new average `square`, and
-        further state for it."""
+        """Returns the average of squares by which Adam divides, and further state for it. Here,
+        this is the new average `square`; amsgrad takes the largest one so far."""
         return square, {}
 
 
@@ -68,22 +70,23 @@ class Adam(Moments):
         return {**super().slots(shape), **more}
 
     def kept(self, square: Value, state: State) -> Update:
-        """Returns the largest average so far with `amsgrad`, else this one."""
+        """Returns the largest average of squares so far with `amsgrad`, else this step's."""
         if not self.amsgrad:
             return square, {}
         largest = state["max_exp_avg_sq"].op("Max", square)
         return largest, {"max_exp_avg_sq": largest}
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        """Returns the next parameter, and the next state by name."""
         direction, following = self.direction(self.decayed(p, g), state, step)
         return p - direction * rate, following
 
 
 @dataclass(frozen=True)
 class SparseAdam(Moments):
-    """Adam of the rows that a step looks up. As in PyTorch's class of this name and in TensorFlow's
-    LazyAdam, the bias correction counts all steps, and epsilon is added to the root of the mean
-    square before its correction."""
+    """Adam that updates only the rows that a step looks up. As in PyTorch's class of this name and
+    in TensorFlow's LazyAdam, the bias correction counts all steps, and epsilon is added to the root
+    of the mean square before its correction."""
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         mean, square = self.averages(g, state)
@@ -105,7 +108,7 @@ class AdamW(Adam):
 
 @dataclass(frozen=True)
 class Lamb(Moments):
-    """AdamW with steps in proportion to the parameter's norm."""
+    """AdamW whose step has a length in proportion to the parameter's norm."""
 
     weight_decay: float = 0.01
     epsilon: float = 1e-6
@@ -139,6 +142,7 @@ class NAdam(Moments):
         return p - along, {"exp_avg": mean, "exp_avg_sq": square, "mu_complement": complement}
 
     def _momentum(self, step: Value | None, ahead: int) -> Value:
+        """Returns NAdam's momentum at this step, or at a step that is `ahead`."""
         assert step is not None
         count = (step + float(ahead)) * self.momentum_decay
         power = step.builder.constant(0.96, step.dtype) ** count

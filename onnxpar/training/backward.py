@@ -47,16 +47,17 @@ ENDINGS = (
 )
 """Suffixes of the names of tensors that a training step adds to a model."""
 WHO = "the training step"
-"""What has the rewrites, in errors."""
+"""The owner of these rewrites, as errors name it."""
 
 
 def add_backward(model: Model, request: StepRequest) -> StepState:
     """Appends a loss and its gradients with respect to the trained weights to the graph of a model
-    that was loaded for training; the graph's outputs do not change. `request` has the options of
+    that was loaded for training. The graph's outputs do not change. `request` has the options of
     the step.
 
-    Returns the appended tensors, which `UPDATE` of `step.py` reads. With `request.accumulate`, they
-    are of one micro-batch; if `request.program` is a program per rank, of one rank.
+    Returns the model with the appended tensors, which `UPDATE` of `step.py` turns into a step. With
+    `request.accumulate`, loss and gradients are of one micro-batch; in a program per rank, of one
+    rank.
 
     Errors: StrategyError, ModelError, PassError.
     """
@@ -66,7 +67,11 @@ def add_backward(model: Model, request: StepRequest) -> StepState:
 
 
 def check(to: StepState) -> None:
-    """Errors: StrategyError, ModelError, for options and models that have no backward pass."""
+    """Checks that the options fit each other and the model, and that no size is open. Errors:
+    StrategyError, ModelError.
+
+    This function and those below are the rewrites of `BACKWARD`, in order.
+    """
     model = to.model
     to.request.program.check(to.request)
     check_loss([t.name for t in to.graph.outputs], *to.which)
@@ -78,14 +83,14 @@ def check(to: StepState) -> None:
 
 
 def stop(to: StepState) -> None:
-    """Stops gradients where the user or the file says so."""
+    """Stops gradients where the user asks for it, or where the file records a torch detach()."""
     options = to.request
     to.cautions += stop_gradients(to.graph, options.stop_gradient, options.padding_idx)
 
 
 def free_names(to: StepState) -> None:
-    """Renames tensors whose names the step needs for its own inputs and outputs. Errors: ModelError
-    if the name of the loss is taken by an input or a weight."""
+    """Renames tensors whose names the step needs for its own inputs and outputs: `loss` becomes
+    `model/loss`. Errors: ModelError if an input or a weight has the name of the loss."""
     graph = to.graph
     for tensor in (*graph.inputs, *constants(graph)):
         if tensor.name == LOSS:
@@ -104,7 +109,7 @@ def free_names(to: StepState) -> None:
 
 
 def find_weights(to: StepState) -> None:
-    """Finds the weights to train. A weight of which each rank has a shard (in a program per rank)
+    """Finds the weights to train. In a program per rank, a weight of which each rank has a shard
     becomes an input. Errors: StrategyError."""
     options, program, outputs = to.request, to.request.program, to.outputs
     named = [name for name in (options.loss, options.output) if name in outputs]
@@ -119,7 +124,7 @@ def find_weights(to: StepState) -> None:
 
 
 def find_batch_dims(to: StepState) -> None:
-    """Finds the dimensions that number samples. Errors: StrategyError."""
+    """Finds the dimension of each input that numbers samples. Errors: StrategyError."""
     graph, request = to.graph, to.request
     fed = [t for t in graph.inputs if default_of(t) is None]
     compared = compared_by(to.outputs, *to.which)
@@ -129,14 +134,15 @@ def find_batch_dims(to: StepState) -> None:
 
 
 def lower(to: StepState) -> None:
-    """Makes the model compute in 16 bits."""
+    """Makes the model compute in 16 bits; weights keep their types."""
     full = {t.name for t in (*to.weights.trained, *to.frozen)}
     lower_precision(to.graph, to.request.precision or "", full)
 
 
 def copy_model(to: StepState) -> None:
-    """Copies the model's nodes for evaluations, if a Dropout or BatchNormalization behaves
-    differently in training, or a moving average or a sample of classes replaces weights."""
+    """Copies the model's nodes for evaluations, if these compute something else than training does:
+    a Dropout or BatchNormalization behaves differently, or a moving average or a sample of classes
+    replaces weights."""
     to.norms = [n for n in all_nodes(to.graph) if n.op == "BatchNormalization"]
     if to.has_messages:
         return
@@ -147,18 +153,19 @@ def copy_model(to: StepState) -> None:
 
 
 def settle_norms(to: StepState) -> None:
-    """Makes BatchNormalizations compute what the options say. Errors: StrategyError, ModelError."""
+    """Makes BatchNormalizations take the statistics that the options ask for, and records their
+    running statistics. Errors: StrategyError, ModelError."""
     to.running = settle_batch_norms(to.model, to.norms, to.request.batch_norm)
 
 
 def sample_classes(to: StepState) -> None:
-    """Restricts the loss to a sample of the classes. Errors: StrategyError."""
+    """Restricts the loss to a random sample of the classes. Errors: StrategyError."""
     trained, sampling = [t.tensor for t in to.weights.trained], to.request.sampling
     to.sample = sample_loss(to.graph, to.outputs, *to.which, trained, to.targets, sampling)
 
 
 def add_mean_loss(to: StepState) -> None:
-    """Appends the loss. Errors: StrategyError."""
+    """Appends the loss, as a mean over the samples or labels that count. Errors: StrategyError."""
     targets = replace(to.targets, sampled=to.sample.labels) if to.sample else to.targets
     if to.running:  # statistics are over whole batches
         targets = replace(targets, batch=None)
@@ -179,15 +186,16 @@ def add_metrics(to: StepState) -> None:
 
 
 def feed_weights(to: StepState) -> None:
-    """Makes the trained weights inputs of the graph, and also the weights that the user freezes."""
+    """Makes the trained weights inputs of the graph, and also the weights that the user keeps from
+    being trained."""
     trained = [t.tensor for t in to.weights.trained]
     to.parameters = [to.parts.get(t.name) or as_input(to.graph, t) for t in trained]
     to.frozen = [to.parts.get(t.name) or as_input(to.graph, t) for t in to.frozen]
 
 
 def add_gradients(to: StepState) -> None:
-    """Appends the gradients of the loss: of parameters, of looked-up rows, of blocks. Errors:
-    StrategyError."""
+    """Appends the gradients of the loss with respect to parameters, looked-up rows of lazily
+    trained tables, and the ends of blocks that are computed again. Errors: StrategyError."""
     graph, options, loss = to.graph, to.request, to.loss
     to.scale = options.scale.factor(Builder(graph, "scale")) if options.scale else None
     seed = loss.builder.constant(1, loss.dtype) if to.scale is None else to.scale.cast(loss.dtype)
@@ -210,8 +218,8 @@ def compute_again(to: StepState) -> None:
 
 
 def gather_gradients(to: StepState) -> None:
-    """Records the gradient of each parameter on which the loss depends: of a lazily trained table,
-    the gradient of the rows that the step looks up."""
+    """Records the gradient of each parameter on which the loss depends. For a lazily trained table,
+    this is the gradient of the rows that the step looks up."""
     for parameter in to.parameters:
         name = parameter.name
         gradient, lookups = to.by_tensor.get(name), to.lookups.get(name)
@@ -226,7 +234,7 @@ def gather_gradients(to: StepState) -> None:
 
 
 def read_again(to: StepState) -> None:
-    """Inserts an Identity before the reads of each parameter in the backward pass. Because of it, a
+    """Inserts an Identity before the reads of each parameter in the backward pass. With it, a
     sharded parameter can be gathered again there, instead of staying in memory since the forward
     pass."""
     again: dict[str, gs.Variable] = {}
@@ -249,8 +257,8 @@ def read_again(to: StepState) -> None:
 
 
 def settle_lost(to: StepState) -> None:
-    """Turns trained weights without a gradient back into constants, except shards, which stay
-    inputs. Errors: StrategyError if the user named such a weight, or if no trained weight is
+    """Turns trained weights to which no gradient flows back into constants, except shards, which
+    stay inputs. Errors: StrategyError if the user named such a weight, or if no trained weight is
     left."""
     graph, weights, reached = to.graph, to.weights, to.gradients
     lost = [t for t in weights.trained if t.name not in reached]
@@ -281,14 +289,14 @@ def evaluate_averages(to: StepState) -> None:
 
 
 def merge(to: StepState) -> None:
-    """Merges equal nodes."""
+    """Merges nodes that compute the same: see `equal_nodes.py`."""
     of_rows = (value for rows in to.rows.values() for value in rows.values())
     values: Sequence[Value] = [*to.gradients.values(), *of_rows]
     merge_equal(to.graph, [*to.results, *(value.tensor for value in values)])
 
 
 def feed_statistics(to: StepState) -> None:
-    """Makes inputs of running statistics."""
+    """Makes the running statistics inputs of the graph."""
     befores = {before.name: before for before, _ in to.running}  # nodes may share one
     inputs = {name: as_input(to.graph, before) for name, before in befores.items()}
     to.running = [(inputs[before.name], after) for before, after in to.running]

@@ -31,13 +31,18 @@ _LINEAR = (
 """Ops that may be between a mean over samples and the loss."""
 
 Atoms = tuple[int, ...]
-"""The atoms of a dimension, the outer first."""
+"""The atoms of a dimension (parts that no op divides further), the outer first."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of `size` samples. `dims` are the dimensions that number them, by input; other inputs
-    are the same for all samples. `of_labels` is the dimension of the labels or of the target."""
+    """The batch of a model.
+
+    size       the number of samples
+    dims       the dimension that numbers samples, by input; an input that all samples share is not
+               there
+    of_labels  the dimension of the labels or of the target that numbers samples
+    """
 
     size: int
     dims: Mapping[str, int]
@@ -46,8 +51,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Compared:
-    """The tensor that a loss compares with labels or a target, and its dimensions that labels or
-    target have, too; `axes` is empty if the tensor is the loss itself."""
+    """The tensor that a loss compares with labels or a target.
+
+    axes  its dimensions that the labels or the target have, too; empty if the tensor is the loss
+          itself
+    """
 
     tensor: gs.Tensor
     axes: Sequence[int] = ()
@@ -64,7 +72,8 @@ def find_batch(
     """Returns the batch of a model with the inputs `fed`; None if it has none.
 
     compared     the tensor that the loss compares with labels or a target
-    given        dimensions that the user gives, by input, labels or target; None: has no batch
+    given        the dimension that the user gives, by input, "labels" or "target"; None for an
+                 input without a batch
     one_program  False for the program of one of several ranks: then only sizes tell the batch
     grows        True if a step has several such batches
 
@@ -97,7 +106,8 @@ def find_batch(
 
 
 def _check(fed: Sequence[gs.Variable], compared: Compared, given: Mapping[str, int | None]) -> None:
-    """Errors: StrategyError for an input or a dimension that the model does not have."""
+    """Checks the dimensions that the user gives. Errors: StrategyError for an input or a dimension
+    that the model does not have."""
     ranks = {t.name: len(t.shape or ()) for t in fed}
     ranks |= dict.fromkeys(("labels", "target"), len(compared.axes)) if compared.axes else {}
     for name, dim in given.items():
@@ -115,9 +125,10 @@ def _check(fed: Sequence[gs.Variable], compared: Compared, given: Mapping[str, i
 def _by_size(
     inputs: Sequence[gs.Variable], given: Mapping[str, int], compared: Compared, grows: bool
 ) -> dict[str, int]:
-    """Returns the first dimension of each input, if all inputs have the same size there; or, for a
-    batch that does not grow, the first dimension of each input whose size there is that of the
-    labels or of the target. Errors: StrategyError."""
+    """Returns the dimension that numbers samples, by input, from sizes alone: the first dimension
+    of each input, if all inputs have the same size there. If they differ and the batch does not
+    grow (`grows`), the first dimension of the inputs that have the size of the labels or the target
+    there. Errors: StrategyError."""
     dims = {t.name: given.get(t.name, 0) for t in inputs}
     sizes = {t.name: int(t.shape[dims[t.name]]) for t in inputs}
     if len(set(sizes.values())) == 1 or len(given) == len(inputs):
@@ -134,7 +145,11 @@ def _by_size(
 
 
 class _Search:
-    """Follows dimensions through a graph, by their atoms."""
+    """Follows the dimension of samples through a graph, by its atoms (parts of dimensions).
+
+    moving  the tensors that depend on the inputs
+    makers  the node that computes each tensor, by name
+    """
 
     def __init__(self, graph: gs.Graph, inputs: Sequence[gs.Variable], compared: Compared) -> None:
         self.graph, self.inputs, self.compared = graph, inputs, compared
@@ -147,7 +162,7 @@ class _Search:
             self.makers |= {t.name: op for body in op.bodies for t in body.graph.inputs}
 
     def _moving(self) -> set[str]:
-        """Returns the tensors that depend on the inputs."""
+        """Returns the names of the tensors that depend on the inputs."""
         moving, known = {t.name for t in self.inputs}, 0
         while len(moving) > known:  # nodes of a body come before the node that has it
             known = len(moving)
@@ -158,7 +173,8 @@ class _Search:
         return moving
 
     def atoms(self, given: Mapping[str, int]) -> Atoms | None:
-        """Returns the atoms of the batch; None if they cannot be told."""
+        """Returns the atoms (parts of dimensions) of the dimension that numbers samples; None if
+        they cannot be told. `given` has dimensions that the user gives, by input."""
         if given:
             return next((atoms for name, k in given.items() if (atoms := self._of(name, k))), None)
         if not self.compared.axes:
@@ -172,8 +188,9 @@ class _Search:
         return None
 
     def dims(self, batch: Atoms) -> dict[str, int]:
-        """Returns the dimensions of inputs that are the batch. For an input that the rules do not
-        connect with the batch, this is the first dimension if it has the same size."""
+        """Returns the dimension of each input that numbers samples. For an input that sharding
+        rules do not connect with the batch, this is the first dimension, if it has the batch's
+        size."""
         with_it = [t for t in self.tensors.values() if batch[0] in {x.atom for x in t.leaves}]
         beside = {x.atom for t in with_it for x in t.leaves} - set(batch)
         sizes = [
@@ -191,15 +208,18 @@ class _Search:
         return batch_dims
 
     def of_labels(self, batch: Atoms) -> int:
-        """Returns the dimension of the labels or of the target that is the batch."""
+        """Returns the dimension of the labels or of the target that numbers samples; 0 if none is
+        known."""
         own = [self._of(self.compared.tensor.name, axis) for axis in self.compared.axes]
         return own.index(batch) if batch in own else 0
 
     def _dims(self, name: str) -> list[Atoms]:
+        """Returns the atoms (parts of dimensions) of each dimension of a tensor."""
         factors = self.tensors.get(name)
         return [self._of(name, axis) for axis in range(len(factors.dims))] if factors else [()]
 
     def _of(self, name: str, axis: int) -> Atoms:
+        """Returns the atoms (parts of dimensions) of one dimension of a tensor."""
         factors = self.tensors.get(name)
         if factors is None:
             return ()
@@ -207,10 +227,12 @@ class _Search:
         return tuple(leaf.atom for leaf, dim in each if dim == axis)
 
     def _has(self, name: str, atom: int) -> bool:
+        """True if a tensor has this atom (a part of a dimension)."""
         return name in self.tensors and any(x.atom == atom for x in self.tensors[name].leaves)
 
     def _is_kept(self, atom: int) -> bool:
-        """True if all nodes that compute the compared tensor keep the elements of an atom apart."""
+        """True if all nodes that compute the compared tensor compute each sample by itself, where
+        `atom` is the atom (a part of a dimension) that numbers samples."""
         waiting, seen = [self.compared.tensor.name], set[str]()
         while waiting:
             name = waiting.pop()
@@ -225,9 +247,9 @@ class _Search:
         return True
 
     def _keeps(self, op: OpFactors, atom: int, drops: bool = False) -> bool:
-        """True if each element of a node's results along an atom depends on the same element of its
-        operands alone; with `drops`, also if results do not have the atom. The statistics of a
-        BatchNormalization do not count."""
+        """True if each element of a node's results along an atom (a part of a dimension) depends on
+        the same element of its operands alone; with `drops`, also if results do not have the atom.
+        The statistics of a BatchNormalization do not count."""
         if op.node.op == "BatchNormalization":
             return True
         produced = {i for links in op.outputs for i in links}
@@ -242,13 +264,15 @@ class _Search:
         return True
 
     def _linked(self, name: str, links: Links, atom: int) -> list[int | None]:
+        """Returns the node's leaves for the leaves (parts of dimensions) of an operand that have
+        this atom; None for a leaf that the node needs whole."""
         leaves = self.tensors[name].leaves if name in self.tensors else ()
         return [i for leaf, i in zip(leaves, links, strict=True) if leaf.atom == atom]
 
     def _of_loss(self) -> Atoms | None:
-        """Returns the atoms of the one dimension of inputs over which the loss is a mean or sum; if
-        there are several, of the one that is the first dimension in all of its inputs. None if that
-        leaves no or several."""
+        """Returns the atoms (parts of dimensions) of the only dimension of inputs over which the
+        loss is a mean or sum. If there are several such dimensions, the one that is the first
+        dimension in all of its inputs. None if no such dimension remains, or several."""
         dims = [(d, k) for t in self.inputs for k, d in enumerate(self._dims(t.name)) if d]
         averaged = {d for d, _ in dims if self._is_averaged(d[0])}
         if len(averaged) > 1:
@@ -256,8 +280,8 @@ class _Search:
         return next(iter(averaged)) if len(averaged) == 1 else None
 
     def _is_averaged(self, atom: int) -> bool:
-        """True if nodes keep the elements of an atom apart, until a sum or mean over them that ends
-        in the loss."""
+        """True if nodes compute each element along an atom (a part of a dimension) by itself, until
+        a sum or mean over them that ends in the loss."""
         end = self.compared.tensor.name
         on_way = {id(node) for node in needed(self.graph, [end])}
         dropped: set[str] = set()

@@ -19,14 +19,14 @@ from onnxpar.training.rewrite import replace_node
 UNBIASED = "unbiased"
 VARIANCES = ("biased", UNBIASED)
 """The variance of a batch by which a running variance moves: over its n numbers, as ONNX says, or
-n/(n-1) of that, as in PyTorch."""
+n/(n-1) of it, as in PyTorch."""
 STATISTICS = ("global", "node", "local")
-"""The samples for statistics: all samples of a batch, those of a host, or those of a rank."""
+"""The samples over which statistics are taken: all samples of a batch, of a host, or of a rank."""
 
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """The computations of BatchNormalization nodes in training.
+    """How BatchNormalization nodes compute in training.
 
     statistics  the samples over which they take statistics, one of STATISTICS; None: nodes in
                 training mode take statistics of the batch, other nodes use their running statistics
@@ -42,7 +42,8 @@ class BatchNorm:
 
     @classmethod
     def parse(cls, text: str | None, groups: int | None) -> BatchNorm:
-        """Reads `--batch-norm`, as "global,unbiased", and `--groups`. Errors: StrategyError."""
+        """Reads the values of `--batch-norm`, such as "global,unbiased", and of `--groups`. Errors:
+        StrategyError."""
         words = [word.strip() for word in text.split(",")] if text is not None else []
         statistics, variances = ([w for w in words if w in of] for of in (STATISTICS, VARIANCES))
         if max(len(statistics), len(variances), len(words) - 1) > 1 or (
@@ -57,7 +58,7 @@ class BatchNorm:
         return options
 
     def _check(self) -> None:
-        """Checks what needs no model. Errors: StrategyError."""
+        """Checks that the options fit each other. Errors: StrategyError."""
         if self.statistics is None:
             if self.groups is not None:
                 raise StrategyError("--groups needs --batch-norm node or --batch-norm local")
@@ -74,9 +75,9 @@ class BatchNorm:
 def settle_batch_norms(
     model: Model, nodes: Sequence[gs.Node], options: BatchNorm
 ) -> list[tuple[gs.Tensor, gs.Tensor]]:
-    """Makes BatchNormalization nodes compute what the options say, in place; returns pairs of a
-    running statistic and its next value. Errors: StrategyError; ModelError if the model has no
-    BatchNormalization."""
+    """Makes BatchNormalization nodes compute what the options say, in place. Returns (running
+    statistic, its next value) for each statistic that a step updates. Errors: StrategyError;
+    ModelError if the model has no BatchNormalization."""
     statistics, groups, variance = options.statistics, options.groups, options.variance
     if statistics is not None:
         _check(model, nodes, groups)
@@ -102,15 +103,15 @@ def settle_batch_norms(
 
 
 def numbers_of(node: gs.Node, groups: int | None) -> int:
-    """Returns the number of values per channel that each statistic of a BatchNormalization covers,
-    if the batch is divided into `groups` with statistics of their own (None: one group)."""
+    """Returns the number of values over which a BatchNormalization takes each statistic (of a
+    channel), if the batch is divided into `groups` with their own statistics (None: one group)."""
     batch, _, *space = node.inputs[0].shape
     return int(batch // (groups or 1) * prod(space))
 
 
 def _bessel(node: gs.Node, groups: int | None) -> float:
-    """Returns the factor from the variance over n numbers to the unbiased one. Errors:
-    StrategyError if there is but one number."""
+    """Returns n / (n - 1), the factor from the variance over n numbers to the unbiased one. Errors:
+    StrategyError if n is 1."""
     count = numbers_of(node, groups)
     if count < 2:
         raise StrategyError(
@@ -123,12 +124,12 @@ def _bessel(node: gs.Node, groups: int | None) -> float:
 def _scaled(
     graph: gs.Graph, node: gs.Node, pair: tuple[gs.Tensor, gs.Tensor], scale: float
 ) -> tuple[gs.Tensor, gs.Tensor]:
-    """Makes a node move its running variance by `scale` times the variance of a batch; returns the
-    running variance with its next value. `pair` has both as they are without a scale.
+    """Makes a node move its running variance by `scale` times the variance of a batch. Returns the
+    running variance with its next value; `pair` has both as they are without a scale.
 
     The node reads the running variance divided by `scale`, and its result is multiplied:
-    onnxruntime's kernel overwrites what it reads, so nothing can read the running variance itself
-    behind it.
+    onnxruntime's kernel overwrites what it reads, so no node behind it can read the running
+    variance itself.
     """
     before, after = pair
     scope = next(s for s in scopes(graph) if any(n is node for n in s.nodes))
@@ -158,8 +159,8 @@ def _check(model: Model, nodes: Sequence[gs.Node], groups: int | None) -> None:
 
 
 def _running(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
-    """Returns two pairs: the running mean and variance of a node, each with the output that updates
-    it. Adds missing outputs to the node."""
+    """Returns two pairs (running mean, output that updates it) and (running variance, output that
+    updates it) of a node. Adds missing outputs to the node."""
     while len(node.outputs) < 3:
         index = len(node.outputs)
         tensor = node.inputs[index + 2]
@@ -169,8 +170,8 @@ def _running(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
 
 
 def _regroup(graph: gs.Graph, node: gs.Node, groups: int) -> None:
-    """Replaces a BatchNormalization by nodes that normalize each group of samples with the group's
-    own statistics."""
+    """Replaces a BatchNormalization by nodes that normalize each of `groups` groups of samples with
+    the group's own statistics."""
     epsilon, momentum = float_attr(node, "epsilon", 1e-5), float_attr(node, "momentum", 0.9)
 
     def make(builder: Builder, inputs: Sequence[gs.Tensor]) -> Sequence[Value]:

@@ -36,7 +36,7 @@ _MANY = 100
 
 def cautions_of(model: Model, weights: Weights) -> list[str]:
     """Returns sentences about weights that a step trains differently from the exported PyTorch
-    network, or may do so."""
+    network, or may train differently."""
     return [
         *(_of_left(left) for left in weights.left if _is_missed(left)),
         *_of_folded(model, weights),
@@ -46,8 +46,8 @@ def cautions_of(model: Model, weights: Weights) -> list[str]:
 
 
 def cautions_of_probabilities(graph: gs.Graph, loss: str, output: str | None) -> Iterator[str]:
-    """Yields a sentence if it is not evident whether a binary cross-entropy takes an output as
-    probabilities or as scores."""
+    """Yields a sentence if it is not evident whether the loss bce takes an output as probabilities
+    or as scores. `output` is None if the model has only one."""
     named = [t for t in graph.outputs if output in (None, t.name)]
     node = made_by(named[0])[0] if loss == "bce" and named else None
     if node is None or node.op == "Sigmoid":
@@ -67,8 +67,8 @@ _MOVE = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Identity", "Cl
 
 
 def cautions_of_cosines(graph: gs.Graph, loss: str, output: str | None) -> Iterator[str]:
-    """Yields a sentence if a margin softmax is to be computed from a product whose operands are not
-    both normalized: then the scores are no cosines."""
+    """Yields a sentence if a margin softmax (arcface, cosface) is to be computed from a product
+    whose operands are not both normalized: then the scores are no cosines."""
     named = [t for t in graph.outputs if output in (None, t.name)]
     if loss not in MARGINS or not named:
         return
@@ -86,7 +86,8 @@ def cautions_of_cosines(graph: gs.Graph, loss: str, output: str | None) -> Itera
 
 
 def _source(tensor: gs.Tensor) -> gs.Node | None:
-    """The node that computes a tensor, before others only move it."""
+    """Returns the node that computes a tensor, before nodes that only move the tensor's elements;
+    None for an input or a constant."""
     while tensor.inputs and tensor.inputs[0].op in _MOVE:
         tensor = tensor.inputs[0].inputs[0]
     return tensor.inputs[0] if tensor.inputs else None
@@ -101,10 +102,13 @@ def _is_missed(left: Left) -> bool:
 
 
 def _of_left(left: Left) -> str:
+    """Returns a sentence about a tensor that is not trained, with the reason."""
     return f"{left.name} ({_text(left.tensor.shape)}) is not trained: {left.reason}"
 
 
 def _of_folded(model: Model, weights: Weights) -> Iterator[str]:
+    """Yields sentences about weights that the exporter computed from parameters, or whose rows it
+    repeated."""
     missing = [n for n, kind in model.exported.items() if kind == PARAMETER]
     missing = [n for n in missing if n not in model.stored]
     computed = [
@@ -130,9 +134,9 @@ def _of_folded(model: Model, weights: Weights) -> Iterator[str]:
 
 
 def _of_shared(weights: Weights, shared: Mapping[str, int]) -> Iterator[str]:
-    """Yields a sentence about scale or bias vectors that several nodes read (`shared`: number of
-    readers, by name): an exporter that stores equal tensors once merges parameters that are equal
-    before training."""
+    """Yields a sentence about scale or bias vectors that several nodes read: an exporter that
+    stores equal tensors once merges parameters that are equal before training. `shared` has the
+    number of readers, by name."""
     tied = {t.name: shared[t.name] for t in weights.trained if t.name in shared}
     if tied:
         texts = [f"{name} (read by {count} nodes)" for name, count in tied.items()]
@@ -163,7 +167,8 @@ def _of_copies(model: Model, weights: Weights) -> Iterator[str]:
 
 
 def cautions_of_batch_norm(model: Model, options: BatchNorm) -> Iterator[str]:
-    """Yields a sentence if BatchNormalization was exported for inference, or is in weights."""
+    """Yields a sentence if BatchNormalization was exported for inference, or was folded into
+    weights."""
     nodes = list(all_nodes(model.graph))
     norms = [n for n in nodes if n.op == "BatchNormalization"]
     idle = [str(n.name) for n in norms if not n.attrs.get("training_mode")]
@@ -207,6 +212,7 @@ def cautions_of_variance(graph: gs.Graph, options: BatchNorm) -> Iterator[str]:
 
 
 def _text(shape: Sequence[int]) -> str:
+    """Returns a shape as text, such as 4x6."""
     return "x".join(map(str, shape))
 
 

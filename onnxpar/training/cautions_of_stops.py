@@ -30,8 +30,8 @@ _OF_DISTANCES = (
 def cautions_of_stops(
     model: Model, weights: Weights, ends: Collection[str] | None, is_loss: bool
 ) -> Iterator[str]:
-    """Yields sentences on places where torch may stop or replace a gradient, but the graph, in
-    which stops are marked, does not.
+    """Yields sentences about places where torch may stop or replace a gradient, but the graph does
+    not mark a stop.
 
     ends     names of the outputs from which the loss is computed; None: all
     is_loss  True if the output is the loss
@@ -47,8 +47,8 @@ def cautions_of_stops(
 
 
 def _of_names(graph: gs.Graph, flows: Collection[str]) -> Iterator[str]:
-    """Yields a sentence on each Identity whose name says that it stops gradients, although it does
-    not; `flows` are the tensors through which gradients flow."""
+    """Yields a sentence about each Identity whose name says that it stops gradients, although it
+    does not. `flows` has the tensors through which gradients flow."""
     for node in all_nodes(graph):
         if node.op != "Identity" or is_stop(node) or node.outputs[0].name not in flows:
             continue
@@ -60,8 +60,8 @@ def _of_names(graph: gs.Graph, flows: Collection[str]) -> Iterator[str]:
 
 
 def _of_estimators(graph: gs.Graph, flows: Collection[str]) -> Iterator[str]:
-    """Yields a sentence on each tensor that is added and taken off again, which has no other use
-    than a straight-through estimator: x + (q(x) - x).detach()."""
+    """Yields a sentence about each tensor that is added and then subtracted again: this has no
+    other use than a straight-through estimator, x + (q(x) - x).detach()."""
     for node in all_nodes(graph):
         if node.op not in ("Add", "Sub") or node.outputs[0].name not in flows:
             continue
@@ -79,7 +79,7 @@ def _of_estimators(graph: gs.Graph, flows: Collection[str]) -> Iterator[str]:
 
 
 def _cancels(node: gs.Node, inner: gs.Node) -> bool:
-    """True if `inner` adds (or subtracts) a tensor, and `node` takes it off again."""
+    """True if `inner` adds (or subtracts) a tensor, and `node` reverses this."""
     outer = [t for t in node.inputs if all(n is not inner for n in t.inputs)]
     if len(outer) != 1:
         return False
@@ -95,7 +95,9 @@ def _of_steps(
     trained: Collection[str],
     flows: Collection[str],
 ) -> Iterator[str]:
-    """Yields a sentence if a trained weight has no way to the loss but through a step function."""
+    """Yields a sentence if the loss depends on a trained weight only through step functions, such
+    as Round. The parameters are those of the functions above; `trained` has the names of trained
+    weights."""
     steps = [n for n in all_nodes(graph) if n.op in _STEPS and n.outputs[0].name in flows]
     if not steps:
         return
@@ -140,8 +142,8 @@ def _of_targets(outputs: Collection[gs.Tensor], trained: Collection[str]) -> Ite
 
 
 def _of_padding(model: Model, trained: Mapping[str, gs.Constant]) -> Iterator[str]:
-    """Yields a sentence on each table that looks as if one row was for padding: it is zero, and no
-    other row is."""
+    """Yields a sentence about each table that seems to have a row for padding: the row is zero, and
+    no other row is."""
     for name, table in trained.items():
         lookups = [n for n in table.outputs if n.op == "Gather" and n.inputs[0] is table]
         lookups = [n for n in lookups if not isinstance(n.inputs[1], gs.Constant)]

@@ -36,8 +36,8 @@ class ClassGroups:
         return self.classes % self.count
 
     def apart(self, table: Value) -> Value:
-        """Returns a table whose first dimension is that of classes as [groups, size, ...], with
-        zeros where a group is smaller."""
+        """Returns a table [class, ...] as [group, class of the group, ...], with zeros where a
+        group is smaller."""
         rest = table.shape[1:]
         if not self._larger:
             return table.reshape([self.count, self.size, *rest])
@@ -50,7 +50,8 @@ class ClassGroups:
         return larger.op("Concat", others, axis=0)
 
     def joined(self, table: Value) -> Value:
-        """The inverse of `apart`."""
+        """The inverse of `apart`: returns a table [group, class of the group, ...] as [class,
+        ...]."""
         rest = table.shape[2:]
         if not self._larger:
             return table.reshape([self.classes, *rest])
@@ -61,4 +62,5 @@ class ClassGroups:
 
     @staticmethod
     def _split(table: Value, sizes: list[int]) -> list[Value]:
+        """Returns the parts of these sizes along the first dimension."""
         return table.builder.add_each("Split", [table, np.array(sizes, np.int64)], 2, axis=0)

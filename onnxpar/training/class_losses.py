@@ -15,11 +15,13 @@ from onnxpar.training.means import Mean, Metrics, Targets
 from onnxpar.training.probabilities import scores_behind
 
 LossFunction = Callable[[Value, LossSettings, Targets], Metrics]
+"""A function from scores, settings and targets to the loss and other metrics. It appends nodes."""
 
 
 def by_label(kind: str) -> LossFunction:
-    """Returns the loss function of a cross-entropy of this kind, whose targets are class numbers.
-    The mean is weighted by the weights of the labels' classes, as in PyTorch."""
+    """Returns the loss function of a cross-entropy of this kind ("softmax-cross-entropy", "nll",
+    "arcface", "cosface"), whose targets are class numbers. The mean is weighted by the weights of
+    the labels' classes, as in PyTorch."""
 
     def loss(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
         axis = _class_axis(y, settings)
@@ -56,7 +58,7 @@ def by_label(kind: str) -> LossFunction:
 
 
 def _class_axis(y: Value, settings: LossSettings) -> int:
-    """Returns the dimension of classes. Errors: StrategyError."""
+    """Returns the dimension of classes of the scores `y`. Errors: StrategyError."""
     axis = settings.class_axis_of(y.rank)
     if y.rank < 2:
         raise StrategyError(
@@ -72,7 +74,8 @@ def _class_axis(y: Value, settings: LossSettings) -> int:
 
 
 def _class_weights(y: Value, settings: LossSettings) -> Value | None:
-    """Returns the weights of classes, which are dimension 1, as a tensor. Errors: StrategyError."""
+    """Returns the weight of each class as a tensor; None if the loss has none. Classes are
+    dimension 1 of the scores `y`. Errors: StrategyError."""
     weights = settings.class_weights
     if weights is None:
         return None
@@ -86,8 +89,8 @@ def _class_weights(y: Value, settings: LossSettings) -> Value | None:
 def _cross_entropy(
     kind: str, y: Value, labels: Value, weights: Value | None, smoothing: float
 ) -> Value:
-    """Returns the sum of the losses of labels, times their weights, times 1 - smoothing; classes
-    are dimension 1 of `y`."""
+    """Returns 1 - smoothing times the sum of the losses of all labels, each times its weight.
+    Classes are dimension 1 of the scores `y`."""
     op = "NegativeLogLikelihoodLoss" if kind == "nll" else "SoftmaxCrossEntropyLoss"
     if weights is None:
         total = y.op(op, labels, ignore_index=IGNORED, reduction="sum")
@@ -97,8 +100,8 @@ def _cross_entropy(
 
 
 def _of_all_classes(y: Value, is_counted: Value, weights: Value | None) -> Value:
-    """Returns the sum, over the samples for which `is_counted`, of the mean weighted loss of all
-    classes; classes are dimension 1 of the scores `y`."""
+    """Returns the sum, over the labels that count (`is_counted`), of the mean weighted loss of all
+    classes: the target of label smoothing. Classes are dimension 1 of the scores `y`."""
     of_class = y.op("LogSoftmax", axis=1)
     if weights is not None:
         of_class = of_class * weights.reshape([-1 if a == 1 else 1 for a in range(y.rank)])
@@ -109,8 +112,8 @@ def _of_all_classes(y: Value, is_counted: Value, weights: Value | None) -> Value
 def divergence(is_of_batch: bool) -> LossFunction:
     """Returns the loss function of a Kullback-Leibler divergence of log-probabilities from target
     probabilities: summed over classes, and divided by the number of samples (`is_of_batch`,
-    PyTorch's batchmean) or of all elements (its mean). If the model ends in a Softmax over the
-    classes, takes its logarithm."""
+    PyTorch's batchmean) or by the number of all elements (PyTorch's mean). If the model ends in a
+    Softmax over the classes, takes its logarithm."""
 
     def loss(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
         axis = _class_axis(y, settings)

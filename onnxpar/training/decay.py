@@ -24,13 +24,14 @@ _NORMALIZATIONS = (*(op for op in _VECTORS if "Norm" in op), "MeanVarianceNormal
 
 
 def undecayed(graph: gs.Graph) -> set[str]:
-    """Returns the names of the constants that a weight decay leaves as they are, as Hugging Face's
-    Trainer does: vectors and single numbers, and the scales and biases of normalizations and
-    recurrent layers of any shape, also where an exporter wrote a normalization as other ops."""
+    """Returns the names of the constants that weight decay leaves out, as in Hugging Face's
+    Trainer: vectors and single numbers, and the scales and biases of normalizations and recurrent
+    layers of any shape. An exporter may have written a normalization as other ops."""
     return {str(t.name) for t in constants(graph) if _is_undecayed(t)}
 
 
 def _is_undecayed(tensor: gs.Constant) -> bool:
+    """True if weight decay leaves this constant out."""
     if len(tensor.shape) < 2:
         return True
     uses = list(uses_of(tensor))
@@ -62,7 +63,7 @@ def _scales_or_shifts(node: gs.Node, index: int) -> bool:
 
 
 def _is_normalized(tensor: gs.Tensor) -> bool:
-    """True if a tensor is divided by a root of its own statistics: by an op of normalization, or by
+    """True if a tensor is divided by a root of its own statistics, by an op of normalization or by
     basic ops."""
     node = _made_by(tensor)
     if node is None:
@@ -75,6 +76,7 @@ def _is_normalized(tensor: gs.Tensor) -> bool:
 
 
 def _is_inverse_root(tensor: gs.Tensor) -> bool:
+    """True if a tensor is the inverse root of a mean."""
     node = _made_by(tensor)
     return node is not None and (
         (node.op == "Reciprocal" and _is_root(node.inputs[0]))
@@ -84,12 +86,13 @@ def _is_inverse_root(tensor: gs.Tensor) -> bool:
 
 
 def _is_root(tensor: gs.Tensor) -> bool:
+    """True if a tensor is the root of a mean."""
     node = _made_by(tensor)
     return node is not None and node.op in ("Sqrt", "Pow") and _is_of_mean(node.inputs[0])
 
 
 def _is_of_mean(tensor: gs.Tensor) -> bool:
-    """True for a mean, perhaps plus a small number, or bounded from below."""
+    """True for a mean, possibly plus a small number or bounded from below."""
     node = _made_by(tensor)
     while node is not None and node.op in ("Add", "Max", "Clip"):
         node = next((maker for t in node.inputs if (maker := _made_by(t)) is not None), None)

@@ -1,4 +1,4 @@
-"""Reproducible random numbers: each one is a hash of the seed, the node and the element's index.
+"""Reproducible random numbers: each number is a hash of the seed, the node and the element's index.
 
 onnxruntime's own generator is neither shared between ranks nor repeatable. So random ops are
 replaced by a hash, made of ops that are sharded like any others: each rank computes its shard of
@@ -29,7 +29,7 @@ _FACTOR = 0x45D9F3B
 32-bit number fits into 63 bits."""
 _STEP = 0x9E3779B9
 _APART = 1 << 31
-"""The number of a node that no model has."""
+"""A number that no node has, for draws that belong to no node."""
 
 
 def seed_draws(graph: gs.Graph, seed: str) -> bool:
@@ -80,8 +80,7 @@ def seed_draws(graph: gs.Graph, seed: str) -> bool:
 
 def integers_of(seed: Value, numbers: Value) -> Value:
     """Returns a random integer from 0 to 2**32 - 1 for each element of a tensor of int64: a hash of
-    the seed and of the element's number, which differs from the numbers that nodes of a model
-    draw."""
+    the seed and of the element. The hash differs from those that nodes of a model draw."""
     start = _started(seed, _APART)
     return _round(_low(_mixed(start + 1) + _mixed(numbers + 1)))
 
@@ -102,7 +101,8 @@ def _is_zero(tensor: gs.Tensor) -> bool:
 
 
 class _Source:
-    """Adds nodes that compute random numbers for the elements of one tensor."""
+    """Adds nodes that compute random numbers for the elements of one tensor of this shape. `node`
+    is the number of the random node, which is part of the hash."""
 
     def __init__(self, builder: Builder, seed: Value, node: int, shape: Sequence[int]) -> None:
         self.builder = builder
@@ -111,7 +111,8 @@ class _Source:
         self._drawn = 0
 
     def integers(self) -> Value:
-        """Returns integers from 0 to 2**32 - 1; each call returns different numbers."""
+        """Returns random integers from 0 to 2**32 - 1, one for each element; each call returns
+        different numbers."""
         self._drawn += 1
         total = _mixed(self._start + self._drawn)
         for axis, size in enumerate(self.shape):
@@ -122,7 +123,7 @@ class _Source:
         return _round(_low(total)).expand(self.shape)
 
     def uniform(self, dtype: np.dtype[Any]) -> Value:
-        """Returns uniform numbers between 0 and 1, both excluded before the cast to `dtype`."""
+        """Returns uniform numbers between 0 and 1, both excluded (before the cast to `dtype`)."""
         return ((self.integers().cast(np.float64) + 0.5) / 2.0**_BITS).cast(dtype)
 
     def normal(self, dtype: np.dtype[Any]) -> Value:
@@ -133,12 +134,13 @@ class _Source:
 
 
 def _started(seed: Value, node: int) -> Value:
-    """Returns the hash of a seed and of a node's number."""
+    """Returns the hash of a seed and of a node's number, from which the node's draws continue."""
     mixed = _mixed(_mixed(_low(seed)) + _low(seed / (1 << _BITS)))
     return _mixed(mixed + node * _STEP % _MASK)
 
 
 def _low(x: Value) -> Value:
+    """Returns the low 32 bits of each number."""
     return x.op("BitwiseAnd", np.array(_MASK))
 
 
@@ -149,13 +151,13 @@ def _round(x: Value) -> Value:
 
 
 def _mixed(x: Value) -> Value:
-    """Adds nodes that hash each number of a tensor."""
+    """Adds nodes that hash each number of a tensor to 32 bits, and returns the hashes."""
     x = _round(_round(_low(x)))
     return x.op("BitwiseXor", x / (1 << 16))
 
 
 def _hashed(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Hashes constant numbers, like `_mixed` does in the graph."""
+    """Returns hashes of constant numbers, equal to those that `_mixed` computes in the graph."""
     x = numbers & _MASK
     for _ in range(2):
         x = (x ^ x >> 16) * _FACTOR & _MASK
@@ -167,6 +169,8 @@ Attrs = Mapping[str, Any]
 
 
 def _dropout(source: _Source, operands: Operands, attrs: Attrs) -> Sequence[Value | None]:
+    """Returns the results of a Dropout: the scaled tensor and the mask. The functions below do the
+    same for other random ops."""
     x = operands[0]
     ratio = operands[1] if len(operands) > 1 and operands[1].tensor.name else None
     training = operands[2] if len(operands) > 2 and operands[2].tensor.name else None

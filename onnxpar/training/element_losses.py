@@ -1,4 +1,4 @@
-"""Losses that compare each element of an output with one of the target."""
+"""Losses that compare each element of an output with the same element of the target."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LEAST = 1e-30
 
 
 def of_difference(cost: Callable[[Value, float], Value]) -> LossFunction:
-    """Returns a loss function: `cost` of the differences between output and target, and of the
-    setting delta (1 by default)."""
+    """Returns the loss function that is the mean of `cost(difference, delta)`, where the difference
+    is between output and target, and delta is a setting of the loss (1 by default)."""
 
     def loss(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
         difference = (y - y.builder.value(targets.tensor("target", y.dtype, y.shape))).wide()
@@ -30,30 +30,32 @@ def of_difference(cost: Callable[[Value, float], Value]) -> LossFunction:
 
 
 def square(difference: Value, delta: float) -> Value:
-    """Returns the squares of `difference`; has no `delta`."""
+    """Returns the squares of `difference`; `delta` is not used."""
     return difference * difference
 
 
 def absolute(difference: Value, delta: float) -> Value:
-    """Returns the absolute values of `difference`; has no `delta`."""
+    """Returns the absolute values of `difference`; `delta` is not used."""
     return difference.op("Abs")
 
 
 def huber(difference: Value, delta: float) -> Value:
-    """Returns half the squares up to delta, and a linear function of the same slope beyond."""
+    """Returns the Huber loss of each element: half its square up to `delta`, beyond it a line with
+    the slope at `delta`."""
     length = difference.op("Abs")
     near = length.op("Min", delta)
     return near * (length - near * 0.5)
 
 
 def smooth_l1(difference: Value, delta: float) -> Value:
-    """Returns the Huber loss divided by delta, which PyTorch calls beta here."""
+    """Returns the Huber loss divided by delta; PyTorch calls delta beta here."""
     return huber(difference, delta) * (1 / delta)
 
 
 def binary(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
-    """Appends a binary cross-entropy: of the scores behind a Sigmoid, for precision; of
-    probabilities, if the model makes them by other ops; else of the output as scores."""
+    """Appends a binary cross-entropy, and returns it with the accuracy. It is computed from the
+    scores before a Sigmoid, if the model ends in one (for precision); from the output as
+    probabilities, if other ops make these; else from the output as scores."""
     target = y.builder.value(targets.tensor("target", y.dtype, y.shape))
     behind = scores_behind(y, "Sigmoid")
     weight = _pos_weight(y, settings)
@@ -77,8 +79,8 @@ def binary(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
 
 
 def _pos_weight(y: Value, settings: LossSettings) -> Value | None:
-    """Returns the factor of positive targets, which broadcasts to the output. Errors:
-    StrategyError."""
+    """Returns the factor of positive targets as a tensor that broadcasts to the output; None if the
+    loss has none. Errors: StrategyError."""
     weight = settings.pos_weight
     if weight is None:
         return None
@@ -92,6 +94,6 @@ def _pos_weight(y: Value, settings: LossSettings) -> Value | None:
 
 
 def _log(p: Value) -> Value:
-    """Returns the logarithm, and -100 for 0, as in PyTorch."""
+    """Returns the logarithm of each probability, and -100 for 0, as in PyTorch."""
     is_some = p > _LEAST
     return is_some.where(is_some.where(p, 1.0).log(), -100.0)

@@ -1,4 +1,4 @@
-"""Common subexpression elimination, before layouts are decided."""
+"""Common subexpression elimination in a training step, before layouts are decided."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def merge_equal(graph: gs.Graph, kept_tensors: Iterable[gs.Tensor]) -> None:
     """Merges nodes that apply the same op to the same operands into the first of them, in place.
 
     If several nodes read a tensor, their gradient rules each add the same node, such as its
-    transpose, and without merging each copy would be communicated separately. Identities are not
-    merged: they mark tensors to gather or compute again. Neither are zeros to which scatters add:
-    each gradient may have a layout of its own. Graph outputs and `kept_tensors` keep their own
-    nodes.
+    transpose; without merging, ranks would communicate each copy separately. Three kinds of nodes
+    are not merged: Identities, which mark tensors to gather or compute again; zeros to which
+    scatters add, because each gradient may have its own layout; and nodes of graph outputs and of
+    `kept_tensors`.
     """
     first: dict[Hashable, gs.Node] = {}
     outputs = {id(t) for t in (*graph.outputs, *kept_tensors)}
@@ -39,7 +39,7 @@ def merge_equal(graph: gs.Graph, kept_tensors: Iterable[gs.Tensor]) -> None:
 
 
 def _key(node: gs.Node) -> Hashable | None:
-    """Returns a key that is the same for equal nodes; None for a node that is never merged."""
+    """Returns a key that is equal for nodes to merge; None for a node that is never merged."""
     if node.op in ("ConstantOfShape", "Identity") or node.domain or bodies(node) or is_random(node):
         return None
     names = tuple(bool(t.name) for t in node.outputs)
@@ -48,12 +48,15 @@ def _key(node: gs.Node) -> Hashable | None:
 
 
 def _attribute(value: Any) -> str:
+    """Returns an attribute's value as text, for comparison."""
     if isinstance(value, gs.Constant):
         return f"{value.values.dtype}{value.values.tolist()}"
     return repr(value)
 
 
 def _operand(tensor: gs.Tensor) -> Hashable:
+    """Returns a key for an operand: a small constant by its values, any other tensor by
+    identity."""
     if not tensor.name:
         return None
     if isinstance(tensor, gs.Constant) and np.prod(tensor.shape) <= _LARGEST:

@@ -21,8 +21,8 @@ def copy_for_use(
     uses its running statistics. Returns the copies of the model's outputs by name; None, without
     copies, if no node behaves differently in training.
 
-    takes_statistics  every BatchNormalization will be set to training mode
-    always            copies the nodes in any case
+    takes_statistics  True if every BatchNormalization will be set to training mode
+    always            True to copy the nodes in any case
     """
     if not always and not any(_differs(node, takes_statistics) for node in all_nodes(graph)):
         return None
@@ -45,9 +45,9 @@ def copy_for_use(
 def read_averages(
     graph: gs.Graph, evaluated: Collection[str], parameters: Sequence[gs.Variable]
 ) -> dict[str, gs.Variable]:
-    """Makes the nodes that compute `evaluated`, and nothing else, read moving averages of the
-    parameters. Returns the averages by parameter: new inputs with the parameters' initial
-    values."""
+    """Makes the nodes that compute `evaluated` (names of tensors) read moving averages of the
+    parameters instead of the parameters. Returns the averages by parameter: new inputs with the
+    parameters' initial values. Other nodes still read the parameters."""
     averages: dict[str, gs.Variable] = {}
     for parameter in parameters:
         average = gs.Variable(f"{parameter.name}.{AVERAGE}", parameter.dtype, list(parameter.shape))
@@ -66,6 +66,7 @@ def read_averages(
 
 
 def _differs(node: gs.Node, takes_statistics: bool) -> bool:
+    """True if a node behaves differently in training and in inference."""
     if node.op == "BatchNormalization":
         return takes_statistics or bool(node.attrs.get("training_mode"))
     return node.op == "Dropout" and not is_off(node)

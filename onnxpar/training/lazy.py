@@ -1,9 +1,9 @@
 """Lazily trained tables: a step updates only the rows that it looks up, and their optimizer state.
 
 The gradient of such a table is never built whole. It is a sum per distinct row: the indices of all
-lookups are sorted, equal ones share a slot, and the gradients of the lookups are added up by slot.
-The optimizer works on these rows. If a row is looked up several times, each of its copies has the
-same new value, so the order in which they are written does not matter.
+lookups are sorted, equal indices share a slot, and the gradients of the lookups are added up by
+slot. The optimizer works on these rows. If a row is looked up several times, each of its copies has
+the same new value, so the order in which they are written does not matter.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ _CASTS = ("Cast", "Identity")
 
 
 class Rows(Protocol):
-    """The rows of a table that a step updates."""
+    """The rows of a table that a step updates; a row may be there several times."""
 
     def values(self) -> Sequence[Value]:
-        """The values that identify these rows."""
+        """Returns the tensors that identify these rows in the graph, such as their indices."""
 
     def read(self, table: Value) -> Value:
-        """Returns the rows of `table` that this object stands for: the rows that the step
-        updates."""
+        """Returns the rows of `table` that the step updates. `table` is the parameter, or a state
+        of the optimizer of the same shape."""
 
     def copies(self, gradient: Value) -> Value:
-        """Returns the gradient of each row, from the gradient of the table."""
+        """Returns the gradient of each row, from the gradient of the table as it is stored: by
+        slot, for rows that are looked up."""
 
     def written(self, table: Value, rows: Value) -> Value:
-        """Returns the table with these rows replaced."""
+        """Returns the table with these rows replaced by `rows`."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ class LookedUp:
     """The rows of a table that a step looks up, in ascending order, repeated as often as looked up.
 
     indices  the index of each row, of shape [lookups]
-    slots    the slot of each row in the gradient, of shape [lookups]
+    slots    the slot of each row in the gradient, of shape [lookups]; equal rows share a slot
     """
 
     indices: Value
     slots: Value
 
     def values(self) -> Sequence[Value]:
-        """Indices and slots."""
+        """Returns the tensors `indices` and `slots`, which identify the rows in the graph."""
         return self.indices, self.slots
 
     def read(self, table: Value) -> Value:
@@ -66,19 +67,20 @@ class LookedUp:
         return gradient.op("Gather", self.slots, axis=0)
 
     def written(self, table: Value, rows: Value) -> Value:
-        """Returns the table with these rows replaced."""
+        """Returns the table with these rows replaced by `rows`."""
         return table.op("ScatterND", self.indices.reshape([-1, 1]), rows)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The rows of a head that a step samples. Rows and gradients have the shape [groups, kept,
-    width]."""
+    """The rows of a classifier's weight that a step samples: one for each sampled class. Rows and
+    gradients have the shape [groups, kept, width]."""
 
     sample: Sample
 
     def values(self) -> Sequence[Value]:
-        """The positions of the rows in their groups."""
+        """Returns the tensor that identifies the rows in the graph: their positions in their
+        groups."""
         return (self.sample.chosen,)
 
     def read(self, table: Value) -> Value:
@@ -90,7 +92,7 @@ class Drawn:
         return gradient
 
     def written(self, table: Value, rows: Value) -> Value:
-        """Returns the table with these rows replaced."""
+        """Returns the table with these rows replaced by `rows`."""
         return self.sample.written(table, rows)
 
 
@@ -101,11 +103,12 @@ def lazy_lookups(
     sample: Sample | None = None,
     apart: Collection[int] = (),
 ) -> dict[str, list[gs.Node]]:
-    """Returns, for each trained table that a glob matches, by its name, the nodes that look up
-    rows.
+    """Returns, for each trained table that a glob matches, by the table's name, the nodes that look
+    up its rows.
 
     trained     the trained weights
-    parameters  the same weights as inputs of the graph
+    globs       names of tables that are trained lazily
+    parameters  the trained weights as inputs of the graph
     sample      the sample of a head's classes, whose rows a step reads
     apart       nodes of the copy for evaluations, by id(): they do not train
 
@@ -120,6 +123,8 @@ def lazy_lookups(
 def _lookups(
     tensor: gs.Tensor, table: str, sample: Sample | None, apart: Collection[int]
 ) -> list[gs.Node]:
+    """Returns the nodes that look up rows of `tensor`, which is the table or a cast of it. The
+    parameters are those of `lazy_lookups`. Errors: StrategyError if another node reads it."""
     lookups: list[gs.Node] = []
     for node in {id(n): n for n in tensor.outputs}.values():
         if id(node) in apart:
@@ -139,6 +144,7 @@ def _lookups(
 
 
 def _axis(gather: gs.Node) -> int:
+    """Returns the dimension along which a Gather looks up, from 0."""
     return int(gather.attrs.get("axis", 0)) % len(gather.inputs[0].shape)
 
 
@@ -148,9 +154,12 @@ def lookup_gradient(
     lookups: Collection[gs.Node],
     gradients: Mapping[str, Value | None],
 ) -> tuple[Value, Rows] | None:
-    """Returns the gradient of a table by slot, and the rows that have gradients; None if the loss
-    depends on no lookup. `gradients` has the gradient of each result of the nodes `lookups`, by
-    name. A slot without a row is zero."""
+    """Returns the gradient of a table by slot (a slot for each distinct row that is looked up), and
+    the rows that have gradients; None if the loss depends on no lookup. A slot without a row is
+    zero.
+
+    gradients  the gradient of each result of the nodes `lookups`, by name
+    """
     builder = Builder(graph, f"lazy/{table.name}")
     height, *width = table.shape
     indices, rows = [], []
@@ -182,12 +191,13 @@ def lookup_gradient(
 def sampled_gradient(
     sample: Sample, table: gs.Variable, gradients: Mapping[str, Value | None]
 ) -> tuple[Value | None, Drawn]:
-    """Returns the gradient of the sampled rows of a head (None if the loss does not depend on
-    them), and these rows. `gradients` has the gradient of each result, by name."""
+    """Returns the gradient of the sampled rows of a classifier's weight (None if the loss does not
+    depend on them), and these rows. `gradients` has the gradient of each result, by name."""
     gradient = gradients[sample.readers[-1].outputs[0].name]
     return None if gradient is None else gradient.cast(table.dtype), Drawn(sample)
 
 
 def _joined(values: Sequence[Value]) -> Value:
+    """Concatenates tensors along the first dimension."""
     first, *others = values
     return first.op("Concat", *others, axis=0) if others else first

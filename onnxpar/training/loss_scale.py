@@ -22,9 +22,11 @@ changed."""
 class LossScale:
     """The factor by which the loss is multiplied before it is differentiated.
 
+    initial   the factor at the start
     dynamic   True if a step with infinite or NaN gradients halves the factor and skips the update,
               and `interval` steps in a row with finite gradients double the factor; it is not
               halved below LEAST_SCALE
+    interval  see `dynamic`
     """
 
     initial: float = 65536.0
@@ -50,7 +52,8 @@ class LossScale:
         return LossScale(number, dynamic=False)
 
     def factor(self, builder: Builder) -> Value:
-        """Returns the factor: a new input of the graph if it is dynamic, else a constant."""
+        """Returns the factor as a tensor: a new input of the graph if it is dynamic, else a
+        constant."""
         if not self.dynamic:
             return builder.constant(self.initial, np.float32)
         tensor = gs.Variable(SCALE, np.dtype(np.float32), [])
@@ -59,9 +62,9 @@ class LossScale:
         return builder.value(tensor)
 
     def following(self, factor: Value, good: Value, finite: Value) -> tuple[Value, Value]:
-        """Returns the next factor, and the next number of steps in a row with finite gradients;
-        `factor` and `good` are both before the step, and `finite` says whether its gradients are
-        finite."""
+        """Returns the next factor, and the next number of steps in a row with finite gradients.
+        `factor` and `good` are their values before the step; `finite` says whether the step's
+        gradients are finite."""
         enough = (good + 1).op("GreaterOrEqual", self.interval)
         grown = enough.where(factor * 2.0, factor)
         count = enough.where(0, good + 1)
@@ -69,5 +72,5 @@ class LossScale:
 
 
 def is_finite(total: Value) -> Value:
-    """Returns a bool tensor: whether a sum over all gradients is finite."""
+    """Returns a bool tensor: True if a sum over all gradients is finite."""
     return total.op("IsNaN").op("Or", total.op("IsInf")).op("Not")

@@ -28,12 +28,13 @@ _OF: Mapping[str, Sequence[str]] = {
 """The losses that have a setting, by the setting's option."""
 
 Numbers = str | os.PathLike[str] | Sequence[float] | Array | float
+"""Numbers as a user gives them: a number, a sequence, text such as "1,2,0.5", or an .npy file."""
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Settings of a loss, each of which holds for some losses only: the options of `grad` by the
-    same names. None for the default."""
+    """Settings of losses, named like the options of `grad`. Each holds for some losses only; None
+    is the default."""
 
     class_axis: int | None = None
     margin: Margin = DEFAULT_MARGIN
@@ -43,11 +44,12 @@ class LossSettings:
     pos_weight: tuple[float, ...] | None = None
 
     def class_axis_of(self, rank: int) -> int:
-        """Returns the dimension of classes of an output of this rank."""
+        """Returns the dimension of classes of an output with this number of dimensions. The default
+        is the last, or 1 of four or more."""
         return (rank - 1 if rank < 4 else 1) if self.class_axis is None else self.class_axis
 
     def __post_init__(self) -> None:
-        """Errors: StrategyError for a number out of range."""
+        """Checks the numbers. Errors: StrategyError if one is out of range."""
         smoothing, delta = self.label_smoothing, self.delta
         if smoothing is not None and not 0 <= smoothing <= 1:
             raise StrategyError(f"--label-smoothing {smoothing}: must be from 0 to 1")
@@ -55,7 +57,7 @@ class LossSettings:
             raise StrategyError(f"--delta {delta}: must be above 0")
 
     def check(self, loss: str) -> None:
-        """Errors: StrategyError for a setting that a loss does not have."""
+        """Checks that a loss has all settings that are not None. Errors: StrategyError."""
         self.margin.check(loss)
         settings = {
             "--class-axis": self.class_axis,
@@ -76,8 +78,8 @@ DEFAULT_SETTINGS = LossSettings()
 
 
 def numbers_of(option: str, given: Numbers | None) -> tuple[float, ...] | None:
-    """Returns numbers from a sequence, from text ("1,2,0.5") or from an .npy file. Errors:
-    StrategyError unless they are finite and 0 or more."""
+    """Returns the numbers that a user gives for an option; None stays None. Errors: StrategyError
+    unless they are finite and 0 or more."""
     if given is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Appends a loss to an output of a model."""
+"""Appends a loss to an output of a model. `LOSSES` has the losses by name."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def add_loss(
     settings: LossSettings,
     targets: Targets,
 ) -> Metrics:
-    """Appends a loss to a graph, with inputs for labels or targets; returns the loss and other
+    """Appends a loss to a graph, with inputs for labels or targets. Returns the loss and other
     metrics.
 
     outputs   outputs of the model, by name
     kind      one of LOSSES, or the name of an output that is a loss
     output    the output to compare with the target; None if the model has only one
     settings  settings of the loss
-    targets   the inputs for labels and targets
+    targets   adds the inputs for labels and targets
 
     Call `check_loss` first. Errors: StrategyError.
     """
@@ -74,7 +74,7 @@ def add_loss(
 def compared_by(
     outputs: Mapping[str, gs.Tensor], kind: str, output: str | None, settings: LossSettings
 ) -> Compared:
-    """Returns the tensor that a loss compares with labels or a target. The arguments are as for
+    """Returns the tensor that a loss compares with labels or a target. The parameters are those of
     `add_loss`."""
     if kind not in LOSSES:
         return Compared(outputs[kind])

@@ -1,4 +1,4 @@
-"""Training of a manual program: a model that is one rank's program, with collectives.
+"""Training of a manual program: a model that its author wrote for one rank, with collectives.
 
 Each rank computes a loss; the loss of the step is the mean over the ranks, as JAX's shard_map
 defines a replicated result. Replicated tensors stay equal on all ranks: gradients of a replicated
@@ -27,7 +27,8 @@ from onnxpar.training.step_state import StepRequest, StepState
 
 @dataclass(frozen=True)
 class RankProgram(Program):
-    """A manual program; `manual` says which tensors are sharded."""
+    """A manual program: the parts of a training step that differ for it. `manual` says which
+    tensors are sharded."""
 
     manual: Manual
 
@@ -37,8 +38,9 @@ class RankProgram(Program):
         return self.manual.mesh.size
 
     def check(self, options: StepRequest) -> None:
-        """Errors: StrategyError for lazily trained tables and sampled classes, or if
-        BatchNormalization is to take statistics over more samples than those of a rank."""
+        """Checks the options of the step. Errors: StrategyError for lazily trained tables and
+        sampled classes, or if BatchNormalization is to take statistics over more samples than one
+        rank has."""
         if options.lazy:
             raise StrategyError(
                 "--lazy: ranks of a manual program look up different rows; leave --lazy out"
@@ -69,8 +71,8 @@ class RankProgram(Program):
         return _sum(builder, value, self.manual.copies_over(""), self.manual.mesh)
 
     def over_ranks(self, to: StepState) -> None:
-        """Appends AllReduces: losses, metrics and gradients, which are the ranks' shares of a mean,
-        are summed over all ranks; of statistics, the mean is taken."""
+        """Appends AllReduces: losses, metrics and gradients, which are each rank's share of a mean,
+        are summed over all ranks; running statistics are averaged."""
         builder, everywhere = Builder(to.graph, "ranks"), self.manual.copies_over("")
 
         def summed(value: Value, over: Axes) -> Value:
@@ -91,13 +93,14 @@ class RankProgram(Program):
         ]
 
     def builder(self, graph: gs.Graph, prefix: str, parameter: str) -> Builder:
-        """Returns a builder for the update of a parameter, whose `over_parts` sums over the
-        parameter's shards."""
+        """Returns a builder for the update of a parameter, whose `over_parts` sums over all shards
+        of the parameter."""
         return _OfParts(graph, prefix, self.manual.split_over(parameter), self.manual.mesh)
 
     def totals(self, builder: Builder, sums: Mapping[str, Value]) -> tuple[list[str], Value]:
-        """Returns the parameters in order, and a vector with the sum over each whole parameter,
-        from the sums over this rank's shards. Counts each shard once."""
+        """Returns the names of the parameters in order, and a vector with the sum over each whole
+        parameter; `sums` has the sums over this rank's shards. Each shard counts once, however many
+        ranks have it."""
         apart: dict[Axes, dict[str, Value]] = {}
         for name, value in sums.items():
             apart.setdefault(self.manual.split_over(name), {})[name] = value
@@ -113,8 +116,8 @@ class RankProgram(Program):
 
     def finish(self, to: StepState) -> None:
         """Records in the step how the tensors of its graph are sharded, and gives inputs with
-        defaults the shapes of whole tensors. Errors: StrategyError if an entry of the strategy
-        matches no tensor."""
+        default values the shapes of whole tensors. Errors: StrategyError if an entry of the
+        strategy matches no tensor."""
         graph, step = to.graph, to.step
         if step.turns > 1:
             _refuse_inner(graph)
@@ -143,7 +146,7 @@ class RankProgram(Program):
 
 
 def _refuse_inner(graph: gs.Graph) -> None:
-    """Errors: StrategyError if there is a collective in the loop over micro-batches."""
+    """Refuses collectives in the loop over micro-batches. Errors: StrategyError."""
     for node in all_nodes(graph):
         for inner in (n for body in subgraphs(node) for n in body.nodes):
             if inner.domain == DOMAIN and inner.inputs:
@@ -154,7 +157,7 @@ def _refuse_inner(graph: gs.Graph) -> None:
 
 
 class _OfParts(Builder):
-    """A builder for the update of a parameter that is sharded over axes of the mesh."""
+    """A builder for the update of a parameter that is sharded over the axes `over`."""
 
     def __init__(self, graph: gs.Graph, prefix: str, over: Axes, mesh: Mesh) -> None:
         super().__init__(graph, prefix)
@@ -167,7 +170,8 @@ class _OfParts(Builder):
 
 
 def _sum(builder: Builder, value: Value, over: Axes, mesh: Mesh) -> Value:
-    """Appends an AllReduce over the axes `over`, as in a hand-written program; returns the sum."""
+    """Appends an AllReduce over the axes `over`, and returns the sum. Appends nothing for one
+    rank."""
     if parts_over(over) == 1:
         return value
     name = builder.fresh("AllReduce")

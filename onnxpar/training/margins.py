@@ -19,7 +19,7 @@ from onnxpar.training.gradients.value import Value
 SCALE = 64.0
 """The default factor of the cosines; InsightFace calls it s."""
 FILTER = "--interclass-filtering-threshold"
-"""The option for `Margin.threshold`, under InsightFace's name."""
+"""The option for `Margin.threshold`, with InsightFace's name."""
 _TINY = 1e-12
 """The least square of a sine, so that its root has a gradient; above 0, no float32 is less."""
 
@@ -40,7 +40,12 @@ def _cosface(cosine: Value, margin: float) -> Value:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A margin: its effect on a label's cosine, its default, and its upper bound."""
+    """A kind of margin.
+
+    change   a function from a label's cosine and the margin to the new cosine
+    default  the default margin
+    bound    margins must be below it
+    """
 
     change: Callable[[Value, float], Value]
     default: float
@@ -62,7 +67,8 @@ class Margin:
     margin     arcface adds it to the angle of the label's class, cosface subtracts it from the
                cosine
     scale      the factor of all cosines
-    threshold  cosines of other classes above it become 0: these samples may have a wrong label
+    threshold  cosines of other classes above it become 0, because such a sample may have a wrong
+               label
     """
 
     margin: float | None = None
@@ -93,9 +99,9 @@ class Margin:
             )
 
     def logits(self, loss: str, cosines: Value, labels: Value) -> Value:
-        """Returns the logits of a loss: the scaled cosines, with the margin at the labels' classes.
-        Classes are dimension 1. If the classes are split, ranks sum one number per sample, because
-        only the rank of the label's class has its cosine."""
+        """Returns the logits of a loss: the scaled cosines, changed by the margin at the labels'
+        classes. Classes are dimension 1. If ranks split the classes, they sum one number per
+        sample, because only the rank of the label's class has its cosine."""
         kind = _KINDS[loss]
         margin = kind.default if self.margin is None else self.margin
         cosines = cosines.wide().op("Clip", -1.0, 1.0)
@@ -112,7 +118,7 @@ DEFAULT_MARGIN = Margin()
 
 
 def _classes(scores: Value, dtype: np.dtype[np.generic]) -> Value:
-    """The number of each class, 0, 1, ..., as a tensor that broadcasts to `scores`, whose classes
-    are dimension 1."""
+    """Returns the numbers 0, 1, ... of the classes, which are dimension 1 of `scores`, in a shape
+    that broadcasts to `scores`."""
     shape: Sequence[int] = [-1 if a == 1 else 1 for a in range(scores.rank)]
     return scores.builder.arange(scores.shape[1], dtype).reshape(shape)

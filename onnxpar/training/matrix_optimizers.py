@@ -21,9 +21,10 @@ _ITERATIONS = 5
 
 @dataclass(frozen=True)
 class Adafactor(Optimizer):
-    """Adam without momentum, which keeps means of squares by row and by column only, and steps in
-    proportion to the parameter (Shazeer and Stern, 2018).
+    """Adam without momentum, which keeps means of squares by row and by column only. Its step is in
+    proportion to the parameter's root mean square (Shazeer and Stern, 2018).
 
+    beta2_decay     exponent of the decay of the means
     epsilon         the least root mean square of a parameter
     clip_threshold  the largest root mean square of an update
     """
@@ -43,7 +44,8 @@ class Adafactor(Optimizer):
             )
 
     def slots(self, shape: Sequence[int]) -> Slots:
-        """Means of squares by row and by column; of a vector, the squares."""
+        """Returns the shapes of the means of squares by row and by column; of a vector, of the
+        squares."""
         if len(shape) < 2:
             return {"variance": shape}
         *outer, rows, columns = shape
@@ -62,8 +64,8 @@ class Adafactor(Optimizer):
         return self.shrunk(p, rate) - along * (length / beyond), following
 
     def _variance(self, g: Value, state: State, share: Value) -> Update:
-        """Returns the estimated mean squares of a gradient, and the next state, which moves by the
-        fraction `share` towards the squares of this step."""
+        """Returns the estimated mean squares of a gradient, and the next state. The state moves by
+        the fraction `share` towards the squares of this step."""
         square = g * g
 
         def moved(slot: str, to: Value) -> Value:
@@ -84,9 +86,9 @@ class Muon(Optimizer):
     """Steps of matrices along their orthogonalized momentum (Jordan et al., 2024); other parameters
     follow AdamW.
 
-    match_rms_adamw  True for steps of the size of AdamW's
+    match_rms_adamw  True for steps with the size of AdamW's steps
     epsilon          the least norm of a momentum
-    beta1, beta2     of AdamW
+    beta1, beta2     the numbers of AdamW
     """
 
     weight_decay: float = 0.1
@@ -101,11 +103,13 @@ class Muon(Optimizer):
     needs_whole: ClassVar[bool] = True
 
     def slots(self, shape: Sequence[int]) -> Slots:
-        """The momentum of a matrix; the state of AdamW for others."""
+        """Returns the shape of a matrix's momentum; for other parameters, the shapes of AdamW's
+        state."""
         return {"momentum_buffer": shape} if len(shape) == 2 else self._of_others.slots(shape)
 
     @property
     def _of_others(self) -> AdamW:
+        """The AdamW for parameters that are no matrices."""
         return AdamW(self.weight_decay, self.beta1, self.beta2)
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
@@ -122,7 +126,7 @@ class Muon(Optimizer):
         return self.shrunk(p, rate) - step_of, {"momentum_buffer": buffer}
 
     def _orthogonal(self, x: Value) -> Value:
-        """Returns a matrix with the same singular vectors and singular values near 1. PyTorch
+        """Returns a matrix with the singular vectors of `x` and singular values near 1. PyTorch
         computes in bfloat16; this function computes in the parameter's type."""
         a, b, c = _COEFFICIENTS
         is_tall = x.shape[0] > x.shape[1]

@@ -1,4 +1,5 @@
-"""Parts of losses: inputs for labels and targets, and means over the elements that count."""
+"""Parts of losses: graph inputs for labels and targets, and means over the elements that count
+(labels that are not ignored, samples that do not only fill a batch)."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from onnxpar.training.gradients.value import Value
 
 @dataclass
 class Targets:
-    """Graph inputs for labels and targets; each is added to the graph on first use.
+    """Graph inputs for labels and targets; each is added to the graph when it is first used.
 
-    sampled  the labels among the sampled classes, if the scores are those of a sampled head
-    batch    the batch, if it may have fewer samples, by the input SAMPLES
+    made     the inputs so far, by their name in this class
+    sampled  the labels as numbers of sampled classes, if the step samples classes; else None
+    batch    the batch, if it may have fewer samples than the graph has room for; else None. The
+             input SAMPLES then has their number
     """
 
     graph: gs.Graph
@@ -29,8 +32,8 @@ class Targets:
     batch: Batch | None = None
 
     def tensor(self, name: str, dtype: Any, shape: Sequence[int]) -> gs.Variable:
-        """Returns the input for `name`. Its name in the graph has underscores appended if another
-        tensor has that name."""
+        """Returns the input for `name` ("labels", "target", ...). If another tensor of the graph
+        has this name, the input's name ends with underscores."""
         if name not in self.made:
             free, taken = name, self.graph.tensors().keys()
             while free in taken:
@@ -41,7 +44,8 @@ class Targets:
 
     def mean(self, each: Value) -> Mean:
         """Returns the mean of `each`, a number for each element of the target. If a batch may have
-        fewer samples than the graph has room for, only as many as the input SAMPLES says count."""
+        fewer samples than the graph has room for, only the first samples count, as many as the
+        input SAMPLES says."""
         batch = self.batch
         if batch is None or each.rank == 0 or each.shape[batch.of_labels] != batch.size:
             return Mean(each.mean())
@@ -58,15 +62,19 @@ class Targets:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over the elements of a batch that count: `total` is their sum, and `count` their
-    number (None: all count), both divided by the number of all elements of the batch."""
+    """A mean over the elements of a batch that count.
+
+    total  their sum, divided by the number of all elements of the batch
+    count  their number, divided by the number of all elements; None if all count
+    """
 
     total: Value
     count: Value | None = None
 
     def of(self, count: Value | None, parts: int) -> Value:
-        """Returns the part of this batch in the mean over a larger batch of `parts` batches;
-        `count` is the sum of their counts. NaN if nothing counts."""
+        """Returns this batch's part of the mean over `parts` batches; the parts add up to that
+        mean. `count` is the sum of the batches' counts (None: all elements count). NaN if no
+        element counts."""
         if count is None:
             return self.total if parts == 1 else self.total * (1 / parts)
         return self.total / count.cast(self.total.dtype)

@@ -12,22 +12,25 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.training.gradients.value import Value
 
 State = Mapping[str, Value]
+"""The state of a parameter's optimizer before a step, such as its momentum, by name."""
 DECAYS = ("beta1", "beta2", "alpha")
 """Hyperparameters that are decay rates of moving averages: below 1."""
 BELOW_ZERO = ("beta2_decay",)
 """Hyperparameters that are exponents of a decay: 0 or less."""
 Update = tuple[Value, dict[str, Value]]
+"""The next value of a parameter (or another result), and the next state by name."""
 Slots = Mapping[str, Sequence[int]]
+"""The shapes of a parameter's state tensors, by name."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An update rule for parameters. Fields are hyperparameters; the learning rate is an input of
-    the step.
+    """An update rule for parameters. Its fields are hyperparameters; the learning rate is an input
+    of the step.
 
     counts       True if an update depends on the number of steps so far
     needs_whole  True if an update needs the whole parameter, so that the program of a rank that has
-                 a part of it cannot compute it
+                 a part of it cannot compute the update
     """
 
     weight_decay: float = 0.0
@@ -36,7 +39,7 @@ class Optimizer:
     needs_whole: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Errors: StrategyError if a hyperparameter is out of range."""
+        """Checks the hyperparameters. Errors: StrategyError if one is out of range."""
         for field in fields(self):
             value, known = getattr(self, field.name), "0 or more"
             is_right = 0 <= value < math.inf
@@ -49,12 +52,20 @@ class Optimizer:
                 raise StrategyError(f"{name}: {field.name} is {value}; it must be {known}")
 
     def slots(self, shape: Sequence[int]) -> Slots:
-        """Returns the shapes of the state tensors of a parameter, which start as zeros, by name."""
+        """Returns the shapes of the state tensors of a parameter with this shape, by name. They
+        start as zeros."""
         return {}
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
-        """Appends the update of a parameter `p` with gradient `g`; returns the next parameter and
-        its next state. `step`, a float64, counts updates from 1; it is None unless `counts`."""
+        """Appends the update of a parameter. Returns the next parameter, and its next state by
+        name.
+
+        p      the parameter
+        g      its gradient
+        state  its state, with the names of `slots`
+        rate   the learning rate
+        step   the number of updates, from 1, as a float64; None unless `counts`
+        """
         raise NotImplementedError
 
     def decayed(self, p: Value, g: Value) -> Value:
@@ -72,7 +83,7 @@ def norm(x: Value) -> Value:
 
 
 def trust(length: Value, other: Value) -> Value:
-    """Returns the quotient length / other of two norms, as LAMB and LARS use it; 1 if one of them
-    is zero."""
+    """Returns the quotient length / other of two norms, by which LAMB and LARS scale a step; 1 if
+    one of the norms is zero."""
     known = (length > 0.0).op("And", other > 0.0)
     return known.where(length / known.where(other, 1.0), 1.0)

@@ -1,9 +1,9 @@
 """The optimizers, by name.
 
-Those that PyTorch has follow its classes of the same names. LAMB follows You et al., "Large Batch
-Optimization for Deep Learning: Training BERT in 76 minutes" (2020), algorithm 2, with Adam's bias
-correction; LARS, You et al., "Large Batch Training of Convolutional Networks" (2017), algorithm 1;
-Lion, Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023).
+Optimizers that PyTorch has follow its classes of the same names. LAMB follows You et al., "Large
+Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2020), algorithm 2, with Adam's
+bias correction; LARS, You et al., "Large Batch Training of Convolutional Networks" (2017),
+algorithm 1; Lion, Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Sgd(Optimizer):
 
 @dataclass(frozen=True)
 class Momentum(Optimizer):
-    """Gradient descent with a buffer of past gradients."""
+    """Gradient descent along a decaying sum of past gradients (the buffer)."""
 
     momentum: float = 0.9
     nesterov: bool = False
@@ -40,7 +40,7 @@ class Momentum(Optimizer):
             raise StrategyError("momentum: nesterov needs a momentum above 0; it is 0")
 
     def slots(self, shape: Sequence[int]) -> Slots:
-        """The buffer."""
+        """Returns the shape of the buffer."""
         return {"momentum_buffer": shape}
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
@@ -52,12 +52,13 @@ class Momentum(Optimizer):
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
-    """Steps that shrink with the sum of squared gradients."""
+    """Gradient descent with steps divided by the root of the sum of all squared gradients so
+    far."""
 
     epsilon: float = 1e-10
 
     def slots(self, shape: Sequence[int]) -> Slots:
-        """The sum of squares."""
+        """Returns the shape of the sum of squares."""
         return {"sum": shape}
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
@@ -68,8 +69,8 @@ class Adagrad(Optimizer):
 
 @dataclass(frozen=True)
 class RMSprop(Optimizer):
-    """Steps over the root of a moving average of squared gradients. With `centered`, the square of
-    the average gradient is taken from it."""
+    """Gradient descent with steps divided by the root of a moving average of squared gradients.
+    With `centered`, the square of the average gradient is subtracted from that average first."""
 
     alpha: float = 0.99
     epsilon: float = 1e-8
@@ -77,7 +78,7 @@ class RMSprop(Optimizer):
     centered: bool = False
 
     def slots(self, shape: Sequence[int]) -> Slots:
-        """The averages, and the buffer if there is a momentum."""
+        """Returns the shapes of the averages, and of the buffer if there is a momentum."""
         names = ["square_avg"]
         names += ["grad_avg"] if self.centered else []
         names += ["momentum_buffer"] if self.momentum else []
@@ -101,13 +102,14 @@ class RMSprop(Optimizer):
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
-    """Steps of one size along the signs of a momentum, with decoupled weight decay."""
+    """Steps whose elements have one size, along the signs of a momentum, with decoupled weight
+    decay."""
 
     beta1: float = 0.9
     beta2: float = 0.99
 
     def slots(self, shape: Sequence[int]) -> Slots:
-        """The momentum."""
+        """Returns the shape of the momentum."""
         return {"exp_avg": shape}
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
@@ -119,13 +121,14 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True)
 class Lars(Optimizer):
-    """Gradient descent with a buffer of past steps, each in proportion to the parameter's norm."""
+    """Gradient descent with a buffer of past steps. Each step is in proportion to the parameter's
+    norm."""
 
     momentum: float = 0.9
     trust_coefficient: float = 1e-3
 
     def slots(self, shape: Sequence[int]) -> Slots:
-        """The buffer."""
+        """Returns the shape of the buffer."""
         return {"momentum_buffer": shape}
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
@@ -136,8 +139,8 @@ class Lars(Optimizer):
 
 
 def lazy_form(optimizer: Optimizer) -> Optimizer:
-    """Returns the form of an optimizer that updates only the rows that a step looks up. Errors:
-    StrategyError if each step changes all rows."""
+    """Returns the optimizer that updates only the rows that a step looks up, as `optimizer` would.
+    Errors: StrategyError if `optimizer` changes all rows in each step."""
     if type(optimizer) not in (Sgd, Adam, Adagrad):
         raise StrategyError(
             f"--lazy: {type(optimizer).__name__.lower()} changes rows that a step does not look "
@@ -174,8 +177,8 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {
 
 
 def make_optimizer(name: str, **options: Any) -> Optimizer | None:
-    """Returns an optimizer by name, None for NONE; `options` are hyperparameters, named like its
-    fields. Errors: StrategyError."""
+    """Returns an optimizer by name; None for NONE. `options` are hyperparameters, named like the
+    optimizer's fields. Errors: StrategyError."""
     if name not in (*OPTIMIZERS, NONE):
         raise StrategyError(f"--optimizer {name!r}: give one of {', '.join((*OPTIMIZERS, NONE))}")
     kind = OPTIMIZERS.get(name)

@@ -1,4 +1,4 @@
-"""Groups of parameters with learning rates and hyperparameters of their own."""
+"""Groups of parameters with their own learning rates and hyperparameters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class Group:
     """The parameters whose names match a glob, and how a step updates them.
 
     text       the user's text, such as "*.embed*:lr_scale=0.1,weight_decay=0"
+    glob       the glob of names
     lr_scale   factor of the step's learning rate
-    optimizer  another optimizer, by name; None for that of the step
+    optimizer  another optimizer, by name; None for the step's optimizer
     options    hyperparameters by name, in place of the optimizer's own
     """
 
@@ -32,7 +33,7 @@ class Group:
 
     @staticmethod
     def parse(text: str) -> Group:
-        """Parses GLOB:NAME=VALUE,... Errors: StrategyError."""
+        """Reads a group from text, GLOB:NAME=VALUE,... Errors: StrategyError."""
         glob, _, rest = text.rpartition(":")
         values = dict(_pair(part, text) for part in rest.split(","))
         scale, name = values.pop(_SCALE, "1"), values.pop("optimizer", None)
@@ -43,8 +44,8 @@ class Group:
         return Group(text, glob, lr_scale, name, numbers)
 
     def rule(self, base: Optimizer) -> UpdateRule:
-        """Returns the update rule of this group; `base` is the optimizer of the step. Errors:
-        StrategyError."""
+        """Returns how the parameters of this group are updated; `base` is the optimizer of the
+        step. Errors: StrategyError."""
         if self.optimizer is not None:
             optimizer = make_optimizer(self.optimizer, **self.options)
             if optimizer is None:
@@ -75,10 +76,11 @@ def rules_of(
     names: Collection[str],
     undecayed: Collection[str],
 ) -> tuple[dict[str, UpdateRule], dict[str, list[str]]]:
-    """Returns the update rule of each parameter, and the names of parameters by a text about their
-    rule, for the summary.
+    """Returns the update rule of each parameter, by name; and for the summary, by a text about a
+    rule, the names of its parameters.
 
     optimizer  the optimizer of the step
+    groups     the groups that the user gives
     names      the names of all parameters
     undecayed  parameters without weight decay, unless their group gives one
 
@@ -109,6 +111,8 @@ def rules_of(
 
 
 def _pair(part: str, text: str) -> tuple[str, str]:
+    """Returns name and value from NAME=VALUE. `text` is the whole group, for the error
+    StrategyError."""
     key, is_given, value = part.strip().partition("=")
     if not (key and is_given):
         raise _wrong(text)
@@ -116,6 +120,7 @@ def _pair(part: str, text: str) -> tuple[str, str]:
 
 
 def _number(value: str, text: str) -> float:
+    """Returns a number, or a bool from "true" and "false". Errors: StrategyError."""
     try:
         return _FLAGS[value] if value in _FLAGS else float(value)
     except ValueError:
@@ -123,6 +128,7 @@ def _number(value: str, text: str) -> float:
 
 
 def _wrong(text: str) -> StrategyError:
+    """Returns the error for a group that cannot be read."""
     return StrategyError(
         f"--group {text!r}: write a glob, a colon, and numbers by name, such as "
         "'*.bias:lr_scale=2,weight_decay=0'"

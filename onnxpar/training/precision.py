@@ -10,9 +10,9 @@ Weights and single numbers take the type of the other operands, unless 16 bits c
 number. Bodies of control flow receive and return 32 bits. Gradients need no further rules, because
 a Cast is differentiated like any other op.
 
-A node that returns 16 bits is `plain` if it also computes in 16 bits. Else it computes in 32 bits,
-and its results are rounded: where 16 bits would lose too much, or where onnxruntime has no kernel
-for the CPU. For bfloat16, it has kernels only of ops that move elements.
+A node that returns 16 bits is `plain` if it also computes in 16 bits. Any other such node computes
+in 32 bits, and its results are rounded: 16 bits would lose too much, or onnxruntime has no kernel
+for the CPU. For bfloat16, onnxruntime has kernels only for ops that move elements.
 """
 
 from __future__ import annotations
@@ -55,21 +55,26 @@ _MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity",
 
 
 def check_precision(precision: str | None) -> None:
-    """Errors: StrategyError for an unknown precision."""
+    """Checks the value of `--precision`. Errors: StrategyError if it is unknown."""
     if precision is not None and precision not in PRECISIONS:
         raise StrategyError(f"precision {precision!r}: give one of {', '.join(PRECISIONS)}")
 
 
 def lower_precision(graph: gs.Graph, precision: str, weights: Collection[str]) -> None:
-    """Makes a graph compute in 16 bits, in place; graph inputs and outputs, and the constants named
-    in `weights`, keep their types. `check_precision` has accepted the precision."""
+    """Makes a graph compute in 16 bits, in place. Graph inputs and outputs, and the constants named
+    in `weights`, keep their types. `precision` is "float16" or "bfloat16"."""
     half = np.dtype(ml_dtypes.bfloat16 if precision == "bfloat16" else np.float16)
     _Lowering(graph, half, weights).scope(graph)
 
 
 class _Lowering:
-    """Makes a graph compute in 16 bits. `narrow` has the ids of tensors that got 16 bits; `learned`
-    those of floats that depend on weights, or on inputs that are floats."""
+    """Makes a graph compute in 16 bits.
+
+    half     the dtype of 16 bits
+    weights  names of constants that keep their types
+    narrow   ids of tensors that got 16 bits
+    learned  ids of floats that depend on weights, or on inputs that are floats
+    """
 
     def __init__(self, graph: gs.Graph, half: np.dtype[Any], weights: Collection[str]) -> None:
         self.opset = graph.opset
@@ -126,12 +131,13 @@ class _Lowering:
         return bool(tensor.name) and (is_single or id(tensor) in self.narrow)
 
     def _is_learned(self, tensor: gs.Tensor) -> bool:
+        """True if a tensor is a weight, or depends on weights or on inputs that are floats."""
         if isinstance(tensor, gs.Constant):
             return self._is_float(tensor) and self._is_weight(tensor)
         return id(tensor) in self.learned
 
     def _is_weight(self, constant: gs.Constant) -> bool:
-        """True if a constant is a weight or too large to convert now; it keeps its type."""
+        """True if a constant keeps its type: it is a weight, or too large to convert now."""
         return constant.name in self.weights or np.prod(constant.shape) > FOLD_LIMIT
 
     def _is_bendable(self, constant: gs.Constant) -> bool:
@@ -144,7 +150,7 @@ class _Lowering:
         return values.size == 1 and bool((within | ~np.isfinite(values)).all())
 
     def _is_plain(self, node: gs.Node) -> bool:
-        """True if a node of 16 bits computes in 16 bits."""
+        """True if a node that returns 16 bits also computes in 16 bits."""
         if self.half != np.float16:
             return node.op in _MOVES
         operands = [t for t in node.inputs if self._is_float(t) and not isinstance(t, gs.Constant)]
@@ -165,16 +171,16 @@ class _Lowering:
         return True
 
     def _retype(self, node: gs.Node) -> None:
-        """Changes the type of the numbers that a node creates to 16 bits."""
+        """If a node creates numbers of 32 bits (its attribute `dtype`), makes it create 16 bits."""
         if node.attrs.get("dtype") == TensorProto.FLOAT:
             node.attrs["dtype"] = self.code
 
     def _converted(
         self, node: gs.Node, form: str, known: dict[tuple[str, str], gs.Tensor]
     ) -> list[gs.Node]:
-        """Makes a node read its operands in 16 bits (`half`), in 32 (`single`), or rounded to 16
-        but in 32 (`rounded`); returns the new casts. `known` has the tensors converted in this
-        scope."""
+        """Makes a node read its operands in a form: in 16 bits (`half`), in 32 bits (`single`), or
+        rounded to 16 bits but stored in 32 (`rounded`). Returns the new casts. `known` has the
+        tensors that are already converted in this scope, by name and form."""
         casts: list[gs.Node] = []
         for i, tensor in enumerate(node.inputs):
             if not self._is_float(tensor):
@@ -189,8 +195,9 @@ class _Lowering:
         return casts
 
     def _bounded(self, mask: gs.Tensor, nodes: list[gs.Node]) -> gs.Tensor:
-        """Returns a mask whose finite numbers 16 bits can hold. Its least number hides a key only
-        relative to the other keys of its row, minus infinity always: so both stay different."""
+        """Returns a mask of numbers that 16 bits can hold, except infinities. The least number of
+        32 bits hides a key only relative to the other keys of its row, minus infinity always: both
+        stay different. `nodes` gets the new nodes."""
         least = np.array(-self.largest, np.float32)
         if isinstance(mask, gs.Constant) and not self._is_weight(mask):
             values = np.asarray(mask.values)
@@ -206,6 +213,7 @@ class _Lowering:
         return results[-1]
 
     def _in_form(self, tensor: gs.Tensor, form: str, casts: list[gs.Node]) -> gs.Tensor:
+        """Returns a tensor in a form of `_converted`; `casts` gets the new casts."""
         is_narrow = id(tensor) in self.narrow
         if isinstance(tensor, gs.Constant) and not self._is_weight(tensor) and form != "single":
             values = np.asarray(tensor.values).astype(self.half)
@@ -220,18 +228,20 @@ class _Lowering:
         )
 
     def _cast(self, tensor: gs.Tensor, dtype: np.dtype[Any], casts: list[gs.Node]) -> gs.Tensor:
+        """Returns a tensor in another dtype; `casts` gets the new Cast."""
         name = self._name(tensor, "cast")
         result = gs.Variable(name, dtype, tensor.shape)
         casts.append(_cast_node(name, tensor, result))
         return result
 
     def _name(self, tensor: gs.Tensor, what: str) -> str:
+        """Returns a new name for a tensor that is made from `tensor`."""
         self.names += 1
         return f"{tensor.name}/{what}.{self.names}"
 
     def _narrowed(self, node: gs.Node, is_plain: bool) -> list[gs.Node]:
-        """Gives the results of a node 16 bits; returns the casts that round them if it computes in
-        32 (not `is_plain`)."""
+        """Gives the results of a node 16 bits. If the node computes in 32 bits (not `is_plain`),
+        returns the casts that round its results."""
         casts = []
         for i, tensor in enumerate(node.outputs):
             if not self._is_float(tensor):
@@ -245,7 +255,7 @@ class _Lowering:
         return casts
 
     def _keep_output(self, scope: gs.Graph, index: int, tensor: gs.Variable) -> None:
-        """Keeps the type of an output, by a Cast from the tensor of 16 bits."""
+        """Keeps the type of a graph's output, by a Cast from the tensor of 16 bits."""
         output = gs.Variable(tensor.name, np.float32, tensor.shape)
         tensor.name = f"{tensor.name}/half"
         scope.nodes.append(_cast_node(tensor.name, tensor, output))
@@ -253,9 +263,11 @@ class _Lowering:
 
 
 def _is_product(node: gs.Node) -> bool:
+    """True for an op of `_PRODUCTS`, such as MatMul, Conv or LSTM."""
     return node.op in _PRODUCTS and node.domain in (None, "", "ai.onnx")
 
 
 def _cast_node(name: str, source: gs.Tensor, result: gs.Tensor) -> gs.Node:
+    """Returns a Cast from `source` to the dtype of `result`."""
     to = onnx.helper.np_dtype_to_tensor_dtype(dtype_of(result))
     return gs.Node("Cast", f"precision/{name}", {"to": to}, [source], [result])

@@ -1,4 +1,5 @@
-"""Reads from a model's graph whether an output is probabilities, and of which scores."""
+"""Tells from a model's graph whether an output is probabilities, and from which scores they are
+computed."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ _COMBINES = ("Mul", "Max", "Min", "Mean", "Concat")
 
 
 def scores_behind(y: Value, op: str, axis: int | None = None) -> Value | None:
-    """Returns the scores from which a Sigmoid or Softmax (`op`) computes `y`, moved by the same
-    nodes as that node's result; None if no such node does, or if it normalizes another dimension
-    than `axis`."""
+    """Returns the scores from which a Sigmoid or Softmax (`op`) computes `y`. If nodes move the
+    result of that op (Reshape, Transpose), new nodes move the scores in the same way. None if no
+    such op computes `y`, or if it normalizes another dimension than `axis`."""
     node, moves = made_by(y.tensor)
     if node is None or node.op != op:
         return None
@@ -44,8 +45,8 @@ def scores_behind(y: Value, op: str, axis: int | None = None) -> Value | None:
 
 
 def made_by(tensor: gs.Tensor) -> tuple[gs.Node | None, list[gs.Node]]:
-    """Returns the node that computes a tensor, and the nodes that then only move it, in order; None
-    if the tensor is an input or a constant."""
+    """Returns (the node that computes a tensor's elements, the nodes that then only move them, in
+    order). The node is None for an input or a constant."""
     moves: list[gs.Node] = []
     while tensor.inputs and _only_moves(tensor.inputs[0]):
         moves.insert(0, tensor.inputs[0])
@@ -54,7 +55,7 @@ def made_by(tensor: gs.Tensor) -> tuple[gs.Node | None, list[gs.Node]]:
 
 
 def is_probability(tensor: gs.Tensor) -> bool:
-    """True if a tensor is in [0, 1] by the ops that compute it."""
+    """True if the ops that compute a tensor keep it in [0, 1]."""
     node, _ = made_by(tensor)
     if node is None or node.domain not in (None, "", "ai.onnx"):
         return False
@@ -78,14 +79,14 @@ def _only_moves(node: gs.Node) -> bool:
 
 
 def _value(tensor: gs.Tensor) -> float | None:
-    """The value of a constant of one element; None for any other tensor."""
+    """Returns the value of a constant of one element; None for any other tensor."""
     value = constant(tensor) if tensor.name and math.prod(tensor.shape or ()) == 1 else None
     return None if value is None else float(np.reshape(value, -1)[0])
 
 
 def _axis_after(node: gs.Node, moves: Sequence[gs.Node]) -> int | None:
-    """Returns the position, after the moves, of the dimension that a Softmax normalizes; None if
-    the moves divide, merge or cut it."""
+    """Returns the dimension, after the moves, that a Softmax normalizes; None if the moves divide,
+    merge or cut this dimension."""
     shape = tensor_shape(node.outputs[0]) or ()
     axis: int | None = int(node.attrs.get("axis", -1)) % len(shape)
     for move in moves:

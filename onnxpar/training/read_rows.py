@@ -1,11 +1,11 @@
 """Leaves out the rows of activations that a loss does not read.
 
 A classifier reads one position of each sequence: Gather(x [batch, position, channel], 0, axis 1).
-So most nodes of the last layer have to compute only this position, forwards and backwards. Those
-that other positions read, such as keys and values, still compute all of them.
+So most nodes of the last layer have to compute only this position, forwards and backwards. Nodes
+whose results other positions read, such as keys and values, still compute all positions.
 
 Sharding rules say which nodes compute some rows of their result from the same rows of operands: the
-dimensions of these operands share a factor with that of the result.
+dimensions of these operands and of the result share a factor.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ _SHAPED = ("Reshape", "Expand")
 
 @dataclass(frozen=True)
 class Rows:
-    """Positions along a dimension, in ascending order."""
+    """Some rows of a tensor: positions along a dimension (`axis`), in ascending order."""
 
     axis: int
     at: tuple[int, ...]
 
     def shape_of(self, shape: Sequence[int]) -> list[int]:
-        """Returns the shape of a tensor of which only these rows are left."""
+        """Returns the shape that a tensor of this shape has if only these rows are left."""
         return [len(self.at) if a == self.axis else int(s) for a, s in enumerate(shape)]
 
 
 Positions = npt.NDArray[np.int64]
+"""Indices of rows, as an array."""
 Wants = Sequence[Rows | None]
 """The rows that a node reads of each operand; None: all of them."""
 
@@ -52,9 +53,11 @@ Wants = Sequence[Rows | None]
 def drop_unread_rows(
     graph: gs.Graph, results: Iterable[gs.Tensor], weights: Collection[str]
 ) -> None:
-    """Makes nodes compute only those rows of their results that other nodes read, in place.
-    `results` are read whole, and so are the tensors named in `weights`. All shapes must be known,
-    and random numbers must be hashes of their positions.
+    """Makes nodes compute only those rows of their results that other nodes read, in place. All
+    shapes must be known, and random numbers must be hashes of their positions.
+
+    results  tensors that are read whole
+    weights  names of tensors that are read whole, too
     """
     kept = {id(t) for t in (*results, *graph.outputs)}
     readings: dict[int, list[Rows | None]] = defaultdict(list)
@@ -76,13 +79,13 @@ def drop_unread_rows(
 
 
 def _common(readings: Sequence[Rows | None]) -> Rows | None:
-    """Returns the rows that all readers of a tensor want; None if they differ."""
+    """Returns the rows that all readers of a tensor read; None if they differ."""
     return readings[0] if len(set(readings)) == 1 else None
 
 
 def _selected(node: gs.Node) -> Wants:
-    """Returns the rows that a node reads of its operands: some rows of the first operand, if a
-    Gather or Slice picks few of them; else all."""
+    """Returns the rows that a node reads of each operand: some rows of the first operand, if a
+    Gather or Slice picks few of them; else (), which stands for all rows."""
     axis, positions = _picked(node)
     unique = tuple(sorted({*positions.reshape(-1).tolist()}))
     is_few = unique and len(unique) <= _MOST * node.inputs[0].shape[axis]
@@ -90,8 +93,8 @@ def _selected(node: gs.Node) -> Wants:
 
 
 def _picked(node: gs.Node) -> tuple[int, Positions]:
-    """Returns the positions that a Gather with constant indices, or a Slice along one dimension,
-    picks of its first operand, and their dimension; no positions for other nodes."""
+    """Returns (dimension, positions) that a Gather with constant indices, or a Slice along one
+    dimension, picks of its first operand. For any other node, there are no positions."""
     if node.op == "Gather" and not node.domain:
         shape, indices = node.inputs[0].shape, constant(node.inputs[1])
         axis = node.attrs.get("axis", 0) % len(shape)
@@ -106,8 +109,8 @@ def _picked(node: gs.Node) -> tuple[int, Positions]:
 
 
 def _passed(node: gs.Node, asked: Rows, weights: Collection[str]) -> Wants | None:
-    """Returns the rows of each operand from which a node computes the rows `asked` of its result;
-    None if it needs other rows, too, or would read some rows of a weight."""
+    """Returns the rows of each operand from which a node computes the rows `asked` of its result.
+    None if it needs other rows, too, or would read only some rows of one of the `weights`."""
     results = [t for t in node.outputs if t.name]
     if len(results) > 1 or node.domain == DOMAIN or bodies(node):
         return None
@@ -128,7 +131,8 @@ def _passed(node: gs.Node, asked: Rows, weights: Collection[str]) -> Wants | Non
 
 
 def _is_free(rule: Rule, factor: str) -> bool:
-    """True if a node computes each element along a factor by itself, and all in the same way."""
+    """True if a node computes each element along a factor from the same element alone, and all in
+    the same way."""
     tied = {f for group in (*rule.co_sharded, *rule.rings) for f in group}
     bound = {
         *rule.whole,
@@ -141,8 +145,8 @@ def _is_free(rule: Rule, factor: str) -> bool:
 
 
 def _axes(spec: Spec | None, factor: str) -> list[int] | None:
-    """Returns [dimension] if one dimension of an operand is the factor, [] if the operand does not
-    have the factor; None if it is only a part of a dimension, or of several."""
+    """Returns [dimension] if one dimension of an operand is the factor; [] if the operand does not
+    have the factor; None if the factor is only a part of a dimension, or in several."""
     having = [a for a, e in enumerate(spec or ()) if factor in expr_vars(e)]
     if len(having) > 1 or any((spec or ())[a] != Var(factor) for a in having):
         return None
@@ -166,7 +170,7 @@ class _Change:
         self.gathered: dict[tuple[int, Rows], gs.Variable] = {}
 
     def run(self) -> None:
-        """Changes all nodes."""
+        """Changes all nodes of the graph."""
         picks = {id(n): _picked(n) for n in self.graph.nodes if self._reads_rows(n)}
         for node in self.graph.nodes:
             if id(node) in picks:
@@ -177,7 +181,8 @@ class _Change:
         self.graph.nodes = self.nodes
 
     def _reads_rows(self, node: gs.Node) -> bool:
-        """True if a node picks rows from an operand of which only some rows are left."""
+        """True if a node picks rows from an operand of which only some rows are left, so that its
+        indices must change."""
         is_left = bool(node.inputs) and id(node.inputs[0]) in self.rows
         return is_left and id(node.outputs[0]) not in self.rows
 
@@ -193,7 +198,7 @@ class _Change:
             node.inputs[1] = gs.Constant(name, np.array(y.shape, np.int64))
 
     def _rows_of(self, tensor: gs.Tensor, want: Rows) -> gs.Variable:
-        """Returns the rows of a tensor that has all of them."""
+        """Returns some rows of a tensor that still has all of them, by a Gather."""
         key = id(tensor), want
         if key not in self.gathered:
             name = f"{tensor.name}/rows.{len(self.gathered)}"
@@ -204,7 +209,8 @@ class _Change:
         return self.gathered[key]
 
     def _pick(self, node: gs.Node, axis: int, positions: Positions) -> None:
-        """Makes a Gather or a Slice pick from the rows that are left of its operand."""
+        """Makes a Gather or Slice that picked `positions` pick them among the rows that are left of
+        its operand."""
         at = np.asarray(np.searchsorted(self.rows[id(node.inputs[0])].at, positions), np.int64)
         node.op, node.attrs = "Gather", {"axis": axis}
         node.inputs = [node.inputs[0], gs.Constant(f"{node.name}/at", at)]

@@ -24,12 +24,12 @@ from onnxpar.training.gradients.value import Value
 
 @dataclass(frozen=True)
 class Block:
-    """Nodes of a forward pass that are computed again.
+    """Nodes of a forward pass that the backward pass computes again.
 
     before  the tensors that the nodes read, except parameters and constants
     after   an activation that other nodes read; once its gradient is known, the nodes are computed
             again
-    kept    the names of the results that stay in memory, `after` among them
+    kept    the names of the nodes' results that stay in memory, `after` among them
     """
 
     nodes: list[gs.Node]
@@ -39,8 +39,12 @@ class Block:
 
 
 def find_blocks(nodes: Sequence[gs.Node], parameters: Collection[str], loss: str) -> list[Block]:
-    """Divides a forward pass into blocks such that recomputing them in the backward pass saves
-    memory; returns the blocks.
+    """Divides a forward pass into blocks so that computing them again in the backward pass saves
+    memory. Returns the blocks.
+
+    nodes       the nodes of the forward pass
+    parameters  the names of parameters
+    loss        the name of the loss
 
     A block ends where all later nodes read only a single activation (a tensor that depends on
     parameters) of the nodes so far. The number of blocks minimizes the sum of two sizes: the bytes
@@ -70,16 +74,19 @@ def find_blocks(nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
 
 
 def _matches(node: gs.Node, pattern: str) -> bool:
+    """True if a name of the node matches a glob."""
     return any(fnmatchcase(name, pattern) for name in node_names(node))
 
 
 def named_blocks(
     nodes: Sequence[gs.Node], parameters: Collection[str], patterns: Sequence[str]
 ) -> list[Block]:
-    """Returns blocks of those nodes of a forward pass, except the last, whose names match one of
-    the globs: one block for each connected group that has something to compute again. Results that
-    nodes outside the group read are kept. Errors: StrategyError if a glob matches nothing, or if no
-    group has anything to compute again."""
+    """Returns blocks of the nodes whose names match one of the globs `patterns`: one block for each
+    connected group of such nodes that has something to compute again. Results that nodes outside
+    the group read are kept. The last node, which computes the loss, is left out.
+
+    Errors: StrategyError if a glob matches nothing, or if no group has anything to compute again.
+    """
     for pattern in patterns:
         if not any(_matches(node, pattern) for node in nodes):
             known = there_are(pattern, [node.name for node in nodes])
@@ -101,7 +108,7 @@ def named_blocks(
 
 
 def _connected(nodes: Sequence[gs.Node]) -> list[list[gs.Node]]:
-    """Divides nodes into groups that are connected by tensors, in their order."""
+    """Divides nodes into groups that tensors connect; the order of nodes stays."""
     makers = {t.name: i for i, node in enumerate(nodes) for t in node.outputs if t.name}
     later = list(range(len(nodes)))
 
@@ -127,9 +134,9 @@ def _block(
     active: Collection[str],
     parameters: Collection[str],
 ) -> Block | None:
-    """Returns the block of a group of nodes; None if other nodes read all its results. A block
-    waits for the gradient of the last result that others read, which depends on no node of the
-    group.
+    """Returns the block of a group of nodes; None if nodes outside the group read all its results.
+    The block is computed again once the gradient of the last result that such nodes read is known;
+    that gradient depends on no node of the group.
 
     nodes       the nodes of the forward pass
     active      names of activations: tensors that depend on parameters
@@ -155,8 +162,8 @@ def _block(
 
 
 def _single(nodes: Sequence[gs.Node], active: Collection[str]) -> dict[int, gs.Tensor]:
-    """Returns, by position of a node, the only activation of the nodes up to it that later nodes
-    read; no entry where they read none or several."""
+    """Returns, by index of a node, the only activation of the nodes up to it that later nodes read.
+    There is no entry where later nodes read none or several."""
     last: dict[str, int] = {}
     for i, node in enumerate(nodes):
         for tensor in node.inputs:
@@ -174,13 +181,14 @@ def _single(nodes: Sequence[gs.Node], active: Collection[str]) -> dict[int, gs.T
 
 
 def _bytes(node: gs.Node, active: Collection[str]) -> int:
+    """Returns the bytes of the activations that a node computes."""
     tensors = [t for t in node.outputs if t.name in active and t.shape is not None]
     return sum(shape_bytes(t, t.shape) for t in tensors)
 
 
 def _partition(ends: dict[int, gs.Tensor], total: Sequence[int], count: int) -> list[int]:
-    """Returns positions that divide the nodes between the first and the last end into at most
-    `count` blocks of about the same number of bytes; `total` has the bytes before each node."""
+    """Returns positions that divide the nodes between the first and the last of `ends` into at most
+    `count` blocks of about the same number of bytes. `total` has the bytes before each node."""
     places = list(ends)
     first, last = total[places[0]], total[places[-1]]
     cuts = [places[0]]
@@ -193,13 +201,14 @@ def _partition(ends: dict[int, gs.Tensor], total: Sequence[int], count: int) -> 
 
 
 def _cost(cuts: Sequence[int], ends: dict[int, gs.Tensor], total: Sequence[int]) -> int:
-    """Returns the bytes of the tensors that are kept, plus the bytes of the largest block."""
+    """Returns the bytes of the tensors that are kept at the positions `cuts`, plus the bytes of the
+    largest block."""
     kept = sum(shape_bytes(ends[c], ends[c].shape) for c in cuts)
     return kept + max((total[b] - total[a] for a, b in pairwise(cuts)), default=0)
 
 
 def _is_mask_of_rows(tensor: gs.Tensor) -> bool:
-    """True for a small tensor that stays in memory: one Boolean for each row. So both passes of a
+    """True for one Boolean per row, a small tensor that stays in memory, so that both passes of a
     mixture of experts read the same decisions of its router."""
     return tensor.dtype == bool and bool(tensor.shape) and tensor.shape[-1] == 1
 
@@ -207,9 +216,13 @@ def _is_mask_of_rows(tensor: gs.Tensor) -> bool:
 def recompute(
     graph: gs.Graph, forward: int, blocks: Sequence[Block], gradients: dict[str, Value]
 ) -> None:
-    """Makes the backward pass, the nodes of the graph after the first `forward`, read copies of the
-    blocks' nodes instead of the forward pass's activations. `gradients` has the gradient of each
-    block's `after`, by name; once it is known, the block is computed again."""
+    """Makes the backward pass read copies of the blocks' nodes instead of the forward pass's
+    activations.
+
+    forward    the number of nodes of the forward pass; the others are the backward pass
+    gradients  the gradient of each block's `after`, by name; once it is known, the block is
+               computed again
+    """
     backward = list(graph.nodes[forward:])
     first = list(graph.nodes[:forward])
     makers = {id(t): node for node in backward for t in node.outputs}

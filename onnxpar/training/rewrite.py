@@ -17,8 +17,11 @@ def replace_node(
     node: gs.Node,
     make: Callable[[Builder, Sequence[gs.Tensor]], Sequence[Value | None]],
 ) -> None:
-    """Replaces a node of a graph, or of a body in it. `make` gets the node's operands, and must
-    return a value for each of the node's results, or None for a result that no node reads."""
+    """Replaces a node of a graph, or of a body in it, by the nodes that `make` appends.
+
+    make  takes a builder and the node's operands; returns a value for each of the node's results,
+          or None for a result that no node reads
+    """
     scope = next(g for g in scopes(graph) if any(n is node for n in g.nodes))
     at = next(i for i, n in enumerate(scope.nodes) if n is node)
     count = len(scope.nodes)
@@ -35,7 +38,7 @@ def replace_node(
 
 
 def as_constant(graph: gs.Graph, tensor: gs.Variable, value: TensorProto) -> None:
-    """Replaces a graph input by a constant."""
+    """Replaces a graph input by a constant with this value."""
     replace_reads(tensor, gs.Constant(tensor.name, gs.ir.tensor.LazyValues(value)))
     graph.inputs.remove(tensor)
 
@@ -43,8 +46,8 @@ def as_constant(graph: gs.Graph, tensor: gs.Variable, value: TensorProto) -> Non
 def as_input(
     graph: gs.Graph, tensor: gs.Constant, shape: Sequence[int] | None = None
 ) -> gs.Variable:
-    """Replaces a weight by a graph input whose default is the weight's value; returns the input.
-    Its shape is the weight's, or `shape` if the graph reads a shard of the weight."""
+    """Replaces a weight by a graph input whose default is the weight's value, and returns the
+    input. Its shape is the weight's, or `shape` if the graph reads a shard of the weight."""
     if isinstance(tensor, gs.Variable):  # several nodes share it
         return tensor
     variable = gs.Variable(tensor.name, tensor.dtype, list(shape or tensor.shape))
@@ -57,7 +60,7 @@ def as_input(
 
 
 def add_output(graph: gs.Graph, value: Value, name: str) -> None:
-    """Adds a value to the graph's outputs, as `name`."""
+    """Adds a value to the graph's outputs, with this name."""
     result = gs.Variable(name, value.dtype, list(value.shape))
     graph.nodes.append(gs.Node("Identity", f"output/{name}", {}, [value.tensor], [result]))
     graph.outputs.append(result)

@@ -1,4 +1,4 @@
-"""Sampled classes: a step computes the scores of the classes of its labels, and of others at
+"""Sampled classes: a step computes the scores of the classes of its labels, and of other classes at
 random.
 
 An et al., "Partial FC" (2022): the centres of the labels' classes are kept, negative ones are
@@ -27,22 +27,22 @@ from onnxpar.training.sampled_head import Head, find_head
 _MOST = 64
 """The largest default number of groups."""
 _KEPT = 1 << 32
-"""The score of a label's class, above all random numbers."""
+"""The number by which a label's class is drawn for certain: it is above all random numbers."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of the sample.
+    """How a step samples classes.
 
     rate    the fraction of classes that a step computes; 1 for all
-    groups  number of groups of consecutive classes from which a step samples; None: chosen
+    groups  number of groups of consecutive classes; a step samples as many from each. None: chosen
     """
 
     rate: float = 1.0
     groups: int | None = None
 
     def __post_init__(self) -> None:
-        """Errors: StrategyError for numbers out of range."""
+        """Checks the numbers. Errors: StrategyError if one is out of range."""
         if not 0 < self.rate <= 1:
             raise StrategyError(f"--sample-rate {self.rate}: must be above 0 and at most 1")
         if self.groups is not None and self.groups < 1:
@@ -58,11 +58,13 @@ class Sampling:
         return self.rate < 1
 
     def groups_of(self, classes: int, samples: int) -> ClassGroups:
-        """Returns the groups for a number of classes, and of samples in a batch. By default, their
-        number is the largest divisor of `classes`, up to 64, at which a group's share of the sample
-        has room for a whole batch of different labels; else the largest divisor up to 8. Errors:
-        StrategyError if there are more groups than classes, or if a batch may have more labels of a
-        group than a smaller group has classes."""
+        """Returns the groups of a number of classes, for batches of `samples` samples.
+
+        By default, their number is the largest divisor of `classes`, up to 64, at which a group's
+        share of the sample has room for a whole batch of different labels; else the largest divisor
+        up to 8. Errors: StrategyError if there are more groups than classes, or if a batch may have
+        more labels of a group than a smaller group has classes.
+        """
         if self.groups is None:
             divisors = [n for n in range(1, min(_MOST, classes) + 1) if classes % n == 0]
             roomy = [n for n in divisors if int(self.rate * (classes // n)) >= samples]
@@ -84,8 +86,8 @@ class Sampling:
         return groups
 
     def kept(self, size: int, samples: int) -> int:
-        """Returns the number of classes kept of a group of this size: at least the largest possible
-        number of different labels."""
+        """Returns the number of classes that a step computes of a group of `size` classes: at least
+        the largest possible number of different labels in a batch of `samples` samples."""
         return max(int(self.rate * size), min(samples, size), 1)
 
 
@@ -95,7 +97,7 @@ ALL_CLASSES = Sampling()
 
 @dataclass(frozen=True)
 class Sample:
-    """The sampled classes of a head.
+    """The sampled classes of a classifier's head.
 
     head     the nodes from the weight to the scores
     groups   groups of consecutive classes, independent of the mesh; a step samples equally many
@@ -118,16 +120,17 @@ class Sample:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The number of groups, of classes that a step keeps of each, and of all classes."""
+        """(number of groups, number of classes that a step computes of each, number of all
+        classes)."""
         groups, kept = self.chosen.shape
         return groups, kept, self.head.classes
 
     def rows(self, table: Value) -> Value:
-        """Returns the sampled rows of a table of the weight's shape: [groups, kept, width]."""
+        """Returns the sampled rows [groups, kept, width] of a table with the weight's shape."""
         return _rows(table, self.head.axis, self.groups, self.chosen)
 
     def written(self, table: Value, rows: Value) -> Value:
-        """Returns a table of the weight's shape with the sampled rows replaced."""
+        """Returns a table with the weight's shape, with the sampled rows replaced by `rows`."""
         at = self.chosen.reshape([*self.chosen.shape, *[1] * (rows.rank - 2)]).expand(rows.shape)
         changed = _by_group(table, self.head.axis, self.groups)
         changed = changed.op("ScatterElements", at, rows, axis=1)
@@ -144,8 +147,9 @@ def sample_loss(
     targets: Targets,
     sampling: Sampling,
 ) -> Sample:
-    """Restricts the output from which a loss is computed to a sample of its classes; returns the
-    sample. The arguments are as for `add_loss` and `sample_classes`. Errors: StrategyError."""
+    """Restricts the output from which a loss is computed to a sample of its classes, and returns
+    the sample. The parameters are those of `add_loss` and `sample_classes`; `loss` is its `kind`.
+    Errors: StrategyError."""
     if loss not in BY_LABEL:
         raise StrategyError(
             f"--sample-rate {sampling.rate}: the loss {loss!r} has no classes; only "
@@ -178,10 +182,10 @@ def sample_classes(
     labels: gs.Variable,
     sampling: Sampling,
 ) -> Sample:
-    """Makes a graph compute an output for a sample of its classes only, in place; returns the
-    sample.
+    """Makes a graph compute an output [samples, classes] for a sample of its classes only, in
+    place. Returns the sample.
 
-    weights   the trained weights, of which one is that of the head
+    weights   the trained weights; one of them is the head's
     labels    the input of labels
     sampling  the options of the sample
 
@@ -216,7 +220,7 @@ def sample_classes(
 
 
 def _seed(graph: gs.Graph) -> gs.Variable:
-    """The input for random numbers; adds it if the graph has none."""
+    """Returns the input for the seed of random numbers; adds it if the graph has none."""
     for tensor in graph.inputs:
         if tensor.name == SEED:
             return tensor
@@ -225,8 +229,8 @@ def _seed(graph: gs.Graph) -> gs.Variable:
 
 
 def _chosen(seed: Value, labels: Value, groups: ClassGroups, kept: int) -> Value:
-    """Returns the positions of the `kept` classes in each group, in ascending order: those of the
-    labels, and others at random."""
+    """Returns the positions of the `kept` sampled classes in each group, in ascending order: the
+    classes of the labels, and others at random."""
     builder = seed.builder
     drawn = integers_of(seed, builder.arange(groups.classes, np.int64))
     score = builder.constant(np.full(labels.shape, _KEPT, np.int64))
@@ -241,24 +245,26 @@ def _chosen(seed: Value, labels: Value, groups: ClassGroups, kept: int) -> Value
 
 
 def _by_group(table: Value, axis: int, groups: ClassGroups) -> Value:
-    """A table as [groups, classes of a group, width]; `axis` is its dimension of classes."""
+    """Returns a table as [groups, classes of a group, width]; `axis` is its dimension of
+    classes."""
     rest = [a for a in range(table.rank) if a != axis]
     return groups.apart(table.transpose([axis, *rest]))
 
 
 def _rows(table: Value, axis: int, groups: ClassGroups, chosen: Value) -> Value:
-    """The chosen rows of a table: [groups, kept, width]."""
+    """Returns the rows of a table that are chosen in each group: [groups, kept, width]."""
     by_group = _by_group(table, axis, groups)
     return by_group.op("GatherND", chosen.unsqueeze([2]), batch_dims=1)
 
 
 def _with_classes(rows: Value, axis: int) -> Value:
-    """Rows of classes as a table whose dimension of classes is `axis`."""
+    """Returns rows [class, ...] as a table whose dimension of classes is `axis`."""
     return rows.transpose([*range(1, axis + 1), 0, *range(axis + 1, rows.rank)])
 
 
 def _positions(chosen: Value, groups: ClassGroups) -> Value:
-    """For each class, its position among the sampled ones, `chosen` (per group); 0 for others."""
+    """Returns for each class its position among the sampled classes, which `chosen` has by group; 0
+    for a class that is not sampled."""
     count, kept = chosen.shape
     builder = chosen.builder
     numbers = builder.arange(count * kept, np.int64).reshape([count, kept])

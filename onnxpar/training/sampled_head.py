@@ -1,6 +1,7 @@
-"""The head of a classifier, and its restriction to some of the classes.
+"""The head of a classifier (the nodes from its weight to the scores), and its restriction to some
+of the classes.
 
-A node computes each class by itself if its sharding rule keeps the factor of the classes: it
+A node computes each class by itself if its sharding rule keeps the factor of the classes: the node
 neither sums over it, nor communicates, nor must keep it whole. From the weight to the output, all
 nodes must do so; then the model computes the same scores for a part of the weight's rows.
 """
@@ -60,8 +61,9 @@ class Head:
 
 
 def find_head(graph: gs.Graph, output: gs.Tensor, weights: Sequence[gs.Tensor]) -> Head:
-    """Returns the head whose scores are the last dimension of an output. Errors: StrategyError if
-    no weight, or more than one, has a row for each class, or if a node combines classes."""
+    """Returns the head whose scores are the last dimension of an output. `weights` are those that
+    may be its weight. Errors: StrategyError if no weight, or more than one, has a row for each
+    class, or if a node combines classes."""
     nodes = needed(graph, [output.name])
     classes = int(output.shape[-1])
     heads: list[Head] = []
@@ -90,8 +92,8 @@ def find_head(graph: gs.Graph, output: gs.Tensor, weights: Sequence[gs.Tensor]) 
 
 
 def _follow(nodes: Sequence[gs.Node], weight: gs.Tensor, axis: int) -> Head | str:
-    """Follows the classes from a weight through the nodes; returns the head, or the reason why it
-    is none."""
+    """Follows the dimension `axis` of a weight, which numbers classes, through the nodes. Returns
+    the head, or the reason why the nodes are none."""
     axes: dict[int, int] = {id(weight): axis}
     path: list[tuple[gs.Node, int | None]] = []
     for node in nodes:
@@ -110,9 +112,9 @@ def _follow(nodes: Sequence[gs.Node], weight: gs.Tensor, axis: int) -> Head | st
 
 
 def _kept_axis(node: gs.Node, given: Mapping[int, int]) -> int | str:
-    """Returns the dimension of a node's result that is that of classes; or the reason why the node
-    does not compute each class from one row of the weight. `given` has, by operand with classes,
-    their dimension."""
+    """Returns the dimension of a node's result that numbers classes; or the reason why the node
+    does not compute each class from one row of the weight. `given` has the dimension of classes of
+    each operand that has one."""
     rule = rule_of(node)
     specs = rule.inputs
     factors = {_factor(specs[i], axis) for i, axis in given.items() if i < len(specs)}
@@ -134,6 +136,7 @@ def _kept_axis(node: gs.Node, given: Mapping[int, int]) -> int | str:
 
 
 def _factor(spec: Spec | None, axis: int) -> str | None:
-    """The factor that a dimension consists of, if it is one."""
+    """Returns the factor of which a dimension consists; None if it does not consist of one
+    factor."""
     expr = spec[axis] if spec is not None and axis < len(spec) else None
     return expr.name if isinstance(expr, Var) else None

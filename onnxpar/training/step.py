@@ -52,15 +52,23 @@ def make_step(
 ) -> Weights:
     """Turns the graph of a model that was loaded for training into a training step, in place, and
     sets the model's `step`, which describes inputs and outputs. Returns the trained and the
-    untrained weights. `show` sees each rewrite, and `times` collects its time. Errors:
-    StrategyError, ModelError, PassError."""
+    untrained weights.
+
+    show   is called after each rewrite
+    times  collects the time of each rewrite
+
+    Errors: StrategyError, ModelError, PassError.
+    """
     state = StepState(model, request)
     run_rewrites((*BACKWARD, *UPDATE), state, WHO, show, times)
     return state.weights
 
 
 def describe(to: StepState) -> None:
-    """Begins the description of the step (`Step`), and removes the model's outputs."""
+    """Begins the description of the step (`Step`), and removes the model's outputs.
+
+    This function and those below, up to `write_description`, are the rewrites of `UPDATE`.
+    """
     scale = to.request.scale
     fed = [t.name for t in to.graph.inputs if default_of(t) is None]
     names = {what: str(tensor.name) for what, tensor in to.targets.made.items()}
@@ -88,15 +96,15 @@ def output_loss(to: StepState) -> None:
 
 
 def divide_by_scale(to: StepState) -> None:
-    """Divides gradients by the scale of the loss."""
+    """Divides gradients by the factor by which the loss was multiplied."""
     assert to.scale is not None
     of = to.builder.value(to.scale.tensor)
     to.gradients = {n: g / of.cast(g.dtype) for n, g in to.gradients.items()}
 
 
 def adapt_scale(to: StepState) -> None:
-    """Adds the update of a dynamic scale of the loss, which skips a step whose gradients are not
-    finite."""
+    """Appends the update of a dynamic loss scale. If gradients are not finite, the step will keep
+    all other states as they are."""
     scale = to.request.scale
     assert scale is not None and to.scale is not None
     to.finite = is_finite(to.total)
@@ -116,7 +124,7 @@ def update_statistics(to: StepState) -> None:
 
 
 def output_gradients(to: StepState) -> None:
-    """Adds outputs for the gradients."""
+    """Adds an output for the gradient of each parameter."""
     for name, gradient in to.gradients.items():
         add_output(to.graph, gradient, f"{name}{GRADIENT}")
 
@@ -148,7 +156,7 @@ def update_parameters(to: StepState) -> None:
 
 
 def output_metrics(to: StepState) -> None:
-    """Adds outputs for evaluations."""
+    """Adds outputs for the metrics of evaluations, and for their weights."""
     whole = to.request.accumulate * to.request.program.count
     shares = ((name, weight * (1 / whole)) for name, weight in to.weights_of.items())
     for kind, values in ((EVALUATION, to.evaluated.items()), (WEIGHT, shares)):
@@ -158,7 +166,7 @@ def output_metrics(to: StepState) -> None:
 
 
 def drop_nodes(to: StepState) -> None:
-    """Removes nodes that nothing reads."""
+    """Removes nodes whose results no node reads."""
     if to.has_messages:
         drop_unread(to.graph)
     else:
@@ -166,7 +174,7 @@ def drop_nodes(to: StepState) -> None:
 
 
 def write_description(to: StepState) -> None:
-    """Writes the description of the step to the model."""
+    """Writes the description of the step to the model's metadata."""
     step, model = to.step, to.model
     to.request.program.finish(to)
     step.slots = [
@@ -182,8 +190,13 @@ def write_description(to: StepState) -> None:
 def _update(
     to: StepState, parameter: gs.Variable, rule: UpdateRule, rate: Value, count: Value | None
 ) -> Value:
-    """Adds outputs for the next values of a parameter and its optimizer state; returns the new
-    values: the whole parameter, or the rows of a lazily trained table."""
+    """Adds outputs for the next values of a parameter and its optimizer state. Returns the new
+    values: of the whole parameter, or of the updated rows of a lazily trained table.
+
+    rule   the optimizer of the parameter, and the factor of its learning rate
+    rate   the learning rate
+    count  the number of updates; None if no update depends on it
+    """
     name, optimizer = parameter.name, rule.optimizer
     p = to.request.program.builder(to.graph, f"update/{name}", name).value(parameter)
     g = p.builder.value(to.gradients[name].tensor)
@@ -226,9 +239,9 @@ def _average(to: StepState, p: Value, following: Value, count: Value, decay: flo
     parameter itself, as torch.optim.swa_utils.get_ema_multi_avg_fn does.
 
     p          the parameter before the step
-    following  the parameter after it
+    following  the parameter after the step
     count      the number of updates
-    decay      how much of the average is kept
+    decay      the factor of the old average
     """
     before = p.builder.value(to.averages[p.tensor.name])
     moved = before * decay + following * (1 - decay)
@@ -237,6 +250,8 @@ def _average(to: StepState, p: Value, following: Value, count: Value, decay: flo
 
 
 def _input(to: StepState, name: str, dtype: Any, shape: Sequence[int]) -> Value:
+    """Adds an input to the graph, and returns it. Errors: ModelError if the model has a tensor with
+    this name."""
     if name in {t.name for t in to.graph.inputs}:
         raise ModelError(
             f"the model has a tensor {name!r}, a name that the step needs; rename the tensor"
@@ -247,19 +262,20 @@ def _input(to: StepState, name: str, dtype: Any, shape: Sequence[int]) -> Value:
 
 
 def _slot(to: StepState, before: Value, after: Value, kind: str, of: str) -> None:
-    """Adds a state pair: `after` is the value of `before` in the next step, unless gradients are
-    not finite. `kind` and `of` are as in `Slot`."""
+    """Adds a state pair: `after` is the value of the input `before` in the next step, unless
+    gradients are not finite. `kind` and `of` are as in `Slot`."""
     _add_slot(to, before, _checked(to, before, after), kind, of)
 
 
 def _checked(to: StepState, before: Value, after: Value) -> Value:
-    """Returns `after`; with a dynamic loss scale, `before` if gradients are not finite."""
+    """Returns `after`. With a dynamic loss scale, returns `before` if gradients are not finite."""
     if to.finite is None:
         return after
     return to.builder.value(to.finite.tensor).where(after, before)
 
 
 def _add_slot(to: StepState, before: Value, after: Value, kind: str, of: str) -> None:
+    """Adds a state pair, as `_slot` does, but whether or not gradients are finite."""
     name = before.tensor.name
     add_output(to.graph, after, f"{name}.next")
     default = getattr(before.tensor, "onnx_default", None) is not None

@@ -1,4 +1,4 @@
-"""A model while it becomes a training step, and the request of the step."""
+"""A model while rewrites turn it into a training step, and the request for the step."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ an int64."""
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The request of a training step: options of `grad`, by the same names, and these. Without an
-    optimizer, the step returns the gradients.
+    """The request for a training step: options of `grad` with the same names, and those listed
+    here. Without an optimizer, the step returns the gradients.
 
     output      the output that the loss compares with the target, if the model has several
     settings    settings of the loss
     scale       factor of the loss; gradients are divided by it again
     sampling    the fraction of classes that a step computes
     batch_dims  by input, the dimension that numbers samples; None for an input without one
-    groups      parameters with hyperparameters of their own; the last that matches applies
-    program     whether the model is one global program, or that of each rank
+    groups      parameters with hyperparameters of their own; the last group that matches applies
+    program     whether the model is one global program, or a program for each rank
     """
 
     loss: str
@@ -79,7 +79,7 @@ class StepRequest:
     program: Program = Program()  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        """Checks what needs no model. Errors: StrategyError."""
+        """Checks that the options fit each other. Errors: StrategyError."""
         check_precision(self.precision)
         if self.recompute and self.recompute_nodes:
             raise StrategyError(
@@ -111,20 +111,22 @@ class StepRequest:
     def blocks(
         self, nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
     ) -> list[Block]:
-        """Returns the blocks of a forward pass that are computed again. Errors: StrategyError."""
+        """Returns the blocks of a forward pass that the backward pass computes again; none unless
+        the user asks for this. `loss` is the name of the loss. Errors: StrategyError."""
         if self.recompute_nodes:
             return named_blocks(nodes, parameters, self.recompute_nodes)
         return find_blocks(nodes, parameters, loss) if self.recompute else []
 
     @property
     def has_dynamic_scale(self) -> bool:
-        """True if the scale of the loss follows the gradients."""
+        """True if the factor of the loss changes with the gradients."""
         return self.scale is not None and self.scale.dynamic
 
 
 class StepState:
-    """A model while rewrites make a training step of it, and the tensors that they find in it and
-    add to it."""
+    """A model while rewrites turn it into a training step, with the tensors that they find in it
+    and add to it. Each rewrite (`BACKWARD`, `UPDATE`) takes this object and sets some of its
+    fields."""
 
     weights: Weights
     targets: Targets
@@ -175,7 +177,7 @@ class StepState:
 
     @property
     def outputs(self) -> dict[str, gs.Tensor]:
-        """The outputs of the model by their own names."""
+        """The outputs of the model by their names in the model."""
         return {self.renamed.get(t.name, t.name): t for t in self.graph.outputs}
 
     @property
@@ -185,8 +187,8 @@ class StepState:
 
     @property
     def has_messages(self) -> bool:
-        """True for Sends and Recvs, which must run exactly once in a step: so there is no copy for
-        evaluation, and no run of a part of the step."""
+        """True for Sends and Recvs, which must run exactly once in a step: then there is no copy of
+        the model for evaluations, and no run of a part of the step."""
         return any(is_message(node) for node in self.graph.nodes)
 
     @property
@@ -206,18 +208,20 @@ class StepState:
 
     @property
     def results(self) -> list[gs.Tensor]:
-        """The loss, what evaluations compute, and the next values of statistics."""
+        """The loss, the metrics of evaluations, and the next values of running statistics."""
         values = (self.loss, *self.evaluated.values(), *self.counts.values())
         return [*(value.tensor for value in values), *(after for _, after in self.running)]
 
     def share_of(self, mean: Mean) -> Value:
-        """Returns the part of the graph's batch in a mean over all micro-batches and ranks."""
+        """Returns this graph's part of a mean over all micro-batches and ranks; the parts add up to
+        the mean."""
         turns, ranks = self.request.accumulate, self.request.program.count
         return mean.of(self.count_of(mean), turns * ranks)
 
     def count_of(self, mean: Mean) -> Value | None:
-        """Returns the divisor of a mean over all ranks, as `Mean.count` has it (of one micro-batch,
-        until `accumulate` replaces it by that of all); None if all elements count."""
+        """Returns the divisor of a mean over all ranks, in the form of `Mean.count`; None if all
+        elements count. It is the number of one micro-batch until `accumulate` replaces it by the
+        number of all."""
         if mean.count is None:
             return None
         key = id(mean.count)

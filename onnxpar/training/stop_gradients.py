@@ -1,8 +1,8 @@
 """Stops gradients where a file says that torch does, and where users ask for it.
 
 torch's dynamo exporter writes `detach()` as an Identity, and `padding_idx` as the argument of a
-lookup, into the metadata of nodes. With `optimize=True`, it removes that Identity, but the node
-that reads the result still says so.
+lookup, into the metadata of nodes. With `optimize=True`, it removes that Identity, but the metadata
+of the node that reads the result still have the `detach()`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from onnxpar.training.gradients.trained import matching
 
 
 def stop_gradients(graph: gs.Graph, globs: Sequence[str], padding: Mapping[str, int]) -> list[str]:
-    """Marks the nodes through which no gradient flows back, in place; returns sentences on
+    """Marks the nodes through which no gradient flows back, in place. Returns sentences about
     gradients that torch stops and the graph does not.
 
-    globs    names of tensors, or of nodes, behind which no gradient flows
+    globs    names of tensors or nodes; no gradient flows back through these tensors or the nodes'
+             results
     padding  by glob of tables, the row that lookups do not train; -1 is the last
+
     Errors: StrategyError for a glob that matches nothing, or a row that a table does not have.
     """
     stops = _Stops(graph)
@@ -43,7 +45,7 @@ def stop_gradients(graph: gs.Graph, globs: Sequence[str], padding: Mapping[str, 
 
 
 def _tables(graph: gs.Graph) -> dict[str, list[gs.Node]]:
-    """Returns the lookups of rows, by the name of the table."""
+    """Returns the Gathers that look up rows of a table, by the name of the table."""
     tables: dict[str, list[gs.Node]] = defaultdict(list)
     for node in (n for scope in scopes(graph) for n in scope.nodes):
         looks_up = node.op == "Gather" and node.attrs.get("axis", 0) == 0
@@ -53,6 +55,7 @@ def _tables(graph: gs.Graph) -> dict[str, list[gs.Node]]:
 
 
 def _row(table: str, row: int, height: int) -> int:
+    """Returns the index of a table's row, from 0; -1 is the last row. Errors: StrategyError."""
     if not -height <= row < height:
         raise StrategyError(
             f"--padding-idx {table}={row}: the table has {height} rows; give a number from "
@@ -62,7 +65,8 @@ def _row(table: str, row: int, height: int) -> int:
 
 
 class _Stops:
-    """Inserts stops into a graph, one for each tensor."""
+    """Inserts stops (marked Identities, through which no gradient flows back) into a graph, at most
+    one for each tensor."""
 
     def __init__(self, graph: gs.Graph) -> None:
         self.graph = graph
@@ -71,7 +75,8 @@ class _Stops:
         self.stopped: dict[int, gs.Variable] = {}
 
     def calls(self) -> list[tuple[Call, list[gs.Node]]]:
-        """Returns the calls of torch that the file names, each with its nodes."""
+        """Returns the calls of torch functions that the file's metadata name, each with its
+        nodes."""
         by_call: dict[tuple[int, Call], list[gs.Node]] = defaultdict(list)
         for node in self.nodes:
             if (call := call_of(node)) is not None:
@@ -80,7 +85,7 @@ class _Stops:
 
     def named(self) -> dict[str, list[gs.Tensor]]:
         """Returns the tensors behind which a gradient may be stopped, by their own names and by the
-        names of the nodes that make them."""
+        names of the nodes that compute them."""
         named: dict[str, list[gs.Tensor]] = {t.name: [t] for t in constants(self.graph)}
         for node in self.nodes:
             results = [t for t in node.outputs if t.name]
@@ -90,8 +95,8 @@ class _Stops:
         return named
 
     def follow(self, call: Call, nodes: Sequence[gs.Node]) -> Iterator[str]:
-        """Stops gradients where torch does, at the nodes of a call. Yields sentences on stops that
-        cannot be reproduced."""
+        """Stops gradients at the nodes of a call of torch, where torch does. Yields sentences about
+        stops that cannot be reproduced."""
         for node in nodes:
             if node.op == "Identity" and call.is_detach:
                 mark_stop(node)
@@ -116,7 +121,7 @@ class _Stops:
 
     def _detached(self, call: Call, nodes: Sequence[gs.Node]) -> list[tuple[gs.Node, int]] | None:
         """Returns (node, index of the operand) where the nodes of a call read a tensor whose
-        detach() is not in the file; None if that cannot be told."""
+        detach() is not in the file; None if the file does not tell where."""
         inner = {id(t) for node in nodes for t in node.outputs}
         reads = [
             (node, i)
@@ -137,7 +142,7 @@ class _Stops:
         return None
 
     def behind(self, tensor: gs.Tensor) -> None:
-        """Inserts a stop between a tensor and all that reads it, including the graph's outputs."""
+        """Inserts a stop between a tensor and all its readers, including the graph's outputs."""
         if isinstance(tensor, gs.Constant):
             copy = gs.Variable(f"{tensor.name}/stopped", tensor.dtype, tensor.shape)
             replace_reads(tensor, copy)
@@ -151,7 +156,8 @@ class _Stops:
         self._insert(maker, before, tensor)
 
     def _copy(self, tensor: gs.Tensor) -> gs.Variable:
-        """Returns a tensor behind a stop."""
+        """Returns the result of the stop (a node that passes no gradient) after `tensor`; inserts
+        the stop if there is none yet."""
         if id(tensor) not in self.stopped:
             copy = gs.Variable(f"{tensor.name}/stopped", tensor.dtype, tensor.shape)
             self._insert(tensor.inputs[0] if tensor.inputs else None, tensor, copy)
@@ -159,7 +165,8 @@ class _Stops:
         return self.stopped[id(tensor)]
 
     def _insert(self, maker: gs.Node | None, before: gs.Tensor, after: gs.Tensor) -> None:
-        """Inserts a stop behind the node that makes a tensor; None: at the start of the graph."""
+        """Inserts a stop from `before` to `after` behind the node `maker`; None: at the start of
+        the graph."""
         scope = self.scope_of[id(maker)] if maker else self.graph
         at = next((i + 1 for i, n in enumerate(scope.nodes) if n is maker), 0)
         node = gs.Node("Identity", f"{before.name}/stop", {}, [before], [after])

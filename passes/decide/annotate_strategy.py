@@ -1,4 +1,5 @@
-"""annotate-strategy: the strategy and the preset become annotations, which propagation spreads."""
+"""annotate-strategy: turn the strategy and the preset into annotations (requests for layouts),
+which propagation spreads."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ from onnxpar.strategy.requests import requests
 
 @dataclass(frozen=True)
 class AnnotateStrategy(Pass):
-    """Turn the strategy and the preset into annotations, in rounds of falling priority.
+    """Turn the strategy and the preset into annotations (requests for layouts), in rounds of
+    falling priority.
 
-    Requires nothing. Ensures `ctx.asked`: the annotations of the model and of the user, which must
-    agree, and which the plan keeps. Ensures `ctx.annotations`. The first rounds are `ctx.asked`;
-    a node's annotation extends to the nodes that a training step derives from that node. Later
-    rounds come from the search, or from the preset; without both, from data parallelism: the axis
-    `dp`, if the mesh has one, splits the batch. Presets whose ranks add up activations end with
-    `SplitBehindSums`, unless the model is a training step.
+    Requires nothing. Ensures `ctx.annotations`, the rounds, and `ctx.asked`: the annotations of the
+    model and of the user, which must agree, and which the plan keeps. The first rounds are
+    `ctx.asked`; a node's annotation extends to the nodes that a training step derives from that
+    node. Later rounds come from the search, or from the preset; without both, from data
+    parallelism: the axis `dp`, if the mesh has one, splits the batch. Presets whose ranks add up
+    activations end with `SplitBehindSums`, unless the model is a training step.
 
     Example: shard(mesh="tp=2", strategy={"tensors": {"w": ["tp", None]}})
 

@@ -1,4 +1,4 @@
-"""propagate-layouts: spread annotations along factors until nothing changes."""
+"""propagate-layouts: spread annotations to neighbouring tensors and nodes until nothing changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PropagateLayouts(Pass):
 
     Requires annotations (annotate-strategy): axes for dimensions of tensors and of nodes, in order
     of priority. Ensures that a dimension and its neighbours are split over the same axes, unless
-    a neighbour's tensor already uses the axes. The model is OpenXLA Shardy's propagation. Shardy
+    a neighbour's tensor already uses the axes. This follows OpenXLA Shardy's propagation. Shardy
     can also split a part of a dimension; here each such part is a separate dimension, an atom.
     Where a node broadcasts an operand, its larger operands decide first, because they cost more to
     reshard.
@@ -68,14 +68,16 @@ class PropagateLayouts(Pass):
 
 
 Decided = tuple[Axes | None, ...]
+"""The axes of each leaf of a tensor or node; None for a leaf that is open."""
 Readers = dict[str, list[OpFactors]]
+"""The nodes that read or compute a tensor, by its name."""
 
 
 def propagate(sharding: ShardingState, start: Iterable[OpFactors], readers: Readers) -> bool:
-    """Propagates from the nodes in `start` until nothing changes; returns True if anything changed.
+    """Propagates axes from the nodes in `start` until nothing changes. True if a tensor got axes.
 
     If a node broadcasts small operands to the size of a large operand, propagation reads the small
-    ones last: the labels of a loss follow its scores, because labels cost less to reshard.
+    operands last: the labels of a loss follow its scores, because labels cost less to reshard.
     """
     small = {op.node.name: _small_operands(op) for op in sharding.factors.ops}
     todo, later = deque(start), deque[OpFactors]()
@@ -99,14 +101,16 @@ def propagate(sharding: ShardingState, start: Iterable[OpFactors], readers: Read
 
 
 def _decided(sharding: ShardingState) -> dict[str, Decided]:
-    """The decided axes, by tensor name, and by `NAME()` for nodes."""
+    """Returns the axes of all leaves as decided so far, by name of the tensor, and by `NAME()` for
+    nodes."""
     tensors = {name: tuple(axes) for name, axes in sharding.tensors.items()}
     return tensors | {f"{name}()": tuple(axes) for name, axes in sharding.ops.items()}
 
 
 def _near(sharding: ShardingState, seen: dict[str, Decided]) -> Iterable[OpFactors]:
-    """Yields the nodes with tensors or leaves decided since `seen`. Propagation is breadth-first
-    from these nodes, so the nearest annotation wins."""
+    """Yields the nodes that have, or whose tensors have, leaves (parts of dimensions) decided since
+    `seen` (an earlier result of `_decided`). Propagation is breadth-first from these nodes, so the
+    nearest annotation wins."""
     now = _decided(sharding)
     fresh = {name for name, axes in now.items() if any(axes) and seen.get(name) != axes}
     for op in sharding.factors.ops:
@@ -116,8 +120,9 @@ def _near(sharding: ShardingState, seen: dict[str, Decided]) -> Iterable[OpFacto
 
 
 def _spread(sharding: ShardingState, op: OpFactors, small: Collection[int]) -> set[str]:
-    """Copies axes from operands (except `small` ones) to the node, and from the node to operands
-    and results; returns the names of the changed tensors."""
+    """Copies axes from operands to the node, and from the node to operands and results. Returns the
+    names of the tensors that got axes. `small` has numbers of operands and results that give no
+    axes."""
     for number, (tensor, links) in enumerate(op.operands()):
         if number in small:
             continue
@@ -134,8 +139,8 @@ def _spread(sharding: ShardingState, op: OpFactors, small: Collection[int]) -> s
 
 
 def _small_operands(op: OpFactors) -> frozenset[int]:
-    """The numbers of operands and results that lack a factor, if another operand or result has all
-    factors of the node; else none."""
+    """Returns the numbers of operands and results that lack a factor of the node, if another
+    operand or result has all its factors; else none. In Add(x [4, 6], b [6]), this is operand 1."""
     absent = [None] * (len(op.node.inputs) - len(op.rule.inputs))
     specs = [*op.rule.inputs, *absent, *op.rule.outputs]
     if op.bodies or op.rule.reduce or any(isinstance(e, Cat) for spec in specs for e in spec or ()):
@@ -148,6 +153,7 @@ def _small_operands(op: OpFactors) -> frozenset[int]:
 
 
 def _ops_by_tensor(sharding: ShardingState) -> Readers:
+    """Returns the nodes that read or compute each tensor, by its name."""
     readers: Readers = {name: [] for name in sharding.tensors}
     for op in sharding.factors.ops:
         for tensor, _ in op.operands():

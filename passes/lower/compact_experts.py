@@ -1,4 +1,4 @@
-"""compact-experts: each expert computes only the rows of its own tokens."""
+"""compact-experts: each expert computes only the rows of tokens that the router chose for it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class CompactExperts(Pass):
     computes, sorted by expert; all tensors between router and sum get a row for each pair. If a
     rank has few experts, the rows of each expert are a tensor of their own. Where ranks exchange
     the rows of all experts, they exchange only chosen rows: first the numbers of rows, then the
-    rows, and the results back. The backward pass of a training step reads the same pairs. Requires
-    local nodes. A mixture stays as it is if ranks communicate in another way between its nodes, or
-    if a rank has no expert.
+    rows, and the results back. The backward pass of a training step reads the same pairs.
+
+    Requires local nodes (localize-ops). A mixture stays as it is if ranks communicate in another
+    way between its nodes, or if a rank has no expert.
 
     Example: shard(mesh="ep=2", preset="expert-parallel")
 
@@ -159,7 +160,7 @@ class CompactExperts(Pass):
 
 
 def _compact(scope: gs.Graph, mixture: ExpertRows, shapes: Shapes, ctx: PassContext) -> bool:
-    """Makes a mixture compute and send only its chosen rows; False if it stays as it is."""
+    """Makes a mixture compute and send only its chosen rows. False if it stays as it is."""
     mesh, layouts = ctx.sharding.mesh, ctx.layouts
     exchanges = mixture.of(Role.CROSSING)
     inside = between_exchanges(mixture, shapes) if exchanges else frozenset()
@@ -189,7 +190,8 @@ def _compact(scope: gs.Graph, mixture: ExpertRows, shapes: Shapes, ctx: PassCont
 def _is_uniform(
     mixture: ExpertRows, exchanges: Sequence[gs.Node], layouts: Mapping[str, Layout]
 ) -> bool:
-    """True if all rows at the tokens are split alike, and all rows at the experts."""
+    """True if all tensors of rows at the ranks of tokens are split over the same axes, and all
+    tensors of rows at the ranks of experts, too."""
     back = [node for node in exchanges if not crosses_to_experts(node)]
     there = [node for node in exchanges if crosses_to_experts(node)]
     sides = [*mixture.enter, *back], there
@@ -199,8 +201,9 @@ def _is_uniform(
 def _update_plan(
     exchange: TokenExchange, names: Collection[str], inner: Layout, ctx: PassContext
 ) -> None:
-    """Updates the collectives of the plan: exchanges of rows, which have these names, get
-    data-dependent sizes; a new entry before them exchanges the numbers of rows."""
+    """Updates the plan's list of collectives: the exchanges of rows, which have these names, get
+    data-dependent sizes; a new entry before them exchanges the numbers of rows. `inner` is the
+    layout of rows at the ranks of experts."""
     listed = ctx.lowered.collectives
     for i, entry in enumerate(listed):
         if entry.name in names:

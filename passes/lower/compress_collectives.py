@@ -35,12 +35,12 @@ _WIRE: dict[str, Any] = {"float16": np.dtype(np.float16), "bfloat16": TensorProt
 class CompressCollectives(Pass):
     """Send sums of gradients between ranks in fewer bits.
 
-    Requires a training step with reshard nodes (insert-collectives). Ensures the same. For float16
-    and bfloat16, the pass puts casts around the reductions. The plugin adds up in float32 and
-    rounds once, so only a result that is too large for the type overflows. For 2bit, the pass
-    replaces reductions by all-gathers of codes, and adds a state to the model for each gradient:
-    the remainder that ranks have not sent yet, a partial sum (`lowering/threshold_codes.py`).
-    Gradients of 16 bits stay as they are; 2bit refuses them.
+    Requires a training step with reshard nodes (insert-collectives). Ensures that all layouts still
+    agree. For float16 and bfloat16, the pass puts casts around the reductions. The plugin adds up
+    in float32 and rounds once, so only a result that is too large for the type overflows. For 2bit,
+    the pass replaces reductions by all-gathers of codes, and adds a state to the model for each
+    gradient: the remainder that ranks have not sent yet, a partial sum
+    (`lowering/threshold_codes.py`). Gradients of 16 bits stay as they are; 2bit refuses them.
 
     to            none, float16, bfloat16, 2bit or 2bit:THRESHOLD
     least_bytes   gradients of fewer bytes per rank stay as they are: for them, latency dominates
@@ -108,7 +108,7 @@ class CompressCollectives(Pass):
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        """Errors: StrategyError for an unknown kind."""
+        """Checks the option `to`. Errors: StrategyError for an unknown kind."""
         Compression.parse(self.to)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
@@ -149,12 +149,13 @@ class CompressCollectives(Pass):
         return True
 
     def _is_large(self, node: gs.Node, ctx: PassContext) -> bool:
+        """True if a reduction is a sum of enough bytes to be worth compressing."""
         return reshard_of(node).before.reduce == "sum" and _size(node, ctx) >= self.least_bytes
 
 
 def _check_steps(step: Step) -> None:
-    """Errors: StrategyError if the scale of gradients changes from step to step: the remainder of
-    one step would then not fit the gradient of the next."""
+    """Checks that the scale of gradients is fixed: else the remainder of one step would not fit the
+    gradient of the next. Errors: StrategyError."""
     if any(slot.kind == SCALE for slot in step.slots):
         raise StrategyError(
             f"compression {TWO_BIT}: the step changes the scale of its gradients from step to "
@@ -163,8 +164,12 @@ def _check_steps(step: Step) -> None:
 
 
 def _check_not_in_loops(graph: gs.Graph, chosen: set[str], of: Mapping[str, str]) -> None:
-    """Errors: StrategyError if a reduction is in the body of a loop: each iteration would need a
-    remainder."""
+    """Checks that no reduction is in the body of a loop, where each iteration would need a
+    remainder. Errors: StrategyError.
+
+    chosen  names of reductions to compress
+    of      the parameter of each reduction
+    """
     inside = chosen - {node.name for node in graph.nodes}
     if inside:
         first = of[min(inside)]
@@ -176,8 +181,8 @@ def _check_not_in_loops(graph: gs.Graph, chosen: set[str], of: Mapping[str, str]
 
 
 def _cast(graph: gs.Graph, ctx: PassContext, chosen: Collection[str], kind: str) -> None:
-    """Casts the operands of the `chosen` reductions to 16 bits, and the results back, also in
-    bodies."""
+    """Casts the operands of the `chosen` reductions (names) to 16 bits (`kind`), and the results
+    back, also in bodies."""
     placed: list[gs.Node] = []
     after: list[gs.Node] = []
     for node in graph.nodes:
@@ -194,13 +199,18 @@ def _cast(graph: gs.Graph, ctx: PassContext, chosen: Collection[str], kind: str)
 
 
 def _cast_node(source: gs.Tensor, result: gs.Variable) -> gs.Node:
+    """Returns a Cast from `source` to the dtype of `result`."""
     attrs = {"to": helper.np_dtype_to_tensor_dtype(numpy_dtype(result))}
     return gs.Node("Cast", f"Cast_{result.name}", attrs, [source], [result])
 
 
 @dataclass(frozen=True)
 class _Thresholds:
-    """Replaces reductions by all-gathers of 2bit codes; `of` maps a reduction to its parameter."""
+    """Replaces reductions by all-gathers of 2bit codes.
+
+    threshold  an element is sent as +threshold, -threshold or 0
+    of         the parameter of each reduction, by name
+    """
 
     graph: gs.Graph
     ctx: PassContext
@@ -224,13 +234,15 @@ class _Thresholds:
         ]
 
     def _kind(self, node: gs.Node) -> Kind:
-        """The bucket key of a reduction: equal keys may share one collective of codes."""
+        """Returns the key of a reduction: reductions with equal keys may share one collective of
+        codes."""
         reshard = reshard_of(node)
         others = other_axes(reshard.before, _reduced(reshard))
         return reshard.axes, others, str(node.inputs[0].dtype)
 
     def _replacement(self, name: str, nodes: Sequence[gs.Node]) -> list[gs.Node]:
-        """The nodes that replace several reductions."""
+        """Returns the nodes that replace several reductions: one all-gather of their codes, and
+        what belongs to it. `name` begins the new nodes' names."""
         sums, cuts = [], []
         for node in nodes:
             addend, result = node.inputs[0], node.outputs[0]
@@ -256,8 +268,8 @@ class _Thresholds:
         return built
 
     def _add_state(self, node: gs.Node, layout: Layout) -> tuple[gs.Variable, gs.Variable]:
-        """Adds a state to the model, the remainder of a reduction that ranks have not sent yet;
-        returns its input and output."""
+        """Adds a state to the model: the remainder of a reduction that ranks have not sent yet,
+        with this layout. Returns (its input, its output)."""
         model, addend, parameter = self.ctx.model, node.inputs[0], self.of[node.name]
         assert model.step is not None
         name, i = f"{parameter}.{RESIDUAL}", 1
@@ -276,25 +288,28 @@ class _Thresholds:
 
 
 def _reduced(reshard: Reshard) -> Layout:
-    """The layout after a reduction, before a rank takes its shard of the result."""
+    """Returns the layout between a reduction and the slice in which a rank takes its shard of the
+    result."""
     after = reshard.after
     return replace(reshard.before, partial=after.partial, reduce=after.reduce)
 
 
 def _size(node: gs.Node, ctx: PassContext) -> int:
+    """Returns the bytes of a reduction's operand on the rank with the largest shard."""
     return largest_shard_bytes(node.inputs[0], reshard_of(node).before)
 
 
 def _like(
     ctx: PassContext, tensor: gs.Tensor, origin: str, dtype: Any, layout: Layout | None = None
 ) -> gs.Variable:
-    """A new tensor with the shape of `tensor`; `origin` gives its name and factors."""
+    """Returns a new tensor with the shape of `tensor` and the dtype `dtype`, in a layout (default:
+    that of `tensor`). The name and the factors come from the tensor `origin`."""
     new = gs.Variable(ctx.fresh(origin), dtype, list(tensor.shape))
     _note(ctx, new, origin, layout or ctx.layouts[tensor.name])
     return new
 
 
 def _note(ctx: PassContext, tensor: gs.Variable, origin: str, layout: Layout) -> None:
-    """Records the layout of a new tensor, and that its factors are those of `origin`."""
+    """Records the layout of a new tensor, and that it has the factors of the tensor `origin`."""
     ctx.sharding.factors.tensors[tensor.name] = ctx.sharding.factors.tensors[origin]
     ctx.layouts[tensor.name] = layout

@@ -36,7 +36,8 @@ INDEX = "index:"
 
 
 def indices_of(by: str) -> tuple[int, ...]:
-    """Returns the indices in `by`; none if `by` has another form. Errors: StrategyError."""
+    """Returns the indices of gradients in the option `by`: (20, 35) for "index:20,35"; () if `by`
+    has another form. Errors: StrategyError."""
     if not by.startswith(INDEX):
         return ()
     parts = by.removeprefix(INDEX).split(",")
@@ -51,8 +52,8 @@ class FuseAllReduces(Pass):
     """Join collectives of the same kind and ranks that do not wait for each other.
 
     Joins all-reduces, reduce-scatters, all-gathers, and all-to-alls if one rank holds each tensor
-    whole, before or after; with open sizes, only all-reduces and all-to-alls.
-    Requires reshard nodes (insert-collectives); ensures the same, with fewer collectives. Runs
+    whole, before or after; with open sizes, only all-reduces and all-to-alls. Requires reshard
+    nodes (insert-collectives). Ensures that all layouts still agree, with fewer collectives. Runs
     only once, as MindSpore's fusion does; `plan` says how many collectives the pass joined.
 
     by            size: up to the bytes below; cost: up to the bytes below, so that the last
@@ -117,7 +118,10 @@ class FuseAllReduces(Pass):
 
     def _fuse_by_hand(self, graph: gs.Graph, ctx: PassContext, buckets: Mapping[str, int]) -> bool:
         """Joins the reductions of gradients whose parameters the strategy puts into one bucket.
-        Reductions in bucket 0 and all other collectives stay single."""
+        Reductions in bucket 0 and all other collectives stay single. True if any were joined.
+
+        buckets  the number of the bucket of each reduction, by name
+        """
         purposes = _purposes(graph, ctx)
         single = {node.name: node.name for node in graph.nodes}
         numbered = {name: (purposes.get(name), at) for name, at in buckets.items() if at}
@@ -125,7 +129,8 @@ class FuseAllReduces(Pass):
         return fuse_collectives(graph, mesh, sys.maxsize, sizes, {**single, **numbered})
 
     def _fuse(self, graph: gs.Graph, ctx: PassContext, apart: Collection[str]) -> bool:
-        """Joins collectives as `by` says, except the nodes in `apart`."""
+        """Joins collectives as the option `by` says, except the nodes named in `apart`. True if any
+        were joined."""
         costs, sizes = ctx.sharding.costs, ctx.choices.bytes
         purposes: Mapping[str, object] = {**_purposes(graph, ctx), **{n: n for n in apart}}
         first: set[str] = set()
@@ -145,12 +150,13 @@ class FuseAllReduces(Pass):
         return changed
 
     def _limit(self, op: str) -> int:
-        """The most bytes per rank of a bucket of this kind."""
+        """Returns the most bytes per rank of a bucket of this kind of collective."""
         return self.bucket_bytes if op in REDUCTIONS else self.shard_bytes
 
     def _fuse_exchanges(self, graph: gs.Graph, ctx: PassContext) -> bool:
         """Joins all-to-alls that each move a split dimension to the ranks at one coordinate of an
-        axis, or back. The coordinate may differ by tensor, so together they are one exchange."""
+        axis, or back (table-parallel). The coordinate may differ by tensor, so that together they
+        are one exchange. True if any were joined."""
         purposes, atoms = _purposes(graph, ctx), _atoms_beside(graph, ctx)
         alike = {name: (purposes.get(name), own) for name, own in atoms.items()}
         mesh, sizes = ctx.sharding.mesh, ctx.choices.bytes
@@ -166,8 +172,9 @@ def _counts(graph: gs.Graph, ctx: PassContext) -> Counter[str]:
 
 
 def _atoms_beside(graph: gs.Graph, ctx: PassContext) -> dict[str, object]:
-    """For each fusable all-to-all, the atoms of all dimensions except the dimension that ranks at
-    one coordinate hold. In every run, tensors with equal atoms have equal sizes there."""
+    """For each fusable all-to-all, returns the atoms (parts of dimensions) of all dimensions except
+    the dimension that ranks at one coordinate hold. Tensors with equal atoms have equal sizes in
+    these dimensions in every run."""
     atoms_by_node: dict[str, object] = {}
     for node in graph.nodes:
         if not is_reshard(node) or node.op not in EXCHANGES:
@@ -187,8 +194,8 @@ def _atoms_beside(graph: gs.Graph, ctx: PassContext) -> dict[str, object]:
 
 
 def _buckets(graph: gs.Graph, ctx: PassContext) -> dict[str, int]:
-    """Returns the buckets that the strategy gives to reductions of gradients, by node. Errors:
-    StrategyError."""
+    """Returns the bucket that the strategy gives to each reduction of a gradient, by name of the
+    node. Errors: StrategyError."""
     shard = ctx.request.strategy.shard if ctx.request.strategy is not None else {}
     step = ctx.model.step
     by_parameter = fusion_buckets(shard, list(step.gradients) if step is not None else [])
@@ -203,8 +210,9 @@ def _buckets(graph: gs.Graph, ctx: PassContext) -> dict[str, int]:
 def _by_index(
     graph: gs.Graph, ctx: PassContext, indices: Sequence[int], purposes: Mapping[str, object]
 ) -> Mapping[str, object]:
-    """The purposes of collectives, with a bucket for each reduction of a gradient; any other
-    reduction gets a bucket of its own. Errors: StrategyError if the model is no training step."""
+    """Returns `purposes` with a bucket for each reduction of a gradient, by its index in execution
+    order; each other reduction gets a bucket of its own. Errors: StrategyError if the model is no
+    training step."""
     step = ctx.model.step
     if step is None:
         raise StrategyError(f"fuse-all-reduces: {INDEX} is for the gradients of a training step")
@@ -221,8 +229,8 @@ def _by_index(
 
 
 def _purposes(graph: gs.Graph, ctx: PassContext) -> dict[str, tuple[bool, bool]]:
-    """For each node, (True if the training step needs it, True if the evaluation, a separate
-    program, needs it)."""
+    """Returns for each node (True if the training step needs it, True if the evaluation needs it).
+    Only collectives with equal purposes are joined, as the evaluation is a separate program."""
     apart = set(ctx.model.step.evaluation) if ctx.model.step else set()
     if not apart:
         return {}

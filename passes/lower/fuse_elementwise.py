@@ -19,7 +19,7 @@ from onnxpar.graph.subgraphs import cut_off, read_by, scopes
 @dataclass(frozen=True)
 class FuseElementwise(Pass):
     """Replace groups of elementwise nodes by one node, whose loop reads each operand once and
-    writes only the results that others read.
+    writes only the results that other nodes read.
 
     onnxruntime runs a kernel for each node, and each kernel reads and writes all tensors of its
     node; an update by AdamW consists of 16 nodes. The bits of results stay the same. Nodes that
@@ -78,8 +78,9 @@ class FuseElementwise(Pass):
 
 
 def _kind(tensor: gs.Tensor, ctx: PassContext) -> Hashable | None:
-    """The layout of a tensor's dimensions, and its atoms if it has open sizes. Tensors with equal
-    layout and atoms have equal shapes on each rank, at all sizes."""
+    """Returns a key for a tensor: tensors with equal keys have equal shapes on each rank, at all
+    sizes. The key has the layout and, if the tensor has open sizes (known only at run time), its
+    atoms (parts of dimensions); None for a tensor that no loop may have."""
     layout = ctx.layouts.get(tensor.name)
     if layout is None or tensor.dtype != np.float32:
         return None
@@ -92,7 +93,8 @@ def _kind(tensor: gs.Tensor, ctx: PassContext) -> Hashable | None:
 
 
 def _fuse(graph: gs.Graph, units: Sequence[Sequence[str]], ctx: PassContext) -> bool:
-    """Replaces large units of a graph by fused nodes, and orders the nodes by units."""
+    """Replaces the units (groups of nodes, by name) of a graph that are large enough by fused
+    nodes, and orders the nodes by units. False if no unit is."""
     by_name = {node.name: node for node in graph.nodes}
     is_named = len(by_name) == len(graph.nodes)  # else names are ambiguous
     if not is_named or all(len(unit) < FEWEST for unit in units):
@@ -114,7 +116,8 @@ def _fuse(graph: gs.Graph, units: Sequence[Sequence[str]], ctx: PassContext) -> 
 
 
 def _fused(members: Sequence[gs.Node], readers: dict[str, set[str]], ctx: PassContext) -> gs.Node:
-    """The node that computes a group; removes operands and results from the group's nodes."""
+    """Returns the node that computes the nodes `members`, and removes their operands and results.
+    `readers` has the names of the nodes that read each tensor ("" for the graph)."""
     inside = {node.name for node in members}
     computed = {t.name for node in members for t in node.outputs}
     read = {t.name: t for node in members for t in node.inputs if t.name not in computed}
@@ -146,8 +149,8 @@ def _fused(members: Sequence[gs.Node], readers: dict[str, set[str]], ctx: PassCo
 
 
 def _updates_early(nodes: Sequence[gs.Node], readers: dict[str, set[str]]) -> list[gs.Node]:
-    """The nodes, reordered: a fused node that computes only outputs of the graph comes right after
-    its last dependency."""
+    """Returns the nodes in another order: a fused node that computes only outputs of the graph
+    comes right after its last dependency."""
     place = {t.name: i for i, node in enumerate(nodes) for t in node.outputs}
     behind: dict[int, list[gs.Node]] = {}
     for i, node in enumerate(nodes):

@@ -16,7 +16,8 @@ from onnxpar.graph.subgraphs import scopes
 
 @dataclass(frozen=True)
 class GateRecomputation(Pass):
-    """Turn the Identities around a recomputation into gates, which pass a token on.
+    """Turn the Identities around a recomputation into gates: nodes that wait for a token and pass
+    it on.
 
     onnxruntime would remove Identities, find that each recomputed node equals the first one, and
     keep the first results in memory; it does not remove gates. Requires ordered collectives.
@@ -95,8 +96,8 @@ class GateRecomputation(Pass):
 
 
 def _gate(scope: gs.Graph) -> bool:
-    """Turns the Identities of a scope into Gates. The first Gate of a recomputation gives a token;
-    the other Gates wait for that token. Returns True if there was one."""
+    """Turns the marked Identities of a graph or body into Gates. The first Gate of a recomputation
+    gives a token, for which its other Gates wait. True if there was one."""
     tokens: dict[str, gs.Tensor] = {}
     for node in scope.nodes:
         gate = gate_of(node)

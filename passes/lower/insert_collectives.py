@@ -1,5 +1,6 @@
-"""insert-collectives: turn every mismatch of layouts into explicit nodes, by the cheapest path of
-steps (`sharding/reshard_steps.py`), such as a reduce-scatter for an all-reduce and a slice."""
+"""insert-collectives: turn every mismatch of layouts into explicit nodes, by the cheapest path
+of steps (`sharding/reshard_steps.py`): a reduce-scatter takes the place of an all-reduce and a
+slice."""
 
 from __future__ import annotations
 
@@ -70,20 +71,28 @@ class InsertCollectives(Pass):
 
 @dataclass
 class _Read:
-    """A reader of a tensor (operand `index` of a node, or output `index` of a graph), and the
-    sharding that the reader needs."""
+    """A reader of a tensor: operand `index` of a node, or output `index` of a graph. `need` is the
+    sharding in which it reads the tensor."""
 
     node: gs.Node | gs.Graph
     index: int
     need: FactorSharding
 
     def take(self, tensor: gs.Tensor) -> None:
-        """Makes the node or graph read this tensor instead."""
+        """Makes the reader read another tensor instead."""
         tensors = self.node.inputs if isinstance(self.node, gs.Node) else self.node.outputs
         tensors[self.index] = tensor
 
 
 class _Insertion:
+    """Inserts reshard nodes into one graph and its bodies.
+
+    produced  the sharding in which each tensor is computed, by name
+    reads     the readers of each tensor, by name
+    scopes    the graph or body that contains a tensor's node, by name
+    moved     tensors of rows that ranks exchange with ranks of experts
+    """
+
     def __init__(self, graph: gs.Graph, ctx: PassContext) -> None:
         self.graph = graph
         self.ctx = ctx
@@ -95,6 +104,7 @@ class _Insertion:
         self.moved = {t.name for m in self.sharding.factors.mixtures for t in m.moved}
 
     def run(self) -> bool:
+        """Inserts the reshard nodes. True if there are any."""
         self.sharding.settle()
         self._pin_states()
         check_requested(self.ctx.asked, self.sharding, self.ctx.model.states)
@@ -127,6 +137,8 @@ class _Insertion:
         return self.changed
 
     def _pending(self) -> PartialSums:
+        """Returns which partial sums (each rank holds one term) stay partial for their readers. A
+        run of the pass at other sizes keeps the choice of the first run."""
         choices = self.ctx.choices
         if choices.results is None:
             chosen = choose_partial(self.graph, self.sharding)
@@ -134,8 +146,8 @@ class _Insertion:
         return PartialSums(self.sharding, choices.results, choices.operands)
 
     def _check_random(self, node: gs.Node) -> None:
-        """Errors: StrategyError if ranks would draw different random values, because a collective
-        cannot broadcast a tensor of unknown rank."""
+        """Checks that ranks will not draw different random values, which happens if a node draws a
+        tensor of unknown rank: a collective cannot broadcast it. Errors: StrategyError."""
         unknown = [t.name for t in node.outputs if t.name and t.name not in self.sharding.tensors]
         if unknown and self.sharding.mesh.size > 1 and is_random(node):
             raise StrategyError(
@@ -145,8 +157,8 @@ class _Insertion:
             )
 
     def _note_body(self, op: OpFactors, body: BodyFactors, pending: PartialSums) -> None:
-        """Records the shardings of a body's inputs and outputs, as the node with the body
-        determines them."""
+        """Records the shardings of a body's inputs and outputs, which follow from the node that has
+        the body."""
         for tensor, links in zip(body.graph.inputs, body.inputs, strict=True):
             if tensor.name in self.sharding.factors.tensors:
                 self.produced[tensor.name] = pending.at_body(op, tensor, links)
@@ -157,7 +169,7 @@ class _Insertion:
                 self.reads[tensor.name].append(_Read(body.graph, i, need))
 
     def _read_captured(self, node: gs.Node) -> None:
-        """Records that the subgraphs of a node need captured tensors whole."""
+        """Records that the bodies of a node read tensors of outer graphs whole."""
         for tensor, reader, index in captured(node):
             leaves = self.sharding.tensors.get(tensor.name)
             if leaves is not None:
@@ -178,8 +190,9 @@ class _Insertion:
                 self.sharding.pinned.add(name)
 
     def _place_input(self, tensor: gs.Variable) -> None:
-        """Chooses the layout in which an input is fed: the layout that its readers need; if they
-        need several layouts, the start of the cheapest reshards to all of them, usually whole."""
+        """Chooses the layout in which an input is fed, and serves its readers. It is the layout
+        that they need; if they need several, it is the start of the cheapest reshards to all of
+        them, usually whole."""
         name = tensor.name
         if name not in self.sharding.factors.tensors:
             return
@@ -190,8 +203,8 @@ class _Insertion:
         self._serve(tensor, factor_sharding, self.reads[name])
 
     def _fed(self, tensor: gs.Variable) -> FactorSharding:
-        """The sharding of an input without an annotation; a run of the pass at other sizes keeps
-        the choice of the first run."""
+        """Returns the sharding in which an input without an annotation is fed. A run of the pass at
+        other sizes keeps the choice of the first run."""
         fed = self.ctx.choices.fed
         if tensor.name not in fed:
             needs = [read.need for read in self.reads[tensor.name]]
@@ -207,8 +220,8 @@ class _Insertion:
 
     def _place_weight(self, weight: gs.Constant) -> None:
         """Stores a weight once for each layout that its readers need. If an annotation gives the
-        weight a layout, collectives serve the readers from that layout, except readers that need
-        the weight stored."""
+        weight a layout, it is stored in this one, and collectives serve its readers, except readers
+        that need the weight stored."""
         name, asked = weight.name, self.ctx.asked
         if name not in self.sharding.factors.tensors:
             return
@@ -238,8 +251,8 @@ class _Insertion:
             self.ctx.layouts[copy.name] = self.sharding.layout(copy, need)
 
     def _check_stored(self, weight: gs.Constant, read: _Read) -> None:
-        """Errors: StrategyError if an annotation gives a weight another layout than its reader
-        needs, and the reader needs the weight stored."""
+        """Checks that a reader which needs a weight stored needs it in the layout that an
+        annotation gives the weight. Errors: StrategyError."""
         mesh, factor_sharding = self.sharding.mesh, self.sharding.tensor_sharding(weight.name)
         if read.need != factor_sharding:
             asked, need = (
@@ -252,7 +265,7 @@ class _Insertion:
             )
 
     def _needs_stored(self, read: _Read) -> bool:
-        """True if a node must read its weight as stored, not as the result of a collective."""
+        """True if a node must read a weight as stored, not as the result of a collective."""
         if not isinstance(read.node, gs.Node):
             return False
         op = self.sharding.factors.find(read.node.name)
@@ -261,6 +274,8 @@ class _Insertion:
         return read.index in op.rule.ranks.constants
 
     def _place_result(self, op: OpFactors, tensor: gs.Variable) -> None:
+        """Serves the readers of a node's result. If the result is an output of the graph, or has a
+        requested layout, it gets that layout first."""
         if is_random(op.node) and self.sharding.mesh.size > 1:
             tensor = self._broadcast(tensor)
         produced = self.produced[tensor.name]
@@ -278,7 +293,8 @@ class _Insertion:
             self._serve(tensor, produced, reads, via=asked)
 
     def _place_body_input(self, tensor: gs.Variable) -> None:
-        """Reshards an input of a body from the sharding that the node with the body determines."""
+        """Serves the readers of an input of a body, from the sharding that the node with the body
+        determines."""
         name = tensor.name
         produced = asked = self.produced[name]
         if name in self.sharding.pinned:
@@ -311,7 +327,8 @@ class _Insertion:
         asked: FactorSharding,
         reads: list[_Read],
     ) -> None:
-        """Renames a result that is an output of the graph; a reshard then computes the output."""
+        """Serves the readers of a result that is an output of the graph in another layout. The
+        node's result gets a new name, and a reshard computes the output."""
         inner = gs.Variable(self.ctx.fresh(tensor.name), tensor.dtype, tensor.shape)
         producer = tensor.inputs[0]
         producer.outputs[_position(producer.outputs, tensor)] = inner
@@ -328,8 +345,9 @@ class _Insertion:
         via: FactorSharding | None = None,
         output: gs.Variable | None = None,
     ) -> None:
-        """Adds the reshards from the layout `produced`, via the layout `via` if there is one, to
-        the layouts that all readers need, planned together."""
+        """Adds reshards from the sharding `produced` (first to `via`, if given) to the shardings in
+        which all readers read a tensor, planned together, and makes them read the results. With
+        `output`, the reshard to `via` computes this graph output."""
         self.ctx.layouts[tensor.name] = self.sharding.layout(tensor, produced)
         have: dict[FactorSharding, gs.Tensor] = {produced: tensor}
         goals = [r.need for r in reads]
@@ -346,8 +364,8 @@ class _Insertion:
     def _steps(
         self, tensor: gs.Tensor, produced: FactorSharding, goals: list[FactorSharding]
     ) -> list[ReshardStep]:
-        """The cheapest reshards to all goals; a run of the pass at other sizes keeps the choice of
-        the first run."""
+        """Returns the cheapest steps from the sharding `produced` to all goals. A run of the pass
+        at other sizes keeps the choice of the first run."""
         key = (tensor.name, (produced, *goals))
         chosen = self.ctx.choices.steps
         if key not in chosen:
@@ -360,7 +378,7 @@ class _Insertion:
         return chosen[key]
 
     def _bytes(self, tensor: gs.Tensor) -> Bytes:
-        """A function from a sharding of the tensor to the bytes of a rank's shard."""
+        """Returns a function from a sharding of the tensor to the bytes of a rank's shard."""
         sharding = self.sharding
         return lambda at: mean_bytes(tensor, at, sharding)
 
@@ -372,6 +390,8 @@ class _Insertion:
         output: gs.Variable | None = None,
         at: FactorSharding | None = None,
     ) -> None:
+        """Adds a reshard node for each step, and its result to `have`, the tensor in each sharding
+        so far. The step to the sharding `at` computes `output`, if given."""
         for step in tree:
             if step.after in have:
                 continue
@@ -396,4 +416,5 @@ class _Insertion:
 
 
 def _position(tensors: list[gs.Tensor], tensor: gs.Tensor) -> int:
+    """Returns the index of a tensor in a list, by identity."""
     return next(i for i, t in enumerate(tensors) if t is tensor)

@@ -1,4 +1,5 @@
-"""keep-collectives: each rank runs a graph with collectives that are written by hand."""
+"""keep-collectives: each rank runs the graph of a manual program, with collectives that are written
+by hand."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class KeepCollectives(Pass):
 
 
 def _set_layouts(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
-    """Gives inputs, outputs and weights their layouts."""
+    """Gives inputs, outputs and weights the layouts that the strategy says. Errors:
+    StrategyError."""
     weights = [t for t in graph.tensors().values() if isinstance(t, gs.Constant)]
     ports = {t.name: t for t in [*graph.inputs, *graph.outputs]}
     manual.check_names([*ports, *(t.name for t in weights)])
@@ -109,8 +111,8 @@ def _set_layouts(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
 
 
 def _gather_replicas(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
-    """Adds an output `NAME@replicas` for each output: its copies along the mesh axes that do not
-    split the output, stacked along a new first dimension."""
+    """Adds an output `NAME@replicas` for each output that ranks hold several times: its copies
+    along the mesh axes that do not split it, stacked along a new first dimension."""
     step = ctx.model.step
     left_out = {*(t.name for t in graph.inputs), *(step.evaluation if step else ())}
     for output in list(graph.outputs):
@@ -133,8 +135,8 @@ def _gather_replicas(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
 
 
 def _entry(node: gs.Node, written: Handwritten, ctx: PassContext) -> Collective:
-    """The plan's entry for a hand-written collective, without layouts: only the program's author
-    knows them."""
+    """Returns the plan's entry for a hand-written collective. It has no layouts: only the program's
+    author knows them."""
     x, mesh = node.inputs[0], written.mesh
     groups = {written.members(node, rank) for rank in range(mesh.size)}
     working = sorted((g for g in groups if len(g) > 1), key=lambda g: 0 not in g) or [*groups]

@@ -84,8 +84,9 @@ class LocalizeOps(Pass):
 
 
 def _lower_reshards(graph: gs.Graph, ctx: PassContext, times: int = 1) -> None:
-    """Replaces the reshards of a graph and of its bodies, in execution order. `times` is the number
-    of times that the graph runs."""
+    """Replaces the reshard nodes of a graph and of its bodies by collectives and local nodes, in
+    execution order, and lists the collectives for the plan. The graph runs `times` times in a run
+    of the model."""
     mesh = ctx.sharding.mesh
     nodes: list[gs.Node] = []
     for node in list(graph.nodes):
@@ -108,7 +109,7 @@ def _lower_reshards(graph: gs.Graph, ctx: PassContext, times: int = 1) -> None:
 
 
 def _steps(node: gs.Node) -> int:
-    """The number of iterations of a Scan; 1 if unknown, and for other nodes."""
+    """Returns the number of iterations of a Scan; 1 if it is unknown, and for any other node."""
     if node.op != "Scan":
         return 1
     axis = (node.attrs.get("scan_input_axes") or [0])[0]

@@ -13,7 +13,7 @@ from onnxpar.graph.collectives import COMPLETE, DOMAIN, RANK_CONSTANTS
 from onnxpar.graph.subgraphs import all_nodes, bodies
 
 _TELL = ("AllToAllV", COMPLETE)
-"""Ops whose tokens have more than one dimension, as information for profiles."""
+"""Ops whose tokens have more than one dimension: their sizes are information for profiles."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class OrderCollectives(Pass):
 
 
 def _thread(graph: gs.Graph, token: gs.Tensor) -> gs.Tensor:
-    """Passes the token from collective to collective; returns the token of the last one."""
+    """Passes the token from collective to collective of a graph. Returns the token of the last
+    collective, or the token itself if there is none."""
     for node in graph.nodes:
         if node.domain == DOMAIN and node.op not in RANK_CONSTANTS:
             node.inputs.append(token)
@@ -88,7 +89,8 @@ def _thread(graph: gs.Graph, token: gs.Tensor) -> gs.Tensor:
 
 
 def _thread_branches(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
-    """Makes both branches of an If return a token, even a branch without collectives."""
+    """Makes both branches of an If return a token, even a branch without collectives. Returns the
+    If's token."""
     for key in ("then_branch", "else_branch"):
         branch = node.attrs[key]
         last = _thread(branch, token)
@@ -101,7 +103,8 @@ def _thread_branches(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
 
 
 def _carry(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
-    """Adds the token to the carried values of a Loop or Scan, as the last one."""
+    """Adds the token to the values that a Loop or Scan carries, as the last one. Returns the node's
+    token."""
     (body,) = bodies(node)
     first, back = (
         (2, 1) if node.op == "Loop" else (0, 0)
@@ -116,5 +119,5 @@ def _carry(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
 
 
 def _token(name: str, op: str = "") -> gs.Variable:
-    """A token; tokens of some ops have further dimensions, as information for profiles."""
+    """Returns a new token of a node. The shape is open for ops of `_TELL`, else [0]."""
     return gs.Variable(f"{name}::token", np.bool_, None if op in _TELL else [0])

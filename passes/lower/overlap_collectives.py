@@ -22,14 +22,14 @@ from onnxpar.sharding.planned_collectives import Collective
 
 OVERLAPS = ("auto", "on", "off")
 HANDED = 50e-6
-"""Seconds to hand a collective to the thread and its result back."""
+"""Seconds to hand a collective to a thread, and its result back."""
 
 
 @dataclass(frozen=True)
 class OverlapCollectives(Pass):
     """Replace collectives by a start and a completion, with independent nodes in between.
 
-    Threads of the plugin move the bytes meanwhile, one thread for each group of ranks with started
+    Meanwhile, threads of the plugin move the bytes, one thread for each group of ranks with started
     collectives: the collectives of a group are a stream, and streams run at once. Reductions of
     gradients start at their place and complete at the update. Gathers of parameters start while
     nodes before their reader compute: for two nodes ahead, or up to 8 MiB. A Gate behind each start
@@ -123,7 +123,12 @@ class OverlapCollectives(Pass):
         planned: Mapping[str, Collective],
         idle: Mapping[str, float],
     ) -> dict[str, int]:
-        """Chooses the collectives to start early; returns the bytes of their tensors, by name."""
+        """Returns the collectives to start early, by name, each with the bytes of its operands.
+
+        windows  finds the nodes that can run between a collective's start and its completion
+        planned  the plan's entry of each collective, by name
+        idle     the seconds in which each collective leaves the cores idle, by name
+        """
         chosen = {}
         always = self.when == "on"
         sizes = {name: planned[name].operand for name in idle if always or idle[name] > 0.0}
@@ -138,7 +143,8 @@ class OverlapCollectives(Pass):
     def _idle(
         self, graph: gs.Graph, planned: Mapping[str, Collective], costs: Costs, groups: GroupsOf
     ) -> dict[str, float]:
-        """The seconds in which each collective leaves the cores idle, by name."""
+        """Returns the seconds in which each collective leaves the cores idle, by name. Empty if
+        overlap cannot pay: `when` is auto, and all ranks are on one host."""
         if self.when == "auto" and len(costs.topology.levels) == 1:
             return {}
         return {
@@ -151,5 +157,5 @@ class OverlapCollectives(Pass):
 
 
 def _start_seconds(entry: Collective, costs: Costs) -> float:
-    """Seconds of the start and the completion of a collective."""
+    """Returns the seconds that it costs to start and complete a collective."""
     return HANDED + 2 * costs.local(COMPLETE, entry.operand)

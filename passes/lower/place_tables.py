@@ -1,4 +1,4 @@
-"""place-tables: return the changed rows of a table instead of the table."""
+"""place-tables: for a table in files of the host, return the changed rows instead of the table."""
 
 from __future__ import annotations
 
@@ -196,8 +196,8 @@ class PlaceTables(Pass):
 
 
 def _scatter(output: gs.Variable, table: str) -> gs.Node:
-    """The ScatterND that writes the changed rows. Errors: StrategyError if ranks exchange the whole
-    table afterwards."""
+    """Returns the ScatterND that writes the changed rows of a table before its output. Errors:
+    StrategyError if ranks exchange the whole table afterwards."""
     node = output.inputs[0]
     while node.op in _AROUND:
         node = node.inputs[0].inputs[0]
@@ -211,7 +211,7 @@ def _scatter(output: gs.Variable, table: str) -> gs.Node:
 
 
 def _add_output(graph: gs.Graph, name: str, tensor: gs.Tensor, dtype: object) -> gs.Variable:
-    """Adds an output of the graph."""
+    """Adds an output of the graph with this name, and returns it. Its shape is open."""
     result = gs.Variable(name, dtype)
     graph.nodes.append(gs.Node("Identity", f"output/{name}", {}, [tensor], [result]))
     return result

@@ -1,4 +1,5 @@
-"""fuse-attention: attention in basic ops or under masks, and gradients, become ops with rings."""
+"""fuse-attention: turn attention in basic ops or under masks, and gradients of attention, into
+single ops whose keys and values can travel in a ring of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _READ = (0, 1, 2, MASK, LENGTHS)
 
 @dataclass(frozen=True)
 class FuseAttention(Pass):
-    """Make attention that an op has no ring for, and gradients of attention, single nodes.
+    """Turn attention for which ranks have no ring, and the gradients of attention, into single
+    nodes. In a ring, keys and values travel from rank to rank.
 
     Requires nothing. An Attention under a mask, or with a gradient in the graph, becomes an
     Attention of the domain onnxpar.fused, which can also return the logarithm of the sum of
@@ -77,8 +79,9 @@ class FuseAttention(Pass):
 
 
 def _fuse_cached(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> bool:
-    """Turns GroupQueryAttention over states of fixed length into CachedAttention, which can split
-    the states along positions."""
+    """Turns each GroupQueryAttention over caches of fixed length into a CachedAttention, whose
+    caches can be split along positions. `states` are the pairs (cache before, cache after). True if
+    there is one."""
     pairs = set(states)
     cached = [node for node in graph.nodes if can_split_cache(node, pairs)]
     for node in cached:
@@ -89,13 +92,13 @@ def _fuse_cached(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> bool:
 
 
 class _Fusion:
-    """Fuses the attention of one graph, not of its subgraphs."""
+    """Fuses the attention of one graph; its bodies are graphs of their own."""
 
     def __init__(self, graph: gs.Graph) -> None:
         self.graph = graph
 
     def run(self) -> bool:
-        """Fuses all attention of the graph; returns True if anything changed."""
+        """Fuses all attention of the graph. True if anything changed."""
         changed = False
         for node in [n for n in self.graph.nodes if _can_be_fused(n)]:
             gradient = find_gradient(self.graph, node)
@@ -111,7 +114,7 @@ class _Fusion:
         return changed
 
     def _fuse_exported(self, softmax: gs.Node, exported: ExportedAttention) -> None:
-        """Replaces attention in basic ops by one node."""
+        """Replaces attention that an exporter wrote in basic ops, around a softmax, by one node."""
         attrs = {"steps": exported.steps, "guarded": int(exported.is_guarded)}
         at = self._index(exported.nodes[-1])
         for node in exported.nodes:
@@ -124,11 +127,12 @@ class _Fusion:
         self._share_heads(fused)
 
     def _index(self, node: gs.Node) -> int:
+        """Returns the index of a node in the graph."""
         return next(i for i, other in enumerate(self.graph.nodes) if other is node)
 
     def _share_heads(self, fused: gs.Node) -> None:
-        """Makes attention read keys and values before the nodes that repeat them for query heads,
-        so that fewer bytes travel."""
+        """Makes a fused node read keys and values before the nodes that repeat them for query
+        heads, so that ranks send fewer bytes."""
         key, value = (find_unrepeated(fused.inputs[i], is_turned=i == 1) for i in (1, 2))
         if key is None or value is None or key.heads != value.heads:
             return
@@ -149,7 +153,8 @@ class _Fusion:
         attrs: dict[str, object],
         turned: bool = False,
     ) -> gs.Tensor:
-        """Adds a node before a fused one; returns its result."""
+        """Adds a node before a fused node, and returns the new node's result. With `turned`, the
+        result has the last two dimensions of the first operand exchanged."""
         shape = list(operands[0].shape or ())
         if turned:
             shape[-2:] = shape[:-3:-1]
@@ -160,7 +165,8 @@ class _Fusion:
         return result
 
     def _fuse_gradient(self, node: gs.Node, gradient: KnownGradient) -> bool:
-        """Replaces the nodes of a gradient by one node; returns False if that is not possible."""
+        """Replaces the nodes of an attention's gradient by one node. False if that is not
+        possible."""
         if any(x is not None and self._readers(x, gradient) for x in gradient.results[MASK:]):
             return False  # the gradient of a mask is a sum over all scores
         pairs = list(zip(node.inputs, gradient.operands, strict=True))
@@ -193,8 +199,8 @@ class _Fusion:
         return True
 
     def _attention_of(self, node: gs.Node, operands: list[gs.Tensor]) -> gs.Node | None:
-        """The Attention with these operands: `node` itself, or a copy from a recomputation; None if
-        there is none."""
+        """Returns the Attention with these operands: `node` itself, or its copy in a recomputation;
+        None if there is none."""
         for other in self.graph.nodes:
             is_like = other.op == node.op and other.attrs == node.attrs and _can_be_fused(other)
             is_like = is_like and len(other.inputs) == len(operands)
@@ -203,7 +209,8 @@ class _Fusion:
         return None
 
     def _add_copy(self, node: gs.Node, operands: list[gs.Tensor], place: int) -> gs.Node:
-        """Adds a copy of an Attention with other operands."""
+        """Adds a copy of an Attention with other operands at the index `place` of the graph, and
+        returns it."""
         y = node.outputs[0]
         name = f"{node.name}.grad/Attention"
         copy = gs.Node(
@@ -213,8 +220,8 @@ class _Fusion:
         return copy
 
     def _insertion_index(self, operands: list[gs.Tensor], gradient: KnownGradient) -> int | None:
-        """The graph index after the makers of all operands and before the readers of all results;
-        None if there is none."""
+        """Returns the index in the graph after the nodes that compute all operands, and before the
+        readers of all results of a gradient; None if there is no such index."""
         at = {id(node): i for i, node in enumerate(self.graph.nodes)}
         makers = [at.get(id(node), -1) for t in operands for node in t.inputs]
         results = [t for t in gradient.results[:MASK] if t is not None]
@@ -223,15 +230,15 @@ class _Fusion:
         return first if first <= min(read, default=first) else None
 
     def _readers(self, tensor: gs.Tensor, gradient: KnownGradient) -> list[gs.Node | gs.Graph]:
-        """The nodes outside a gradient that read one of its tensors, and the graph if the tensor is
-        an output."""
+        """Returns the nodes outside a gradient that read one of its tensors, and the graph if the
+        tensor is an output."""
         inside = {id(node) for node in gradient.nodes}
         readers = [node for node in tensor.outputs if id(node) not in inside]
         return [*readers, *([self.graph] if any(t is tensor for t in self.graph.outputs) else [])]
 
     def _summary(self, forward: gs.Node) -> gs.Tensor:
-        """The second result of a fused Attention: for each query, the greatest score and the sum of
-        exponentials, apart. Added to the node if it is missing."""
+        """Returns the second result of a fused Attention: for each query, the greatest score and
+        the sum of exponentials, as two numbers. Adds it to the node if it is missing."""
         if len(forward.outputs) < 2:
             query, y = forward.inputs[0], forward.outputs[0]
             dims = attention_dims(forward)
@@ -243,6 +250,8 @@ class _Fusion:
         return forward.outputs[1]
 
     def _replace(self, old: gs.Tensor, new: gs.Tensor) -> None:
+        """Makes all readers of a tensor read another tensor. An output of the graph keeps its
+        name."""
         for node in list(old.outputs):
             for i, operand in enumerate(node.inputs):
                 if operand is old:
@@ -253,7 +262,8 @@ class _Fusion:
                 self.graph.outputs[i] = new
 
     def _drop(self, nodes: list[gs.Node]) -> None:
-        """Removes unread nodes, until each of `nodes` that remains has a reader."""
+        """Removes those of `nodes` whose results no node reads, again and again until each
+        remaining node has a reader."""
         outputs = {id(t) for t in self.graph.outputs}
         while True:
             unread = [n for n in nodes if not any(t.outputs or id(t) in outputs for t in n.outputs)]
@@ -267,6 +277,7 @@ class _Fusion:
 
 
 def _is(a: gs.Tensor, b: gs.Tensor) -> bool:
+    """True if two tensors are the same, or both stand for a missing operand."""
     return a is b or (not a.name and not b.name)
 
 

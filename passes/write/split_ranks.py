@@ -40,6 +40,7 @@ class SplitRanks(Pass):
     and `rank_0000.states.onnx` and so on with the first values of states, for all ranks whose files
     `output` writes.
 
+    output    the folder to write to
     progress  called with the number of bytes of each part of weights that is read
     program   the name of a further program, after another run of this pass: file names contain
               it, and first values of states are not written again
@@ -92,6 +93,8 @@ class SplitRanks(Pass):
         return False
 
     def _write_split_ranks(self, graph: gs.Graph, ctx: PassContext, store: WeightStore) -> None:
+        """Writes the files of ranks whose graphs differ: a template is exported once, and
+        instantiated for each rank."""
         mesh = ctx.sharding.mesh
         opened = open_constants(graph, ctx)
         apart = {*ctx.lowered.per_rank.constants, *(opened.varying if opened else ())}
@@ -131,7 +134,7 @@ class SplitRanks(Pass):
 
 
 def _drop_unread(graph: onnx.GraphProto) -> None:
-    """Removes the graph inputs that no node of a program reads."""
+    """Removes the inputs of a graph that none of its nodes reads."""
     read = {name for node in nodes_of(graph) for name in node.input}
     ports = [port for port in graph.input if port.name in read]
     del graph.input[:]
@@ -139,7 +142,8 @@ def _drop_unread(graph: onnx.GraphProto) -> None:
 
 
 def open_constants(graph: gs.Graph, ctx: PassContext) -> OpenConstants | None:
-    """The constants of the lowered graph that depend on open sizes; None if no size is open."""
+    """Returns the constants of the lowered graph that depend on open sizes (known only at run
+    time); None if no size is open."""
     if ctx.model.sizes is None:
         return None
     others = [Lowered(g, c.lowered.per_rank, c.layouts) for g, c in ctx.lowered.replays]
@@ -148,7 +152,8 @@ def open_constants(graph: gs.Graph, ctx: PassContext) -> OpenConstants | None:
 
 
 def check_open(graph: gs.Graph, ctx: PassContext) -> None:
-    """Errors: OpenSizesError if a rank's shards are no function of the symbols."""
+    """Checks that each rank's shards are a function of the open sizes (known only at run time).
+    Errors: OpenSizesError."""
     opened = open_constants(graph, ctx)
     if opened is not None:
         check_size_names(ctx.model.names)
@@ -156,7 +161,11 @@ def check_open(graph: gs.Graph, ctx: PassContext) -> None:
 
 
 def _open(graph: onnx.GraphProto, ctx: PassContext, opened: OpenConstants, rank: int) -> None:
-    """Rewrites a rank's graph so that it can run at all sizes of open dimensions."""
+    """Rewrites a rank's graph so that it runs at all values of the open sizes (known only at run
+    time): constants that depend on them are computed from an input with the sizes.@
+    onnxpar/sharding/atoms.py Atoms.leaves Yields the leaves of which a dimension consists, in
+    order: the number and size of each atom (a part of a dimension), without atoms of one element. A
+    dimension `heads * 64` has two: heads, and 64."""
     operands = opened.operands(rank)
     parts = {name: part for _, extents in operands.values() for name, part in extents.items()}
     sizes = SizeGraph(graph, opened.sizes.symbols, {**opened.parts(rank), **parts})
@@ -180,7 +189,8 @@ def _open(graph: onnx.GraphProto, ctx: PassContext, opened: OpenConstants, rank:
 
 
 def _add_defaults(graph: onnx.GraphProto, defaults: Mapping[str, list[TensorProto]]) -> None:
-    """Gives inputs their default values."""
+    """Gives inputs of a graph default values, as initializers without data; `_instantiate` fills
+    them in."""
     named = [port.name for port in graph.input if port.name in defaults]
     graph.initializer.extend(_stub(defaults[name][0], name) for name in named)
 
@@ -188,8 +198,9 @@ def _add_defaults(graph: onnx.GraphProto, defaults: Mapping[str, list[TensorProt
 def _cut_constants(
     graphs: Iterable[gs.Graph], apart: Collection[str], ctx: PassContext, store: WeightStore
 ) -> dict[str, list[TensorProto]]:
-    """Cuts constants with a layout into shards, except the constants in `apart`, and drops their
-    data from the graphs; returns the shards of each constant, one for each rank."""
+    """Cuts constants that have a layout into shards, except the constants named in `apart`, and
+    drops their data from the graphs. Returns the shards of each constant, by name: one for each
+    rank."""
     weights = {}
     for tensor in {t.name: t for graph in graphs for t in constants(graph)}.values():
         if tensor.name in ctx.layouts and tensor.name not in apart:
@@ -203,8 +214,8 @@ def _cut_constants(
 def _cut_defaults(
     inputs: Iterable[gs.Tensor], ctx: PassContext, store: WeightStore
 ) -> dict[str, list[TensorProto]]:
-    """Cuts the default values of inputs into shards; returns the shards of each input, one for each
-    rank."""
+    """Cuts the default values of inputs into shards. Returns the shards of each input, by name: one
+    for each rank."""
     defaults = {t.name: default for t in inputs if (default := default_of(t)) is not None}
     return {
         name: store.cut(name, default, ctx.layouts.get(name) or whole_layout(default))
@@ -213,16 +224,18 @@ def _cut_defaults(
 
 
 def weight_proto(tensor: gs.Constant) -> TensorProto:
-    """The initializer of a constant; this does not read data from files."""
+    """Returns the initializer of a constant, without reading data from files."""
     return stored_proto(tensor) or numpy_helper.from_array(tensor.values, tensor.name)
 
 
 def _stub(proto: TensorProto, name: str = "") -> TensorProto:
-    """An initializer without data; `_instantiate` replaces it by each rank's shard."""
+    """Returns an initializer without data, which `_instantiate` replaces by each rank's shard."""
     return TensorProto(name=name, data_type=proto.data_type, dims=[0], raw_data=b"")
 
 
 def _export(graph: gs.Graph, source: Model) -> onnx.ModelProto:
+    """Returns the graph as a model, with the header of the source model; it is the template of all
+    ranks."""
     model = export_graph(graph, source.header)
     fuse_again(model.graph, source.fused)
     _declare_scalars(graph, model.graph)
@@ -231,8 +244,8 @@ def _export(graph: gs.Graph, source: Model) -> onnx.ModelProto:
 
 
 def _declare_scalars(graph: gs.Graph, proto: onnx.GraphProto) -> None:
-    """Declares the scalars that collectives give. onnxruntime does not tell the plugin scalars from
-    tensors of unknown rank, which providers that compile refuse."""
+    """Declares in `proto` the scalars that collectives return. onnxruntime does not tell the plugin
+    scalars from tensors of unknown rank, and providers that compile refuse the latter."""
     results = (t for node in graph.nodes if node.domain == DOMAIN for t in node.outputs)
     ports = {port.name for port in proto.output}
     for t in results:
@@ -243,8 +256,8 @@ def _declare_scalars(graph: gs.Graph, proto: onnx.GraphProto) -> None:
 
 
 def _note_layouts(graphs: Iterable[onnx.GraphProto], ctx: PassContext) -> None:
-    """Records the layouts of split and partial tensors in the metadata of nodes and ports, for
-    human readers."""
+    """Writes the layouts of split and partial tensors into the metadata of nodes, inputs and
+    outputs, for human readers."""
     mesh = ctx.sharding.mesh
     split = {name: x.text(mesh) for name, x in ctx.layouts.items() if not x.is_whole}
     for graph in graphs:
@@ -255,6 +268,8 @@ def _note_layouts(graphs: Iterable[onnx.GraphProto], ctx: PassContext) -> None:
 def _instantiate(
     model: onnx.ModelProto, ctx: PassContext, weights: dict[str, list[TensorProto]], rank: int
 ) -> None:
+    """Turns a copy of the template into a rank's model: fills in the rank's shards of weights, its
+    constants and attributes, and the shapes of its inputs and outputs."""
     for tensor in model.graph.initializer:
         if tensor.name in weights:
             tensor.CopyFrom(weights[tensor.name][rank])
@@ -284,14 +299,14 @@ def _instantiate(
 
 
 def _attribute(name: str, value: Any) -> onnx.AttributeProto:
-    """An attribute of a rank's node."""
+    """Returns an attribute of a rank's node."""
     if isinstance(value, gs.Constant):
         value = numpy_helper.from_array(value.values, value.name)
     return onnx.helper.make_attribute(name, value)
 
 
 def _ports(graph: onnx.GraphProto, ctx: PassContext) -> Iterator[onnx.ValueInfoProto]:
-    """Yields the inputs and outputs of the graph and of split bodies."""
+    """Yields the inputs and outputs of a graph, and of bodies whose dimensions are split."""
     yield from (*graph.input, *graph.output)
     split = [body.graph for op in ctx.sharding.factors.ops for body in op.bodies]
     names = {t.name for body in split for t in (*body.inputs, *body.outputs)}

@@ -1,4 +1,4 @@
-"""Gradients of activation functions; at kinks, the same as PyTorch's."""
+"""Gradients of activation functions. At kinks, they are equal to PyTorch's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 _MICROSOFT = "com.microsoft"
 _LEVEL = 10.0
-"""Gelu's operand is clipped to this size: for larger operands tanh is 1 anyway, and up to it a cube
-does not overflow in any dtype."""
+"""The bound to which Gelu's operand is clipped: for larger operands tanh is 1 anyway, and up to
+this bound a cube does not overflow in any dtype."""
 
 
 @vjp("Relu")
@@ -92,7 +92,7 @@ def softsign(v: Vjp) -> Grads:
 
 @vjp("Mish")
 def mish(v: Vjp) -> Grads:
-    """Mish is x tanh(softplus(x))."""
+    """The gradient rule of Mish, which is x tanh(softplus(x))."""
     t = v.x.op("Softplus").op("Tanh")
     return [v.dy * (t + v.x * (1.0 - t * t) * sigmoid(v.x))]
 

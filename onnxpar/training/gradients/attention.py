@@ -17,8 +17,9 @@ _MASK, _LENGTHS = 3, 6
 
 @vjp("Attention")
 def attention(v: Vjp) -> Grads:
-    """Computes the attention probabilities again. Query heads that share a key head are rows of one
-    matrix product."""
+    """The gradient rule of Attention. Computes the attention probabilities again from queries
+    and keys, instead of keeping them. Query heads that share a key head are rows of one matrix
+    product."""
     query, keys, values = _heads(v, v.x, "q"), _Sequence(v, 1), _Sequence(v, 2)
     batch, heads, rows, width = query.shape
     _, shared, seen, _ = keys.whole.shape
@@ -49,9 +50,9 @@ def attention(v: Vjp) -> Grads:
 
 
 def _with_scores(v: Vjp, mode: int, gradient: Value, visible: Value | None = None) -> Value:
-    """Returns a gradient of the scores, plus the gradient of the node's last result if that has the
-    scores of stage `mode` (ONNX's `qk_matmul_output_mode`). With a mask `visible`, hidden scores
-    get no gradient from the result."""
+    """Returns a gradient of the scores, plus the gradient of the node's last result if this result
+    has the scores of stage `mode` (ONNX's `qk_matmul_output_mode`). With a mask `visible`, hidden
+    scores get no gradient from the result."""
     dy = v.dys[3] if len(v.dys) > 3 else None
     if dy is None or v.attr("qk_matmul_output_mode") != mode:
         return gradient
@@ -59,7 +60,8 @@ def _with_scores(v: Vjp, mode: int, gradient: Value, visible: Value | None = Non
 
 
 class _Sequence:
-    """The keys (operand 1) or values (operand 2) by head: the cache, then the new rows."""
+    """The keys (operand 1) or values (operand 2) of an Attention, by head: the rows of the cache,
+    then the new rows. `past` is the number of rows of the cache."""
 
     def __init__(self, v: Vjp, operand: int) -> None:
         self.v = v
@@ -73,8 +75,8 @@ class _Sequence:
             self.whole = past.op("Concat", self.whole, axis=2)
 
     def gradients(self, whole: Value) -> tuple[Value, Value | None]:
-        """Returns the gradients of the operand and of the cache, given the gradient of both
-        together (`whole`)."""
+        """Returns (the gradient of the operand, the gradient of the cache or None), given the
+        gradient of both together (`whole`)."""
         dys = self.v.dys
         present = dys[self.operand] if len(dys) > self.operand else None
         if present is not None:
@@ -84,8 +86,9 @@ class _Sequence:
 
 
 def _heads(v: Vjp, x: Value, role: str) -> Value:
-    """Returns a tensor with the dimensions `batch head row element`. If `x` has three dimensions,
-    its last one is split into heads; `role`, q or kv, says which attribute has their number."""
+    """Returns a tensor with the dimensions [batch, head, row, element]. If `x` has three
+    dimensions, its last dimension is split into heads; `role`, "q" or "kv", says which attribute
+    has their number."""
     if x.rank == 4:
         return x
     batch, rows, width = x.shape
@@ -94,7 +97,8 @@ def _heads(v: Vjp, x: Value, role: str) -> Value:
 
 
 def _joined(v: Vjp, x: Value) -> Value:
-    """Returns a tensor by head in the shape of the node's operands, the inverse of `_heads`."""
+    """Returns a tensor [batch, head, row, element] in the shape of the node's operands: the inverse
+    of `_heads`."""
     if v.x.rank == 4:
         return x
     batch, heads, rows, width = x.shape
@@ -103,8 +107,11 @@ def _joined(v: Vjp, x: Value) -> Value:
 
 def _probabilities(v: Vjp, scores: Value) -> tuple[Value, Value | None]:
     """Returns the softmax of masked scores, and the mask (True: visible; None without a mask). The
-    softmax is zero in rows that see no key. In a mask of numbers, minus infinity hides a key;
-    before opset 25, so does the least number, as in onnxruntime."""
+    softmax is zero in rows that see no key.
+
+    In a mask of numbers, minus infinity hides a key; before opset 25, so does the least number, as
+    in onnxruntime.
+    """
     dtype = scores.dtype
     precision = v.node.attrs.get("softmax_precision")
     scores = scores.cast(tensor_dtype_to_np_dtype(precision) if precision else dtype)
@@ -126,8 +133,8 @@ def _probabilities(v: Vjp, scores: Value) -> tuple[Value, Value | None]:
 
 
 def _positions(v: Vjp, scores: Value) -> Value | None:
-    """Returns a mask: True for each key that a query may see by its position. None if all queries
-    see all keys."""
+    """Returns a mask that is True for each key that a query may see by its position; None if all
+    queries see all keys."""
     rows, seen = scores.shape[2:]
     lengths, past = v.operand(_LENGTHS), v.operand(4)
     keys, queries = np.arange(seen), np.arange(rows)[:, None]
@@ -143,8 +150,8 @@ def _positions(v: Vjp, scores: Value) -> Value | None:
 
 
 def _near(v: Vjp, distance: Any) -> list[Any]:
-    """Returns the masks of causal attention and of the attention window, given the distance from
-    each key to each query."""
+    """Returns the masks of causal attention and of the attention window (none, one or several),
+    given the distance from each key to each query."""
     left, right = (v.node.attrs.get(f"{side}_window_size", -1) for side in ("left", "right"))
     bounds = [distance >= 0] if v.attr("is_causal") else []
     bounds += [distance <= left] if left >= 0 else []
@@ -153,8 +160,8 @@ def _near(v: Vjp, distance: Any) -> list[Any]:
 
 @vjp("RotaryEmbedding")
 def rotary_embedding(v: Vjp) -> Grads:
-    """Rotates the gradient back. The tables of cosines and sines get the gradient of a product of
-    complex numbers."""
+    """The gradient rule of RotaryEmbedding: rotates the gradient back, by the negative angle. The
+    tables of cosines and sines get the gradient of a product of complex numbers."""
     cosine, sine, positions = v.operands[1], v.operands[2], v.operand(3)
     rotated = v.dy.op("RotaryEmbedding", cosine, -sine, positions, **v.node.attrs)
     (x, y), (dx, dy) = _pairs(v, v.x), _pairs(v, v.dy)
@@ -168,7 +175,8 @@ def rotary_embedding(v: Vjp) -> Grads:
 
 
 def _pairs(v: Vjp, x: Value) -> tuple[Value, Value]:
-    """Returns both coordinates of the rotated pairs of elements, with a dimension for heads."""
+    """Returns both coordinates of the rotated pairs of elements, each [batch, head, row, pair] or,
+    for operands of three dimensions, [batch, row, head, pair]."""
     width = x.shape[-1]
     if x.rank == 3:
         heads = v.attr("num_heads")

@@ -1,5 +1,5 @@
-"""Copies control-flow bodies in order to differentiate them. The gradient of an iteration computes
-the iteration again, except random numbers, which the forward pass returns."""
+"""Copies the bodies of If, Loop and Scan in order to differentiate them. The gradient of an
+iteration computes the iteration again, except random numbers, which the forward pass returns."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from onnxpar.training.gradients.value import Builder, Value
 from onnxpar.training.gradients.vjp import Grads, Vjp, operands_of
 
 Handed = Callable[[gs.Tensor], gs.Tensor]
-"""A function from a tensor of the body to a tensor for the body's copy, with the value from the
-forward pass."""
+"""A function from a tensor of the body to a tensor that the body's copy reads, with the value from
+the forward pass."""
 
 
 class Replay:
-    """The body of a gradient's op: a graph that computes the body of a control-flow op again, and
-    then its gradients.
+    """The body of a gradient's If, Loop or Scan: a graph that computes the body of the forward node
+    again, and then its gradients.
 
     graph    the graph; `close` sets its outputs
     builder  appends nodes to the graph
@@ -41,7 +41,7 @@ class Replay:
 
         provided  tensors that the copies read instead of tensors of the body, such as its inputs,
                   by `id` of the body's tensor
-        drawn     returns the random numbers of the forward pass
+        drawn     a function from a random result of the body to its value from the forward pass
 
         Errors: ModelError if a nested body draws random numbers.
         """
@@ -59,14 +59,14 @@ class Replay:
                 self.graph.nodes.append(clone_node(node, f"{self.name}/", self._copies))
 
     def copy(self, tensor: gs.Tensor) -> gs.Tensor:
-        """Returns the copy of a body's tensor; returns a tensor of another graph as it is."""
+        """Returns the copy of a body's tensor; a tensor of another graph as it is."""
         return self._copies.get(id(tensor), tensor)
 
     def differentiate(
         self, seeds: Mapping[int, gs.Tensor], wanted: Sequence[gs.Tensor]
     ) -> list[Value | None]:
         """Appends the gradients of `wanted`, tensors of the body or of outer graphs. Returns a
-        gradient per tensor, None for a tensor without. `seeds` are the gradients of the body's
+        gradient for each; None for a tensor without one. `seeds` are the gradients of the body's
         outputs, by `id` of the output."""
         dys = {self._copies[of].name: self.builder.value(t) for of, t in seeds.items()}
         copies = [self.copy(t) for t in wanted]
@@ -74,8 +74,8 @@ class Replay:
         return [by_name[t.name] for t in copies]
 
     def close(self, results: Sequence[Value]) -> None:
-        """Sets the graph's outputs, and drops unused nodes. Adds Identities, so that no two outputs
-        are one tensor and no output is a tensor without a node."""
+        """Sets the graph's outputs, and drops unused nodes. An Identity is added if two outputs
+        would be one tensor, or if no node computes an output."""
         computed = {t.name for node in self.graph.nodes for t in node.outputs}
         for value in results:
             if value.tensor.name not in computed:
@@ -85,7 +85,7 @@ class Replay:
         drop_unread(self.graph)
 
     def _redraw(self, node: gs.Node, drawn: Handed) -> None:
-        """Replaces a random node by the values from the forward pass; a Dropout is computed again
+        """Replaces a random node by its values from the forward pass. A Dropout is computed again
         from its mask of the forward pass."""
         if node.op != "Dropout":
             self._copies.update((id(t), drawn(t)) for t in node.outputs if t.name)
@@ -104,6 +104,7 @@ class Replay:
         self._copies[id(node.outputs[0])] = y.tensor
 
     def _value(self, tensor: gs.Tensor) -> Value:
+        """Returns the copy of a body's tensor as a Value."""
         return self.builder.value(self.copy(tensor))
 
 
@@ -123,24 +124,25 @@ def is_true(tensor: gs.Tensor) -> bool:
 
 def read_around(v: Vjp) -> dict[int, gs.Tensor]:
     """Returns the tensors of outer graphs that the node's bodies read and whose gradients are
-    wanted, by position in `operands_of`."""
+    wanted, by index in `operands_of`."""
     reads = operands_of(v.node)
     return {i: reads[i] for i in range(len(v.node.inputs), len(reads)) if v.wanted[i]}
 
 
 def at_positions(v: Vjp, by_position: Mapping[int, Value]) -> Grads:
-    """Returns the list of gradients that a rule must return, given the gradients by position."""
+    """Returns the list of gradients that a gradient rule must return, given gradients by index of
+    the operand."""
     return [by_position.get(i) for i in range(len(v.wanted))]
 
 
 def zeros_like(builder: Builder, tensor: gs.Tensor) -> Value:
-    """Returns zeros of the type and shape of a tensor."""
+    """Returns zeros with the type and shape of a tensor."""
     like = builder.value(tensor)
     return builder.zeros(like.shape, like.dtype)
 
 
 def new_like(builder: Builder, tensor: gs.Tensor) -> gs.Tensor:
-    """Returns a new tensor of the type and shape of another."""
+    """Returns a new tensor with the type and shape of another tensor."""
     return gs.Variable(builder.fresh("of"), tensor.dtype, tensor.shape)
 
 
@@ -151,8 +153,8 @@ def add_with_bodies(
     like: Sequence[gs.Tensor],
     attrs: Mapping[str, Any],
 ) -> list[Value]:
-    """Adds a control-flow node, and returns its results, which have the types and shapes of
-    `like`."""
+    """Adds a node with bodies (If, Loop, Scan), and returns its results, which have the types and
+    shapes of the tensors `like`."""
     results = [new_like(builder, tensor) for tensor in like]
     node = gs.Node(op, builder.fresh(op), dict(attrs), list(operands), results)
     builder.graph.nodes.append(node)

@@ -1,4 +1,4 @@
-"""Gradients of the collectives of a manual program.
+"""Gradients of the collectives of a manual program (a model that its author wrote for one rank).
 
 The programs of all ranks form one function, from the inputs of all ranks to the outputs of all
 ranks. The sum of all ranks' losses is differentiated. A rank's gradient of a tensor is the gradient
@@ -69,8 +69,8 @@ def all_gather(v: Vjp) -> Grads:
 
 @vjp("AllToAll", domain=DOMAIN)
 def all_to_all(v: Vjp) -> Grads:
-    """Adds the AllToAll in the opposite direction. If it splits and joins the same axis, the table
-    of sizes is transposed."""
+    """The gradient rule of AllToAll: adds the AllToAll in the opposite direction. If one axis is
+    both split and joined, the table of sizes is transposed."""
     attrs = v.node.attrs
     split, concat = attrs["split_axis"], attrs["concat_axis"]
     sizes, joined = attrs.get("split_sizes"), attrs.get("concat_sizes")
@@ -90,7 +90,8 @@ def all_to_all(v: Vjp) -> Grads:
 
 @vjp("Broadcast", domain=DOMAIN)
 def broadcast(v: Vjp) -> Grads:
-    """The root gets the sum over all ranks, the others zero; a rank alone is its own root."""
+    """The gradient rule of Broadcast: the operand of the root gets the sum over all ranks, the
+    operands of other ranks get zero. A rank that is alone in its group is its own root."""
     total = _add(v, "AllReduce", v.dy, v.x.shape)
     is_root = _rank(v).equal(v.node.attrs.get("root", 0))
     if "group" in v.node.attrs:
@@ -100,7 +101,8 @@ def broadcast(v: Vjp) -> Grads:
 
 @vjp("CollectivePermute", domain=DOMAIN)
 def collective_permute(v: Vjp) -> Grads:
-    """The inverse permute; a rank whose operand no rank received gets zeros."""
+    """The gradient rule of CollectivePermute: adds the inverse permute. A rank whose operand no
+    rank received gets zeros."""
     sources = list(v.node.attrs["sources"])
     readers = [sources.index(i) if i in sources else -1 for i in range(len(sources))]
     return [_add(v, "CollectivePermute", v.dy, v.x.tensor.shape, sources=readers)]
@@ -108,8 +110,8 @@ def collective_permute(v: Vjp) -> Grads:
 
 @vjp("NeighborExchange", domain=DOMAIN)
 def neighbor_exchange(v: Vjp) -> Grads:
-    """Sends the gradient of each halo back to the neighbour that owns the elements; the neighbour
-    adds the gradient at its edge."""
+    """The gradient rule of NeighborExchange: sends the gradient of each halo (elements received
+    from a neighbour) back to the neighbour that owns them, which adds it at its edge."""
     before, after = (list(v.node.attrs[key]) for key in ("before", "after"))
     axis, shape, count = v.node.attrs["axis"] % v.x.rank, v.x.shape, len(before)
     extent = shape[axis]
@@ -143,7 +145,8 @@ def neighbor_exchange(v: Vjp) -> Grads:
 
 @vjp("Send", domain=DOMAIN, message=True)
 def send(v: Vjp) -> Grads:
-    """Receives the gradient from the receiver; a rank without a receiver gets zeros."""
+    """The gradient rule of Send: receives the gradient from the rank that received the operand; a
+    rank without a receiver gets zeros."""
     if not is_float(v.x.tensor):
         return []
     none = v.builder.zeros(v.x.shape, v.x.dtype)
@@ -152,8 +155,8 @@ def send(v: Vjp) -> Grads:
 
 @vjp("Recv", domain=DOMAIN, message=True)
 def receive(v: Vjp) -> Grads:
-    """Sends the gradient to the sender. On a rank without a sender, Recv returned its operand, so
-    the operand gets the gradient."""
+    """The gradient rule of Recv: sends the gradient to the sender. On a rank without a sender, the
+    Recv returned its operand, so the operand gets the gradient."""
     if not is_float(v.x.tensor):
         return []
     peers = list(v.node.attrs["peer"])
@@ -167,6 +170,7 @@ def receive(v: Vjp) -> Grads:
 
 
 def _attrs(v: Vjp, *names: str) -> dict[str, Any]:
+    """Returns the attributes with these names that the node has."""
     return {name: v.node.attrs[name] for name in names if name in v.node.attrs}
 
 
@@ -189,7 +193,7 @@ def _size(v: Vjp) -> Value:
 
 
 def _add(v: Vjp, op: str, x: Value, shape: _Shape, /, in_group: bool = True, **attrs: Any) -> Value:
-    """Adds a collective in the node's group, by default, and returns its result."""
+    """Adds a collective, by default in the node's group, and returns its result."""
     group = _attrs(v, "axes", "group") if in_group else {}
     return _node(v, op, [x], shape, dtype=x.dtype, domain=DOMAIN, **group, **attrs)
 
@@ -204,8 +208,9 @@ def _node(
     domain: str | None = None,
     **attrs: Any,
 ) -> Value:
-    """Adds a node, and returns its result. Shape inference does not know the result's `shape`; a
-    size that differs between ranks is None. The dtype defaults to the first operand's dtype."""
+    """Adds a node, and returns its result. The caller gives the result's `shape`, because shape
+    inference does not know it; a size that differs between ranks is None. The dtype defaults to
+    that of the first operand."""
     name = v.builder.fresh(op)
     tensors = [gs.Variable.empty() if x is None else x.tensor for x in operands]
     dtype = tensors[0].dtype if dtype is None else dtype

@@ -28,7 +28,8 @@ _MOST = 1 << 22
 
 
 def first_values(constant: gs.Constant, folder: Path) -> Array:
-    """Returns the first rows of a stored tensor in float64, without dimensions of size 1."""
+    """Returns the first rows of a stored tensor in float64, without dimensions of size 1: all rows,
+    unless the tensor is large. `folder` has the model's files."""
     proto = stored_proto(constant)
     if proto is None:
         values = np.asarray(constant.values)
@@ -43,7 +44,7 @@ def first_values(constant: gs.Constant, folder: Path) -> Array:
 
 
 def zero_rows(constant: gs.Constant, folder: Path) -> list[int]:
-    """Returns the rows of a stored table that are all zeros."""
+    """Returns the indices of the rows of a stored table that are all zeros."""
     proto = stored_proto(constant)
     blocks = [((), 0, constant.values)] if proto is None else read_blocks(proto, folder)
     rows = []
@@ -64,7 +65,7 @@ def is_mask(values: Array) -> bool:
 
 
 def is_choice(values: Array) -> bool:
-    """True if the first values are 0 or 1, and both occur."""
+    """True if the first values are all 0 or 1, and both occur: a mask of choices."""
     return {*np.unique(values[:1000])} == {0, 1}
 
 
@@ -86,6 +87,7 @@ def is_sinusoid(values: Array) -> bool:
 
 
 def _has_waves(values: Array) -> bool:
+    """True if the rows are such series: see `is_sinusoid`."""
     if values.ndim < 2 or len(values) < 3:
         return False
     rows = values[:_ROWS].reshape(min(_ROWS, len(values)), -1)
@@ -113,8 +115,9 @@ def _is_first_rows(rows: Array) -> bool:
 
 
 def are_frequencies(values: Array, of_angles: bool) -> bool:
-    """True if the values are a geometric sequence. For factors of angles (`of_angles`), a monotone
-    sequence whose maximum is 1 is enough, like the scaled frequencies of rotary embeddings."""
+    """True if the values are a geometric sequence. If they are factors of angles (`of_angles`), a
+    monotone sequence whose maximum is 1 is enough, like the scaled frequencies of rotary
+    embeddings."""
     if values.ndim != 1 or values.size < 2 or not (values > 0).all():
         return False
     ratios = values[1:] / values[:-1]
@@ -146,7 +149,7 @@ def is_scale_factor(value: float) -> bool:
 
 
 def repeats_rows(values: Array) -> bool:
-    """True if the values are not all equal, and repeat slices of at least four numbers: an expanded
+    """True if the values repeat slices of at least four numbers, and are not all equal: an expanded
     vector, or rows that a lookup took from a table."""
     axes = range(values.ndim)
     for count in range(1, values.ndim):

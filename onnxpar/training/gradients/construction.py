@@ -9,7 +9,8 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 @vjp("OneHot")
 def one_hot(v: Vjp) -> Grads:
-    """Only the operand with the two values, off and on, has a gradient."""
+    """The gradient rule of OneHot: only the operand with the two values (off, on) has a
+    gradient."""
     indices, depth = v.operands[:2]
     hot = indices.op("OneHot", depth, np.array([0, 1], v.dy.dtype), axis=v.attr("axis"))
     off, on = (v.dy * (1.0 - hot)).sum(), (v.dy * hot).sum()
@@ -24,6 +25,6 @@ def range_(v: Vjp) -> Grads:
 
 @vjp("EyeLike RandomNormalLike RandomUniformLike Bernoulli")
 def no_slope(v: Vjp) -> Grads:
-    """No gradient: the result depends only on the operand's shape, or is a step function of the
-    operand."""
+    """The gradient rule of ops without a gradient: their results depend only on the operand's
+    shape, or are a step function of the operand."""
     return []

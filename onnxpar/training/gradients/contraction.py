@@ -28,8 +28,8 @@ def matmul(v: Vjp) -> Grads:
 
 
 def _squeezed(gradient: Value, operand: Value) -> Value:
-    """Returns the gradient in the operand's shape, if the operand is a vector that was treated as a
-    matrix."""
+    """Returns the gradient in the operand's shape. They differ if the operand is a vector, which
+    the product treats as a matrix."""
     if operand.rank > 1:
         return gradient
     return gradient.sum(range(gradient.rank - 2)).reshape(operand.shape)
@@ -52,8 +52,8 @@ def gemm(v: Vjp) -> Grads:
 
 @vjp("Det")
 def determinant(v: Vjp) -> Grads:
-    """Computes the cofactors: the determinants of the matrix without a row and a column. They exist
-    for singular matrices, too."""
+    """The gradient rule of Det. The derivative by an element is its cofactor: a determinant of the
+    matrix without a row and a column. Cofactors exist for singular matrices, too."""
     x, size = v.x, v.x.shape[-1]
     dy = v.dy.reshape([*v.dy.shape, 1, 1])
     if size < 2:

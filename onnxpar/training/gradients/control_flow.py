@@ -1,4 +1,4 @@
-"""Gradients of If, Loop and Scan: the same op with differentiated bodies."""
+"""Gradients of If, Loop and Scan: the same op with bodies that compute gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 @vjp("If")
 def if_(v: Vjp) -> Grads:
-    """The gradient is an If on the same condition."""
+    """The gradient rule of If: adds an If on the same condition, whose branches compute the
+    gradients of the branches."""
     around = read_around(v)
     keys = ("then_branch", "else_branch")
     branches = [_branch(v, keys[i], keys[1 - i], list(around.values())) for i in range(2)]
@@ -43,8 +44,9 @@ def if_(v: Vjp) -> Grads:
 def _branch(
     v: Vjp, key: str, other: str, wanted: Sequence[gs.Tensor]
 ) -> tuple[Replay, list[Value | None]]:
-    """Returns a graph for the branch `key`, with its gradients appended, and the gradients with
-    respect to `wanted`. `other` is the other branch, which must return zeros for random numbers."""
+    """Returns a graph that computes the branch `key` and its gradients, and the gradients with
+    respect to `wanted` (None for a tensor without one). `other` is the other branch, which must
+    return zeros in place of this branch's random numbers."""
     body, none = v.node.attrs[key], v.node.attrs[other]
     replay = Replay(v.builder.fresh(key), body.opset)
     results = zip(body.outputs, v.dys, strict=False)
@@ -64,8 +66,9 @@ def _branch(
 
 
 class _Scan(Steps):
-    """A Scan. Its gradient is a Scan in the opposite direction, over the same sequences and over
-    stacks of saved values."""
+    """A Scan, and its gradient under construction: a Scan in the opposite direction, over the same
+    sequences and over stacks of values that the forward pass saves. The methods are described in
+    `Steps`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,7 +101,7 @@ class _Scan(Steps):
         return inner
 
     def _stacking(self) -> list[tuple[int, int]]:
-        """Returns axis and direction of each stacked result."""
+        """Returns (axis, direction) of each stacked result."""
         none = [0] * len(self.stacked)
         axes = self.node.attrs.get("scan_output_axes") or none
         return list(zip(axes, self.node.attrs.get("scan_output_directions") or none, strict=True))
@@ -147,7 +150,8 @@ class _Scan(Steps):
 
 
 class _Loop(Steps):
-    """A Loop, whose gradient is a Loop that reads its rows of the stacks by Gather."""
+    """A Loop, and its gradient under construction: a Loop that reads rows of stacks, which the
+    forward pass saves, by Gather. The methods are described in `Steps`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,7 +179,7 @@ class _Loop(Steps):
 
     def _iterations(self) -> Value:
         """Returns the number of iterations of the forward pass: a constant, or the number of rows
-        of a stack. Adds a stack to the forward Loop if it has none."""
+        of a stacked result. Adds such a result to the forward Loop if it has none."""
         add, length = self.v.builder, self.length()
         if length is not None:
             return add.constant(length, np.int64)
@@ -213,11 +217,11 @@ class _Loop(Steps):
 
 @vjp("Scan")
 def scan(v: Vjp) -> Grads:
-    """The gradient is a Scan over the same elements in the opposite direction."""
+    """The gradient rule of Scan: adds a Scan over the same elements in the opposite direction."""
     return _Scan(v, len(v.node.inputs) - v.node.attrs["num_scan_inputs"], 0, 0).gradients()
 
 
 @vjp("Loop")
 def loop(v: Vjp) -> Grads:
-    """The gradient is a Loop over the same iterations in the opposite order."""
+    """The gradient rule of Loop: adds a Loop over the same iterations in the opposite order."""
     return _Loop(v, len(v.node.attrs["body"].inputs) - 2, 2, 1).gradients()

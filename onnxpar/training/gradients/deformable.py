@@ -14,7 +14,8 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 @vjp("DeformConv", trained=(1, 3))
 def deform_conv(v: Vjp) -> Grads:
-    """A DeformConv is a product of the weights with samples of the image, which a mask scales."""
+    """The gradient rule of DeformConv, which is a product of the weights with samples of the image
+    that a mask scales; the gradient follows from both."""
     net = _Deformed(v)
     samples, rows = net.samples, net.by_row(v.dy, net.weight.shape[1])
     of_columns = net.as_points(rows @ net.weight)
@@ -32,12 +33,13 @@ def deform_conv(v: Vjp) -> Grads:
 
 
 class _Deformed:
-    """The operands of a DeformConv and its samples, and conversions between their shapes.
+    """The operands of a DeformConv and its samples of the image, and conversions between their
+    shapes. In shapes such as `(n s) c (k p)`, letters in parentheses are merged into one dimension.
 
-    groups  number of groups of channels, each with its own weights
-    shared  number of groups of channels, each with its own offsets
-    taps    number of elements in a window
-    places  number of windows
+    groups  number of groups of channels, each with its own weights (g)
+    shared  number of groups of channels, each with its own offsets (s)
+    taps    number of elements in a window (k)
+    places  number of windows (p)
     """
 
     def __init__(self, v: Vjp) -> None:
@@ -54,8 +56,8 @@ class _Deformed:
 
     @cached_property
     def samples(self) -> Samples:
-        """The samples, `(n s) c (k p)`: each group s of channels that share offsets counts as an
-        image."""
+        """The samples of the image, `(n s) c (k p)`: each group s of channels that share offsets
+        counts as an image."""
         count, points = self.count * self.shared, self.taps * self.places
         offset = self.v.operands[2].reshape([count, self.taps, len(self.space), self.places])
         taps = []
@@ -83,13 +85,13 @@ class _Deformed:
         return (self.samples.picked * self.samples.shares).sum([3])
 
     def by_row(self, x: Value, depth: int) -> Value:
-        """Reshapes a tensor to a row for each group, image and window: `g (n p) depth`; `depth` is
-        the size of a row."""
+        """Reshapes a tensor to one row for each group, image and window: `g (n p) depth`, where
+        `depth` is the size of a row."""
         x = x.reshape([self.count, self.groups, depth, self.places]).transpose([1, 0, 3, 2])
         return x.reshape([self.groups, self.count * self.places, depth])
 
     def as_points(self, rows: Value) -> Value:
-        """Reshapes rows of samples back, the inverse of `by_row`: `(n s) c (k p)`."""
+        """Reshapes rows of samples to `(n s) c (k p)`: the inverse of `by_row`."""
         x = rows.reshape([self.groups, self.count, self.places, self.weight.shape[2]])
         channels = self.channels // self.shared
         points = [self.count * self.shared, channels, self.taps * self.places]
@@ -97,7 +99,7 @@ class _Deformed:
 
     def of_weight(self, rows: Value) -> Value:
         """Returns the gradient of the weights: a matrix product that sums over all images and
-        windows."""
+        windows. `rows` has the gradient of the result by row."""
         columns = self.sampled if self.mask is None else self.sampled * self.mask
         product = rows.swap() @ self.by_row(columns, self.weight.shape[2])
         return product.reshape(self.v.operands[1].shape)

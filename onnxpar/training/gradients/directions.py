@@ -17,9 +17,13 @@ class Direction:
     """One direction of a recurrent node (LSTM, GRU, RNN). Its tensors have no dimension for
     directions; in sequences, the dimension of steps comes first.
 
-    acts      the activations: f, g and h in the ONNX standard
-    lengths   number of steps of each sequence, [1, batch, 1]; None if all sequences have all steps
-    dy dh dc  the gradients of Y, Y_h and Y_c
+    acts             the activations: f, g and h in the ONNX standard
+    w, r             the weights of the input and of the hidden state
+    bias, peepholes  the direction's other weights; None if the node has none
+    lengths          number of steps of each sequence, [1, batch, 1]; None if all sequences have all
+                     steps
+    h0, c0           the first hidden state and cells
+    dy, dh, dc       the gradients of Y, Y_h and Y_c
     """
 
     def __init__(self, v: Vjp, acts: Sequence[Activation], index: int) -> None:
@@ -37,16 +41,18 @@ class Direction:
         self.dh, self.dc = self._end(1), self._end(2)
 
     def _slice(self, tensor: Value, axis: int = 0) -> Value:
-        """Returns this direction's slice of a tensor."""
+        """Returns this direction's slice of a tensor whose dimension `axis` numbers directions."""
         shape = [s for a, s in enumerate(tensor.shape) if a != axis]
         return tensor.slice(self.index, self.index + 1, axis).reshape(shape)
 
     def _weight(self, operand: int) -> Value | None:
+        """Returns this direction's slice of a weight; None if the node lacks this operand."""
         tensor = self.v.operand(operand)
         return None if tensor is None else self._slice(tensor)
 
     def _state(self, tensor: Value | None) -> Value:
-        """Returns a state or its gradient, zeros if it is None."""
+        """Returns this direction's slice of a state or of a state's gradient; zeros if it is
+        None."""
         if tensor is None:
             return self.v.builder.zeros([self.x.shape[1], self.r.shape[1]], self.x.dtype)
         return self._slice(tensor, 1 if self.v.attr("layout") else 0)
@@ -57,8 +63,9 @@ class Direction:
         return states.swap(0, 1) if self.v.attr("layout") else states
 
     def _end(self, output: int) -> Value:
-        """Returns the gradient of a last state, result `output`. It is zero for sequences without
-        steps, because their last state is zero and does not depend on the first state."""
+        """Returns the gradient of a last state, which is result `output` of the node. It is zero
+        for sequences without steps, because their last state is zero and does not depend on the
+        first state."""
         dy = self._state(self.v.dys[output] if output < len(self.v.dys) else None)
         if self.lengths is None:
             return dy
@@ -75,12 +82,14 @@ class Direction:
         return None if self.lengths is None else self.steps < self.lengths
 
     def masked(self, x: Value, otherwise: float = 0.0) -> Value:
-        """Returns the tensor with `otherwise` at steps past the end of a sequence."""
+        """Returns the tensor [step, batch, ...] with `otherwise` at steps past the end of a
+        sequence."""
         return x if self.valid is None else self.valid.where(x, otherwise)
 
     @property
     def masks(self) -> list[Value]:
-        """A list with the mask `valid`, empty if there is none."""
+        """[valid], the mask of steps, to pass it on as an optional sequence; [] if there is
+        none."""
         return [] if self.valid is None else [self.valid]
 
     @cached_property
@@ -104,7 +113,7 @@ class Direction:
         return self.bias.slice(*ends[:2], 0), self.bias.slice(*ends[1:], 0)
 
     def gates(self, x: Value) -> list[Value]:
-        """Splits the last dimension into one tensor per gate."""
+        """Splits the last dimension into one tensor for each gate."""
         count = x.shape[-1] // self.r.shape[1]
         if count == 1:
             return [x]
@@ -114,7 +123,7 @@ class Direction:
         self, step: Callable[..., tuple[list[Value], Value]], states: list[Value], *sequences: Value
     ) -> tuple[Value, list[Value]]:
         """Appends a Scan from the last step to the first. Returns the gradients of the gates'
-        operands for all steps, and of the initial states.
+        operands for all steps, and the gradients of the initial states.
 
         step       takes the gradients of the states after a step, and the elements of `sequences`;
                    returns the gradients of the states before the step, and of the gates' operands
@@ -132,11 +141,13 @@ class Direction:
 
 @dataclass
 class Passed:
-    """The gradients of one direction.
+    """The gradients of one direction of a recurrent node.
 
-    gates      gradient of the product with W
-    recurrent  gradient of the product with R
-    of_r       gradient of R; likewise of_h0, of_c0 and of_peepholes
+    gates         gradient of the product with W, for all steps
+    recurrent     gradient of the product with R, for all steps
+    of_r          gradient of R
+    of_h0, of_c0  gradients of the first hidden state and cells
+    of_peepholes  gradient of the peepholes
     """
 
     gates: Value
@@ -148,7 +159,8 @@ class Passed:
 
 
 def linear(x: Value, weight: Value, bias: Value | None) -> Value:
-    """Returns the product of the elements of all steps with a weight, plus a bias."""
+    """Returns the product of the elements of all steps with a weight's transpose, plus a bias if
+    there is one."""
     y = x @ weight.swap()
     return y if bias is None else y + bias
 
@@ -170,7 +182,7 @@ def join(axis: int, *values: Value) -> Value:
 
 
 def frozen(dh: Value, before: Value, valid: Sequence[Value]) -> Value:
-    """Returns the gradient of the state before a step: `before`; but for a sequence that has ended
-    before the step, `dh`, the gradient of the state after it. `valid` has the mask of steps, if
-    there is one."""
+    """Returns the gradient of the state before a step: `before`. For a sequence that has ended
+    before the step, it is `dh`, the gradient of the state after the step. `valid` has the mask of
+    steps, if there is one."""
     return valid[0].where(before, dh) if valid else before

@@ -1,4 +1,4 @@
-"""The gradient of Einsum: another Einsum for each operand."""
+"""The gradient of Einsum, which is another Einsum for each operand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 @dataclass(frozen=True)
 class Term:
-    """A tensor and a letter for each of its dimensions."""
+    """A tensor in an Einsum, with a letter for each of its dimensions."""
 
     value: Value
     letters: str
@@ -25,7 +25,7 @@ class Term:
         return dict(zip(self.letters, self.value.shape, strict=True))
 
     def without(self, letters: set[str]) -> Term:
-        """Returns the term without the dimensions of some letters, which must have size 1."""
+        """Returns the term without the dimensions of these letters, whose size must be 1."""
         axes = [i for i, a in enumerate(self.letters) if a not in letters]
         shape = [self.value.shape[i] for i in axes]
         return Term(self.value.reshape(shape), "".join(self.letters[i] for i in axes))
@@ -52,9 +52,13 @@ def einsum(v: Vjp) -> Grads:
 
 
 def _gradient(factors: list[Term], letters: str, sizes: dict[str, int]) -> Value:
-    """Returns the gradient of an operand with these letters: an Einsum of `factors`, the other
-    operands and the gradient of the result. It is broadcast over letters that no factor has;
-    `sizes` are those of letters. If the operand repeats a letter, only the diagonal is nonzero."""
+    """Returns the gradient of an operand with these letters: an Einsum of `factors`, which are the
+    other operands and the gradient of the result.
+
+    sizes  the size of each letter, for broadcasting over letters that no factor has
+
+    If the operand repeats a letter, only the diagonal is nonzero.
+    """
     unique = "".join(dict.fromkeys(letters))
     product = _product(factors, "".join(a for a in unique if any(a in f.letters for f in factors)))
     lacking = [i for i, a in enumerate(unique) if not any(a in f.letters for f in factors)]
@@ -69,7 +73,8 @@ def _gradient(factors: list[Term], letters: str, sizes: dict[str, int]) -> Value
 
 
 def _product(factors: list[Term], out: str) -> Value:
-    """Returns an Einsum of the factors that have dimensions, times the factors that are scalars."""
+    """Returns the Einsum of the factors, with the letters `out` in the result. Factors without
+    dimensions are multiplied with it."""
     scalars = [f.value for f in factors if not f.letters]
     others = [f for f in factors if f.letters]
     if others:

@@ -35,7 +35,8 @@ def div(v: Vjp) -> Grads:
 
 @vjp("Mod")
 def mod(v: Vjp) -> Grads:
-    """Mod is a - b * q, where the quotient q is a step function."""
+    """The gradient rule of Mod, which is a - b * q, where the quotient q is a step function without
+    a gradient."""
     a, b = v.operands
     quotient = (a - v.y) / b
     return v.dy, -v.dy * quotient
@@ -49,7 +50,8 @@ def mean(v: Vjp) -> Grads:
 
 @vjp("Max", "Min")
 def extreme(v: Vjp) -> Grads:
-    """Equal elements share the gradient, as in PyTorch."""
+    """The gradient rule of Max and Min: equal largest (or least) elements share the gradient, as in
+    PyTorch."""
     holds = [x.equal(v.y).cast(v.y.dtype) for x in v.operands]
     count = reduce(lambda a, b: a + b, holds)
     return [v.dy * hold / count for hold in holds]
@@ -57,8 +59,9 @@ def extreme(v: Vjp) -> Grads:
 
 @vjp("Pow")
 def power(v: Vjp) -> Grads:
-    """As in PyTorch, the base gets zero where the exponent is 0; the exponent gets zero where the
-    base is 0 and the exponent is not negative."""
+    """The gradient rule of Pow. As in PyTorch, the base gets a zero gradient where the exponent
+    is 0, and the exponent gets a zero gradient where the base is 0 and the exponent is not
+    negative."""
     base, exponent = v.operands
     number = v.constant(1)
     if number is not None and number.size == 1 and not v.wanted[1]:
@@ -82,8 +85,9 @@ def where(v: Vjp) -> Grads:
 
 @vjp("Clip")
 def clip(v: Vjp) -> Grads:
-    """A bound gets the gradient of the elements that it replaces; if the upper bound is below the
-    lower one, it gets all gradients. An element that equals a bound keeps its gradient."""
+    """The gradient rule of Clip. A bound gets the gradient of the elements that it replaces; if the
+    upper bound is below the lower bound, it gets all gradients. An element that equals a bound
+    keeps its gradient."""
     low, high = v.operand(1), v.operand(2)
     bounded = v.x if low is None else v.x.op("Max", low)
     through, of_low, of_high = v.dy, None, None
@@ -108,7 +112,8 @@ def cast(v: Vjp) -> Grads:
 
 @vjp("Floor Ceil Round Sign")
 def steps(v: Vjp) -> Grads:
-    """Zero: these are step functions."""
+    """The gradient rule of Floor, Ceil, Round and Sign: no gradient, because they are step
+    functions."""
     return []
 
 
@@ -209,8 +214,8 @@ def atanh(v: Vjp) -> Grads:
 
 @vjp("Dropout")
 def dropout(v: Vjp) -> Grads:
-    """Applies the mask that the node drew; a Dropout that is switched off passes the gradient
-    on."""
+    """The gradient rule of Dropout: applies the mask that the node drew. A Dropout that is switched
+    off passes the gradient on."""
     training, mode = v.operand(2), v.constant(2)
     if training is None or (mode is not None and not mode):
         return [v.dy]

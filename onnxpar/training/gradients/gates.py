@@ -1,4 +1,5 @@
-"""Gates of recurrent cells, which differentiate their activations."""
+"""Gates of recurrent cells: activations that differentiate themselves by the gradient rules of
+their ops."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from onnxpar.training.gradients.vjp import Vjp, entry_of
 
 @dataclass(frozen=True)
 class Gate:
-    """An activation: its operand `x`, and its result `y`. A chain of nodes computes y from x; the
+    """An activation applied to `x`, with the result `y`. A chain of nodes computes y from x; the
     first operand of each node is the result of the node before."""
 
     x: Value
@@ -19,14 +20,14 @@ class Gate:
 
     @staticmethod
     def of(activation: Activation, x: Value) -> Gate:
-        """Appends the nodes of an activation applied to `x`; returns the gate."""
+        """Appends the nodes of an activation applied to `x`, and returns the gate."""
         y = x
         for op, operands, attrs in activation.steps():
             y = y.op(op, *operands, **attrs)
         return Gate(x, y)
 
     def back(self, dy: Value) -> Value:
-        """Returns the gradient of the operand, given the gradient of the result."""
+        """Returns the gradient of `x`, given the gradient of `y`."""
         at = self.y
         while at.tensor.name != self.x.tensor.name:
             node = at.tensor.inputs[0]

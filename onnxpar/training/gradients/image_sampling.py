@@ -1,4 +1,7 @@
-"""Gradients of ops that sample images at points or in regions, and of Col2Im."""
+"""Gradients of ops that sample images at points or in regions, and of Col2Im.
+
+In shapes, n numbers images, c channels, p points, and t the elements around a point (taps).
+"""
 
 from __future__ import annotations
 
@@ -55,10 +58,13 @@ def grid_sample(v: Vjp) -> Grads:
 
 
 class Taps:
-    """The elements of one dimension from which each point is interpolated.
+    """The elements of one dimension of an image from which each point is interpolated.
 
-    `at`, `n p 1`, has the positions of the points, in elements: a coordinate times `scale`, plus a
-    constant.
+    at     the positions of the points in elements, `n p 1`: a coordinate times `scale`, plus a
+           constant
+    size   the number of elements of the dimension
+
+    The fields are computed from these:
 
     index   indices of the elements, `n p t`; clipped to the border of the image
     weight  weights of the elements, `n p t`
@@ -92,7 +98,8 @@ class Taps:
 
 
 class Samples:
-    """Samples of images `x`, `n c ..`, at points given by their taps in each dimension.
+    """Samples of the images `x`, `n c ..`, at points that are given by their taps in each
+    dimension.
 
     A sample is a weighted sum of the elements around its point. So its gradient is added to these
     elements by their weights, and the gradient of the point's coordinates follows from the slope of
@@ -125,14 +132,14 @@ class Samples:
         return scatter_each(terms, self.at, 2, self.flat).reshape(self.x.shape)
 
     def of_point(self, dy: Value, axis: int) -> Value:
-        """Returns the gradient of one coordinate of the points, `n p`; `dy` is the gradient of the
-        samples, `n c p`."""
+        """Returns the gradient of the points' coordinate along dimension `axis`, `n p`; `dy` is the
+        gradient of the samples, `n c p`."""
         slopes = [t.slope if a == axis else t.weight for a, t in enumerate(self.taps)]
         return ((dy.unsqueeze([3]) * self.picked).sum([1]) * _outer(slopes)).sum([2])
 
 
 def _reflected(at: Value, size: int, is_aligned: bool) -> Value:
-    """Returns positions, reflected into a dimension: at the centres of its first and last elements
+    """Returns positions, reflected into a dimension at the centres of its first and last elements
     (`is_aligned`), or at their outer edges."""
     low, span = (0.0, size - 1) if is_aligned else (-0.5, size)
     away = (at - low).op("Abs")
@@ -142,8 +149,8 @@ def _reflected(at: Value, size: int, is_aligned: bool) -> Value:
 
 
 def _polynomial(coefficients: Array, at: Value) -> Value:
-    """Returns the values of polynomials, one per column of coefficients; row i has the coefficients
-    of power i."""
+    """Returns the values of polynomials at `at`, one for each column of coefficients; row i has the
+    coefficients of power i."""
     rows = coefficients.astype(at.dtype)
     value: Value = at * 0.0 + rows[-1]
     for row in rows[-2::-1]:
@@ -152,7 +159,8 @@ def _polynomial(coefficients: Array, at: Value) -> Value:
 
 
 def _outer(shares: Sequence[Value | None]) -> Value:
-    """Returns the products of the weights of all dimensions, `n p t`."""
+    """Returns the products of the weights of all dimensions, `n p t`, where t runs over all
+    combinations of taps."""
     product, *rest = (s for s in shares if s is not None)
     for share in rest:
         product = _paired(product.unsqueeze([3]) * share.unsqueeze([2]))
@@ -160,7 +168,8 @@ def _outer(shares: Sequence[Value | None]) -> Value:
 
 
 def _joined(indices: Sequence[Value], space: Sequence[int]) -> Value:
-    """Returns flat indices into an image, `n p t`, given indices by dimension."""
+    """Returns flat indices into an image with the dimensions `space`, `n p t`, given indices by
+    dimension."""
     flat, *rest = indices
     for index, size in zip(rest, space[1:], strict=True):
         moved = (flat * size).unsqueeze([3])
@@ -175,8 +184,9 @@ def _paired(x: Value) -> Value:
 
 @vjp("AffineGrid")
 def affine_grid(v: Vjp) -> Grads:
-    """The gradient of the transformation; a grid is the product of the transformation with the
-    points of an image."""
+    """The gradient rule of AffineGrid. A grid is the product of the transformation with the points
+    of an image; the gradient of the transformation is the product of the grid's gradient with these
+    points."""
     count, *space, dims = v.y.shape
     identity = v.builder.constant(np.eye(dims, dims + 1)[None], v.x.dtype)
     sizes = np.array([1, 1, *space], np.int64)
@@ -189,9 +199,9 @@ def affine_grid(v: Vjp) -> Grads:
 
 @vjp("RoiAlign")
 def roi_align(v: Vjp) -> Grads:
-    """A region of the result is the product of the image with two matrices, for rows and for
-    columns; the gradient is the product with their transposes. The coordinates of regions get no
-    gradient, as in torchvision."""
+    """The gradient rule of RoiAlign. A region of the result is the product of the image with two
+    matrices, for rows and for columns; the gradient is the product with their transposes. The
+    coordinates of regions get no gradient, as in torchvision."""
     if v.attr("mode") != "avg":
         raise ModelError(
             f"RoiAlign '{v.node.name}' has no gradient in mode 'max', only in mode 'avg'; export "
@@ -210,8 +220,8 @@ def roi_align(v: Vjp) -> Grads:
 
 
 def _region_shares(v: Vjp, axis: int, size: int) -> Value:
-    """Returns the weight of each element of dimension `axis`, which has `size` elements, in each
-    cell of each region: `r cell element`."""
+    """Returns the weight of each element of an image's dimension (0: columns, 1: rows; of `size`
+    elements) in each cell of each region: `region cell element`."""
     rois, dtype = v.operands[1], v.x.dtype
     cells, scale = v.y.shape[3 - axis], v.attr("spatial_scale")
     halves = v.attr("coordinate_transformation_mode") == "half_pixel"
@@ -233,7 +243,7 @@ def _region_shares(v: Vjp, axis: int, size: int) -> Value:
 def _samples(v: Vjp, cell: Value) -> tuple[Value, int]:
     """Returns the number of samples per cell along a dimension, for each region, and an upper bound
     of these numbers. `cell` is the size of a cell, by region. Errors: ModelError if the numbers
-    are data-dependent."""
+    depend on data."""
     ratio = v.attr("sampling_ratio")
     if ratio:
         return cell * 0.0 + float(ratio), int(ratio)
@@ -250,8 +260,8 @@ def _samples(v: Vjp, cell: Value) -> tuple[Value, int]:
 
 @vjp("Col2Im")
 def col2im(v: Vjp) -> Grads:
-    """Extracts the blocks from the gradient of the image, by a convolution with a kernel for each
-    position in a block."""
+    """The gradient rule of Col2Im: extracts the blocks from the image's gradient, by a convolution
+    with one kernel for each position in a block."""
     block = v.constant(2)
     if block is None:
         raise ModelError(

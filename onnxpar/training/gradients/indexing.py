@@ -26,8 +26,8 @@ def scatter_add(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> V
 
 
 def scatter_each(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> Value:
-    """Like `scatter_add`, with an index for each element of `dy`; `indices` is broadcast to the
-    shape of `dy`."""
+    """Like `scatter_add`, but with an index for each element of `dy` instead of each slice.
+    `indices` is broadcast to the shape of `dy`."""
     wide = dy.wide()  # onnxruntime cannot add 16-bit floats
     zeros = dy.builder.zeros(shape, wide.dtype)
     at = indices.expand(dy.shape)
@@ -35,8 +35,8 @@ def scatter_each(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> 
 
 
 def without_padding(gather: gs.Node, indices: Value, dy: Value) -> Value:
-    """Returns `dy`, the gradient of the rows that a Gather looks up, with zeros for the row that
-    the lookup does not train (torch's `padding_idx`), if there is one."""
+    """Returns `dy`, the gradient of the rows that a Gather looks up, with zeros for lookups of the
+    row that is not trained (torch's `padding_idx`), if there is one."""
     row = padding_row(gather)
     if row is None:
         return dy
@@ -82,8 +82,8 @@ def gather_nd(v: Vjp) -> Grads:
 
 
 def linear(indices: Value, sizes: Sequence[int]) -> Value:
-    """Returns flat indices into a tensor of these sizes, given tuples of indices along the last
-    dimension."""
+    """Returns flat indices into a tensor of these sizes. `indices` has tuples of indices along its
+    last dimension: (1, 2) in [3, 4] is 6."""
     if len(sizes) == 1:
         return indices.reshape(indices.shape[:-1])
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
@@ -93,14 +93,16 @@ def linear(indices: Value, sizes: Sequence[int]) -> Value:
 
 @vjp("TopK")
 def top_k(v: Vjp) -> Grads:
-    """The gradient goes to the elements that the op selected, by its indices."""
+    """The gradient rule of TopK: the elements that the op selected get the gradient. Its second
+    result has their indices."""
     at = v.output(1, np.int64, v.y.shape)
     return [scatter_each(v.dy, at, v.attr("axis"), v.x.shape)]
 
 
 @vjp("Compress")
 def compress(v: Vjp) -> Grads:
-    """Each slice of the gradient goes back to the position from which the op took it."""
+    """The gradient rule of Compress: each slice of the gradient goes back to the position from
+    which the op took it."""
     x, condition, axis = v.x, v.operands[1], v.attr("axis")
     if v.y.size == 0:
         return [x.builder.zeros(x.shape, x.dtype)]
@@ -138,9 +140,9 @@ def cumulative_sum(v: Vjp) -> Grads:
 
 @vjp("CumProd")
 def cumulative_product(v: Vjp) -> Grads:
-    """The gradient is the product of the elements before each element, times s[i] = dy[i] + x[i +
-    1] s[i + 1]. The recurrence is computed by doubling spans of 1, 2, 4, ... elements, without a
-    division, so elements may be 0."""
+    """The gradient rule of CumProd. The gradient of element i is the product of the elements before
+    it, times s[i] = dy[i] + x[i + 1] s[i + 1]. The recurrence is computed by doubling spans of 1,
+    2, 4, ... elements, without a division, so elements may be 0."""
     axis = v.constant(1)
     if axis is None:
         raise ModelError(

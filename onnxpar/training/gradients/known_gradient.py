@@ -1,7 +1,7 @@
 """Finds the nodes that a gradient rule has added to a training step.
 
 The rule is applied to the node again, and the step's nodes are compared with the rule's nodes. So
-a step needs no records of its gradients; a changed step does not match.
+a step needs no records of its gradients; a step that was changed does not match.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class KnownGradient:
 
 
 def find_gradient(graph: gs.Graph, node: gs.Node) -> KnownGradient | None:
-    """Finds the gradient of a node in the node's graph. None if the graph has no such gradient, or
-    if its nodes differ from the rule's nodes."""
+    """Returns the gradient of a node in the node's graph. None if the graph has no such gradient,
+    or if its nodes differ from those that the gradient rule adds."""
     added = [n for n in graph.nodes if n.name.startswith(f"{node.name}.grad/")]
     if not added or entry_of(node) is None:
         return None
@@ -53,12 +53,14 @@ def find_gradient(graph: gs.Graph, node: gs.Node) -> KnownGradient | None:
 
 
 def _operand(index: int) -> str:
+    """Returns the name of an operand in the graph of `_reference`."""
     return f"operand{index}"
 
 
 def _reference(graph: gs.Graph, node: gs.Node) -> list[Value | None]:
-    """Applies a node's gradient rule in a new graph, and returns the operands' gradients. The new
-    graph has inputs in place of the node's operands, with the names that `_operand` gives."""
+    """Applies a node's gradient rule in a new graph, and returns the operands' gradients (None for
+    an operand without). The new graph has inputs in place of the node's operands, with the names
+    that `_operand` gives."""
     operands = [
         gs.Variable(_operand(i), t.dtype, t.shape) if t.name else gs.Variable.empty()
         for i, t in enumerate(node.inputs)
@@ -76,7 +78,7 @@ def _reference(graph: gs.Graph, node: gs.Node) -> list[Value | None]:
 
 @dataclass
 class _Match:
-    """Compares a rule's nodes with a step's nodes.
+    """Compares the nodes that a gradient rule adds with the nodes of a step.
 
     bound  tensors of the step, by name of the rule's operand
     nodes  nodes of the step that match, by `id`
@@ -86,7 +88,8 @@ class _Match:
     nodes: dict[int, gs.Node] = field(default_factory=dict)
 
     def of_any(self, wanted: gs.Tensor, nodes: list[gs.Node]) -> gs.Tensor | None:
-        """The first result of `nodes` that is computed like `wanted`, a tensor of the rule."""
+        """Returns the first result of `nodes` (of the step) that is computed like `wanted`, a
+        tensor of the rule; None if there is none."""
         for tensor in [t for node in nodes for t in node.outputs]:
             trial = _Match(dict(self.bound), dict(self.nodes))
             if trial._is(wanted, tensor):
@@ -118,7 +121,7 @@ class _Match:
 
 
 def _attrs(node: gs.Node) -> dict[str, Any]:
-    """The attributes of a node, without attributes that the loader has added."""
+    """Returns the attributes of a node, without those that the loader has added."""
     return {key: value for key, value in node.attrs.items() if not key.startswith("onnxpar.")}
 
 
@@ -131,10 +134,12 @@ def _same_attrs(ours: gs.Node, theirs: gs.Node) -> bool:
 
 
 def _value(value: Any) -> Any:
+    """Returns the value of an attribute, as an array if it is a tensor."""
     return value.values if isinstance(value, gs.Constant) else value
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """True if two attributes or arrays are equal, in dtype and values."""
     if isinstance(a, np.ndarray) != isinstance(b, np.ndarray):
         return False
     if isinstance(a, np.ndarray):

@@ -12,8 +12,8 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 @vjp("SoftmaxCrossEntropyLoss")
 def softmax_cross_entropy(v: Vjp) -> Grads:
-    """The gradient is the probabilities minus the one-hot labels, times the weights of the
-    labels."""
+    """The gradient rule of SoftmaxCrossEntropyLoss: the gradient of the scores is the probabilities
+    minus the one-hot labels, times the weights of the labels."""
     loss = _ClassLoss(v)
     log_prob = v.output(1, v.x.dtype, v.x.shape)
     target = loss.is_label.cast(v.x.dtype)
@@ -31,8 +31,8 @@ def negative_log_likelihood(v: Vjp) -> Grads:
 
 
 class _ClassLoss:
-    """The loss over classes that a node computes: the negative score of each sample's label, times
-    the weight of the label's class."""
+    """The loss over classes that a node computes for each sample: the negative score of the
+    sample's label, times the weight of the label's class."""
 
     def __init__(self, v: Vjp) -> None:
         self.v = v
@@ -42,7 +42,8 @@ class _ClassLoss:
 
     @cached_property
     def is_label(self) -> Value:
-        """True at the score of each sample's label."""
+        """Returns a Boolean tensor of the shape of the scores [sample, class, ...]: true at each
+        sample's label."""
         classes = self.v.builder.arange(self.v.x.shape[1], self.labels.dtype)
         shape = [-1 if a == 1 else 1 for a in range(self.v.x.rank)]
         return self.labels.unsqueeze([1]).equal(classes.reshape(shape))
@@ -63,7 +64,7 @@ class _ClassLoss:
         return self._counted(shares.expand(self.labels.shape))
 
     def _averaged(self, dy: Value) -> Value:
-        """Divides a gradient by the sum of the weights of all labels that are not ignored; returns
+        """Returns a gradient divided by the sum of the weights of all labels that are not ignored;
         zero if the sum is zero."""
         if self.ignored is None and self.weights is None:
             return dy * (1 / max(self.labels.size, 1))
@@ -74,6 +75,7 @@ class _ClassLoss:
         return total.equal(0.0).where(0.0, dy.cast(wide) / total).cast(dy.dtype)
 
     def _counted(self, values: Value) -> Value:
+        """Returns the values with zeros for ignored labels."""
         return values if self.ignored is None else self.ignored.where(0.0, values)
 
     @property

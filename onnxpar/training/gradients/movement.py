@@ -36,6 +36,7 @@ def concat(v: Vjp) -> Grads:
 
 
 def _parts(dy: Value, sizes: list[int], axis: int) -> list[Value]:
+    """Splits a tensor along a dimension into parts of these sizes."""
     if len(sizes) == 1:
         return [dy]
     return dy.builder.add_each("Split", [dy, np.array(sizes, np.int64)], len(sizes), axis=axis)
@@ -49,8 +50,8 @@ def split(v: Vjp) -> Grads:
 
 @vjp("Slice")
 def slice_(v: Vjp) -> Grads:
-    """Each element of the gradient goes back to its position; elements that the slice left out get
-    zero."""
+    """The gradient rule of Slice: each element of the gradient goes back to its position; elements
+    that the slice left out get zero."""
     x, gradient = v.x, v.dy
     starts, stops, axes, steps = (v.constant(i) for i in range(1, 5))
     if v.y.size == 0:
@@ -74,8 +75,8 @@ def _places(start: int, stop: int, step: int, size: int) -> range:
 
 
 def _computed_slice(v: Vjp, gradient: Value) -> Value:
-    """Returns the gradient of a slice with data-dependent bounds, but a known number of elements.
-    Errors: ModelError if the axes are not constant."""
+    """Returns the gradient of a slice whose bounds depend on data, but whose number of elements is
+    known. Errors: ModelError if the axes are not constant."""
     starts, axes, steps = v.operands[1], v.constant(3), v.operand(4)
     if axes is None and v.operand(3) is not None:
         raise ModelError(
@@ -95,8 +96,9 @@ def _computed_slice(v: Vjp, gradient: Value) -> Value:
 
 
 def _spread(dy: Value, axis: int, places: range) -> Value:
-    """Returns the gradient of a Slice that took the positions `places` of dimension `axis`: the
-    elements in ascending order of position, with zeros between them for skipped positions."""
+    """Returns the elements of `dy` in ascending order of position, with zeros between them for
+    skipped positions: the gradient of a Slice that took the positions `places` of dimension `axis`,
+    apart from the ends."""
     step = abs(places.step)
     if places.step < 0:
         last, end = np.array([-1], np.int64), np.array([np.iinfo(np.int64).min], np.int64)
@@ -110,13 +112,14 @@ def _spread(dy: Value, axis: int, places: range) -> Value:
 
 
 def _only(axis: int, amount: int, rank: int) -> list[int]:
+    """Returns a list of `rank` numbers: `amount` at `axis`, else 0."""
     return [amount if a == axis else 0 for a in range(rank)]
 
 
 @vjp("Pad")
 def pad(v: Vjp) -> Grads:
-    """The gradient of the padding goes to the fill value or, in other modes, to the elements that
-    were copied."""
+    """The gradient rule of Pad: the gradient of the padding goes to the fill value or, in other
+    modes, to the elements that were copied there."""
     x, mode = v.x, v.attr("mode")
     amounts, axes = v.constant(1), v.constant(3)
     if amounts is None or (axes is None and v.operand(3) is not None):
@@ -135,7 +138,7 @@ def pad(v: Vjp) -> Grads:
 
 
 def _border(dy: Value, before: Sequence[int], after: Sequence[int]) -> Value | None:
-    """Returns the sum of the gradient over the padding; None without padding."""
+    """Returns the sum of the gradient over the padding; None if there is none."""
     total: Value | None = None
     for axis, (b, a) in enumerate(zip(before, after, strict=True)):
         size = dy.shape[axis]
@@ -151,8 +154,8 @@ def _border(dy: Value, before: Sequence[int], after: Sequence[int]) -> Value | N
 def _folded(
     dy: Value, shape: Sequence[int], before: Sequence[int], after: Sequence[int], mode: str
 ) -> Value:
-    """Returns the gradient of a Pad that copies elements (`mode`): for each element, the sum over
-    its copies. Each dimension takes a product with a matrix of zeros and ones."""
+    """Returns the gradient of a Pad that copies elements (`mode` reflect, edge or wrap): for each
+    element, the sum over its copies. Each dimension is multiplied by a matrix of zeros and ones."""
     for axis, (b, a) in enumerate(zip(before, after, strict=True)):
         if not b and not a:
             continue
@@ -163,14 +166,14 @@ def _folded(
 
 
 def along(x: Value, axis: int, matrix: Array) -> Value:
-    """Returns the product of one dimension with a matrix, which has a row for each element of the
-    dimension."""
+    """Returns the tensor with dimension `axis` multiplied by a matrix, which has a row for each
+    element of that dimension."""
     return x.swap(axis, -1).op("MatMul", matrix.astype(x.dtype)).swap(axis, -1)
 
 
 @vjp("Tile")
 def tile(v: Vjp) -> Grads:
-    """Sums over the repeats, whose number follows from the shapes."""
+    """The gradient rule of Tile: sums over the repeats, whose number follows from the shapes."""
     shape: list[int] = []
     for size, out in zip(v.x.shape, v.y.shape, strict=True):
         shape += [out // size if size else 0, size]

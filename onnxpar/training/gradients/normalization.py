@@ -17,8 +17,8 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 
 def _standardized(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value, Value]:
-    """Returns a tensor minus its mean over axes, divided by its standard deviation, and the
-    reciprocal of that deviation."""
+    """Returns (x minus its mean over axes, divided by its standard deviation; the reciprocal of the
+    deviation)."""
     centred = x - x.mean(axes, keepdims=True)
     variance = (centred * centred).mean(axes, keepdims=True)
     inverse = (variance + epsilon).sqrt().op("Reciprocal")
@@ -26,16 +26,15 @@ def _standardized(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value,
 
 
 def _scaled_to_one(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value, Value]:
-    """Returns a tensor divided by its root mean square over axes, and the reciprocal of that
-    root."""
+    """Returns (x divided by its root mean square over axes; the reciprocal of that root)."""
     square = (x * x).mean(axes, keepdims=True)
     inverse = (square + epsilon).sqrt().op("Reciprocal")
     return x * inverse, inverse
 
 
 def _through(d: Value, normal: Value, inverse: Value, axes: Sequence[int]) -> Value:
-    """Returns the gradient of a tensor, given the gradient `d` of the standardized tensor and the
-    results of `_standardized`."""
+    """Returns the gradient of x, given the gradient `d` of the standardized x and the results of
+    `_standardized`."""
     return _through_scaling(d - d.mean(axes, keepdims=True), normal, inverse, axes)
 
 
@@ -46,7 +45,7 @@ def _through_scaling(d: Value, normal: Value, inverse: Value, axes: Sequence[int
 
 def _fitted(v: Vjp, *gradients: Value) -> Grads:
     """Returns the gradients of operands, each summed to the operand's shape and then rounded to its
-    dtype."""
+    dtype; None for a missing operand."""
     operands = (v.operand(i) for i in range(len(gradients)))
     return [
         None if x is None else g.sum_to(x.shape).cast(x.dtype)
@@ -56,7 +55,8 @@ def _fitted(v: Vjp, *gradients: Value) -> Grads:
 
 @vjp("LayerNormalization", trained=(1, 2))
 def layer_normalization(v: Vjp) -> Grads:
-    """Uses the node's own mean and deviation, if the node computes them in float32."""
+    """The gradient rule of LayerNormalization. Uses the node's own mean and deviation if it
+    computes them in float32; else computes them again."""
     x, dy = v.x.wide(), v.dy.wide()
     axes = _last(v)
     if v.attr("stash_type") == 1 and x.dtype == np.float32:
@@ -112,15 +112,16 @@ def _skipped(v: Vjp, bias: int) -> Value:
 
 def _with_sum(v: Vjp, through: Value) -> Value:
     """Returns the gradient of the sum that is normalized: `through`, which comes through the
-    normalization, plus the gradient of the result that is the sum itself."""
+    normalization, plus the gradient of the node's result that is the sum itself, if there is
+    one."""
     beside = v.dys[3] if len(v.dys) > 3 else None
     return through if beside is None else through + beside.wide()
 
 
 @vjp("BatchNormalization", trained=(1, 2))
 def batch_normalization(v: Vjp) -> Grads:
-    """In training mode, the gradient passes through the statistics of the batch, and running
-    statistics have no gradient."""
+    """The gradient rule of BatchNormalization. In training mode, the gradient passes through the
+    statistics of the batch, and running statistics have no gradient."""
     axes = [0, *range(2, v.x.rank)]
     if v.attr("training_mode"):
         return _by_channel(v, axes)
@@ -142,7 +143,7 @@ def instance_normalization(v: Vjp) -> Grads:
 
 def _by_channel(v: Vjp, axes: Sequence[int]) -> Grads:
     """Returns the gradients of a normalization over axes, with scale and bias per channel. The sums
-    that are the gradients of scale and bias are used for the gradient of x, too."""
+    that are the gradients of scale and bias also serve for the gradient of x."""
     x, dy = v.x.wide(), v.dy.wide()
     scale = _channels(v, 1, x.dtype)
     normal, inverse = _standardized(x, axes, v.attr("epsilon"))
@@ -162,7 +163,8 @@ def _channels(v: Vjp, index: int, dtype: np.dtype[np.floating]) -> Value:
 
 @vjp("GroupNormalization", trained=(1, 2))
 def group_normalization(v: Vjp) -> Grads:
-    """Scale and bias are per group before opset 21, and per channel from opset 21 on."""
+    """The gradient rule of GroupNormalization. Scale and bias are per group before opset 21, and
+    per channel from opset 21 on."""
     groups, (batch, channels) = v.attr("num_groups"), v.x.shape[:2]
     grouped = [batch, groups, channels // groups, prod(v.x.shape[2:])]
     x, dy = (t.wide().reshape(grouped) for t in (v.x, v.dy))
@@ -184,7 +186,7 @@ def mean_variance_normalization(v: Vjp) -> Grads:
 
 @vjp("LpNormalization")
 def lp_normalization(v: Vjp) -> Grads:
-    """The gradient is zero where the norm is zero."""
+    """The gradient rule of LpNormalization: zero where the norm is zero."""
     x, axis = v.x, [v.attr("axis")]
     is_sum = v.attr("p") == 1
     size = x.op("Abs") if is_sum else x * x

@@ -1,4 +1,4 @@
-"""Gradients of pools."""
+"""Gradients of pools, and of local response normalization (LRN)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from onnxpar.training.gradients.windows import Windows, spread, windows_of
 
 @vjp("MaxPool")
 def max_pool(v: Vjp) -> Grads:
-    """The gradient goes to the element whose index the op returns: the first of equal elements, as
-    in PyTorch."""
+    """The gradient rule of MaxPool: the element whose index the op returns gets the gradient. Of
+    equal elements in a window, this is the first, as in PyTorch."""
     shape, plane = v.x.shape, prod(v.x.shape[2:])
     at = _in_plane(v.output(1, np.int64, v.y.shape), plane)
     flat = scatter_each(v.dy.reshape(at.shape), at, 2, [*shape[:2], plane])
@@ -28,8 +28,8 @@ def max_pool(v: Vjp) -> Grads:
 
 
 def _in_plane(indices: Value, plane: int) -> Value:
-    """Converts flat indices into a tensor to indices into the image of one sample and channel.
-    These are also valid on a shard of the batch."""
+    """Converts flat indices into a tensor to flat indices into the image of one sample and channel.
+    The latter are also valid on a shard of the batch."""
     flat = indices.reshape([*indices.shape[:2], prod(indices.shape[2:])])
     return flat.op("Mod", np.array(plane, np.int64))
 
@@ -67,7 +67,7 @@ def _counts(v: Vjp, by: Windows, sizes: tuple[int, ...]) -> Array:
 
 @vjp("LpPool")
 def lp_pool(v: Vjp) -> Grads:
-    """Zero where a norm is zero."""
+    """The gradient rule of LpPool: zero where a window's norm is zero."""
     by = windows_of(v, v.attr("kernel_shape"))
     power = v.attr("p")
     return [_spread_evenly(_by_norm(v, power), by) * _direction(v.x, power)]
@@ -75,7 +75,7 @@ def lp_pool(v: Vjp) -> Grads:
 
 @vjp("GlobalLpPool")
 def global_lp_pool(v: Vjp) -> Grads:
-    """Zero where a norm is zero."""
+    """The gradient rule of GlobalLpPool: zero where a channel's norm is zero."""
     power = v.attr("p")
     return [_by_norm(v, power) * _direction(v.x, power)]
 
@@ -101,7 +101,8 @@ def global_average_pool(v: Vjp) -> Grads:
 
 @vjp("GlobalMaxPool")
 def global_max_pool(v: Vjp) -> Grads:
-    """The gradient goes to the first of equal elements, as in PyTorch's adaptive_max_pool."""
+    """The gradient rule of GlobalMaxPool: the first of equal elements gets the gradient, as in
+    PyTorch's adaptive_max_pool."""
     shape, plane = v.x.shape, prod(v.x.shape[2:])
     flat = v.x.reshape([*shape[:2], plane])
     first = flat.op("ArgMax", axis=2, keepdims=1)
@@ -111,8 +112,8 @@ def global_max_pool(v: Vjp) -> Grads:
 
 @vjp("LRN")
 def local_response_normalization(v: Vjp) -> Grads:
-    """Each element gets a gradient as numerator, and through its square in the denominators of the
-    channels around it."""
+    """The gradient rule of LRN: each element gets a gradient as numerator, and through its square
+    in the denominators of the channels around it."""
     x, dy = v.x, v.dy
     size, beta, share = v.attr("size"), v.attr("beta"), v.attr("alpha") / v.attr("size")
     before, after = (size - 1) // 2, size // 2

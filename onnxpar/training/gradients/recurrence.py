@@ -45,6 +45,7 @@ def lstm(v: Vjp) -> Grads:
 
 
 def _of_rnn(direction: Direction) -> Passed:
+    """Returns the gradients of one direction of an RNN: H = f(x W + h R)."""
     beside_w, beside_r = direction.biases
     z = linear(direction.x, direction.w, beside_w) + linear(direction.before, direction.r, beside_r)
     gate = Gate.of(direction.acts[0], z)
@@ -60,8 +61,8 @@ def _of_rnn(direction: Direction) -> Passed:
 
 
 def _of_gru(direction: Direction) -> Passed:
-    """H = (1 - z) n + z h, where the reset gate r scales the contribution of h to n: after h's
-    product with R (`linear_before_reset`), or before it."""
+    """Returns the gradients of one direction of a GRU: H = (1 - z) n + z h. The reset gate r scales
+    the contribution of h to n: after h's product with R (`linear_before_reset`), or before it."""
     f, g = direction.acts
     units = direction.r.shape[1]
     beside_w, beside_r = direction.biases
@@ -104,7 +105,8 @@ def _cut(weight: Value | None, at: int) -> tuple[Any, Any]:
 
 
 def _of_lstm(direction: Direction) -> Passed:
-    """C = f c + i n, H = o h(C); with peepholes, i and f read c, and o reads C."""
+    """Returns the gradients of one direction of an LSTM: C = f c + i n, H = o h(C). With peepholes,
+    i and f read c, and o reads C."""
     cell = _Cell(direction)
     beside_w, beside_r = direction.biases
     pre = linear(direction.x, direction.w, beside_w) + linear(
@@ -138,7 +140,8 @@ def _of_lstm(direction: Direction) -> Passed:
 
 
 class _Cell:
-    """The update of an LSTM's cells, for one step or for all steps at once."""
+    """The update of an LSTM's cells, for one step or for all steps at once. A call takes the cells
+    before, and the operands of the gates i, f and n."""
 
     def __init__(self, direction: Direction) -> None:
         self.f, self.g, h = direction.acts
@@ -154,7 +157,7 @@ class _Cell:
         return _CellStep(c, i, f, Gate.of(self.g, zn))
 
     def before(self, direction: Direction, *gates: Value) -> Value:
-        """Returns the cells before each step, by a Scan; `gates` are the operands of i, f and n for
+        """Returns the cells before each step, by a Scan. `gates` are the operands of i, f and n for
         all steps."""
 
         def step(states: list[Value], z: list[Value]) -> tuple[list[Value], list[Value]]:
@@ -169,7 +172,8 @@ class _Cell:
 
 @dataclass
 class _CellStep:
-    """The cells `c` before a step, and the gates of the step; None for f means 1 - i."""
+    """The cells `c` before a step, and the gates of the step: input i, forget f and new n. If f is
+    None, it is 1 - i (`input_forget`)."""
 
     c: Value
     i: Gate
@@ -187,7 +191,8 @@ class _CellStep:
         return self.keep * self.c + self.i.y * self.n.y
 
     def back(self) -> tuple[Value, Value, Value]:
-        """Returns the derivatives of the cells after the step by the operands of i, f and n."""
+        """Returns the derivatives of the cells after the step with respect to the operands of i, f
+        and n."""
         of_n = self.n.back(self.i.y)
         if self.f is None:
             zeros = of_n.builder.zeros(of_n.shape, of_n.dtype)
@@ -196,7 +201,8 @@ class _CellStep:
 
 
 def _gradients(v: Vjp, passed: Callable[[Direction], Passed]) -> Grads:
-    """Returns the gradients of the operands, joined from the gradients of each direction."""
+    """Returns the gradients of a recurrent node's operands, joined from the gradients of each
+    direction, which `passed` computes."""
     _add_y(v)
     directions = [Direction(v, acts, i) for i, acts in enumerate(activations_of(v.node))]
     passes = [passed(direction) for direction in directions]
@@ -216,7 +222,8 @@ def _gradients(v: Vjp, passed: Callable[[Direction], Passed]) -> Grads:
 
 
 def _add_y(v: Vjp) -> None:
-    """Makes the node return Y, all states, if it does not yet: the gradient reads it."""
+    """Makes the node return Y, the hidden states of all steps, if it does not yet: the gradient
+    reads Y."""
     count = v.operands[1].shape[0]
     shape = [*v.x.shape[:2], v.operands[2].shape[-1]]
     shape.insert(2 if v.attr("layout") else 1, count)
@@ -224,7 +231,7 @@ def _add_y(v: Vjp) -> None:
 
 
 def _stacked(values: Sequence[Value | None]) -> Value | None:
-    """Stacks the directions' tensors along a new first dimension; returns None if there are
+    """Stacks the directions' tensors along a new first dimension; None if the directions have
     none."""
     rows = [value.unsqueeze([0]) for value in values if value is not None]
     return join(0, *rows) if rows else None

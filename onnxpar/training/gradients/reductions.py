@@ -23,7 +23,8 @@ def reduced_axes(v: Vjp) -> list[int]:
 
 
 def kept(v: Vjp, reduced: Value) -> Value:
-    """Returns a result, or its gradient, with the reduced axes as dimensions of size 1."""
+    """Returns a result of a reduction, or its gradient, with the reduced axes as dimensions of size
+    1."""
     axes = reduced_axes(v)
     return reduced.reshape([1 if a in axes else s for a, s in enumerate(v.x.shape)])
 
@@ -41,15 +42,16 @@ def reduce_mean(v: Vjp) -> Grads:
 
 @vjp("ReduceMax", "ReduceMin")
 def reduce_extreme(v: Vjp) -> Grads:
-    """Equal elements share the gradient, as in PyTorch's amax."""
+    """The gradient rule of ReduceMax and ReduceMin: equal elements share the gradient, as in
+    PyTorch's amax."""
     holds = v.x.equal(kept(v, v.y)).cast(v.x.dtype)
     return [kept(v, v.dy) * holds / holds.sum(reduced_axes(v), keepdims=True)]
 
 
 @vjp("ReduceProd")
 def reduce_prod(v: Vjp) -> Grads:
-    """The derivative by an element is the product of the other elements; it is 0 if another element
-    is 0."""
+    """The gradient rule of ReduceProd. The derivative by an element is the product of the other
+    elements; it is 0 if another element is 0."""
     axes = reduced_axes(v)
     zero = v.x.equal(0.0)
     zeros = zero.cast(v.x.dtype)
@@ -66,7 +68,7 @@ def reduce_l1(v: Vjp) -> Grads:
 
 @vjp("ReduceL2")
 def reduce_l2(v: Vjp) -> Grads:
-    """The gradient is zero where the norm is zero, as in PyTorch."""
+    """The gradient rule of ReduceL2: zero where the norm is zero, as in PyTorch."""
     norm = kept(v, v.y)
     return [v.x * norm.equal(0.0).where(0.0, kept(v, v.dy) / norm)]
 
@@ -83,22 +85,22 @@ def reduce_log_sum(v: Vjp) -> Grads:
 
 @vjp("ReduceLogSumExp")
 def reduce_log_sum_exp(v: Vjp) -> Grads:
-    """The derivative is the softmax. Its sum is computed again, because the rounding error of a
-    large result would be too big."""
+    """The gradient rule of ReduceLogSumExp: the derivative is the softmax. Its sum is computed
+    again, because the rounding error of a large result would be too big."""
     powers = (v.x - kept(v, v.y)).exp()
     return [kept(v, v.dy) * powers / powers.sum(reduced_axes(v), keepdims=True)]
 
 
 @vjp("Hardmax")
 def hardmax(v: Vjp) -> Grads:
-    """No gradient: it is a step function."""
+    """The gradient rule of Hardmax: no gradient, because it is a step function."""
     return []
 
 
 @vjp("Softmax")
 def softmax(v: Vjp) -> Grads:
-    """The results of fully masked rows are NaN. If the model replaces these, the gradient of such
-    rows is zero."""
+    """The gradient rule of Softmax. The result of a fully masked row is NaN; if the model replaces
+    NaNs behind the node, the gradient of such a row is zero."""
     y = v.y
     if any(reader.op == "IsNaN" for reader in y.tensor.outputs):
         y = y.op("IsNaN").where(0.0, y)

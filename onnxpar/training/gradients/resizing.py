@@ -13,7 +13,8 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 @vjp("Resize")
 def resize(v: Vjp) -> Grads:
-    """Resize is a weighted sum along each resized dimension; the gradient is the transpose."""
+    """The gradient rule of Resize, which is a weighted sum along each resized dimension, that is, a
+    product with a matrix; the gradient is the product with the transpose."""
     if v.y.size == 0 or v.x.size == 0:
         return [v.x.builder.zeros(v.x.shape, v.x.dtype)]
     resized = scalings(v.node)
@@ -46,8 +47,8 @@ def _shares(elements: Taps, size: int) -> np.ndarray:
 
 @vjp("CenterCropPad")
 def center_crop_pad(v: Vjp) -> Grads:
-    """Pads what was cropped, and crops what was padded. If the difference is odd, the extra element
-    is at the end."""
+    """The gradient rule of CenterCropPad: pads where the op cropped, and crops where it padded. If
+    the difference is odd, the extra element is at the end."""
     before, after = [], []
     for size, out in zip(v.x.shape, v.y.shape, strict=True):
         missing = size - out

@@ -29,17 +29,17 @@ def gradients(
     wanted: Iterable[gs.Tensor],
     prefix: str = "grad",
 ) -> dict[str, Value | None]:
-    """Appends to a graph the gradients of a sum: of the seeded tensors, each times its seed.
+    """Appends to a graph the gradients of a sum: of the tensors in `seeds`, each times its seed.
 
     seeds   the given gradients, by name of a tensor that a node of the graph computes
     wanted  tensors by which to differentiate, of the graph or of outer graphs
     prefix  prefix for the names of nodes that sum up gradients
 
-    Returns the gradient of each wanted tensor by its name, with its shape and dtype; None if the
-    seeded tensors do not depend on it. New nodes that nothing reads are removed.
+    Returns the gradient of each wanted tensor by its name, with the tensor's shape and dtype; None
+    if no tensor in `seeds` depends on it. New nodes that no node reads are removed.
 
-    Errors: ModelError, which names an op without a gradient on a path from a wanted to a seeded
-    tensor.
+    Errors: ModelError, which names an op without a gradient on a path from a wanted tensor to a
+    tensor in `seeds`.
     """
     names = [t.name for t in wanted]
     forward = list(graph.nodes)
@@ -75,8 +75,8 @@ def gradients(
 
 def reached_from(nodes: Iterable[gs.Node], sources: Iterable[str]) -> set[str]:
     """Returns the names of `sources`, and of all tensors that depend on them by a path without a
-    stop, and may have a gradient: floating-point tensors, and tensors of other types that carry
-    such numbers, for example sequences."""
+    stop (`detach`) and may have a gradient: floating-point tensors, and tensors of other types that
+    carry such numbers, for example sequences."""
     nodes, reached, count = list(nodes), set(sources), -1
     while len(reached) > count:
         count = len(reached)
@@ -95,13 +95,13 @@ def reached_from(nodes: Iterable[gs.Node], sources: Iterable[str]) -> set[str]:
 
 
 def _is_sent(nodes: Iterable[gs.Node], reached: set[str]) -> bool:
-    """True if a Send carries a reached tensor to another rank."""
+    """True if a Send carries a tensor named in `reached` to another rank."""
     return any(t.name in reached for node in nodes if is_message(node) for t in node.inputs)
 
 
 def _apply_rule(view: Vjp) -> list[Value | None]:
-    """Applies the rule of a node; returns the gradients by operand. Errors: ModelError if the op
-    has no rule."""
+    """Applies the gradient rule of a node, and returns the gradients by operand. Errors: ModelError
+    if the op has no rule."""
     node = view.node
     entry = entry_of(node)
     if entry is None:
@@ -115,14 +115,16 @@ def _apply_rule(view: Vjp) -> list[Value | None]:
 
 
 def _fitted(gradient: Value, tensor: Value) -> Value:
-    """Returns a gradient, summed over the dimensions in which its tensor was broadcast."""
+    """Returns a gradient, summed over the dimensions in which its tensor was broadcast, in the
+    shape of the tensor."""
     fitted = gradient.sum_to(tensor.shape)
     assert fitted.dtype == tensor.dtype, f"{tensor}: gradient of type {fitted.dtype}"
     return fitted
 
 
 def _total(builder: Builder, terms: list[Value]) -> Value:
-    """Returns the sum; 16-bit terms are added in float32, and the sum is rounded once."""
+    """Returns the sum of gradients. 16-bit terms are added in float32, and the sum is rounded
+    once."""
     total = builder.value(terms[0].tensor)
     if len(terms) == 1:
         return total

@@ -37,8 +37,8 @@ def scatter_nd(v: Vjp) -> Grads:
 
 @vjp("TensorScatter")
 def tensor_scatter(v: Vjp) -> Grads:
-    """The updates get the gradient at the positions where they are written; the replaced elements
-    get zero."""
+    """The gradient rule of TensorScatter: the updates get the gradient at the positions where they
+    are written; the replaced elements get zero."""
     cache, update = v.operands[:2]
     axis, mode = v.attr("axis") % cache.rank, v.attr("mode")
     rows = np.arange(update.shape[axis]).reshape(
@@ -55,7 +55,8 @@ def tensor_scatter(v: Vjp) -> Grads:
 
 
 class _Scattered:
-    """The operands and the result of a ScatterElements, and the gradient of the result."""
+    """A ScatterElements: its operands x, indices `at` and updates, its result y, and the result's
+    gradient dy."""
 
     def __init__(self, x: Value, at: Value, updates: Value, y: Value, dy: Value, axis: int) -> None:
         self.x, self.at, self.updates, self.y, self.dy, self.axis = x, at, updates, y, dy, axis
@@ -74,17 +75,17 @@ class _Scattered:
         return of_x, None, self.pick(self.dy)
 
     def pick(self, value: Value) -> Value:
-        """Returns the elements of a tensor at the positions of the updates."""
+        """Returns the elements of a tensor of y's shape at the positions of the updates."""
         return value.op("GatherElements", self.at, axis=self.axis)
 
     def count(self, of_x: Value, of_updates: Value) -> Value:
-        """Returns a sum per element of x: its number in `of_x`, plus the numbers in `of_updates` of
-        all updates that are written to the element."""
+        """Returns for each element of x the sum of its number in `of_x` and the numbers in
+        `of_updates` of all updates that are written to the element."""
         return of_x + scatter_each(of_updates, self.at, self.axis, self.x.shape)
 
     def _of_product(self) -> Grads:
-        """The derivative by a factor is the product of the other factors: zero if another factor is
-        zero."""
+        """Returns the gradients with reduction "mul": the derivative by a factor is the product of
+        the other factors, so it is zero if another factor is zero."""
         both = (self.x, self.updates)
         is_zero = [t.equal(0.0) for t in both]
         safe = [z.where(1.0, t) for z, t in zip(is_zero, both, strict=True)]
@@ -100,7 +101,8 @@ class _Scattered:
         return of_x, None, self.pick(self.dy) * picked
 
     def _of_extreme(self) -> Grads:
-        """Equal elements share the gradient, as in PyTorch."""
+        """Returns the gradients with reduction "max" or "min": equal elements share them, as in
+        PyTorch."""
         holds = [
             t.equal(y).cast(self.dy.dtype)
             for t, y in ((self.x, self.y), (self.updates, self.pick(self.y)))

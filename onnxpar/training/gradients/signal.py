@@ -14,7 +14,8 @@ from onnxpar.training.gradients.vjp import Grads, Vjp, vjp
 
 @vjp("DFT")
 def dft(v: Vjp) -> Grads:
-    """The gradient is the transform in the opposite direction, scaled by the length."""
+    """The gradient rule of DFT: the transform of the gradient in the opposite direction, scaled by
+    the length."""
     x, dy, axis = v.x, v.dy, _axis(v)
     inverse, onesided = v.attr("inverse"), v.attr("onesided")
     if inverse and onesided:
@@ -39,7 +40,8 @@ def dft(v: Vjp) -> Grads:
 
 @vjp("STFT")
 def stft(v: Vjp) -> Grads:
-    """In the gradient of the signal, overlapping frames add up."""
+    """The gradient rule of STFT: the gradient of the signal adds up the gradients of overlapping
+    frames."""
     step, length = _constant(v, 1), _constant(v, 3)
     window = v.operand(2)
     count, total, *rest = v.x.shape
@@ -62,7 +64,7 @@ def stft(v: Vjp) -> Grads:
 
 
 def _axis(v: Vjp) -> int:
-    """Returns the dimension that is transformed."""
+    """Returns the dimension that a DFT transforms."""
     if v.builder.graph.opset < 20:
         return int(v.attr("axis")) % v.x.rank
     axis = _constant(v, 2)
@@ -70,7 +72,7 @@ def _axis(v: Vjp) -> int:
 
 
 def _constant(v: Vjp, index: int) -> Array | None:
-    """Returns the value of an operand, None if it is missing. Errors: ModelError if it is not
+    """Returns the value of an operand; None if it is missing. Errors: ModelError if it is not
     constant."""
     value = v.constant(index)
     if value is None and v.operand(index) is not None:

@@ -30,7 +30,7 @@ from onnxpar.training.gradients.vjp import Grads, Vjp
 
 @dataclass
 class Carried:
-    """A value that the gradient's loop carries.
+    """A value that the gradient's loop carries from one iteration to the next.
 
     operand  index of the node's operand whose gradient is the final value
     inner    the value before an iteration, an input of the body
@@ -46,8 +46,11 @@ class Carried:
 
 @dataclass
 class _Saved:
-    """A tensor of the forward body, the stack of its values, and the row of the stack that an
-    iteration of the gradient reads."""
+    """A tensor of the forward body whose values the gradient may need.
+
+    stack  the values of all iterations, which the forward pass then returns
+    row    the value of one iteration, which an iteration of the gradient reads from the stack
+    """
 
     tensor: gs.Tensor
     stack: gs.Tensor
@@ -80,27 +83,27 @@ class Steps:
         self.dys = [*self.v.dys, *[None] * (len(results) - len(self.v.dys))]
 
     def length(self) -> int | None:
-        """Returns the number of iterations, None if it is data-dependent."""
+        """Returns the number of iterations; None if it depends on data."""
         raise NotImplementedError
 
     def given(self) -> dict[int, gs.Tensor]:
-        """Returns the tensors that the copy of the body reads as its inputs, except carried values,
-        by `id` of the body's input."""
+        """Returns the tensors that the copy of the body reads as its inputs, by `id` of the body's
+        input; without carried values."""
         raise NotImplementedError
 
     def row(self, stack: gs.Tensor, like: gs.Tensor, result: int | None = None) -> gs.Tensor:
-        """Returns the row, a tensor of the type of `like`, that an iteration of the gradient reads
-        from a stack. The stack has the forward iterations in order along dimension 0, or is stacked
-        like result number `result` of the node."""
+        """Returns the row of a stack that an iteration of the gradient reads, a tensor with the
+        type of `like`. The stack has the forward iterations in order along dimension 0 or, if
+        `result` is given, as result number `result` of the node has them."""
         raise NotImplementedError
 
     def elements(self) -> dict[int, gs.Tensor]:
-        """Returns the body's inputs that are elements of scanned operands whose gradients are
-        wanted, by position of the operand."""
+        """Returns the body's inputs that are elements of scanned operands, for operands whose
+        gradients are wanted, by index of the operand."""
         return {}
 
     def handed(self) -> list[gs.Tensor]:
-        """Returns the rows that the op hands to the gradient's body as inputs."""
+        """Returns the rows of stacks that the gradient's node passes to its body as inputs."""
         return []
 
     def stack_of(self, row: gs.Tensor) -> gs.Tensor | None:
@@ -116,8 +119,8 @@ class Steps:
         raise NotImplementedError
 
     def gradients(self) -> Grads:
-        """Adds the gradient, and returns the gradients of the node's operands and of the outer
-        tensors that its body reads."""
+        """Adds the gradient's node, and returns the gradients of the forward node's operands and of
+        the outer tensors that its body reads."""
         carry, around = self._carried(), read_around(self.v)
         entering = {i: new_like(self.replay.builder, self.states[i]) for i in carry}
         provided = self.given() | {id(t): self._save(t) for t in self.states}
@@ -155,31 +158,32 @@ class Steps:
         return at_positions(self.v, results)
 
     def _sum_after(self, part: Value, entering: Mapping[int, gs.Tensor]) -> Sum | None:
-        """Returns the sum over the iterations of `part`, a gradient of one iteration, if it can be
-        computed after the loop (see `sums.py`); else None. `entering` has inputs of the body."""
+        """Returns the sum of `part`, a gradient of one iteration, over the iterations, if it can be
+        computed after the loop (see `sums.py`); else None. `entering` has inputs of the gradient's
+        body."""
         if not self.length():
             return None
         computed = [t for node in self.replay.graph.nodes for t in node.outputs]
         return sum_after(part, {t.name for t in (*computed, *entering.values(), *self.handed())})
 
     def _flow(self, state: int, inner: gs.Tensor, result: Value | None) -> Carried:
-        """Returns the gradient of the carried value number `state`, which the gradient's loop
-        carries, too: `inner` is the value before an iteration, `result` the gradient that an
+        """Returns what the gradient's loop carries for the carried value number `state`: this
+        value's gradient. `inner` is the gradient before an iteration, `result` the gradient that an
         iteration computes."""
         start = self.dys[state] or zeros_like(self.v.builder, self.states[state])
         result = result or zeros_like(self.replay.builder, inner)
         return Carried(self.first + state, inner, start, result)
 
     def _sum(self, operand: int, tensor: gs.Tensor, part: Value) -> Carried:
-        """Returns the gradient of a tensor that all iterations read: the gradient's loop carries a
-        sum, to which each iteration adds `part`. `operand` is the index of the tensor."""
+        """Returns what the gradient's loop carries for a tensor that all iterations read: a sum, to
+        which each iteration adds `part`. `operand` is the index of the tensor."""
         total = new_like(self.replay.builder, tensor)
         result = self.replay.builder.value(total) + part
         return Carried(operand, total, zeros_like(self.v.builder, tensor), result)
 
     def _carried(self) -> list[int]:
-        """Returns the indices of the carried values through which gradients flow between
-        iterations. Errors: ModelError if such a value changes its shape."""
+        """Returns the indices of the carried values through which gradients flow from one iteration
+        to another. Errors: ModelError if such a value changes its shape."""
         nodes, indices = self.body.nodes, range(self.count)
         ins, outs = [t.name for t in self.states], [t.name for t in self.returned]
         sources = {t.name for t in (*read_around(self.v).values(), *self.elements().values())}
@@ -196,8 +200,8 @@ class Steps:
         return sorted(moving & relevant)
 
     def _save(self, tensor: gs.Tensor) -> gs.Tensor:
-        """Returns, for the body's copy, a tensor with the value from the forward pass: a row of a
-        new stack."""
+        """Returns a tensor that the body's copy reads in place of a tensor of the body: a row of a
+        new stack, with the value from the forward pass."""
         shape, stack = tensor_shape(tensor), self._stack(tensor)
         is_known = shape is not None and None not in shape
         row = self.row(stack, tensor) if is_known else new_like(self.replay.builder, tensor)
@@ -205,20 +209,20 @@ class Steps:
         return row
 
     def _stack(self, row: gs.Tensor) -> gs.Tensor:
-        """Returns a new tensor with a row like `row` for each iteration."""
+        """Returns a new tensor that has a row like `row` for each iteration."""
         shape = [self.length(), *(tensor_shape(row) or ())]
         return gs.Variable(self.v.builder.fresh("rows"), row.dtype, shape)
 
     def _hand_out(self) -> None:
-        """Makes the forward pass return the stacks that the gradient reads."""
+        """Makes the forward node return the stacks that the gradient reads."""
         for saved in self.saved:
             if saved.row.outputs or saved.stack.outputs:
                 self._check(saved.tensor)
                 self.stack(saved.tensor, saved.stack)
 
     def stack(self, tensor: gs.Tensor, rows: gs.Tensor) -> None:
-        """Makes the forward node return `rows`: the values of a tensor of its body, stacked along
-        dimension 0."""
+        """Makes the forward node return `rows`: the values of a tensor of its body in all
+        iterations, stacked along dimension 0."""
         missing = len(self.body.outputs) - self.back - len(self.node.outputs)
         self.node.outputs.extend(
             gs.Variable(self.v.builder.fresh("unread"), t.dtype)
@@ -228,6 +232,7 @@ class Steps:
         self.node.outputs.append(rows)
 
     def _check(self, tensor: gs.Tensor) -> None:
+        """Checks that a carried value keeps its shape. Errors: ModelError."""
         shape = tensor_shape(tensor)
         if shape is None or None in shape:
             raise ModelError(

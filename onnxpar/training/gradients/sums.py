@@ -15,12 +15,13 @@ from onnxpar.graph.tensors import constant
 from onnxpar.training.gradients.value import Value
 
 Stacks = Mapping[str, Value]
+"""The stacks of rows (the values of a tensor in all iterations), by name of the row."""
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over iterations. Each iteration returns `rows`; `total` computes the sum from their
-    stacks, by name of the row."""
+    """A sum over the iterations of a loop. Each iteration returns `rows`; `total` is a function
+    from their stacks to the sum."""
 
     rows: list[Value]
     total: Callable[[Stacks], Value]
@@ -28,8 +29,8 @@ class Sum:
 
 def sum_after(part: Value, inner: Container[str]) -> Sum | None:
     """Returns the sum of `part` over all iterations of a loop, computed after the loop from stacks
-    of other tensors of the loop's body, whose names are in `inner`. None if `part` does not consist
-    of products and sums."""
+    of other tensors of the loop's body. `inner` has the names of the body's tensors. None if `part`
+    does not consist of products and sums."""
     node = part.tensor.inputs[0] if part.tensor.inputs else None
     rule = None if node is None else _SUMMED_AFTER.get(node.op)
     total = rule(part, node, inner) if rule is not None else None
@@ -37,6 +38,8 @@ def sum_after(part: Value, inner: Container[str]) -> Sum | None:
 
 
 def _add(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
+    """Returns the sum over the iterations of `part`, the result of an Add: the sum of its operands'
+    sums."""
     terms = [part.builder.value(t) for t in node.inputs]
     sums = [sum_after(t, inner) for t in terms if t.shape == part.shape]
     if len(sums) < 2 or sums[0] is None or sums[1] is None:
@@ -58,6 +61,8 @@ def _moved(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _reduced(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
+    """Returns the sum over the iterations of `part`, the result of a ReduceSum: one sum of the
+    stacked operand."""
     x, axes = part.builder.value(node.inputs[0]), constant(node.inputs[1])
     if axes is None:
         return None
@@ -87,8 +92,8 @@ def _product(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _source(part: Value, node: gs.Node, index: int) -> tuple[Value, bool]:
-    """Returns an operand of a matrix product before any transposition, and True if the product
-    transposes it."""
+    """Returns (an operand of a matrix product before any transposition, True if the product
+    transposes it)."""
     tensor = node.inputs[index]
     is_transposed = bool(node.attrs.get("transA" if index == 0 else "transB", 0))
     maker = tensor.inputs[0] if tensor.inputs else None

@@ -78,7 +78,11 @@ instead."""
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained weight: `node` is the first node that reads it, as operand number `operand`."""
+    """A weight to train.
+
+    node     the first node that reads the weight
+    operand  the index of the weight among the node's operands
+    """
 
     tensor: gs.Constant
     node: gs.Node
@@ -92,8 +96,9 @@ class Trained:
 
 @dataclass(frozen=True)
 class Left:
-    """An untrained floating-point constant, and the reason.
+    """A floating-point constant that is not trained.
 
+    reason        why it is not trained
     in_role       True if a node reads it as an operand that is usually a weight
     is_trainable  True if only the user's choice keeps it from being trained
     """
@@ -113,8 +118,8 @@ class Left:
 class Weights:
     """The weights of a model, in the order in which nodes read them.
 
-    trained  to be trained
-    left     not to be trained
+    trained  the weights to train
+    left     the other floating-point constants, each with the reason
     asked    names of weights that the user's `params` match
     """
 
@@ -123,8 +128,8 @@ class Weights:
     asked: frozenset[str] = frozenset()
 
     def frozen(self, in_role: bool) -> list[gs.Constant]:
-        """The weights that only the user's choice keeps from being trained. With `in_role`, only
-        weights that are an operand which is usually a weight."""
+        """Returns the weights that only the user's choice keeps from being trained. With `in_role`,
+        only those that a node reads as an operand which is usually a weight."""
         frozen = [left for left in self.left if left.is_trainable]
         return [left.tensor for left in frozen if left.in_role or not in_role]
 
@@ -135,8 +140,8 @@ def find_trained(
     frozen: Sequence[str] = (),
     outputs: Collection[str] | None = None,
 ) -> Weights:
-    """Returns the weights of a model to train, and the others with the reasons why they are not
-    trained.
+    """Returns the weights of a model to train, and the other floating-point constants with the
+    reasons why they are not trained.
 
     params   globs of the weights to train; if empty, weights that PyTorch would train
     frozen   globs of weights not to train
@@ -169,8 +174,8 @@ def find_trained(
 
 
 def matching(glob: str, names: Collection[str], option: str, kind: str = "weight") -> list[str]:
-    """Returns the names that match `glob`. Errors: StrategyError without a match; its message names
-    the `option` that has the glob, and the `kind` of things."""
+    """Returns the names that match `glob`. Errors: StrategyError if none does; `option` is the
+    option that has the glob, and `kind` what the names stand for."""
     matching = [n for n in names if n == glob or fnmatchcase(n, glob)]
     if not matching:
         raise StrategyError(f"{option} {glob} matches no {kind}{there_are(glob, names)}")
@@ -178,8 +183,8 @@ def matching(glob: str, names: Collection[str], option: str, kind: str = "weight
 
 
 def _readers(graph: gs.Graph) -> dict[str, tuple[gs.Constant, gs.Node, int]]:
-    """Returns every floating-point constant by name, with the node and the operand index of its
-    first use, as in `uses_of`."""
+    """Returns every floating-point constant, by name, with the node and the operand index of its
+    first use (see `uses_of`)."""
     readers: dict[str, tuple[gs.Constant, gs.Node, int]] = {}
     for node in all_nodes(graph):
         for i, tensor in enumerate(node.inputs):
@@ -191,9 +196,9 @@ def _readers(graph: gs.Graph) -> dict[str, tuple[gs.Constant, gs.Node, int]]:
 
 
 def uses_of(tensor: gs.Tensor) -> Iterator[tuple[gs.Node, int]]:
-    """Yields the nodes that use a tensor, each with the index of the operand. If a node only moves
-    the tensor's elements, joins it with other constants, or scales or shifts it by a number
-    (RMSNorm's 1 + weight), yields the uses of the node's results."""
+    """Yields (node, index of the operand) for each use of a tensor. A node that only moves the
+    tensor's elements, joins it with other constants, or scales or shifts it by a number (RMSNorm's
+    1 + weight) is no use; the uses of its results count instead."""
     for node in {id(n): n for n in tensor.outputs}.values():
         for i, operand in enumerate(node.inputs):
             if operand is not tensor:
@@ -206,6 +211,7 @@ def uses_of(tensor: gs.Tensor) -> Iterator[tuple[gs.Node, int]]:
 
 
 def _passes(node: gs.Node, index: int) -> bool:
+    """True if a node only moves, joins, scales or shifts operand `index`, as `uses_of` says."""
     if node.op in _MOVES:
         return index == 0
     others = [t for i, t in enumerate(node.inputs) if i != index]
@@ -215,7 +221,7 @@ def _passes(node: gs.Node, index: int) -> bool:
 
 
 def _is_stored(tensor: gs.Tensor) -> bool:
-    """True if a tensor consists of constants that were only moved."""
+    """True if a tensor is a constant, or consists of constants that were only moved."""
     if isinstance(tensor, gs.Constant):
         return True
     node = _maker(tensor)
@@ -231,7 +237,14 @@ def _is_number(tensor: gs.Tensor) -> bool:
 
 
 class _Judge:
-    """Decides which constants of a model are not trained, and why."""
+    """Decides which constants of a model are not trained, and why.
+
+    leading    the names of floating-point tensors on which the loss depends
+    stopped    further such names, if stops (detach) are ignored
+    needed     the names of all tensors on which the loss depends
+    all_named  True if the file names all parameters
+    by_torch   True if PyTorch exported the file
+    """
 
     def __init__(self, model: Model, outputs: Collection[str] | None) -> None:
         self.model = model
@@ -276,9 +289,9 @@ class _Judge:
     def _reason_of_number(
         self, tensor: gs.Constant, uses: Sequence[tuple[gs.Node, int]], value: float
     ) -> str | None:
-        """Returns the reason why a constant of one element, `value`, is not trained; None if it is.
-        It is a parameter if nodes use it like one (the bias of a single class), or if PyTorch has
-        named it."""
+        """Returns the reason why a constant of one element, `value`, is not trained; None if it is
+        trained. It is a parameter if nodes use it like one (the bias of a single class), or if
+        PyTorch has named it."""
         if any(is_role(n, i) or _is_bias_of_one(n, i) for n, i in uses):
             return None
         if not self.by_torch or self.model.exported or _GENERATED.match(tensor.name):
@@ -289,6 +302,8 @@ class _Judge:
 
     @staticmethod
     def _reason_of_values(values: Array, uses: Sequence[tuple[gs.Node, int]]) -> str | None:
+        """Returns the reason, by its values, why a constant is not trained, such as "a mask"; None
+        if there is none."""
         if is_mask(values):
             return "a mask"
         is_angle = all(_becomes_angle(n) for n, _ in uses)
@@ -303,8 +318,8 @@ class _Judge:
     def _reason_of_place(
         self, tensor: gs.Constant, uses: Sequence[tuple[gs.Node, int]]
     ) -> str | None:
-        """Returns a reason that follows from the nodes that use a constant; None if there is
-        none."""
+        """Returns the reason, by the nodes that use it, why a constant is not trained; None if
+        there is none."""
         values = first_values(tensor, self.model.folder)
         for node, index in uses:
             if node.op == "InstanceNormalization" and _is_of_groups(node, index, values):
@@ -332,9 +347,12 @@ def leading(
     ends: Callable[[gs.Node], bool] = is_stop,
     of_any_type: bool = False,
 ) -> set[str]:
-    """Returns the names of the tensors on which the outputs depend: floating-point tensors, or with
-    `of_any_type` all. A path ends at a node for which `ends` is true. `outputs` has names of
-    outputs; None for all."""
+    """Returns the names of the tensors on which outputs depend: of floating-point tensors or, with
+    `of_any_type`, of all tensors.
+
+    outputs  names of outputs; None for all
+    ends     a path ends at a node for which this function is true
+    """
     named = [t for t in graph.outputs if outputs is None or t.name in outputs]
     names = {str(t.name) for t in named}
     for node in reversed(graph.nodes):
@@ -352,7 +370,7 @@ def leading(
 
 
 def _may_carry(tensor: gs.Tensor) -> bool:
-    """True if a tensor may have a gradient: if its type allows it, or is unknown."""
+    """True if a tensor may have a gradient: its type allows this, or is unknown."""
     maker = _maker(tensor)
     is_unknown = bool(tensor.name) and tensor.dtype is None
     return is_unknown or is_trainable_type(tensor) or (maker is not None and carries(maker))
@@ -366,6 +384,7 @@ def is_role(node: gs.Node, index: int) -> bool:
 
 
 def _is_bias_of_one(node: gs.Node, index: int) -> bool:
+    """True if operand `index` of an Add is a bias with one element, for a single class."""
     shape, result = list(node.inputs[index].shape or ()), list(node.outputs[0].shape or ())
     return node.op == "Add" and shape[-1:] == [1] == result[-1:]
 
@@ -380,16 +399,16 @@ def _becomes_angle(node: gs.Node) -> bool:
 
 
 def _is_of_groups(node: gs.Node, index: int, values: Array) -> bool:
-    """True if an InstanceNormalization with operand `index` is an exported group normalization, and
-    the operand is its trivial scale or bias: it is behind a Reshape, with scale 1 and bias 0,
-    because a later node scales by channel."""
+    """True if operand `index` of an InstanceNormalization is a trivial scale (1) or bias (0) that
+    the exporter made for a group normalization: it is behind a Reshape, and a later node scales by
+    channel."""
     maker = _maker(node.inputs[0])
     return maker is not None and maker.op == "Reshape" and bool((values == (index == 1)).all())
 
 
 def _is_of_samples(node: gs.Node, tensor: gs.Constant) -> bool:
-    """True if a constant operand of a Concat or Where has an element of dimension 0 for each sample
-    of the batch."""
+    """True if a constant operand of a Concat or Where has an element along dimension 0 for each
+    sample of the batch."""
     shape, result = list(tensor.shape), list(node.outputs[0].shape or ())
     if node.op == "Concat" and node.attrs.get("axis", 0) % len(result or (1,)) == 0:
         return False

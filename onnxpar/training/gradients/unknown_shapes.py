@@ -32,8 +32,8 @@ def shape_error(tensor: gs.Tensor) -> ModelError:
 
 
 def _origin(tensor: gs.Tensor) -> tuple[gs.Tensor, gs.Node | None]:
-    """Returns the first tensor of unknown shape on a path to this tensor, and the node that
-    computes the first tensor; None for an input."""
+    """Returns (the first tensor of unknown shape on a path to this tensor, the node that computes
+    it; None for an input)."""
     passed: set[str] = set()
     while tensor.inputs:
         maker = tensor.inputs[0]
@@ -52,6 +52,7 @@ def _lacks_shape(tensor: gs.Tensor) -> bool:
 
 
 def _shape_text(tensor: gs.Tensor) -> str:
+    """Returns a shape as text, such as [4, ?]."""
     if tensor.shape is None:
         return "of unknown rank"
     return f"[{', '.join(str(s) if s is not None else '?' for s in tensor.shape)}]"

@@ -1,4 +1,5 @@
-"""Arithmetic that builds a graph: each operation on a Value adds a node, and returns its result.
+"""Arithmetic that builds a graph: each operation on a Value adds a node, and returns the node's
+result.
 
 Shapes must be known. An operation without effect (a Reshape to the same shape, a sum over no axes)
 adds no node.
@@ -21,6 +22,8 @@ Array = npt.NDArray[Any]
 MANY = 1024
 """The number of elements up to which an `arange` is a constant."""
 Step = Callable[[list["Value"], list["Value"]], tuple[Sequence["Value"], Sequence["Value"]]]
+"""A function from states and elements of sequences to new states and elements of results, for
+`scan`."""
 
 
 class Builder:
@@ -49,22 +52,22 @@ class Builder:
         return self.add("ConstantOfShape", np.array(shape, np.int64), value=gs.Constant("", value))
 
     def arange(self, size: int, dtype: Any) -> Value:
-        """Returns the numbers from 0 to `size` - 1: a constant, or the result of a node if they are
-        many."""
+        """Returns the numbers from 0 to `size` - 1: a constant or, if there are more than MANY, the
+        result of a node."""
         if size <= MANY:
             return self.constant(np.arange(size, dtype=dtype))
         return self.add("Range", *(np.array(n, dtype) for n in (0, size, 1)))
 
     def add(self, op: str, *operands: Value | Array | None, **attrs: Any) -> Value:
         """Adds a node with one result, and returns the result. An operand may be an array, which
-        becomes a constant, or None for a missing operand; `attrs` are attributes."""
+        becomes a constant, or None for a missing operand. `attrs` are the node's attributes."""
         return self.add_each(op, operands, 1, **attrs)[0]
 
     def add_each(
         self, op: str, operands: Sequence[Value | Array | None], count: int, **attrs: Any
     ) -> list[Value]:
-        """Adds a node with `count` results, and returns them; `operands` and `attrs` are as for
-        `add`."""
+        """Adds a node with `count` results, and returns the results. `operands` and `attrs` are as
+        for `add`."""
         tensors = [self._tensor(o) for o in operands]
         name = self.fresh(op)
         results = [gs.Variable(f"{name}:{i}" if count > 1 else name) for i in range(count)]
@@ -79,8 +82,8 @@ class Builder:
     def scan(
         self, step: Step, states: Sequence[Value], sequences: Sequence[Value], backwards: bool
     ) -> tuple[list[Value], list[Value]]:
-        """Adds a Scan along the first dimension of sequences, from the end if `backwards`; returns
-        the last states and the sequences of results.
+        """Adds a Scan along the first dimension of sequences, from the end if `backwards`. Returns
+        the last states, and the sequences of results.
 
         `step(states, elements)` returns the new states, and one element for each sequence of
         results; a result element has the same position as the elements from which it was computed.
@@ -110,8 +113,8 @@ class Builder:
         return values[: len(ends)], values[len(ends) :]
 
     def over_parts(self, number: Value) -> Value:
-        """Returns the sum of a scalar over all shards of a parameter: here the scalar itself, which
-        manual programs override."""
+        """Returns the sum of a scalar over all shards of a parameter: here the scalar itself.
+        Builders of manual programs add an AllReduce."""
         return number
 
     def fresh(self, what: str) -> str:
@@ -120,6 +123,8 @@ class Builder:
         return f"{self.prefix}/{what}.{self._names}"
 
     def _tensor(self, operand: Value | Array | None) -> gs.Tensor:
+        """Returns the tensor of an operand: a constant for an array, and an empty tensor for None
+        (an optional operand that is absent)."""
         if operand is None:
             return gs.Variable.empty()
         if isinstance(operand, Value):
@@ -128,7 +133,7 @@ class Builder:
 
 
 class Value:
-    """A tensor, and the builder that appends the nodes of operations on it."""
+    """A tensor with NumPy's operators. `builder` appends the nodes of operations on it."""
 
     def __init__(self, builder: Builder, tensor: gs.Tensor) -> None:
         self.builder = builder
@@ -168,6 +173,7 @@ class Value:
         return self.builder.add(op, self, *operands, **attrs)
 
     def _like(self, number: float) -> Value:
+        """Returns a number as a constant with this tensor's dtype."""
         return self.builder.constant(number, self.dtype)
 
     def __add__(self, other: Value | Array | float) -> Value:
@@ -253,13 +259,13 @@ class Value:
         return self.cast(np.float32) if self.dtype.itemsize < 4 else self
 
     def sum(self, axes: Sequence[int] | None = None, keepdims: bool = False) -> Value:
-        """Returns the sum over axes, by default over all; with `keepdims`, they stay, with size
-        1."""
+        """Returns the sum over axes, by default over all. With `keepdims`, summed dimensions stay,
+        with size 1."""
         return self._reduce("ReduceSum", axes, keepdims)
 
     def mean(self, axes: Sequence[int] | None = None, keepdims: bool = False) -> Value:
-        """Returns the mean over axes, by default over all; with `keepdims`, they stay, with size
-        1."""
+        """Returns the mean over axes, by default over all. With `keepdims`, averaged dimensions
+        stay, with size 1."""
         return self._reduce("ReduceMean", axes, keepdims)
 
     def _reduce(self, op: str, axes: Sequence[int] | None, keepdims: bool) -> Value:
@@ -295,13 +301,13 @@ class Value:
         return self if perm == sorted(perm) else self.op("Transpose", perm=perm)
 
     def swap(self, a: int = -1, b: int = -2) -> Value:
-        """Exchanges two dimensions, by default the last two."""
+        """Returns the tensor with two dimensions exchanged, by default the last two."""
         perm = list(range(self.rank))
         perm[a], perm[b] = perm[b], perm[a]
         return self.transpose(perm)
 
     def unsqueeze(self, axes: Sequence[int]) -> Value:
-        """Inserts dimensions of size 1 at these axes of the result."""
+        """Returns the tensor with dimensions of size 1 inserted at these axes of the result."""
         rank = self.rank + len(axes)
         axes = sorted(a % rank for a in axes)
         shape = list(self.shape)
@@ -318,14 +324,16 @@ class Value:
         return self.op("Slice", *bounds)
 
     def pad(self, before: Sequence[int], after: Sequence[int]) -> Value:
-        """Adds zeros before and after each dimension; negative numbers remove elements."""
+        """Returns the tensor with zeros added before and after each dimension; negative numbers
+        remove elements."""
         if not any(before) and not any(after):
             return self
         return self.op("Pad", np.array([*before, *after], np.int64))
 
     def sum_to(self, shape: Sequence[int]) -> Value:
-        """Returns the sum over the dimensions that broadcasting from `shape` expands, in the shape
-        `shape`."""
+        """Returns the sum over the dimensions in which broadcasting a tensor of this shape would
+        expand it, in this shape: [2, 3, 4] summed to [3, 1] adds up the first and the last
+        dimension."""
         shape = tuple(shape)
         if shape == self.shape:
             return self

@@ -25,16 +25,17 @@ from onnxpar.graph.tensors import constant, is_float
 from onnxpar.training.gradients.value import Array, Builder, Value
 
 Grads = Sequence[Value | None]
+"""A gradient for each operand; None for an operand without."""
 VjpFunction = Callable[["Vjp"], Grads]
 
 
 @dataclass
 class Vjp:
-    """The argument of a gradient rule: a node of the forward graph, and the gradients of its
-    results.
+    """The argument of a gradient rule (vector-Jacobian product): a node of the forward graph, and
+    the gradients of its results.
 
     builder  appends nodes to the graph
-    dys      gradient of each result, None if the loss does not depend on it
+    dys      gradient of each result; None if the loss does not depend on it
     wanted   for each operand, True if its gradient is used
     """
 
@@ -45,12 +46,12 @@ class Vjp:
 
     @property
     def operands(self) -> list[Value]:
-        """The operands, and after them the tensors of outer graphs that the node's subgraphs read.
-        A missing operand has an empty name and no shape."""
+        """The operands, followed by the tensors of outer graphs that the node's subgraphs read. A
+        missing operand has an empty name and no shape."""
         return [self.builder.value(t) for t in operands_of(self.node)]
 
     def operand(self, index: int) -> Value | None:
-        """Returns an operand, None if it is missing."""
+        """Returns an operand; None if it is missing."""
         tensors = self.node.inputs
         exists = index < len(tensors) and bool(tensors[index].name)
         return self.builder.value(tensors[index]) if exists else None
@@ -79,8 +80,8 @@ class Vjp:
         return dy
 
     def output(self, index: int, dtype: Any, shape: Sequence[int]) -> Value:
-        """Returns a result of the node. Adds it to the node, with this dtype and shape, if the node
-        does not return it yet."""
+        """Returns a result of the node. If the node does not return it yet, adds it with this dtype
+        and shape."""
         outputs = self.node.outputs
         while len(outputs) <= index:
             outputs.append(gs.Variable.empty())
@@ -95,7 +96,7 @@ class Vjp:
         return constant(self.node.inputs[index]) if exists else None
 
     def attr(self, name: str) -> Any:
-        """Returns an attribute of the node, or else the default; None if there is no default."""
+        """Returns an attribute of the node, or else ONNX's default; None if there is no default."""
         if name in self.node.attrs:
             return self.node.attrs[name]
         schema = onnx.defs.get_schema(
@@ -109,18 +110,19 @@ class Vjp:
 
 
 def operands_of(node: gs.Node) -> list[gs.Tensor]:
-    """Returns the tensors that a node reads: its operands, and after them the tensors of outer
-    graphs that its subgraphs read, each once."""
+    """Returns the tensors that a node reads: its operands, followed by the tensors of outer graphs
+    that its subgraphs read, each once."""
     inner = {t.name: t for t, _, _ in captured(node)}
     return [*node.inputs, *inner.values()]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A gradient rule.
+    """A registered gradient rule.
 
-    trained  indices of the operands that are usually parameters
-    message  True for Send and Recv
+    function  the rule
+    trained   indices of the operands that are usually parameters
+    message   True for Send and Recv
     """
 
     function: VjpFunction
@@ -154,9 +156,11 @@ def vjp(
 
 def no_gradient(ops: str, reason: str, domain: str = "", carries: bool = False) -> None:
     """Registers the reason why ops have no gradient: `no_gradient("Unique", "...")`. Such an op on
-    a path from a parameter to the loss is an error. With `carries`, results that are not
-    floating-point tensors are part of a path, too: they carry such numbers, rounded or in a
-    sequence."""
+    a path from a parameter to the loss is an error.
+
+    carries  True if results that are not floating-point tensors are part of such a path, too: they
+             carry floating-point numbers, rounded or in a sequence
+    """
     for op in ops.split():
         assert (domain, op) not in _NONE, f"two reasons for {op}"
         _NONE[domain, op] = reason
@@ -175,7 +179,7 @@ def without() -> Mapping[tuple[str, str], str]:
 
 
 def entry_of(node: gs.Node) -> Entry | None:
-    """Returns the gradient rule of a node's op, None if there is none."""
+    """Returns the gradient rule of a node's op; None if there is none."""
     return _RULES.get(("" if node.domain in (None, "ai.onnx") else node.domain, node.op))
 
 
@@ -187,11 +191,10 @@ def is_message(node: gs.Node) -> bool:
 
 def carries(node: gs.Node) -> bool:
     """True if a node's results may carry numbers that need a gradient, although the results are not
-    floating-point tensors."""
+    floating-point tensors (rounded numbers, sequences)."""
     return (node.domain or "", node.op) in _CARRIERS
 
 
 def is_trainable_type(tensor: gs.Tensor) -> bool:
-    """True if a tensor can have a gradient: if it is not missing, and has floating-point
-    numbers."""
+    """True if a tensor can have a gradient: it is not missing, and has floating-point numbers."""
     return bool(tensor.name) and is_float(tensor)

@@ -13,10 +13,11 @@ from onnxpar.training.gradients.vjp import Vjp
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows on a wide image; each window corresponds to an element of a narrow image.
+    """Windows of a convolution or pool on a wide image; each window corresponds to an element of a
+    narrow image. The wide image is the operand of a Conv, or the result of a ConvTranspose.
 
-    Tap k of window i is the wide image's element `i * stride + k * dilation - before`, and the last
-    window reaches `after` elements past the end. A negative `before` or `after` means that no
+    Element k of window i is the wide image's element `i * stride + k * dilation - before`, and the
+    last window reaches `after` elements past the end. A negative `before` or `after` means that no
     window covers that end of the image; `before` is negative only in pools.
     """
 
@@ -34,8 +35,8 @@ class Windows:
 
     @property
     def is_identity(self) -> bool:
-        """True if window i consists of element i alone, given images of the same size and strides
-        of 1."""
+        """True if window i consists of element i alone, provided that both images have the same
+        size and strides are 1."""
         return prod(self.kernel) == 1 and not any(self.before + self.after)
 
     def attributes(self, group: int) -> dict[str, object]:
@@ -44,8 +45,8 @@ class Windows:
 
 
 def windows_of(v: Vjp, kernel: Sequence[int]) -> Windows:
-    """Returns the windows, of the sizes `kernel`, of a convolution or pool. The wide image is the
-    operand, for a ConvTranspose the result."""
+    """Returns the windows of the sizes `kernel` of a convolution or pool. The wide image is the
+    operand; for a ConvTranspose, the result."""
     rank = len(kernel)
     wide, narrow = (v.y, v.x) if v.node.op == "ConvTranspose" else (v.x, v.y)
     strides, dilations = (
@@ -62,14 +63,16 @@ def windows_of(v: Vjp, kernel: Sequence[int]) -> Windows:
 
 
 def gather(wide: Value, weight: Value, by: Windows, group: int = 1) -> Value:
-    """Returns the product of each window with the weight `(g o) c k`: a convolution of the wide
-    image."""
+    """Returns the product of each window with a weight: a convolution of the wide image. The
+    weight has the dimensions `(g o) c k`: group and output channel, input channel, element of
+    the window."""
     return wide.op("Conv", weight, pads=by.padding, **by.attributes(group))
 
 
 def spread(narrow: Value, weight: Value, by: Windows, group: int = 1) -> Value:
-    """Multiplies each element of the narrow image by the weight `(g c) o k`, and adds the product
-    to the elements of its window; returns the wide image. This is the transpose of `gather`."""
+    """Multiplies each element of the narrow image by the weight `(g c) o k` (group and input
+    channel, output channel, element of the window), adds the products to the elements of its
+    window, and returns the wide image. This is the transpose of `gather`."""
     unread, grown = ([max(-p, 0) for p in pads] for pads in (by.before, by.after))
     attrs = by.attributes(group)
     wide = narrow.op("ConvTranspose", weight, pads=by.padding, output_padding=grown, **attrs)
@@ -77,11 +80,12 @@ def spread(narrow: Value, weight: Value, by: Windows, group: int = 1) -> Value:
 
 
 def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
-    """Returns the gradient of a convolution's weight `(g o) c k`, as a convolution of a wide and a
-    narrow image, of which one is the operand and the other the gradient of the result: `n (g c) w,
-    n (g o) y -> (g o) c k`, where g is `group`.
+    """Returns the gradient of a convolution's weight `(g o) c k`. One of the images is the
+    convolution's operand, the other the gradient of its result: `n (g c) w, n (g o) y -> (g o) c
+    k`, where g is `group`.
 
-    The convolution sums over the batch, so the result is partial if the batch is sharded.
+    The gradient is itself a convolution, which sums over the batch; so it is a partial sum if the
+    batch is sharded.
     """
     channels, results = wide.shape[1] // group, narrow.shape[1]
     if 0 in (wide.size, narrow.size):  # onnxruntime's Conv without channels is not always zero
@@ -108,7 +112,7 @@ def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
 
 
 def _pointwise(wide: Value, narrow: Value) -> Value:
-    """Like `correlate`, for windows of one element without gaps, as a matrix product."""
+    """Like `correlate`, for windows of one element without gaps, by a matrix product."""
     rank = wide.rank
     rows = narrow.swap(0, 1).reshape([narrow.shape[1], -1])
     columns = wide.transpose([0, *range(2, rank), 1]).reshape([-1, wide.shape[1]])
