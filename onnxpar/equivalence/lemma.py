@@ -360,6 +360,74 @@ def _axis(case: Case, rank: int) -> Sequence[int]:
     return [axis]
 
 
+def arg(case: Case) -> list[Result]:
+    """ArgMax and ArgMin: the dimension is whole."""
+    case.same_attrs()
+    held, shape = case.operand(0), case.shapes[0]
+    no_partial(held)
+    axis = int(case.attr("axis") or 0) % len(shape)
+    case.whole(held, axis, shape)
+    one = (case.families.whole(1),) if case.attr("keepdims") else ()
+    dims = (*held.dims[:axis], *one, *held.dims[axis + 1 :])
+    return [Result(0, dims, (*shape[:axis], *[1] * len(one), *shape[axis + 1 :]))]
+
+
+def top_k(case: Case) -> list[Result]:
+    """TopK: the dimension is whole, and so are both results."""
+    case.same_attrs()
+    held, shape = case.operand(0), case.shapes[0]
+    no_partial(held)
+    axis = int(case.attr("axis")) % len(shape)
+    case.whole(held, axis, shape)
+    count = case.constant(1)
+    if count is None:
+        raise NotShown("a TopK has no number")
+    size = int(count.reshape(-1)[0])
+    dims = (*held.dims[:axis], case.families.whole(size), *held.dims[axis + 1 :])
+    return [Result(i, dims, (*shape[:axis], size, *shape[axis + 1 :])) for i in range(2)]
+
+
+def cumulative(case: Case) -> list[Result]:
+    """CumSum: the dimension is whole; a sum of sums is the sum."""
+    case.same_attrs()
+    held, shape = case.operand(0), case.shapes[0]
+    axis = case.constant(1)
+    if axis is None:
+        raise NotShown("a CumSum has no axis")
+    case.whole(held, int(axis.reshape(-1)[0]) % len(shape), shape)
+    return [Result(0, held.dims, tuple(shape), held.partial)]
+
+
+def along_elements(case: Case) -> list[Result]:
+    """GatherElements and ScatterElements: one dimension is whole; of the others, all operands hold
+    the same positions."""
+    case.same_attrs()
+    no_partial(*case.held)
+    axis = int(case.attr("axis") or 0) % len(case.shapes[0])
+    data, result = case.operand(0), case.operand(0)
+    if case.node.op == "GatherElements":
+        result = case.operand(1)
+    for index in range(len(case.held)):
+        held, shape = case.operand(index), case.shapes[index]
+        case.whole(held, axis, shape)
+        for i, family in enumerate(held.dims):
+            same_size = shape[i] == case.shapes[0][i]
+            if i != axis and (not same_size or family is not data.dims[i]):
+                raise NotShown(f"{held.term!r} holds other positions of dimension {i}")
+    shape = case.shapes[1 if case.node.op == "GatherElements" else 0]
+    return [Result(0, result.dims, tuple(shape))]
+
+
+def dropout(case: Case) -> list[Result]:
+    """Dropout outside of training: the operand."""
+    mode = case.of_model(2) if len(case.node.inputs) > 2 else None
+    local = case.of_ranks(2) if len(case.local.first.inputs) > 2 else []
+    if (mode is not None and mode.any()) or any(value.any() for value in local):
+        raise NotShown("a Dropout draws")
+    held = case.operand(0)
+    return [Result(0, held.dims, tuple(case.shapes[0]), held.partial)]
+
+
 def layer_norm(case: Case) -> list[Result]:
     """LayerNormalization and its like: the last dimensions are whole, also of scale and bias."""
     case.same_attrs()
@@ -486,7 +554,14 @@ Xor Clip""".split()
 
 LEMMAS: Mapping[tuple[str, str], Lemma] = {
     **{("", op): elementwise() for op in (*UNARY, *BINARY)},
-    **{("", op): elementwise(linear=(0,)) for op in ("Neg", "Identity", "Dropout")},
+    **{("", op): elementwise(linear=(0,)) for op in ("Neg", "Identity")},
+    ("", "Dropout"): dropout,
+    ("", "ArgMax"): arg,
+    ("", "ArgMin"): arg,
+    ("", "TopK"): top_k,
+    ("", "CumSum"): cumulative,
+    ("", "GatherElements"): along_elements,
+    ("", "ScatterElements"): along_elements,
     ("", "Add"): elementwise(all_linear=True),
     ("", "Sub"): elementwise(all_linear=True),
     ("", "Sum"): elementwise(all_linear=True),

@@ -126,10 +126,39 @@ def read_program(path: Path, fed: Collection[str] = ()) -> Program:
     constants = Constants(graph, path.parent, fed)
     stored = {tensor.name for tensor in graph.initializer} - {*fed}
     inputs = [port.name for port in graph.input if port.name not in stored]
-    nodes = [read_node(node) for node in graph.node]
+    nodes = [read_node(each) for node in graph.node for each in _apart(node)]
     program = Program(path, nodes, inputs, [p.name for p in graph.output], constants, opsets)
     _infer(proto, program)
     return program
+
+
+def _apart(node: NodeProto) -> Iterator[NodeProto]:
+    """Yields the elementwise nodes that a FusedElementwise of the plugin computes; other nodes as
+    they are."""
+    if node.op_type != "FusedElementwise" or node.domain != "onnxpar":
+        yield node
+        return
+    values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    steps = [step.split() for step in values["program"].decode().split(";")]
+    wide = {int(name[1:]) for _, *names in steps for name in names if name[0] == "x"}
+    first = max(wide, default=-1) + 1
+    names = {f"x{i}": name for i, name in enumerate(node.input)}
+    names |= {f"s{i}": name for i, name in enumerate(node.input[first:])}
+    results: dict[int, list[str]] = {}
+    for name, step in zip(node.output, values["results"], strict=True):
+        results.setdefault(int(step), []).append(name)
+    for number, (op, *operands) in enumerate(steps):
+        own = results.get(number) or [f"{node.output[0]}::v{number}"]
+        names[f"v{number}"] = own[0]
+        yield _part(node, op, [names[operand] for operand in operands], own[0])
+        for name in own[1:]:
+            yield _part(node, "Identity", own[:1], name)
+
+
+def _part(node: NodeProto, op: str, inputs: Sequence[str], output: str) -> NodeProto:
+    part = onnx.helper.make_node(op, inputs, [output], f"{node.name}::{output}")
+    part.metadata_props.extend(node.metadata_props)
+    return part
 
 
 def read_node(node: NodeProto) -> Node:
