@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.held import Held, Partial
+from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.lemma import NotShown
 from onnxpar.equivalence.moves import RESHAPES, shape_after, slice_positions
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
@@ -19,13 +20,8 @@ from onnxpar.equivalence.spans import Families, Family
 class Collectives:
     """Derives relations of collectives' results. Two-op collectives have theirs at Complete."""
 
-    def __init__(self, ranks: Ranks, families: Families) -> None:
-        self.ranks, self.families = ranks, families
-        self.started: dict[str, RankNode] = {
-            node.first.outputs[0]: node
-            for node in ranks.nodes
-            if node.first.domain == PLUGIN and node.first.op.startswith("Start")
-        }
+    def __init__(self, ranks: Ranks, families: Families, relations: Relations) -> None:
+        self.ranks, self.families, self.relations = ranks, families, relations
 
     def after(self, node: RankNode, held: Held) -> Iterator[Held]:
         """Yields what the result of a node of ranks is, whose first operand is `held`. NotShown if
@@ -35,21 +31,24 @@ class Collectives:
             if first.op == "Gate":
                 yield replace(held, name=first.outputs[0])
                 return
-            op, result = first.op, first.outputs[0]
-            if op.startswith("Start"):
-                op = op.removeprefix("Start")
-                complete = [r for r in self.ranks.readers[result] if r.first.op == "Complete"]
-                if len(complete) != 1:
-                    raise NotShown(f"{len(complete)} nodes complete {first.name!r}")
-                result = complete[0].first.outputs[0]
+            op, result = self._collective(node)
             rule = _RULES.get(op)
             if rule is None:
                 return
-            attrs = self._attributes(node)
-            dims, partial = rule(self, held, attrs)
+            dims, partial = rule(self, held, self._attributes(node))
             yield Held(held.term, result, dims, partial)
         elif first.domain == "":
             yield from self._local(node, held)
+
+    def _collective(self, node: RankNode) -> tuple[str, str]:
+        """The kind of a collective, and its result, which the Complete of one in two ops has."""
+        op, result = node.first.op, node.first.outputs[0]
+        if not op.startswith("Start"):
+            return op, result
+        complete = [r for r in self.ranks.readers[result] if r.first.op == "Complete"]
+        if len(complete) != 1:
+            raise NotShown(f"{len(complete)} nodes complete {node.first.name!r}")
+        return op.removeprefix("Start"), complete[0].first.outputs[0]
 
     def _attributes(self, node: RankNode) -> list[dict[str, Any]]:
         """The attributes of all ranks, with the group of each, which must be that of its members."""
@@ -236,6 +235,71 @@ class Collectives:
                 yield replace(held, name=first.outputs[0], dims=self._with(held, axis, spans))
         elif first.op == "Mul":
             yield from self._masked(node, held, 1)
+
+    def buckets(self, name: str) -> Iterator[Held]:
+        """Yields what the results of an AllReduce of a bucket are: tensors that were flattened and
+        joined, and are split and reshaped behind it. All tensors of the bucket must be known."""
+        for concat in self._joins(name):
+            sizes = []
+            sources = [self._unflattened(part) for part in concat.first.inputs]
+            for source in sources:
+                held = self.relations.by_name.get(source)
+                if not held:
+                    return
+                sizes.append([
+                    math.prod(family.sizes[rank] for family in held[0].dims)
+                    for rank in range(self.ranks.size)
+                ])  # fmt: skip
+            for node in self.ranks.readers.get(concat.first.outputs[0], ()):
+                if node.first.domain != PLUGIN or node.first.op.removeprefix("Start") != "AllReduce":
+                    continue
+                attrs = self._attributes(node)
+                _, joined = self._collective(node)
+                for split in self.ranks.readers.get(joined, ()):
+                    if split.first.op == "Split" and self._split_sizes(split) == sizes:
+                        yield from self._split_bucket(sources, split, attrs)
+
+    def _joins(self, name: str) -> Iterator[RankNode]:
+        """The nodes that join a tensor, flattened, with others."""
+        for node in self.ranks.readers.get(name, ()):
+            if node.first.op == "Concat" and node.is_alike:
+                yield node
+            elif node.first.op in RESHAPES and node.is_alike and node.first.inputs[0] == name:
+                yield from self._joins(node.first.outputs[0])
+
+    def _unflattened(self, name: str) -> str:
+        """The tensor that reshapes, one after the other, turn into `name`."""
+        maker = self.ranks.makers.get(name)
+        while name not in self.relations.by_name and maker is not None and maker.first.op in RESHAPES:
+            name = maker.first.inputs[0]
+            maker = self.ranks.makers.get(name)
+        return name
+
+    def _split_sizes(self, split: RankNode) -> list[list[int]]:
+        """The sizes of each result of a Split, by rank."""
+        inputs = split.first.inputs
+        values = self.ranks.constants(inputs[1]) if len(inputs) > 1 else None
+        if values is None:
+            return []
+        return [list(column) for column in zip(*(v.tolist() for v in values), strict=True)]
+
+    def _split_bucket(
+        self, sources: Sequence[str], split: RankNode, attrs: Sequence[Mapping[str, Any]]
+    ) -> Iterator[Held]:
+        for source, part in zip(sources, split.first.outputs, strict=True):
+            for held in self.relations.by_name.get(source, ()):
+                try:
+                    dims, partial = self.all_reduce(held, attrs)
+                except NotShown:
+                    continue
+                whole = replace(held, dims=dims, partial=partial)
+                own = [[f.sizes[rank] for f in held.dims] for rank in range(self.ranks.size)]
+                flat = [[math.prod(shape)] for shape in own]
+                for reader in self.ranks.readers.get(part, ()):
+                    if reader.first.op in RESHAPES and reader.first.inputs[0] == part:
+                        yield from self._reshaped(reader, whole, flat, own)
+                if own == flat:
+                    yield replace(whole, name=part)
 
     def _reshaped(
         self, node: RankNode, held: Held, own: Sequence[Sequence[int]],

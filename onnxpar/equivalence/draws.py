@@ -21,6 +21,9 @@ _EXACT = frozenset(
 _INDEXED = {"Gather": 0, "GatherElements": 0, "ScatterElements": 0, "OneHot": 1}
 
 
+_CLASSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+
+
 class Draws:
     """Values for the tensors that a window reads: from a seed, the tensor's name and the number of
     the draw. Indices are drawn at the edges of what ranks hold in every other draw."""
@@ -32,6 +35,7 @@ class Draws:
         self.edges = np.array(edges or [0], np.int64)
         self.is_exact = all(node.domain == "" and node.op in _EXACT for node in nodes)
         self.bound = _bound(model, nodes)
+        self.has_negative = not any(node.op in _CLASSES for node in nodes)
 
     def value(self, name: str, shape: Shape, kind: int, number: int) -> Array:
         """The value of a tensor of an element type of ONNX."""
@@ -62,7 +66,8 @@ class Draws:
     def _integers(
         self, random: np.random.Generator, shape: Shape, dtype: np.dtype, number: int
     ) -> Array:
-        low = 0 if dtype.kind == "u" or number < 2 else -self.bound
+        has_negative = self.has_negative and dtype.kind != "u" and number >= 2
+        low = -self.bound if has_negative else 0
         if number % 2:
             edges = self.edges[(self.edges >= low) & (self.edges < self.bound)]
             edges = np.concatenate([edges, [low, self.bound - 1]])
@@ -74,7 +79,7 @@ def _bound(model: Program, nodes: Sequence[Node]) -> int:
     """The number of positions that indices may have in all nodes that read some."""
     bounds = []
     for node in nodes:
-        if node.domain or node.op not in (*_INDEXED, "GatherND", "ScatterND"):
+        if node.domain or node.op not in (*_INDEXED, *_CLASSES, "GatherND", "ScatterND"):
             continue
         name = node.inputs[0]
         shape = model.shapes.get(name)
@@ -83,5 +88,6 @@ def _bound(model: Program, nodes: Sequence[Node]) -> int:
         if not shape:
             continue
         axis = int(node.attrs.get("axis", 0)) if node.op in _INDEXED else 0
+        axis = 1 if node.op in _CLASSES else axis
         bounds.append(min(shape) if node.op.endswith("ND") else shape[axis % len(shape)])
     return max(min(bounds, default=5), 1)

@@ -20,7 +20,7 @@ from onnxpar.equivalence.program import Program, read_program
 from onnxpar.equivalence.ranks import Ranks
 from onnxpar.equivalence.spans import Families, Family
 from onnxpar.equivalence.verification import Failure, Verification
-from onnxpar.equivalence.walk import Walk
+from onnxpar.equivalence.walk import Walk, key_of
 
 
 def verify(model: Path | str, folder: Path | str, seed: int = 0) -> Verification:
@@ -159,12 +159,12 @@ class _Proof:
             if term in seen or node is None:
                 continue
             seen.add(term)
-            key = next((t for t in node.outputs if t), node.name)
+            key = key_of(node)
             if key in self.walk.refused:
                 before.add(key)
             todo += node.inputs
         for node in self.program.nodes:
-            key = next((t for t in node.outputs if t), node.name)
+            key = key_of(node)
             if key in before:
                 return self.walk.failure(key)
         return Failure("output", name, "no tensor of ranks is related to it")

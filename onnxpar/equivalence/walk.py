@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import islice, product, zip_longest
 from math import prod
 
@@ -45,6 +46,11 @@ VERSIONED = frozenset(
 """Ops that have an attribute in some versions, and an operand in its place in others."""
 
 
+def key_of(node: Node) -> str:
+    """The name of a node's first result."""
+    return next((name for name in node.outputs if name), node.name)
+
+
 class Walk:
     """Relates the tensors of a model to those of ranks.
 
@@ -59,10 +65,12 @@ class Walk:
         self.copies = copies
         self.compared = 0
         self.notes: dict[str, str] = {}
-        self.reasons: dict[str, Mapping[str, str]] = {}
+        self.readers: dict[str, list[int]] = defaultdict(list)
+        self._todo: list[int] = []
+        self._queued: set[int] = set()
         self.model, self.ranks, self.families = model, ranks, families
         self.relations = Relations()
-        self.collectives = Collectives(ranks, families)
+        self.collectives = Collectives(ranks, families, self.relations)
         self.proved: dict[str, str] = {}
         self.refused: dict[str, Refusal] = {}
         self.anchors = {node.first.origin for node in ranks.nodes}
@@ -78,29 +86,64 @@ class Walk:
             each = todo.pop()
             if not self.relations.add(each):
                 continue
+            for number in self.readers.get(each.term, ()):
+                self._push(number)
             for node in self.ranks.readers.get(each.name, ()):
                 try:
                     todo += self.collectives.after(node, each)
                 except NotShown:
                     continue
+            if each.partial:
+                try:
+                    todo += self.collectives.buckets(each.name)
+                except NotShown:
+                    continue
 
     def run(self) -> None:
-        """Goes through all nodes in order."""
-        for node in self.model.nodes:
-            self._prove(node)
+        """Proves nodes in order; again if there is more to know of their operands. Samples the first
+        node that no lemma proves, and goes on."""
+        for number, node in enumerate(self.model.nodes):
+            for name in dict.fromkeys(node.inputs):
+                self.readers[name].append(number)
+            self._push(number)
+        sampled: set[tuple[str, int]] = set()
+        while True:
+            while self._todo:
+                number = heappop(self._todo)
+                self._queued.discard(number)
+                self._prove(self.model.nodes[number])
+            if not self._sample_next(sampled):
+                return
+
+    def _push(self, number: int) -> None:
+        if number not in self._queued:
+            self._queued.add(number)
+            heappush(self._todo, number)
+
+    def _sample_next(self, sampled: set[tuple[str, int]]) -> bool:
+        """Samples refused nodes in order until one is related; False if none is."""
+        for key in [name for node in self.model.nodes for name in node.outputs[:1]]:
+            if key not in self.refused:
+                continue
+            node = self.refused[key].node
+            known = sum(len(self.relations.by_term.get(name, ())) for name in node.inputs)
+            if (key, known) not in sampled:
+                sampled.add((key, known))
+                if self._sample(node, key):
+                    return True
+        return False
 
     def _prove(self, node: Node) -> None:
-        key = next((name for name in node.outputs if name), node.name)
+        key = key_of(node)
         reasons: dict[str, str] = {}
         for local in self._candidates(node):
             for held in islice(self._operands(node, local), MOST_TRIES):
                 found = self._show(node, local, held, reasons)
                 if found is not None:
                     self.proved.setdefault(key, found)
+                    self.refused.pop(key, None)
         if key not in self.proved:
-            self.reasons[key] = reasons
-            if not self._sample(node, key):
-                self.refused[key] = Refusal(node, reasons)
+            self.refused[key] = Refusal(node, reasons)
 
     def _sample(self, node: Node, key: str) -> bool:
         """Relates the results of a node, and of the nodes before it that are not proved, on drawn
@@ -123,9 +166,8 @@ class Walk:
                 self.hold(held)
             if found:
                 for inner in window.nodes:
-                    name = next((n for n in inner.outputs if n), inner.name)
-                    self.refused.pop(name, None)
-                    self.proved.setdefault(name, "sampled")
+                    self.refused.pop(key_of(inner), None)
+                    self.proved.setdefault(key_of(inner), "sampled")
                 return True
         return False
 
