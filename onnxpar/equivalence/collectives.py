@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.held import Held, Partial, Relations
+from onnxpar.equivalence.held import Held, Partial
 from onnxpar.equivalence.lemma import NotShown
-from onnxpar.equivalence.moves import RESHAPES, shape_after, slice_positions
+from onnxpar.equivalence.moves import slice_positions
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families, Family
 
@@ -20,8 +19,8 @@ from onnxpar.equivalence.spans import Families, Family
 class Collectives:
     """Derives relations of collectives' results. Two-op collectives have theirs at Complete."""
 
-    def __init__(self, ranks: Ranks, families: Families, relations: Relations) -> None:
-        self.ranks, self.families, self.relations = ranks, families, relations
+    def __init__(self, ranks: Ranks, families: Families) -> None:
+        self.ranks, self.families = ranks, families
 
     def after(self, node: RankNode, held: Held) -> Iterator[Held]:
         """Yields what the result of a node of ranks is, whose first operand is `held`. NotShown if
@@ -35,7 +34,7 @@ class Collectives:
             rule = _RULES.get(op)
             if rule is None:
                 return
-            dims, partial = rule(self, held, self._attributes(node))
+            dims, partial = rule(self, held, self.attributes(node))
             yield Held(held.term, result, dims, partial)
         elif first.domain == "":
             yield from self._local(node, held)
@@ -50,7 +49,11 @@ class Collectives:
             raise NotShown(f"{len(complete)} nodes complete {node.first.name!r}")
         return op.removeprefix("Start"), complete[0].first.outputs[0]
 
-    def _attributes(self, node: RankNode) -> list[dict[str, Any]]:
+    def result(self, node: RankNode) -> str:
+        """The result of a collective."""
+        return self._collective(node)[1]
+
+    def attributes(self, node: RankNode) -> list[dict[str, Any]]:
         """The attributes of all ranks, with the group of each, which must be that of its members."""
         found = [dict(own.attrs) for own in node.nodes]
         for rank, attrs in enumerate(found):
@@ -222,9 +225,6 @@ class Collectives:
             return
         if first.op == "Identity":
             yield replace(held, name=first.outputs[0])
-        elif first.op in RESHAPES:
-            own = [[family.sizes[rank] for family in held.dims] for rank in range(self.ranks.size)]
-            yield from self._reshaped(node, held, own, own)
         elif first.op == "Slice":
             yield replace(held, name=first.outputs[0], dims=self._cut(node, held))
         elif first.op == "Gather" and self.ranks.is_constant(first.inputs[1]):
@@ -235,91 +235,6 @@ class Collectives:
                 yield replace(held, name=first.outputs[0], dims=self._with(held, axis, spans))
         elif first.op == "Mul":
             yield from self._masked(node, held, 1)
-
-    def buckets(self, name: str) -> Iterator[Held]:
-        """Yields what the results of an AllReduce of a bucket are: tensors that were flattened and
-        joined, and are split and reshaped behind it. All tensors of the bucket must be known."""
-        for concat in self._joins(name):
-            sizes = []
-            sources = [self._unflattened(part) for part in concat.first.inputs]
-            for source in sources:
-                held = self.relations.by_name.get(source)
-                if not held:
-                    return
-                sizes.append([
-                    math.prod(family.sizes[rank] for family in held[0].dims)
-                    for rank in range(self.ranks.size)
-                ])  # fmt: skip
-            for node in self.ranks.readers.get(concat.first.outputs[0], ()):
-                if node.first.domain != PLUGIN or node.first.op.removeprefix("Start") != "AllReduce":
-                    continue
-                attrs = self._attributes(node)
-                _, joined = self._collective(node)
-                for split in self.ranks.readers.get(joined, ()):
-                    if split.first.op == "Split" and self._split_sizes(split) == sizes:
-                        yield from self._split_bucket(sources, split, attrs)
-
-    def _joins(self, name: str) -> Iterator[RankNode]:
-        """The nodes that join a tensor, flattened, with others."""
-        for node in self.ranks.readers.get(name, ()):
-            if node.first.op == "Concat" and node.is_alike:
-                yield node
-            elif node.first.op in RESHAPES and node.is_alike and node.first.inputs[0] == name:
-                yield from self._joins(node.first.outputs[0])
-
-    def _unflattened(self, name: str) -> str:
-        """The tensor that reshapes, one after the other, turn into `name`."""
-        maker = self.ranks.makers.get(name)
-        while name not in self.relations.by_name and maker is not None and maker.first.op in RESHAPES:
-            name = maker.first.inputs[0]
-            maker = self.ranks.makers.get(name)
-        return name
-
-    def _split_sizes(self, split: RankNode) -> list[list[int]]:
-        """The sizes of each result of a Split, by rank."""
-        inputs = split.first.inputs
-        values = self.ranks.constants(inputs[1]) if len(inputs) > 1 else None
-        if values is None:
-            return []
-        return [list(column) for column in zip(*(v.tolist() for v in values), strict=True)]
-
-    def _split_bucket(
-        self, sources: Sequence[str], split: RankNode, attrs: Sequence[Mapping[str, Any]]
-    ) -> Iterator[Held]:
-        for source, part in zip(sources, split.first.outputs, strict=True):
-            for held in self.relations.by_name.get(source, ()):
-                try:
-                    dims, partial = self.all_reduce(held, attrs)
-                except NotShown:
-                    continue
-                whole = replace(held, dims=dims, partial=partial)
-                own = [[f.sizes[rank] for f in held.dims] for rank in range(self.ranks.size)]
-                flat = [[math.prod(shape)] for shape in own]
-                for reader in self.ranks.readers.get(part, ()):
-                    if reader.first.op in RESHAPES and reader.first.inputs[0] == part:
-                        yield from self._reshaped(reader, whole, flat, own)
-                if own == flat:
-                    yield replace(whole, name=part)
-
-    def _reshaped(
-        self, node: RankNode, held: Held, own: Sequence[Sequence[int]],
-        wanted: Sequence[Sequence[int]],
-    ) -> Iterator[Held]:  # fmt: skip
-        """What is reshaped several times, and has the first shape again, is the same tensor."""
-        inputs = node.first.inputs
-        second = self.ranks.constants(inputs[1]) if len(inputs) > 1 else [None] * self.ranks.size
-        if second is None:
-            return
-        shapes = [
-            shape_after(each, shape, value)
-            for each, shape, value in zip(node.nodes, own, second, strict=True)
-        ]
-        name = node.first.outputs[0]
-        if all(list(a) == list(b) for a, b in zip(shapes, wanted, strict=True)):
-            yield replace(held, name=name)
-        for reader in self.ranks.readers.get(name, ()):
-            if reader.first.op in RESHAPES and reader.is_alike and reader.first.inputs[0] == name:
-                yield from self._reshaped(reader, held, shapes, wanted)
 
     def _cut(self, node: RankNode, held: Held) -> tuple[Family, ...]:
         inputs = node.first.inputs

@@ -3,7 +3,7 @@ collectives by NumPy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ SUPPORTED = frozenset(
      "CollectivePermute", "NeighborExchange", "HaloExchange", "Gate"]
 )  # fmt: skip
 """The ops of the plugin that are computed here."""
+Reduction = Callable[[Sequence[Array]], Array]
 _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 
 
@@ -106,10 +107,13 @@ def _type(value: Array) -> int:
     return int(helper.np_dtype_to_tensor_dtype(value.dtype))
 
 
-def communicate(node: RankNode, values: Sequence[Values]) -> None:
-    """Adds the results of a collective, or of a Gate, to the values of each rank."""
+def communicate(
+    node: RankNode, values: Sequence[Values], reduction: Reduction | None = None
+) -> None:
+    """Adds the results of a collective, or of a Gate, to the values of each rank. `reduction` takes
+    the place of the collective's own."""
     first = node.first
-    op, source, result = first.op, first.inputs[0], first.outputs[0]
+    op, source, result = first.op.removeprefix("Start"), first.inputs[0], first.outputs[0]
     if op not in SUPPORTED:
         raise NotComputed(f"{op} is not computed here")
     held = [own[source] for own in values]
@@ -120,6 +124,8 @@ def communicate(node: RankNode, values: Sequence[Values]) -> None:
     attrs = [dict(own.attrs) for own in node.nodes]
     for rank, own in enumerate(attrs):
         own.setdefault("group", list(range(len(values))))
+        if reduction is not None:
+            own["reduction"] = reduction
         if op == "AllToAllV":
             own["sends"], own["receives"] = (values[rank][n].tolist() for n in first.inputs[1:3])
         if op == "HaloExchange":
@@ -146,7 +152,10 @@ def _cut(part: Array, axis: int, sizes: Sequence[int] | None, count: int) -> lis
 
 
 def _all_reduce(parts: _Parts, attrs: _Attrs, me: int) -> Array:
-    reduction = _REDUCTIONS[attrs[me].get("op", "sum")]
+    own = attrs[me]
+    if "reduction" in own:
+        return np.asarray(own["reduction"](parts))
+    reduction = _REDUCTIONS[own.get("op", "sum")]
     return np.asarray(reduction.reduce(list(parts))).astype(parts[me].dtype)
 
 

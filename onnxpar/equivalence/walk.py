@@ -20,6 +20,7 @@ from onnxpar.equivalence.program import Node, Program, Shape, captured, infer
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families, Family
 from onnxpar.equivalence.evaluate import NotComputed
+from onnxpar.equivalence.trace import Trace
 from onnxpar.equivalence.verification import Failure
 from onnxpar.equivalence.windows import Sampler, Window
 
@@ -70,7 +71,8 @@ class Walk:
         self._queued: set[int] = set()
         self.model, self.ranks, self.families = model, ranks, families
         self.relations = Relations()
-        self.collectives = Collectives(ranks, families, self.relations)
+        self.collectives = Collectives(ranks, families)
+        self.trace = Trace(ranks, families, self.relations, self.collectives, model.shapes)
         self.proved: dict[str, str] = {}
         self.refused: dict[str, Refusal] = {}
         self.anchors = {node.first.origin for node in ranks.nodes}
@@ -93,11 +95,6 @@ class Walk:
                     todo += self.collectives.after(node, each)
                 except NotShown:
                     continue
-            if each.partial:
-                try:
-                    todo += self.collectives.buckets(each.name)
-                except NotShown:
-                    continue
 
     def run(self) -> None:
         """Proves nodes in order; again if there is more to know of their operands. Samples the first
@@ -112,7 +109,10 @@ class Walk:
                 number = heappop(self._todo)
                 self._queued.discard(number)
                 self._prove(self.model.nodes[number])
-            if not self._sample_next(sampled):
+            traced = [held for held in self.trace.run()]
+            for held in traced:
+                self.hold(held)
+            if not self._todo and not self._sample_next(sampled):
                 return
 
     def _push(self, number: int) -> None:
