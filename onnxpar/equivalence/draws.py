@@ -60,7 +60,7 @@ class Draws:
 
     def _reals(self, random: np.random.Generator, shape: Shape) -> Array:
         if self.is_exact:
-            return np.asarray(random.integers(-4, 5, shape), np.float64)
+            return np.asarray(random.integers(-48, 49, shape), np.float64)
         return np.asarray(random.standard_normal(shape))
 
     def _integers(

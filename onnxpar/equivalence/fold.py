@@ -43,9 +43,9 @@ def fold(program: Program, keeps: bool = False) -> None:
         program.nodes = rest
 
 
-def drop_unneeded(program: Program) -> None:
-    """Removes the nodes on which no output depends."""
-    wanted, kept = {*program.outputs}, list[Node]()
+def drop_unneeded(program: Program, outputs: Sequence[str]) -> None:
+    """Removes the nodes on which none of these outputs depends."""
+    wanted, kept = {*outputs}, list[Node]()
     for node in reversed(program.nodes):
         if wanted & {*node.outputs}:
             wanted |= {*node.inputs} | captured(node.proto)

@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,38 @@ def verify(model: Path | str, folder: Path | str, seed: int = 0) -> Verification
     plan = _plan(par)
     fed = {port["name"] for port in plan["inputs"]}
     program = read_program(path, fed)
-    files = [par / f"rank_{rank:04d}.onnx" for rank in range(_ranks(plan))]
-    ranks = Ranks([read_program(file, fed) for file in files])
-    proof = _Proof(program, ranks, plan)
-    failures = list(proof.run())
-    counts = Counter(proof.walk.proved.values())
+    drop_unneeded(program, program.outputs)
+    fold(program)
+    proved: dict[str, str] = {}
+    failures: list[Failure] = []
+    left, collectives, compared = [*program.outputs], 0, 0
+    for suffix in _programs(par):
+        files = [par / f"rank_{rank:04d}.{suffix}" for rank in range(_ranks(plan))]
+        ranks = Ranks([read_program(file, fed) for file in files])
+        own = [name for name in left if name in ranks.programs[0].outputs]
+        left = [name for name in left if name not in own]
+        part = replace(program, nodes=[*program.nodes], outputs=own)
+        drop_unneeded(part, own)
+        proof = _Proof(part, ranks, plan)
+        failures += proof.run()
+        proved |= proof.walk.proved
+        collectives += proof.collectives
+        compared += proof.walk.compared
+    failures += [Failure("output", name, "no file of ranks computes it") for name in left]
     return Verification(
-        model=str(model), folder=str(folder), outputs=tuple(proof.program.outputs),
-        ranks=ranks.size, nodes=len(proof.program.nodes), proved=dict(counts),
-        collectives=proof.collectives, compared=proof.walk.compared, failures=tuple(failures),
-        seconds=time.perf_counter() - began,
+        model=str(model), folder=str(folder), outputs=tuple(program.outputs), ranks=_ranks(plan),
+        nodes=len(program.nodes), proved=dict(Counter(proved.values())), collectives=collectives,
+        compared=compared, failures=tuple(failures), seconds=time.perf_counter() - began,
     )  # fmt: skip
+
+
+def _programs(folder: Path) -> list[str]:
+    """The ends of the names of rank 0's files with a program: `onnx`, `evaluation.onnx`. Errors:
+    ModelError if there is none."""
+    names = sorted(p.name for p in folder.glob("rank_0000.*onnx") if not p.name.endswith("states.onnx"))
+    if not names:
+        raise ModelError(f"{folder} has no rank_0000.onnx")
+    return sorted((name.removeprefix("rank_0000.") for name in names), key=len)
 
 
 def _plan(folder: Path) -> Mapping[str, Any]:
@@ -93,8 +115,6 @@ class _Proof:
             self.collectives = check_order(self.ranks.programs)
         except Disorder as error:
             failures.append(Failure("order", "", str(error)))
-        drop_unneeded(self.program)
-        fold(self.program)
         for rank in self.ranks.programs:
             fold(rank, keeps=True)
         ports = {port["name"]: port for port in (*self.plan["inputs"], *self.plan["outputs"])}
@@ -111,6 +131,8 @@ class _Proof:
             if failure is not None:
                 failures.append(failure)
         for pair in self.plan.get("states", ()):
+            if pair["output"] not in self.program.outputs:
+                continue
             if not self._is_carried(ports[pair["input"]], ports[pair["output"]]):
                 text = "the ranks keep other positions of it than they read in the next run"
                 failures.append(Failure("state", pair["output"], text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import islice, product, zip_longest
 from math import prod
@@ -136,6 +136,10 @@ class Walk:
     def _prove(self, node: Node) -> None:
         key = key_of(node)
         reasons: dict[str, str] = {}
+        if node.op == "Identity" and node.domain == "":
+            for held in list(self.relations.by_term.get(node.inputs[0], ())):
+                self.hold(replace(held, term=node.outputs[0]))
+                self.proved.setdefault(key, "arithmetic")
         for local in self._candidates(node):
             for held in islice(self._operands(node, local), MOST_TRIES):
                 found = self._show(node, local, held, reasons)

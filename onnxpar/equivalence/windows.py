@@ -22,13 +22,45 @@ from onnxpar.equivalence.program import Node, Program, Shape
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families, Family
 
-DRAWS = 4
-"""The number of draws of a window."""
+DRAWS, MOST_DRAWS = 4, 48
+"""The least and the most draws of a window: more if results have few different values."""
+_BITS = 96
+"""What draws must tell of a result: a wrong relation holds with a probability of 2 to the power of
+minus this number."""
 _STAGES = ((False, 40), (False, 400), (True, 60), (True, 400))
 """The windows of ranks that are tried: whether they have collectives, and their most nodes."""
 MOST_ELEMENTS = 1 << 26
 """The most elements of all tensors that a window reads."""
 _MOST_WAYS = 64
+
+
+class _Evidence:
+    """How much the values of a result tell on all draws, in bits: a result that is the same
+    everywhere agrees with everything."""
+
+    def __init__(self) -> None:
+        self.values: set[object] = set()
+        self.bits = 0.0
+        self.is_empty = False
+
+    def add(self, value: Array) -> None:
+        """Adds the value of a draw."""
+        flat = value.reshape(-1)
+        self.is_empty = not flat.size
+        if value.dtype.kind == "b":
+            self.bits += min(int(flat.sum()), int(flat.size - flat.sum()))
+            self.bits += flat.size == 1
+            return
+        own = flat[np.isfinite(flat.astype(np.float64))] if value.dtype.kind not in "iu" else flat
+        if 2 * len(own) >= flat.size:
+            fresh = {*np.unique(own)[:64].tolist()} - self.values
+            self.bits += (16.0 if value.dtype.kind not in "iu" else 3.0) * len(fresh)
+            self.values |= fresh
+
+    @property
+    def is_enough(self) -> bool:
+        """True if agreement is no accident."""
+        return self.is_empty or self.bits >= _BITS
 
 
 @dataclass(frozen=True)
@@ -110,10 +142,13 @@ class Sampler:
         """Runs both sides on draws, and keeps the relations that hold on all of them."""
         kept: list[Held] | None = None
         draws = Draws(self.model, window.nodes, self._edges(window), self.seed)
-        for number in range(DRAWS):
+        evidence: dict[str, _Evidence] = {name: _Evidence() for name in wanted}
+        for number in range(MOST_DRAWS):
             values = self._model_values(window, draws, number)
             results = self.evaluator.run(window.nodes, values, self.model, wanted)
             whole = dict(zip(wanted, results, strict=True))
+            for term, value in whole.items():
+                evidence[term].add(value)
             for term, value in whole.items():
                 self.model.shapes.setdefault(term, value.shape)
             own = self._rank_values(window, values, nodes, draws, number)
@@ -125,7 +160,9 @@ class Sampler:
             kept = [h for h in kept if self._agrees(h, whole[h.term], own, is_exact)]
             if not kept:
                 return []
-        return kept or []
+            if number + 1 >= DRAWS and all(evidence[h.term].is_enough for h in kept):
+                break
+        return [h for h in kept or [] if evidence[h.term].is_enough]
 
     def _edges(self, window: Window) -> list[int]:
         """Positions at the ends of what ranks hold of any tensor that the window reads."""
