@@ -26,7 +26,11 @@ class Collectives:
         """Yields what the result of a node of ranks is, whose first operand is `held`. NotShown if
         it is nothing of the same tensor."""
         first = node.first
+        if not node.is_alike:
+            raise NotShown(f"{first.name!r} reads other tensors on some ranks")
         if first.domain == PLUGIN:
+            if held.name != first.inputs[0]:
+                return
             if first.op == "Gate":
                 yield replace(held, name=first.outputs[0])
                 return

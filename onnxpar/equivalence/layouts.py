@@ -7,7 +7,7 @@ is shared with the compiler that wrote the plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,39 +52,46 @@ class MeshReader:
         raise KeyError(axis)
 
 
-def families_of(layout: Mapping[str, Any], mesh: MeshReader, families: Families) -> list[Family]:
-    """The family of each dimension of a layout. Errors: DamagedError if the layout is none."""
+def families_of(
+    layout: Mapping[str, Any], mesh: MeshReader, families: Families, size: Callable[[object], int]
+) -> list[Family]:
+    """The family of each dimension of a layout; `size` gives the value of a size. Errors:
+    DamagedError if the layout is none."""
     try:
         return [
-            families.of([_positions(dim, mesh, rank)[0] for rank in range(mesh.ranks)])
+            families.of([_positions(dim, mesh, rank, size)[0] for rank in range(mesh.ranks)])
             for dim in layout["dims"]
         ]
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise DamagedError(f"plan.json has a layout that is none: {str(layout):.80}") from error
 
 
-def _positions(dim: Mapping[str, Any], mesh: MeshReader, rank: int) -> tuple[Array, int]:
+def _positions(
+    dim: Mapping[str, Any], mesh: MeshReader, rank: int, size: Callable[[object], int]
+) -> tuple[Array, int]:
     """The positions that a rank holds, and the size of the dimension."""
     if "product" in dim:
-        held, size = np.zeros(1, np.int64), 1
+        held, total = np.zeros(1, np.int64), 1
         for factor in dim["product"]:
-            inner, count = _positions(factor, mesh, rank)
+            inner, count = _positions(factor, mesh, rank, size)
             held = (held[:, None] * count + inner).reshape(-1)
-            size *= count
-        return held, size
+            total *= count
+        return held, total
     if "concat" in dim:
-        parts, size = [], 0
+        parts, total = [], 0
         for part in dim["concat"]:
-            inner, count = _positions(part, mesh, rank)
-            parts.append(inner + size)
-            size += count
-        return np.concatenate(parts), size
-    return _factor(dim, mesh, rank)
+            inner, count = _positions(part, mesh, rank, size)
+            parts.append(inner + total)
+            total += count
+        return np.concatenate(parts), total
+    return _factor(dim, mesh, rank, size(dim["size"]))
 
 
-def _factor(dim: Mapping[str, Any], mesh: MeshReader, rank: int) -> tuple[Array, int]:
-    size = dim["size"]
-    if type(size) is not int or not 0 <= size < MOST_POSITIONS:
+def _factor(
+    dim: Mapping[str, Any], mesh: MeshReader, rank: int, size: int
+) -> tuple[Array, int]:
+    """The positions that a rank holds of a factor with this size."""
+    if not 0 <= size < MOST_POSITIONS:
         raise ValueError(f"a size is {size!r:.40}")
     index, count, holds = mesh.index(rank, dim.get("axes", ()))
     if not holds:
@@ -93,7 +100,19 @@ def _factor(dim: Mapping[str, Any], mesh: MeshReader, rank: int) -> tuple[Array,
         parts = [int(n) for n in dim["parts"]]
         if len(parts) != count or sum(parts) != size or min(parts) < 0:
             raise ValueError(f"parts are {parts!r:.40}")
+    elif "weights" in dim:
+        parts = _proportional(size, [int(n) for n in dim["weights"]], count)
     else:
         parts = [size // count + (i < size % count) for i in range(count)]
     start = sum(parts[:index])
     return np.arange(start, start + parts[index]), size
+
+
+def _proportional(size: int, weights: Sequence[int], count: int) -> list[int]:
+    """The sizes of shards in proportion to these integers: each shard ends at the whole number
+    nearest to its share of the size, of two the larger."""
+    if len(weights) != count or min(weights) < 0 or not sum(weights):
+        raise ValueError(f"weights are {weights!r:.40}")
+    total = sum(weights)
+    ends = [(2 * size * sum(weights[: i + 1]) + total) // (2 * total) for i in range(count)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]

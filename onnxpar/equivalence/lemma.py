@@ -533,8 +533,10 @@ def by_channel(outputs: int = 1) -> Lemma:
 def whole(case: Case) -> list[Result]:
     """Any op without state: where all operands are whole on each rank, results are."""
     case.same_attrs()
-    for held, shape in zip(case.held, case.shapes, strict=True):
-        if held is not None and not held.is_whole(tuple(shape)):
+    for index, (held, shape) in enumerate(zip(case.held, case.shapes, strict=True)):
+        if held is None:
+            case.constant(index)
+        elif not held.is_whole(tuple(shape)):
             raise NotShown(f"{held.term!r} must be whole on each rank")
     results = []
     for index, name in enumerate(case.node.outputs):

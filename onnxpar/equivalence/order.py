@@ -45,7 +45,6 @@ def check_order(programs: Sequence[Program]) -> int:
 def _check_members(tag: int, nodes: dict[int, Node], ranks: int) -> None:
     """The ranks of a collective must be its group, and have the same op and stream."""
     first_rank, first = next(iter(nodes.items()))
-    group = sorted(int(m) for m in first.attrs.get("group", range(ranks)))
     for rank, node in nodes.items():
         if "group" in node.attrs and rank not in node.attrs["group"]:
             raise Disorder(f"rank {rank} is not in the group of its own {node.name!r}")
@@ -58,13 +57,18 @@ def _check_members(tag: int, nodes: dict[int, Node], ranks: int) -> None:
             raise Disorder(f"{node.name!r} runs in other streams on ranks {first_rank} and {rank}")
     if first.op in ("Send", "Recv"):
         return
-    # Groups of one tag are disjoint: each rank's own group must take part.
     for rank, node in nodes.items():
-        own = {int(m) for m in node.attrs.get("group", range(ranks))}
-        missing = sorted(own - nodes.keys())
-        if missing:
-            raise Disorder(f"rank {rank} waits in {node.name!r} for rank {missing[0]}, which lacks it")
-    _ = group
+        own = _group(node, ranks)
+        for member in own:
+            if member not in nodes:
+                raise Disorder(f"rank {rank} waits in {node.name!r} for rank {member}, which lacks it")
+            if _group(nodes[member], ranks) != own:
+                raise Disorder(f"ranks {rank} and {member} have other groups for {node.name!r}")
+
+
+def _group(node: Node, ranks: int) -> list[int]:
+    """The members of a collective, in order."""
+    return [int(member) for member in node.attrs.get("group", range(ranks))]
 
 
 def _chain(program: Program, rank: int) -> Iterator[Node]:

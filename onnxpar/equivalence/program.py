@@ -112,9 +112,12 @@ class Constants:
         return np.asarray(stored).reshape(tuple(tensor.dims))
 
 
-def read_program(path: Path, fed: Collection[str] = ()) -> Program:
+def read_program(
+    path: Path, fed: Collection[str] = (), shapes: Mapping[str, Shape] | None = None
+) -> Program:
     """Reads a model; weights in other files stay there. Inputs that have default values are
-    constants, unless they are among `fed`. Errors: ModelError."""
+    constants, unless they are among `fed`. `shapes` has shapes of inputs, in place of those of the
+    file. Errors: ModelError."""
     try:
         proto = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf raises a type of its own
@@ -122,6 +125,8 @@ def read_program(path: Path, fed: Collection[str] = ()) -> Program:
     if proto.functions:
         proto = inline_local_functions(proto)
     graph = proto.graph
+    if shapes:
+        _set_shapes(graph, shapes)
     opsets = {entry.domain or "": entry.version for entry in proto.opset_import}
     constants = Constants(graph, path.parent, fed)
     stored = {tensor.name for tensor in graph.initializer} - {*fed}
@@ -130,6 +135,18 @@ def read_program(path: Path, fed: Collection[str] = ()) -> Program:
     program = Program(path, nodes, inputs, [p.name for p in graph.output], constants, opsets)
     _infer(proto, program)
     return program
+
+
+def _set_shapes(graph: GraphProto, shapes: Mapping[str, Shape]) -> None:
+    """Gives inputs their shapes, and drops all other shapes."""
+    del graph.value_info[:]
+    for port in graph.output:
+        port.type.tensor_type.ClearField("shape")
+    for port in graph.input:
+        if port.name in shapes:
+            port.type.tensor_type.ClearField("shape")
+            for size in shapes[port.name]:
+                port.type.tensor_type.shape.dim.add(dim_value=size)
 
 
 def _apart(node: NodeProto) -> Iterator[NodeProto]:

@@ -14,13 +14,19 @@ HOW = {
     "sampled": "sampled",
 }
 """How nodes are proved, in the order of strength."""
+LEAST = {
+    "exact": ("arithmetic",),
+    "lemma": ("arithmetic", "lemma", "whole"),
+    "sampled": tuple(HOW),
+}
+"""The proofs that are accepted, by the weakest of them."""
 
 
 @dataclass(frozen=True)
 class Failure:
     """Where a proof ends.
 
-    kind    `node`, `output`, `state` or `order`
+    kind    `node`, `output`, `state`, `order` or `least`
     tensor  the tensor of the model that is not related to tensors of ranks
     text    what is wrong
     details lines on the operands, the rule that is broken, and the readers
@@ -38,6 +44,8 @@ class Verification:
 
     nodes        the nodes of the model that depend on its inputs
     proved       the number of nodes by how they were proved
+    sampled      the first results of the nodes that were compared on drawn values
+    sizes        the values of open sizes, for which the proof holds
     collectives  the collectives whose order was checked
     compared     bytes of ranks' weights and constants that were compared with the model's
     failures     where the proof ends; empty if the ranks compute the model
@@ -49,6 +57,8 @@ class Verification:
     ranks: int
     nodes: int
     proved: Mapping[str, int]
+    sampled: tuple[str, ...]
+    sizes: Mapping[str, int]
     collectives: int
     compared: int
     failures: tuple[Failure, ...]
@@ -87,7 +97,11 @@ class Verification:
         lines.append(f"  {self.nodes} nodes over {self.ranks} ranks: {', '.join(counts)}")
         if done < self.nodes:
             lines.append(f"  {self.nodes - done} nodes are not proved")
-        lines.append(f"  {self.collectives} collectives, in one order on all ranks")
-        lines.append(f"  {self.compared} bytes of weights and constants are those of the model")
+        if not any(failure.kind == "order" for failure in self.failures):
+            lines.append(f"  {self.collectives} collectives, in one order on all ranks")
+        lines.append(f"  {self.compared} bytes of ranks' weights and constants are the model's")
         lines.append("  over the real numbers: ranks may add in another order")
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        lines.append(f"  sizes: {f'tested at {sizes}, not proved for others' if sizes else 'as in the file'}")
+        lines.append("  relies on: lemmas, which are tested; onnxruntime's kernels; the plugin; the session")
         return lines

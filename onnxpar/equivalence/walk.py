@@ -24,6 +24,8 @@ from onnxpar.equivalence.trace import Trace
 from onnxpar.equivalence.verification import Failure
 from onnxpar.equivalence.windows import Sampler, Window
 
+MOST_REFUSED = 10
+"""The most nodes, one after the other, that are sampled in vain."""
 _ABOVE = (0, 2, 6, 14)
 """How many related nodes above a node windows have, one after the other."""
 MOST_INSIDE = 400
@@ -40,10 +42,19 @@ class Refusal:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-VERSIONED = frozenset(
-    """ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceSumSquare ReduceL1 ReduceL2
-    ReduceLogSumExp Squeeze Unsqueeze Split Slice Reshape""".split()
-)
+BY_VALUE = {
+    **dict.fromkeys(
+        """ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceSumSquare ReduceL1 ReduceL2
+        ReduceLogSumExp Squeeze Unsqueeze Split Reshape Expand Tile Gather TopK CumSum""".split(),
+        (1,),
+    ),
+    "Slice": (1, 2, 3, 4),
+    "Pad": (1, 2, 3),
+    "Dropout": (1, 2),
+}
+"""Operands that are sizes, axes or positions: rules compare them by value, and ranks may have
+others than the model."""
+VERSIONED = BY_VALUE.keys() - {"Gather", "Expand", "Tile", "TopK", "CumSum", "Dropout"}
 """Ops that have an attribute in some versions, and an operand in its place in others."""
 
 
@@ -61,7 +72,7 @@ class Walk:
 
     def __init__(
         self, model: Program, ranks: Ranks, families: Families,
-        copies: Mapping[str, Sequence[str]],
+        copies: Mapping[str, Sequence[str]], seed: int,
     ) -> None:  # fmt: skip
         self.copies = copies
         self.compared = 0
@@ -75,9 +86,13 @@ class Walk:
         self.trace = Trace(ranks, families, self.relations, self.collectives, model.shapes)
         self.proved: dict[str, str] = {}
         self.refused: dict[str, Refusal] = {}
-        self.anchors = {node.first.origin for node in ranks.nodes}
-        """The names of nodes of the model that nodes of ranks name as their origin."""
-        self.sampler = Sampler(model, ranks, families, self.relations, 0)
+        self.anchors: dict[str, list[RankNode]] = defaultdict(list)
+        """Nodes of ranks, by the name of the node of the model that they name as their origin."""
+        for local in ranks.nodes:
+            self.anchors[local.first.origin].append(local)
+        self.sampler = Sampler(
+            model, ranks, families, self.relations, self.constant, seed
+        )
         self._constants: dict[tuple[str, str], list[Held]] = {}
         self._makers = {name: node for node in model.nodes for name in node.outputs}
 
@@ -121,17 +136,31 @@ class Walk:
             heappush(self._todo, number)
 
     def _sample_next(self, sampled: set[tuple[str, int]]) -> bool:
-        """Samples refused nodes in order until one is related; False if none is."""
-        for key in [name for node in self.model.nodes for name in node.outputs[:1]]:
-            if key not in self.refused:
-                continue
+        """Samples refused nodes until one is related; False if none of the first is. Nodes that ranks
+        can compute from what is related come first, in order."""
+        refused = [key for key in map(key_of, self.model.nodes) if key in self.refused]
+        refused.sort(key=lambda key: not self._is_ready(self.refused[key].node))
+        tries = 0
+        for key in refused:
             node = self.refused[key].node
             known = sum(len(self.relations.by_term.get(name, ())) for name in node.inputs)
             if (key, known) not in sampled:
                 sampled.add((key, known))
                 if self._sample(node, key):
                     return True
+                tries += node.name in self.anchors
+                if tries == MOST_REFUSED:
+                    break
         return False
+
+    def _is_ready(self, node: Node) -> bool:
+        """True if nodes of ranks that name a node as their origin read nothing that is unknown."""
+        own = self.anchors.get(node.name, ())
+        made = {name for local in own for name in local.first.outputs}
+        read = {name for local in own for name in local.first.inputs if name} - made
+        return bool(own) and all(
+            name in self.relations.by_name or self.ranks.is_constant(name) for name in read
+        )
 
     def _prove(self, node: Node) -> None:
         key = key_of(node)
@@ -248,13 +277,16 @@ class Walk:
     def _operands(self, node: Node, local: RankNode) -> Iterator[tuple[Held | None, ...]]:
         """Yields what the operands may be."""
         choices: list[Sequence[Held | None]] = []
-        for term, name in zip_longest(node.inputs, local.first.inputs, fillvalue=""):
+        by_value = BY_VALUE.get(node.op, ()) if node.domain == "" else ()
+        pairs = zip_longest(node.inputs, local.first.inputs, fillvalue="")
+        for index, (term, name) in enumerate(pairs):
             if not term or not name:
                 if (term or name) and not (node.op in VERSIONED and node.domain == ""):
                     return
                 choices.append([None])
             elif term in self.model.constants and self.ranks.is_constant(name):
-                choices.append(self.constant(term, name) or [None])
+                related: Sequence[Held | None] = self.constant(term, name)
+                choices.append(related or ([None] if index in by_value else []))
             else:
                 choices.append(self.relations.of(term, name))
         yield from product(*choices)

@@ -6,7 +6,8 @@ A window is what lies between tensors that are related already and one that is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
@@ -29,6 +30,8 @@ _BITS = 96
 minus this number."""
 _STAGES = ((False, 40), (False, 400), (True, 60), (True, 400))
 """The windows of ranks that are tried: whether they have collectives, and their most nodes."""
+MOST_UNKNOWN = 64
+"""The most elements of a constant of ranks that is not one of the model's: draws reach them all."""
 MOST_ELEMENTS = 1 << 26
 """The most elements of all tensors that a window reads."""
 _MOST_WAYS = 64
@@ -75,8 +78,10 @@ class Sampler:
     """Relates results of nodes that no lemma proves."""
 
     def __init__(
-        self, model: Program, ranks: Ranks, families: Families, relations: Relations, seed: int
-    ) -> None:
+        self, model: Program, ranks: Ranks, families: Families, relations: Relations,
+        constant: Callable[[str, str], Sequence[Held]], seed: int,
+    ) -> None:  # fmt: skip
+        self.constant = constant
         self.model, self.ranks, self.families, self.relations = model, ranks, families, relations
         self.seed = seed
         self.evaluator = Evaluator()
@@ -95,6 +100,13 @@ class Sampler:
                 return found
         return []
 
+    def _is_known(self, window: Window, name: str) -> bool:
+        """True for a constant of ranks that is one of the model's, or so small that draws tell."""
+        count = max(math.prod(shape) for shape in self.ranks.constant_shapes(name))
+        return count <= MOST_UNKNOWN or any(
+            self.constant(term, name) for term in window.reads if term in self.model.constants
+        )
+
     def _closure(self, window: Window, with_collectives: bool, most: int) -> list[RankNode]:
         """The first nodes of ranks that compute from the tensors which the window reads, and from
         constants, alone."""
@@ -107,7 +119,7 @@ class Sampler:
         while todo and len(nodes) < most:
             number = todo.pop(0)
             node = self.ranks.nodes[number]
-            if not self._is_computed(node, known, with_collectives):
+            if not self._is_computed(window, node, known, with_collectives):
                 seen.discard(number)
                 continue
             nodes.append(node)
@@ -117,7 +129,9 @@ class Sampler:
             seen |= fresh
         return [node for node in nodes if not {*node.first.outputs} <= seeds]
 
-    def _is_computed(self, node: RankNode, known: set[str], with_collectives: bool) -> bool:
+    def _is_computed(
+        self, window: Window, node: RankNode, known: set[str], with_collectives: bool
+    ) -> bool:
         if not node.is_alike:
             return False
         first = node.first
@@ -125,7 +139,10 @@ class Sampler:
             data = first.inputs[:3] if first.op == "AllToAllV" else first.inputs[:1]
             return with_collectives and first.op in SUPPORTED and {*data} <= known
         names = [name for name in first.inputs if name]
-        return all(name in known or self.ranks.is_constant(name) for name in names)
+        return all(
+            name in known or (self.ranks.is_constant(name) and self._is_known(window, name))
+            for name in names
+        )
 
     def _results(self, nodes: Sequence[RankNode]) -> list[str]:
         """The results of nodes, without tokens."""

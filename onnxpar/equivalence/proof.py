@@ -1,0 +1,138 @@
+"""Proves the outputs of one program of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.equivalence.bundle import Bundle
+from onnxpar.equivalence.fold import fold
+from onnxpar.equivalence.held import Held
+from onnxpar.equivalence.order import Disorder, check_order
+from onnxpar.equivalence.program import Program
+from onnxpar.equivalence.ranks import Ranks
+from onnxpar.equivalence.spans import Families, Family
+from onnxpar.equivalence.verification import Failure
+from onnxpar.equivalence.walk import Walk, key_of
+
+
+class Proof:
+    """The proof that ranks compute the outputs of `model`, whose constants are folded.
+
+    collectives  the number of collectives whose order was checked
+    """
+
+    def __init__(self, model: Program, ranks: Ranks, bundle: Bundle, seed: int) -> None:
+        self.model, self.ranks, self.bundle = model, ranks, bundle
+        self.families = Families(ranks.size)
+        self.collectives = 0
+        copies: dict[str, list[str]] = {}
+        for weight in bundle.plan.get("weights", ()):
+            copies.setdefault(weight["name"], []).append(weight["tensor"])
+            bundle.families(weight, self.families)
+        self.walk = Walk(model, ranks, self.families, copies, seed)
+
+    def run(self) -> Iterator[Failure]:
+        """Yields where the proof ends; nothing if ranks compute all outputs."""
+        try:
+            self.collectives = check_order(self.ranks.programs)
+        except Disorder as error:
+            yield Failure("order", "", str(error))
+        for program in self.ranks.programs:
+            fold(program, keeps=True)
+        for port in self.bundle.plan["outputs"]:
+            self.bundle.families(port, self.families)
+        for port in self.bundle.plan["inputs"]:
+            dims = self.bundle.families(port, self.families)
+            if dims is not None:
+                self.walk.hold(Held(port["name"], port["name"], dims))
+        self.walk.run()
+        refused: dict[str, Failure] = {}
+        for name in self.model.outputs:
+            failure = self._check_output(name)
+            if failure is not None:
+                refused.setdefault(failure.tensor, failure)
+        yield from refused.values()
+        yield from self._check_states()
+
+    def _check_states(self) -> Iterator[Failure]:
+        ports = self.bundle.ports
+        for pair in self.bundle.plan.get("states", ()):
+            source, result = ports[pair["input"]], ports[pair["output"]]
+            if pair["output"] in self.model.outputs and not self._is_carried(source, result):
+                text = "ranks keep other positions of it than they read in the next run"
+                yield Failure("state", pair["output"], text)
+
+    def _is_carried(self, source: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+        """True if ranks read a state at the positions that they kept of it; a dimension that grows
+        must be whole."""
+        first, second = (self.bundle.families(port, self.families) for port in (source, result))
+        before, after = self.bundle.shape(source), self.bundle.shape(result)
+        if first is None or second is None or before is None or after is None:
+            return first is second
+        if len(first) != len(second):
+            return False
+        sizes = zip(first, second, before, after, strict=True)
+        return all(f is g if n == m else f.is_whole(n) and g.is_whole(m) for f, g, n, m in sizes)
+
+    def _check_output(self, name: str) -> Failure | None:
+        """An output must be related, in the layout of its port, and ranks must hold all of it."""
+        port = self.bundle.ports.get(name)
+        dims = None if port is None else self.bundle.families(port, self.families)
+        held = self.walk.relations.of(name, name)
+        if name in self.model.constants:
+            held = held or self.walk.constant(name, name)
+        if not held:
+            return self._first_refusal(name)
+        if dims is None:
+            return Failure("output", name, "plan.json has no layout for it")
+        if not any(h.dims == dims and not h.partial for h in held):
+            what = "a part of a sum" if all(h.partial for h in held) else "other positions of it"
+            return Failure("output", name, f"ranks have {what}, and not what plan.json says")
+        shape = self.walk.shape(name)
+        if shape is None or not covers(dims, shape, self.ranks.size):
+            return Failure("output", name, "no rank has some of its elements")
+        return None
+
+    def _first_refusal(self, name: str) -> Failure:
+        """The first node before a tensor that is not proved."""
+        makers = {t: n for n in self.model.nodes for t in n.outputs}
+        todo, seen, before = [name], set[str](), set[str]()
+        while todo:
+            term = todo.pop()
+            node = makers.get(term)
+            if term in seen or node is None:
+                continue
+            seen.add(term)
+            before.add(key_of(node))
+            todo += node.inputs
+        for node in self.model.nodes:
+            key = key_of(node)
+            if key in before and key in self.walk.refused:
+                return self.walk.failure(key)
+        return Failure("output", name, "no tensor of ranks is shown to be it")
+
+
+def covers(dims: Sequence[Family], shape: Sequence[int], ranks: int) -> bool:
+    """True if ranks together hold each element of a tensor."""
+    pieces = [_pieces(family, size) for family, size in zip(dims, shape, strict=True)]
+    held = np.zeros([count for _, count in pieces], bool)
+    for rank in range(ranks):
+        own = [of_rank[rank] for of_rank, _ in pieces]
+        held[np.ix_(*own) if own else ()] = True
+    return bool(held.all()) or 0 in shape
+
+
+def _pieces(family: Family, size: int) -> tuple[list[Array], int]:
+    """Divides a dimension into pieces that each rank holds wholly or not at all; returns the pieces
+    of each rank, and the number of all."""
+    codes = np.zeros(size, np.int64)
+    for span in {id(s): s for s in family.spans}.values():
+        member = np.zeros(size, np.int64)
+        member[span] = 1
+        codes = np.unique(codes * 2 + member, return_inverse=True)[1].reshape(-1)
+    count = int(codes.max()) + 1 if size else 1
+    return [np.unique(codes[span]) for span in family.spans], count
