@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from onnxpar.base.pass_times import PassTimes as PassTimes
     from onnxpar.compiler.plan import Plan as Plan
     from onnxpar.cost.topology import Topology as Topology
+    from onnxpar.equivalence.verification import Verification as Verification
+    from onnxpar.equivalence.verify import verify as verify
     from onnxpar.layout.layout import Layout as Layout
     from onnxpar.layout.mesh import Mesh as Mesh
     from onnxpar.planner.auto_parallel_context import (
@@ -89,6 +91,7 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "Topology",
+    "Verification",
     "annotate",
     "auto_parallel_context",
     "calibrate",
@@ -101,6 +104,7 @@ __all__ = [
     "opt",
     "plan",
     "shard",
+    "verify",
 ]
 
 _HOMES = {
@@ -118,6 +122,7 @@ _HOMES = {
     "Strategy": "onnxpar.strategy.strategy:Strategy",
     "StrategyError": "onnxpar.base.errors:StrategyError",
     "Topology": "onnxpar.cost.topology:Topology",
+    "Verification": "onnxpar.equivalence.verification:Verification",
     "annotate": "onnxpar.api:annotate",
     "auto_parallel_context": "onnxpar.planner.auto_parallel_context:auto_parallel_context",
     "calibrate": "onnxpar.planner.calibrate:calibrate",
@@ -130,6 +135,7 @@ _HOMES = {
     "opt": "onnxpar.api:opt",
     "plan": "onnxpar.api:make_plan",
     "shard": "onnxpar.api:shard",
+    "verify": "onnxpar.equivalence.verify:verify",
 }
 """Where each public name is: it is imported when it is first used, so that a program that runs a
 sharded model does not wait for the compiler."""

@@ -32,6 +32,7 @@ from onnxpar.cli.colours import coloured
 from onnxpar.cli.options import values_of, with_times
 from onnxpar.cli.training_commands import warn_of
 from onnxpar.compiler.plan import Plan, SavedPlan
+from onnxpar.equivalence.verification import Verification
 from onnxpar.planner import sharder
 from onnxpar.planner.convert_options import options_of
 from onnxpar.planner.named_passes import run_named
@@ -147,7 +148,8 @@ def _explain(args: argparse.Namespace, options: Options) -> int:
 
 
 def _print(
-    result: Candidates | Check | Comparison | SavedPlan | StrategyCosts, as_json: bool
+    result: Candidates | Check | Comparison | SavedPlan | StrategyCosts | Verification,
+    as_json: bool,
 ) -> int:
     print(json_text(result.to_json(), 1) if as_json else coloured(str(result), sys.stdout))
     return 0
@@ -182,6 +184,25 @@ def check(args: argparse.Namespace) -> int:
     if way.train and result.plan.step is not None:
         warn_of(result.plan.step)
     return 0 if result.ok else 1
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Runs `verify`: proves that the ranks of a sharded model compute it; returns 1 if they are not
+    shown to."""
+    from onnxpar.equivalence.verify import verify as prove
+
+    dims = dict(map(_named_size, args.dim))
+    result = prove(args.model, args.par, dims=dims, least=args.least, seed=args.seed)
+    _print(result, args.json)
+    return 0 if result.ok else 1
+
+
+def _named_size(text: str) -> tuple[str, int]:
+    """Returns the name and the value of `NAME=SIZE`. Errors: InputError."""
+    name, _, size = text.partition("=")
+    if not name or not size.isdigit():
+        raise InputError(f"--dim {text}: give NAME=SIZE, with a whole number")
+    return name, int(size)
 
 
 @with_times

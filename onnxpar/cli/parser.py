@@ -25,6 +25,7 @@ from onnxpar.cli.rank_options import add_runtime, add_timeout, add_verify
 from onnxpar.cli.serve_command import add_serve
 from onnxpar.cli.training_parser import add_grad, add_merge, add_train, add_weights
 from onnxpar.cost.measure import MOST_RANKS
+from onnxpar.equivalence.verification import LEAST
 from onnxpar.planner import calibrate as calibration
 from onnxpar.planner.option_entry import NEEDED, OUTPUT, TRAINING, table
 from onnxpar.planner.option_table import LayoutOptions
@@ -67,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     add_generate(to)
     add_serve(to)
     _check(to)
+    _verify(to)
     _inspect(to)
     _grad(to)
     _train(to)
@@ -258,6 +260,39 @@ def _tolerance(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: must be a number of at least 0")
     return value
+
+
+def _verify(to: Any) -> None:
+    verify = _command(
+        to,
+        "verify",
+        "prove from the files alone that the ranks of a sharded model compute the unsplit model, "
+        "without running either",
+        commands.verify,
+        """
+  onnxpar verify model.onnx model.par
+  onnxpar verify step.onnx step.par --least lemma
+  onnxpar verify model.onnx model.par --dim batch=7 --dim seq=33""",
+    )
+    verify.add_argument("model", metavar="model.onnx", help="the model, or the training step")
+    verify.add_argument("par", metavar="model.par", help="folder that shard wrote")
+    verify.add_argument(
+        "--dim",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE",
+        help="value of an open size; the others have those of the plan's example",
+    )
+    verify.add_argument(
+        "--least",
+        choices=list(LEAST),
+        default="sampled",
+        help="the weakest proof of a node that is accepted: exact (arithmetic on positions), "
+        "lemma (the rule of an op), or sampled (both sides computed on drawn values); default: "
+        "%(default)s",
+    )
+    verify.add_argument("--seed", type=int, default=0, help="seed of drawn values")
+    verify.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def _inspect(to: Any) -> None:

@@ -74,8 +74,12 @@ class Bundle:
 
     def programs(self) -> list[str]:
         """The ends of the names of rank 0's files with a graph: `onnx`, `evaluation.onnx`."""
-        names = [path.name.removeprefix("rank_0000.") for path in self.folder.glob("rank_0000.*onnx")]
-        found = sorted((n for n in names if not n.endswith("states.onnx")), key=lambda n: (len(n), n))
+        names = [
+            path.name.removeprefix("rank_0000.") for path in self.folder.glob("rank_0000.*onnx")
+        ]
+        found = sorted(
+            (n for n in names if not n.endswith("states.onnx")), key=lambda n: (len(n), n)
+        )
         if not found:
             raise ModelError(f"{self.folder} has no rank_0000.onnx")
         return found
@@ -121,8 +125,8 @@ def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
 
 
 def read_bundle(folder: Path, sizes: Mapping[str, int]) -> Bundle:
-    """Reads plan.json. `sizes` has values of open sizes; the others are those of the plan's example.
-    Errors: ModelError if it cannot be read; InputError if the folder cannot be verified."""
+    """Reads plan.json. `sizes` has values of open sizes; the others are those of the plan's
+    example. Errors: ModelError if it cannot be read; InputError if it cannot be verified."""
     plan = _plan(folder)
     try:
         mesh = MeshReader(plan["mesh"])

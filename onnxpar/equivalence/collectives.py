@@ -1,4 +1,5 @@
-"""What ranks hold after a collective, and after nodes that only ranks have: copies, slices, masks."""
+"""What ranks hold after a collective, and after nodes that only ranks have: copies, slices,
+masks."""
 
 from __future__ import annotations
 
@@ -58,14 +59,18 @@ class Collectives:
         return self._collective(node)[1]
 
     def attributes(self, node: RankNode) -> list[dict[str, Any]]:
-        """The attributes of all ranks, with the group of each, which must be that of its members."""
+        """The attributes of all ranks, with the group of each; all members must have it."""
         found = [dict(own.attrs) for own in node.nodes]
         for rank, attrs in enumerate(found):
             attrs.setdefault("group", list(range(self.ranks.size)))
             attrs["group"] = [int(member) for member in attrs["group"]]
             if len({*attrs["group"]}) != len(attrs["group"]):
-                raise NotShown(f"the group of {node.first.name!r} on rank {rank} names a rank twice")
-            if rank not in attrs["group"] or not all(0 <= m < self.ranks.size for m in attrs["group"]):
+                raise NotShown(
+                    f"the group of {node.first.name!r} on rank {rank} names a rank twice"
+                )
+            if rank not in attrs["group"] or not all(
+                0 <= m < self.ranks.size for m in attrs["group"]
+            ):
                 raise NotShown(f"{node.first.name!r}: rank {rank} is not in its own group")
         for rank, attrs in enumerate(found):
             for member in attrs["group"]:
@@ -74,7 +79,9 @@ class Collectives:
                         f"{node.first.name!r}: ranks {rank} and {member} have other groups"
                     )
                 if found[member].get("tag") != attrs.get("tag"):
-                    raise NotShown(f"{node.first.name!r}: ranks {rank} and {member} have other tags")
+                    raise NotShown(
+                        f"{node.first.name!r}: ranks {rank} and {member} have other tags"
+                    )
         sizes = [self._operand_sizes(node, rank) for rank in range(self.ranks.size)]
         for attrs, size in zip(found, sizes, strict=True):
             if size is not None:
@@ -132,7 +139,9 @@ class Collectives:
         self._check_reduction(held, attrs)
         axis = self._axis(held, attrs, "axis")
         spans = [
-            self._shard(held.dims[axis].spans[rank], own, own.get("sizes"), own["group"].index(rank))
+            self._shard(
+                held.dims[axis].spans[rank], own, own.get("sizes"), own["group"].index(rank)
+            )
             for rank, own in enumerate(attrs)
         ]
         return self._with(held, axis, spans), ()
@@ -194,7 +203,9 @@ class Collectives:
         """Members must hold the same positions of all other dimensions."""
         for i, family in enumerate(held.dims):
             if i not in axes and any(family.spans[m] is not family.spans[rank] for m in group):
-                raise NotShown(f"members of rank {rank}'s group hold other positions of dimension {i}")
+                raise NotShown(
+                    f"members of rank {rank}'s group hold other positions of dimension {i}"
+                )
 
     def _alike(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> tuple[Partial, ...]:
         """Members must have the same parts of a sum."""

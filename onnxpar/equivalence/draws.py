@@ -11,12 +11,12 @@ from onnx import helper
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.program import Node, Program, Shape
 
-_EXACT = frozenset(
-    """Add Sub Mul Neg Sum MatMul Gemm Conv ReduceSum Gather GatherND GatherElements Where Transpose
-    Reshape Slice Split Concat Expand Squeeze Unsqueeze Identity Pad Tile Equal Less Greater LessOrEqual
-    GreaterOrEqual And Or Not Max Min ReduceMax ReduceMin Abs Relu ScatterND ScatterElements CumSum
-    Cast Range Shape OneHot""".split()
-)
+_EXACT = """
+Add Sub Mul Neg Sum MatMul Gemm Conv ReduceSum Gather GatherND GatherElements Where Transpose
+Reshape Slice Split Concat Expand Squeeze Unsqueeze Identity Pad Tile Equal Less Greater
+LessOrEqual GreaterOrEqual And Or Not Max Min ReduceMax ReduceMin Abs Relu ScatterND
+ScatterElements CumSum Cast Range Shape OneHot
+"""
 """Ops that give whole numbers for whole numbers; small ones are exact."""
 _INDEXED = {"Gather": 0, "GatherElements": 0, "ScatterElements": 0, "OneHot": 1}
 
@@ -33,7 +33,7 @@ class Draws:
     ) -> None:
         self.model, self.seed = model, seed
         self.edges = np.array(edges or [0], np.int64)
-        self.is_exact = all(node.domain == "" and node.op in _EXACT for node in nodes)
+        self.is_exact = all(node.domain == "" and node.op in _EXACT.split() for node in nodes)
         self.bound = _bound(model, nodes)
         self.has_negative = not any(node.op in _CLASSES for node in nodes)
 

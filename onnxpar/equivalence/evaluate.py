@@ -63,7 +63,7 @@ class Evaluator:
                 self._sessions[data] = ort.InferenceSession(data, options, ["CPUExecutionProvider"])
             found = self._sessions[data].run(list(wanted), feeds)
         except Exception as error:  # onnxruntime raises types of its own
-            raise NotComputed(f"{str(error):.200}") from None
+            raise NotComputed(f"{error!s:.200}") from None
         return [np.asarray(value) for value in found]
 
     def run_ranks(self, nodes: Sequence[RankNode], values: list[Values], ranks: Ranks) -> None:
@@ -121,25 +121,26 @@ def communicate(
         for own, value in zip(values, held, strict=True):
             own[result] = value
         return
-    attrs = [dict(own.attrs) for own in node.nodes]
-    for rank, own in enumerate(attrs):
-        own.setdefault("group", list(range(len(values))))
+    attrs: list[dict[str, Any]] = [dict(own.attrs) for own in node.nodes]
+    for mine, attr in zip(values, attrs, strict=True):
+        attr.setdefault("group", list(range(len(values))))
         if reduction is not None:
-            own["reduction"] = reduction
+            attr["reduction"] = reduction
         if op == "AllToAllV":
-            own["sends"], own["receives"] = (values[rank][n].tolist() for n in first.inputs[1:3])
+            attr["sends"], attr["receives"] = (mine[n].tolist() for n in first.inputs[1:3])
         if op == "HaloExchange":
-            own["bounds"] = values[rank][first.inputs[1]].tolist()
+            attr["bounds"] = mine[first.inputs[1]].tolist()
     try:
-        for rank, own in enumerate(attrs):
-            group = [int(m) for m in own["group"]]
+        for rank, attr in enumerate(attrs):
+            group = [int(m) for m in attr["group"]]
             members = [held[m] for m in group], [attrs[m] for m in group], group.index(rank)
             values[rank][result] = np.asarray(_COLLECTIVES[op](*members))
     except (ValueError, IndexError, KeyError) as error:
         raise NotComputed(f"{first.name}: {error}") from None
 
 
-_Parts, _Attrs = Sequence[Array], Sequence[Mapping[str, Any]]
+_Parts = Sequence[Array]
+_Attrs = Sequence[Mapping[str, Any]]
 
 
 def _cut(part: Array, axis: int, sizes: Sequence[int] | None, count: int) -> list[Array]:
@@ -180,7 +181,8 @@ def _all_to_all(parts: _Parts, attrs: _Attrs, me: int) -> Array:
 def _all_to_all_v(parts: _Parts, attrs: _Attrs, me: int) -> Array:
     axis = attrs[me].get("axis", 0)
     pieces = [
-        _cut(part, axis, own["sends"], len(parts))[me] for part, own in zip(parts, attrs, strict=True)
+        _cut(part, axis, own["sends"], len(parts))[me]
+        for part, own in zip(parts, attrs, strict=True)
     ]
     if [piece.shape[axis] for piece in pieces] != attrs[me]["receives"]:
         raise ValueError("a member sends another number of rows than is received")

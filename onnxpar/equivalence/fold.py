@@ -13,7 +13,14 @@ from onnxpar.base.arrays import Array
 from onnxpar.equivalence.program import MOST_FOLDED, Node, Program, captured
 
 _RANDOM = frozenset(
-    ["RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"]
+    [
+        "RandomNormal",
+        "RandomUniform",
+        "RandomNormalLike",
+        "RandomUniformLike",
+        "Multinomial",
+        "Bernoulli",
+    ]
 )
 
 
@@ -54,10 +61,15 @@ def drop_unneeded(program: Program, outputs: Sequence[str]) -> None:
 
 
 def _is_constant(node: Node, known: set[str], program: Program) -> bool:
-    if node.domain != "" or node.op in _RANDOM or any(isinstance(a, bytes) for a in node.attrs.values()):
+    if (
+        node.domain != ""
+        or node.op in _RANDOM
+        or any(isinstance(a, bytes) for a in node.attrs.values())
+    ):
         return False
     sizes = [np.prod(program.constants.shape(n)) for n in node.inputs if n in program.constants]
-    return all(name in known for name in node.inputs if name) and sum(sizes) * 8 <= MOST_FOLDED
+    is_small = int(sum(sizes)) * 8 <= MOST_FOLDED
+    return is_small and all(name in known for name in node.inputs if name)
 
 
 def _run(nodes: Sequence[Node], wanted: Sequence[str], program: Program) -> list[Array]:

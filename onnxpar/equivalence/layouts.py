@@ -28,8 +28,8 @@ class MeshReader:
         self.ranks = math.prod(self.sizes.values())
 
     def index(self, rank: int, axes: Sequence[Sequence[Any]]) -> tuple[int, int, bool]:
-        """Of the shards over these axes: the index of a rank's shard, their number, and False if the
-        rank holds nothing, because it is not at the coordinate that holds the dimension."""
+        """Of the shards over these axes: the index of a rank's shard, their number, and False if
+        the rank holds nothing, because it is not at the coordinate that holds the dimension."""
         index, count, holds = 0, 1, True
         for name, size, *more in axes:
             before = more[0] if more else 1
@@ -63,7 +63,7 @@ def families_of(
             for dim in layout["dims"]
         ]
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise DamagedError(f"plan.json has a layout that is none: {str(layout):.80}") from error
+        raise DamagedError(f"plan.json has a layout that is none: {layout!s:.80}") from error
 
 
 def _positions(
@@ -87,9 +87,7 @@ def _positions(
     return _factor(dim, mesh, rank, size(dim["size"]))
 
 
-def _factor(
-    dim: Mapping[str, Any], mesh: MeshReader, rank: int, size: int
-) -> tuple[Array, int]:
+def _factor(dim: Mapping[str, Any], mesh: MeshReader, rank: int, size: int) -> tuple[Array, int]:
     """The positions that a rank holds of a factor with this size."""
     if not 0 <= size < MOST_POSITIONS:
         raise ValueError(f"a size is {size!r:.40}")

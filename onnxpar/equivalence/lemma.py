@@ -7,7 +7,6 @@ whole must be whole; a sum over a dimension that ranks split is a partial sum.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +61,9 @@ class Case:
             own = self.attr(name)
             for rank, value in enumerate(self.local.attrs(name, self.ranks.programs)):
                 if not _equal(own, value):
-                    raise NotShown(f"{name} is {value!r:.40} on rank {rank}, {own!r:.40} in the model")
+                    raise NotShown(
+                        f"{name} is {value!r:.40} on rank {rank}, {own!r:.40} in the model"
+                    )
 
     def operand(self, index: int) -> Held:
         """An operand that must be there."""
@@ -151,11 +152,7 @@ def broadcast(case: Case, indices: Sequence[int]) -> tuple[tuple[Family, ...], S
 def _broadcast_dim(operands: Sequence[tuple[Held, Shape]], axis: int, size: int) -> Family:
     """The family of a dimension of a result, counted from the last. Operands of this size must hold
     the same positions; operands of size 1 must hold one on each rank."""
-    own = [
-        (held, held.dims[axis], shape[axis])
-        for held, shape in operands
-        if len(shape) >= -axis
-    ]
+    own = [(held, held.dims[axis], shape[axis]) for held, shape in operands if len(shape) >= -axis]
     split = [(held, family) for held, family, extent in own if extent == size]
     (first, family), *others = split
     for held, other in others:
@@ -540,22 +537,26 @@ def whole(case: Case) -> list[Result]:
             raise NotShown(f"{held.term!r} must be whole on each rank")
     results = []
     for index, name in enumerate(case.node.outputs):
-        shape = case.model.shapes.get(name)
-        if name and shape is None:
+        out = case.model.shapes.get(name)
+        if name and out is None:
             raise NotShown(f"the shape of {name!r} is unknown")
-        if name:
-            results.append(Result(index, tuple(map(case.families.whole, shape or ())), shape or ()))
+        if out is not None:
+            results.append(Result(index, tuple(map(case.families.whole, out)), out))
     return results
 
 
-UNARY = """Abs Acos Acosh Asin Asinh Atan Atanh BitwiseNot Ceil Celu Cos Cosh Elu Erf Exp Floor Gelu
-HardSigmoid HardSwish IsInf IsNaN LeakyRelu Log Mish Not Reciprocal Relu Round Selu Shrink Sigmoid Sign
-Sin Sinh Softplus Softsign Sqrt Swish Tan Tanh ThresholdedRelu""".split()
-BINARY = """And BitwiseAnd BitwiseOr BitwiseXor Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Or Pow PRelu
-Xor Clip""".split()
-
+_UNARY = """
+Abs Acos Acosh Asin Asinh Atan Atanh BitwiseNot Ceil Celu Cos Cosh Elu Erf Exp Floor Gelu
+HardSigmoid HardSwish IsInf IsNaN LeakyRelu Log Mish Not Reciprocal Relu Round Selu Shrink
+Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Swish Tan Tanh ThresholdedRelu
+"""
+_BINARY = """
+And BitwiseAnd BitwiseOr BitwiseXor Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Or
+Pow PRelu Xor Clip
+"""
+"""Elementwise ops that are not linear."""
 LEMMAS: Mapping[tuple[str, str], Lemma] = {
-    **{("", op): elementwise() for op in (*UNARY, *BINARY)},
+    **{("", op): elementwise() for op in (*_UNARY.split(), *_BINARY.split())},
     **{("", op): elementwise(linear=(0,)) for op in ("Neg", "Identity")},
     ("", "Dropout"): dropout,
     ("", "ArgMax"): arg,
@@ -593,11 +594,12 @@ LEMMAS: Mapping[tuple[str, str], Lemma] = {
     ("", "RMSNormalization"): layer_norm,
     ("", "BatchNormalization"): by_channel(),
     ("", "InstanceNormalization"): by_channel(),
-    **{("", op): by_channel() for op in ("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool")},
+    **{
+        ("", op): by_channel()
+        for op in ("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool")
+    },
     ("com.microsoft", "Gelu"): elementwise(),
     ("com.microsoft", "FastGelu"): elementwise(),
     ("com.microsoft", "QuickGelu"): elementwise(),
 }
 """The lemmas, by domain and op."""
-__all__ = ["LEMMAS", "Case", "Lemma", "NotShown", "Result", "whole"]
-_ = math

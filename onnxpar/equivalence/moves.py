@@ -73,7 +73,7 @@ def shape_after(node: Node, own: Sequence[int], second: Array | None) -> list[in
     axes = node.attrs.get("axes")
     if axes is None and second is not None:
         axes = second.tolist()
-    if node.op == "Unsqueeze":
+    if node.op == "Unsqueeze" and axes is not None:
         total = len(own) + len(axes)
         places = {int(a) % total for a in axes}
         sizes_left = iter(own)
@@ -146,7 +146,10 @@ def _reshape_spans(
     if math.prod(sizes) != len(flat):
         raise NotShown(f"rank {rank} reshapes {len(flat)} elements to {list(sizes)}")
     if not len(flat):
-        return [np.zeros(n, np.int64) if n == 0 else _guess(n, size) for n, size in zip(sizes, out, strict=True)]
+        return [
+            np.zeros(n, np.int64) if n == 0 else _guess(n, size)
+            for n, size in zip(sizes, out, strict=True)
+        ]
     block = flat.reshape(sizes)
     spans: list[Array] = []
     stride = math.prod(out)
@@ -238,13 +241,16 @@ def _slices(case: Case, rank: int | None, shape: Shape) -> dict[int, Array]:
             case.of_ranks(i)[rank] if i < len(inputs) and inputs[i] else None for i in range(1, 5)
         ]
     if "starts" in node.attrs:
-        values = [np.array(node.attrs[k]) if k in node.attrs else None for k in ("starts", "ends", "axes")]
+        values = [
+            np.array(node.attrs[k]) if k in node.attrs else None for k in ("starts", "ends", "axes")
+        ]
         values.append(None)
     return slice_positions(values, shape)
 
 
 def slice_positions(values: Sequence[Array | None], shape: Shape) -> dict[int, Array]:
-    """The positions that a Slice with these starts, ends, axes and steps takes of each dimension."""
+    """The positions that a Slice takes of each dimension; `values` are its starts, ends, axes and
+    steps."""
     starts, ends, axes, steps = values
     if starts is None or ends is None:
         raise NotShown("a Slice has no bounds")
@@ -255,7 +261,10 @@ def slice_positions(values: Sequence[Array | None], shape: Shape) -> dict[int, A
     for start, end, axis, step in zip(starts.tolist(), ends.tolist(), places, strides, strict=True):
         size = shape[axis % len(shape)]
         stop = end if step > 0 or end >= -size else None
-        start, stop = max(min(start, size), -size - 1), stop if stop is None else max(min(stop, size), -size - 1)
+        start, stop = (
+            max(min(start, size), -size - 1),
+            stop if stop is None else max(min(stop, size), -size - 1),
+        )
         if start == -size - 1:
             start = 0 if step > 0 else -size - 1
         if stop == -size - 1 and step > 0:
@@ -269,7 +278,9 @@ def _placed(kept: Array, place: Mapping[int, int], rank: int) -> Array:
     try:
         return np.array([place[int(p)] for p in kept], np.int64)
     except KeyError:
-        raise NotShown(f"rank {rank} keeps positions that the model's slice does not have") from None
+        raise NotShown(
+            f"rank {rank} keeps positions that the model's slice does not have"
+        ) from None
 
 
 def split(case: Case) -> list[Result]:
@@ -288,7 +299,7 @@ def split(case: Case) -> list[Result]:
         ends = np.cumsum([0, *_split_sizes(case, rank, len(span), count)])
         for i in range(count):
             part = span[ends[i] : ends[i + 1]] - starts[i]
-            if len(part) and not (0 <= part.min() and part.max() < model[i]):
+            if len(part) and not (part.min() >= 0 and part.max() < model[i]):
                 raise NotShown(f"result {i} of rank {rank} holds positions of another result")
             spans[i].append(part)
     return [
@@ -325,7 +336,11 @@ def concat(case: Case) -> list[Result]:
     held = [case.operand(i) for i in range(len(shapes))]
     first = held[0]
     for other in held[1:]:
-        if any(f is not g for i, (f, g) in enumerate(zip(first.dims, other.dims, strict=True)) if i != axis):
+        if any(
+            f is not g
+            for i, (f, g) in enumerate(zip(first.dims, other.dims, strict=True))
+            if i != axis
+        ):
             raise NotShown(f"{first.term!r} and {other.term!r} hold other positions")
         if bool(other.partial) != bool(first.partial):
             raise NotShown(f"{first.term!r} or {other.term!r} is a partial sum, the other is none")
@@ -393,7 +408,9 @@ def gather_positions(case: Case) -> list[Result]:
     for rank in range(case.ranks.size):
         span = held.dims[axis].spans[rank]
         indices = local[rank].reshape(-1)
-        if local[rank].ndim != own.ndim or (len(indices) and not (-len(span) <= indices.min() <= indices.max() < len(span))):
+        if local[rank].ndim != own.ndim or (
+            len(indices) and not (-len(span) <= indices.min() <= indices.max() < len(span))
+        ):
             raise NotShown(f"rank {rank} gathers positions that it does not hold")
         taken = span[indices]
         if taken.tolist() == wanted:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 from onnxpar.equivalence.program import Node, Program
 from onnxpar.equivalence.ranks import PLUGIN
@@ -32,7 +33,7 @@ def check_order(programs: Sequence[Program]) -> int:
     before: dict[int, set[int]] = {tag: set() for tag in members}
     for chain in chains:
         tags = [int(node.attrs["tag"]) for node in chain]
-        for earlier, later in zip(tags, tags[1:], strict=False):
+        for earlier, later in pairwise(tags):
             before[later].add(earlier)
     try:
         list(TopologicalSorter(before).static_order())
@@ -61,7 +62,9 @@ def _check_members(tag: int, nodes: dict[int, Node], ranks: int) -> None:
         own = _group(node, ranks)
         for member in own:
             if member not in nodes:
-                raise Disorder(f"rank {rank} waits in {node.name!r} for rank {member}, which lacks it")
+                raise Disorder(
+                    f"rank {rank} waits in {node.name!r} for rank {member}, which lacks it"
+                )
             if _group(nodes[member], ranks) != own:
                 raise Disorder(f"ranks {rank} and {member} have other groups for {node.name!r}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ class Constants:
 
     def get(self, name: str) -> Array | None:
         """The value of a constant; None if the tensor is none."""
-        return self[name] if name in self else None
+        known = name in self
+        return self[name] if known else None
 
     def shape(self, name: str) -> Shape:
         """The shape of a constant."""
@@ -121,7 +123,7 @@ def read_program(
     try:
         proto = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf raises a type of its own
-        raise ModelError(f"{path} cannot be read as a model: {str(error):.200}") from None
+        raise ModelError(f"{path} cannot be read as a model: {error!s:.200}") from None
     if proto.functions:
         proto = inline_local_functions(proto)
     graph = proto.graph
@@ -187,9 +189,7 @@ def read_node(node: NodeProto) -> Node:
     inputs = tuple(node.input)
     while inputs and not inputs[-1]:
         inputs = inputs[:-1]
-    return Node(
-        node.op_type, domain, node.name, inputs, tuple(node.output), attrs, origin, node
-    )
+    return Node(node.op_type, domain, node.name, inputs, tuple(node.output), attrs, origin, node)
 
 
 def _attribute(attribute: AttributeProto) -> Any:
@@ -205,10 +205,8 @@ def _attribute(attribute: AttributeProto) -> Any:
 
 def _infer(proto: ModelProto, program: Program) -> None:
     """Infers shapes and types; a model whose shapes contradict each other has those it declares."""
-    try:
+    with suppress(onnx.shape_inference.InferenceError):
         proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-    except onnx.shape_inference.InferenceError:
-        pass
     graph = proto.graph
     for port in (*graph.input, *graph.output, *graph.value_info):
         tensor = port.type.tensor_type

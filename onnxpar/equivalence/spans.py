@@ -27,7 +27,8 @@ class Family:
     def is_whole(self, size: int) -> bool:
         """True if each rank holds all positions of a dimension of this size, in order."""
         return all(len(span) == size for span in self.spans) and all(
-            bool((span == np.arange(size)).all()) for span in {id(s): s for s in self.spans}.values()
+            bool((span == np.arange(size)).all())
+            for span in {id(s): s for s in self.spans}.values()
         )
 
     def covers(self, ranks: Sequence[int], size: int) -> bool:
@@ -70,8 +71,8 @@ class Families:
         return self.of([np.arange(size)] * self.ranks)
 
     def known(self, size: int, sizes: tuple[int, ...]) -> list[Family]:
-        """The families seen so far of a dimension, by its size and the sizes of ranks; first the one
-        that holds all positions."""
+        """The families seen so far of a dimension, by its size and the sizes of ranks; first the
+        one that holds all positions."""
         whole = [self.whole(size)] if all(n == size for n in sizes) else []
         others = [f for f in self._known.get(sizes, ()) if f not in whole and _fits(f, size)]
         return [*whole, *others]

@@ -25,8 +25,17 @@ from onnxpar.equivalence.spans import Families
 
 MOST_ELEMENTS = 1 << 25
 """The most elements of all ranks' parts of a tensor that are followed."""
-_MOVES = frozenset([*RESHAPES, "Transpose", "Concat", "Split", "Slice", "Gather", "Identity", "Gate"])
-_COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "CollectivePermute")
+_MOVES = frozenset(
+    [*RESHAPES, "Transpose", "Concat", "Split", "Slice", "Gather", "Identity", "Gate"]
+)
+_COLLECTIVES = (
+    "AllReduce",
+    "AllGather",
+    "ReduceScatter",
+    "AllToAll",
+    "Broadcast",
+    "CollectivePermute",
+)
 _PLACES = 1 << 40
 """Numbers of one tensor of the model: more than it has elements."""
 _Numbers = list[Array]

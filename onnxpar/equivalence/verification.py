@@ -102,6 +102,10 @@ class Verification:
         lines.append(f"  {self.compared} bytes of ranks' weights and constants are the model's")
         lines.append("  over the real numbers: ranks may add in another order")
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        lines.append(f"  sizes: {f'tested at {sizes}, not proved for others' if sizes else 'as in the file'}")
-        lines.append("  relies on: lemmas, which are tested; onnxruntime's kernels; the plugin; the session")
+        lines.append(
+            f"  sizes: {f'tested at {sizes}, not proved for others' if sizes else 'as in the file'}"
+        )
+        lines.append(
+            "  relies on: lemmas, which are tested; onnxruntime's kernels; the plugin; the session"
+        )
         return lines

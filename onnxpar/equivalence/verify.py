@@ -27,8 +27,8 @@ def verify(
     least   the weakest proof of a node that is accepted: `exact`, `lemma` or `sampled`
     seed    of the values on which nodes are compared that no lemma proves
 
-    The compiler takes no part in it: the model and the files of ranks are read, and of plan.json the
-    mesh and the layouts of inputs and outputs. Errors: ModelError if a file cannot be read;
+    The compiler takes no part in it: the model and the files of ranks are read, and of plan.json
+    the mesh and the layouts of inputs and outputs. Errors: ModelError if a file cannot be read;
     InputError if the folder is of a kind that cannot be verified, or an argument is wrong."""
     if least not in LEAST:
         raise InputError(f"least={least!r}: give one of {', '.join(LEAST)}")

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import islice, product, zip_longest
-from math import prod
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.collectives import Collectives
+from onnxpar.equivalence.evaluate import NotComputed
 from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, whole
 from onnxpar.equivalence.moves import MOVES
 from onnxpar.equivalence.program import Node, Program, Shape, captured, infer
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families, Family
-from onnxpar.equivalence.evaluate import NotComputed
 from onnxpar.equivalence.trace import Trace
 from onnxpar.equivalence.verification import Failure
 from onnxpar.equivalence.windows import Sampler, Window
@@ -42,12 +41,12 @@ class Refusal:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
+_SECOND = """
+ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceSumSquare ReduceL1 ReduceL2
+ReduceLogSumExp Squeeze Unsqueeze Split Reshape Expand Tile Gather TopK CumSum
+"""
 BY_VALUE = {
-    **dict.fromkeys(
-        """ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceSumSquare ReduceL1 ReduceL2
-        ReduceLogSumExp Squeeze Unsqueeze Split Reshape Expand Tile Gather TopK CumSum""".split(),
-        (1,),
-    ),
+    **dict.fromkeys(_SECOND.split(), (1,)),
     "Slice": (1, 2, 3, 4),
     "Pad": (1, 2, 3),
     "Dropout": (1, 2),
@@ -90,9 +89,7 @@ class Walk:
         """Nodes of ranks, by the name of the node of the model that they name as their origin."""
         for local in ranks.nodes:
             self.anchors[local.first.origin].append(local)
-        self.sampler = Sampler(
-            model, ranks, families, self.relations, self.constant, seed
-        )
+        self.sampler = Sampler(model, ranks, families, self.relations, self.constant, seed)
         self._constants: dict[tuple[str, str], list[Held]] = {}
         self._makers = {name: node for node in model.nodes for name in node.outputs}
 
@@ -112,8 +109,8 @@ class Walk:
                     continue
 
     def run(self) -> None:
-        """Proves nodes in order; again if there is more to know of their operands. Samples the first
-        node that no lemma proves, and goes on."""
+        """Proves nodes in order; again if there is more to know of their operands. Samples the
+        first node that no lemma proves, and goes on."""
         for number, node in enumerate(self.model.nodes):
             for name in dict.fromkeys(node.inputs):
                 self.readers[name].append(number)
@@ -136,8 +133,8 @@ class Walk:
             heappush(self._todo, number)
 
     def _sample_next(self, sampled: set[tuple[str, int]]) -> bool:
-        """Samples refused nodes until one is related; False if none of the first is. Nodes that ranks
-        can compute from what is related come first, in order."""
+        """Samples refused nodes until one is related; False if none of the first is. Nodes that
+        ranks can compute from what is related come first, in order."""
         refused = [key for key in map(key_of, self.model.nodes) if key in self.refused]
         refused.sort(key=lambda key: not self._is_ready(self.refused[key].node))
         tries = 0
@@ -166,8 +163,8 @@ class Walk:
         key = key_of(node)
         reasons: dict[str, str] = {}
         if node.op == "Identity" and node.domain == "":
-            for held in list(self.relations.by_term.get(node.inputs[0], ())):
-                self.hold(replace(held, term=node.outputs[0]))
+            for source in list(self.relations.by_term.get(node.inputs[0], ())):
+                self.hold(replace(source, term=node.outputs[0]))
                 self.proved.setdefault(key, "arithmetic")
         for local in self._candidates(node):
             for held in islice(self._operands(node, local), MOST_TRIES):
@@ -244,7 +241,7 @@ class Walk:
                     self.relations.add(held)
 
     def failure(self, key: str) -> Failure:
-        """Why a node is not proved: what ranks hold of its operands, and the rule that is broken."""
+        """Why a node is not proved: what ranks hold of its operands, and the broken rule."""
         node, reasons = self.refused[key].node, self.refused[key].reasons
         details = []
         for term in dict.fromkeys(n for n in node.inputs if n and n not in self.model.constants):
@@ -384,7 +381,11 @@ def same_bytes(own: Array, whole: Array, spans: Sequence[Array]) -> bool:
 def _raw(array: Array) -> Array:
     if array.dtype == object:
         return array
-    return np.ascontiguousarray(array).view(np.uint8) if array.ndim else np.frombuffer(array.tobytes(), np.uint8)
+    return (
+        np.ascontiguousarray(array).view(np.uint8)
+        if array.ndim
+        else np.frombuffer(array.tobytes(), np.uint8)
+    )
 
 
 def _index(spans: Sequence[Array], shape: Shape) -> tuple[Array | slice, ...]:
@@ -418,11 +419,3 @@ def _holdings(held: Held, shape: Shape) -> str:
     for part in held.partial:
         parts.append(f"a part of a {part.op} over {part.size} positions")
     return "; ".join(parts) or "the whole tensor"
-
-
-def counted(walk: Walk) -> Counter[str]:
-    """The number of nodes by how they were proved."""
-    return Counter(walk.proved.values())
-
-
-_ = prod

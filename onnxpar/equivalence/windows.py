@@ -13,15 +13,14 @@ from itertools import islice, product
 from math import prod
 
 import numpy as np
-import onnx
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.draws import Draws
 from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values
 from onnxpar.equivalence.held import Held, Partial, Relations
-from onnxpar.equivalence.program import Node, Program, Shape
+from onnxpar.equivalence.program import Node, Program
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
-from onnxpar.equivalence.spans import Families, Family
+from onnxpar.equivalence.spans import Families
 
 DRAWS, MOST_DRAWS = 4, 48
 """The least and the most draws of a window: more if results have few different values."""
@@ -146,7 +145,7 @@ class Sampler:
 
     def _results(self, nodes: Sequence[RankNode]) -> list[str]:
         """The results of nodes, without tokens."""
-        found = []
+        found: list[str] = []
         for node in nodes:
             results = node.first.outputs
             found += results[:1] if node.first.domain == PLUGIN else results
@@ -189,7 +188,12 @@ class Sampler:
                 for family in held.dims:
                     for span in family.spans:
                         if len(span):
-                            found |= {int(span[0]), int(span[-1]), int(span[-1]) + 1, int(span[0]) - 1}
+                            found |= {
+                                int(span[0]),
+                                int(span[-1]),
+                                int(span[-1]) + 1,
+                                int(span[0]) - 1,
+                            }
         return sorted(found)
 
     def _model_values(self, window: Window, draws: Draws, number: int) -> Values:
@@ -213,7 +217,9 @@ class Sampler:
             for held in self.relations.by_term.get(term, ()):
                 if self.ranks.is_constant(held.name):
                     continue
-                for rank, part in enumerate(parts_of(held, values[term], self.ranks.size, draws, number)):
+                for rank, part in enumerate(
+                    parts_of(held, values[term], self.ranks.size, draws, number)
+                ):
                     own[rank].setdefault(held.name, part)
         for name in {n for node in nodes for n in node.first.inputs if n}:
             constants = self.ranks.constants(name)
@@ -278,7 +284,11 @@ def group_of(held: Held, rank: int, ranks: int) -> list[int] | None:
     part, *others = held.partial
     group, seen = [rank], {id(part.family.spans[rank])}
     for other in range(ranks):
-        if other != rank and held.at(other) == held.at(rank) and id(part.family.spans[other]) not in seen:
+        if (
+            other != rank
+            and held.at(other) == held.at(rank)
+            and id(part.family.spans[other]) not in seen
+        ):
             group.append(other)
             seen.add(id(part.family.spans[other]))
     is_all = all(p.family.covers(group, p.size) for p in (part, *others))
@@ -321,6 +331,3 @@ def same(a: Array, b: Array, is_exact: bool) -> bool:
     scale = float(np.max(np.abs(y[np.isfinite(y)]), initial=0.0)) or 1.0
     eps = float(np.finfo(a.dtype).eps) if a.dtype.name != "bfloat16" else 2.0**-7
     return bool(np.allclose(x, y, rtol=64 * eps, atol=64 * eps * scale, equal_nan=True))
-
-
-_ = (onnx, Shape, Family)
