@@ -29,8 +29,9 @@ _BITS = 96
 minus this number."""
 _STAGES = ((False, 40), (False, 400), (True, 60), (True, 400))
 """The windows of ranks that are tried: whether they have collectives, and their most nodes."""
+_LOOKUPS = ("Gather", "GatherND", "GatherElements")
 MOST_UNKNOWN = 64
-"""The most elements of a constant of ranks that is not one of the model's: draws reach them all."""
+"""The most elements of a table of ranks that is not one of the model's: draws reach them all."""
 MOST_ELEMENTS = 1 << 26
 """The most elements of all tensors that a window reads."""
 _MOST_WAYS = 64
@@ -99,8 +100,9 @@ class Sampler:
                 return found
         return []
 
-    def _is_known(self, window: Window, name: str) -> bool:
-        """True for a constant of ranks that is one of the model's, or so small that draws tell."""
+    def _is_table(self, window: Window, name: str) -> bool:
+        """True for a constant of ranks that is one of the model's, or so small that the drawn
+        positions reach all of it."""
         count = max(math.prod(shape) for shape in self.ranks.constant_shapes(name))
         return count <= MOST_UNKNOWN or any(
             self.constant(term, name) for term in window.reads if term in self.model.constants
@@ -138,10 +140,10 @@ class Sampler:
             data = first.inputs[:3] if first.op == "AllToAllV" else first.inputs[:1]
             return with_collectives and first.op in SUPPORTED and {*data} <= known
         names = [name for name in first.inputs if name]
-        return all(
-            name in known or (self.ranks.is_constant(name) and self._is_known(window, name))
-            for name in names
-        )
+        if first.op in _LOOKUPS and names[0] not in known and self.ranks.is_constant(names[0]):
+            if not self._is_table(window, names[0]):
+                return False
+        return all(name in known or self.ranks.is_constant(name) for name in names)
 
     def _results(self, nodes: Sequence[RankNode]) -> list[str]:
         """The results of nodes, without tokens."""
