@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from math import prod
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.equivalence.compare import same_bytes
 from onnxpar.equivalence.draws import Draws
 from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values
 from onnxpar.equivalence.held import Held, Partial, Relations
@@ -100,13 +101,53 @@ class Sampler:
                 return found
         return []
 
-    def _is_table(self, window: Window, name: str) -> bool:
-        """True for a constant of ranks that is one of the model's, or so small that the drawn
-        positions reach all of it."""
-        count = max(math.prod(shape) for shape in self.ranks.constant_shapes(name))
-        return count <= MOST_UNKNOWN or any(
-            self.constant(term, name) for term in window.reads if term in self.model.constants
+    def _is_of_model(self, window: Window, name: str, is_table: bool) -> bool:
+        """True for a constant of ranks whose numbers are the model's, to the bit: a small difference
+        would pass for rounding, and draws do not reach all rows of a table. Whole numbers that are
+        no table are free: they are sizes and positions, which draws tell."""
+        values = self.ranks.constants(name) or []
+        count = max(value.size for value in values)
+        if values[0].dtype.kind != "f" and not (is_table and count > MOST_UNKNOWN):
+            return True
+        constants = [term for term in window.reads if term in self.model.constants]
+        if count <= MOST_UNKNOWN:
+            own = {number for value in values for number in np.unique(value).tolist()}
+            known = {0.0, 1.0, -1.0, np.inf, -np.inf} | {n for n in own if n != n}
+            for term in constants:
+                if math.prod(self.model.constants.shape(term)) <= MOST_UNKNOWN:
+                    known |= {*np.unique(self.model.constants[term]).tolist()}
+            if all(number in known or self._is_share(window, number) for number in own):
+                return True
+        return any(
+            self.constant(term, name) or self._is_element(term, values) for term in constants
         )
+
+    def _is_element(self, term: str, values: Sequence[Array]) -> bool:
+        """True if ranks' matrices are parts of one matrix in a stack of the model, or of its
+        transpose: the matrices of an expert."""
+        stack = self.model.constants[term]
+        if stack.ndim != 3 or any(value.ndim != 2 for value in values):
+            return False
+        sizes = [tuple(value.shape[axis] for value in values) for axis in range(2)]
+        for matrix in [*stack, *stack.swapaxes(1, 2)]:
+            choices = [
+                self.families.known(n, own) for n, own in zip(matrix.shape, sizes, strict=True)
+            ]
+            for dims in islice(product(*choices), _MOST_WAYS):
+                spans = [[family.spans[rank] for family in dims] for rank in range(len(values))]
+                if all(same_bytes(v, matrix, at) for v, at in zip(values, spans, strict=True)):
+                    return True
+        return False
+
+    def _is_share(self, window: Window, number: float) -> bool:
+        """True for a whole part of the size of a dimension, or of all elements, that the window
+        reads: a mean of some elements counts for as many."""
+        sizes: set[int] = set()
+        for term in window.reads:
+            shape = self.model.shapes.get(term, ())
+            sizes |= {*shape, math.prod(shape), *map(math.prod, pairwise(shape))}
+        shares = (number * size for size in sizes)
+        return any(share and abs(share - round(share)) < 1e-6 * abs(share) for share in shares)
 
     def _closure(self, window: Window, with_collectives: bool, most: int) -> list[RankNode]:
         """The first nodes of ranks that compute from the tensors which the window reads, and from
@@ -139,11 +180,15 @@ class Sampler:
         if first.domain == PLUGIN:
             data = first.inputs[:3] if first.op == "AllToAllV" else first.inputs[:1]
             return with_collectives and first.op in SUPPORTED and {*data} <= known
-        names = [name for name in first.inputs if name]
-        if first.op in _LOOKUPS and names[0] not in known and self.ranks.is_constant(names[0]):
-            if not self._is_table(window, names[0]):
-                return False
-        return all(name in known or self.ranks.is_constant(name) for name in names)
+        return all(
+            name in known
+            or (
+                self.ranks.is_constant(name)
+                and self._is_of_model(window, name, first.op in _LOOKUPS and index == 0)
+            )
+            for index, name in enumerate(first.inputs)
+            if name
+        )
 
     def _results(self, nodes: Sequence[RankNode]) -> list[str]:
         """The results of nodes, without tokens."""
