@@ -63,7 +63,12 @@ class Trace:
             is_sent = first.domain == PLUGIN and op in _COLLECTIVES
             if not (is_moved or is_sent) or not node.is_alike:
                 continue
-            results = [self.collectives.result(node)] if is_sent else list(first.outputs)
+            try:
+                results = [self.collectives.result(node)] if is_sent else list(first.outputs)
+            except NotShown:
+                continue
+            if first.domain == PLUGIN:
+                results = results[:1]
             if all(name in self.relations.by_name for name in results):
                 continue
             try:

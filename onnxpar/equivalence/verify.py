@@ -35,8 +35,8 @@ def verify(
     began = time.perf_counter()
     bundle = read_bundle(Path(folder), dims or {})
     program = bundle.model(Path(model))
-    drop_unneeded(program, program.outputs)
     fold(program)
+    drop_unneeded(program, program.outputs)
     proved: dict[str, str] = {}
     failures: list[Failure] = []
     seen, collectives, compared = set[str](), 0, 0

@@ -23,7 +23,7 @@ from onnxpar.equivalence.trace import Trace
 from onnxpar.equivalence.verification import Failure
 from onnxpar.equivalence.windows import Sampler, Window
 
-MOST_REFUSED = 10
+MOST_REFUSED = 24
 """The most nodes, one after the other, that are sampled in vain."""
 _ABOVE = (0, 2, 6, 14)
 """How many related nodes above a node windows have, one after the other."""
@@ -136,7 +136,7 @@ class Walk:
         """Samples refused nodes until one is related; False if none of the first is. Nodes that
         ranks can compute from what is related come first, in order."""
         refused = [key for key in map(key_of, self.model.nodes) if key in self.refused]
-        refused.sort(key=lambda key: not self._is_ready(self.refused[key].node))
+        refused.sort(key=lambda key: self._distance(self.refused[key].node))
         tries = 0
         for key in refused:
             node = self.refused[key].node
@@ -150,14 +150,27 @@ class Walk:
                     break
         return False
 
-    def _is_ready(self, node: Node) -> bool:
-        """True if nodes of ranks that name a node as their origin read nothing that is unknown."""
+    def _distance(self, node: Node) -> int:
+        """How far ranks are from computing a node: 0 if its nodes of ranks read nothing unknown, 2
+        if they wait for a collective of other nodes, else 1."""
         own = self.anchors.get(node.name, ())
         made = {name for local in own for name in local.first.outputs}
         read = {name for local in own for name in local.first.inputs if name} - made
-        return bool(own) and all(
-            name in self.relations.by_name or self.ranks.is_constant(name) for name in read
-        )
+        unknown = [
+            name
+            for name in read
+            if name not in self.relations.by_name and not self.ranks.is_constant(name)
+        ]
+        if not own or unknown:
+            return 2 if any(map(self._is_sent, unknown)) else 1
+        return 0
+
+    def _is_sent(self, name: str) -> bool:
+        """True if an unknown tensor comes from a collective, by nodes that move elements."""
+        maker = self.ranks.makers.get(name)
+        while maker is not None and maker.first.domain == "" and maker.first.op in MOVES:
+            maker = self.ranks.makers.get(maker.first.inputs[0])
+        return maker is not None and maker.first.domain == PLUGIN
 
     def _prove(self, node: Node) -> None:
         key = key_of(node)

@@ -15,7 +15,6 @@ from math import prod
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.compare import same_bytes
 from onnxpar.equivalence.draws import Draws
 from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values
 from onnxpar.equivalence.held import Held, Partial, Relations
@@ -102,42 +101,24 @@ class Sampler:
         return []
 
     def _is_of_model(self, window: Window, name: str, is_table: bool) -> bool:
-        """True for a constant of ranks whose numbers are the model's, to the bit: a small difference
-        would pass for rounding, and draws do not reach all rows of a table. Whole numbers that are
-        no table are free: they are sizes and positions, which draws tell."""
+        """True for a constant of ranks whose numbers draws tell, or are the model's to the bit:
+        draws do not reach all rows of a table, and a few numbers that are a little different, such
+        as an epsilon, would pass for rounding."""
         values = self.ranks.constants(name) or []
         count = max(value.size for value in values)
-        if values[0].dtype.kind != "f" and not (is_table and count > MOST_UNKNOWN):
-            return True
         constants = [term for term in window.reads if term in self.model.constants]
-        if count <= MOST_UNKNOWN:
-            own = {number for value in values for number in np.unique(value).tolist()}
-            known = {0.0, 1.0, -1.0, np.inf, -np.inf} | {n for n in own if n != n}
-            for term in constants:
-                if math.prod(self.model.constants.shape(term)) <= MOST_UNKNOWN:
-                    known |= {*np.unique(self.model.constants[term]).tolist()}
-            if all(number in known or self._is_share(window, number) for number in own):
-                return True
-        return any(
-            self.constant(term, name) or self._is_element(term, values) for term in constants
-        )
-
-    def _is_element(self, term: str, values: Sequence[Array]) -> bool:
-        """True if ranks' matrices are parts of one matrix in a stack of the model, or of its
-        transpose: the matrices of an expert."""
-        stack = self.model.constants[term]
-        if stack.ndim != 3 or any(value.ndim != 2 for value in values):
-            return False
-        sizes = [tuple(value.shape[axis] for value in values) for axis in range(2)]
-        for matrix in [*stack, *stack.swapaxes(1, 2)]:
-            choices = [
-                self.families.known(n, own) for n, own in zip(matrix.shape, sizes, strict=True)
-            ]
-            for dims in islice(product(*choices), _MOST_WAYS):
-                spans = [[family.spans[rank] for family in dims] for rank in range(len(values))]
-                if all(same_bytes(v, matrix, at) for v, at in zip(values, spans, strict=True)):
-                    return True
-        return False
+        if count > MOST_UNKNOWN:
+            return not is_table or any(self.constant(term, name) for term in constants)
+        if values[0].dtype.kind != "f":
+            return True
+        own = {number for value in values for number in np.unique(value).tolist()}
+        known = {0.0, 1.0, -1.0, np.inf, -np.inf} | {n for n in own if n != n}
+        for term in constants:
+            if math.prod(self.model.constants.shape(term)) <= MOST_UNKNOWN:
+                known |= {*np.unique(self.model.constants[term]).tolist()}
+        if all(number in known or self._is_share(window, number) for number in own):
+            return True
+        return any(self.constant(term, name) for term in constants)
 
     def _is_share(self, window: Window, number: float) -> bool:
         """True for a whole part of the size of a dimension, or of all elements, that the window
@@ -318,7 +299,7 @@ class Sampler:
             got = values[rank]
             if held.partial:
                 group = group_of(held, rank, self.ranks.size)
-                if group is None:
+                if group is None or any(values[m].shape != got.shape for m in group):
                     return False
                 got = np.sum([values[m] for m in group], axis=0, dtype=wanted.dtype)
             if got.shape != wanted.shape or not same(got, wanted, is_exact):

@@ -103,7 +103,9 @@ OPS = {
     "CumSum": Op("CumSum", [draw(4, 6)], constants=[np.array(1)]),
     "GatherElements": Op("GatherElements", [draw(4, 6), np.ones((4, 2), np.int64)], {"axis": 1}),
     "Transpose": Op("Transpose", [draw(2, 4, 6)], {"perm": [2, 0, 1]}),
-    "Reshape apart": Op("Reshape", [draw(4, 6)], {}, [whole(4, 2, 3)], 1, _reshape((4, 6), (4, 2, 3))),
+    "Reshape apart": Op(
+        "Reshape", [draw(4, 6)], {}, [whole(4, 2, 3)], 1, _reshape((4, 6), (4, 2, 3))
+    ),
     "Reshape together": Op(
         "Reshape", [draw(4, 6, 2)], {}, [whole(24, 2)], 1,
         lambda own: [whole(own[0] * own[1], own[2])],
@@ -239,7 +241,10 @@ def test_ranks_hold_what_a_rule_says(name: str) -> None:
             parts.append(dims)
         partial: list[list[Partial]] = [[] for _ in op.operands]
         pieces = [
-            [v[np.ix_(*(f.spans[r] for f in dims))] for v, dims in zip(op.operands, parts, strict=True)]
+            [
+                value[np.ix_(*(family.spans[r] for family in dims))]
+                for value, dims in zip(op.operands, parts, strict=True)
+            ]
             for r in range(ranks)
         ]  # fmt: skip
         if draws.random() < 0.3 and ranks == 2:

@@ -132,10 +132,14 @@ FAULTS: dict[str, tuple[Change, list[int]]] = {
     "a tag that two collectives have": (attribute(SUM, "tag", 1), [0, 1]),
     "a stream on one rank": (attribute(SUM, "stream", 1), [0]),
     "an all-reduce that is left out": (drop(SUM), [0, 1]),
-    "an all-reduce of whole values": (read(f"AllReduce_/model/layers.0/self_attn/{SUM}", 0, "input_layernorm/Mul_1_output_0"), [0, 1]),
+    "an all-reduce of whole values": (read(SUM, 0, "0/input_layernorm/Mul_1_output_0"), [0, 1]),
     "operands of a Sub": (swap("Gather::Sub8"), [0, 1]),
-    "another tensor of the same shape": (read("0/self_attn/k_proj/MatMul", 0, "embed_tokens/Gather_output_0@1"), [0, 1]),
-    "keys in the place of values": (read("0/self_attn/MatMul_1", 1, "self_attn/Expand_output_0"), [0, 1]),
+    "another tensor of the same shape": (
+        read("0/self_attn/k_proj/MatMul", 0, "embed_tokens/Gather_output_0@1"), [0, 1],
+    ),
+    "keys in the place of values": (
+        read("0/self_attn/MatMul_1", 1, "self_attn/Expand_output_0"), [0, 1],
+    ),
 }  # fmt: skip
 
 
