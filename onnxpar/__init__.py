@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from onnxpar.api import ops as ops
     from onnxpar.api import opt as opt
     from onnxpar.api import shard as shard
+    from onnxpar.api import verify as verify
     from onnxpar.base.errors import InputError as InputError
     from onnxpar.base.errors import ModelError as ModelError
     from onnxpar.base.errors import OnnxparError as OnnxparError
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
     from onnxpar.compiler.plan import Plan as Plan
     from onnxpar.cost.topology import Topology as Topology
     from onnxpar.equivalence.verification import Verification as Verification
-    from onnxpar.equivalence.verify import verify as verify
     from onnxpar.layout.layout import Layout as Layout
     from onnxpar.layout.mesh import Mesh as Mesh
     from onnxpar.planner.auto_parallel_context import (
@@ -135,7 +135,7 @@ _HOMES = {
     "opt": "onnxpar.api:opt",
     "plan": "onnxpar.api:make_plan",
     "shard": "onnxpar.api:shard",
-    "verify": "onnxpar.equivalence.verify:verify",
+    "verify": "onnxpar.api:verify",
 }
 """Where each public name is: it is imported when it is first used, so that a program that runs a
 sharded model does not wait for the compiler."""

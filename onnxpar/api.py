@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import onnxpar.report.candidate_lines
 import onnxpar.report.comparison_lines  # noqa: F401  (these register the texts of results)
 from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.base.pass_times import PassTimes
 from onnxpar.compiler.plan import Plan, SavedPlan
+from onnxpar.equivalence.verification import Verification
+from onnxpar.equivalence.verify import verify_bundle
 from onnxpar.graph.given_model import Source, model_file
 from onnxpar.graph.model_name import model_name
 from onnxpar.graph.typical import sizes_text
@@ -183,6 +185,31 @@ def check(
     way = Way(inputs, seed, each, train, steps, lr, rtol, atol, timeout, log_dir)
     with model_file(model) as path:
         return check_model(path, asked, way)
+
+
+def verify(
+    model: Source,
+    par: File,
+    *,
+    dims: Mapping[str, int] | None = None,
+    least: Literal["exact", "lemma", "sampled"] = "sampled",
+    seed: int = 0,
+) -> Verification:
+    """Proves from the files alone that the ranks of a sharded model compute the unsplit model, or
+    says where the proof ends; runs neither.
+
+    model  the model, or the training step, that was sharded
+    par    the folder that `shard` wrote
+    dims   values of open sizes; the others are those of the plan's example
+    least  the weakest proof of a node that is accepted: exact (arithmetic on positions), lemma (the
+           rule of an op), or sampled (both sides computed on drawn values)
+    seed   of drawn values
+
+    Returns the outcome: `ok`, `text()`, how many nodes were proved in which way, and `failures`.
+    Errors: OnnxparError if a file cannot be read; a proof that fails is not an error.
+    """
+    with model_file(model) as path:
+        return verify_bundle(path, Path(par), dims=dims, least=least, seed=seed)
 
 
 @lists(PlanOptions)

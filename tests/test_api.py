@@ -69,6 +69,7 @@ CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
     # starts commands, which Python programs are
     "launch": ([], {"grace", "hosts", "hostfile", "max_restarts", "min_ranks", "python", "words"}),
     "check": ([onnxpar.check], set()),
+    "verify": ([onnxpar.verify], set()),
     "inspect": ([onnxpar.inspect], {"sha256sums"}),
     "grad": ([onnxpar.training.grad], set()),
     "train": ([onnxpar.training.train], {"csv", "tensorboard"}),  # records are returned
@@ -448,7 +449,7 @@ def test_every_call_that_takes_a_model_takes_one_in_memory() -> None:
         for name, given in inspect.signature(call).parameters.items()
         if name == "model" and call is not onnxpar.training.train  # the file to shard again
     ]
-    assert len(models) == 10 and {annotation for _, annotation in models} == {"Source"}
+    assert len(models) == 11 and {annotation for _, annotation in models} == {"Source"}
 
 
 def test_choices_are_literals() -> None:

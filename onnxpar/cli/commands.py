@@ -25,6 +25,7 @@ from onnxpar.api import (
 )
 from onnxpar.api import inspect as saved_plan
 from onnxpar.api import ops as ops_like
+from onnxpar.api import verify as proof_of
 from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.base.json_text import json_text
 from onnxpar.base.progress_line import progress_line
@@ -189,10 +190,8 @@ def check(args: argparse.Namespace) -> int:
 def verify(args: argparse.Namespace) -> int:
     """Runs `verify`: proves that the ranks of a sharded model compute it; returns 1 if they are not
     shown to."""
-    from onnxpar.equivalence.verify import verify as prove
-
-    dims = dict(map(_named_size, args.dim))
-    result = prove(args.model, args.par, dims=dims, least=args.least, seed=args.seed)
+    dims = dict(map(_named_size, args.dims))
+    result = proof_of(args.model, args.par, dims=dims, least=args.least, seed=args.seed)
     _print(result, args.json)
     return 0 if result.ok else 1
 

@@ -278,6 +278,7 @@ def _verify(to: Any) -> None:
     verify.add_argument("par", metavar="model.par", help="folder that shard wrote")
     verify.add_argument(
         "--dim",
+        dest="dims",
         action="append",
         default=[],
         metavar="NAME=SIZE",

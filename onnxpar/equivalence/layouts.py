@@ -27,21 +27,20 @@ class MeshReader:
         self.sizes = {str(name): int(size) for name, size in mesh}
         self.ranks = math.prod(self.sizes.values())
 
-    def index(self, rank: int, axes: Sequence[Sequence[Any]]) -> tuple[int, int, bool]:
-        """Of the shards over these axes: the index of a rank's shard, their number, and False if
-        the rank holds nothing, because it is not at the coordinate that holds the dimension."""
-        index, count, holds = 0, 1, True
+    def coordinates(self, rank: int, axes: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
+        """For each axis, a rank's coordinate and the number of coordinates. An axis at one
+        coordinate has (0, 1) there, and (-1, 1) elsewhere: these ranks hold nothing."""
+        found = []
         for name, size, *more in axes:
             before = more[0] if more else 1
             at = more[1] if len(more) > 1 else None
-            whole = self.sizes[name]
             position = self._position(rank, name)
             if at is not None:
-                holds = holds and position == at
-                continue
-            coordinate = position // (whole // (before * size)) % size
-            index, count = index * size + coordinate, count * size
-        return index, count, holds
+                found.append((0 if position == at else -1, 1))
+            else:
+                whole = self.sizes[name]
+                found.append((position // (whole // (before * size)) % size, size))
+        return found
 
     def _position(self, rank: int, axis: str) -> int:
         stride = self.ranks
@@ -91,9 +90,13 @@ def _factor(dim: Mapping[str, Any], mesh: MeshReader, rank: int, size: int) -> t
     """The positions that a rank holds of a factor with this size."""
     if not 0 <= size < MOST_POSITIONS:
         raise ValueError(f"a size is {size!r:.40}")
-    index, count, holds = mesh.index(rank, dim.get("axes", ()))
-    if not holds:
+    coordinates = mesh.coordinates(rank, dim.get("axes", ()))
+    if any(coordinate < 0 for coordinate, _ in coordinates):
         return np.zeros(0, np.int64), size
+    count = math.prod(n for _, n in coordinates)
+    index = 0
+    for coordinate, n in coordinates:
+        index = index * n + coordinate
     if "parts" in dim:
         parts = [int(n) for n in dim["parts"]]
         if len(parts) != count or sum(parts) != size or min(parts) < 0:
@@ -101,7 +104,9 @@ def _factor(dim: Mapping[str, Any], mesh: MeshReader, rank: int, size: int) -> t
     elif "weights" in dim:
         parts = _proportional(size, [int(n) for n in dim["weights"]], count)
     else:
-        parts = [size // count + (i < size % count) for i in range(count)]
+        parts = [size]
+        for _, n in coordinates:  # each axis cuts what the axes before it left
+            parts = [part // n + (i < part % n) for part in parts for i in range(n)]
     start = sum(parts[:index])
     return np.arange(start, start + parts[index]), size
 

@@ -15,17 +15,12 @@ from onnxpar.equivalence.proof import Proof
 from onnxpar.equivalence.verification import LEAST, Failure, Verification
 
 
-def verify(
-    model: Path | str, folder: Path | str, *, dims: Mapping[str, int] | None = None,
-    least: str = "sampled", seed: int = 0,
+def verify_bundle(
+    model: Path, folder: Path, *, dims: Mapping[str, int] | None = None, least: str = "sampled",
+    seed: int = 0,
 ) -> Verification:  # fmt: skip
-    """Proves that the ranks of a sharded folder compute a model, or says where the proof ends.
-
-    model   the model, or the training step, that was sharded
-    folder  what `onnxpar.shard` wrote
-    dims    the values of open sizes; the others are those of the plan's example
-    least   the weakest proof of a node that is accepted: `exact`, `lemma` or `sampled`
-    seed    of the values on which nodes are compared that no lemma proves
+    """Proves that the ranks of a sharded folder compute a model, or says where the proof ends; the
+    arguments are those of `onnxpar.verify`.
 
     The compiler takes no part in it: the model and the files of ranks are read, and of plan.json
     the mesh and the layouts of inputs and outputs. Errors: ModelError if a file cannot be read;
@@ -33,8 +28,8 @@ def verify(
     if least not in LEAST:
         raise InputError(f"least={least!r}: give one of {', '.join(LEAST)}")
     began = time.perf_counter()
-    bundle = read_bundle(Path(folder), dims or {})
-    program = bundle.model(Path(model))
+    bundle = read_bundle(folder, dims or {})
+    program = bundle.model(model)
     fold(program)
     drop_unneeded(program, program.outputs)
     proved: dict[str, str] = {}

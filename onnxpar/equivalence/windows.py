@@ -54,7 +54,10 @@ class _Evidence:
             self.bits += min(int(flat.sum()), int(flat.size - flat.sum()))
             self.bits += flat.size == 1
             return
-        own = flat[np.isfinite(flat.astype(np.float64))] if value.dtype.kind not in "iu" else flat
+        own = flat
+        if value.dtype.kind not in "iu":
+            wide = flat.astype(np.float64)
+            own = flat[np.isfinite(wide) & (np.abs(wide) <= ordinary(wide))]
         if 2 * len(own) >= flat.size:
             fresh = {*np.unique(own)[:64].tolist()} - self.values
             self.bits += (16.0 if value.dtype.kind not in "iu" else 3.0) * len(fresh)
@@ -349,6 +352,15 @@ def parts_of(held: Held, value: Array, ranks: int, draws: Draws, number: int) ->
         yield parts[rank]
 
 
+def ordinary(values: Array) -> float:
+    """The largest magnitude of values but for those far beyond most: numbers such as -1e9, which
+    masks put in, are no measure of what rounding may do to the others."""
+    sizes = np.abs(values[np.isfinite(values) & (values != 0)])
+    if not sizes.size:
+        return 0.0
+    return float(min(sizes.max(), 1e3 * np.median(sizes)))
+
+
 def same(a: Array, b: Array, is_exact: bool) -> bool:
     """True if two results are equal: to the bit if they are `is_exact`, else but for rounding."""
     if a.dtype.kind not in "fc" and a.dtype.name != "bfloat16":
@@ -356,6 +368,6 @@ def same(a: Array, b: Array, is_exact: bool) -> bool:
     x, y = a.astype(np.float64), b.astype(np.float64)
     if is_exact:
         return bool(np.array_equal(x, y, equal_nan=True))
-    scale = float(np.max(np.abs(y[np.isfinite(y)]), initial=0.0)) or 1.0
+    scale = ordinary(y) or 1.0
     eps = float(np.finfo(a.dtype).eps) if a.dtype.name != "bfloat16" else 2.0**-7
     return bool(np.allclose(x, y, rtol=64 * eps, atol=64 * eps * scale, equal_nan=True))

@@ -191,4 +191,5 @@ def test_a_refusal_names_tensor_rule_and_readers(tmp_path: Path) -> None:
     par = changed("tensor-parallel 2", tmp_path, change, ranks)
     text = onnxpar.verify(LLAMA, par).text()
     assert "no node of ranks is shown to compute MatMul 'node_linear_1'" in text
+    assert "no node of ranks is shown to compute MatMul 'node_linear_1'" in text
     assert "readers node_view_1" in text

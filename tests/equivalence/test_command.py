@@ -1,0 +1,90 @@
+"""`onnxpar verify`: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import numpy_helper
+
+import onnxpar
+from onnxpar.cli.command_line import main
+
+MODELS = Path(__file__).parents[2] / "models"
+MANY = '{"mesh": [["tp", 100000]], "inputs": [], "outputs": []}'
+VIT = MODELS / "vit.dynamo.static.onnx"
+
+
+@pytest.fixture(scope="module")
+def par(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vit") / "vit.par"
+    onnxpar.shard(VIT, folder, devices=2, preset="tensor-parallel")
+    return folder
+
+
+def test_a_proof(par: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(VIT), str(par)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"the ranks of {par} compute {VIT}: logits")
+    assert "nodes over 2 ranks" in text and "sizes: as in the file" in text
+
+
+def test_as_json(par: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(VIT), str(par), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] and sum(result["proved"].values()) == result["nodes"]
+
+
+def test_least(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Split rows of an embedding are compared on drawn values."""
+    model, folder = MODELS / "llama.dynamo.static.onnx", tmp_path / "m.par"
+    onnxpar.shard(model, folder, mesh="dp=2,tp=2", preset="hybrid")
+    assert main(["verify", str(model), str(folder), "--least", "lemma"]) == 1
+    assert "proved in a weaker way than lemma" in capsys.readouterr().out
+
+
+def test_another_model(par: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = MODELS / "bert.dynamo.static.onnx"
+    assert main(["verify", str(other), str(par)]) == 2
+    assert "was not made from" in capsys.readouterr().err
+
+
+def test_trained_on(par: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same model with other weights."""
+    model = onnx.load(VIT)
+    weight = max(model.graph.initializer, key=lambda t: len(t.raw_data))
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * 2, weight.name))
+    onnx.save(model, tmp_path / "model.onnx")
+    assert main(["verify", str(tmp_path / "model.onnx"), str(par)]) == 1
+    assert "not proved" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("break_", "text"),
+    [
+        (lambda par: (par / "plan.json").unlink(), "cannot be read"),
+        (lambda par: (par / "plan.json").write_text("{"), "is not JSON"),
+        (lambda par: (par / "plan.json").write_text("{}"), "lacks a mesh"),
+        (lambda par: (par / "plan.json").write_text(MANY), "100000 ranks"),
+        (lambda par: (par / "rank_0001.onnx").unlink(), "rank_0001.onnx cannot be read"),
+        (lambda par: (par / "rank_0001.onnx").write_bytes(b"no model"), "cannot be read"),
+        (lambda par: [f.unlink() for f in par.glob("*.weights")], "cannot be read"),
+    ],
+)  # fmt: skip
+def test_damaged_folders(
+    break_: object, text: str, par: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "broken.par"
+    shutil.copytree(par, folder)
+    break_(folder)  # type: ignore[operator]
+    assert main(["verify", str(VIT), str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert text in err and err.count("\n") == 1
+
+
+def test_unknown_sizes(par: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(VIT), str(par), "--dim", "batch=2"]) == 2
+    assert "the open sizes of" in capsys.readouterr().err
