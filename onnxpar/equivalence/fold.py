@@ -10,6 +10,7 @@ import onnxruntime as ort
 from onnx import helper, numpy_helper
 
 from onnxpar.base.arrays import Array
+from onnxpar.equivalence.evaluate import NotComputed
 from onnxpar.equivalence.program import MOST_FOLDED, Node, Program, captured
 
 _RANDOM = frozenset(
@@ -26,7 +27,8 @@ _RANDOM = frozenset(
 
 def fold(program: Program, keeps: bool = False) -> None:
     """Adds the values of nodes that read only constants to a program's constants, and removes these
-    nodes, unless `keeps`. Sizes of tensors of known shape are constants, too."""
+    nodes, unless `keeps`. Sizes of tensors of known shape are constants, too. Errors: NotComputed
+    if onnxruntime cannot compute one."""
     rest, constant = [], list[Node]()
     known = set(program.constants.names())
     for node in program.nodes:
@@ -83,5 +85,8 @@ def _run(nodes: Sequence[Node], wanted: Sequence[str], program: Program) -> list
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
-    return [np.asarray(value) for value in session.run(list(wanted), {})]
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+        return [np.asarray(value) for value in session.run(list(wanted), {})]
+    except Exception as error:  # onnxruntime raises types of its own
+        raise NotComputed(f"{error!s:.200}") from None

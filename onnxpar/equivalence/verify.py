@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from onnxpar.base.errors import InputError
-from onnxpar.equivalence.bundle import outputs_of, read_bundle
+from onnxpar.equivalence.bundle import Bundle, outputs_of, read_bundle
+from onnxpar.equivalence.evaluate import NotComputed
 from onnxpar.equivalence.fold import drop_unneeded, fold
+from onnxpar.equivalence.program import Program
 from onnxpar.equivalence.proof import Proof
 from onnxpar.equivalence.verification import LEAST, Failure, Verification
 
@@ -28,9 +30,7 @@ def verify_bundle(
     if least not in LEAST:
         raise InputError(f"least={least!r}: give one of {', '.join(LEAST)}")
     began = time.perf_counter()
-    bundle = read_bundle(folder, dims or {})
-    program = bundle.model(model)
-    fold(program)
+    bundle, program = _folded(read_bundle(folder, dims or {}), model, dims or {})
     drop_unneeded(program, program.outputs)
     proved: dict[str, str] = {}
     failures: list[Failure] = []
@@ -60,3 +60,21 @@ def verify_bundle(
         sizes=dict(bundle.sizes), collectives=collectives, compared=compared,
         failures=tuple(failures), seconds=time.perf_counter() - began,
     )  # fmt: skip
+
+
+def _folded(bundle: Bundle, model: Path, given: Mapping[str, int]) -> tuple[Bundle, Program]:
+    """The model with folded constants. If it cannot run at the sizes of the plan's example, because
+    it has fewer positions, the open sizes that are not given are halved until it can. Errors:
+    InputError if it cannot run at any."""
+    while True:
+        program = bundle.model(model)
+        try:
+            fold(program)
+        except NotComputed as error:
+            sizes = {n: s if n in given else s // 2 for n, s in bundle.sizes.items()}
+            if sizes == bundle.sizes or not all(sizes.values()):
+                text = ", ".join(f"{name}={size}" for name, size in bundle.sizes.items())
+                raise InputError(f"{model} cannot run at {text or 'its sizes'}: {error}") from None
+            bundle = replace(bundle, sizes=sizes)
+        else:
+            return bundle, program
