@@ -21,7 +21,7 @@ from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families, Family
 from onnxpar.equivalence.trace import Trace
 from onnxpar.equivalence.verification import Failure
-from onnxpar.equivalence.windows import Sampler, Window
+from onnxpar.equivalence.windows import Disagreement, Sampler, Window
 
 MOST_REFUSED = 24
 """The most nodes, one after the other, that are sampled in vain."""
@@ -78,6 +78,8 @@ class Walk:
         self.notes: dict[str, str] = {}
         self.readers: dict[str, list[int]] = defaultdict(list)
         self._todo: list[int] = []
+        self._wrong: set[int] = set()
+        """Nodes that ranks compute in another way: no window may hide them."""
         self._queued: set[int] = set()
         self.model, self.ranks, self.families = model, ranks, families
         self.relations = Relations()
@@ -201,7 +203,12 @@ class Walk:
                 continue
             seen.add(len(window.nodes))
             try:
-                found = self.sampler.relate(window)
+                named = self._named(node) if self._is_independent(window) else set[str]()
+                found = self.sampler.relate(window, named)
+            except Disagreement as error:
+                self.notes[key] = str(error)
+                self._wrong.add(id(node))
+                return False
             except NotComputed as error:
                 self.notes[key] = str(error)
                 continue
@@ -213,6 +220,30 @@ class Walk:
                     self.proved.setdefault(key_of(inner), "sampled")
                 return True
         return False
+
+    def _is_independent(self, window: Window) -> bool:
+        """True if no tensor that a window reads depends on another: drawn values then are values
+        that the model may have."""
+        reads = {name for name in window.reads if name not in self.model.constants}
+        todo, seen = [self._makers[name] for name in reads if name in self._makers], set[int]()
+        while todo:
+            node = todo.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if reads & {*node.inputs}:
+                return False
+            todo += [self._makers[name] for name in node.inputs if name in self._makers]
+        return True
+
+    def _named(self, node: Node) -> set[str]:
+        """The results of the node of ranks that has a node of the model as its origin, of several
+        the last, unless a collective adds them up: then they may be parts of sums."""
+        own = self.anchors.get(node.name, ())
+        names = {name for name in own[-1].first.outputs if name} if own else set[str]()
+        readers = [reader for name in names for reader in self.ranks.readers.get(name, ())]
+        kinds = {r.first.op.removeprefix("Start") for r in readers if r.first.domain == PLUGIN}
+        return set() if kinds & {"AllReduce", "ReduceScatter"} else names
 
     def _window(self, node: Node, above: int) -> Window | None:
         """The node, and those before it whose results are not related; and `above` nodes more, one
@@ -226,7 +257,7 @@ class Walk:
             if depths.get(id(each), -1) >= left:
                 continue
             inside[id(each)], depths[id(each)] = each, left
-            if len(inside) > MOST_INSIDE:
+            if len(inside) > MOST_INSIDE or id(each) in self._wrong:
                 return None
             for name in (*each.inputs, *sorted(captured(each.proto))):
                 if not name:

@@ -7,7 +7,7 @@ A window is what lies between tensors that are related already and one that is n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, product
 from math import prod
@@ -35,6 +35,10 @@ MOST_UNKNOWN = 64
 MOST_ELEMENTS = 1 << 26
 """The most elements of all tensors that a window reads."""
 _MOST_WAYS = 64
+
+
+class Disagreement(NotComputed):
+    """Ranks compute something else than the model, on drawn values."""
 
 
 class _Evidence:
@@ -88,10 +92,13 @@ class Sampler:
         self.model, self.ranks, self.families, self.relations = model, ranks, families, relations
         self.seed = seed
         self.evaluator = Evaluator()
+        self.computed: set[str] = set()
+        """Of the tensors of ranks in a window, those with the sizes of parts of the result."""
 
-    def relate(self, window: Window) -> list[Held]:
+    def relate(self, window: Window, named: Collection[str]) -> list[Held]:
         """What tensors of ranks are, of the results of the last node; empty if none is related.
-        Errors: NotComputed."""
+        Errors: NotComputed; Disagreement if ranks compute the tensors `named` from what the window
+        reads, and these are something else: a larger window could only hide that."""
         wanted = [name for name in window.nodes[-1].outputs if name]
         for with_collectives, most in _STAGES:
             nodes = self._closure(window, with_collectives, most)
@@ -101,6 +108,8 @@ class Sampler:
             found = self._compare(window, nodes, candidates, wanted)
             if found:
                 return found
+            if self.computed & {*named}:
+                raise Disagreement("ranks compute another value")
         return []
 
     def _is_of_model(self, window: Window, name: str, is_table: bool) -> bool:
@@ -187,6 +196,7 @@ class Sampler:
         wanted: Sequence[str],
     ) -> list[Held]:  # fmt: skip
         """Runs both sides on draws, and keeps the relations that hold on all of them."""
+        self.computed = set()
         kept: list[Held] | None = None
         draws = Draws(self.model, window.nodes, self._edges(window), self.seed)
         evidence: dict[str, _Evidence] = {name: _Evidence() for name in wanted}
@@ -201,8 +211,10 @@ class Sampler:
             own = self._rank_values(window, values, nodes, draws, number)
             self.evaluator.run_ranks(nodes, own, self.ranks)
             if kept is None:
-                computed = [name for name in candidates if all(name in v for v in own)]
+                self.computed = {name for name in candidates if all(name in v for v in own)}
+                computed = [name for name in candidates if name in self.computed]
                 kept = list(self._guesses(window, computed, whole, own))
+                self.computed &= {held.name for held in kept}
             is_exact = draws.is_exact
             kept = [h for h in kept if self._agrees(h, whole[h.term], own, is_exact)]
             if not kept:

@@ -193,3 +193,14 @@ def test_a_refusal_names_tensor_rule_and_readers(tmp_path: Path) -> None:
     assert "no node of ranks is shown to compute MatMul 'node_linear_1'" in text
     assert "no node of ranks is shown to compute MatMul 'node_linear_1'" in text
     assert "readers node_view_1" in text
+
+
+def test_no_window_hides_a_wrong_weight(tmp_path: Path) -> None:
+    """The channel's input is zero behind a Relu on most inputs, but not on all."""
+    model = MODELS / "resnet.dynamo.static.onnx"
+    sharder.shard(model, tmp_path / "model.par", options("tensor-parallel 2"))
+    path = tmp_path / "model.par" / "rank_0001.onnx"
+    proto = onnx.load(path)
+    edit("stages.1.layers.1.layer.0.convolution.weight", add(185, 1))(proto.graph)
+    onnx.save(proto, path)
+    assert not onnxpar.verify(model, tmp_path / "model.par").ok

@@ -74,7 +74,7 @@ def split_along(plan: Plan) -> dict[int, set[str]]:
     are as what they are added to."""
     found: dict[int, set[str]] = defaultdict(set)
     for weight in plan.weights:
-        dims = weight.layout[1:-1].split(", ")
+        dims = weight.layout_text[1:-1].split(", ")
         for i, axes in enumerate(dims if len(dims) > 1 else ()):
             if axes != "-":
                 found[i].add(weight.name.split(".")[0])
