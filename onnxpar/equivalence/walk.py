@@ -237,10 +237,11 @@ class Walk:
         return True
 
     def _named(self, node: Node) -> set[str]:
-        """The results of the node of ranks that has a node of the model as its origin, of several
-        the last, unless a collective adds them up: then they may be parts of sums."""
-        own = self.anchors.get(node.name, ())
-        names = {name for name in own[-1].first.outputs if name} if own else set[str]()
+        """The results of nodes of ranks that have a node of the model as their origin, its op, and
+        operands that stand for its operands, unless a collective adds them up: then they may be
+        parts of sums."""
+        own = [local for local in self._candidates(node) if local.first.origin == node.name]
+        names = {name for local in own for name in local.first.outputs if name}
         readers = [reader for name in names for reader in self.ranks.readers.get(name, ())]
         kinds = {r.first.op.removeprefix("Start") for r in readers if r.first.domain == PLUGIN}
         return set() if kinds & {"AllReduce", "ReduceScatter"} else names

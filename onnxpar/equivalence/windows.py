@@ -289,7 +289,7 @@ class Sampler:
                 ]
                 for dims in islice(product(*choices), _MOST_WAYS):
                     yield Held(term, name, dims)
-                    for part in parts:
+                    for part in parts if value.dtype != bool else ():
                         yield Held(term, name, dims, (part,))
 
     def _possible_sums(self, window: Window) -> list[Partial]:
