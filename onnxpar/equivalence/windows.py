@@ -59,7 +59,9 @@ class _Evidence:
             self.bits += flat.size == 1
             return
         own = flat
-        if value.dtype.kind not in "iu":
+        if value.dtype.kind in "iu" and flat.size:
+            self.bits += flat.size - int(np.unique(flat, return_counts=True)[1].max())
+        else:
             wide = flat.astype(np.float64)
             own = flat[np.isfinite(wide) & (np.abs(wide) <= ordinary(wide))]
         if 2 * len(own) >= flat.size:
@@ -221,6 +223,7 @@ class Sampler:
                 return []
             if number + 1 >= DRAWS and all(evidence[h.term].is_enough for h in kept):
                 break
+        self.computed -= {held.name for held in kept or ()}
         return [h for h in kept or [] if evidence[h.term].is_enough]
 
     def _edges(self, window: Window) -> list[int]:
