@@ -234,8 +234,8 @@ class Collectives:
         """What a node holds that only ranks have: a copy, a part, or a value that one rank of each
         group keeps."""
         first = node.first
-        if first.inputs[0] != held.name or not node.is_alike:
-            if first.op == "Mul" and node.is_alike and first.inputs[1] == held.name:
+        if first.inputs[0] != held.name:
+            if first.op == "Mul" and first.inputs[1] == held.name:
                 yield from self._masked(node, held, 0)
             return
         if first.op == "Identity":

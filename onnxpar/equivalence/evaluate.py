@@ -29,6 +29,14 @@ class NotComputed(Exception):
     """onnxruntime does not compute a part of a graph on these values."""
 
 
+def plain_session(model: bytes) -> ort.InferenceSession:
+    """A session that computes a model node by node, on one thread."""
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return ort.InferenceSession(model, options, ["CPUExecutionProvider"])
+
+
 class Evaluator:
     """Runs nodes; sessions are kept for equal nodes."""
 
@@ -57,10 +65,7 @@ class Evaluator:
         data = model.SerializeToString(deterministic=True)
         try:
             if data not in self._sessions:
-                options = ort.SessionOptions()
-                options.log_severity_level, options.intra_op_num_threads = 4, 1
-                options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-                self._sessions[data] = ort.InferenceSession(data, options, ["CPUExecutionProvider"])
+                self._sessions[data] = plain_session(data)
             found = self._sessions[data].run(list(wanted), feeds)
         except Exception as error:  # onnxruntime raises types of its own
             raise NotComputed(f"{error!s:.200}") from None

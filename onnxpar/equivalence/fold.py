@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import helper, numpy_helper
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.evaluate import NotComputed
+from onnxpar.equivalence.evaluate import NotComputed, plain_session
 from onnxpar.equivalence.program import MOST_FOLDED, Node, Program, captured
 
 _RANDOM = frozenset(
@@ -82,11 +81,8 @@ def _run(nodes: Sequence[Node], wanted: Sequence[str], program: Program) -> list
     graph = helper.make_graph([n.proto for n in nodes], "constants", [], outputs, stored)
     opsets = [helper.make_opsetid(d, v) for d, v in program.opsets.items() if d != "onnxpar"]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        session = ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+        session = plain_session(model.SerializeToString())
         return [np.asarray(value) for value in session.run(list(wanted), {})]
     except Exception as error:  # onnxruntime raises types of its own
         raise NotComputed(f"{error!s:.200}") from None

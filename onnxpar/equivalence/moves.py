@@ -11,7 +11,7 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.lemma import Case, Lemma, NotShown, Result, merged
 from onnxpar.equivalence.program import Node, Shape, default
-from onnxpar.equivalence.spans import Family
+from onnxpar.equivalence.spans import Family, places_of, spans_of
 
 MOST_WAYS = 4
 """The most ways in which a rank's copies of one element stand for a dimension."""
@@ -140,34 +140,13 @@ def _reshape_spans(
     inner: Sequence[Array], shape: Shape, out: Shape, sizes: tuple[int, ...], rank: int
 ) -> list[Array]:
     """The positions of each dimension of a rank's result."""
-    flat = np.zeros(1, np.int64)
-    for span, size in zip(inner, shape, strict=True):
-        flat = (flat[:, None] * size + span).reshape(-1)
-    if math.prod(sizes) != len(flat):
-        raise NotShown(f"rank {rank} reshapes {len(flat)} elements to {list(sizes)}")
-    if not len(flat):
-        return [
-            np.zeros(n, np.int64) if n == 0 else _guess(n, size)
-            for n, size in zip(sizes, out, strict=True)
-        ]
-    block = flat.reshape(sizes)
-    spans: list[Array] = []
-    stride = math.prod(out)
-    total = np.zeros((1,) * len(sizes), np.int64)
-    for axis, size in enumerate(out):
-        stride //= max(size, 1)
-        line = block[tuple(slice(None) if i == axis else 0 for i in range(len(sizes)))]
-        span = line // stride % size
-        spans.append(span)
-        total = total + span.reshape([-1 if i == axis else 1 for i in range(len(sizes))]) * stride
-    if not np.array_equal(np.broadcast_to(total, block.shape), block):
+    places = places_of(inner, shape)
+    if math.prod(sizes) != places.size:
+        raise NotShown(f"rank {rank} reshapes {places.size} elements to {list(sizes)}")
+    spans = spans_of(places.reshape(sizes), out)
+    if spans is None:
         raise NotShown(f"what rank {rank} holds is no part of the reshaped dimensions")
     return spans
-
-
-def _guess(count: int, size: int) -> Array:
-    """Positions of a dimension beside an empty one, which hold nothing."""
-    return np.arange(count) % max(size, 1)
 
 
 def expand(case: Case) -> list[Result]:

@@ -42,6 +42,11 @@ class Node:
         """The domain and the op."""
         return self.domain, self.op
 
+    @property
+    def key(self) -> str:
+        """The name of the first result; of a node without results, its own name."""
+        return next((name for name in self.outputs if name), self.name)
+
 
 @dataclass(eq=False)
 class Program:

@@ -16,7 +16,7 @@ from onnxpar.equivalence.program import Program
 from onnxpar.equivalence.ranks import Ranks
 from onnxpar.equivalence.spans import Families, Family
 from onnxpar.equivalence.verification import Failure
-from onnxpar.equivalence.walk import Walk, key_of
+from onnxpar.equivalence.walk import Walk
 
 
 class Proof:
@@ -107,12 +107,11 @@ class Proof:
             if term in seen or node is None:
                 continue
             seen.add(term)
-            before.add(key_of(node))
+            before.add(node.key)
             todo += node.inputs
         for node in self.model.nodes:
-            key = key_of(node)
-            if key in before and key in self.walk.refused:
-                return self.walk.failure(key)
+            if node.key in before and node.key in self.walk.refused:
+                return self.walk.failure(node.key)
         return Failure("output", name, "no tensor of ranks is shown to be it")
 
 

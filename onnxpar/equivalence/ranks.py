@@ -48,16 +48,11 @@ class Ranks:
         self.programs = programs
         self.size = len(programs)
         tables: list[Mapping[str, Node]] = [
-            {_key(node): node for node in program.nodes} for program in programs
+            {node.key: node for node in program.nodes} for program in programs
         ]
         self.nodes: list[RankNode] = []
-        self.missing: list[tuple[str, int]] = []
-        """Nodes that a rank lacks, each with the rank."""
         for key in tables[0]:
-            lacking = [rank for rank, table in enumerate(tables) if key not in table]
-            if lacking:
-                self.missing.append((key, lacking[0]))
-            else:
+            if all(key in table for table in tables):
                 found = tuple(table[key] for table in tables)
                 self.nodes.append(RankNode(found, len(self.nodes)))
         self.readers: dict[str, list[RankNode]] = defaultdict(list)
@@ -70,7 +65,7 @@ class Ranks:
 
     def constants(self, name: str) -> list[Array] | None:
         """The value of a constant on each rank; None if the tensor is none."""
-        if not all(name in program.constants for program in self.programs):
+        if not self.is_constant(name):
             return None
         return [program.constants[name] for program in self.programs]
 
@@ -81,7 +76,3 @@ class Ranks:
     def constant_shapes(self, name: str) -> list[Shape]:
         """The shape of a constant on each rank."""
         return [program.constants.shape(name) for program in self.programs]
-
-
-def _key(node: Node) -> str:
-    return next((name for name in node.outputs if name), node.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -84,3 +85,27 @@ class Families:
 
 def _fits(family: Family, size: int) -> bool:
     return all(not len(span) or 0 <= span.min() <= span.max() < size for span in family.spans)
+
+
+def places_of(spans: Iterable[Array], shape: Iterable[int]) -> Array:
+    """The places of elements in the row-major order of a tensor with this shape: of those at these
+    positions of each dimension."""
+    places = np.zeros((), np.int64)
+    for span, size in zip(spans, shape, strict=True):
+        places = places[..., None] * size + span
+    return np.asarray(places)
+
+
+def spans_of(places: Array, shape: Sequence[int]) -> list[Array] | None:
+    """The inverse of `places_of`; None if places are not those of some positions of each dimension.
+    Beside an empty dimension, positions hold nothing, and are the first ones."""
+    if not places.size:
+        return [np.arange(n) % max(size, 1) for n, size in zip(places.shape, shape, strict=True)]
+    spans, total, stride = [], np.zeros((1,) * len(shape), np.int64), math.prod(shape)
+    for axis, size in enumerate(shape):
+        stride //= size
+        line = places[tuple(slice(None) if i == axis else 0 for i in range(len(shape)))]
+        span = line // stride % size
+        spans.append(span)
+        total = total + span.reshape([-1 if i == axis else 1 for i in range(len(shape))]) * stride
+    return spans if np.array_equal(np.broadcast_to(total, places.shape), places) else None

@@ -21,7 +21,7 @@ from onnxpar.equivalence.lemma import NotShown
 from onnxpar.equivalence.moves import RESHAPES, shape_after, slice_positions
 from onnxpar.equivalence.program import Node, Shape
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
-from onnxpar.equivalence.spans import Families
+from onnxpar.equivalence.spans import Families, places_of, spans_of
 
 MOST_ELEMENTS = 1 << 25
 """The most elements of all ranks' parts of a tensor that are followed."""
@@ -103,10 +103,8 @@ class Trace:
         start = self.kinds.index(kind) * _PLACES
         numbers = []
         for rank in range(self.ranks.size):
-            places = np.zeros((), np.int64)
-            for family, size in zip(held.dims, shape, strict=True):
-                places = places[..., None] * size + family.spans[rank]
-            numbers.append(np.asarray(places + start))
+            spans = [family.spans[rank] for family in held.dims]
+            numbers.append(places_of(spans, shape) + start)
         return numbers
 
     def _moved(self, node: RankNode) -> list[_Numbers]:
@@ -176,7 +174,7 @@ class Trace:
         for each in numbers:
             if each.ndim != len(shape):
                 return None
-            own = _spans(each % _PLACES, shape)
+            own = spans_of(each % _PLACES, shape)
             if own is None:
                 return None
             for axis, span in enumerate(own):
@@ -213,17 +211,3 @@ def _move(node: Node, operands: Sequence[Array], others: Sequence[Array | None])
 def _pick(parts: Sequence[Array]) -> Array:
     """Of equal parts, one."""
     return parts[0]
-
-
-def _spans(places: Array, shape: Shape) -> list[Array] | None:
-    """The positions of each dimension, if places are those of a grid of positions."""
-    if not places.size:
-        return [np.arange(n) % max(size, 1) for n, size in zip(places.shape, shape, strict=True)]
-    spans, total, stride = [], np.zeros((1,) * len(shape), np.int64), math.prod(shape)
-    for axis, size in enumerate(shape):
-        stride //= size
-        line = places[tuple(slice(None) if i == axis else 0 for i in range(len(shape)))]
-        span = line // stride % size
-        spans.append(span)
-        total = total + span.reshape([-1 if i == axis else 1 for i in range(len(shape))]) * stride
-    return spans if np.array_equal(np.broadcast_to(total, places.shape), places) else None

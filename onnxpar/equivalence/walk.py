@@ -57,11 +57,6 @@ VERSIONED = BY_VALUE.keys() - {"Gather", "Expand", "Tile", "TopK", "CumSum", "Dr
 """Ops that have an attribute in some versions, and an operand in its place in others."""
 
 
-def key_of(node: Node) -> str:
-    """The name of a node's first result."""
-    return next((name for name in node.outputs if name), node.name)
-
-
 class Walk:
     """Relates the tensors of a model to those of ranks.
 
@@ -123,8 +118,7 @@ class Walk:
                 number = heappop(self._todo)
                 self._queued.discard(number)
                 self._prove(self.model.nodes[number])
-            traced = [held for held in self.trace.run()]
-            for held in traced:
+            for held in list(self.trace.run()):
                 self.hold(held)
             if not self._todo and not self._sample_next(sampled):
                 return
@@ -137,7 +131,7 @@ class Walk:
     def _sample_next(self, sampled: set[tuple[str, int]]) -> bool:
         """Samples refused nodes until one is related; False if none of the first is. Nodes that
         ranks can compute from what is related come first, in order."""
-        refused = [key for key in map(key_of, self.model.nodes) if key in self.refused]
+        refused = [node.key for node in self.model.nodes if node.key in self.refused]
         refused.sort(key=lambda key: self._distance(self.refused[key].node))
         tries = 0
         for key in refused:
@@ -175,7 +169,7 @@ class Walk:
         return maker is not None and maker.first.domain == PLUGIN
 
     def _prove(self, node: Node) -> None:
-        key = key_of(node)
+        key = node.key
         reasons: dict[str, str] = {}
         if node.op == "Identity" and node.domain == "":
             for source in list(self.relations.by_term.get(node.inputs[0], ())):
@@ -216,8 +210,8 @@ class Walk:
                 self.hold(held)
             if found:
                 for inner in window.nodes:
-                    self.refused.pop(key_of(inner), None)
-                    self.proved.setdefault(key_of(inner), "sampled")
+                    self.refused.pop(inner.key, None)
+                    self.proved.setdefault(inner.key, "sampled")
                 return True
         return False
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, product
-from math import prod
 
 import numpy as np
 
@@ -249,7 +248,7 @@ class Sampler:
                 values[name] = self.model.constants[name]
             else:
                 shape = self.model.shapes.get(name)
-                if shape is None or prod(shape) > MOST_ELEMENTS:
+                if shape is None or math.prod(shape) > MOST_ELEMENTS:
                     raise NotComputed(f"{name} is too large, or has no known shape")
                 values[name] = draws.value(name, shape, self.model.types.get(name, 1), number)
         return values
