@@ -401,7 +401,7 @@ class Walk:
             if not is_same and (own.dtype.kind not in "fiu" or own.any()):
                 return None
             holds.append(is_same)
-            self.compared += own.nbytes
+        self.compared += sum(program.constants[name].nbytes for program in self.ranks.programs)
         if all(holds):
             return ()
         return (Partial("sum", self.families.of(np.arange(int(h)) for h in holds), 1),)
