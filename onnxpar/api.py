@@ -193,6 +193,7 @@ def verify(
     *,
     dims: Mapping[str, int] | None = None,
     least: Literal["exact", "lemma", "sampled"] = "sampled",
+    weights: Literal["all", "sample", "none"] = "all",
     seed: int = 0,
 ) -> Verification:
     """Proves from the files alone that the ranks of a sharded model compute the unsplit model, or
@@ -203,13 +204,15 @@ def verify(
     dims   values of open sizes; the others are those of the plan's example
     least  the weakest proof of a node that is accepted: exact (arithmetic on positions), lemma (the
            rule of an op), or sampled (both sides computed on drawn values)
+    weights  how much of the weights in files is compared: all, a sample of their rows, or none:
+             then they need not exist, and ranks are believed to hold what plan.json says
     seed   of drawn values
 
     Returns the outcome: `ok`, `text()`, how many nodes were proved in which way, and `failures`.
     Errors: OnnxparError if a file cannot be read; a proof that fails is not an error.
     """
     with model_file(model) as path:
-        return verify_bundle(path, Path(par), dims=dims, least=least, seed=seed)
+        return verify_bundle(path, Path(par), dims=dims, least=least, weights=weights, seed=seed)
 
 
 @lists(PlanOptions)

@@ -25,6 +25,7 @@ from onnxpar.cli.rank_options import add_runtime, add_timeout, add_verify
 from onnxpar.cli.serve_command import add_serve
 from onnxpar.cli.training_parser import add_grad, add_merge, add_train, add_weights
 from onnxpar.cost.measure import MOST_RANKS
+from onnxpar.equivalence.stored import COMPARED
 from onnxpar.equivalence.verification import LEAST
 from onnxpar.planner import calibrate as calibration
 from onnxpar.planner.option_entry import NEEDED, OUTPUT, TRAINING, table
@@ -290,6 +291,14 @@ def _verify(to: Any) -> None:
         default="sampled",
         help="the weakest proof of a node that is accepted: exact (arithmetic on positions), "
         "lemma (the rule of an op), or sampled (both sides computed on drawn values); default: "
+        "%(default)s",
+    )
+    verify.add_argument(
+        "--weights",
+        choices=list(COMPARED),
+        default="all",
+        help="how much of the weights in files is compared: all, a sample of their rows, or none: "
+        "then they need not exist, and ranks are believed to hold what plan.json says; default: "
         "%(default)s",
     )
     verify.add_argument("--seed", type=int, default=0, help="seed of drawn values")

@@ -7,7 +7,7 @@ import ast
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from onnxpar.equivalence.layouts import MeshReader, families_of
 from onnxpar.equivalence.program import Program, Shape, read_program
 from onnxpar.equivalence.ranks import Ranks
 from onnxpar.equivalence.spans import Families, Family
+from onnxpar.equivalence.stored import WeightFiles
 
 MOST_RANKS = 1 << 16
 SIZES = "onnxpar.sizes"
@@ -33,12 +34,15 @@ _OPERATORS: Mapping[type, Any] = {
 
 @dataclass(frozen=True)
 class Bundle:
-    """A sharded folder. `sizes` has a value for each open size."""
+    """A sharded folder. `sizes` has a value for each open size; `compared` says how much of weights
+    in files is compared."""
 
     folder: Path
     plan: Mapping[str, Any]
     mesh: MeshReader
     sizes: Mapping[str, int]
+    compared: str = "all"
+    files: WeightFiles = field(default_factory=WeightFiles)
 
     @property
     def ports(self) -> dict[str, Mapping[str, Any]]:
@@ -87,7 +91,7 @@ class Bundle:
     def ranks(self, program: str) -> Ranks:
         """The graphs of all ranks. Errors: ModelError if one cannot be read."""
         graphs = [
-            read_program(self.folder / f"rank_{rank:04d}.{program}", self.fed)
+            read_program(self.folder / f"rank_{rank:04d}.{program}", self.files, self.fed)
             for rank in range(self.mesh.ranks)
         ]
         for graph in graphs:
@@ -102,7 +106,7 @@ class Bundle:
             for port in self.plan["inputs"]
             if (shape := self.shape(port)) is not None
         }
-        program = read_program(path, self.fed, shapes if self.sizes else None)
+        program = read_program(path, self.files, self.fed, shapes if self.sizes else None)
         unknown = [name for name in program.inputs if name not in self.fed]
         if unknown:
             raise InputError(
@@ -124,9 +128,10 @@ def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
     raise KeyError(ast.dump(node))
 
 
-def read_bundle(folder: Path, sizes: Mapping[str, int]) -> Bundle:
+def read_bundle(folder: Path, sizes: Mapping[str, int], compared: str) -> Bundle:
     """Reads plan.json. `sizes` has values of open sizes; the others are those of the plan's
-    example. Errors: ModelError if it cannot be read; InputError if it cannot be verified."""
+    example; `compared` says how much of weights is compared. Errors: ModelError if it cannot be
+    read; InputError if it cannot be verified."""
     plan = _plan(folder)
     try:
         mesh = MeshReader(plan["mesh"])
@@ -148,7 +153,7 @@ def read_bundle(folder: Path, sizes: Mapping[str, int]) -> Bundle:
     if unknown:
         known = ", ".join(open_sizes) or "none"
         raise InputError(f"--dim {unknown[0]}: the open sizes of {folder} are {known}")
-    return Bundle(folder, plan, mesh, open_sizes | dict(sizes))
+    return Bundle(folder, plan, mesh, open_sizes | dict(sizes), compared)
 
 
 def _plan(folder: Path) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@ masks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -269,9 +270,12 @@ class Collectives:
 
     def _masked(self, node: RankNode, held: Held, index: int) -> Iterator[Held]:
         """A product with one on one rank of each group and zero on the others: parts of a sum."""
-        values = self.ranks.constants(node.first.inputs[index])
-        if values is None or held.partial or any(value.size != 1 for value in values):
+        name = node.first.inputs[index]
+        if not self.ranks.is_constant(name) or held.partial:
             return
+        if any(math.prod(shape) != 1 for shape in self.ranks.constant_shapes(name)):
+            return
+        values = self.ranks.constants(name) or []
         factors = [float(value.reshape(())) for value in values]
         if {*factors} == {0.0, 1.0}:
             spans = [np.arange(int(factor)) for factor in factors]

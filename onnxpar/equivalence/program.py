@@ -16,6 +16,7 @@ from onnx.inliner import inline_local_functions
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import ModelError
+from onnxpar.equivalence.stored import WeightFiles
 
 Shape = tuple[int, ...]
 MOST_FOLDED = 1 << 22
@@ -70,10 +71,12 @@ class Program:
 class Constants:
     """The constants of a graph, by name."""
 
-    def __init__(self, graph: GraphProto, folder: Path, fed: Collection[str]) -> None:
+    def __init__(
+        self, graph: GraphProto, folder: Path, fed: Collection[str], files: WeightFiles
+    ) -> None:
         self._stored = {t.name: t for t in graph.initializer if t.name not in fed}
         self._values: dict[str, Array] = {}
-        self._folder = folder
+        self._folder, self._files = folder, files
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored or name in self._values
@@ -99,6 +102,11 @@ class Constants:
         """Adds a value that is computed from other constants."""
         self._values[name] = value
 
+    def is_in_file(self, name: str) -> bool:
+        """True for a weight in another file than the graph."""
+        tensor = self._stored.get(name)
+        return tensor is not None and tensor.data_location == TensorProto.EXTERNAL
+
     def names(self) -> Iterator[str]:
         """The names of all constants."""
         yield from self._stored.keys() | self._values.keys()
@@ -106,25 +114,16 @@ class Constants:
     def _read(self, tensor: TensorProto) -> Array:
         if tensor.data_location != TensorProto.EXTERNAL:
             return np.asarray(numpy_helper.to_array(tensor))
-        where = {entry.key: entry.value for entry in tensor.external_data}
-        path = (self._folder / where["location"]).resolve()
-        if not path.is_relative_to(self._folder.resolve()):
-            raise ModelError(f"{tensor.name}: the file {where['location']} is in another folder")
-        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
-        count, offset = int(np.prod(tensor.dims)), int(where.get("offset", 0))
-        try:
-            stored = np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path}: {tensor.name} cannot be read: {error}") from None
-        return np.asarray(stored).reshape(tuple(tensor.dims))
+        return self._files.read(tensor, self._folder)
 
 
 def read_program(
-    path: Path, fed: Collection[str] = (), shapes: Mapping[str, Shape] | None = None
-) -> Program:
-    """Reads a model; weights in other files stay there. Inputs that have default values are
-    constants, unless they are among `fed`. `shapes` has shapes of inputs, in place of those of the
-    file. Errors: ModelError."""
+    path: Path, files: WeightFiles, fed: Collection[str] = (),
+    shapes: Mapping[str, Shape] | None = None,
+) -> Program:  # fmt: skip
+    """Reads a model; weights in other files stay there, and are read by `files`. Inputs that have
+    default values are constants, unless they are among `fed`. `shapes` has shapes of inputs, in
+    place of those of the file. Errors: ModelError."""
     try:
         proto = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf raises a type of its own
@@ -135,7 +134,7 @@ def read_program(
     if shapes:
         _set_shapes(graph, shapes)
     opsets = {entry.domain or "": entry.version for entry in proto.opset_import}
-    constants = Constants(graph, path.parent, fed)
+    constants = Constants(graph, path.parent, fed, files)
     stored = {tensor.name for tensor in graph.initializer} - {*fed}
     inputs = [port.name for port in graph.input if port.name not in stored]
     nodes = [read_node(each) for node in graph.node for each in _apart(node)]
@@ -229,7 +228,10 @@ def infer(node: Node, program: Program) -> None:
     types, data = {}, {}
     for name in node.inputs:
         shape = program.shapes.get(name)
-        if name in program.constants:
+        if program.constants.is_in_file(name):
+            shape, kind = program.constants.shape(name), program.types[name]
+            types[name] = onnx.helper.make_tensor_type_proto(kind, shape)
+        elif name in program.constants:
             value = program.constants[name]
             kind = int(onnx.helper.np_dtype_to_tensor_dtype(value.dtype))
             types[name] = onnx.helper.make_tensor_type_proto(kind, value.shape)

@@ -17,6 +17,7 @@ from onnxpar.equivalence.ranks import Ranks
 from onnxpar.equivalence.spans import Families, Family
 from onnxpar.equivalence.verification import Failure
 from onnxpar.equivalence.walk import Walk
+from onnxpar.equivalence.weights import Weights
 
 
 class Proof:
@@ -29,11 +30,8 @@ class Proof:
         self.model, self.ranks, self.bundle = model, ranks, bundle
         self.families = Families(ranks.size)
         self.collectives = 0
-        copies: dict[str, list[str]] = {}
-        for weight in bundle.plan.get("weights", ()):
-            copies.setdefault(weight["name"], []).append(weight["tensor"])
-            bundle.families(weight, self.families)
-        self.walk = Walk(model, ranks, self.families, copies, seed)
+        self.weights = Weights(model, ranks, bundle, self.families)
+        self.walk = Walk(model, ranks, self.families, self.weights, seed)
 
     def run(self) -> Iterator[Failure]:
         """Yields where the proof ends; nothing if ranks compute all outputs."""
@@ -84,7 +82,7 @@ class Proof:
         dims = None if port is None else self.bundle.families(port, self.families)
         held = self.walk.relations.of(name, name)
         if name in self.model.constants:
-            held = held or self.walk.constant(name, name)
+            held = held or self.weights.relate(name, name)
         if not held:
             return self._first_refusal(name)
         if dims is None:

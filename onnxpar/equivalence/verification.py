@@ -21,6 +21,11 @@ LEAST = {
 }
 """The proofs that are accepted, by the weakest of them."""
 
+_COMPARED = {
+    "sample": "; of weights in files, a sample of rows was compared",
+    "none": "; weights in files were not compared: they are believed to be as plan.json says",
+}
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -47,7 +52,8 @@ class Verification:
     sampled      the first results of the nodes that were compared on drawn values
     sizes        the values of open sizes, for which the proof holds
     collectives  the collectives whose order was checked
-    compared     bytes of ranks' weights and constants that were compared with the model's
+    compared     bytes of ranks' weights and constants that are the model's
+    weights      how much of the weights in files was compared: all, sample or none
     failures     where the proof ends; empty if the ranks compute the model
     """
 
@@ -61,6 +67,7 @@ class Verification:
     sizes: Mapping[str, int]
     collectives: int
     compared: int
+    weights: str
     failures: tuple[Failure, ...]
     seconds: float
 
@@ -100,6 +107,8 @@ class Verification:
         if not any(failure.kind == "order" for failure in self.failures):
             lines.append(f"  {self.collectives} collectives, in one order on all ranks")
         lines.append(f"  {self.compared} bytes of ranks' weights and constants are the model's")
+        if self.weights != "all":
+            lines[-1] += _COMPARED[self.weights]
         lines.append("  over the real numbers: ranks may add in another order")
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         lines.append(

@@ -8,19 +8,17 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import islice, product, zip_longest
 
-import numpy as np
-
 from onnxpar.equivalence.collectives import Collectives
-from onnxpar.equivalence.compare import same_bytes
 from onnxpar.equivalence.evaluate import NotComputed
-from onnxpar.equivalence.held import Held, Partial, Relations
+from onnxpar.equivalence.held import Held, Relations
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, whole
 from onnxpar.equivalence.moves import MOVES
 from onnxpar.equivalence.program import Node, Program, Shape, captured, infer
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
-from onnxpar.equivalence.spans import Families, Family
+from onnxpar.equivalence.spans import Families
 from onnxpar.equivalence.trace import Trace
 from onnxpar.equivalence.verification import Failure
+from onnxpar.equivalence.weights import Weights
 from onnxpar.equivalence.windows import Disagreement, Sampler, Window
 
 MOST_REFUSED = 24
@@ -66,10 +64,9 @@ class Walk:
 
     def __init__(
         self, model: Program, ranks: Ranks, families: Families,
-        copies: Mapping[str, Sequence[str]], seed: int,
+        weights: Weights, seed: int,
     ) -> None:  # fmt: skip
-        self.copies = copies
-        self.compared = 0
+        self.weights = weights
         self.notes: dict[str, str] = {}
         self.readers: dict[str, list[int]] = defaultdict(list)
         self._todo: list[int] = []
@@ -86,8 +83,7 @@ class Walk:
         """Nodes of ranks, by the name of the node of the model that they name as their origin."""
         for local in ranks.nodes:
             self.anchors[local.first.origin].append(local)
-        self.sampler = Sampler(model, ranks, families, self.relations, self.constant, seed)
-        self._constants: dict[tuple[str, str], list[Held]] = {}
+        self.sampler = Sampler(model, ranks, families, self.relations, weights, seed)
         self._makers = {name: node for node in model.nodes for name in node.outputs}
 
     def hold(self, held: Held) -> None:
@@ -274,9 +270,9 @@ class Walk:
 
     def _relate_constant(self, term: str) -> None:
         """Relates a constant to the constant of ranks with the same name, or its copies."""
-        for name in (term, *self.copies.get(term, ())):
+        for name in (term, *self.weights.copies.get(term, ())):
             if self.ranks.is_constant(name):
-                for held in self.constant(term, name):
+                for held in self.weights.relate(term, name):
                     self.relations.add(held)
 
     def failure(self, key: str) -> Failure:
@@ -321,7 +317,7 @@ class Walk:
                     return
                 choices.append([None])
             elif term in self.model.constants and self.ranks.is_constant(name):
-                related: Sequence[Held | None] = self.constant(term, name)
+                related: Sequence[Held | None] = self.weights.relate(term, name)
                 choices.append(related or ([None] if index in by_value else []))
             else:
                 choices.append(self.relations.of(term, name))
@@ -367,44 +363,6 @@ class Walk:
         if name not in self.model.shapes and name in self._makers:
             infer(self._makers[name], self.model)
         return self.model.shapes.get(name)
-
-    def constant(self, term: str, name: str) -> list[Held]:
-        """How a constant of ranks stands for one of the model: at all positions where it equals."""
-        key = term, name
-        if key not in self._constants:
-            self._constants[key] = list(self._relate(term, name))
-        return self._constants[key]
-
-    def _relate(self, term: str, name: str) -> Iterator[Held]:
-        shape, local = self.model.constants.shape(term), self.ranks.constant_shapes(name)
-        if any(len(own) != len(shape) for own in local):
-            return
-        choices = [
-            self.families.known(size, tuple(own[axis] for own in local))
-            for axis, size in enumerate(shape)
-        ]
-        for dims in islice(product(*choices), MOST_TRIES):
-            partial = self._compare(term, name, dims)
-            if partial is not None:
-                yield Held(term, name, dims, partial)
-
-    def _compare(
-        self, term: str, name: str, dims: tuple[Family, ...]
-    ) -> tuple[Partial, ...] | None:
-        """What a constant of ranks is if it stands for these positions: a part of a sum if some
-        ranks have zeros in its place; None if it is something else."""
-        whole = self.model.constants[term]
-        holds = []
-        for rank, program in enumerate(self.ranks.programs):
-            own = program.constants[name]
-            is_same = same_bytes(own, whole, [family.spans[rank] for family in dims])
-            if not is_same and (own.dtype.kind not in "fiu" or own.any()):
-                return None
-            holds.append(is_same)
-        self.compared += sum(program.constants[name].nbytes for program in self.ranks.programs)
-        if all(holds):
-            return ()
-        return (Partial("sum", self.families.of(np.arange(int(h)) for h in holds), 1),)
 
 
 def _lemmas(node: Node) -> Iterator[tuple[str, Lemma]]:

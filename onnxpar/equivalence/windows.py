@@ -7,7 +7,7 @@ A window is what lies between tensors that are related already and one that is n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, product
 
@@ -20,6 +20,7 @@ from onnxpar.equivalence.held import Held, Partial, Relations
 from onnxpar.equivalence.program import Node, Program
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families
+from onnxpar.equivalence.weights import Weights
 
 DRAWS, MOST_DRAWS = 4, 48
 """The least and the most draws of a window: more if results have few different values."""
@@ -87,9 +88,9 @@ class Sampler:
 
     def __init__(
         self, model: Program, ranks: Ranks, families: Families, relations: Relations,
-        constant: Callable[[str, str], Sequence[Held]], seed: int,
+        weights: Weights, seed: int,
     ) -> None:  # fmt: skip
-        self.constant = constant
+        self.weights = weights
         self.model, self.ranks, self.families, self.relations = model, ranks, families, relations
         self.seed = seed
         self.evaluator = Evaluator()
@@ -117,11 +118,11 @@ class Sampler:
         """True for a constant of ranks whose numbers draws tell, or are the model's to the bit:
         draws do not reach all rows of a table, and a few numbers that are a little different, such
         as an epsilon, would pass for rounding."""
-        values = self.ranks.constants(name) or []
-        count = max(value.size for value in values)
+        count = max(math.prod(shape) for shape in self.ranks.constant_shapes(name))
         constants = [term for term in window.reads if term in self.model.constants]
         if count > MOST_UNKNOWN:
-            return not is_table or any(self.constant(term, name) for term in constants)
+            return not is_table or any(self.weights.relate(term, name) for term in constants)
+        values = self.ranks.constants(name) or []
         if values[0].dtype.kind != "f":
             return True
         own = {number for value in values for number in np.unique(value).tolist()}
@@ -131,7 +132,7 @@ class Sampler:
                 known |= {*np.unique(self.model.constants[term]).tolist()}
         if all(number in known or self._is_share(window, number) for number in own):
             return True
-        return any(self.constant(term, name) for term in constants)
+        return any(self.weights.relate(term, name) for term in constants)
 
     def _is_share(self, window: Window, number: float) -> bool:
         """True for a whole part of the size of a dimension, or of all elements, that the window

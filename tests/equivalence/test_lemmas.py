@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from onnxpar.equivalence.moves import MOVES
 from onnxpar.equivalence.program import Constants, Node, Program, read_node
 from onnxpar.equivalence.ranks import RankNode, Ranks
 from onnxpar.equivalence.spans import Families, Family
+from onnxpar.equivalence.stored import WeightFiles
 from onnxpar.equivalence.windows import group_of
 
 Array = np.ndarray[Any, Any]
@@ -171,7 +173,7 @@ def run(op: Op, operands: Sequence[Array], constants: Sequence[Array]) -> list[A
 def program(node: Node, constants: dict[str, Array], shapes: dict[str, tuple[int, ...]]) -> Program:
     graph = onnx.GraphProto()
     graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in constants.items())
-    own = Constants(graph, None, ())  # type: ignore[arg-type]
+    own = Constants(graph, Path(), (), WeightFiles())
     return Program(None, [node], [], [*node.outputs], own, {"": OPSET}, shapes)  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ from onnx import GraphProto, helper
 
 from onnxpar.equivalence.order import Disorder, check_order
 from onnxpar.equivalence.program import Constants, Program, read_node
+from onnxpar.equivalence.stored import WeightFiles
 
 Send = tuple[int, Sequence[int]]
 
@@ -24,7 +25,7 @@ def rank(*sends: Send, op: str = "AllReduce", chained: bool = True) -> Program:
             node.attribute.append(helper.make_attribute(name, value))
         nodes.append(read_node(node))
         token = f"t{tag}"
-    return Program(Path(), nodes, [], [], Constants(GraphProto(), Path(), ()), {})
+    return Program(Path(), nodes, [], [], Constants(GraphProto(), Path(), (), WeightFiles()), {})
 
 
 BOTH = (0, 1)

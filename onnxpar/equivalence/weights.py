@@ -1,0 +1,87 @@
+"""Relates constants of ranks to constants of the model, by their content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, product
+
+import numpy as np
+
+from onnxpar.equivalence.bundle import Bundle
+from onnxpar.equivalence.held import Held, Partial
+from onnxpar.equivalence.program import Program
+from onnxpar.equivalence.ranks import Ranks
+from onnxpar.equivalence.spans import Families, Family
+
+MOST_LAYOUTS = 64
+"""The most layouts that are tried for a constant."""
+
+
+class Weights:
+    """How constants of ranks stand for constants of a model: at all positions where they are equal.
+
+    copies    the names that ranks have for a weight of the model
+    compared  the bytes of constants of ranks that are the model's
+    believed  the weights in files that were not compared: plan.json says what ranks hold of them
+    """
+
+    def __init__(self, model: Program, ranks: Ranks, bundle: Bundle, families: Families) -> None:
+        self.model, self.ranks, self.bundle, self.families = model, ranks, bundle, families
+        self.copies: dict[str, list[str]] = {}
+        self.compared = 0
+        self.believed: set[str] = set()
+        self._planned: dict[tuple[str, str], tuple[Family, ...] | None] = {}
+        self._known: dict[tuple[str, str], list[Held]] = {}
+        for weight in bundle.plan.get("weights", ()):
+            term, name = weight["name"], weight["tensor"]
+            self.copies.setdefault(term, []).append(name)
+            self._planned[term, name] = bundle.families(weight, families)
+
+    def relate(self, term: str, name: str) -> list[Held]:
+        """What a constant of ranks is of a constant of the model."""
+        key = term, name
+        if key not in self._known:
+            self._known[key] = list(self._relate(term, name))
+        return self._known[key]
+
+    def is_believed(self, name: str) -> bool:
+        """True for a constant of ranks that is not read."""
+        programs = self.ranks.programs
+        return self.bundle.compared == "none" and programs[0].constants.is_in_file(name)
+
+    def _relate(self, term: str, name: str) -> Iterator[Held]:
+        shape, local = self.model.constants.shape(term), self.ranks.constant_shapes(name)
+        if any(len(own) != len(shape) for own in local):
+            return
+        if self.is_believed(name) and self.model.constants.is_in_file(term):
+            dims = self._planned.get((term, name))
+            if dims is not None and local == [*zip(*(f.sizes for f in dims), strict=True)]:
+                self.believed.add(term)
+                yield Held(term, name, dims)
+            return
+        choices = [
+            self.families.known(size, tuple(own[axis] for own in local))
+            for axis, size in enumerate(shape)
+        ]
+        for dims in islice(product(*choices), MOST_LAYOUTS):
+            partial = self._compare(term, name, dims)
+            if partial is not None:
+                yield Held(term, name, dims, partial)
+
+    def _compare(
+        self, term: str, name: str, dims: tuple[Family, ...]
+    ) -> tuple[Partial, ...] | None:
+        """What a constant of ranks is if it stands for these positions: a part of a sum if some
+        ranks have zeros in its place; None if it is something else."""
+        whole, files = self.model.constants[term], self.bundle.files
+        holds = []
+        for rank, program in enumerate(self.ranks.programs):
+            own, spans = program.constants[name], [family.spans[rank] for family in dims]
+            is_same = files.is_same(own, whole, spans, self.bundle.compared)
+            if not is_same and (own.dtype.kind not in "fiu" or own.any()):
+                return None
+            holds.append(is_same)
+        self.compared += sum(program.constants[name].nbytes for program in self.ranks.programs)
+        if all(holds):
+            return ()
+        return (Partial("sum", self.families.of(np.arange(int(h)) for h in holds), 1),)
