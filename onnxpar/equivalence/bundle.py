@@ -15,7 +15,7 @@ import numpy as np
 
 from onnxpar.base.errors import DamagedError, InputError, ModelError
 from onnxpar.equivalence.layouts import MeshReader, families_of
-from onnxpar.equivalence.program import Program, Shape, read_program
+from onnxpar.equivalence.program import Pool, Program, Shape, read_program, read_rank
 from onnxpar.equivalence.ranks import Ranks
 from onnxpar.equivalence.spans import Families, Family
 from onnxpar.equivalence.stored import WeightFiles
@@ -90,8 +90,9 @@ class Bundle:
 
     def ranks(self, program: str) -> Ranks:
         """The graphs of all ranks. Errors: ModelError if one cannot be read."""
+        pool = Pool()
         graphs = [
-            read_program(self.folder / f"rank_{rank:04d}.{program}", self.files, self.fed)
+            read_rank(self.folder / f"rank_{rank:04d}.{program}", self.files, self.fed, pool)
             for rank in range(self.mesh.ranks)
         ]
         for graph in graphs:

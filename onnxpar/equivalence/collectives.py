@@ -23,6 +23,7 @@ class Collectives:
 
     def __init__(self, ranks: Ranks, families: Families) -> None:
         self.ranks, self.families = ranks, families
+        self._attributes: dict[int, list[dict[str, Any]]] = {}
 
     def after(self, node: RankNode, held: Held) -> Iterator[Held]:
         """Yields what the result of a node of ranks is, whose first operand is `held`. NotShown if
@@ -61,6 +62,11 @@ class Collectives:
 
     def attributes(self, node: RankNode) -> list[dict[str, Any]]:
         """The attributes of all ranks, with the group of each; all members must have it."""
+        if node.number not in self._attributes:
+            self._attributes[node.number] = self._read_attributes(node)
+        return self._attributes[node.number]
+
+    def _read_attributes(self, node: RankNode) -> list[dict[str, Any]]:
         found = [dict(own.attrs) for own in node.nodes]
         for rank, attrs in enumerate(found):
             attrs.setdefault("group", list(range(self.ranks.size)))
@@ -73,16 +79,13 @@ class Collectives:
                 0 <= m < self.ranks.size for m in attrs["group"]
             ):
                 raise NotShown(f"{node.first.name!r}: rank {rank} is not in its own group")
-        for rank, attrs in enumerate(found):
-            for member in attrs["group"]:
-                if found[member]["group"] != attrs["group"]:
-                    raise NotShown(
-                        f"{node.first.name!r}: ranks {rank} and {member} have other groups"
-                    )
-                if found[member].get("tag") != attrs.get("tag"):
-                    raise NotShown(
-                        f"{node.first.name!r}: ranks {rank} and {member} have other tags"
-                    )
+        for rank in {tuple(attrs["group"]): rank for rank, attrs in enumerate(found)}.values():
+            for member in found[rank]["group"]:
+                for key in ("group", "tag"):
+                    if found[member].get(key) != found[rank].get(key):
+                        raise NotShown(
+                            f"{node.first.name!r}: ranks {rank} and {member} have other {key}s"
+                        )
         sizes = [self._operand_sizes(node, rank) for rank in range(self.ranks.size)]
         for attrs, size in zip(found, sizes, strict=True):
             if size is not None:
@@ -108,9 +111,9 @@ class Collectives:
         """The members of each group must have all parts, each once, of the same elements."""
         if not held.partial:
             raise NotShown(f"{held.term!r} would be counted once for each member")
-        for rank, own in enumerate(attrs):
-            group = own["group"]
-            if any(p.op != own.get("op", "sum") for p in held.partial):
+        groups = {(tuple(own["group"]), own.get("op", "sum")): r for r, own in enumerate(attrs)}
+        for (group, op), rank in groups.items():
+            if any(p.op != op for p in held.partial):
                 raise NotShown(f"{held.term!r} is a partial {held.partial[0].op}")
             if any(held.at(member) != held.at(rank) for member in group):
                 raise NotShown(f"members of rank {rank}'s group hold other positions")

@@ -6,6 +6,7 @@ is shared with the compiler that wrote the plan.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -57,12 +58,19 @@ def families_of(
     """The family of each dimension of a layout; `size` gives the value of a size. Errors:
     DamagedError if the layout is none."""
     try:
-        return [
-            families.of([_positions(dim, mesh, rank, size)[0] for rank in range(mesh.ranks)])
-            for dim in layout["dims"]
-        ]
+        return [_family(dim, mesh, families, size) for dim in layout["dims"]]
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise DamagedError(f"plan.json has a layout that is none: {layout!s:.80}") from error
+
+
+def _family(
+    dim: Mapping[str, Any], mesh: MeshReader, families: Families, size: Callable[[object], int]
+) -> Family:
+    text = json.dumps(dim, sort_keys=True)
+    if text not in families.by_layout:
+        spans = [_positions(dim, mesh, rank, size)[0] for rank in range(mesh.ranks)]
+        families.by_layout[text] = families.of(spans)
+    return families.by_layout[text]
 
 
 def _positions(

@@ -58,20 +58,20 @@ def _check_members(tag: int, nodes: dict[int, Node], ranks: int) -> None:
             raise Disorder(f"{node.name!r} runs in other streams on ranks {first_rank} and {rank}")
     if first.op in ("Send", "Recv"):
         return
-    for rank, node in nodes.items():
-        own = _group(node, ranks)
+    groups = {rank: _group(node, ranks) for rank, node in nodes.items()}
+    for own, rank in {own: rank for rank, own in groups.items()}.items():
         for member in own:
             if member not in nodes:
                 raise Disorder(
-                    f"rank {rank} waits in {node.name!r} for rank {member}, which lacks it"
+                    f"rank {rank} waits in {first.name!r} for rank {member}, which lacks it"
                 )
-            if _group(nodes[member], ranks) != own:
-                raise Disorder(f"ranks {rank} and {member} have other groups for {node.name!r}")
+            if groups[member] != own:
+                raise Disorder(f"ranks {rank} and {member} have other groups for {first.name!r}")
 
 
-def _group(node: Node, ranks: int) -> list[int]:
+def _group(node: Node, ranks: int) -> tuple[int, ...]:
     """The members of a collective, in order."""
-    return [int(member) for member in node.attrs.get("group", range(ranks))]
+    return tuple(map(int, node.attrs.get("group", range(ranks))))
 
 
 def _chain(program: Program, rank: int) -> Iterator[Node]:

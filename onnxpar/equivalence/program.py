@@ -55,7 +55,7 @@ class Program:
 
     constants  the values of initializers, and of what is computed from them alone, by name;
                initializers in other files are read when they are needed
-    shapes     the shapes that are known, by tensor
+    shapes     the shapes that are known, by tensor; those of ranks' tensors are not
     """
 
     path: Path
@@ -71,10 +71,8 @@ class Program:
 class Constants:
     """The constants of a graph, by name."""
 
-    def __init__(
-        self, graph: GraphProto, folder: Path, fed: Collection[str], files: WeightFiles
-    ) -> None:
-        self._stored = {t.name: t for t in graph.initializer if t.name not in fed}
+    def __init__(self, stored: Mapping[str, TensorProto], folder: Path, files: WeightFiles) -> None:
+        self._stored = stored
         self._values: dict[str, Array] = {}
         self._folder, self._files = folder, files
 
@@ -124,23 +122,65 @@ def read_program(
     """Reads a model; weights in other files stay there, and are read by `files`. Inputs that have
     default values are constants, unless they are among `fed`. `shapes` has shapes of inputs, in
     place of those of the file. Errors: ModelError."""
+    proto = _load(path)
+    if shapes:
+        _set_shapes(proto.graph, shapes)
+    program = _program(proto, path, files, fed, Pool())
+    _infer(proto, program)
+    return program
+
+
+def read_rank(path: Path, files: WeightFiles, fed: Collection[str], pool: Pool) -> Program:
+    """Reads the file of a rank. Shapes that it declares are not believed: it has none. Errors:
+    ModelError."""
+    return _program(_load(path), path, files, fed, pool)
+
+
+class Pool:
+    """Nodes and tensors of ranks; equal ones are one object."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, list[Node]] = {}
+        self._tensors: dict[bytes, TensorProto] = {}
+
+    def nodes(self, proto: NodeProto) -> list[Node]:
+        """Reads a node; several, if it computes what several do."""
+        data = proto.SerializeToString()
+        if data not in self._nodes:
+            own = NodeProto.FromString(data)
+            self._nodes[data] = [read_node(each) for each in _apart(own)]
+        return self._nodes[data]
+
+    def tensor(self, proto: TensorProto) -> TensorProto:
+        """A tensor, apart from the graph that has it."""
+        data = proto.SerializeToString()
+        if data not in self._tensors:
+            self._tensors[data] = TensorProto.FromString(data)
+        return self._tensors[data]
+
+
+def _load(path: Path) -> ModelProto:
     try:
         proto = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf raises a type of its own
         raise ModelError(f"{path} cannot be read as a model: {error!s:.200}") from None
-    if proto.functions:
-        proto = inline_local_functions(proto)
+    return inline_local_functions(proto) if proto.functions else proto
+
+
+def _program(
+    proto: ModelProto, path: Path, files: WeightFiles, fed: Collection[str], pool: Pool
+) -> Program:
     graph = proto.graph
-    if shapes:
-        _set_shapes(graph, shapes)
-    opsets = {entry.domain or "": entry.version for entry in proto.opset_import}
-    constants = Constants(graph, path.parent, fed, files)
-    stored = {tensor.name for tensor in graph.initializer} - {*fed}
+    stored = {t.name: pool.tensor(t) for t in graph.initializer if t.name not in fed}
     inputs = [port.name for port in graph.input if port.name not in stored]
-    nodes = [read_node(each) for node in graph.node for each in _apart(node)]
-    program = Program(path, nodes, inputs, [p.name for p in graph.output], constants, opsets)
-    _infer(proto, program)
-    return program
+    return Program(
+        path,
+        [node for each in graph.node for node in pool.nodes(each)],
+        inputs,
+        [port.name for port in graph.output],
+        Constants(stored, path.parent, files),
+        {entry.domain or "": entry.version for entry in proto.opset_import},
+    )
 
 
 def _set_shapes(graph: GraphProto, shapes: Mapping[str, Shape]) -> None:

@@ -47,6 +47,7 @@ class Ranks:
     def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
         self.size = len(programs)
+        self._constant: dict[str, bool] = {}
         tables: list[Mapping[str, Node]] = [
             {node.key: node for node in program.nodes} for program in programs
         ]
@@ -70,8 +71,10 @@ class Ranks:
         return [program.constants[name] for program in self.programs]
 
     def is_constant(self, name: str) -> bool:
-        """True for a tensor that is a constant on all ranks."""
-        return all(name in program.constants for program in self.programs)
+        """True for a tensor that is a constant on all ranks. Ask once constants are folded."""
+        if name not in self._constant:
+            self._constant[name] = all(name in program.constants for program in self.programs)
+        return self._constant[name]
 
     def constant_shapes(self, name: str) -> list[Shape]:
         """The shape of a constant on each rank."""

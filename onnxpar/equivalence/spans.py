@@ -53,6 +53,8 @@ class Families:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
+        self.by_layout: dict[str, Family] = {}
+        """The families of layouts of dimensions, by their text."""
         self._spans: dict[bytes, Array] = {}
         self._families: dict[tuple[int, ...], Family] = {}
         self._known: dict[tuple[int, ...], list[Family]] = {}

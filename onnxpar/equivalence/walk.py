@@ -23,6 +23,9 @@ from onnxpar.equivalence.windows import Disagreement, Sampler, Window
 
 MOST_REFUSED = 24
 """The most nodes, one after the other, that are sampled in vain."""
+MOST_WAITING = 400
+"""The most refused nodes that are compared for which to sample next; those behind them depend on
+them, as a rule."""
 _ABOVE = (0, 2, 6, 14)
 """How many related nodes above a node windows have, one after the other."""
 MOST_INSIDE = 400
@@ -127,7 +130,8 @@ class Walk:
     def _sample_next(self, sampled: set[tuple[str, int]]) -> bool:
         """Samples refused nodes until one is related; False if none of the first is. Nodes that
         ranks can compute from what is related come first, in order."""
-        refused = [node.key for node in self.model.nodes if node.key in self.refused]
+        keys = (node.key for node in self.model.nodes if node.key in self.refused)
+        refused = list(islice(keys, MOST_WAITING))
         refused.sort(key=lambda key: self._distance(self.refused[key].node))
         tries = 0
         for key in refused:

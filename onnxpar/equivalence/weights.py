@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxpar.equivalence.bundle import Bundle
 from onnxpar.equivalence.held import Held, Partial
-from onnxpar.equivalence.program import Program
+from onnxpar.equivalence.program import Constants, Program
 from onnxpar.equivalence.ranks import Ranks
 from onnxpar.equivalence.spans import Families, Family
 
@@ -44,16 +44,16 @@ class Weights:
             self._known[key] = list(self._relate(term, name))
         return self._known[key]
 
-    def is_believed(self, name: str) -> bool:
-        """True for a constant of ranks that is not read."""
-        programs = self.ranks.programs
-        return self.bundle.compared == "none" and programs[0].constants.is_in_file(name)
+    def is_believed(self, constants: Constants, name: str) -> bool:
+        """True for a weight that is not read."""
+        return self.bundle.compared == "none" and constants.is_in_file(name)
 
     def _relate(self, term: str, name: str) -> Iterator[Held]:
         shape, local = self.model.constants.shape(term), self.ranks.constant_shapes(name)
         if any(len(own) != len(shape) for own in local):
             return
-        if self.is_believed(name) and self.model.constants.is_in_file(term):
+        first = self.ranks.programs[0].constants
+        if self.is_believed(self.model.constants, term) and self.is_believed(first, name):
             dims = self._planned.get((term, name))
             if dims is not None and local == [*zip(*(f.sizes for f in dims), strict=True)]:
                 self.believed.add(term)

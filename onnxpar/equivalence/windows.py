@@ -245,8 +245,9 @@ class Sampler:
     def _model_values(self, window: Window, draws: Draws, number: int) -> Values:
         values: Values = {}
         for name in window.reads:
-            if name in self.model.constants:
-                values[name] = self.model.constants[name]
+            constants = self.model.constants
+            if name in constants and not self.weights.is_believed(constants, name):
+                values[name] = constants[name]
             else:
                 shape = self.model.shapes.get(name)
                 if shape is None or math.prod(shape) > MOST_ELEMENTS:
@@ -259,17 +260,22 @@ class Sampler:
     ) -> list[Values]:
         """What ranks hold of the values that the window reads, and their constants."""
         own: list[Values] = [{} for _ in range(self.ranks.size)]
+        first = self.ranks.programs[0].constants
+        read = {
+            name
+            for name in {n for node in nodes for n in node.first.inputs if n}
+            if self.ranks.is_constant(name) and not self.weights.is_believed(first, name)
+        }
         for term in window.reads:
             for held in self.relations.by_term.get(term, ()):
-                if self.ranks.is_constant(held.name):
+                if held.name in read:
                     continue
                 for rank, part in enumerate(
                     parts_of(held, values[term], self.ranks.size, draws, number)
                 ):
                     own[rank].setdefault(held.name, part)
-        for name in {n for node in nodes for n in node.first.inputs if n}:
-            constants = self.ranks.constants(name)
-            for rank, each in enumerate(constants or ()):
+        for name in read:
+            for rank, each in enumerate(self.ranks.constants(name) or ()):
                 own[rank].setdefault(name, each)
         return own
 

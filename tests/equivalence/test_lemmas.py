@@ -173,7 +173,7 @@ def run(op: Op, operands: Sequence[Array], constants: Sequence[Array]) -> list[A
 def program(node: Node, constants: dict[str, Array], shapes: dict[str, tuple[int, ...]]) -> Program:
     graph = onnx.GraphProto()
     graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in constants.items())
-    own = Constants(graph, Path(), (), WeightFiles())
+    own = Constants({t.name: t for t in graph.initializer}, Path(), WeightFiles())
     return Program(None, [node], [], [*node.outputs], own, {"": OPSET}, shapes)  # type: ignore[arg-type]
 
 

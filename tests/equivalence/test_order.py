@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from onnx import GraphProto, helper
+from onnx import helper
 
 from onnxpar.equivalence.order import Disorder, check_order
 from onnxpar.equivalence.program import Constants, Program, read_node
@@ -25,7 +25,7 @@ def rank(*sends: Send, op: str = "AllReduce", chained: bool = True) -> Program:
             node.attribute.append(helper.make_attribute(name, value))
         nodes.append(read_node(node))
         token = f"t{tag}"
-    return Program(Path(), nodes, [], [], Constants(GraphProto(), Path(), (), WeightFiles()), {})
+    return Program(Path(), nodes, [], [], Constants({}, Path(), WeightFiles()), {})
 
 
 BOTH = (0, 1)
