@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import onnxpar.report.candidate_lines
 import onnxpar.report.comparison_lines  # noqa: F401  (these register the texts of results)
-from onnxpar.base.errors import InputError, StrategyError
+from onnxpar.base.errors import InputError, StrategyError, UnprovedError
 from onnxpar.base.pass_times import PassTimes
 from onnxpar.compiler.plan import Plan, SavedPlan
 from onnxpar.equivalence.verification import Verification
@@ -71,6 +71,7 @@ def shard(
     time_passes: PassTimes | None = None,
     ranks: Collection[int] | None = None,
     shorter: Sequence[File] = (),
+    verify: bool = False,
     **options: Unpack[PlanOptions],
 ) -> Plan:
     """Writes a sharded model as a folder that `InferenceSession` runs, and returns its plan.
@@ -82,6 +83,8 @@ def shard(
                    files go beside those of its other ranks. Default: all ranks
     shorter        of a training step: files of the same step for shorter samples, so that `train`
                    makes batches of samples that are about as long
+    verify         prove that the ranks compute the model, as `verify` does, before the folder gets
+                   its name; UnprovedError if they are not shown to
     save_strategy  file to write the chosen strategy to
     dump           folder to write the graph to after every pass
     progress       called with the number of bytes of each weight that is written
@@ -98,7 +101,8 @@ def shard(
     with model_file(model) as path:
         observer = observers([saver, explainer], dump)
         files = [Path(file) for file in shorter]
-        made = sharder.shard(path, target, asked, progress, observer, ranks, files)
+        prove = Prover(path, target) if verify else None
+        made = sharder.shard(path, target, asked, progress, observer, ranks, files, prove)
     saver.write()
     return _with_steps(made, explainer, asked)
 
@@ -213,6 +217,21 @@ def verify(
     """
     with model_file(model) as path:
         return verify_bundle(path, Path(par), dims=dims, least=least, weights=weights, seed=seed)
+
+
+class Prover:
+    """Proves a folder that is to be called `par` before it has this name; `result` has the
+    proof."""
+
+    def __init__(self, model: Path, par: Path) -> None:
+        self.model, self.par = model, par
+        self.result: Verification | None = None
+
+    def __call__(self, folder: Path) -> None:
+        """Errors: UnprovedError."""
+        self.result = replace(verify_bundle(self.model, folder), folder=str(self.par))
+        if not self.result.ok:
+            raise UnprovedError(f"{self.par} is not written.\n{self.result}")
 
 
 @lists(PlanOptions)
@@ -350,7 +369,7 @@ def compare_strategies(
     html: File | None,
 ) -> Candidates:
     """Plans every strategy, and writes the page of one if `html` is given."""
-    options = replace(options, verify=False)
+    options = replace(options, check_layouts=False)
     given = options if html is None else replace(options, preset=None, search=None)
     loader = Loader(path)
     alone = on_one_rank(path, given, loader)

@@ -44,7 +44,7 @@ def options(
         dims=dims,
         strategy=None if strategy is None else Strategy.of(strategy),
         topology=topology,
-        verify=True,
+        check_layouts=True,
     )
 
 

@@ -87,5 +87,9 @@ class StoppedError(OnnxparError):
     """A training run that was asked to end, and that has saved a checkpoint."""
 
 
+class UnprovedError(OnnxparError):
+    """A sharded model that is not shown to compute the model it was made from."""
+
+
 class PassError(OnnxparError):
     """A pass that failed: a bug in that pass, or in an earlier pass that left a wrong graph."""

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from onnxpar.base.shown import Shown, text_of
 
 LOAD, ANALYSE, SEARCH = "load", "analyse", "search"
-VERIFY, DUMP, SUMMARIZE = "verify", "dump", "summarize"
+CHECK_LAYOUTS, DUMP, SUMMARIZE = "check layouts", "dump", "summarize"
 REPEAT, PREDICT = "repeat at other sizes", "predict at typical sizes"
 WRITE, WRITE_GRAPH = "write plan.json", "write the graph"
 OTHER = "other"
 """Names of rows for work that is not a pass. LOAD: reading the model, with the loader's rewrites;
-ANALYSE: finding the factors of the graph; SEARCH: for a mesh and a strategy; VERIFY: the check
-after every pass; DUMP: writing dumps; SUMMARIZE: the tables of the plan; REPEAT: the passes at
-other sizes of open dimensions; PREDICT: the times at typical sizes; WRITE: plan.json; WRITE_GRAPH:
-the graph of `opt`; OTHER: the rest. The pass split-ranks writes the ranks."""
+ANALYSE: finding the factors of the graph; SEARCH: for a mesh and a strategy; CHECK_LAYOUTS: after
+every pass; DUMP: writing dumps; SUMMARIZE: the tables of the plan; REPEAT: the passes at other
+sizes of open dimensions; PREDICT: the times at typical sizes; WRITE: plan.json; WRITE_GRAPH: the
+graph of `opt`; OTHER: the rest. The pass split-ranks writes the ranks."""
 
 
 @dataclass

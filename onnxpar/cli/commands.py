@@ -16,6 +16,7 @@ import onnx
 from tqdm import tqdm
 
 from onnxpar.api import (
+    Prover,
     compare_strategies,
     compare_with_trace,
     observers,
@@ -26,7 +27,7 @@ from onnxpar.api import (
 from onnxpar.api import inspect as saved_plan
 from onnxpar.api import ops as ops_like
 from onnxpar.api import verify as proof_of
-from onnxpar.base.errors import InputError, StrategyError
+from onnxpar.base.errors import InputError, StrategyError, UnprovedError
 from onnxpar.base.json_text import json_text
 from onnxpar.base.progress_line import progress_line
 from onnxpar.cli.colours import coloured
@@ -57,16 +58,26 @@ from onnxpar.runtime.session.bundle_files import ranks_text
 
 @with_times
 def shard(args: argparse.Namespace) -> int:
-    """Runs `shard`: writes a sharded model and prints its plan."""
+    """Runs `shard`: writes a sharded model and prints its plan; returns 1 if a proof that is asked
+    for fails."""
     output = output_of(args.given_model) if args.output is None else args.output
     options = _plan_options(args)
     saver = saver_of(args.save_strategy, options)
     observer = observers([saver], args.dump)
-    with _progress("weights", _weight_bytes(args.model)) as progress:
-        shorter = [Path(file) for file in args.shorter]
-        result = sharder.shard(args.model, output, options, progress, observer, args.ranks, shorter)
+    prove = Prover(args.model, Path(output)) if args.verify else None
+    shorter = [Path(file) for file in args.shorter]
+    try:
+        with _progress("weights", _weight_bytes(args.model)) as progress:
+            result = sharder.shard(
+                args.model, output, options, progress, observer, args.ranks, shorter, prove
+            )
+    except UnprovedError as error:
+        print(error)
+        return 1
     saved = saver.write()
     _print_plan(result, full=False)
+    if prove is not None:
+        print(prove.result)
     print(f"written to {output}")
     if args.ranks is not None:
         print(_ranks_line(output, args.ranks, result.mesh.size))
@@ -95,7 +106,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.compare:
         return _print(compare_with_trace(args.model, options, args.compare), args.json)
     if args.candidates or args.html or args.node_data:
-        return _explain(args, replace(options, verify=False))
+        return _explain(args, replace(options, check_layouts=False))
     saver = saver_of(args.save_strategy, options)
     result, _ = sharder.plan(args.model, options, observers([saver], args.dump))
     saved = saver.write()
@@ -230,7 +241,7 @@ def ops(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
-    options = options_of({**values_of(args, kind), "verify": True}, kind=kind)
+    options = options_of({**values_of(args, kind), "check_layouts": True}, kind=kind)
     return timed(options, vars(args).get("times"))
 
 

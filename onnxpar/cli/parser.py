@@ -116,6 +116,12 @@ def _shard(to: Any) -> None:
         "the folder has the same plan. Each host that shards the model makes the same plan: "
         "without --topology, costs are constants. Default: all ranks",
     )
+    output.add_argument(
+        "--verify",
+        action="store_true",
+        help="prove that the ranks compute the model, as `onnxpar verify` does, before the folder "
+        "gets its name; exit status 1, and no folder, if they are not shown to",
+    )
     groups[TRAINING].add_argument(
         "--shorter",
         action="append",

@@ -22,7 +22,7 @@ from onnxpar.sharding.factors import OpFactors
 Fail = Callable[[str], None]
 
 
-def verify(graph: gs.Graph, ctx: PassContext) -> None:
+def check_layouts(graph: gs.Graph, ctx: PassContext) -> None:
     """Checks that the layouts of the operands and results of every node satisfy its rule. Does
     nothing before insert-collectives.
 

@@ -99,7 +99,7 @@ def prepare(
         model.original = None
     if steps:
         ctx = _rewriting_context(model, options)
-        run_passes(model, ctx, steps, observer, options.verify, options.times)
+        run_passes(model, ctx, steps, observer, options.check_layouts, options.times)
     if steps and model.sizes is not None:
         at = model.sizes.graph
 

@@ -76,7 +76,7 @@ def options_of(
 
 _AS_GIVEN = (
     *("devices", "preset", "search", "configuration", "balance", "dims", "find_states"),
-    *("fusion", "overlap", "compression", "strict", "verify"),
+    *("fusion", "overlap", "compression", "strict", "check_layouts"),
 )
 """Options whose values are the same in `Options`."""
 

@@ -153,7 +153,7 @@ class LayoutOptions(TypedDict, total=False):
         ),
     ]
     strict: Annotated[bool, Option("fail if an op has no sharding rule", DECIDE, decided=_BOTH)]
-    verify: Annotated[bool, Option("check the invariants after every pass, as the commands do")]
+    check_layouts: Annotated[bool, Option("check layouts after every pass, as the commands do")]
     topology: Annotated[
         str | os.PathLike[str] | Mapping[str, Any] | Topology | None,
         Option(

@@ -65,7 +65,7 @@ class Options:
     kv_dtype: str | None = None
     part: str | None = None
     strict: bool = False
-    verify: bool = False
+    check_layouts: bool = False
     configuration: str | None = None
     compression: str | None = None
     replicas: bool = False

@@ -189,7 +189,7 @@ class Planner:
         steps = passes_of(options, model)
         ctx = prepare(model, options, steps, seen)
         steps = [step for step in steps if step.stage is not Stage.REWRITE]
-        plan = run_passes(model, ctx, steps, seen, options.verify, options.times)
+        plan = run_passes(model, ctx, steps, seen, options.check_layouts, options.times)
         assert plan is not None
         try:
             self._repeat(plan, ctx, [s for s in steps if s.stage is Stage.LOWER], seen)

@@ -21,7 +21,7 @@ from onnxpar.graph.stored import external_location, stored_tensors
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.read_file import read_proto
 
-_NOT_KEPT = ("verify", "typical", "page_size", "kv_dtype")
+_NOT_KEPT = ("check_layouts", "typical", "page_size", "kv_dtype")
 """Options that do not affect a training step, because its sizes are fixed."""
 _IN_FILES = ("strategy", "topology")
 """Options whose value is a file, or the content of such a file."""

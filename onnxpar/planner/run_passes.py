@@ -7,8 +7,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 from onnxpar.base.log import LOG
-from onnxpar.base.pass_times import DUMP, SUMMARIZE, VERIFY, PassTimes
-from onnxpar.compiler.check_layouts import verify
+from onnxpar.base.pass_times import CHECK_LAYOUTS, DUMP, SUMMARIZE, PassTimes
+from onnxpar.compiler.check_layouts import check_layouts
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.plan import Plan
 from onnxpar.compiler.run_pass import failures, run_pass
@@ -40,7 +40,7 @@ def run_passes(
 
     observer  sees the graph after every pass, before the check, and the costs after the pass with
               `costs_after`, unless sizes are open
-    check     True: verify the layouts after every pass
+    check     True: check the layouts after every pass
     times     collects the wall time of each pass
 
     Errors: OnnxparError of a pass; PassError for any other failure, naming the pass and the passes
@@ -53,8 +53,8 @@ def run_passes(
         with times.of(step.name):
             changed = _run(step, model, ctx, ran, observer, times)
         if check:
-            with times.of(VERIFY), failures(step, ran):
-                verify(model.graph, ctx)
+            with times.of(CHECK_LAYOUTS), failures(step, ran):
+                check_layouts(model.graph, ctx)
         ran.append(step.name)
         what = f"{len(model.graph.nodes)} nodes" if changed else "changed nothing"
         LOG.debug("pass %s: %s", step.name, what)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnx
 
-from onnxpar.base.errors import StrategyError
+from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.base.new_folder import check_place
 from onnxpar.base.pass_times import OTHER
 from onnxpar.base.write_file import writing
@@ -92,6 +92,7 @@ def shard(
     observer: Observer | None = None,
     ranks: Collection[int] | None = None,
     shorter: Sequence[Path] = (),
+    prove: Callable[[Path], None] | None = None,
 ) -> Plan:
     """Writes the sharded model to the folder `output`, from which an InferenceSession runs it;
     returns its plan.
@@ -99,9 +100,15 @@ def shard(
     progress  called with the number of bytes of weights that have been written since the last call
     ranks     write only the files of these ranks; None: all
     shorter   files of the same training step for shorter samples
+    prove     called with the complete folder before it gets its name; an error leaves nothing
 
     Errors: OnnxparError.
     """
+    if prove is not None and ranks is not None:
+        raise InputError(
+            "--verify needs the files of all ranks: leave out --ranks, or prove the "
+            "complete folder with `onnxpar verify`"
+        )
     place = check_place(Path(output), foreign_part)
     if ranks is not None:
         mesh = wanted_mesh(options)
@@ -135,6 +142,6 @@ def shard(
             result.request = {**result.request, "shorter": digests_beside(Path(path), shorter)}
     with options.times.of(OTHER), writing(output):
         write_bundle(
-            place, result, ctx, encoder, of_shorter, carried, options.times, progress, ranks
+            place, result, ctx, encoder, of_shorter, carried, options.times, progress, ranks, prove
         )
     return result

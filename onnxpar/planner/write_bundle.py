@@ -36,6 +36,7 @@ def write_bundle(
     times: PassTimes,
     progress: Callable[[int], None] | None = None,
     ranks: Ranks = None,
+    prove: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes a folder, which gets the name `place` once it is complete, in place of an older one.
     With `ranks`, the files of these ranks are added to a folder with the same plan.
@@ -44,8 +45,9 @@ def write_bundle(
     shorter  the plans of the same step for shorter samples, by file
     carried  files to copy, by their names in the folder
     times    collects wall times
+    prove    called with the complete folder before it gets its name; an error leaves nothing
 
-    Errors: OSError.
+    Errors: OSError; those of `prove`.
     """
     extra: dict[str, Any] = {"progress": progress} if progress else {}
     plans, paths = [plan, *(plan for plan, _ in shorter.values())], [Path(plan.model), *shorter]
@@ -64,6 +66,8 @@ def write_bundle(
             if encoder is not None:
                 files.add(f"{ENCODER_PART}/{PLAN}", _write_encoder(folder, *encoder, ranks))
             write_plan(folder, data, files.digests())
+        if prove is not None:
+            prove(folder)
 
 
 def _write_encoder(folder: Path, plan: Plan, ctx: PassContext, ranks: Ranks) -> Digests:

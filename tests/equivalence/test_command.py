@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
 from onnx import numpy_helper
 
 import onnxpar
+from onnxpar.base.errors import InputError, UnprovedError
 from onnxpar.cli.command_line import main
+from onnxpar.lowering.weights import WeightStore
 
 MODELS = Path(__file__).parents[2] / "models"
 MANY = '{"mesh": [["tp", 100000]], "inputs": [], "outputs": []}'
@@ -88,3 +91,40 @@ def test_damaged_folders(
 def test_unknown_sizes(par: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(VIT), str(par), "--dim", "batch=2"]) == 2
     assert "the open sizes of" in capsys.readouterr().err
+
+
+def test_shard_proves_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "vit.par"
+    given = [str(VIT), "--devices", "2", "--preset", "tensor-parallel", "-o", str(folder)]
+    assert main(["shard", *given, "--verify", "--for-any-host"]) == 0
+    text = capsys.readouterr().out
+    assert f"the ranks of {folder} compute {VIT}" in text and f"written to {folder}" in text
+    assert onnxpar.verify(VIT, folder).ok
+
+
+def test_shard_writes_nothing_that_is_not_proved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that cuts a weight wrongly; the older folder stays."""
+    folder, cut = tmp_path / "vit.par", WeightStore.cut
+    onnxpar.shard(VIT, folder, devices=2)
+    before = sorted((path.name, path.read_bytes()) for path in folder.iterdir())
+
+    def swapped(self: WeightStore, name: str, *how: Any, **more: Any) -> Any:
+        shards = cut(self, name, *how, **more)
+        return shards[::-1] if len({s.SerializeToString() for s in shards}) == 2 else shards
+
+    monkeypatch.setattr(WeightStore, "cut", swapped)
+    given = [str(VIT), "--devices", "2", "--preset", "tensor-parallel", "-o", str(folder)]
+    assert main(["shard", *given, "--verify", "--for-any-host"]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith(f"{folder} is not written.\nnot proved: ")
+    assert sorted((path.name, path.read_bytes()) for path in folder.iterdir()) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["vit.par"]
+    with pytest.raises(UnprovedError, match="is not written"):
+        onnxpar.shard(VIT, folder, devices=2, preset="tensor-parallel", verify=True)
+
+
+def test_a_part_of_the_ranks_is_not_proved(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--verify needs the files of all ranks"):
+        onnxpar.shard(VIT, tmp_path / "m.par", devices=2, ranks=[0], verify=True)

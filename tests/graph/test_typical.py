@@ -135,7 +135,7 @@ def test_the_search_decides_for_typical_sizes(tmp_path: Path) -> None:
         assert alien.typical == other.profiles or dict(alien.typical[0][0]) == dict(
             other.profiles[0][0]
         )
-        check_agrees(path, tmp_path, Options(devices=2, typical=own, verify=True))
+        check_agrees(path, tmp_path, Options(devices=2, typical=own, check_layouts=True))
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ TINY = model(
 
 
 def limited(memory: float, **more: object) -> Options:
-    return Options(objective=Objective(memory=memory), verify=True, **more)  # type: ignore[arg-type]
+    return Options(objective=Objective(memory=memory), check_layouts=True, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -54,13 +54,13 @@ def test_time_inside_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_pass_of_shard_is_timed(model: Path, tmp_path: Path) -> None:
     times = onnxpar.PassTimes()
-    how = {"devices": 2, "verify": True, "dump": tmp_path / "dump", "time_passes": times}
+    how = {"devices": 2, "check_layouts": True, "dump": tmp_path / "dump", "time_passes": times}
     onnxpar.shard(model, tmp_path / "m.par", **how)  # type: ignore[arg-type]
     runs = {name: row.runs for name, row in times.rows.items()}
     passes = [each.name for each in DEFAULT_PASSES]
     once = ["load", "analyse", "search", *passes, "split-ranks", "write plan.json"]
     assert {name: runs.pop(name) for name in once} == dict.fromkeys(once, 1)
-    assert runs.pop("verify") == runs.pop("dump") == len(passes)
+    assert runs.pop("check layouts") == runs.pop("dump") == len(passes)
     rewrites = {rewrite.name for rewrite in (*AS_WRITTEN, *NORMALIZING)}
     assert runs.keys() - rewrites == {"summarize", OTHER}
     assert {"inline-functions", "infer-shapes"} <= runs.keys()

@@ -41,7 +41,7 @@ SAVED = ("gpt2", "llama", "bert", "vit", "resnet", "dlrm", "mixtral")
 
 
 def searched(mesh: str) -> Options:
-    return Options(mesh=Mesh.parse(mesh), search="auto", topology=CHEAP, verify=True)
+    return Options(mesh=Mesh.parse(mesh), search="auto", topology=CHEAP, check_layouts=True)
 
 
 def saved(model: Path, how: Options, folder: Path) -> tuple[Plan, Path]:
@@ -62,7 +62,7 @@ def check(model: Path, how: Options, folder: Path) -> int:
     """Saves and loads; an AssertionError where the plans differ. Returns the number of entries."""
     made, file = saved(model, how, folder)
     strategy = Strategy.read(file)
-    alone = Options(strategy=strategy, topology=how.topology, dims=how.dims, verify=True)
+    alone = Options(strategy=strategy, topology=how.topology, dims=how.dims, check_layouts=True)
     again, _ = sharder.plan(model, alone)
     assert plan_of(again) == plan_of(made)
     return len(strategy.shard) + len(strategy.tensors)
@@ -119,7 +119,7 @@ def test_every_entry_is_needed(model: str, how: Options, tmp_path: Path) -> None
 @pytest.mark.parametrize("model", SAVED)
 def test_presets(model: str, tmp_path: Path) -> None:
     path = MODELS / f"{model}.legacy.static.onnx"
-    preset = Options(preset="tensor-parallel", devices=2, verify=True)
+    preset = Options(preset="tensor-parallel", devices=2, check_layouts=True)
     assert check(path, preset, tmp_path) <= 12
     data = Options(preset="data-parallel", mesh=Mesh.parse("dp=2"))
     assert check(path, data, tmp_path) == 0
@@ -182,7 +182,7 @@ def test_a_file_is_edited(deep: dict[int, Path], tmp_path: Path) -> None:
     text = file.read_text()
     file.write_text(text.replace("head: [null, tp]", "head: [null, null]"))
     assert text != file.read_text()
-    made, _ = sharder.plan(deep[4], Options(strategy=Strategy.read(file), verify=True))
+    made, _ = sharder.plan(deep[4], Options(strategy=Strategy.read(file), check_layouts=True))
     assert {w.name: w.layout_text for w in made.weights}["head"] == "[-, -]"
 
 
@@ -205,7 +205,7 @@ def test_annotations_say_what_was_found(tmp_path: Path) -> None:
     model, how = MODELS / "gpt2.legacy.static.onnx", searched("dp=2,tp=2")
     found, _ = sharder.plan(model, how)
     sharder.annotate(model, tmp_path / model.name, how)
-    again, _ = sharder.plan(tmp_path / model.name, Options(topology=CHEAP, verify=True))
+    again, _ = sharder.plan(tmp_path / model.name, Options(topology=CHEAP, check_layouts=True))
     assert plan_of(again) | {"metadata": None} == plan_of(found) | {"metadata": None}
 
 

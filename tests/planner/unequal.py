@@ -24,5 +24,5 @@ def options(mesh: str, preset: str | None, devices: Topology, balance: bool = Tr
         search=search,
         topology=devices,
         balance=balance,
-        verify=True,
+        check_layouts=True,
     )

@@ -229,7 +229,7 @@ CASES = {
 def split_rows(path: Path, par: Path, ranks: int) -> onnxpar.Plan:
     """Shards so that x and h are split by rows."""
     strategy = {"shard": {"h": [["dp", None]]}}
-    return onnxpar.shard(path, par, mesh=f"dp={ranks}", strategy=strategy, verify=True)
+    return onnxpar.shard(path, par, mesh=f"dp={ranks}", strategy=strategy, check_layouts=True)
 
 
 @pytest.mark.matrix

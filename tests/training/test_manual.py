@@ -124,7 +124,7 @@ def shard(folder: Path, case: Case, dtype: str = "double", **how: Any) -> Path:
     step = folder / "manual.step.onnx"
     given = {"loss": "mse", "optimizer": "sgd", "strategy": {"tensors": case.tensors}, **how}
     grad(write(folder, "manual", case.text, dtype), step, preset="manual", mesh=case.mesh, **given)
-    sharder.shard(step, folder / "step.par", Options(preset="manual", verify=True))
+    sharder.shard(step, folder / "step.par", Options(preset="manual", check_layouts=True))
     return folder / "step.par"
 
 

@@ -97,7 +97,7 @@ class Ranks:
         ranks = {p.name: len(p.type.tensor_type.shape.dim) for p in ports}
         tensors = {name: [axes, *[None] * (rank - 1)] for name, rank in ranks.items()}
         strategy = Strategy.of({"tensors": tensors, "groups": self.groups})
-        return Options(mesh=self.mesh, preset="manual", strategy=strategy, verify=True)
+        return Options(mesh=self.mesh, preset="manual", strategy=strategy, check_layouts=True)
 
     def _sharded(self, model: onnx.ModelProto, path: Path) -> ThreadSession:
         par = path.with_suffix(".par")
