@@ -199,6 +199,7 @@ def verify(
     least: Literal["exact", "lemma", "sampled"] = "sampled",
     weights: Literal["all", "sample", "none"] = "all",
     seed: int = 0,
+    keep: File | None = None,
 ) -> Verification:
     """Proves from the files alone that the ranks of a sharded model compute the unsplit model, or
     says where the proof ends; runs neither.
@@ -211,12 +212,17 @@ def verify(
     weights  how much of the weights in files is compared: all, a sample of their rows, or none:
              then they need not exist, and ranks are believed to hold what plan.json says
     seed   of drawn values
+    keep   a new folder to write the part of the model, and of its ranks, to where the proof ends:
+           two models that onnxruntime runs, and values of their inputs
 
     Returns the outcome: `ok`, `text()`, how many nodes were proved in which way, and `failures`.
     Errors: OnnxparError if a file cannot be read; a proof that fails is not an error.
     """
     with model_file(model) as path:
-        return verify_bundle(path, Path(par), dims=dims, least=least, weights=weights, seed=seed)
+        place = None if keep is None else Path(keep)
+        return verify_bundle(
+            path, Path(par), dims=dims, least=least, weights=weights, seed=seed, keep=place
+        )
 
 
 class Prover:

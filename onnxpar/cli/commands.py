@@ -202,7 +202,7 @@ def verify(args: argparse.Namespace) -> int:
     """Runs `verify`: proves that the ranks of a sharded model compute it; returns 1 if they are not
     shown to."""
     dims = dict(map(_named_size, args.dims))
-    how = {"least": args.least, "weights": args.weights, "seed": args.seed}
+    how = {"least": args.least, "weights": args.weights, "seed": args.seed, "keep": args.keep}
     result = proof_of(args.model, args.par, dims=dims, **how)
     _print(result, args.json)
     return 0 if result.ok else 1

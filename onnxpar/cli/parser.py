@@ -308,6 +308,12 @@ def _verify(to: Any) -> None:
         "%(default)s",
     )
     verify.add_argument("--seed", type=int, default=0, help="seed of drawn values")
+    verify.add_argument(
+        "--keep",
+        metavar="DIR",
+        help="folder to write the part of the model, and of its ranks, to, where the proof ends: "
+        "two models that onnxruntime runs, and values of their inputs",
+    )
     verify.add_argument("--json", action="store_true", help="print the result as JSON")
 
 

@@ -14,6 +14,8 @@ from onnxpar.base.errors import InputError
 from onnxpar.equivalence.bundle import Bundle, outputs_of, read_bundle
 from onnxpar.equivalence.evaluate import NotComputed
 from onnxpar.equivalence.fold import drop_unneeded, fold
+from onnxpar.equivalence.keep import check_keep
+from onnxpar.equivalence.keep import keep as write_window
 from onnxpar.equivalence.program import Program
 from onnxpar.equivalence.proof import Proof
 from onnxpar.equivalence.stored import COMPARED
@@ -22,7 +24,7 @@ from onnxpar.equivalence.verification import LEAST, Failure, Verification
 
 def verify_bundle(
     model: Path, folder: Path, *, dims: Mapping[str, int] | None = None, least: str = "sampled",
-    weights: str = "all", seed: int = 0,
+    weights: str = "all", seed: int = 0, keep: Path | None = None,
 ) -> Verification:  # fmt: skip
     """Proves that the ranks of a sharded folder compute a model, or says where the proof ends; the
     arguments are those of `onnxpar.verify`.
@@ -34,6 +36,7 @@ def verify_bundle(
         raise InputError(f"least={least!r}: give one of {', '.join(LEAST)}")
     if weights not in COMPARED:
         raise InputError(f"weights={weights!r}: give one of {', '.join(COMPARED)}")
+    place = None if keep is None else check_keep(keep)
     began = time.perf_counter()
     bundle, program = _folded(read_bundle(folder, dims or {}, weights), model, dims or {})
     drop_unneeded(program, program.outputs)
@@ -48,7 +51,11 @@ def verify_bundle(
         drop_unneeded(part, own)
         proof = Proof(part, ranks, bundle, seed)
         with np.errstate(all="ignore"):
-            failures += proof.run()
+            found = list(proof.run())
+            if place is not None and found and found[0].kind == "node" and not failures:
+                line = write_window(proof.walk, found[0].tensor, place)
+                found[0] = replace(found[0], details=(*found[0].details, line))
+        failures += found
         proved |= proof.walk.proved
         collectives += proof.collectives
         compared += proof.weights.compared

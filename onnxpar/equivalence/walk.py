@@ -272,6 +272,18 @@ class Walk:
                 self._relate_constant(name)
         return Window(nodes, tuple(reads))
 
+    def window_of(self, key: str) -> tuple[Window, list[RankNode]]:
+        """The nodes of the model that compute a tensor which is not related, from tensors that are,
+        and the nodes of ranks behind these, as far as what they compute comes from that node.
+        Errors: NotComputed."""
+        node = self.refused[key].node
+        self._wrong.discard(id(node))
+        window = self._window(node, 0)
+        own = self.anchors.get(node.name) or self._candidates(node)
+        if window is None or not own:
+            raise NotComputed(f"no node of ranks comes from {node.name!r}")
+        return window, self.sampler.before(window, own)
+
     def _relate_constant(self, term: str) -> None:
         """Relates a constant to the constant of ranks with the same name, or its copies."""
         for name in (term, *self.weights.copies.get(term, ())):

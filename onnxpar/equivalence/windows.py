@@ -32,6 +32,8 @@ _STAGES = ((False, 40), (False, 400), (True, 60), (True, 400))
 _LOOKUPS = ("Gather", "GatherND", "GatherElements")
 MOST_UNKNOWN = 64
 """The most elements of a table of ranks that is not one of the model's: draws reach them all."""
+MOST_KEPT = 200
+"""The most nodes of ranks in a window that is kept."""
 MOST_ELEMENTS = 1 << 26
 """The most elements of all tensors that a window reads."""
 _MOST_WAYS = 64
@@ -184,6 +186,36 @@ class Sampler:
             for index, name in enumerate(first.inputs)
             if name
         )
+
+    def before(self, window: Window, last: Sequence[RankNode]) -> list[RankNode]:
+        """These nodes of ranks, and those before them, up to what stands for what the window
+        reads."""
+        known = {
+            held.name for term in window.reads for held in self.relations.by_term.get(term, ())
+        }
+        found: dict[int, RankNode] = {}
+        todo = list(last)
+        while todo:
+            node = todo.pop()
+            if node.number in found:
+                continue
+            found[node.number] = node
+            if len(found) > MOST_KEPT:
+                raise NotComputed(f"ranks compute it with more than {MOST_KEPT} nodes")
+            read = {name for each in node.nodes for name in each.inputs} - known
+            if node.first.domain == PLUGIN:
+                read &= {name for each in node.nodes for name in each.inputs[:1]}
+            todo += [self.ranks.makers[name] for name in read if name in self.ranks.makers]
+        return [found[number] for number in sorted(found)]
+
+    def values(self, window: Window, nodes: Sequence[RankNode]) -> tuple[Values, list[Values]]:
+        """What a window reads and computes on drawn values, and what ranks do. Errors:
+        NotComputed."""
+        draws = Draws(self.model, window.nodes, self._edges(window), self.seed)
+        values = self._model_values(window, draws, 0)
+        own = self._rank_values(window, values, nodes, draws, 0)
+        self.evaluator.run_ranks(nodes, own, self.ranks)
+        return values, own
 
     def _results(self, nodes: Sequence[RankNode]) -> list[str]:
         """The results of nodes, without tokens."""
