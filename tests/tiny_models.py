@@ -63,7 +63,7 @@ def agree(
         options["mesh"] = f"tp={ranks}"
     else:
         options["devices"] = ranks
-    plan = onnxpar.shard(path, folder / "m.par", verify=True, **options)
+    plan = onnxpar.shard(path, folder / "m.par", check_layouts=True, **options)
     with ThreadSession(folder / "m.par") as session:
         for each in (feeds, *more):
             report = compare(path, session, each)

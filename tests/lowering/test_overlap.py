@@ -46,7 +46,7 @@ def options(
 ) -> Options:
     """How to split a model over ranks."""
     mesh = Mesh.parse(mesh_ or f"tp={ranks}")
-    return Options(mesh=mesh, strategy=Strategy.of(strategy), overlap=overlap, verify=True)
+    return Options(mesh=mesh, strategy=Strategy.of(strategy), overlap=overlap, check_layouts=True)
 
 
 def ops_in(folder: Path) -> list[str]:

@@ -70,4 +70,4 @@ def test_axes_of_one_rank_may_stand_in_a_mesh(tmp_path: Path) -> None:
 def test_a_plan_on_a_mesh_that_is_given_is_right(tmp_path: Path) -> None:
     """Axes stand on dimensions in another order than in the mesh; ranks agree with one."""
     path = MODELS / "gpt2.dynamo.static.onnx"
-    check_agrees(path, tmp_path, Options(mesh=Mesh.parse("tp=2,dp=4"), verify=True))
+    check_agrees(path, tmp_path, Options(mesh=Mesh.parse("tp=2,dp=4"), check_layouts=True))

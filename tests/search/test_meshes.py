@@ -147,13 +147,15 @@ def test_axes_of_a_strategy_without_a_mesh(tmp_path: Path) -> None:
     path = matmuls(tmp_path, 8)
     requested = {"shard": {"up": [["rows", None], [None, "columns"]]}}
     produced = onnxpar.plan(
-        path, devices=8, search="auto", topology=ONE, strategy=requested, verify=True
+        path, devices=8, search="auto", topology=ONE, strategy=requested, check_layouts=True
     )
     assert set(produced.mesh.sizes) == {"rows", "columns"} and produced.mesh.size == 8
     layouts = {p.name: p.layout.text(produced.mesh) for p in produced.inputs if p.layout}
     assert layouts["x"] == "[rows, -]"
     one = {"shard": {"up": [None, [None, "columns"]]}}
-    produced = onnxpar.plan(path, devices=8, search="auto", topology=ONE, strategy=one, verify=True)
+    produced = onnxpar.plan(
+        path, devices=8, search="auto", topology=ONE, strategy=one, check_layouts=True
+    )
     assert "columns" in produced.mesh.sizes
     assert {w.name: w.layout_text for w in produced.weights}["up"] == "[-, columns]"
 

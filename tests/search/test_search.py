@@ -36,7 +36,7 @@ CHEAP = Topology.of(
 
 
 def searched(mesh: str, topology: Topology | None = CHEAP) -> Options:
-    return Options(mesh=Mesh.parse(mesh), search="auto", topology=topology, verify=True)
+    return Options(mesh=Mesh.parse(mesh), search="auto", topology=topology, check_layouts=True)
 
 
 @pytest.mark.matrix
@@ -114,7 +114,9 @@ def test_caches_that_grow(past: int, tmp_path: Path) -> None:
 def test_a_cache_whose_layout_is_asked_for() -> None:
     requested = {"tensors": {"past_key_0": [None, "tp", None, None]}}
     model = MODELS / "llama_decode.dynamo.static.onnx"
-    produced = onnxpar.plan(model, mesh="tp=2", search="auto", strategy=requested, verify=True)
+    produced = onnxpar.plan(
+        model, mesh="tp=2", search="auto", strategy=requested, check_layouts=True
+    )
     layouts = {p.name: p.layout.text(produced.mesh) for p in produced.inputs if p.layout}
     assert layouts["past_key_0"] == "[-, tp, -, -]"
 

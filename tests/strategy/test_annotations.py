@@ -78,7 +78,7 @@ def kinds(plan: Plan) -> list[tuple[str, str]]:
     return [(c.kind, c.tensor) for c in plan.collectives]
 
 
-VERIFY = Options(verify=True)
+CHECKED = Options(check_layouts=True)
 ALL = ((0, 1, 2, 3),)
 
 
@@ -88,7 +88,7 @@ def test_columns_then_rows(tmp_path: Path) -> None:
         "up": [("w", [0, 1, 2, 3], {1: 4}), ("h", [0, 1, 2, 3], {-1: 4}), ("x", ALL, {})],
         "down": [("r", [0, 1, 2, 3], {1: 4}), ("y", ALL, {})],
     }
-    plan = check(annotated(tmp_path, MLP, 4, nodes), VERIFY)
+    plan = check(annotated(tmp_path, MLP, 4, nodes), CHECKED)
     assert str(plan.mesh) == "d=4"
     assert layouts(plan) == {"x": "[-, -]", "y": "[-, -]", "w": "[-, d]", "v": "[d, -]"}
     assert kinds(plan) == [("AllReduce", "y")]
@@ -97,7 +97,7 @@ def test_columns_then_rows(tmp_path: Path) -> None:
 def test_a_result_in_another_layout_than_the_node_makes(tmp_path: Path) -> None:
     """k is split, and the rows of the result: a reduce-scatter."""
     nodes = {"down": [("r", [0, 1], {1: 2}), ("y", [0, 1], {0: 2})]}
-    plan = check(annotated(tmp_path, MLP, 2, nodes), VERIFY)
+    plan = check(annotated(tmp_path, MLP, 2, nodes), CHECKED)
     assert kinds(plan) == [("ReduceScatter", "y")]
     assert layouts(plan)["y"] == "[d, -]"
 
@@ -108,7 +108,7 @@ def test_devices_that_number_the_mesh_axes_in_another_order(tmp_path: Path) -> N
         "up": [("x", [(0, 2), (1, 3)], {0: 2}), ("w", [(0, 1), (2, 3)], {1: 2})],
         "act": [("h", [0, 2, 1, 3], {0: 2, 1: 2})],
     }
-    plan = check(annotated(tmp_path, MLP, 4, nodes), VERIFY)
+    plan = check(annotated(tmp_path, MLP, 4, nodes), CHECKED)
     assert str(plan.mesh) == "d0=2,d1=2"
     assert (layouts(plan)["x"], layouts(plan)["w"]) == ("[d1, -]", "[-, d0]")
     assert kinds(plan) == [("AllReduce", "y")]
@@ -116,14 +116,14 @@ def test_devices_that_number_the_mesh_axes_in_another_order(tmp_path: Path) -> N
 
 def test_counts_without_devices_are_a_row_major_view(tmp_path: Path) -> None:
     nodes = {"up": [("x", [], {0: 2}), ("w", [], {1: 3})]}
-    plan = check(annotated(tmp_path, MLP, 6, nodes), VERIFY)
+    plan = check(annotated(tmp_path, MLP, 6, nodes), CHECKED)
     assert (layouts(plan)["x"], layouts(plan)["w"]) == ("[d:(1)2, -]", "[-, d:(2)3]")
 
 
 def test_components_of_merged_dimensions(tmp_path: Path) -> None:
     """The inner one of (4 6) is split, which the first to divide would not be."""
     nodes = {"cut": [("y", [0, 1], {1: ((4, 1), (6, 2))})]}
-    plan = check(annotated(tmp_path, HEADS, 2, nodes), VERIFY)
+    plan = check(annotated(tmp_path, HEADS, 2, nodes), CHECKED)
     assert layouts(plan)["z"] == "[-, -, d, -]"
     assert layouts(plan)["x"] == "[-, 4*d, -]"
 
@@ -133,7 +133,7 @@ def test_a_strategy_adds_to_annotations_and_must_agree(tmp_path: Path) -> None:
     path = annotated(tmp_path, MLP, 4, nodes)
     mesh = Mesh.parse("a=2,b=2")
     more = Strategy.of({"shard": {"up": [["b", None], [None, "a"]]}})
-    plan = check(path, Options(mesh=mesh, strategy=more, verify=True))
+    plan = check(path, Options(mesh=mesh, strategy=more, check_layouts=True))
     assert (layouts(plan)["x"], layouts(plan)["w"]) == ("[b, -]", "[-, a]")
     other = Strategy.of({"shard": {"up": [[None, None], [None, "b"]]}})
     with pytest.raises(StrategyError, match=r"MatMul 'up', tensor 'w'.*over b.*annotation over a"):
@@ -146,7 +146,7 @@ def test_a_preset_decides_what_annotations_leave_open(tmp_path: Path) -> None:
     nodes = {"up": [("w", [(0, 1), (2, 3)], {1: 2})]}
     path = annotated(tmp_path, MLP, 4, nodes)
     mesh = Mesh.parse("tp=2,dp=2")
-    plan = check(path, Options(mesh=mesh, preset="hybrid", verify=True))
+    plan = check(path, Options(mesh=mesh, preset="hybrid", check_layouts=True))
     assert (layouts(plan)["x"], layouts(plan)["w"]) == ("[dp, -]", "[-, tp]")
 
 
@@ -243,7 +243,7 @@ def test_an_annotated_model_shards_as_the_plan_it_has(
     path = tmp_path / name
     how = options(layout)
     sharder.annotate(MODELS / name, path, how)
-    again, wanted = (sharder.plan(p, o)[0] for p, o in ((path, VERIFY), (MODELS / name, how)))
+    again, wanted = (sharder.plan(p, o)[0] for p, o in ((path, CHECKED), (MODELS / name, how)))
     assert decided(again) | {"preset": wanted.preset} == decided(wanted)
     onnx.checker.check_model(path)
     quiet = ort.SessionOptions()
@@ -260,7 +260,7 @@ def test_the_standard_alone_shards_correctly(tmp_path: Path) -> None:
     for holder in (model, *model.graph.node):
         del holder.metadata_props[:]
     onnx.save(model, path)
-    again = sharder.shard(path, tmp_path / "model.par", VERIFY)
+    again = sharder.shard(path, tmp_path / "model.par", CHECKED)
     assert str(again.mesh) == "d0=2,d1=2"
     assert len(again.collectives) == len(plan.collectives) > 0
     feeds, wanted = reference(MODELS / name)
@@ -273,10 +273,10 @@ def test_what_the_standard_cannot_say_is_metadata(tmp_path: Path) -> None:
     path = annotated(tmp_path, MLP, 2, {})
     up, down = [[None, None], [None, {"tp": [5, 7]}]], [[None, {"tp": [5, 7]}], ["tp", None]]
     asked = {"mesh": {"tp": 2}, "shard": {"up": up, "down": down}, "tensors": {"y": ["tp", None]}}
-    how = Options(strategy=Strategy.of(asked), configuration="none", verify=True)
+    how = Options(strategy=Strategy.of(asked), configuration="none", check_layouts=True)
     written = tmp_path / "annotated.onnx"
     plan = sharder.annotate(path, written, how)
-    assert decided(plan) == decided(check(written, VERIFY, path)) | {"model": plan.model}
+    assert decided(plan) == decided(check(written, CHECKED, path)) | {"model": plan.model}
     model = onnx.load(written)
     node = next(n for n in model.graph.node if n.name == "down")
     metadata = {p.key: p.value for p in node.metadata_props}
@@ -291,7 +291,7 @@ def test_what_the_standard_cannot_say_is_metadata(tmp_path: Path) -> None:
     del spec.sharded_dim[:]
     onnx.save(model, written)
     with pytest.raises(StrategyError, match=r"MatMul 'down': .*onnxpar.axes disagree"):
-        sharder.plan(written, VERIFY)
+        sharder.plan(written, CHECKED)
     clear_annotations(model)
     assert not model.configuration and not model.metadata_props
 
@@ -303,11 +303,11 @@ def test_pipeline_stages_are_hints(tmp_path: Path) -> None:
         node.device_configurations[0].pipeline_stage = stage
     onnx.save(model, path)
     with pytest.warns(UserWarning, match="2 pipeline stages; every rank runs all of them"):
-        check(path, VERIFY)
+        check(path, CHECKED)
 
 
 def test_a_configuration_that_shards_nothing_is_no_strategy(tmp_path: Path) -> None:
-    plan = check(annotated(tmp_path, MLP, 2, {"up": []}), Options(devices=4, verify=True))
+    plan = check(annotated(tmp_path, MLP, 2, {"up": []}), Options(devices=4, check_layouts=True))
     assert layouts(plan)["x"] == "[dp, -]"
 
 
@@ -320,7 +320,7 @@ def test_several_configurations(tmp_path: Path) -> None:
     onnx.save(model, path)
     with pytest.raises(StrategyError, match=r"2 of the model's configurations fit 2 ranks"):
         sharder.plan(path, Options(devices=2))
-    plan = check(path, Options(configuration="rows", verify=True))
+    plan = check(path, Options(configuration="rows", check_layouts=True))
     assert layouts(plan)["x"] == "[d, -]" and not plan.collectives
 
 
@@ -334,7 +334,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     arguments = ["--devices", "2", "--preset", "tensor-parallel", "--configuration", "none"]
     assert cli.main(["annotate", str(path), *arguments, "-o", str(written)]) == 0
     assert "written to" in capsys.readouterr().out
-    plan = check(written, VERIFY)
+    plan = check(written, CHECKED)
     how = Options(devices=2, preset="tensor-parallel", configuration="none")
     assert layouts(plan) == layouts(sharder.plan(path, how)[0]) and str(plan.mesh) == "tp=2"
 
@@ -371,7 +371,7 @@ def test_a_model_annotated_with_onnx_ir(tmp_path: Path) -> None:
         node.shard(value, configuration=devices, axis=axis, num_shards=2, device_indices=(0, 1))
     path = tmp_path / "annotated.onnx"
     ir.save(model, path)
-    plan = check(path, VERIFY)
+    plan = check(path, CHECKED)
     assert layouts(plan) == {"x": "[-, -]", "y": "[-, -]", "w": "[-, d]", "v": "[d, -]"}
     assert kinds(plan) == [("AllReduce", "y")]
 

@@ -281,7 +281,7 @@ def test_training_by_micro_batches(tmp_path: Path) -> None:
 def test_auto_splits_a_long_sequence_of_one_sample() -> None:
     """The search finds it without a preset: two all-gathers per layer, and the weights are
     whole."""
-    how = Options(devices=4, dims={"batch": 1, "seq": 512}, verify=True)
+    how = Options(devices=4, dims={"batch": 1, "seq": 512}, check_layouts=True)
     plan, _ = sharder.plan(MODELS / "llama.dynamo.dynamic.onnx", how)
     layouts = {p.name: p.layout.text(plan.mesh) for p in plan.outputs if p.layout is not None}
     assert layouts["logits"] == "[-, sp, -]"

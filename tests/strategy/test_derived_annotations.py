@@ -27,7 +27,7 @@ def strategy_of(shard: dict[str, Any]) -> Strategy:
 
 
 def plan_of(step: Path, shard: dict[str, Any], **how: Any) -> Plan:
-    return sharder.plan(step, Options(strategy=strategy_of(shard), verify=True, **how))[0]
+    return sharder.plan(step, Options(strategy=strategy_of(shard), check_layouts=True, **how))[0]
 
 
 def moved(plan: Plan) -> int:

@@ -58,7 +58,7 @@ def program(
 
 def how(mesh: str, tensors: Mapping[str, Any] | None = None, preset: str | None = "manual") -> Any:
     strategy = Strategy.of({"tensors": tensors or {}})
-    return Options(mesh=Mesh.parse(mesh), preset=preset, strategy=strategy, verify=True)
+    return Options(mesh=Mesh.parse(mesh), preset=preset, strategy=strategy, check_layouts=True)
 
 
 def run(path: Path, options: Options, **feeds: Any) -> tuple[Plan, list[Any]]:

@@ -44,7 +44,9 @@ def run(
     shapes = {**inputs, **outputs}
     tensors = {n: ["r", *[None] * (len(s) - 1)] for n, s in shapes.items()}
     strategy = Strategy.of({"tensors": tensors, "groups": dict(groups or {})})
-    how = Options(mesh=Mesh.parse(f"r={ranks}"), preset="manual", strategy=strategy, verify=True)
+    how = Options(
+        mesh=Mesh.parse(f"r={ranks}"), preset="manual", strategy=strategy, check_layouts=True
+    )
     plan = sharder.shard(folder / "m.onnx", folder / "m.par", how)
     with ThreadSession(folder / "m.par", timeout=20) as session:
         found = session.run(None, dict(feeds))

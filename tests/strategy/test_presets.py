@@ -81,7 +81,7 @@ def test_fewer_experts_than_ranks(devices: int, tmp_path: Path) -> None:
         proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
     path = tmp_path / "m.onnx"
     onnx.save(proto, path)
-    found = onnxpar.check(path, devices=devices, preset="expert-parallel", verify=True)
+    found = onnxpar.check(path, devices=devices, preset="expert-parallel", check_layouts=True)
     assert found.ok
     weights = {w.name: w.layout_text for w in found.plan.weights}
     assert weights["w1"] == weights["w2"] == "[ep, -, -]"

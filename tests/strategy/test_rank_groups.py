@@ -36,7 +36,7 @@ def run(
     graph = helper.make_graph([*nodes], "program", [x], [y])
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), folder / "m.onnx")
     strategy = Strategy.of({"tensors": ROWS, **({"groups": groups} if groups else {})})
-    how = Options(mesh=Mesh.parse("r=4"), preset="manual", strategy=strategy, verify=True)
+    how = Options(mesh=Mesh.parse("r=4"), preset="manual", strategy=strategy, check_layouts=True)
     plan = sharder.shard(folder / "m.onnx", folder / "m.par", how)
     with ThreadSession(folder / "m.par", timeout=20) as session:
         (found,) = session.run(None, {"x": X})

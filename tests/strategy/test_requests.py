@@ -58,7 +58,7 @@ def test_so_do_those_of_an_annotation(tmp_path: Path) -> None:
     entry = model.graph.node[0].device_configurations.add(configuration_id="mine")
     entry.sharding_spec.append(TensorSharding("x", ((0,), (1,)), {2: ((None, 2),)}).to_proto())
     onnx.save(model, path)
-    plan, _ = sharder.plan(path, Options(verify=True))
+    plan, _ = sharder.plan(path, Options(check_layouts=True))
     assert [(c.kind, c.tensor) for c in plan.collectives] == [("NeighborExchange", "in conv")]
 
 

@@ -41,7 +41,7 @@ def check(text: str, folder: Path, mesh: str, strategy: Mapping[str, Any]) -> Pl
 def test_mindspore_two_matmuls_cost_one_all_gather(tmp_path: Path) -> None:
     """Z = (X W) V of MindSpore's design page, in Python's tuples."""
     strategy = {"shard": {"mm1": ((4, 1), (1, 1)), "mm2": ((1, 1), (1, 4))}}
-    how = Options(devices=4, strategy=Strategy.of(strategy), verify=True)
+    how = Options(devices=4, strategy=Strategy.of(strategy), check_layouts=True)
     plan = check_agrees(write(TWO_MATMULS, tmp_path), tmp_path, how)
     assert [(c.kind, c.tensor, len(c.group)) for c in plan.collectives] == [("AllGather", "y", 4)]
     assert [w.bytes_per_rank for w in plan.weights] == [16 * 12 * 4, 12 * 5 * 4]
@@ -51,7 +51,7 @@ def test_mindspore_two_matmuls_cost_one_all_gather(tmp_path: Path) -> None:
 def test_mindspore_matmul_and_relu_cost_one_reduce_scatter(tmp_path: Path) -> None:
     """Of MindSpore's tutorial: groups of 4, of 8 ranks."""
     strategy = {"shard": {"mm": ((2, 4), (4, 1)), "relu": ((8, 1),)}}
-    how = Options(devices=8, strategy=Strategy.of(strategy), verify=True)
+    how = Options(devices=8, strategy=Strategy.of(strategy), check_layouts=True)
     plan = check_agrees(write(MATMUL_RELU, tmp_path), tmp_path, how)
     (only,) = plan.collectives
     assert (only.kind, only.group, only.groups) == ("ReduceScatter", (0, 1, 2, 3), 2)
@@ -184,7 +184,7 @@ def test_a_file_and_its_mesh(tmp_path: Path) -> None:
     path.write_text("mesh: {dp: 1, tp: 2}\nshard:\n  fc: [[null, null], [null, tp]]\n")
     strategy = Strategy.read(path)
     assert strategy.mesh == Mesh.of([("dp", 1), ("tp", 2)])
-    plan, _ = sharder.plan(write(GEMM, tmp_path), Options(strategy=strategy, verify=True))
+    plan, _ = sharder.plan(write(GEMM, tmp_path), Options(strategy=strategy, check_layouts=True))
     assert plan.mesh.size == 2 and layouts(plan) == ["[-, -]", "[-, tp]"]
 
 

@@ -48,7 +48,7 @@ def write(
 def agree(model: Path, feeds: Mapping[str, Any], **options: Any) -> onnxpar.Plan:
     """Shards, runs on threads, compares every output; returns the plan."""
     par = model.with_suffix(".par")
-    plan = onnxpar.shard(model, par, verify=True, **options)
+    plan = onnxpar.shard(model, par, check_layouts=True, **options)
     with ThreadSession(par) as session:
         report = compare(model, session, feeds)
     assert report.ok, report.text()
@@ -220,7 +220,7 @@ def test_random_values_are_the_same_on_all_ranks(tmp_path: Path) -> None:
     )
     par = tmp_path / "m.par"
     strategy = {"shard": {"split": [[1, 3], [3, 1]]}}
-    plan = onnxpar.shard(model, par, devices=3, strategy=strategy, verify=True)
+    plan = onnxpar.shard(model, par, devices=3, strategy=strategy, check_layouts=True)
     assert kinds(plan)[0] == "Broadcast"
     with ThreadSession(par) as session:
         (zero,) = session.run(None, {"x": X})

@@ -36,7 +36,7 @@ Canonical = tuple[list[tuple[str, int, int]], int]
 
 def canonical(model: Path, options: Mapping[str, Any]) -> Canonical:
     """The collectives in order (kind, group, bytes), and the bytes of large weights per rank."""
-    plan = onnxpar.plan(model, verify=True, **options)
+    plan = onnxpar.plan(model, check_layouts=True, **options)
     collectives = [(c.kind, len(c.group), c.bytes) for c in plan.collectives]
     return collectives, sum(w.bytes_per_rank for w in plan.weights if w.bytes > 4096)
 
