@@ -69,6 +69,16 @@ class Bundle:
         except (KeyError, SyntaxError, TypeError, RecursionError, ZeroDivisionError):
             raise DamagedError(f"plan.json has a size that is none: {size!r:.40}") from None
 
+    def is_allowed(self) -> bool:
+        """True if a run may have these sizes, by the limits in plan.json."""
+        try:
+            pairs = [(self.size(least), self.size(most)) for least, most in self.plan["limits"]]
+        except (KeyError, TypeError, ValueError):
+            return True
+        except DamagedError:
+            return False
+        return all(least <= most for least, most in pairs)
+
     def families(self, port: Mapping[str, Any], families: Families) -> tuple[Family, ...] | None:
         """What ranks hold of a port or a weight; None for one without a layout."""
         layout = port.get("layout")

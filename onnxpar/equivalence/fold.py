@@ -10,7 +10,7 @@ from onnx import helper, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.evaluate import NotComputed, plain_session
-from onnxpar.equivalence.program import MOST_FOLDED, Node, Program, captured
+from onnxpar.equivalence.program import MOST_FOLDED, Node, Program, captured, infer
 
 _RANDOM = frozenset(
     [
@@ -26,8 +26,21 @@ _RANDOM = frozenset(
 
 def fold(program: Program, keeps: bool = False) -> None:
     """Adds the values of nodes that read only constants to a program's constants, and removes these
-    nodes, unless `keeps`. Sizes of tensors of known shape are constants, too. Errors: NotComputed
-    if onnxruntime cannot compute one."""
+    nodes, unless `keeps`. Sizes of tensors of known shape are constants, too; constants may tell
+    more shapes. Errors: NotComputed if onnxruntime cannot compute one."""
+    while True:
+        _fold_once(program, keeps)
+        known = len(program.shapes)
+        if keeps or not known:
+            return
+        for node in program.nodes:
+            if any(name and name not in program.shapes for name in node.outputs):
+                infer(node, program)
+        if len(program.shapes) == known:
+            return
+
+
+def _fold_once(program: Program, keeps: bool) -> None:
     rest, constant = [], list[Node]()
     known = set(program.constants.names())
     for node in program.nodes:

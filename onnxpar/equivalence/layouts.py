@@ -58,40 +58,44 @@ def families_of(
     """The family of each dimension of a layout; `size` gives the value of a size. Errors:
     DamagedError if the layout is none."""
     try:
-        return [_family(dim, mesh, families, size) for dim in layout["dims"]]
+        return [_family(_sized(dim, size), mesh, families) for dim in layout["dims"]]
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise DamagedError(f"plan.json has a layout that is none: {layout!s:.80}") from error
 
 
-def _family(
-    dim: Mapping[str, Any], mesh: MeshReader, families: Families, size: Callable[[object], int]
-) -> Family:
+def _sized(dim: Mapping[str, Any], size: Callable[[object], int]) -> dict[str, Any]:
+    """A dimension with its sizes as numbers."""
+    for kind in ("product", "concat"):
+        if kind in dim:
+            return {kind: [_sized(part, size) for part in dim[kind]]}
+    return {**dim, "size": size(dim["size"])}
+
+
+def _family(dim: Mapping[str, Any], mesh: MeshReader, families: Families) -> Family:
     text = json.dumps(dim, sort_keys=True)
     if text not in families.by_layout:
-        spans = [_positions(dim, mesh, rank, size)[0] for rank in range(mesh.ranks)]
+        spans = [_positions(dim, mesh, rank)[0] for rank in range(mesh.ranks)]
         families.by_layout[text] = families.of(spans)
     return families.by_layout[text]
 
 
-def _positions(
-    dim: Mapping[str, Any], mesh: MeshReader, rank: int, size: Callable[[object], int]
-) -> tuple[Array, int]:
+def _positions(dim: Mapping[str, Any], mesh: MeshReader, rank: int) -> tuple[Array, int]:
     """The positions that a rank holds, and the size of the dimension."""
     if "product" in dim:
         held, total = np.zeros(1, np.int64), 1
         for factor in dim["product"]:
-            inner, count = _positions(factor, mesh, rank, size)
+            inner, count = _positions(factor, mesh, rank)
             held = (held[:, None] * count + inner).reshape(-1)
             total *= count
         return held, total
     if "concat" in dim:
         parts, total = [], 0
         for part in dim["concat"]:
-            inner, count = _positions(part, mesh, rank, size)
+            inner, count = _positions(part, mesh, rank)
             parts.append(inner + total)
             total += count
         return np.concatenate(parts), total
-    return _factor(dim, mesh, rank, size(dim["size"]))
+    return _factor(dim, mesh, rank, dim["size"])
 
 
 def _factor(dim: Mapping[str, Any], mesh: MeshReader, rank: int, size: int) -> tuple[Array, int]:

@@ -26,9 +26,10 @@ class Proof:
     collectives  the number of collectives whose order was checked
     """
 
-    def __init__(self, model: Program, ranks: Ranks, bundle: Bundle, seed: int) -> None:
-        self.model, self.ranks, self.bundle = model, ranks, bundle
-        self.families = Families(ranks.size)
+    def __init__(
+        self, model: Program, ranks: Ranks, bundle: Bundle, families: Families, seed: int
+    ) -> None:
+        self.model, self.ranks, self.bundle, self.families = model, ranks, bundle, families
         self.collectives = 0
         self.weights = Weights(model, ranks, bundle, self.families)
         self.walk = Walk(model, ranks, self.families, self.weights, seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
@@ -24,9 +25,11 @@ _PACKED = ("INT2", "UINT2", "INT4", "UINT4", "FLOAT4E2M1", "FLOAT6E2M3", "FLOAT6
 
 
 class WeightFiles:
-    """The files with weights of a model and of its ranks, each mapped once."""
+    """The files with weights of a model and of its ranks, each mapped once. `compared` is for
+    results of comparisons."""
 
     def __init__(self) -> None:
+        self.compared: dict[Any, Any] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         self._touched = 0
 

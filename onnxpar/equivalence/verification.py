@@ -50,7 +50,8 @@ class Verification:
     nodes        the nodes of the model that depend on its inputs
     proved       the number of nodes by how they were proved
     sampled      the first results of the nodes that were compared on drawn values
-    sizes        the values of open sizes, for which the proof holds
+    sizes        the values of open sizes for which the proof was made, one set after the other;
+                 counts are those of the first
     collectives  the collectives whose order was checked
     compared     bytes of ranks' weights and constants that are the model's
     weights      how much of the weights in files was compared: all, sample or none
@@ -64,7 +65,7 @@ class Verification:
     nodes: int
     proved: Mapping[str, int]
     sampled: tuple[str, ...]
-    sizes: Mapping[str, int]
+    sizes: tuple[Mapping[str, int], ...]
     collectives: int
     compared: int
     weights: str
@@ -110,11 +111,15 @@ class Verification:
         if self.weights != "all":
             lines[-1] += _COMPARED[self.weights]
         lines.append("  over the real numbers: ranks may add in another order")
-        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        lines.append(
-            f"  sizes: {f'tested at {sizes}, not proved for others' if sizes else 'as in the file'}"
-        )
+        lines.append(f"  sizes: {self._sizes()}")
         lines.append(
             "  relies on: lemmas, which are tested; onnxruntime's kernels; the plugin; the session"
         )
         return lines
+
+    def _sizes(self) -> str:
+        if not self.sizes:
+            return "as in the file"
+        shown = [",".join(f"{n}={s}" for n, s in each.items()) for each in self.sizes]
+        more = f", and {len(shown) - 3} more" if len(shown) > 3 else ""
+        return f"tested at {'; '.join(shown[:3])}{more}; not proved for others"

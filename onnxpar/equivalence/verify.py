@@ -5,19 +5,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from onnxpar.base.errors import InputError
-from onnxpar.equivalence.bundle import Bundle, outputs_of, read_bundle
-from onnxpar.equivalence.evaluate import NotComputed
+from onnxpar.equivalence.bundle import SIZES, Bundle, outputs_of, read_bundle
+from onnxpar.equivalence.draws import Draws
+from onnxpar.equivalence.evaluate import Evaluator, NotComputed
 from onnxpar.equivalence.fold import drop_unneeded, fold
 from onnxpar.equivalence.keep import check_keep
 from onnxpar.equivalence.keep import keep as write_window
-from onnxpar.equivalence.program import Program
+from onnxpar.equivalence.program import Program, captured
 from onnxpar.equivalence.proof import Proof
+from onnxpar.equivalence.sizes import bindings, borders_of
+from onnxpar.equivalence.spans import Families
 from onnxpar.equivalence.stored import COMPARED
 from onnxpar.equivalence.verification import LEAST, Failure, Verification
 
@@ -39,40 +43,93 @@ def verify_bundle(
     place = None if keep is None else check_keep(keep)
     began = time.perf_counter()
     bundle, program = _folded(read_bundle(folder, dims or {}, weights), model, dims or {})
-    drop_unneeded(program, program.outputs)
-    proved: dict[str, str] = {}
-    failures: list[Failure] = []
-    seen, collectives, compared = set[str](), 0, 0
-    for name in bundle.programs():
-        ranks = bundle.ranks(name)
-        own = outputs_of(ranks, program.outputs)
-        seen |= {*own}
-        part = replace(program, nodes=[*program.nodes], outputs=own)
-        drop_unneeded(part, own)
-        proof = Proof(part, ranks, bundle, seed)
-        with np.errstate(all="ignore"):
-            found = list(proof.run())
-            if place is not None and found and found[0].kind == "node" and not failures:
-                line = write_window(proof.walk, found[0].tensor, place)
-                found[0] = replace(found[0], details=(*found[0].details, line))
-        failures += found
-        proved |= proof.walk.proved
-        collectives += proof.collectives
-        compared += proof.weights.compared
-    for name in program.outputs:
-        if name not in seen:
-            failures.append(Failure("output", name, "no file of ranks computes it"))
-    weak = [key for key, how in proved.items() if how not in LEAST[least]]
+    prover = _Prover(Families(bundle.mesh.ranks), seed, place)
+    first = prover.prove(bundle, program)
+    failures, tested = first.failures, [dict(bundle.sizes)]
+    for sizes in bindings(bundle.sizes, dims or {}, first.borders)[1:]:
+        other = replace(bundle, sizes=sizes)
+        if failures or not other.is_allowed():
+            continue
+        with suppress(NotComputed):
+            again = other.model(model)
+            fold(again)
+            found = prover.prove(other, again).failures
+            if found and _runs(program, seed) and not _runs(again, seed):
+                continue
+            failures = [_at(sizes, each) for each in found]
+            tested.append(sizes)
+    weak = [key for key, how in first.proved.items() if how not in LEAST[least]]
     if weak and not failures:
         text = f"{len(weak)} nodes are proved in a weaker way than {least}"
         failures.append(Failure("least", weak[0], text))
     return Verification(
         model=str(model), folder=str(folder), outputs=tuple(program.outputs),
-        ranks=bundle.mesh.ranks, nodes=len(program.nodes), proved=dict(Counter(proved.values())),
-        sampled=tuple(key for key, how in proved.items() if how == "sampled"),
-        sizes=dict(bundle.sizes), collectives=collectives, compared=compared, weights=weights,
+        ranks=bundle.mesh.ranks, nodes=first.nodes, proved=dict(Counter(first.proved.values())),
+        sampled=tuple(key for key, how in first.proved.items() if how == "sampled"),
+        sizes=tuple(tested) if bundle.sizes else (), collectives=first.collectives,
+        compared=first.compared, weights=weights,
         failures=tuple(failures), seconds=time.perf_counter() - began,
     )  # fmt: skip
+
+
+@dataclass
+class _Outcome:
+    """What was proved at one set of sizes."""
+
+    nodes: int
+    proved: dict[str, str] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    collectives: int = 0
+    compared: int = 0
+    borders: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Prover:
+    """Proves all programs of a bundle; `place` is where the first failing window is written."""
+
+    families: Families
+    seed: int
+    place: Path | None
+
+    def prove(self, bundle: Bundle, program: Program) -> _Outcome:
+        """Proves that ranks compute the outputs of a model, whose constants are folded."""
+        drop_unneeded(program, program.outputs)
+        found, seen = _Outcome(len(program.nodes)), set[str]()
+        for name in bundle.programs():
+            ranks = bundle.ranks(name)
+            own = outputs_of(ranks, program.outputs)
+            seen |= {*own}
+            part = replace(program, nodes=[*program.nodes], outputs=own)
+            drop_unneeded(part, own)
+            proof = Proof(part, ranks, bundle, self.families, self.seed)
+            with np.errstate(all="ignore"):
+                failures = list(proof.run())
+            if self.place is not None and failures and not found.failures:
+                failures[0] = _kept(proof, failures[0], self.place)
+            found.failures += failures
+            found.proved |= proof.walk.proved
+            found.collectives += proof.collectives
+            found.compared += proof.weights.compared
+            found.borders |= borders_of(ranks.programs, SIZES) | {ranks.size}
+        for name in program.outputs:
+            if name not in seen:
+                text = "no file of ranks computes it"
+                found.failures.append(Failure("output", name, text))
+        return found
+
+
+def _kept(proof: Proof, failure: Failure, place: Path) -> Failure:
+    """A failure that says where the part of the model and of ranks is written."""
+    if failure.kind != "node":
+        return failure
+    line = write_window(proof.walk, failure.tensor, place)
+    return replace(failure, details=(*failure.details, line))
+
+
+def _at(sizes: Mapping[str, int], failure: Failure) -> Failure:
+    text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    return replace(failure, text=f"at {text}: {failure.text}")
 
 
 def _folded(bundle: Bundle, model: Path, given: Mapping[str, int]) -> tuple[Bundle, Program]:
@@ -91,3 +148,19 @@ def _folded(bundle: Bundle, model: Path, given: Mapping[str, int]) -> tuple[Bund
             bundle = replace(bundle, sizes=sizes)
         else:
             return bundle, program
+
+
+def _runs(program: Program, seed: int) -> bool:
+    """True if onnxruntime computes a model at its sizes, which may be too large for it."""
+    draws = Draws(program, program.nodes, (), seed)
+    read = {name for node in program.nodes for name in (*node.inputs, *captured(node.proto))}
+    values = {n: program.constants[n] for n in read if n in program.constants}
+    for name in program.inputs:
+        if name not in program.shapes:
+            return False
+        values[name] = draws.value(name, program.shapes[name], program.types[name], 0)
+    try:
+        Evaluator().run(program.nodes, values, program, [program.nodes[-1].outputs[0]])
+    except NotComputed:
+        return False
+    return True

@@ -71,6 +71,17 @@ class Weights:
     def _compare(
         self, term: str, name: str, dims: tuple[Family, ...]
     ) -> tuple[Partial, ...] | None:
+        """Weights in files are compared once for all sizes at which ranks are proved."""
+        first, known = self.ranks.programs[0], self.bundle.files.compared
+        if not (first.constants.is_in_file(name) and self.model.constants.is_in_file(term)):
+            return self._find(term, name, dims)
+        key = first.path, term, name, dims
+        if key not in known:
+            known[key] = self._find(term, name, dims)
+        found: tuple[Partial, ...] | None = known[key]
+        return found
+
+    def _find(self, term: str, name: str, dims: tuple[Family, ...]) -> tuple[Partial, ...] | None:
         """What a constant of ranks is if it stands for these positions: a part of a sum if some
         ranks have zeros in its place; None if it is something else."""
         whole, files = self.model.constants[term], self.bundle.files
