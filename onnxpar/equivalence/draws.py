@@ -37,6 +37,16 @@ class Draws:
         self.bound = _bound(model, nodes)
         self.has_negative = not any(node.op in _CLASSES for node in nodes)
 
+    def narrow(self) -> bool:
+        """Draws whole numbers from a smaller range from now on; False if there is none."""
+        if self.has_negative:
+            self.has_negative = False
+        elif self.bound > 1:
+            self.bound //= 2
+        else:
+            return False
+        return True
+
     def value(self, name: str, shape: Shape, kind: int, number: int) -> Array:
         """The value of a tensor of an element type of ONNX."""
         random = self._random(name, number)

@@ -3,7 +3,8 @@ collectives by NumPy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from onnx import TensorProto, helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.program import Node, Program, captured
-from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
+from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks, align, communicates
 
 Values = dict[str, Array]
+MOST_TURNS = 1024
+"""The most turns of a Loop in which ranks communicate."""
 SUPPORTED = frozenset(
     ["AllReduce", "AllGather", "ReduceScatter", "AllToAll", "AllToAllV", "Broadcast",
      "CollectivePermute", "NeighborExchange", "HaloExchange", "Gate"]
@@ -52,11 +55,13 @@ class Evaluator:
         read = sorted({name for node in nodes for name in node.inputs if name} - made)
         read += sorted({name for node in nodes for name in captured(node.proto)} - made - {*read})
         try:
-            feeds = {name: values[name] for name in read}
+            feeds = {name: np.asarray(values[name]) for name in read}
         except KeyError as error:
             raise NotComputed(f"{error} has no value") from None
+        is_standard = all(node.domain == "" for node in nodes)
         inputs = [
-            helper.make_tensor_value_info(name, _type(value), None) for name, value in feeds.items()
+            helper.make_tensor_value_info(n, _type(value), None if is_standard else value.shape)
+            for n, value in feeds.items()
         ]
         outputs = [onnx.ValueInfoProto(name=name) for name in wanted]
         graph = helper.make_graph([n.proto for n in nodes], "part", inputs, outputs)
@@ -76,18 +81,108 @@ class Evaluator:
         that cannot be computed on these values, and those behind them, have no results."""
         segment: list[RankNode] = []
         for node in [*nodes, None]:
-            if node is not None and node.first.domain != PLUGIN:
+            if node is not None and not communicates(node.first):
                 segment.append(node)
                 continue
             if segment and not self._run_segment(segment, values, ranks):
                 for each in segment:
                     self._run_segment([each], values, ranks)
             segment = []
-            if node is not None and all(node.first.inputs[0] in own for own in values):
-                try:
+            if node is None:
+                return
+            with suppress(NotComputed, KeyError):
+                if node.first.domain == PLUGIN:
                     communicate(node, values)
-                except NotComputed:
-                    continue
+                else:
+                    self._run_bodies(node, values, ranks)
+
+    def _run_bodies(self, node: RankNode, values: list[Values], ranks: Ranks) -> None:
+        """Adds the results of an If, a Loop or a Scan in which ranks communicate: all take the same
+        branch, and as many turns."""
+        pairs = zip(values, node.nodes, strict=True)
+        given = [[own.get(name) for name in each.inputs] for own, each in pairs]
+        if node.first.op == "If":
+            branch = "then_branch" if _agreed(own[0] for own in given) else "else_branch"
+            found = self._run_body(node, branch, [[] for _ in values], values, ranks)
+        elif node.first.op == "Loop":
+            found = self._run_loop(node, given, values, ranks)
+        else:
+            found = self._run_scan(node, given, values, ranks)
+        for own, each, results in zip(values, node.nodes, found, strict=True):
+            own.update(zip(each.outputs, results, strict=True))
+
+    def _run_body(
+        self, node: RankNode, name: str, given: Sequence[Sequence[Array | None]],
+        values: Sequence[Values], ranks: Ranks,
+    ) -> list[list[Array]]:  # fmt: skip
+        """The results of a body on each rank, for the values of its inputs."""
+        bodies = [each.bodies[name] for each in node.nodes]
+        inner: list[Values] = []
+        for outer, body, own in zip(values, bodies, given, strict=True):
+            pairs = zip(body.inputs, own, strict=True)
+            inner.append({**outer, **body.constants, **{n: v for n, v in pairs if v is not None}})
+        self.run_ranks(align([body.nodes for body in bodies]), inner, ranks)
+        return [[own[n] for n in body.outputs] for own, body in zip(inner, bodies, strict=True)]
+
+    def _run_loop(
+        self, node: RankNode, given: Sequence[Sequence[Array | None]], values: Sequence[Values],
+        ranks: Ranks,
+    ) -> list[list[Array]]:  # fmt: skip
+        most = _agreed(own[0] for own in given)
+        going = _agreed(own[1] for own in given)
+        carried: list[list[Array | None]] = [list(own[2:]) for own in given]
+        stacks: list[list[list[Array]]] = [[] for _ in values]
+        turn = 0
+        while (most is None or turn < most) and going is not False:
+            if turn == MOST_TURNS:
+                raise NotComputed(f"{node.first.name} takes more than {MOST_TURNS} turns")
+            start = [np.array(turn, np.int64), np.array(True)]
+            found = self._run_body(node, "body", [[*start, *c] for c in carried], values, ranks)
+            going = _agreed(own[0] for own in found)
+            count = len(carried[0])
+            carried = [list(own[1 : 1 + count]) for own in found]
+            for stack, own in zip(stacks, found, strict=True):
+                stack.append(own[1 + count :])
+            turn += 1
+        if not turn:
+            raise NotComputed(f"{node.first.name} takes no turn")
+        return [
+            [*map(np.asarray, own), *map(np.stack, zip(*stack, strict=True))]
+            for own, stack in zip(carried, stacks, strict=True)
+        ]
+
+    def _run_scan(
+        self, node: RankNode, given: Sequence[Sequence[Array | None]], values: Sequence[Values],
+        ranks: Ranks,
+    ) -> list[list[Array]]:  # fmt: skip
+        attrs = node.first.attrs
+        scanned = int(attrs["num_scan_inputs"])
+        count = len(given[0]) - scanned
+        axes = attrs.get("scan_input_axes") or [0] * scanned
+        back = attrs.get("scan_input_directions") or [0] * scanned
+        carried: list[list[Array | None]] = [list(own[:count]) for own in given]
+        rows = []
+        for own in given:
+            moved = [np.moveaxis(_known(v), a, 0) for v, a in zip(own[count:], axes, strict=True)]
+            rows.append([v[::-1] if b else v for v, b in zip(moved, back, strict=True)])
+        stacks: list[list[list[Array]]] = [[] for _ in values]
+        for turn in range(_agreed(np.array(len(v)) for own in rows for v in own) or 0):
+            start = [[*c, *(v[turn] for v in own)] for c, own in zip(carried, rows, strict=True)]
+            found = self._run_body(node, "body", start, values, ranks)
+            carried = [list(own[:count]) for own in found]
+            for stack, own in zip(stacks, found, strict=True):
+                stack.append(own[count:])
+        results = []
+        for own, stack in zip(carried, stacks, strict=True):
+            parts = list(zip(*stack, strict=True))
+            axes = attrs.get("scan_output_axes") or [0] * len(parts)
+            back = attrs.get("scan_output_directions") or [0] * len(parts)
+            joined = [
+                np.moveaxis(np.stack(part[::-1] if b else part), 0, a)
+                for part, a, b in zip(parts, axes, back, strict=True)
+            ]
+            results.append([*map(_known, own), *joined])
+        return results
 
     def _run_segment(
         self, segment: Sequence[RankNode], values: Sequence[Values], ranks: Ranks
@@ -104,6 +199,19 @@ class Evaluator:
         for own, found in zip(values, results, strict=True):
             own.update(zip(wanted, found, strict=True))
         return True
+
+
+def _known(value: Array | None) -> Array:
+    """A token has no value."""
+    return np.zeros(0, np.float32) if value is None else np.asarray(value)
+
+
+def _agreed(values: Iterable[Array | None]) -> Any:
+    """What all ranks have; None if they have none. Errors: NotComputed."""
+    found = [None if value is None else np.asarray(value).item() for value in values]
+    if any(value != found[0] for value in found):
+        raise NotComputed("ranks take other branches, or another number of turns")
+    return found[0]
 
 
 def _type(value: Array) -> int:
@@ -125,6 +233,7 @@ def communicate(
     if op == "Gate":
         for own, value in zip(values, held, strict=True):
             own[result] = value
+            own.update(dict.fromkeys(first.outputs[1:], np.zeros(0, np.float32)))
         return
     attrs: list[dict[str, Any]] = [dict(own.attrs) for own in node.nodes]
     for mine, attr in zip(values, attrs, strict=True):
@@ -140,6 +249,7 @@ def communicate(
             group = [int(m) for m in attr["group"]]
             members = [held[m] for m in group], [attrs[m] for m in group], group.index(rank)
             values[rank][result] = np.asarray(_COLLECTIVES[op](*members))
+            values[rank].update(dict.fromkeys(first.outputs[1:], np.zeros(0, np.float32)))
     except (ValueError, IndexError, KeyError) as error:
         raise NotComputed(f"{first.name}: {error}") from None
 

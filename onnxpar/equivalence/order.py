@@ -4,12 +4,12 @@ into one order, and the orders of all ranks together have no circle."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
-from onnxpar.equivalence.program import Node, Program
-from onnxpar.equivalence.ranks import PLUGIN
+from onnxpar.equivalence.program import Node, Program, captured
+from onnxpar.equivalence.ranks import PLUGIN, communicates, tokens_of
 
 _WITHOUT_TAG = frozenset(["Complete", "Gate", "After", "Rank", "GroupSize", "FusedElementwise"])
 
@@ -20,7 +20,10 @@ class Disorder(Exception):
 
 def check_order(programs: Sequence[Program]) -> int:
     """Returns the number of collectives. Errors: Disorder."""
-    chains = [list(_chain(program, rank)) for rank, program in enumerate(programs)]
+    chains = [
+        list(_chain(program.nodes, tokens_of(program.nodes), rank))
+        for rank, program in enumerate(programs)
+    ]
     members: dict[int, dict[int, Node]] = defaultdict(dict)
     for rank, chain in enumerate(chains):
         for node in chain:
@@ -74,16 +77,18 @@ def _group(node: Node, ranks: int) -> tuple[int, ...]:
     return tuple(map(int, node.attrs.get("group", range(ranks))))
 
 
-def _chain(program: Program, rank: int) -> Iterator[Node]:
-    """Yields the collectives of a rank in the order of their tokens."""
-    nodes = [n for n in program.nodes if n.domain == PLUGIN and n.op not in _WITHOUT_TAG]
-    makers = {name: n for n in program.nodes if n.domain == PLUGIN for name in n.outputs}
+def _chain(nodes: Sequence[Node], tokens: Collection[str], rank: int) -> Iterator[Node]:
+    """Yields the collectives of a rank in the order of their tokens; in the place of an If, a Loop
+    or a Scan those inside, as if all branches ran."""
+    sent = [n for n in nodes if communicates(n)]
+    makers = {name: n for n in sent for name in n.outputs if n.domain == PLUGIN or name in tokens}
+    own = [n for n in sent if n.domain != PLUGIN or n.op not in _WITHOUT_TAG]
     after: dict[int, list[Node]] = defaultdict(list)
     counted = 0
-    for node in nodes:
-        if "tag" not in node.attrs:
+    for node in own:
+        if node.domain == PLUGIN and "tag" not in node.attrs:
             raise Disorder(f"{node.op} {node.name!r} of rank {rank} has no tag")
-        earlier = _earlier(node, makers)
+        earlier = _earlier(node, makers, tokens)
         after[id(earlier) if earlier is not None else 0].append(node)
     at: int = 0
     while at in after:
@@ -92,23 +97,34 @@ def _chain(program: Program, rank: int) -> Iterator[Node]:
             raise Disorder(
                 f"no token orders {following[0].name!r} and {following[1].name!r} of rank {rank}"
             )
-        yield following[0]
+        if following[0].domain == PLUGIN:
+            yield following[0]
+        for body in following[0].bodies.values():
+            yield from _chain(body.nodes, tokens_of(body.nodes, {*tokens, *body.inputs}), rank)
         counted += 1
         at = id(following[0])
-    if counted < len(nodes):
+    if counted < len(own):
         raise Disorder(f"the tokens of rank {rank} are not one chain")
 
 
-def _earlier(node: Node, makers: dict[str, Node]) -> Node | None:
+def _earlier(node: Node, makers: Mapping[str, Node], tokens: Collection[str]) -> Node | None:
     """The collective before this one, through completions and other nodes that pass a token on."""
     seen: set[int] = set()
-    todo = [makers[name] for name in node.inputs[1:] if name in makers]
+    todo = [makers[name] for name in _ordering(node, tokens) if name in makers]
     while todo:
         each = todo.pop()
         if id(each) in seen:
             continue
         seen.add(id(each))
-        if each.op not in _WITHOUT_TAG:
+        if each.domain != PLUGIN or each.op not in _WITHOUT_TAG:
             return each
-        todo += [makers[name] for name in each.inputs[1:] if name in makers]
+        todo += [makers[name] for name in _ordering(each, tokens) if name in makers]
     return None
+
+
+def _ordering(node: Node, tokens: Collection[str]) -> Sequence[str]:
+    """What orders a node behind others: a collective's operands behind the first, the tokens that
+    other nodes read."""
+    if node.domain == PLUGIN:
+        return node.inputs[1:]
+    return [n for n in (*node.inputs, *sorted(captured(node.proto))) if n in tokens]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,36 @@ class Node:
         """The domain and the op."""
         return self.domain, self.op
 
+    @cached_property
+    def bodies(self) -> dict[str, Body]:
+        """The graphs that an If, a Loop or a Scan runs, by attribute."""
+        graphs = ((a.name, a.g) for a in self.proto.attribute if a.type == AttributeProto.GRAPH)
+        return {name: read_body(graph) for name, graph in graphs}
+
     @property
     def key(self) -> str:
         """The name of the first result; of a node without results, its own name."""
         return next((name for name in self.outputs if name), self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A graph inside of a node."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: Mapping[str, Array]
+
+
+def read_body(graph: GraphProto) -> Body:
+    """Reads a graph inside of a node."""
+    return Body(
+        tuple(read_node(each) for node in graph.node for each in _apart(node)),
+        tuple(port.name for port in graph.input),
+        tuple(port.name for port in graph.output),
+        {t.name: np.asarray(numpy_helper.to_array(t)) for t in graph.initializer},
+    )
 
 
 @dataclass(eq=False)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from onnxpar.base.arrays import Array
-from onnxpar.equivalence.program import Node, Program, Shape, default
+from onnxpar.equivalence.program import Body, Node, Program, Shape, default
 
 PLUGIN = "onnxpar"
 """The domain of collectives."""
+TOKEN = "onnxpar.token"
+"""The constant that is the first token of a rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +43,46 @@ class RankNode:
         ]
 
 
+def align(nodes: Sequence[Sequence[Node]]) -> list[RankNode]:
+    """The nodes that all ranks have, from the nodes of each rank."""
+    tables: list[Mapping[str, Node]] = [{node.key: node for node in own} for own in nodes]
+    found: list[RankNode] = []
+    for key in tables[0]:
+        if all(key in table for table in tables):
+            found.append(RankNode(tuple(table[key] for table in tables), len(found)))
+    return found
+
+
+def communicates(node: Node) -> bool:
+    """True for a collective, and for an If, a Loop or a Scan with one inside."""
+    if node.domain == PLUGIN:
+        return True
+    return any(communicates(inner) for body in node.bodies.values() for inner in body.nodes)
+
+
+def tokens_of(nodes: Sequence[Node], given: Collection[str] = ()) -> set[str]:
+    """The tensors that only order collectives: those of `nodes`, which are in order, from the
+    tokens that are given."""
+    found = {*given, TOKEN}
+    for node in nodes:
+        if node.domain == PLUGIN:
+            found |= {*node.outputs[1:]}
+        elif communicates(node):
+            for body in node.bodies.values():
+                inner = tokens_of(body.nodes, found | _carried(node, body, found))
+                results = body.outputs[1:] if node.op == "Loop" else body.outputs
+                found |= {o for o, own in zip(node.outputs, results, strict=False) if own in inner}
+        elif node.op == "Identity" and node.inputs[0] in found:
+            found |= {*node.outputs}
+    return found
+
+
+def _carried(node: Node, body: Body, tokens: Collection[str]) -> set[str]:
+    """The inputs of a body that are tokens."""
+    pairs = zip(body.inputs, node.inputs, strict=False)
+    return {formal for formal, name in pairs if name in tokens}
+
+
 class Ranks:
     """The graphs of all ranks."""
 
@@ -48,14 +90,8 @@ class Ranks:
         self.programs = programs
         self.size = len(programs)
         self._constant: dict[str, bool] = {}
-        tables: list[Mapping[str, Node]] = [
-            {node.key: node for node in program.nodes} for program in programs
-        ]
-        self.nodes: list[RankNode] = []
-        for key in tables[0]:
-            if all(key in table for table in tables):
-                found = tuple(table[key] for table in tables)
-                self.nodes.append(RankNode(found, len(self.nodes)))
+        self.nodes = align([program.nodes for program in programs])
+        self.tokens = tokens_of(programs[0].nodes)
         self.readers: dict[str, list[RankNode]] = defaultdict(list)
         self.makers: dict[str, RankNode] = {}
         for node in self.nodes:

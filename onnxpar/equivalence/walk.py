@@ -82,10 +82,10 @@ class Walk:
         self.trace = Trace(ranks, families, self.relations, self.collectives, model.shapes)
         self.proved: dict[str, str] = {}
         self.refused: dict[str, Refusal] = {}
-        self.anchors: dict[str, list[RankNode]] = defaultdict(list)
+        self._origins: dict[str, list[RankNode]] = defaultdict(list)
         """Nodes of ranks, by the name of the node of the model that they name as their origin."""
         for local in ranks.nodes:
-            self.anchors[local.first.origin].append(local)
+            self._origins[local.first.origin].append(local)
         self.sampler = Sampler(model, ranks, families, self.relations, weights, seed)
         self._makers = {name: node for node in model.nodes for name in node.outputs}
 
@@ -141,7 +141,7 @@ class Walk:
                 sampled.add((key, known))
                 if self._sample(node, key):
                     return True
-                tries += node.name in self.anchors
+                tries += bool(self._anchors(node))
                 if tries == MOST_REFUSED:
                     break
         return False
@@ -149,7 +149,7 @@ class Walk:
     def _distance(self, node: Node) -> int:
         """How far ranks are from computing a node: 0 if its nodes of ranks read nothing unknown, 2
         if they wait for a collective of other nodes, else 1."""
-        own = self.anchors.get(node.name, ())
+        own = self._anchors(node)
         made = {name for local in own for name in local.first.outputs}
         read = {name for local in own for name in local.first.inputs if name} - made
         unknown = [
@@ -160,6 +160,14 @@ class Walk:
         if not own or unknown:
             return 2 if any(map(self._is_sent, unknown)) else 1
         return 0
+
+    def _anchors(self, node: Node) -> list[RankNode]:
+        """The nodes of ranks that name a node of the model as their origin; of one without a name,
+        those that compute tensors with the names of its results."""
+        if node.name:
+            return self._origins.get(node.name, [])
+        makers = (self.ranks.makers.get(name) for name in node.outputs if name)
+        return [maker for maker in makers if maker is not None]
 
     def _is_sent(self, name: str) -> bool:
         """True if an unknown tensor comes from a collective, by nodes that move elements."""
@@ -188,7 +196,7 @@ class Walk:
         """Relates the results of a node, and of the nodes before it that are not proved, on drawn
         values."""
         is_port = any(name in self.model.outputs for name in node.outputs)
-        if node.name not in self.anchors and not is_port:
+        if not self._anchors(node) and not is_port:
             return False
         seen: set[int] = set()
         for above in _ABOVE:
@@ -279,7 +287,7 @@ class Walk:
         node = self.refused[key].node
         self._wrong.discard(id(node))
         window = self._window(node, 0)
-        own = self.anchors.get(node.name) or self._candidates(node)
+        own = self._anchors(node) or self._candidates(node)
         if window is None or not own:
             raise NotComputed(f"no node of ranks comes from {node.name!r}")
         return window, self.sampler.before(window, own)
@@ -302,11 +310,13 @@ class Walk:
             details.append(f"rule    {local}: {reason}")
         if key in self.notes:
             details.append(f"sampled {self.notes[key]}")
-        readers = [n.name for n in self.model.nodes if any(t in n.inputs for t in node.outputs)]
+        readers = [
+            n.name or n.key for n in self.model.nodes if any(t in n.inputs for t in node.outputs)
+        ]
         if readers:
             more = f" and {len(readers) - 1} more" if len(readers) > 1 else ""
             details.append(f"readers {readers[0]}{more}")
-        text = f"no node of ranks is shown to compute {node.op} {node.name!r}"
+        text = f"no node of ranks is shown to compute {node.op} {node.name or key!r}"
         return Failure("node", key, text, tuple(details))
 
     def _candidates(self, node: Node) -> list[RankNode]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, product
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,8 @@ from onnxpar.base.arrays import Array
 from onnxpar.equivalence.draws import Draws
 from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values
 from onnxpar.equivalence.held import Held, Partial, Relations
-from onnxpar.equivalence.program import Node, Program
-from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
+from onnxpar.equivalence.program import Node, Program, captured
+from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks, communicates
 from onnxpar.equivalence.spans import Families
 from onnxpar.equivalence.weights import Weights
 
@@ -32,6 +33,8 @@ _STAGES = ((False, 40), (False, 400), (True, 60), (True, 400))
 _LOOKUPS = ("Gather", "GatherND", "GatherElements")
 MOST_UNKNOWN = 64
 """The most elements of a table of ranks that is not one of the model's: draws reach them all."""
+MOST_COMPARED = 1 << 22
+"""The most elements of a constant of the model among which numbers of ranks are looked for."""
 MOST_KEPT = 200
 """The most nodes of ranks in a window that is kept."""
 MOST_ELEMENTS = 1 << 26
@@ -127,14 +130,25 @@ class Sampler:
         values = self.ranks.constants(name) or []
         if values[0].dtype.kind != "f":
             return True
-        own = {number for value in values for number in np.unique(value).tolist()}
-        known = {0.0, 1.0, -1.0, np.inf, -np.inf} | {n for n in own if n != n}
-        for term in constants:
-            if math.prod(self.model.constants.shape(term)) <= MOST_UNKNOWN:
-                known |= {*np.unique(self.model.constants[term]).tolist()}
-        if all(number in known or self._is_share(window, number) for number in own):
+        own = np.unique(np.concatenate([value.reshape(-1) for value in values]))
+        own = own[np.isfinite(own) & ~np.isin(own, self._numbers(window, values[0].dtype))]
+        if all(self._is_share(window, float(number)) for number in own):
             return True
         return any(self.weights.relate(term, name) for term in constants)
+
+    def _numbers(self, window: Window, dtype: np.dtype[Any]) -> Array:
+        """The numbers of constants and attributes of the model in a window, and 1 and 0."""
+        given = [v for node in window.nodes for v in node.attrs.values()]
+        lists = [v if isinstance(v, list) else [v] for v in given]
+        floats = [v for values in lists for v in values if isinstance(v, float)]
+        found = [np.array([0.0, 1.0, -1.0, *floats, *(-v for v in floats)], dtype)]
+        for term in window.reads:
+            is_small = term in self.model.constants and (
+                math.prod(self.model.constants.shape(term)) <= MOST_COMPARED
+            )
+            if is_small and self.model.constants[term].dtype == dtype:
+                found.append(self.model.constants[term].reshape(-1))
+        return np.concatenate(found)
 
     def _is_share(self, window: Window, number: float) -> bool:
         """True for a whole part of the size of a dimension, or of all elements, that the window
@@ -177,13 +191,16 @@ class Sampler:
         if first.domain == PLUGIN:
             data = first.inputs[:3] if first.op == "AllToAllV" else first.inputs[:1]
             return with_collectives and first.op in SUPPORTED and {*data} <= known
+        if communicates(first) and not with_collectives:
+            return False
         return all(
             name in known
+            or name in self.ranks.tokens
             or (
                 self.ranks.is_constant(name)
                 and self._is_of_model(window, name, first.op in _LOOKUPS and index == 0)
             )
-            for index, name in enumerate(first.inputs)
+            for index, name in enumerate((*first.inputs, *captured(first.proto)))
             if name
         )
 
@@ -235,8 +252,7 @@ class Sampler:
         draws = Draws(self.model, window.nodes, self._edges(window), self.seed)
         evidence: dict[str, _Evidence] = {name: _Evidence() for name in wanted}
         for number in range(MOST_DRAWS):
-            values = self._model_values(window, draws, number)
-            results = self.evaluator.run(window.nodes, values, self.model, wanted)
+            values, results = self._computed(window, draws, number, wanted)
             whole = dict(zip(wanted, results, strict=True))
             for term, value in whole.items():
                 evidence[term].add(value)
@@ -257,6 +273,19 @@ class Sampler:
                 break
         self.computed -= {held.name for held in kept or ()}
         return [h for h in kept or [] if evidence[h.term].is_enough]
+
+    def _computed(
+        self, window: Window, draws: Draws, number: int, wanted: Sequence[str]
+    ) -> tuple[Values, list[Array]]:
+        """What a window reads and computes, on a draw that it can compute: if whole numbers are
+        out of its range, they are drawn from a smaller one. Errors: NotComputed."""
+        while True:
+            values = self._model_values(window, draws, number)
+            try:
+                return values, self.evaluator.run(window.nodes, values, self.model, wanted)
+            except NotComputed:
+                if not draws.narrow():
+                    raise
 
     def _edges(self, window: Window) -> list[int]:
         """Positions at the ends of what ranks hold of any tensor that the window reads."""
@@ -295,7 +324,7 @@ class Sampler:
         first = self.ranks.programs[0].constants
         read = {
             name
-            for name in {n for node in nodes for n in node.first.inputs if n}
+            for name in {n for node in nodes for n in _read_by(node)}
             if self.ranks.is_constant(name) and not self.weights.is_believed(first, name)
         }
         for term in window.reads:
@@ -361,6 +390,11 @@ class Sampler:
             if got.shape != wanted.shape or not same(got, wanted, is_exact):
                 return False
         return True
+
+
+def _read_by(node: RankNode) -> set[str]:
+    """What a node, and the bodies in it, read."""
+    return ({*node.first.inputs} | captured(node.first.proto)) - {""}
 
 
 def group_of(held: Held, rank: int, ranks: int) -> list[int] | None:
