@@ -155,16 +155,16 @@ class Evaluator:
         self, node: RankNode, given: Sequence[Sequence[Array | None]], values: Sequence[Values],
         ranks: Ranks,
     ) -> list[list[Array]]:  # fmt: skip
-        attrs = node.first.attrs
-        scanned = int(attrs["num_scan_inputs"])
+        scanned = int(node.first.attrs["num_scan_inputs"])
         count = len(given[0]) - scanned
-        axes = attrs.get("scan_input_axes") or [0] * scanned
-        back = attrs.get("scan_input_directions") or [0] * scanned
         carried: list[list[Array | None]] = [list(own[:count]) for own in given]
         rows = []
-        for own in given:
-            moved = [np.moveaxis(_known(v), a, 0) for v, a in zip(own[count:], axes, strict=True)]
-            rows.append([v[::-1] if b else v for v, b in zip(moved, back, strict=True)])
+        for own, each in zip(given, node.nodes, strict=True):
+            ways = _ways(each, "input", scanned)
+            moved = [
+                np.moveaxis(_known(v), w[0], 0) for v, w in zip(own[count:], ways, strict=True)
+            ]
+            rows.append([v[::-1] if w[1] else v for v, w in zip(moved, ways, strict=True)])
         stacks: list[list[list[Array]]] = [[] for _ in values]
         for turn in range(_agreed(np.array(len(v)) for own in rows for v in own) or 0):
             start = [[*c, *(v[turn] for v in own)] for c, own in zip(carried, rows, strict=True)]
@@ -173,13 +173,11 @@ class Evaluator:
             for stack, own in zip(stacks, found, strict=True):
                 stack.append(own[count:])
         results = []
-        for own, stack in zip(carried, stacks, strict=True):
+        for own, stack, each in zip(carried, stacks, node.nodes, strict=True):
             parts = list(zip(*stack, strict=True))
-            axes = attrs.get("scan_output_axes") or [0] * len(parts)
-            back = attrs.get("scan_output_directions") or [0] * len(parts)
             joined = [
-                np.moveaxis(np.stack(part[::-1] if b else part), 0, a)
-                for part, a, b in zip(parts, axes, back, strict=True)
+                np.moveaxis(np.stack(part[::-1] if back else part), 0, axis)
+                for part, (axis, back) in zip(parts, _ways(each, "output", len(parts)), strict=True)
             ]
             results.append([*map(_known, own), *joined])
         return results
@@ -199,6 +197,12 @@ class Evaluator:
         for own, found in zip(values, results, strict=True):
             own.update(zip(wanted, found, strict=True))
         return True
+
+
+def _ways(node: Node, kind: str, count: int) -> list[tuple[int, int]]:
+    """The axis and the direction of each tensor that a Scan goes through, or stacks."""
+    axes = node.attrs.get(f"scan_{kind}_axes") or [0] * count
+    return list(zip(axes, node.attrs.get(f"scan_{kind}_directions") or [0] * count, strict=True))
 
 
 def _known(value: Array | None) -> Array:

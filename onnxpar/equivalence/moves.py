@@ -175,7 +175,9 @@ def expand(case: Case) -> list[Result]:
                 raise NotShown(f"a rank repeats dimension {axis}")
             choices.append([families[axis]])
         else:
-            choices.append(case.families.known(target, tuple(sizes))[:MOST_WAYS])
+            local = tuple(sizes)
+            ways = [*case.families.known(target, local), *case.families.filled(target, local)]
+            choices.append(ways[:MOST_WAYS])
     return [Result(0, dims, tuple(out), held.partial) for dims in product(*choices)]
 
 

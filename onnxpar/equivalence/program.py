@@ -275,13 +275,20 @@ def _attribute(attribute: AttributeProto) -> Any:
 
 
 def _infer(proto: ModelProto, program: Program) -> None:
-    """Infers shapes and types; a model whose shapes contradict each other has those it declares."""
+    """Infers shapes and types. Those that a model declares for other tensors than inputs are
+    believed only where nothing can be inferred."""
+    declared = [*proto.graph.output, *proto.graph.value_info]
+    bare = ModelProto()
+    bare.CopyFrom(proto)
+    del bare.graph.value_info[:]
+    for port in bare.graph.output:
+        port.type.tensor_type.ClearField("shape")
     with suppress(onnx.shape_inference.InferenceError):
-        proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-    graph = proto.graph
-    for port in (*graph.input, *graph.output, *graph.value_info):
+        bare = onnx.shape_inference.infer_shapes(bare, data_prop=True)
+    graph = bare.graph
+    for port in (*declared, *graph.input, *graph.output, *graph.value_info):
         tensor = port.type.tensor_type
-        program.types[port.name] = tensor.elem_type
+        program.types[port.name] = tensor.elem_type or program.types.get(port.name, 0)
         dims = tensor.shape.dim
         if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
             program.shapes[port.name] = tuple(dim.dim_value for dim in dims)

@@ -92,7 +92,9 @@ class Proof:
             what = "a part of a sum" if all(h.partial for h in held) else "other positions of it"
             return Failure("output", name, f"ranks have {what}, and not what plan.json says")
         shape = self.walk.shape(name)
-        if shape is None or not covers(dims, shape, self.ranks.size):
+        if shape is None or not all(f.fits(n) for f, n in zip(dims, shape, strict=True)):
+            return Failure("output", name, "plan.json has another shape for it")
+        if not covers(dims, shape, self.ranks.size):
             return Failure("output", name, "no rank has some of its elements")
         return None
 

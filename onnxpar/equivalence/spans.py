@@ -32,6 +32,10 @@ class Family:
             for span in {id(s): s for s in self.spans}.values()
         )
 
+    def fits(self, size: int) -> bool:
+        """True if a dimension of this size has all positions."""
+        return all(not len(s) or 0 <= s.min() <= s.max() < size for s in self.spans)
+
     def covers(self, ranks: Sequence[int], size: int) -> bool:
         """True if these ranks together hold each position of a dimension exactly once."""
         held = np.concatenate([self.spans[rank] for rank in ranks])
@@ -77,16 +81,22 @@ class Families:
         """The families seen so far of a dimension, by its size and the sizes of ranks; first the
         one that holds all positions."""
         whole = [self.whole(size)] if all(n == size for n in sizes) else []
-        others = [f for f in self._known.get(sizes, ()) if f not in whole and _fits(f, size)]
+        others = [f for f in self._known.get(sizes, ()) if f not in whole and f.fits(size)]
         return [*whole, *others]
+
+    def filled(self, size: int, sizes: tuple[int, ...]) -> list[Family]:
+        """Families of these sizes that are known but for ranks without positions; there, ranks have
+        the first ones, which they may drop later."""
+        found = []
+        for known, families in list(self._known.items()):
+            if known != sizes and all(k in (0, n) for k, n in zip(known, sizes, strict=True)):
+                found += [f for f in families if f.fits(size)]
+        pairs = ([*zip(family.spans, sizes, strict=True)] for family in found)
+        return [self.of(s if len(s) else np.arange(n) % size for s, n in own) for own in pairs]
 
     def _interned(self, span: Array) -> Array:
         own = np.ascontiguousarray(span, np.int64)
         return self._spans.setdefault(own.tobytes(), own)
-
-
-def _fits(family: Family, size: int) -> bool:
-    return all(not len(span) or 0 <= span.min() <= span.max() < size for span in family.spans)
 
 
 def places_of(spans: Iterable[Array], shape: Iterable[int]) -> Array:
