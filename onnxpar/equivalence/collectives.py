@@ -268,11 +268,18 @@ class Collectives:
         return tuple(map(self.families.of, spans))
 
     def _masked(self, node: RankNode, held: Held) -> Iterator[Held]:
-        """A product with one on one rank of each group and zero on the others: parts of a sum."""
+        """A product with one on one rank of each group and zero on the others: parts of a sum. So
+        is the product of a mean of some elements with their share of all elements."""
         index = 1 if node.first.inputs[0] == held.name else 0
         factors = self._scalars(node.first.inputs[index], held)
-        if factors is not None and {*factors} == {0.0, 1.0}:
+        if factors is None:
+            return
+        if {*factors} == {0.0, 1.0}:
             yield from self._kept(node, held, [factor == 1 for factor in factors], "sum")
+        for part in held.partial if len(held.partial) == 1 else ():
+            shares = [size / part.size for size in part.family.sizes]
+            if part.op == "mean" and np.allclose(factors, shares, rtol=1e-6, atol=0):
+                yield replace(held, name=node.first.outputs[0], partial=(replace(part, op="sum"),))
 
     def _selected(self, node: RankNode, held: Held) -> Iterator[Held]:
         """A choice between a value, on one rank of each group, and on the others what changes no
@@ -294,9 +301,7 @@ class Collectives:
             return None
         return [float(value.reshape(())) for value in values]
 
-    def _kept(
-        self, node: RankNode, held: Held, keeps: Sequence[bool], op: str
-    ) -> Iterator[Held]:
+    def _kept(self, node: RankNode, held: Held, keeps: Sequence[bool], op: str) -> Iterator[Held]:
         """A value of which some ranks have nothing: parts of a reduction."""
         if not held.partial:
             part = Partial(op, self.families.of(np.arange(int(keep)) for keep in keeps), 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from onnxpar.base.errors import InputError
 from onnxpar.equivalence.bundle import Bundle, outputs_of, read_bundle
 from onnxpar.equivalence.evaluate import NotComputed
-from onnxpar.equivalence.fold import drop_unneeded, fold
+from onnxpar.equivalence.fold import drop_unneeded, fold, merge_equal
 from onnxpar.equivalence.program import Program
 from onnxpar.equivalence.proof import Proof
 from onnxpar.equivalence.verification import LEAST, Failure, Verification
@@ -31,6 +31,7 @@ def verify_bundle(
         raise InputError(f"least={least!r}: give one of {', '.join(LEAST)}")
     began = time.perf_counter()
     bundle, program = _folded(read_bundle(folder, dims or {}), model, dims or {})
+    merge_equal(program)
     drop_unneeded(program, program.outputs)
     proved: dict[str, str] = {}
     failures: list[Failure] = []

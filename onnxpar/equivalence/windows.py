@@ -17,7 +17,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.equivalence.draws import Draws
 from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values
 from onnxpar.equivalence.held import Held, Partial, Relations
-from onnxpar.equivalence.program import Node, Program
+from onnxpar.equivalence.program import Node, Program, default, schema_of
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
 from onnxpar.equivalence.spans import Families
 
@@ -101,17 +101,19 @@ class Sampler:
         Errors: NotComputed; Disagreement if ranks compute the tensors `named` from what the window
         reads, and these are something else: a larger window could only hide that."""
         wanted = [name for name in window.nodes[-1].outputs if name]
+        found: list[Held] = []
         for with_collectives, most in _STAGES:
             nodes = self._closure(window, with_collectives, most)
             candidates = self._results(nodes)
             if not candidates:
                 continue
-            found = self._compare(window, nodes, candidates, wanted)
-            if found:
-                return found
-            if self.computed & {*named}:
+            found += self._compare(window, nodes, candidates, wanted)
+            if not found and self.computed & {*named}:
                 raise Disagreement("ranks compute another value")
-        return []
+            wanted = [name for name in wanted if all(held.term != name for held in found)]
+            if not wanted:
+                break
+        return found
 
     def _is_of_model(self, window: Window, name: str, is_table: bool) -> bool:
         """True for a constant of ranks whose numbers draws tell, or are the model's to the bit:
@@ -126,12 +128,22 @@ class Sampler:
             return True
         own = {number for value in values for number in np.unique(value).tolist()}
         known = {0.0, 1.0, -1.0, np.inf, -np.inf} | {n for n in own if n != n}
+        known |= {float(values[0].dtype.type(n)) for n in self._attributes(window)}
         for term in constants:
             if math.prod(self.model.constants.shape(term)) <= MOST_UNKNOWN:
                 known |= {*np.unique(self.model.constants[term]).tolist()}
         if all(number in known or self._is_share(window, number) for number in own):
             return True
         return any(self.constant(term, name) for term in constants)
+
+    def _attributes(self, window: Window) -> Iterator[float]:
+        """Yields the numbers that are attributes of the window's nodes, or defaults of these."""
+        for node in window.nodes:
+            schema = schema_of(node, self.model.opsets)
+            for name in {*node.attrs, *(schema.attributes if schema else ())}:
+                value = default(node, name, self.model.opsets)
+                if isinstance(value, float):
+                    yield value
 
     def _is_share(self, window: Window, number: float) -> bool:
         """True for a whole part of the size of a dimension, or of all elements, that the window
