@@ -238,9 +238,11 @@ class Collectives:
         """What a node holds that only ranks have: a copy, a part, or a value that one rank of each
         group keeps."""
         first = node.first
+        if first.op == "Mul" and held.name in first.inputs:
+            yield from self._masked(node, held)
+        elif first.op == "Where" and held.name in first.inputs[1:]:
+            yield from self._selected(node, held)
         if first.inputs[0] != held.name:
-            if first.op == "Mul" and first.inputs[1] == held.name:
-                yield from self._masked(node, held, 0)
             return
         if first.op == "Identity":
             yield replace(held, name=first.outputs[0])
@@ -252,8 +254,6 @@ class Collectives:
             if all(value.ndim == 1 for value in values):
                 spans = [s[v] for s, v in zip(held.dims[axis].spans, values, strict=True)]
                 yield replace(held, name=first.outputs[0], dims=self._with(held, axis, spans))
-        elif first.op == "Mul":
-            yield from self._masked(node, held, 1)
 
     def _cut(self, node: RankNode, held: Held) -> tuple[Family, ...]:
         inputs = node.first.inputs
@@ -271,21 +271,52 @@ class Collectives:
                 spans[axis].append(span[chosen[axis]] if axis in chosen else span)
         return tuple(map(self.families.of, spans))
 
-    def _masked(self, node: RankNode, held: Held, index: int) -> Iterator[Held]:
-        """A product with one on one rank of each group and zero on the others: parts of a sum."""
-        name = node.first.inputs[index]
-        if not self.ranks.is_constant(name) or held.partial:
+    def _masked(self, node: RankNode, held: Held) -> Iterator[Held]:
+        """A product with one on one rank of each group and zero on the others: parts of a sum. So
+        is the product of a mean of some elements with their share of all elements."""
+        index = 1 if node.first.inputs[0] == held.name else 0
+        factors = self._scalars(node.first.inputs[index], held)
+        if factors is None:
             return
-        if any(math.prod(shape) != 1 for shape in self.ranks.constant_shapes(name)):
-            return
-        values = self.ranks.constants(name) or []
-        factors = [float(value.reshape(())) for value in values]
         if {*factors} == {0.0, 1.0}:
-            spans = [np.arange(int(factor)) for factor in factors]
-            part = Partial("sum", self.families.of(spans), 1)
+            yield from self._kept(node, held, [factor == 1 for factor in factors], "sum")
+        for part in held.partial if len(held.partial) == 1 else ():
+            shares = [size / part.size for size in part.family.sizes]
+            if part.op == "mean" and np.allclose(factors, shares, rtol=1e-6, atol=0):
+                yield replace(held, name=node.first.outputs[0], partial=(replace(part, op="sum"),))
+
+    def _selected(self, node: RankNode, held: Held) -> Iterator[Held]:
+        """A choice between a value, on one rank of each group, and on the others what changes no
+        result of a reduction: parts of it."""
+        index = node.first.inputs.index(held.name, 1)
+        chosen, others = (self._scalars(node.first.inputs[i], held) for i in (0, 3 - index))
+        if chosen is None or others is None or any(other != others[0] for other in others):
+            return
+        kinds = [op for op, value in _NEUTRAL.items() if value == others[0]]
+        keeps = [bool(choice) == (index == 1) for choice in chosen]
+        if kinds and len({*keeps}) == 2:
+            yield from self._kept(node, held, keeps, kinds[0])
+
+    def _scalars(self, name: str, held: Held) -> list[float] | None:
+        """The number that a constant has on each rank; None if it has none or several, or more
+        dimensions than `held`."""
+        if not self.ranks.is_constant(name):
+            return None
+        shapes = self.ranks.constant_shapes(name)
+        if any(math.prod(shape) != 1 or len(shape) > len(held.dims) for shape in shapes):
+            return None
+        values = self.ranks.constants(name) or []
+        return [float(value.reshape(())) for value in values]
+
+    def _kept(self, node: RankNode, held: Held, keeps: Sequence[bool], op: str) -> Iterator[Held]:
+        """A value of which some ranks have nothing: parts of a reduction."""
+        if not held.partial:
+            part = Partial(op, self.families.of(np.arange(int(keep)) for keep in keeps), 1)
             yield replace(held, name=node.first.outputs[0], partial=(part,))
 
 
+_NEUTRAL = {"sum": 0.0, "prod": 1.0, "max": -np.inf, "min": np.inf}
+"""What changes no result of a reduction, by its op."""
 _Part = tuple[tuple[Family, ...], tuple[Partial, ...]]
 _RULES = {
     "AllReduce": Collectives.all_reduce,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -10,18 +12,18 @@ from onnx import helper, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.evaluate import NotComputed, plain_session
-from onnxpar.equivalence.program import MOST_FOLDED, Node, Program, captured, infer
-
-_RANDOM = frozenset(
-    [
-        "RandomNormal",
-        "RandomUniform",
-        "RandomNormalLike",
-        "RandomUniformLike",
-        "Multinomial",
-        "Bernoulli",
-    ]
+from onnxpar.equivalence.program import (
+    MOST_FOLDED,
+    RANDOM,
+    Node,
+    Program,
+    captured,
+    infer,
+    read_node,
 )
+
+MOST_EQUAL = 64
+"""The most elements of constants that are compared with each other."""
 
 
 def fold(program: Program, keeps: bool = False) -> None:
@@ -74,10 +76,54 @@ def drop_unneeded(program: Program, outputs: Sequence[str]) -> None:
     program.nodes = kept[::-1]
 
 
+def merge_equal(program: Program) -> None:
+    """Makes nodes that compute what a node before them computes Identities of its results: ranks
+    may have one node for both."""
+    first: dict[object, Node] = {}
+    same = _equal_constants(program)
+    merged: list[Node] = []
+    for node in program.nodes:
+        inputs = tuple(same.get(name, name) for name in node.inputs)
+        attrs = sorted(a.SerializeToString(deterministic=True) for a in node.proto.attribute)
+        key = node.kind, inputs, tuple(attrs), tuple(map(bool, node.outputs))
+        other = None if node.op in RANDOM and node.domain == "" else first.setdefault(key, node)
+        if other is None or other is node:
+            merged.append(node)
+            continue
+        for name, source in zip(node.outputs, other.outputs, strict=True):
+            if name:
+                same[name] = source
+                merged.append(read_node(helper.make_node("Identity", [source], [name], node.name)))
+    program.nodes = [_renamed(node, same) for node in merged]
+
+
+def _equal_constants(program: Program) -> dict[str, str]:
+    """For each small constant, the first with the same value, by name."""
+    first: dict[object, str] = {}
+    same = {}
+    for name in sorted({name for node in program.nodes for name in node.inputs}):
+        if name in program.constants and math.prod(program.constants.shape(name)) <= MOST_EQUAL:
+            value = program.constants[name]
+            content = value.dtype, value.shape, value.tobytes()
+            same[name] = name if value.dtype == object else first.setdefault(content, name)
+    return same
+
+
+def _renamed(node: Node, same: Mapping[str, str]) -> Node:
+    """A node that reads these tensors in place of others."""
+    inputs = [same.get(name, name) for name in node.inputs]
+    if tuple(inputs) == node.inputs:
+        return node
+    proto = onnx.NodeProto()
+    proto.CopyFrom(node.proto)
+    proto.input[:] = inputs
+    return replace(node, inputs=tuple(inputs), proto=proto)
+
+
 def _is_constant(node: Node, known: set[str], program: Program) -> bool:
     if (
         node.domain != ""
-        or node.op in _RANDOM
+        or node.op in RANDOM
         or any(isinstance(a, bytes) for a in node.attrs.values())
     ):
         return False

@@ -15,7 +15,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.held import Held, Partial
-from onnxpar.equivalence.program import Node, Program, Shape, default
+from onnxpar.equivalence.program import RANDOM, Node, Program, Shape, default
 from onnxpar.equivalence.ranks import RankNode, Ranks
 from onnxpar.equivalence.spans import Families, Family
 
@@ -136,6 +136,13 @@ def no_partial(*held: Held | None) -> None:
             raise NotShown(f"{each.term!r} is a partial {each.partial[0].op} on ranks")
 
 
+def only_sums(*held: Held | None) -> None:
+    """Raises NotShown if an operand is a part of another reduction than a sum."""
+    for each in held:
+        if each is not None and any(part.op != "sum" for part in each.partial):
+            raise NotShown(f"{each.term!r} is a partial {each.partial[0].op} on ranks")
+
+
 def broadcast(case: Case, indices: Sequence[int]) -> tuple[tuple[Family, ...], Shape]:
     """The families and the shape of the result of an elementwise op on these operands."""
     operands = [(case.operand(i), case.shapes[i]) for i in indices]
@@ -182,8 +189,7 @@ def elementwise(linear: Sequence[int] = (), all_linear: bool = False) -> Lemma:
                 raise NotShown("a value that is whole would be counted once for each rank")
         elif parts and not (len(parts) == 1 and parts[0] in linear):
             no_partial(*case.held)
-        if any(p.op != "sum" for each in partial for p in each):
-            no_partial(*case.held)
+        only_sums(*case.held)
         return [Result(0, dims, shape, merged(partial))]
 
     return show
@@ -225,9 +231,8 @@ def contraction(
         raise NotShown("both operands must hold the same positions of the dimension that is summed")
     if a.partial and b.partial:
         no_partial(a, b)
+    only_sums(a, b)
     inner = merged([a.partial, b.partial])
-    if any(p.op != "sum" for p in inner):
-        no_partial(a, b)
     if left.is_whole(sizes[0]):
         return inner
     if inner:
@@ -272,6 +277,7 @@ def gemm(case: Case) -> list[Result]:
     partial = contraction(case, a, b, (x[ka], y[kb]), (ka, kb), dims)
     if len(case.held) > 2 and case.held[2] is not None:
         c = case.held[2]
+        only_sums(c)
         if bool(c.partial) != bool(partial):
             raise NotShown(f"{c.term!r} would be added once for each rank")
         for axis, family in zip(range(-len(c.dims), 0), c.dims, strict=True):
@@ -283,16 +289,17 @@ def gemm(case: Case) -> list[Result]:
 
 
 def reduce(kind: str, is_linear: bool) -> Lemma:
-    """The lemma of a reduction; `kind` is the reduction of parts of it: sum, max, min or prod, or
-    the empty text if there is none."""
+    """The lemma of a reduction; `kind` is the reduction of parts of it: sum, max, min, prod or
+    mean, or the empty text if there is none."""
 
     def show(case: Case) -> list[Result]:
         case.same_attrs("axes")
         held, shape = case.operand(0), case.shapes[0]
         axes = _axes(case, len(shape))
         keeps = bool(case.attr("keepdims"))
-        if held.partial and not (is_linear and all(p.op == "sum" for p in held.partial)):
+        if not is_linear:
             no_partial(held)
+        only_sums(held)
         partial = held.partial
         dims: list[Family] = []
         sizes: list[int] = []
@@ -304,8 +311,8 @@ def reduce(kind: str, is_linear: bool) -> Lemma:
             if not family.is_whole(size):
                 if not kind or partial:
                     raise NotShown(f"dimension {axis} of {held.term!r} must be whole")
-                if kind in ("max", "min") and 0 in family.sizes:
-                    raise NotShown("a rank has no element of the maximum or minimum")
+                if kind in ("max", "min", "mean") and 0 in family.sizes:
+                    raise NotShown(f"a rank has no element of the {kind}")
                 partial = (Partial(kind, family, size),)
             if keeps:
                 dims.append(case.families.whole(1))
@@ -388,6 +395,7 @@ def cumulative(case: Case) -> list[Result]:
     """CumSum: the dimension is whole; a sum of sums is the sum."""
     case.same_attrs()
     held, shape = case.operand(0), case.shapes[0]
+    only_sums(held)
     axis = case.constant(1)
     if axis is None:
         raise NotShown("a CumSum has no axis")
@@ -462,6 +470,7 @@ def conv(case: Case) -> list[Result]:
     case.same_attrs("group", "kernel_shape")
     x, w = case.operand(0), case.operand(1)
     no_partial(w)
+    only_sums(x)
     shapes = case.shapes
     for axis in range(2, len(shapes[0])):
         case.whole(x, axis, shapes[0])
@@ -476,18 +485,82 @@ def conv(case: Case) -> list[Result]:
     else:
         case.whole(w, 1, shapes[1])
         _groups(case, x, w, groups, [int(n or 1) for n in own])
+    return _with_bias(case, x.dims[0], w.dims[0], partial)
+
+
+def conv_transpose(case: Case) -> list[Result]:
+    """ConvTranspose without groups: samples are free, channels meet, and what is behind them is
+    whole."""
+    if int(case.attr("group") or 1) != 1:
+        raise NotShown("there are groups of channels")
+    case.same_attrs()
+    x, w = case.operand(0), case.operand(1)
+    no_partial(w)
+    for axis in range(2, len(case.shapes[0])):
+        case.whole(x, axis, case.shapes[0])
+        case.whole(w, axis, case.shapes[1])
+    sizes = case.shapes[0][1], case.shapes[1][0]
+    partial = contraction(case, x, w, sizes, (1, 0), ())
+    return _with_bias(case, x.dims[0], w.dims[1], partial)
+
+
+def _with_bias(
+    case: Case, samples: Family, channels: Family, partial: tuple[Partial, ...]
+) -> list[Result]:
+    """The result of a convolution, whose third operand has a number for each channel of it."""
     out = case.model.shapes.get(case.node.outputs[0])
     if out is None:
         raise NotShown("the shape of the result is unknown")
     if len(case.held) > 2 and case.held[2] is not None:
         bias = case.held[2]
-        if bias.dims[0] is not w.dims[0]:
+        only_sums(bias)
+        if bias.dims[0] is not channels:
             raise NotShown(f"{bias.term!r} holds other channels")
         if bool(bias.partial) != bool(partial):
             raise NotShown(f"{bias.term!r} would be added once for each rank")
         partial = merged([partial, bias.partial])
     space = [case.families.whole(n) for n in out[2:]]
-    return [Result(0, (x.dims[0], w.dims[0], *space), out, partial)]
+    return [Result(0, (samples, channels, *space), out, partial)]
+
+
+def resize(case: Case) -> list[Result]:
+    """Resize: dimensions that keep their size are free, all others are whole."""
+    case.same_attrs()
+    held, shape = case.operand(0), case.shapes[0]
+    if case.attr("coordinate_transformation_mode") == "tf_crop_and_resize":
+        raise NotShown("a Resize crops")
+    only_sums(held)
+    out = case.model.shapes.get(case.node.outputs[0])
+    if out is None:
+        raise NotShown("the shape of the result is unknown")
+    for axis, (size, wanted) in enumerate(zip(shape, out, strict=True)):
+        if size != wanted:
+            case.whole(held, axis, shape)
+    dims = tuple(
+        f if n == m else case.families.whole(m)
+        for f, n, m in zip(held.dims, shape, out, strict=True)
+    )
+    for index in (2, 3):
+        _same_scales(case, index, held, shape)
+    return [Result(0, dims, out, held.partial)]
+
+
+def _same_scales(case: Case, index: int, held: Held, shape: Shape) -> None:
+    """Ranks must scale each dimension as the model does: operand 2 has factors, operand 3 sizes."""
+    own = case.of_model(index)
+    if own is None or not own.size:
+        inputs = case.local.first.inputs
+        given = case.of_ranks(index) if index < len(inputs) and inputs[index] else []
+        if any(value.size for value in given):
+            raise NotShown("a rank scales in another way")
+        return
+    axes = case.attr("axes") or range(len(shape))
+    places = [int(axis) % len(shape) for axis in axes]
+    for rank, value in enumerate(case.of_ranks(index)):
+        for place, wanted, got in zip(places, own.tolist(), value.tolist(), strict=True):
+            keeps = index == 3 and wanted == shape[place]
+            if got != (held.dims[place].sizes[rank] if keeps else wanted):
+                raise NotShown(f"rank {rank} scales dimension {place} in another way")
 
 
 def _groups(case: Case, x: Held, w: Held, groups: int, own: Sequence[int]) -> None:
@@ -514,6 +587,8 @@ def by_channel(outputs: int = 1) -> Lemma:
         if case.node.op != "BatchNormalization":
             for axis in range(2, len(shape)):
                 case.whole(x, axis, shape)
+        elif case.attr("training_mode") or len(case.node.outputs) > 1:
+            raise NotShown("a BatchNormalization computes its statistics")
         for other in case.held[1:]:
             if other is not None and other.dims and other.dims[0] is not x.dims[1]:
                 raise NotShown(f"{other.term!r} holds other channels")
@@ -530,6 +605,8 @@ def by_channel(outputs: int = 1) -> Lemma:
 def whole(case: Case) -> list[Result]:
     """Any op without state: where all operands are whole on each rank, results are."""
     case.same_attrs()
+    if case.node.domain == "" and case.node.op in RANDOM and case.attr("seed") is None:
+        raise NotShown(f"a {case.node.op} without a seed draws other values on each rank")
     for index, (held, shape) in enumerate(zip(case.held, case.shapes, strict=True)):
         if held is None:
             case.constant(index)
@@ -555,6 +632,21 @@ And BitwiseAnd BitwiseOr BitwiseXor Equal Greater GreaterOrEqual Less LessOrEqua
 Pow PRelu Xor Clip
 """
 """Elementwise ops that are not linear."""
+POINTWISE = frozenset(
+    [
+        *_UNARY.split(),
+        *_BINARY.split(),
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Neg",
+        "Identity",
+        "Cast",
+        "Where",
+    ]
+)
+"""Elementwise ops of ONNX."""
 LEMMAS: Mapping[tuple[str, str], Lemma] = {
     **{("", op): elementwise() for op in (*_UNARY.split(), *_BINARY.split())},
     **{("", op): elementwise(linear=(0,)) for op in ("Neg", "Identity")},
@@ -576,9 +668,11 @@ LEMMAS: Mapping[tuple[str, str], Lemma] = {
     ("", "MatMul"): matmul,
     ("", "Gemm"): gemm,
     ("", "Conv"): conv,
+    ("", "ConvTranspose"): conv_transpose,
+    ("", "Resize"): resize,
     ("", "Gather"): gather,
     ("", "ReduceSum"): reduce("sum", True),
-    ("", "ReduceMean"): reduce("", True),
+    ("", "ReduceMean"): reduce("mean", True),
     ("", "ReduceMax"): reduce("max", False),
     ("", "ReduceMin"): reduce("min", False),
     ("", "ReduceProd"): reduce("prod", False),

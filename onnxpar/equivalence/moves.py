@@ -379,8 +379,10 @@ def gather_positions(case: Case) -> list[Result]:
     held, shape = case.operand(0), case.shapes[0]
     axis = int(case.attr("axis") or 0) % len(shape)
     own, local = case.of_model(1), case.of_ranks(1)
-    if own is None or own.ndim > 1:
-        raise NotShown("the indices have several dimensions")
+    if own is None:
+        raise NotShown("there are no indices")
+    if own.ndim > 1 or len(np.unique(own % shape[axis])) < own.size:
+        return gather_places(case)
     if any(int(a or 0) % len(shape) != axis for a in case.local.attrs("axis", case.ranks.programs)):
         raise NotShown("a rank gathers along another dimension")
     wanted = (own.reshape(-1) % shape[axis]).tolist()
@@ -393,13 +395,7 @@ def gather_positions(case: Case) -> list[Result]:
             len(indices) and not (-len(span) <= indices.min() <= indices.max() < len(span))
         ):
             raise NotShown(f"rank {rank} gathers positions that it does not hold")
-        taken = span[indices]
-        if taken.tolist() == wanted:
-            spans.append(np.arange(len(wanted)))
-        elif len(place) == len(wanted):
-            spans.append(_placed(taken, place, rank))
-        else:
-            raise NotShown("indices repeat, and a rank has only some of them")
+        spans.append(_placed(span[indices], place, rank))
     between = () if own.ndim == 0 else (case.families.of(spans),)
     if own.ndim == 0 and any(span.tolist() != [0] for span in spans):
         raise NotShown("a rank gathers another position")
@@ -408,6 +404,63 @@ def gather_positions(case: Case) -> list[Result]:
     return [Result(0, dims, sizes, held.partial)]
 
 
+def gather_places(case: Case) -> list[Result]:
+    """Gather, GatherND and GatherElements with constant indices: the places in the operand from
+    which a rank takes its elements are those of some positions of the result."""
+    held, shape = case.operand(0), case.shapes[0]
+    own, local = case.of_model(1), case.of_ranks(1)
+    if own is None or max(math.prod(shape), own.size) > MOST_PLACES:
+        raise NotShown("there are no indices, or too many")
+    wanted = _taken(case.node, case.model.opsets, places_of(map(np.arange, shape), shape), own)
+    taken = []
+    for rank, (node, program) in enumerate(zip(case.local.nodes, case.ranks.programs, strict=True)):
+        places = places_of([family.spans[rank] for family in held.dims], shape)
+        try:
+            taken.append(_taken(node, program.opsets, places, local[rank]))
+        except (IndexError, ValueError):
+            raise NotShown(f"rank {rank} takes elements that it does not hold") from None
+    if any(each.ndim != wanted.ndim for each in taken):
+        raise NotShown("the results have other dimensions")
+    choices = [
+        case.families.known(size, tuple(each.shape[axis] for each in taken))[:MOST_WAYS]
+        for axis, size in enumerate(wanted.shape)
+    ]
+    results = []
+    for dims in product(*choices):
+        spans = [[family.spans[rank] for family in dims] for rank in range(case.ranks.size)]
+        pairs = zip(taken, spans, strict=True)
+        if all(np.array_equal(each, wanted[np.ix_(*at)] if at else wanted) for each, at in pairs):
+            results.append(Result(0, dims, wanted.shape, held.partial))
+    if not results:
+        raise NotShown("ranks take elements from other places")
+    return results
+
+
+def _taken(node: Node, opsets: Mapping[str, int], places: Array, indices: Array) -> Array:
+    """The places that a node takes, of these."""
+    axis = int(default(node, "axis", opsets) or 0) % places.ndim
+    batch = int(default(node, "batch_dims", opsets) or 0)
+    is_tuple = node.op == "GatherND"
+    sizes = np.array(places.shape[batch:][: indices.shape[-1]] if is_tuple else places.shape[axis])
+    if not ((-sizes <= indices) & (indices < sizes)).all():
+        raise NotShown("an index is out of bounds")
+    if node.op == "Gather":
+        return np.take(places, indices, axis)
+    if node.op == "GatherElements":
+        kept = [slice(None if i == axis else n) for i, n in enumerate(indices.shape)]
+        return np.take_along_axis(places[tuple(kept)], indices, axis)
+    before = places.shape[:batch]
+    if indices.shape[:batch] != before:
+        raise NotShown("the indices have other batches")
+    flat = places.reshape(math.prod(before), *places.shape[batch:])
+    tuples = indices.reshape(math.prod(before), *indices.shape[batch:])
+    parts = [one[tuple(np.moveaxis(at, -1, 0))] for one, at in zip(flat, tuples, strict=True)]
+    after = places.shape[batch + indices.shape[-1] :]
+    return np.array(parts, np.int64).reshape(*before, *indices.shape[batch:-1], *after)
+
+
+MOST_PLACES = 1 << 24
+"""The most elements whose places are computed one by one."""
 RESHAPES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 """Ops that keep all elements in their order."""
 MOVES: Mapping[str, Lemma] = {
@@ -423,5 +476,7 @@ MOVES: Mapping[str, Lemma] = {
     "Pad": pad,
     "Tile": tile,
     "Gather": gather_positions,
+    "GatherND": gather_places,
+    "GatherElements": gather_places,
 }
 """The ops of ONNX that move elements."""

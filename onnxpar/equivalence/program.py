@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
-from onnx.defs import SchemaError, get_schema
+from onnx.defs import OpSchema, SchemaError, get_schema
 from onnx.inliner import inline_local_functions
 
 from onnxpar.base.arrays import Array
@@ -22,6 +22,11 @@ from onnxpar.equivalence.stored import WeightFiles
 Shape = tuple[int, ...]
 MOST_FOLDED = 1 << 22
 """The most bytes of a value that is computed from constants."""
+RANDOM = frozenset(
+    ["RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial",
+     "Bernoulli", "Dropout"]
+)  # fmt: skip
+"""Ops of ONNX that may draw; two nodes draw the same if they have the same seed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -342,11 +347,16 @@ def default(node: Node, name: str, opsets: Mapping[str, int]) -> Any:
     """The value of an attribute: the node's, or the default of its op. None if it has none."""
     if name in node.attrs:
         return node.attrs[name]
-    try:
-        schema = get_schema(node.op, opsets.get(node.domain, 1), node.domain)
-    except SchemaError:
-        return None
-    attribute = schema.attributes.get(name)
+    schema = schema_of(node, opsets)
+    attribute = None if schema is None else schema.attributes.get(name)
     if attribute is None or not attribute.default_value.name:
         return None
     return _attribute(attribute.default_value)
+
+
+def schema_of(node: Node, opsets: Mapping[str, int]) -> OpSchema | None:
+    """What ONNX says of a node's op; None if it does not know it."""
+    try:
+        return get_schema(node.op, opsets.get(node.domain, 1), node.domain)
+    except SchemaError:
+        return None

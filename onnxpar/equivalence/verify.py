@@ -15,7 +15,7 @@ from onnxpar.base.errors import InputError
 from onnxpar.equivalence.bundle import SIZES, Bundle, outputs_of, read_bundle
 from onnxpar.equivalence.draws import Draws
 from onnxpar.equivalence.evaluate import Evaluator, NotComputed
-from onnxpar.equivalence.fold import drop_unneeded, fold
+from onnxpar.equivalence.fold import drop_unneeded, fold, merge_equal
 from onnxpar.equivalence.keep import check_keep
 from onnxpar.equivalence.keep import keep as write_window
 from onnxpar.equivalence.program import Program, captured
@@ -94,6 +94,7 @@ class _Prover:
 
     def prove(self, bundle: Bundle, program: Program) -> _Outcome:
         """Proves that ranks compute the outputs of a model, whose constants are folded."""
+        merge_equal(program)
         drop_unneeded(program, program.outputs)
         found, seen = _Outcome(len(program.nodes)), set[str]()
         for name in bundle.programs():

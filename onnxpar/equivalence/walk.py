@@ -12,6 +12,7 @@ from onnxpar.equivalence.collectives import Collectives
 from onnxpar.equivalence.evaluate import NotComputed
 from onnxpar.equivalence.held import Held, Relations
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, whole
+from onnxpar.equivalence.lookups import Lookups
 from onnxpar.equivalence.moves import MOVES
 from onnxpar.equivalence.program import Node, Program, Shape, captured, infer
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks
@@ -44,17 +45,21 @@ class Refusal:
 
 _SECOND = """
 ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceSumSquare ReduceL1 ReduceL2
-ReduceLogSumExp Squeeze Unsqueeze Split Reshape Expand Tile Gather TopK CumSum
+ReduceLogSumExp Squeeze Unsqueeze Split Reshape Expand Tile Gather GatherND GatherElements
+TopK CumSum
 """
 BY_VALUE = {
     **dict.fromkeys(_SECOND.split(), (1,)),
     "Slice": (1, 2, 3, 4),
     "Pad": (1, 2, 3),
     "Dropout": (1, 2),
+    "Resize": (1, 2, 3),
 }
 """Operands that are sizes, axes or positions: rules compare them by value, and ranks may have
 others than the model."""
-VERSIONED = BY_VALUE.keys() - {"Gather", "Expand", "Tile", "TopK", "CumSum", "Dropout"}
+VERSIONED = BY_VALUE.keys() - {
+    "Gather", "GatherND", "GatherElements", "Expand", "Tile", "TopK", "CumSum", "Dropout", "Resize",
+}  # fmt: skip
 """Ops that have an attribute in some versions, and an operand in its place in others."""
 
 
@@ -80,6 +85,7 @@ class Walk:
         self.relations = Relations()
         self.collectives = Collectives(ranks, families)
         self.trace = Trace(ranks, families, self.relations, self.collectives, model.shapes)
+        self.lookups = Lookups(ranks, families, self.relations)
         self.proved: dict[str, str] = {}
         self.refused: dict[str, Refusal] = {}
         self._origins: dict[str, list[RankNode]] = defaultdict(list)
@@ -88,6 +94,10 @@ class Walk:
             self._origins[local.first.origin].append(local)
         self.sampler = Sampler(model, ranks, families, self.relations, weights, seed)
         self._makers = {name: node for node in model.nodes for name in node.outputs}
+        for node in model.nodes:
+            if node.kind == ("", "Identity") and node.inputs[0] in self._makers:
+                source = self._makers[node.inputs[0]]
+                self._origins[source.name] += self._origins.get(node.name, [])
 
     def hold(self, held: Held) -> None:
         """Adds a relation, and all that follows by collectives and by what ranks copy and cut."""
@@ -111,6 +121,7 @@ class Walk:
             for name in dict.fromkeys(node.inputs):
                 self.readers[name].append(number)
             self._push(number)
+        self._relate_sent()
         sampled: set[tuple[str, int]] = set()
         while True:
             while self._todo:
@@ -121,6 +132,17 @@ class Walk:
                 self.hold(held)
             if not self._todo and not self._sample_next(sampled):
                 return
+
+    def _relate_sent(self) -> None:
+        """Relates the constants that ranks send each other."""
+        terms = {name: term for term, names in self.weights.copies.items() for name in names}
+        for node in self.ranks.nodes:
+            name = node.first.inputs[0] if node.first.inputs else ""
+            term = terms.get(name, name)
+            is_sent = node.first.domain == PLUGIN and term in self.model.constants
+            if is_sent and self.ranks.is_constant(name):
+                for held in self.weights.relate(term, name):
+                    self.hold(held)
 
     def _push(self, number: int) -> None:
         if number not in self._queued:
@@ -189,8 +211,25 @@ class Walk:
                 if found is not None:
                     self.proved.setdefault(key, found)
                     self.refused.pop(key, None)
+        if key not in self.proved and node.kind == ("", "Gather"):
+            self._look_up(node)
         if key not in self.proved:
             self.refused[key] = Refusal(node, reasons)
+
+    def _look_up(self, node: Node) -> None:
+        """Relates the result of a Gather whose rows ranks have parts of."""
+        table, indices = (self.shape(name) for name in node.inputs)
+        if not table or indices is None:
+            return
+        if node.inputs[0] in self.model.constants:
+            self._relate_constant(node.inputs[0])
+        tables = self.relations.by_term.get(node.inputs[0], ())
+        axis = int(node.attrs.get("axis", 0)) % len(table)
+        for held in list(self.lookups.relate(node, tables, (table, indices), axis)):
+            self.model.shapes.setdefault(held.term, (*table[:axis], *indices, *table[axis + 1 :]))
+            self.hold(held)
+            self.proved.setdefault(node.key, "lemma")
+            self.refused.pop(node.key, None)
 
     def _sample(self, node: Node, key: str) -> bool:
         """Relates the results of a node, and of the nodes before it that are not proved, on drawn
@@ -322,9 +361,11 @@ class Walk:
     def _candidates(self, node: Node) -> list[RankNode]:
         """The nodes of ranks with the same op that read what stands for the operands."""
         found: dict[int, RankNode] = {}
-        for name in dict.fromkeys(n for n in node.inputs if n):
-            if name in self.model.constants:
-                continue
+        names = [n for n in dict.fromkeys(node.inputs) if n]
+        variable = [n for n in names if n not in self.model.constants]
+        for name in variable or names:
+            if not variable:
+                self._relate_constant(name)
             for held in self.relations.by_term.get(name, ()):
                 for local in self.ranks.readers.get(held.name, ()):
                     if local.first.kind == node.kind and local.is_alike:

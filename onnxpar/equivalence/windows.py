@@ -18,7 +18,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.equivalence.draws import Draws
 from onnxpar.equivalence.evaluate import SUPPORTED, Evaluator, NotComputed, Values
 from onnxpar.equivalence.held import Held, Partial, Relations
-from onnxpar.equivalence.program import Node, Program, captured
+from onnxpar.equivalence.program import Node, Program, captured, default, schema_of
 from onnxpar.equivalence.ranks import PLUGIN, RankNode, Ranks, communicates
 from onnxpar.equivalence.spans import Families
 from onnxpar.equivalence.weights import Weights
@@ -107,17 +107,19 @@ class Sampler:
         Errors: NotComputed; Disagreement if ranks compute the tensors `named` from what the window
         reads, and these are something else: a larger window could only hide that."""
         wanted = [name for name in window.nodes[-1].outputs if name]
+        found: list[Held] = []
         for with_collectives, most in _STAGES:
             nodes = self._closure(window, with_collectives, most)
             candidates = self._results(nodes)
             if not candidates:
                 continue
-            found = self._compare(window, nodes, candidates, wanted)
-            if found:
-                return found
-            if self.computed & {*named}:
+            found += self._compare(window, nodes, candidates, wanted)
+            if not found and self.computed & {*named}:
                 raise Disagreement("ranks compute another value")
-        return []
+            wanted = [name for name in wanted if all(held.term != name for held in found)]
+            if not wanted:
+                break
+        return found
 
     def _is_of_model(self, window: Window, name: str, is_table: bool) -> bool:
         """True for a constant of ranks whose numbers draws tell, or are the model's to the bit:
@@ -138,9 +140,7 @@ class Sampler:
 
     def _numbers(self, window: Window, dtype: np.dtype[Any]) -> Array:
         """The numbers of constants and attributes of the model in a window, and 1 and 0."""
-        given = [v for node in window.nodes for v in node.attrs.values()]
-        lists = [v if isinstance(v, list) else [v] for v in given]
-        floats = [v for values in lists for v in values if isinstance(v, float)]
+        floats = list(self._attributes(window))
         found = [np.array([0.0, 1.0, -1.0, *floats, *(-v for v in floats)], dtype)]
         for term in window.reads:
             is_small = term in self.model.constants and (
@@ -149,6 +149,15 @@ class Sampler:
             if is_small and self.model.constants[term].dtype == dtype:
                 found.append(self.model.constants[term].reshape(-1))
         return np.concatenate(found)
+
+    def _attributes(self, window: Window) -> Iterator[float]:
+        """Yields the numbers that are attributes of the window's nodes, or defaults of these."""
+        for node in window.nodes:
+            schema = schema_of(node, self.model.opsets)
+            for name in {*node.attrs, *(schema.attributes if schema else ())}:
+                value = default(node, name, self.model.opsets)
+                given = value if isinstance(value, list) else [value]
+                yield from (number for number in given if isinstance(number, float))
 
     def _is_share(self, window: Window, number: float) -> bool:
         """True for a whole part of the size of a dimension, or of all elements, that the window

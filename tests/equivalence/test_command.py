@@ -42,9 +42,9 @@ def test_as_json(par: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_least(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Split rows of an embedding are compared on drawn values."""
-    model, folder = MODELS / "llama.dynamo.static.onnx", tmp_path / "m.par"
-    onnxpar.shard(model, folder, mesh="dp=2,tp=2", preset="hybrid")
+    """The units of experts are compared on drawn values."""
+    model, folder = MODELS / "mixtral.dynamo.static.onnx", tmp_path / "m.par"
+    onnxpar.shard(model, folder, devices=2, preset="tensor-parallel")
     assert main(["verify", str(model), str(folder), "--least", "lemma"]) == 1
     assert "proved in a weaker way than lemma" in capsys.readouterr().out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from onnx import helper, numpy_helper
 
 from onnxpar.equivalence.held import Held, Partial
 from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, Result
+from onnxpar.equivalence.lemma import whole as every
 from onnxpar.equivalence.moves import MOVES
 from onnxpar.equivalence.program import Constants, Node, Program, read_node
 from onnxpar.equivalence.ranks import RankNode, Ranks
@@ -121,14 +122,28 @@ OPS = {
     "Concat": Op("Concat", [draw(4, 6), draw(4, 3)], {"axis": 1}),
     "Pad": Op("Pad", [draw(4, 6)], {}, [whole(0, 1, 0, 2)]),
     "Tile": Op("Tile", [draw(4, 6)], {}, [whole(2, 1)]),
+    "ConvTranspose": Op(
+        "ConvTranspose", [draw(2, 4, 5, 5), draw(4, 6, 3, 3), draw(6)], stays=(3, 5)
+    ),
+    "Resize": Op(
+        "Resize", [draw(4, 6, 3)], {"mode": "linear"},
+        [np.zeros(0, np.float32), np.array([1, 1, 2], np.float32)], stays=(3,),
+    ),
+    "Gather of places": Op("Gather", [draw(8, 6)], {"axis": 1}, [whole(4, 1, 4, 2).reshape(2, 2)]),
+    "Gather of elements": Op(
+        "GatherElements", [draw(4, 6)], {"axis": 1}, [np.tile(whole(4, 1, 2), (4, 1))], 1,
+        lambda own: [np.tile(whole(4, 1, 2), (own[0], 1))],
+    ),
+    "GatherND of places": Op("GatherND", [draw(4, 6, 2)], {}, [whole(0, 5, 3, 1).reshape(2, 2)]),
     "Gather of positions": Op("Gather", [draw(8, 6)], {"axis": 1}, [whole(4, 1, 2)]),
 }  # fmt: skip
 
 
 def rules(op: Op) -> Iterator[Lemma]:
-    if op.name in MOVES and not (op.name == "Gather" and not op.constants):
+    is_lookup = op.name.startswith("Gather") and not op.constants
+    if op.name in MOVES and not is_lookup:
         yield MOVES[op.name]
-    if ("", op.name) in LEMMAS and not (op.name == "Gather" and op.constants):
+    if ("", op.name) in LEMMAS and not (op.name.startswith("Gather") and op.constants):
         yield LEMMAS["", op.name]
 
 
@@ -204,6 +219,15 @@ def case_of(op: Op, parts: Sequence[Sequence[Family]], partial: Sequence[Any], f
     return Case(node, RankNode(tuple(nodes), 0), held, operand_shapes, model, ranks, families)
 
 
+def reduced(part: Partial, values: Sequence[Array], group: Sequence[int]) -> Array:
+    """The whole result of a reduction; of means, with as many elements as ranks have."""
+    if part.op == "mean":
+        sizes = [part.family.sizes[member] for member in group]
+        return np.asarray(np.average(values, 0, sizes))
+    kinds = {"sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod}
+    return np.asarray(kinds[part.op](values, axis=0))
+
+
 def check(
     op: Op, result: Result, own: Sequence[Sequence[Array]], wanted: Array, ranks: int
 ) -> None:
@@ -215,8 +239,7 @@ def check(
             group = group_of(held, rank, ranks)
             if group is None:
                 continue  # no ranks have all parts: nothing is said
-            kind = {"sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod}
-            got = kind[result.partial[0].op]([own[m][result.index] for m in group], axis=0)
+            got = reduced(result.partial[0], [own[m][result.index] for m in group], group)
         assert got.shape == part.shape
         np.testing.assert_allclose(got, part, rtol=2e-5, atol=2e-5)
 
@@ -283,3 +306,50 @@ def test_ranks_hold_what_a_rule_says(name: str) -> None:
                 assert result.shape == wanted[result.index].shape
                 check(op, result, own, wanted[result.index], ranks)
     assert shown and split
+
+
+REFUSED = {
+    "statistics of a part": (
+        Op("BatchNormalization", [draw(4, 6), *[np.abs(draw(6))] * 4], {"training_mode": 1}, (), 3),
+        "sum", (2, 0),
+    ),
+    "sums of maxima": (Op("CumSum", [draw(4, 6)], constants=[np.array(1)]), "max", ()),
+    "a convolution of maxima": (
+        Op("Conv", [draw(2, 4, 5, 5), draw(4, 1, 3, 3)], {"group": 4}), "max", (),
+    ),
+    "a filter of a part": (Op("Resize", [draw(4, 6)], {}, [
+        np.zeros(0, np.float32), np.array([2, 1], np.float32)]), "sum", (0, 0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_rule_says(name: str) -> None:
+    """A dimension that is split, or parts of a reduction, for which no rule may speak."""
+    op, kind, split = REFUSED[name]
+    families = Families(2)
+    parts = [[families.whole(size) for size in value.shape] for value in op.operands]
+    if split:
+        cut = families.of(np.array_split(np.arange(op.operands[0].shape[split[1]]), 2))
+        parts[0][split[1]] = cut
+    part = Partial(kind, families.of([np.array([0]), np.array([1])]), 2)
+    partial: list[list[Partial]] = [[] for _ in op.operands]
+    if not split:
+        partial[0] = [part]
+    case = case_of(op, parts, partial, families, [op.constants] * 2)
+    for rule in rules(op):
+        with pytest.raises(NotShown):
+            rule(case)
+
+
+def test_draws() -> None:
+    """With a seed, each rank draws the same."""
+    families = Families(2)
+    parts = [[families.whole(4), families.whole(6)]]
+    seeded = Op("RandomNormalLike", [draw(4, 6)], {"seed": 1.0})
+    first, second = (run(seeded, seeded.operands, ())[0] for _ in range(2))
+    assert np.array_equal(first, second)
+    (result,) = every(case_of(seeded, parts, [[]], families, [()] * 2))
+    assert result.dims == tuple(parts[0])
+    with pytest.raises(NotShown):
+        every(case_of(replace(seeded, attrs={}), parts, [[]], families, [()] * 2))

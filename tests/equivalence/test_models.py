@@ -54,11 +54,10 @@ def test_models(name: str, layout: str, tmp_path: Path) -> None:
     check(MODELS / name, tmp_path, layout)
 
 
-def test_a_transformer_needs_few_samples(tmp_path: Path) -> None:
-    """Of a Llama, the lookup of split rows, and of the mask's."""
+def test_a_transformer_needs_no_samples(tmp_path: Path) -> None:
     result = check(MODELS / "llama.dynamo.static.onnx", tmp_path, "hybrid dp=2,tp=2")
     assert result.proved["arithmetic"] >= 40 and result.proved["lemma"] >= 90
-    assert result.proved["sampled"] <= 5 and result.collectives == 5
+    assert "sampled" not in result.proved and result.collectives == 5
 
 
 @pytest.mark.matrix(12)
@@ -92,11 +91,6 @@ def test_steps(layout: str, tmp_path: Path) -> None:
     assert "loss" in result.outputs
 
 
-NOT_SHOWN = {("bert", "hybrid dp=2,tp=2")}
-"""Steps that are right, and that verify does not show to be: a bucket has a gradient of an
-embedding whose parts it does not follow."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data-parallel 2", "zero1 2", "zero3 2", "hybrid dp=2,tp=2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
@@ -104,10 +98,7 @@ def test_steps_of_transformers(name: str, layout: str, tmp_path: Path) -> None:
     step = tmp_path / "step.onnx"
     model = MODELS / f"{name}.legacy.training.onnx"
     grad(model, step, loss="softmax-cross-entropy", optimizer="adamw")
-    if (name, layout) in NOT_SHOWN:
-        assert not verify(step, tmp_path, layout).ok
-    else:
-        check(step, tmp_path, layout)
+    check(step, tmp_path, layout)
 
 
 @pytest.mark.slow
