@@ -36,6 +36,7 @@ def plain_session(model: bytes) -> ort.InferenceSession:
     """A session that computes a model node by node, on one thread."""
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
+    options.enable_cpu_mem_arena = False
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     return ort.InferenceSession(model, options, ["CPUExecutionProvider"])
 

@@ -7,6 +7,7 @@ that there is. The rows that a rank then has must be the model's; the others mus
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,13 +62,21 @@ class Lookups:
             if indices.partial:
                 continue
             known = {indices.name: _Of([numbers] * self.ranks.size)}
-            for local in self._behind(indices.name):
+            behind = self._behind(indices.name)
+            left = Counter(name for local in behind for name in local.first.inputs)
+            for local in behind:
                 try:
                     own = self._follow(local, known, indices, tables, shapes, axis)
                 except (NotShown, NotComputed):
                     continue
+                finally:
+                    left.subtract(local.first.inputs)
+                    for name in local.first.inputs:
+                        if not left[name]:
+                            known.pop(name, None)
                 name = local.first.outputs[0]
-                known[name] = own
+                if left[name]:
+                    known[name] = own
                 held = self._held(node.outputs[0], name, own, indices, count, axis)
                 if held is not None:
                     yield held
