@@ -205,7 +205,7 @@ def verify(
     says where the proof ends; runs neither.
 
     model  the model, or the training step, that was sharded
-    par    the folder that `shard` wrote
+    par    the folder that `shard` wrote; or one with rank files of others and a ports.json
     dims   values of open sizes; the others are those of the plan's example
     least  the weakest proof of a node that is accepted: exact (arithmetic on positions), lemma (the
            rule of an op), or sampled (both sides computed on drawn values)

@@ -282,7 +282,11 @@ def _verify(to: Any) -> None:
   onnxpar verify model.onnx model.par --dim batch=7 --dim seq=33""",
     )
     verify.add_argument("model", metavar="model.onnx", help="the model, or the training step")
-    verify.add_argument("par", metavar="model.par", help="folder that shard wrote")
+    verify.add_argument(
+        "par",
+        metavar="model.par",
+        help="folder that shard wrote; or one with rank files of others and a ports.json",
+    )
     verify.add_argument(
         "--dim",
         dest="dims",

@@ -1,10 +1,9 @@
-"""Reads a sharded folder for a proof: of plan.json the mesh, the ports and the sizes, and the files
-of ranks."""
+"""Reads a sharded folder for a proof: of plan.json, or of a ports.json that others wrote, the mesh,
+the ports and the sizes; and the files of ranks."""
 
 from __future__ import annotations
 
 import ast
-import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +13,28 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.errors import DamagedError, InputError, ModelError
-from onnxpar.equivalence.layouts import MeshReader, families_of
-from onnxpar.equivalence.program import Pool, Program, Shape, read_program, read_rank
+from onnxpar.equivalence.layouts import MOST_POSITIONS, MeshReader, families_of
+from onnxpar.equivalence.others import adopted
+from onnxpar.equivalence.ports import PORTS, plan_of, read_json
+from onnxpar.equivalence.program import (
+    MOST_SIZE,
+    Constants,
+    Pool,
+    Program,
+    Shape,
+    read_program,
+    read_rank,
+    read_values,
+)
 from onnxpar.equivalence.ranks import Ranks
 from onnxpar.equivalence.spans import Families, Family
 from onnxpar.equivalence.stored import WeightFiles
 
 MOST_RANKS = 1 << 16
+MOST_TEXT = 1 << 14
+"""The most characters of an expression of sizes."""
+MOST_VALUE = 1 << 80
+"""The largest value of a part of an expression of sizes."""
 SIZES = "onnxpar.sizes"
 """The input of ranks with the values of open sizes."""
 _OPERATORS: Mapping[type, Any] = {
@@ -34,13 +48,16 @@ _OPERATORS: Mapping[type, Any] = {
 
 @dataclass(frozen=True)
 class Bundle:
-    """A sharded folder. `sizes` has a value for each open size; `compared` says how much of weights
-    in files is compared."""
+    """A sharded folder. `sizes` has a value for each open size; `source` is the name of the file
+    that describes it; `ranges` has the integers [low, high) that inputs may hold, by name;
+    `compared` says how much of weights in files is compared."""
 
     folder: Path
     plan: Mapping[str, Any]
     mesh: MeshReader
     sizes: Mapping[str, int]
+    source: str
+    ranges: Mapping[str, tuple[int, int]]
     compared: str = "all"
     files: WeightFiles = field(default_factory=WeightFiles)
 
@@ -58,16 +75,24 @@ class Bundle:
         """The shape of a port at the open sizes; None if data decide a size."""
         if port["shape"] is None or None in port["shape"]:
             return None
-        return tuple(self.size(size) for size in port["shape"])
+        shape = tuple(self.size(size) for size in port["shape"])
+        if any(not 0 <= size < MOST_SIZE for size in shape):
+            raise DamagedError(f"{self.source} has a size that is none: {port['shape']!r:.80}")
+        return shape
 
     def size(self, size: object) -> int:
         """The value of a size: a number, or an expression of open sizes."""
         if isinstance(size, int):
             return size
         try:
+            if len(str(size)) > MOST_TEXT:
+                raise ValueError("it is too long")
             return _value(ast.parse(str(size), mode="eval").body, self.sizes)
-        except (KeyError, SyntaxError, TypeError, RecursionError, ZeroDivisionError):
-            raise DamagedError(f"plan.json has a size that is none: {size!r:.40}") from None
+        except (
+            KeyError, SyntaxError, TypeError, ValueError, RecursionError, ZeroDivisionError,
+            MemoryError, OverflowError,
+        ):  # fmt: skip
+            raise DamagedError(f"{self.source} has a size that is none: {size!r:.40}") from None
 
     def is_allowed(self) -> bool:
         """True if a run may have these sizes, by the limits in plan.json."""
@@ -88,6 +113,8 @@ class Bundle:
 
     def programs(self) -> list[str]:
         """The ends of the names of rank 0's files with a graph: `onnx`, `evaluation.onnx`."""
+        if self.plan.get("rank_files"):
+            return ["onnx"]
         names = [
             path.name.removeprefix("rank_0000.") for path in self.folder.glob("rank_0000.*onnx")
         ]
@@ -100,15 +127,32 @@ class Bundle:
 
     def ranks(self, program: str) -> Ranks:
         """The graphs of all ranks. Errors: ModelError if one cannot be read."""
-        pool = Pool()
-        graphs = [
-            read_rank(self.folder / f"rank_{rank:04d}.{program}", self.files, self.fed, pool)
-            for rank in range(self.mesh.ranks)
-        ]
+        names = [f"rank_{rank:04d}.{program}" for rank in range(self.mesh.ranks)]
+        own = self.folder.resolve()
+        graphs, pool = [], Pool()
+        for name in self.plan.get("rank_files") or names:
+            path = self.folder / name
+            try:
+                is_own = path.resolve().is_relative_to(own)
+            except (OSError, RuntimeError, ValueError):  # links in a circle
+                raise ModelError(f"{path} cannot be read: it is no file") from None
+            if not is_own:
+                raise ModelError(f"{path} is in another folder")
+            graphs.append(read_rank(path, self.files, self.fed, pool))
         for graph in graphs:
             if SIZES in graph.inputs:
                 graph.constants.add(SIZES, np.array([*self.sizes.values()], np.int64))
-        return Ranks(graphs)
+        return Ranks(adopted(graphs))
+
+    def first_values(self) -> list[Constants]:
+        """The first values of states, by rank; empty if ranks have none."""
+        found = []
+        for rank in range(self.mesh.ranks):
+            path = self.folder / f"rank_{rank:04d}.states.onnx"
+            if self.plan.get("rank_files") or not path.exists():
+                return []
+            found.append(read_values(path, self.files))
+        return found
 
     def model(self, path: Path) -> Program:
         """The unsplit model, at the open sizes. Errors: InputError if ranks have other inputs."""
@@ -127,34 +171,52 @@ class Bundle:
 
 
 def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.Name):
-        return sizes[node.id]
-    if isinstance(node, ast.BinOp):
+    """The value of an expression; it is that of a size, and so it is small on the way, too."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        value = node.value
+    elif isinstance(node, ast.Name):
+        value = sizes[node.id]
+    elif isinstance(node, ast.BinOp):
         function = _OPERATORS[type(node.op)]
-        return int(function(_value(node.left, sizes), _value(node.right, sizes)))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand, sizes)
-    raise KeyError(ast.dump(node))
+        value = int(function(_value(node.left, sizes), _value(node.right, sizes)))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = -_value(node.operand, sizes)
+    else:
+        raise KeyError(type(node).__name__)
+    if abs(value) > MOST_VALUE:
+        raise ValueError("it is too large")
+    return value
 
 
-def read_bundle(folder: Path, sizes: Mapping[str, int], compared: str) -> Bundle:
-    """Reads plan.json. `sizes` has values of open sizes; the others are those of the plan's
-    example; `compared` says how much of weights is compared. Errors: ModelError if it cannot be
-    read; InputError if it cannot be verified."""
-    plan = _plan(folder)
+def read_bundle(
+    folder: Path, model: Path, sizes: Mapping[str, int], compared: str = "all"
+) -> Bundle:
+    """Reads plan.json, or else ports.json. `sizes` has values of open sizes; the others are those
+    of the plan's example; `compared` says how much of weights is compared. Errors: ModelError if it
+    cannot be read; InputError if it cannot be verified."""
+    source = "plan.json"
+    if not (folder / source).exists() and (folder / PORTS).exists():
+        source = PORTS
+        plan: Mapping[str, Any] = plan_of(folder / source, model, sizes)
+    else:
+        plan = read_json(folder / source)
+    path = folder / source
     try:
         mesh = MeshReader(plan["mesh"])
-        open_sizes = {str(name): int(size) for name, size in plan.get("example", {}).items()}
-        ports = [port["name"] for port in (*plan["inputs"], *plan["outputs"])]
-        pairs = [(pair["input"], pair["output"]) for pair in plan.get("states", ())]
+        open_sizes = {_text(name): _size(n) for name, n in plan.get("example", {}).items()}
+        ports = [_port(port) for port in (*plan["inputs"], *plan["outputs"])]
+        pairs = [(_text(p["input"]), _text(p["output"])) for p in plan.get("states", ())]
+        for weight in plan.get("weights", ()):
+            _text(weight["name"]), _text(weight["tensor"])
+            _port(weight)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise DamagedError(f"{folder}/plan.json lacks a mesh, or ports") from None
+        raise DamagedError(f"{path} lacks a mesh, ports or weights, or has others") from None
     if not 0 < mesh.ranks <= MOST_RANKS:
-        raise DamagedError(f"{folder}/plan.json has a mesh of {mesh.ranks} ranks")
+        raise DamagedError(f"{path} has a mesh of {mesh.ranks} ranks")
     if not {name for pair in pairs for name in pair} <= {*ports}:
-        raise DamagedError(f"{folder}/plan.json has states that are no ports")
+        raise DamagedError(f"{path} has states that are no ports")
+    if len({i for i, _ in pairs}) < len(pairs) or len({o for _, o in pairs}) < len(pairs):
+        raise DamagedError(f"{path} has a state twice")
     if plan.get("lengths"):
         raise InputError(
             f"{folder} has a program for each length of samples: verify cannot check these yet; "
@@ -164,20 +226,36 @@ def read_bundle(folder: Path, sizes: Mapping[str, int], compared: str) -> Bundle
     if unknown:
         known = ", ".join(open_sizes) or "none"
         raise InputError(f"--dim {unknown[0]}: the open sizes of {folder} are {known}")
-    return Bundle(folder, plan, mesh, open_sizes | dict(sizes), compared)
+    ranges = plan["ranges"] if source == PORTS else {}  # sessions take others than plan.json has
+    return Bundle(folder, plan, mesh, open_sizes | dict(sizes), source, ranges, compared)
 
 
-def _plan(folder: Path) -> Mapping[str, Any]:
-    path = folder / "plan.json"
-    try:
-        plan = json.loads(path.read_text())
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise DamagedError(f"{path} is not JSON") from None
-    if not isinstance(plan, dict):
-        raise DamagedError(f"{path} is not an object")
-    return plan
+def _port(port: Mapping[str, Any]) -> str:
+    """The name of a port, or of a weight. Errors: TypeError, KeyError or ValueError if it is
+    none."""
+    shape, layout = port["shape"], port.get("layout")
+    if shape is not None and not isinstance(shape, list):
+        raise TypeError("a shape is no list")
+    for size in shape or ():
+        if type(size) not in (int, str, type(None)):
+            raise TypeError(f"a size is {size!r:.40}")
+    if layout is not None:
+        dims = layout["dims"]
+        if not isinstance(dims, list) or (shape is not None and len(dims) != len(shape)):
+            raise ValueError("a layout does not fit its shape")
+    return _text(port["name"])
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a name is {value!r:.40}")
+    return value
+
+
+def _size(value: object) -> int:
+    if type(value) is not int or not 0 <= value < MOST_POSITIONS:
+        raise ValueError(f"a size is {value!r:.40}")
+    return value
 
 
 def outputs_of(ranks: Ranks, names: Sequence[str]) -> list[str]:

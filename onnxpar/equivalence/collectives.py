@@ -135,6 +135,8 @@ class Collectives:
             sizes = own.get("sizes")
             if sizes is not None and list(sizes) != [family.sizes[m] for m in group]:
                 raise NotShown(f"rank {rank} expects other sizes")
+            if own.get("equal") and len({family.sizes[m] for m in group}) > 1:
+                raise NotShown("members have other numbers of positions")
             spans.append(np.concatenate([family.spans[member] for member in group]))
         return self._with(held, axis, spans), self._alike(held, attrs)
 
@@ -155,7 +157,7 @@ class Collectives:
         another."""
         cut, joined = (self._axis(held, attrs, f"{k}_axis") for k in ("split", "concat"))
         if cut == joined:
-            raise NotShown("an AllToAll moves the bounds of shards")
+            return self._exchange(held, attrs, cut), self._alike(held, attrs)
         left, right = [], []
         for rank, own in enumerate(attrs):
             group = own["group"]
@@ -174,6 +176,25 @@ class Collectives:
         dims = list(held.dims)
         dims[cut], dims[joined] = self.families.of(left), self.families.of(right)
         return tuple(dims), self._alike(held, attrs)
+
+    def _exchange(
+        self, held: Held, attrs: Sequence[Mapping[str, Any]], axis: int
+    ) -> tuple[Family, ...]:
+        """Each member sends a shard of a dimension to each other, and joins what it gets along the
+        same one."""
+        spans = []
+        for rank, own in enumerate(attrs):
+            group = own["group"]
+            self._same_but(held, rank, group, (axis,))
+            shards = [
+                self._shard(
+                    held.dims[axis].spans[member], attrs[member],
+                    attrs[member].get("split_sizes"), group.index(rank),
+                )
+                for member in group
+            ]  # fmt: skip
+            spans.append(np.concatenate(shards))
+        return self._with(held, axis, spans)
 
     def broadcast(self, held: Held, attrs: Sequence[Mapping[str, Any]]) -> _Part:
         """All members get what the root has."""
@@ -224,6 +245,8 @@ class Collectives:
         self, span: Array, attrs: Mapping[str, Any], sizes: Sequence[int] | None, index: int
     ) -> Array:
         count = len(attrs["group"])
+        if attrs.get("equal") and len(span) % count:
+            raise NotShown(f"{len(span)} positions are not cut into {count} equal parts")
         if sizes is None:
             sizes = [len(span) // count + (i < len(span) % count) for i in range(count)]
         if len(sizes) != count or sum(sizes) != len(span):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from onnx import helper
@@ -26,12 +26,14 @@ _CLASSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 
 class Draws:
     """Values for the tensors that a window reads: from a seed, the tensor's name and the number of
-    the draw. Indices are drawn at the edges of what ranks hold in every other draw."""
+    the draw. Indices are drawn at the edges of what ranks hold in every other draw.
+    `ranges` has the integers that inputs may hold: [low, high) by name."""
 
     def __init__(
-        self, model: Program, nodes: Sequence[Node], edges: Sequence[int], seed: int
-    ) -> None:
-        self.model, self.seed = model, seed
+        self, model: Program, nodes: Sequence[Node], edges: Sequence[int], seed: int,
+        ranges: Mapping[str, Sequence[int]],
+    ) -> None:  # fmt: skip
+        self.model, self.seed, self.ranges = model, seed, ranges
         self.edges = np.array(edges or [0], np.int64)
         self.is_exact = all(node.domain == "" and node.op in _EXACT.split() for node in nodes)
         self.bound = _bound(model, nodes)
@@ -55,7 +57,7 @@ class Draws:
             share = (0.5, 1.0, 0.0, 0.5)[number % 4]
             return random.random(shape) < share
         if dtype.kind in "iu":
-            return self._integers(random, shape, dtype, number)
+            return self._integers(random, name, shape, dtype, number)
         return self._reals(random, shape).astype(dtype)
 
     def like(self, value: Array, name: str, number: int) -> Array:
@@ -74,15 +76,18 @@ class Draws:
         return np.asarray(random.standard_normal(shape))
 
     def _integers(
-        self, random: np.random.Generator, shape: Shape, dtype: np.dtype, number: int
+        self, random: np.random.Generator, name: str, shape: Shape, dtype: np.dtype, number: int
     ) -> Array:
         has_negative = self.has_negative and dtype.kind != "u" and number >= 2
-        low = -self.bound if has_negative else 0
+        low, high = -self.bound if has_negative else 0, self.bound
+        if name in self.ranges:
+            low, high = max(low, self.ranges[name][0]), min(high, self.ranges[name][1])
+            low = min(low, high - 1)
         if number % 2:
-            edges = self.edges[(self.edges >= low) & (self.edges < self.bound)]
-            edges = np.concatenate([edges, [low, self.bound - 1]])
+            edges = self.edges[(self.edges >= low) & (self.edges < high)]
+            edges = np.concatenate([edges, [low, high - 1]])
             return random.choice(edges, shape).astype(dtype)
-        return random.integers(low, self.bound, shape).astype(dtype)
+        return random.integers(low, high, shape).astype(dtype)
 
 
 def _bound(model: Program, nodes: Sequence[Node]) -> int:

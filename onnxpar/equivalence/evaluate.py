@@ -253,10 +253,20 @@ def communicate(
         for rank, attr in enumerate(attrs):
             group = [int(m) for m in attr["group"]]
             members = [held[m] for m in group], [attrs[m] for m in group], group.index(rank)
+            if attr.get("equal"):
+                _check_equal(op, *members[:2])
             values[rank][result] = np.asarray(_COLLECTIVES[op](*members))
             values[rank].update(dict.fromkeys(first.outputs[1:], np.zeros(0, np.float32)))
     except (ValueError, IndexError, KeyError) as error:
         raise NotComputed(f"{first.name}: {error}") from None
+
+
+def _check_equal(op: str, parts: _Parts, attrs: _Attrs) -> None:
+    """Members send blocks of one size. Errors: ValueError."""
+    axis = attrs[0].get("axis", attrs[0].get("split_axis", 0))
+    is_cut = op in ("ReduceScatter", "AllToAll")
+    if len({p.shape for p in parts}) > 1 or (is_cut and parts[0].shape[axis] % len(parts)):
+        raise ValueError("members send blocks of other sizes")
 
 
 _Parts = Sequence[Array]

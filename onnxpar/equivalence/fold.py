@@ -12,6 +12,7 @@ from onnx import helper, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.evaluate import NotComputed, plain_session
+from onnxpar.equivalence.lemma import NotShown
 from onnxpar.equivalence.program import (
     MOST_FOLDED,
     RANDOM,
@@ -21,9 +22,16 @@ from onnxpar.equivalence.program import (
     infer,
     read_node,
 )
+from onnxpar.equivalence.trace import MOVED, move
 
 MOST_EQUAL = 64
 """The most elements of constants that are compared with each other."""
+
+
+_GROWING = frozenset(["ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "EyeLike"])
+"""Ops whose results may be much larger than their operands, by the values of these."""
+MOST_ELEMENTS = 1 << 24
+"""The most elements of a computed constant."""
 
 
 def fold(program: Program, keeps: bool = False) -> None:
@@ -52,18 +60,39 @@ def _fold_once(program: Program, keeps: bool) -> None:
             program.constants.add(node.outputs[0], shape[slice(start, end)])
             known.add(node.outputs[0])
             continue
-        if _is_constant(node, known, program):
-            constant.append(node)
-            known |= set(node.outputs)
-        else:
+        if not _is_constant(node, known):
             rest.append(node)
+            continue
+        is_small = _reads_little(node, program)
+        if not is_small or node.op in _GROWING:
+            _compute(constant, [n for each in constant for n in each.outputs if n], program)
+            constant.clear()
+        if is_small and not _makes_much(node, program):
+            constant.append(node)
+        elif not _move(node, program):
+            rest.append(node)
+            continue
+        known |= set(node.outputs)
     read = {name for node in rest for name in node.inputs} | set(program.outputs)
-    wanted = [n for node in constant for n in node.outputs if n in read]
-    if wanted:
-        for name, value in zip(wanted, _run(constant, wanted, program), strict=True):
-            program.constants.add(name, value)
+    _compute(constant, [n for node in constant for n in node.outputs if n in read], program)
     if not keeps:
         program.nodes = rest
+
+
+def _move(node: Node, program: Program) -> bool:
+    """Adds the results of a node that moves the elements of large constants; False for others."""
+    if node.op not in MOVED:
+        return False
+    values = [program.constants[name] if name else None for name in node.inputs]
+    count = len(values) if node.op == "Concat" else 1
+    data = [value for value in values[:count] if value is not None]
+    try:
+        results = move(node, data, values[count:])
+    except (NotShown, ValueError, IndexError, TypeError):
+        return False
+    for name, value in zip(node.outputs, results, strict=True):
+        program.constants.add(name, value)
+    return True
 
 
 def drop_unneeded(program: Program, outputs: Sequence[str]) -> None:
@@ -120,16 +149,35 @@ def _renamed(node: Node, same: Mapping[str, str]) -> Node:
     return replace(node, inputs=tuple(inputs), proto=proto)
 
 
-def _is_constant(node: Node, known: set[str], program: Program) -> bool:
+def _is_constant(node: Node, known: set[str]) -> bool:
+    """True for a node that onnxruntime can compute from constants alone."""
     if (
         node.domain != ""
         or node.op in RANDOM
         or any(isinstance(a, bytes) for a in node.attrs.values())
     ):
         return False
-    sizes = [np.prod(program.constants.shape(n)) for n in node.inputs if n in program.constants]
-    is_small = int(sum(sizes)) * 8 <= MOST_FOLDED
-    return is_small and all(name in known for name in node.inputs if name)
+    return all(name in known for name in node.inputs if name)
+
+
+def _reads_little(node: Node, program: Program) -> bool:
+    shapes = [program.constants.shape(n) for n in node.inputs if n in program.constants]
+    return sum(map(math.prod, shapes)) * 8 <= MOST_FOLDED
+
+
+def _makes_much(node: Node, program: Program) -> bool:
+    """True if the results are known to be large, or may be and are not known."""
+    if any(name and name not in program.shapes for name in node.outputs):
+        infer(node, program)
+    if node.op in _GROWING and any(n and n not in program.shapes for n in node.outputs):
+        return True
+    return any(math.prod(program.shapes.get(n, ())) > MOST_ELEMENTS for n in node.outputs)
+
+
+def _compute(nodes: Sequence[Node], wanted: Sequence[str], program: Program) -> None:
+    if wanted:
+        for name, value in zip(wanted, _run(nodes, wanted, program), strict=True):
+            program.constants.add(name, value)
 
 
 def _run(nodes: Sequence[Node], wanted: Sequence[str], program: Program) -> list[Array]:

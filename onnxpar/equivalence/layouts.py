@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,10 @@ from onnxpar.base.arrays import Array
 from onnxpar.base.errors import DamagedError
 from onnxpar.equivalence.spans import Families, Family
 
-MOST_POSITIONS = 2**31
+MOST_POSITIONS = 1 << 27
 """The largest size of a dimension."""
+MOST_HELD = 1 << 28
+"""The most positions of a dimension that all ranks hold together, equal ones counted once."""
 
 
 class MeshReader:
@@ -26,6 +28,8 @@ class MeshReader:
 
     def __init__(self, mesh: Sequence[Sequence[Any]]) -> None:
         self.sizes = {str(name): int(size) for name, size in mesh}
+        if len(self.sizes) != len(mesh) or min(self.sizes.values(), default=1) < 1:
+            raise ValueError("a mesh has an axis twice, or one without ranks")
         self.ranks = math.prod(self.sizes.values())
 
     def coordinates(self, rank: int, axes: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
@@ -58,8 +62,11 @@ def families_of(
     """The family of each dimension of a layout; `size` gives the value of a size. Errors:
     DamagedError if the layout is none."""
     try:
-        return [_family(_sized(dim, size), mesh, families) for dim in layout["dims"]]
-    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        return [_family(dim, mesh, families, size) for dim in layout["dims"]]
+    except (
+        KeyError, TypeError, ValueError, IndexError, ZeroDivisionError, AttributeError,
+        RecursionError, OverflowError,
+    ) as error:  # fmt: skip
         raise DamagedError(f"plan.json has a layout that is none: {layout!s:.80}") from error
 
 
@@ -71,12 +78,40 @@ def _sized(dim: Mapping[str, Any], size: Callable[[object], int]) -> dict[str, A
     return {**dim, "size": size(dim["size"])}
 
 
-def _family(dim: Mapping[str, Any], mesh: MeshReader, families: Families) -> Family:
-    text = json.dumps(dim, sort_keys=True)
+def _family(
+    dim: Mapping[str, Any], mesh: MeshReader, families: Families, size: Callable[[object], int]
+) -> Family:
+    """The family of a dimension."""
+    if isinstance(dim.get("positions"), tuple):
+        return families.of(dim["positions"])
+    sized = _sized(dim, size)
+    text = json.dumps(sized, sort_keys=True)
     if text not in families.by_layout:
-        spans = [_positions(dim, mesh, rank)[0] for rank in range(mesh.ranks)]
-        families.by_layout[text] = families.of(spans)
+        families.by_layout[text] = families.of(_spans(sized, mesh))
     return families.by_layout[text]
+
+
+def _spans(dim: Mapping[str, Any], mesh: MeshReader) -> list[Array]:
+    """What each rank holds; ranks at the same coordinates hold the same positions."""
+    axes = list(_axes(dim))
+    known: dict[tuple[tuple[int, int], ...], Array] = {}
+    spans, total = [], 0
+    for rank in range(mesh.ranks):
+        key = tuple(mesh.coordinates(rank, axes))
+        if key not in known:
+            known[key] = _positions(dim, mesh, rank)[0]
+            total += len(known[key])
+            if total > MOST_HELD:
+                raise ValueError("ranks hold too many positions")
+        spans.append(known[key])
+    return spans
+
+
+def _axes(dim: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
+    """Yields the axes in all factors of a dimension."""
+    yield from dim.get("axes", ())
+    for part in (*dim.get("product", ()), *dim.get("concat", ())):
+        yield from _axes(part)
 
 
 def _positions(dim: Mapping[str, Any], mesh: MeshReader, rank: int) -> tuple[Array, int]:
@@ -85,27 +120,35 @@ def _positions(dim: Mapping[str, Any], mesh: MeshReader, rank: int) -> tuple[Arr
         held, total = np.zeros(1, np.int64), 1
         for factor in dim["product"]:
             inner, count = _positions(factor, mesh, rank)
+            total = _within(total * count)
             held = (held[:, None] * count + inner).reshape(-1)
-            total *= count
         return held, total
     if "concat" in dim:
         parts, total = [], 0
         for part in dim["concat"]:
             inner, count = _positions(part, mesh, rank)
             parts.append(inner + total)
-            total += count
+            total = _within(total + count)
         return np.concatenate(parts), total
     return _factor(dim, mesh, rank, dim["size"])
 
 
-def _factor(dim: Mapping[str, Any], mesh: MeshReader, rank: int, size: int) -> tuple[Array, int]:
-    """The positions that a rank holds of a factor with this size."""
+def _within(size: int) -> int:
+    """A size. Errors: ValueError if it is none."""
     if not 0 <= size < MOST_POSITIONS:
         raise ValueError(f"a size is {size!r:.40}")
+    return size
+
+
+def _factor(dim: Mapping[str, Any], mesh: MeshReader, rank: int, size: int) -> tuple[Array, int]:
+    """The positions that a rank holds of a factor with this size."""
+    _within(size)
     coordinates = mesh.coordinates(rank, dim.get("axes", ()))
     if any(coordinate < 0 for coordinate, _ in coordinates):
         return np.zeros(0, np.int64), size
     count = math.prod(n for _, n in coordinates)
+    if count > mesh.ranks:
+        raise ValueError(f"a dimension has {count!r:.40} parts")
     index = 0
     for coordinate, n in coordinates:
         index = index * n + coordinate

@@ -364,6 +364,25 @@ def _axis(case: Case, rank: int) -> Sequence[int]:
     return [axis]
 
 
+_CHANGED = {
+    **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax"), 13),
+    "BatchNormalization": 14,
+    "GroupNormalization": 21,
+    "Resize": 11,
+    "Scan": 9,
+    "Upsample": 9,
+}
+"""Ops that mean something else from an opset on, with the same attributes and operands."""
+
+
+def check_opsets(case: Case) -> None:
+    """Raises NotShown if the op means something else in the opset of a rank."""
+    version = _CHANGED.get(case.node.op, 0) if case.node.domain == "" else 0
+    programs = (case.model, *case.ranks.programs)
+    if version and len({p.opsets.get("", 1) < version for p in programs}) > 1:
+        raise NotShown(f"{case.node.op} means something else in the opset of a rank")
+
+
 def arg(case: Case) -> list[Result]:
     """ArgMax and ArgMin: the dimension is whole."""
     case.same_attrs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 
@@ -176,9 +176,31 @@ def expand(case: Case) -> list[Result]:
             choices.append([families[axis]])
         else:
             local = tuple(sizes)
-            ways = [*case.families.known(target, local), *case.families.filled(target, local)]
-            choices.append(ways[:MOST_WAYS])
+            known = case.families.known(target, local)
+            ways = [*known, *case.families.filled(target, local)][:MOST_WAYS]
+            if axis:
+                major = families[axis - 1], own[axis - 1]
+                ways += [f for f in _digits(case, *major, target, sizes) if f not in ways]
+            choices.append(ways)
     return [Result(0, dims, tuple(out), held.partial) for dims in product(*choices)]
+
+
+def _digits(
+    case: Case, major: Family, size: int, target: int, sizes: Sequence[int]
+) -> Iterator[Family]:
+    """Yields families of a dimension of `target` positions which, together with the dimension
+    before it, make a known family of both merged: heads of keys that some heads of queries share.
+    """
+    counts = tuple(n * m for n, m in zip(major.sizes, sizes, strict=True))
+    for merged_dims in islice(case.families.known(size * target, counts), MOST_WAYS):
+        spans = []
+        for before, both, count in zip(major.spans, merged_dims.spans, sizes, strict=True):
+            table = both.reshape(len(before), count)
+            spans.append(table[0] % target if len(before) else np.arange(count))
+            if not np.array_equal(table, before[:, None] * target + spans[-1]):
+                break
+        else:
+            yield case.families.of(spans)
 
 
 def slice_(case: Case) -> list[Result]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ RANDOM = frozenset(
      "Bernoulli", "Dropout"]
 )  # fmt: skip
 """Ops of ONNX that may draw; two nodes draw the same if they have the same seed."""
+MOST_SIZE = 1 << 48
+"""More than the size of any dimension."""
+MOST_FOLLOWED = 1 << 20
+"""The most elements of a vector whose values shape inference follows."""
+MOST_BYTES = 1 << 31
+"""The most bytes of a file with a graph, as of any message of Protobuf."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +94,7 @@ class Program:
 
     constants  the values of initializers, and of what is computed from them alone, by name;
                initializers in other files are read when they are needed
+    defaults   the values of inputs that have one, where a run may give another
     shapes     the shapes that are known, by tensor; those of ranks' tensors are not
     """
 
@@ -98,10 +106,11 @@ class Program:
     opsets: Mapping[str, int]
     shapes: dict[str, Shape] = field(default_factory=dict)
     types: dict[str, int] = field(default_factory=dict)
+    defaults: Constants = field(default_factory=lambda: Constants({}, Path(), WeightFiles()))
 
 
 class Constants:
-    """The constants of a graph, by name."""
+    """Values that a graph has, by name: those of `fed` are left out, or of these alone."""
 
     def __init__(self, stored: Mapping[str, TensorProto], folder: Path, files: WeightFiles) -> None:
         self._stored = stored
@@ -137,14 +146,53 @@ class Constants:
         tensor = self._stored.get(name)
         return tensor is not None and tensor.data_location == TensorProto.EXTERNAL
 
+    def kind(self, name: str) -> int:
+        """The element type of an initializer."""
+        return int(self._stored[name].data_type)
+
     def names(self) -> Iterator[str]:
         """The names of all constants."""
         yield from self._stored.keys() | self._values.keys()
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives constants other names, no two the same."""
+        self._stored = {names.get(name, name): t for name, t in self._stored.items()}
+        self._values = {names.get(name, name): value for name, value in self._values.items()}
+
     def _read(self, tensor: TensorProto) -> Array:
         if tensor.data_location != TensorProto.EXTERNAL:
-            return np.asarray(numpy_helper.to_array(tensor))
+            return read_tensor(tensor, tensor.name)
         return self._files.read(tensor, self._folder)
+
+
+def read_tensor(tensor: TensorProto, name: str) -> Array:
+    """The value of a tensor in a file. Errors: ModelError if it has not the elements that its
+    dimensions say."""
+    try:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            raise ValueError("it is in another file")
+        return np.asarray(numpy_helper.to_array(tensor))
+    except (ValueError, TypeError, KeyError, RuntimeError, MemoryError, OverflowError) as error:
+        raise ModelError(f"the tensor {name!r:.80} cannot be read: {error!s:.120}") from None
+
+
+def load(path: Path) -> ModelProto:
+    """Reads a model, without weights in other files. Errors: ModelError."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelError(f"{path} cannot be read as a model: it is not a file")
+        if status.st_size > MOST_BYTES:
+            raise ModelError(f"{path} cannot be read as a model: it has {status.st_size:,} bytes")
+        proto = onnx.load(path, load_external_data=False)
+        return inline_local_functions(proto) if proto.functions else proto
+    except OSError as error:
+        text = error.strerror or str(error)
+        raise ModelError(f"{path} cannot be read as a model: {text}") from None
+    except ModelError:
+        raise
+    except Exception as error:  # protobuf, and the inliner, raise types of their own
+        raise ModelError(f"{path} cannot be read as a model: {error!s:.200}") from None
 
 
 def read_program(
@@ -154,7 +202,7 @@ def read_program(
     """Reads a model; weights in other files stay there, and are read by `files`. Inputs that have
     default values are constants, unless they are among `fed`. `shapes` has shapes of inputs, in
     place of those of the file. Errors: ModelError."""
-    proto = _load(path)
+    proto = load(path)
     if shapes:
         _set_shapes(proto.graph, shapes)
     program = _program(proto, path, files, fed, Pool())
@@ -165,7 +213,16 @@ def read_program(
 def read_rank(path: Path, files: WeightFiles, fed: Collection[str], pool: Pool) -> Program:
     """Reads the file of a rank. Shapes that it declares are not believed: it has none. Errors:
     ModelError."""
-    return _program(_load(path), path, files, fed, pool)
+    return _program(load(path), path, files, fed, pool)
+
+
+def read_values(path: Path, files: WeightFiles) -> Constants:
+    """Reads the initializers of a graph. Errors: ModelError."""
+    try:
+        stored = {tensor.name: tensor for tensor in load(path).graph.initializer}
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not a valid model: {error}") from None
+    return Constants(stored, path.parent, files)
 
 
 class Pool:
@@ -191,28 +248,99 @@ class Pool:
         return self._tensors[data]
 
 
-def _load(path: Path) -> ModelProto:
-    try:
-        proto = onnx.load(path, load_external_data=False)
-    except Exception as error:  # protobuf raises a type of its own
-        raise ModelError(f"{path} cannot be read as a model: {error!s:.200}") from None
-    return inline_local_functions(proto) if proto.functions else proto
-
-
 def _program(
+    proto: ModelProto, path: Path, files: WeightFiles, fed: Collection[str], pool: Pool
+) -> Program:
+    try:
+        return _checked(proto, path, files, fed, pool)
+    except (_Wrong, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is not a valid model: {error}") from None
+
+
+def _checked(
     proto: ModelProto, path: Path, files: WeightFiles, fed: Collection[str], pool: Pool
 ) -> Program:
     graph = proto.graph
     stored = {t.name: pool.tensor(t) for t in graph.initializer if t.name not in fed}
     inputs = [port.name for port in graph.input if port.name not in stored]
-    return Program(
-        path,
-        [node for each in graph.node for node in pool.nodes(each)],
-        inputs,
-        [port.name for port in graph.output],
-        Constants(stored, path.parent, files),
-        {entry.domain or "": entry.version for entry in proto.opset_import},
-    )
+    opsets = {entry.domain or "": entry.version for entry in proto.opset_import}
+    for node in graph.node:
+        _check_types(node, opsets)
+    nodes = [node for each in graph.node for node in pool.nodes(each)]
+    _check_names(graph, nodes)
+    program = Program(
+        path, nodes, inputs, [port.name for port in graph.output],
+        Constants(stored, path.parent, files), opsets,
+    )  # fmt: skip
+    defaults = {t.name: pool.tensor(t) for t in graph.initializer if t.name in fed}
+    program.defaults = Constants(defaults, path.parent, files)
+    return program
+
+
+class _Wrong(Exception):
+    """What is wrong with a graph."""
+
+
+def _check_names(graph: GraphProto, nodes: Sequence[Node]) -> None:
+    """Each tensor is made once, before it is read. Errors: _Wrong."""
+    known = {port.name for port in graph.input} | {t.name for t in graph.initializer} | {""}
+    known |= {sparse.values.name for sparse in graph.sparse_initializer}
+    if len({t.name for t in graph.initializer}) != len(graph.initializer):
+        raise _Wrong("two initializers have one name")
+    for node in nodes:
+        for name in (*node.inputs, *sorted(captured(node.proto))):
+            if name not in known:
+                raise _Wrong(f"{node.op} {node.name!r:.80} reads {name!r:.80} before it is made")
+        for name in node.outputs:
+            if name and name in known:
+                raise _Wrong(f"{name!r:.80} is made twice")
+            known.add(name)
+    for port in graph.output:
+        if port.name not in known:
+            raise _Wrong(f"nothing makes the output {port.name!r:.80}")
+
+
+def _check_types(node: NodeProto, opsets: Mapping[str, int]) -> None:
+    """Attributes have the types that their op says. Errors: _Wrong."""
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    known = _types(node.op_type, opsets.get(domain, 1), domain)
+    for attribute in node.attribute:
+        if attribute.ref_attr_name:
+            raise _Wrong(f"{node.op_type} {node.name!r:.80} has an attribute of a function")
+        wanted = known.get(attribute.name)
+        if wanted is not None and attribute.type != wanted:
+            names = AttributeProto.AttributeType.Name
+            own = names(attribute.type)
+            raise _Wrong(
+                f"{attribute.name!r} of {node.op_type} {node.name!r:.80} is {own}, "
+                f"not {names(wanted)}"
+            )
+
+
+@cache
+def _types(op: str, version: int, domain: str) -> Mapping[str, int]:
+    """The types of an op's attributes, as far as they are known."""
+    if domain == "onnxpar":
+        return _PLUGIN_TYPES
+    try:
+        schema = get_schema(op, version, domain)
+    except (SchemaError, TypeError, OverflowError):
+        return {}
+    attributes: Any = schema.attributes
+    return {name: int(a.type.value) for name, a in attributes.items()}
+
+
+_PLUGIN_TYPES: Mapping[str, int] = {
+    **dict.fromkeys(
+        ("group", "sizes", "split_sizes", "sources", "before", "after", "results"),
+        AttributeProto.INTS,
+    ),
+    **dict.fromkeys(
+        ("tag", "stream", "axis", "split_axis", "concat_axis", "root"), AttributeProto.INT
+    ),
+    **dict.fromkeys(("op", "program"), AttributeProto.STRING),
+}
+"""The types of the attributes of the plugin's ops that a proof reads."""
 
 
 def _set_shapes(graph: GraphProto, shapes: Mapping[str, Shape]) -> None:
@@ -233,6 +361,13 @@ def _apart(node: NodeProto) -> Iterator[NodeProto]:
     if node.op_type != "FusedElementwise" or node.domain != "onnxpar":
         yield node
         return
+    try:
+        yield from list(_steps(node))
+    except (KeyError, ValueError, IndexError, AttributeError):
+        raise _Wrong(f"FusedElementwise {node.name!r:.80} has a program that is none") from None
+
+
+def _steps(node: NodeProto) -> Iterator[NodeProto]:
     values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     steps = [step.split() for step in values["program"].decode().split(";")]
     wide = {int(name[1:]) for _, *names in steps for name in names if name[0] == "x"}
@@ -261,11 +396,13 @@ def read_node(node: NodeProto) -> Node:
     domain = "" if node.domain == "ai.onnx" else node.domain
     metadata = {entry.key: entry.value for entry in node.metadata_props}
     origin = metadata.get("onnxpar.name") or metadata.get("onnxpar.node") or node.name
+    name = node.name or next((name for name in node.output if name), "")
     attrs = {a.name: _attribute(a) for a in node.attribute}
     inputs = tuple(node.input)
     while inputs and not inputs[-1]:
         inputs = inputs[:-1]
-    return Node(node.op_type, domain, node.name, inputs, tuple(node.output), attrs, origin, node)
+    outputs = tuple(node.output)
+    return Node(node.op_type, domain, name, inputs, outputs, attrs, origin or name, node)
 
 
 def _attribute(attribute: AttributeProto) -> Any:
@@ -273,7 +410,7 @@ def _attribute(attribute: AttributeProto) -> Any:
         return attribute.SerializeToString(deterministic=True)
     value = onnx.helper.get_attribute_value(attribute)
     if isinstance(value, TensorProto):
-        return np.asarray(numpy_helper.to_array(value))
+        return read_tensor(value, attribute.name)
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
@@ -283,13 +420,21 @@ def _infer(proto: ModelProto, program: Program) -> None:
     """Infers shapes and types. Those that a model declares for other tensors than inputs are
     believed only where nothing can be inferred."""
     declared = [*proto.graph.output, *proto.graph.value_info]
+    shapes = [
+        [dim.dim_value for dim in port.type.tensor_type.shape.dim]
+        for port in (*proto.graph.input, *declared)
+    ]
+    if any(not 0 <= size < MOST_SIZE for shape in shapes for size in shape):
+        raise ModelError(f"{program.path} is not a valid model: it declares a size that is none")
+    # values of a vector are followed one by one
+    follows = all(len(shape) != 1 or shape[0] <= MOST_FOLLOWED for shape in shapes)
     bare = ModelProto()
     bare.CopyFrom(proto)
     del bare.graph.value_info[:]
     for port in bare.graph.output:
         port.type.tensor_type.ClearField("shape")
-    with suppress(onnx.shape_inference.InferenceError):
-        bare = onnx.shape_inference.infer_shapes(bare, data_prop=True)
+    with suppress(Exception):  # of types of its own, and of C++
+        bare = onnx.shape_inference.infer_shapes(bare, data_prop=follows)
     graph = bare.graph
     for port in (*declared, *graph.input, *graph.output, *graph.value_info):
         tensor = port.type.tensor_type
@@ -308,7 +453,7 @@ def infer(node: Node, program: Program) -> None:
     for name in node.inputs:
         shape = program.shapes.get(name)
         if program.constants.is_in_file(name):
-            shape, kind = program.constants.shape(name), program.types[name]
+            shape, kind = program.constants.shape(name), program.constants.kind(name)
             types[name] = onnx.helper.make_tensor_type_proto(kind, shape)
         elif name in program.constants:
             value = program.constants[name]

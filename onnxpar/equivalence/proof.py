@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.errors import DamagedError, ModelError
 from onnxpar.equivalence.bundle import Bundle
+from onnxpar.equivalence.evaluate import NotComputed
 from onnxpar.equivalence.fold import fold
 from onnxpar.equivalence.held import Held
 from onnxpar.equivalence.order import Disorder, check_order
@@ -32,7 +34,7 @@ class Proof:
         self.model, self.ranks, self.bundle, self.families = model, ranks, bundle, families
         self.collectives = 0
         self.weights = Weights(model, ranks, bundle, self.families)
-        self.walk = Walk(model, ranks, self.families, self.weights, seed)
+        self.walk = Walk(model, ranks, self.families, self.weights, seed, bundle.ranges)
 
     def run(self) -> Iterator[Failure]:
         """Yields where the proof ends; nothing if ranks compute all outputs."""
@@ -41,11 +43,20 @@ class Proof:
         except Disorder as error:
             yield Failure("order", "", str(error))
         for program in self.ranks.programs:
-            fold(program, keeps=True)
+            try:
+                fold(program, keeps=True)
+            except NotComputed as error:
+                raise ModelError(f"{program.path} cannot run: {error}") from None
         for port in self.bundle.plan["outputs"]:
             self.bundle.families(port, self.families)
         for port in self.bundle.plan["inputs"]:
             dims = self.bundle.families(port, self.families)
+            shape = self.model.shapes.get(port["name"])
+            if dims is not None and shape is not None and not _fit(dims, shape):
+                raise DamagedError(
+                    f"{self.bundle.source} has a layout of {port['name']!r:.80} that does not fit "
+                    f"its shape in the model, {list(shape)}"
+                )
             if dims is not None:
                 self.walk.hold(Held(port["name"], port["name"], dims))
         self.walk.run()
@@ -56,6 +67,32 @@ class Proof:
                 refused.setdefault(failure.tensor, failure)
         yield from refused.values()
         yield from self._check_states()
+        yield from self._check_defaults()
+
+    def _check_defaults(self) -> Iterator[Failure]:
+        """What ranks have as the default, or the first value, of an input must be the model's."""
+        firsts = self.bundle.first_values()
+        initial = {p["input"]: p.get("initial") for p in self.bundle.plan.get("states", ())}
+        on_host, is_same = self.bundle.plan.get("on_host"), self.bundle.files.is_same
+        for port in self.bundle.plan["inputs"]:
+            name, dims = port["name"], self.bundle.families(port, self.families)
+            whole = self.model.defaults.get(name)
+            if whole is None or dims is None:
+                continue
+            text = ""
+            for rank, program in enumerate(self.ranks.programs):
+                spans = [family.spans[rank] for family in dims]
+                values = [program.defaults.get(name)]
+                if firsts:
+                    values.append(firsts[rank].get(name))
+                if initial.get(name) == "stored" and values[-1] is None and not on_host:
+                    text = f"rank {rank} has no first value of it"
+                if not all(v is None or is_same(v, whole, spans) for v in values):
+                    text = f"rank {rank} has another value of it than the model"
+            if initial.get(name) == "zero" and whole.any():
+                text = "ranks begin with zeros, and the model does not"
+            if text:
+                yield Failure("state" if name in initial else "default", name, text)
 
     def _check_states(self) -> Iterator[Failure]:
         ports = self.bundle.ports
@@ -87,13 +124,14 @@ class Proof:
         if not held:
             return self._first_refusal(name)
         if dims is None:
-            return Failure("output", name, "plan.json has no layout for it")
+            return Failure("output", name, f"{self.bundle.source} has no layout for it")
         if not any(h.dims == dims and not h.partial for h in held):
             what = "a part of a sum" if all(h.partial for h in held) else "other positions of it"
-            return Failure("output", name, f"ranks have {what}, and not what plan.json says")
+            text = f"ranks have {what}, and not what {self.bundle.source} says"
+            return Failure("output", name, text)
         shape = self.walk.shape(name)
-        if shape is None or not all(f.fits(n) for f, n in zip(dims, shape, strict=True)):
-            return Failure("output", name, "plan.json has another shape for it")
+        if shape is None or not _fit(dims, shape):
+            return Failure("output", name, f"{self.bundle.source} has another shape for it")
         if not covers(dims, shape, self.ranks.size):
             return Failure("output", name, "no rank has some of its elements")
         return None
@@ -114,6 +152,15 @@ class Proof:
             if node.key in before and node.key in self.walk.refused:
                 return self.walk.failure(node.key)
         return Failure("output", name, "no tensor of ranks is shown to be it")
+
+
+def _fit(dims: Sequence[Family], shape: Sequence[int]) -> bool:
+    """True if ranks hold positions that a tensor of this shape has."""
+    return len(dims) == len(shape) and all(
+        not len(span) or 0 <= span.min() <= span.max() < size
+        for family, size in zip(dims, shape, strict=True)
+        for span in {id(s): s for s in family.spans}.values()
+    )
 
 
 def covers(dims: Sequence[Family], shape: Sequence[int], ranks: int) -> bool:

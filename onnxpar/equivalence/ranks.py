@@ -106,6 +106,17 @@ class Ranks:
             return None
         return [program.constants[name] for program in self.programs]
 
+    @cached_property
+    def has_origins(self) -> bool:
+        """Whether nodes tell where they come from in the model; those of other tools do not."""
+        return any(node.first.origin != node.first.name for node in self.nodes)
+
+    @cached_property
+    def all_constants(self) -> list[str]:
+        """The names of constants of rank 0 that nodes read."""
+        constants = self.programs[0].constants
+        return [name for name in self.readers if name in constants]
+
     def is_constant(self, name: str) -> bool:
         """True for a tensor that is a constant on all ranks. Ask once constants are folded."""
         if name not in self._constant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,17 +38,21 @@ class WeightFiles:
         """A tensor that is stored in a file beside the model. Errors: ModelError."""
         where = {entry.key: entry.value for entry in tensor.external_data}
         try:
-            name, offset = where["location"], int(where.get("offset", 0))
+            name, offset = where.get("location", ""), int(where.get("offset", 0))
             dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
-            count = int(np.prod(tensor.dims, dtype=np.int64))
+            if min(tensor.dims, default=0) < 0:
+                raise ValueError("a size is negative")
+            count = math.prod(tensor.dims)
             path = (folder / name).resolve()
             if not path.is_relative_to(folder.resolve()):
-                raise ModelError(f"{tensor.name}: the file {name} is in another folder")
+                raise ModelError(f"{tensor.name}: the file {name!r:.80} is in another folder")
+            if not path.is_file():
+                raise ValueError("it is not there, or not a file")
             packed = numpy_helper.to_array if _is_packed(tensor) else None
             length = int(where.get("length", -1)) if packed else count * dtype.itemsize
             data = np.frombuffer(self._map(path) if length else b"", np.uint8, length, offset)
-        except (KeyError, OSError, ValueError, OverflowError) as error:
-            text = f"{tensor.name} cannot be read from {where.get('location')}: {error}"
+        except (KeyError, OSError, ValueError, OverflowError, RuntimeError) as error:
+            text = f"{tensor.name} cannot be read from {where.get('location', '')!r:.80}: {error}"
             raise ModelError(f"{folder}: {text}") from None
         if packed:
             own = TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=bytes(data))

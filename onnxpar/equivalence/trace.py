@@ -25,9 +25,8 @@ from onnxpar.equivalence.spans import Families, places_of, spans_of
 
 MOST_ELEMENTS = 1 << 25
 """The most elements of all ranks' parts of a tensor that are followed."""
-_MOVES = frozenset(
-    [*RESHAPES, "Transpose", "Concat", "Split", "Slice", "Gather", "Identity", "Gate"]
-)
+MOVED = frozenset([*RESHAPES, "Transpose", "Concat", "Split", "Slice", "Gather", "Identity"])
+"""The ops whose results `move` computes."""
 _COLLECTIVES = (
     "AllReduce",
     "AllGather",
@@ -59,7 +58,7 @@ class Trace:
         for node in self.ranks.nodes:
             first = node.first
             op = first.op.removeprefix("Start") if first.domain == PLUGIN else first.op
-            is_moved = op in _MOVES and first.domain in ("", PLUGIN)
+            is_moved = op in (*MOVED, "Gate") and first.domain in ("", PLUGIN)
             is_sent = first.domain == PLUGIN and op in _COLLECTIVES
             if not (is_moved or is_sent) or not node.is_alike:
                 continue
@@ -112,7 +111,7 @@ class Trace:
         data = node.first.inputs if node.first.op == "Concat" else node.first.inputs[:1]
         operands = [self._of(name) for name in data]
         by_rank = [
-            _move(own, [o[rank] for o in operands], self._constants(own, rank))
+            move(own, [o[rank] for o in operands], self._constants(own, rank))
             for rank, own in enumerate(node.nodes)
         ]
         return [list(each) for each in zip(*by_rank, strict=True)]
@@ -182,8 +181,8 @@ class Trace:
         return Held(term, name, tuple(map(self.families.of, spans)), partial)
 
 
-def _move(node: Node, operands: Sequence[Array], others: Sequence[Array | None]) -> list[Array]:
-    """The results of a node that moves elements."""
+def move(node: Node, operands: Sequence[Array], others: Sequence[Array | None]) -> list[Array]:
+    """The results of a node that moves elements; `others` are the operands behind these."""
     x = operands[0]
     if node.op in ("Identity", "Gate"):
         return [x]

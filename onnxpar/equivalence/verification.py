@@ -31,7 +31,7 @@ _COMPARED = {
 class Failure:
     """Where a proof ends.
 
-    kind    `node`, `output`, `state`, `order` or `least`
+    kind    `node`, `output`, `state`, `default`, `order` or `least`
     tensor  the tensor of the model that is not related to tensors of ranks
     text    what is wrong
     details lines on the operands, the rule that is broken, and the readers
@@ -51,7 +51,8 @@ class Verification:
     proved       the number of nodes by how they were proved
     sampled      the first results of the nodes that were compared on drawn values
     sizes        the values of open sizes for which the proof was made, one set after the other;
-                 counts are those of the first
+                  counts are those of the first
+    ranges       the integers [low, high) of inputs for which it holds
     collectives  the collectives whose order was checked
     compared     bytes of ranks' weights and constants that are the model's
     weights      how much of the weights in files was compared: all, sample or none
@@ -66,6 +67,7 @@ class Verification:
     proved: Mapping[str, int]
     sampled: tuple[str, ...]
     sizes: tuple[Mapping[str, int], ...]
+    ranges: Mapping[str, tuple[int, int]]
     collectives: int
     compared: int
     weights: str
@@ -112,6 +114,8 @@ class Verification:
             lines[-1] += _COMPARED[self.weights]
         lines.append("  over the real numbers: ranks may add in another order")
         lines.append(f"  sizes: {self._sizes()}")
+        for name, (low, high) in self.ranges.items():
+            lines.append(f"  for {name} from {low} to {high - 1}, as ports.json says")
         lines.append(
             "  relies on: lemmas, which are tested; onnxruntime's kernels; the plugin; the session"
         )

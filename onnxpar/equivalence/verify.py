@@ -18,6 +18,7 @@ from onnxpar.equivalence.evaluate import Evaluator, NotComputed
 from onnxpar.equivalence.fold import drop_unneeded, fold, merge_equal
 from onnxpar.equivalence.keep import check_keep
 from onnxpar.equivalence.keep import keep as write_window
+from onnxpar.equivalence.ports import PORTS
 from onnxpar.equivalence.program import Program, captured
 from onnxpar.equivalence.proof import Proof
 from onnxpar.equivalence.sizes import bindings, borders_of
@@ -33,20 +34,23 @@ def verify_bundle(
     """Proves that the ranks of a sharded folder compute a model, or says where the proof ends; the
     arguments are those of `onnxpar.verify`.
 
-    The compiler takes no part in it: the model and the files of ranks are read, and of plan.json
-    the mesh and the layouts of inputs and outputs. Errors: ModelError if a file cannot be read;
-    InputError if the folder is of a kind that cannot be verified, or an argument is wrong."""
+    The compiler takes no part in it: the model and the files of ranks are read, and of plan.json,
+    or of ports.json, the mesh and the layouts of inputs and outputs. Errors: ModelError if a file
+    cannot be read; InputError if the folder is of a kind that cannot be verified, or an argument
+    is wrong."""
     if least not in LEAST:
         raise InputError(f"least={least!r}: give one of {', '.join(LEAST)}")
     if weights not in COMPARED:
         raise InputError(f"weights={weights!r}: give one of {', '.join(COMPARED)}")
     place = None if keep is None else check_keep(keep)
     began = time.perf_counter()
-    bundle, program = _folded(read_bundle(folder, dims or {}, weights), model, dims or {})
+    bundle = read_bundle(folder, model, dims or {}, weights)
+    given = dict(bundle.sizes) if bundle.source == PORTS else dims or {}
+    bundle, program = _folded(bundle, model, given)
     prover = _Prover(Families(bundle.mesh.ranks), seed, place)
     first = prover.prove(bundle, program)
     failures, tested = first.failures, [dict(bundle.sizes)]
-    for sizes in bindings(bundle.sizes, dims or {}, first.borders)[1:]:
+    for sizes in bindings(bundle.sizes, given, first.borders)[1:]:
         other = replace(bundle, sizes=sizes)
         if failures or not other.is_allowed():
             continue
@@ -67,8 +71,8 @@ def verify_bundle(
         ranks=bundle.mesh.ranks, nodes=first.nodes, proved=dict(Counter(first.proved.values())),
         sampled=tuple(key for key, how in first.proved.items() if how == "sampled"),
         sizes=tuple(tested) if bundle.sizes else (), collectives=first.collectives,
-        compared=first.compared, weights=weights,
-        failures=tuple(failures), seconds=time.perf_counter() - began,
+        compared=first.compared, weights=weights, ranges=dict(bundle.ranges),
+        failures=tuple(dict.fromkeys(failures)), seconds=time.perf_counter() - began,
     )  # fmt: skip
 
 
@@ -153,7 +157,7 @@ def _folded(bundle: Bundle, model: Path, given: Mapping[str, int]) -> tuple[Bund
 
 def _runs(program: Program, seed: int) -> bool:
     """True if onnxruntime computes a model at its sizes, which may be too large for it."""
-    draws = Draws(program, program.nodes, (), seed)
+    draws = Draws(program, program.nodes, (), seed, {})
     read = {name for node in program.nodes for name in (*node.inputs, *captured(node.proto))}
     values = {n: program.constants[n] for n in read if n in program.constants}
     for name in program.inputs:

@@ -11,7 +11,7 @@ from itertools import islice, product, zip_longest
 from onnxpar.equivalence.collectives import Collectives
 from onnxpar.equivalence.evaluate import NotComputed
 from onnxpar.equivalence.held import Held, Relations
-from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, whole
+from onnxpar.equivalence.lemma import LEMMAS, Case, Lemma, NotShown, check_opsets, whole
 from onnxpar.equivalence.lookups import Lookups
 from onnxpar.equivalence.moves import MOVES
 from onnxpar.equivalence.program import Node, Program, Shape, captured, infer
@@ -72,7 +72,7 @@ class Walk:
 
     def __init__(
         self, model: Program, ranks: Ranks, families: Families,
-        weights: Weights, seed: int,
+        weights: Weights, seed: int, ranges: Mapping[str, tuple[int, int]],
     ) -> None:  # fmt: skip
         self.weights = weights
         self.notes: dict[str, str] = {}
@@ -92,7 +92,7 @@ class Walk:
         """Nodes of ranks, by the name of the node of the model that they name as their origin."""
         for local in ranks.nodes:
             self._origins[local.first.origin].append(local)
-        self.sampler = Sampler(model, ranks, families, self.relations, weights, seed)
+        self.sampler = Sampler(model, ranks, families, self.relations, weights, seed, ranges)
         self._makers = {name: node for node in model.nodes for name in node.outputs}
         for node in model.nodes:
             if node.kind == ("", "Identity") and node.inputs[0] in self._makers:
@@ -163,7 +163,7 @@ class Walk:
                 sampled.add((key, known))
                 if self._sample(node, key):
                     return True
-                tries += bool(self._anchors(node))
+                tries += bool(self._anchors(node)) or not self.ranks.has_origins
                 if tries == MOST_REFUSED:
                     break
         return False
@@ -235,7 +235,7 @@ class Walk:
         """Relates the results of a node, and of the nodes before it that are not proved, on drawn
         values."""
         is_port = any(name in self.model.outputs for name in node.outputs)
-        if not self._anchors(node) and not is_port:
+        if self.ranks.has_origins and not self._anchors(node) and not is_port:
             return False
         seen: set[int] = set()
         for above in _ABOVE:
@@ -332,8 +332,10 @@ class Walk:
         return window, self.sampler.before(window, own)
 
     def _relate_constant(self, term: str) -> None:
-        """Relates a constant to the constant of ranks with the same name, or its copies."""
-        for name in (term, *self.weights.copies.get(term, ())):
+        """Relates a constant to the constant of ranks with the same name, or its copies; where
+        ranks do not tell names of the model, to all that have its content."""
+        names = (term, *self.weights.copies.get(term, ()))
+        for name in names if self.ranks.has_origins else self.ranks.all_constants:
             if self.ranks.is_constant(name):
                 for held in self.weights.relate(term, name):
                     self.relations.add(held)
@@ -343,8 +345,9 @@ class Walk:
         node, reasons = self.refused[key].node, self.refused[key].reasons
         details = []
         for term in dict.fromkeys(n for n in node.inputs if n and n not in self.model.constants):
-            for held in self.relations.by_term.get(term, ())[:2]:
-                details.append(f"ranks   {held.name}: {_holdings(held, self.shape(term) or ())}")
+            shape = self.shape(term)
+            for held in self.relations.by_term.get(term, ())[:2] if shape is not None else ():
+                details.append(f"ranks   {held.name}: {_holdings(held, shape or ())}")
         for local, reason in list(reasons.items())[:2]:
             details.append(f"rule    {local}: {reason}")
         if key in self.notes:
@@ -406,6 +409,7 @@ class Walk:
             self.shape(name)
         for how, lemma in _lemmas(node):
             try:
+                check_opsets(case)
                 results = lemma(case)
             except NotShown as error:
                 reasons.setdefault(local.first.name, str(error))

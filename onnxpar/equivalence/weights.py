@@ -7,7 +7,9 @@ from itertools import islice, product
 
 import numpy as np
 
+from onnxpar.base.arrays import Array
 from onnxpar.equivalence.bundle import Bundle
+from onnxpar.equivalence.content import Contents
 from onnxpar.equivalence.held import Held, Partial
 from onnxpar.equivalence.program import Constants, Program
 from onnxpar.equivalence.ranks import Ranks
@@ -29,6 +31,7 @@ class Weights:
         self.model, self.ranks, self.bundle, self.families = model, ranks, bundle, families
         self.copies: dict[str, list[str]] = {}
         self.compared = 0
+        self.contents = Contents(bundle.files)
         self.believed: set[str] = set()
         self._planned: dict[tuple[str, str], tuple[Family, ...] | None] = {}
         self._known: dict[tuple[str, str], list[Held]] = {}
@@ -63,10 +66,25 @@ class Weights:
             self.families.known(size, tuple(own[axis] for own in local))
             for axis, size in enumerate(shape)
         ]
+        is_known = False
         for dims in islice(product(*choices), MOST_LAYOUTS):
             partial = self._compare(term, name, dims)
             if partial is not None:
+                is_known = True
                 yield Held(term, name, dims, partial)
+        if not is_known and not self.ranks.has_origins:
+            yield from self._searched(term, name)
+
+    def _searched(self, term: str, name: str) -> Iterator[Held]:
+        """What a constant of ranks holds of one of the model's, by its content alone."""
+        whole, spans = self.model.constants[term], list[list[Array]]()
+        for program in self.ranks.programs:
+            own = self.contents.find(term, whole, program.constants[name])
+            if own is None:
+                return
+            spans.append(own)
+        self.compared += sum(program.constants[name].nbytes for program in self.ranks.programs)
+        yield Held(term, name, tuple(map(self.families.of, zip(*spans, strict=True))))
 
     def _compare(
         self, term: str, name: str, dims: tuple[Family, ...]

@@ -13,6 +13,7 @@ from itertools import islice, pairwise, product
 from typing import Any
 
 import numpy as np
+from onnx import TensorProto
 
 from onnxpar.base.arrays import Array
 from onnxpar.equivalence.draws import Draws
@@ -30,6 +31,14 @@ _BITS = 96
 minus this number."""
 _STAGES = ((False, 40), (False, 400), (True, 60), (True, 400))
 """The windows of ranks that are tried: whether they have collectives, and their most nodes."""
+_DISCRETE = frozenset(
+    [
+        TensorProto.BOOL, TensorProto.INT4, TensorProto.UINT4, TensorProto.INT8, TensorProto.UINT8,
+        TensorProto.INT16, TensorProto.UINT16, TensorProto.INT32, TensorProto.UINT32,
+        TensorProto.INT64, TensorProto.UINT64, TensorProto.STRING,
+    ]
+)  # fmt: skip
+"""The element types of integers and the like."""
 _LOOKUPS = ("Gather", "GatherND", "GatherElements")
 MOST_UNKNOWN = 64
 """The most elements of a table of ranks that is not one of the model's: draws reach them all."""
@@ -93,9 +102,9 @@ class Sampler:
 
     def __init__(
         self, model: Program, ranks: Ranks, families: Families, relations: Relations,
-        weights: Weights, seed: int,
+        weights: Weights, seed: int, ranges: Mapping[str, tuple[int, int]],
     ) -> None:  # fmt: skip
-        self.weights = weights
+        self.weights, self.draw_ranges = weights, ranges
         self.model, self.ranks, self.families, self.relations = model, ranks, families, relations
         self.seed = seed
         self.evaluator = Evaluator()
@@ -107,6 +116,7 @@ class Sampler:
         Errors: NotComputed; Disagreement if ranks compute the tensors `named` from what the window
         reads, and these are something else: a larger window could only hide that."""
         wanted = [name for name in window.nodes[-1].outputs if name]
+        self._check_kept(window.nodes[-1])
         found: list[Held] = []
         for with_collectives, most in _STAGES:
             nodes = self._closure(window, with_collectives, most)
@@ -121,6 +131,18 @@ class Sampler:
                 break
         return found
 
+    def _check_kept(self, last: Node) -> None:
+        """A result in integers or Booleans tells little of the real numbers that it is made from,
+        so these must be related. Errors: NotComputed."""
+        kinds = {self.model.types.get(name, 0) for name in last.outputs if name}
+        if not kinds <= _DISCRETE:
+            return
+        for name in last.inputs:
+            is_made = name and name not in self.model.constants
+            is_real = self.model.types.get(name, 0) not in _DISCRETE
+            if is_made and is_real and not self.relations.by_term.get(name):
+                raise NotComputed(f"what it reads, {name!r}, is not related")
+
     def _is_of_model(self, window: Window, name: str, is_table: bool) -> bool:
         """True for a constant of ranks whose numbers draws tell, or are the model's to the bit:
         draws do not reach all rows of a table, and a few numbers that are a little different, such
@@ -128,7 +150,8 @@ class Sampler:
         count = max(math.prod(shape) for shape in self.ranks.constant_shapes(name))
         constants = [term for term in window.reads if term in self.model.constants]
         if count > MOST_UNKNOWN:
-            return not is_table or any(self.weights.relate(term, name) for term in constants)
+            is_free = not is_table and self.ranks.has_origins
+            return is_free or any(self.weights.relate(term, name) for term in constants)
         values = self.ranks.constants(name) or []
         if values[0].dtype.kind != "f":
             return True
@@ -194,9 +217,9 @@ class Sampler:
     def _is_computed(
         self, window: Window, node: RankNode, known: set[str], with_collectives: bool
     ) -> bool:
-        if not node.is_alike:
-            return False
         first = node.first
+        if not node.is_alike or self._is_large(node):
+            return False
         if first.domain == PLUGIN:
             data = first.inputs[:3] if first.op == "AllToAllV" else first.inputs[:1]
             return with_collectives and first.op in SUPPORTED and {*data} <= known
@@ -212,6 +235,15 @@ class Sampler:
             for index, name in enumerate((*first.inputs, *captured(first.proto)))
             if name
         )
+
+    def _is_large(self, node: RankNode) -> bool:
+        """True if a result is known to be too large to compute."""
+        shapes = [
+            program.shapes.get(name, ())
+            for own, program in zip(node.nodes, self.ranks.programs, strict=True)
+            for name in own.outputs
+        ]
+        return any(math.prod(shape) > MOST_ELEMENTS for shape in shapes)
 
     def before(self, window: Window, last: Sequence[RankNode]) -> list[RankNode]:
         """These nodes of ranks, and those before them, up to what stands for what the window
@@ -237,7 +269,7 @@ class Sampler:
     def values(self, window: Window, nodes: Sequence[RankNode]) -> tuple[Values, list[Values]]:
         """What a window reads and computes on drawn values, and what ranks do. Errors:
         NotComputed."""
-        draws = Draws(self.model, window.nodes, self._edges(window), self.seed)
+        draws = Draws(self.model, window.nodes, self._edges(window), self.seed, self.draw_ranges)
         values = self._model_values(window, draws, 0)
         own = self._rank_values(window, values, nodes, draws, 0)
         self.evaluator.run_ranks(nodes, own, self.ranks)
@@ -258,7 +290,7 @@ class Sampler:
         """Runs both sides on draws, and keeps the relations that hold on all of them."""
         self.computed = set()
         kept: list[Held] | None = None
-        draws = Draws(self.model, window.nodes, self._edges(window), self.seed)
+        draws = Draws(self.model, window.nodes, self._edges(window), self.seed, self.draw_ranges)
         evidence: dict[str, _Evidence] = {name: _Evidence() for name in wanted}
         for number in range(MOST_DRAWS):
             values, results = self._computed(window, draws, number, wanted)

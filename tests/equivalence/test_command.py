@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,62 @@ def test_damaged_folders(
 def test_unknown_sizes(par: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(VIT), str(par), "--dim", "batch=2"]) == 2
     assert "the open sizes of" in capsys.readouterr().err
+
+
+def _odd(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(par: Path) -> None:
+        plan = json.loads((par / "plan.json").read_text())
+        change(plan)
+        (par / "plan.json").write_text(json.dumps(plan))
+
+    return apply
+
+
+def _size(value: object) -> Callable[[Path], None]:
+    return _odd(lambda plan: plan["inputs"][0]["layout"]["dims"][0].update(size=value))
+
+
+def _nested(plan: dict[str, Any]) -> None:
+    plan["inputs"][0]["layout"]["dims"][0] = {"product": [{"size": 1 << 20}] * 3}
+
+
+ODD_PLANS: dict[str, Callable[[Path], None]] = {
+    "weights without names": _odd(lambda plan: plan["weights"].append({})),
+    "a power": _size("9**9**9"),
+    "a long product": _size("*".join(["9"] * 900)),
+    "a deep expression": _size("(" * 3000 + "1" + ")" * 3000),
+    "a division by zero": _size("1//0"),
+    "a NUL": _size("\0"),
+    "a huge size": _size(1 << 60),
+    "a negative size": _size(-1),
+    "another size than the model's": _size(1000),
+    "a list": _size([1]),
+    "a shape that is a text": _odd(lambda plan: plan["inputs"][0].update(shape="abc")),
+    "a huge shape": _odd(lambda plan: plan["inputs"][0].update(shape=[10**40, 1, 1, 1])),
+    "a product of huge factors": _odd(_nested),
+    "a state twice": _odd(lambda plan: plan.update(states=[{"input": "x", "output": "y"}] * 2)),
+    "an axis twice": _odd(lambda plan: plan.update(mesh=[["tp", 2], ["tp", 2]])),
+    "a mesh of no ranks": _odd(lambda plan: plan.update(mesh=[["tp", 0]])),
+    "a large mesh": _odd(lambda plan: plan.update(mesh=[["tp", 1 << 60]])),
+    "nesting": lambda par: _write(par, "[" * 100_000),
+}
+
+
+def _write(par: Path, text: str) -> None:
+    (par / "plan.json").write_text(text)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ODD_PLANS)
+def test_odd_plans(
+    name: str, par: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "odd.par"
+    shutil.copytree(par, folder)
+    ODD_PLANS[name](folder)
+    assert main(["verify", str(VIT), str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert "plan.json" in err and err.count("\n") == 1, err
 
 
 def test_shard_proves_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

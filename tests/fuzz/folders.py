@@ -87,7 +87,7 @@ def _break(file: Path, chance: random.Random, listing: str) -> bool:
     """Breaks a file. Half of the files that are damaged within get new digests, as if they had been
     written so; returns whether this one did."""
     if chance.random() < 0.2:
-        chance.choice(_INSTEAD)(file)
+        chance.choice(instead)(file)
         return False
     before = file.read_bytes()
     if file.suffix == ".json" and chance.random() < 0.7:
@@ -156,6 +156,6 @@ def _of_another(file: Path) -> None:
     file.write_bytes(min(alike or others).read_bytes())
 
 
-_INSTEAD: tuple[Callable[[Path], None], ...] = (
+instead: tuple[Callable[[Path], None], ...] = (
     _gone, _folder, _pipe, _endless, _loop, _huge, _of_another,
 )  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fuzz.bundles import Bundles, make_hand_split
 from fuzz.configurations import Configurations, make_base
 from fuzz.folders import Folders
 from fuzz.found import keeper
@@ -29,8 +30,9 @@ def main() -> int:
 
     keep = keeper(args.keep) if args.keep else None
     total = 0
-    with made_apart(make_base) as base:
+    with made_apart(_make) as base:
         makers = {
+            "bundle": (Bundles(args.seed, base), args.bundles),
             "folder": (Folders(args.seed, base), args.folders),
             "configuration": (Configurations(args.seed, base), args.configurations),
             "model": (Models(args.seed), args.models),
@@ -45,9 +47,15 @@ def main() -> int:
     return 1 if total else 0
 
 
+def _make(folder: Path) -> None:
+    make_base(folder)
+    make_hand_split(folder)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=int, default=0, metavar="N")
+    parser.add_argument("--bundles", type=int, default=0, metavar="N")
     parser.add_argument("--folders", type=int, default=0, metavar="N")
     parser.add_argument("--configurations", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=0)

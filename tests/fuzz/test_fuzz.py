@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from fuzz.bundles import Bundles, make_hand_split
 from fuzz.configurations import Configurations, make_base
 from fuzz.corpus import CORPUS
 from fuzz.folders import Folders, renew
@@ -35,6 +36,16 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(scope="module")
 def base() -> Iterator[Path]:
     with made_apart(make_base) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def bundles() -> Iterator[Path]:
+    def make(folder: Path) -> None:
+        make_base(folder)
+        make_hand_split(folder)
+
+    with made_apart(make) as folder:
         yield folder
 
 
@@ -61,6 +72,12 @@ def test_mutated_configurations(base: Path, every: int) -> None:
 @pytest.mark.slow
 def test_broken_folders(base: Path, every: int) -> None:
     none_fails(Folders(0, base), range(0, 120, every))
+
+
+@pytest.mark.slow
+def test_broken_rank_files(bundles: Path, every: int) -> None:
+    """`verify` ends in one line, whatever the files are."""
+    none_fails(Bundles(0, bundles), range(0, 240, every))
 
 
 def test_the_corpus(base: Path, every: int) -> None:

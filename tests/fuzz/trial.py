@@ -45,11 +45,12 @@ SESSION = "(session)"
 class Case:
     """A command to try: its arguments, and what holds its result against something else where it
     ends with 0: returns what is wrong, or nothing. `kept` is the broken file, and the kind of files
-    among which a corpus keeps it."""
+    among which a corpus keeps it. `statuses` are those with which the command may end."""
 
     arguments: list[str]
     judge: Callable[[], str]
     kept: tuple[str, Path] | None = None
+    statuses: tuple[int, ...] = (0, 2)
 
 
 Maker = Callable[[int, Path], Case]
@@ -177,7 +178,7 @@ def _child(maker: Maker, number: int, folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     status, place = run_command(case.arguments)
     text = (folder / "stderr").read_text(errors="replace")
-    fault = fault_of(status, text, place)
+    fault = fault_of(status, text, place, case.statuses)
     if status == 0 and not fault:
         fault = case.judge()
     (folder / "verdict").write_text(f"{status}\n{fault}")
@@ -216,7 +217,7 @@ def _run_session(par: str) -> int:
     return 0
 
 
-def fault_of(status: int, text: str, place: str = "") -> str:
+def fault_of(status: int, text: str, place: str = "", statuses: tuple[int, ...] = (0, 2)) -> str:
     """What is wrong with an exit status and the text on standard error."""
     every = [line for line in text.splitlines() if line]
     lines = [n for n in every if not n.startswith("onnxpar:") or n.startswith("onnxpar: error: ")]
@@ -224,7 +225,7 @@ def fault_of(status: int, text: str, place: str = "") -> str:
         return f"traceback: {lines[-1][:200] if lines else ''}\n{place}"
     if "not enough memory" in text:
         return f"memory: {lines[-1][:200]}\n{place}"
-    if status == 0:
+    if status in {*statuses} - {2}:
         return ""
     if status != 2:
         return f"exit status {status}: {text[-300:]}"
